@@ -33,8 +33,8 @@ from benchmarks.timed import Stretch
 from benchmarks.workers import answer, run_workers, settings_of
 from offbeat.cli.result import Result, machine
 from offbeat.cli.training_worker import accuracy
-from offbeat.data import DEFAULT_DIR, Splits, load
-from offbeat.models import build
+from offbeat.data import DEFAULT_DIR, Splits, load_data_set
+from offbeat.models import build_model
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
 from offbeat.wire.record import read_log
@@ -162,7 +162,7 @@ def run(
 
     Args:
         command: the command line, for the result.
-        data: a key of `offbeat.data.SETS`.
+        data: a key of `offbeat.data.DATA_SETS`.
         data_dir: where its files are.
         model: a key of `offbeat.models.MODELS`.
         workers: worker processes on this machine, at least 2.
@@ -182,7 +182,7 @@ def run(
     if not (math.isfinite(lr) and lr > 0):
         raise ValueError(f"the learning rate must be above 0, got {lr:g}")
     slow = slowed(workers, 1, factor)
-    splits = load(data, data_dir, download=download)
+    splits = load_data_set(data, data_dir, download=download)
     _built(model, splits, 0)
     per_epoch = max(1, len(splits.train) // (workers * batch_size))
     more = -(-epochs * workers // (workers - 1)) + _SPARE_EPOCHS
@@ -220,7 +220,7 @@ def run(
 
 
 def _built(model: str, splits: Splits, seed: int) -> torch.nn.Module:
-    return build(model, sample_shape=splits.sample_shape, classes=splits.classes, seed=seed)
+    return build_model(model, sample_shape=splits.sample_shape, classes=splits.classes, seed=seed)
 
 
 def _train(settings: Settings, workers: int, slow: tuple[str, ...]) -> Curve:
@@ -247,7 +247,7 @@ def main() -> None:
     """One worker: trains; rank 0 measures its copies afterwards, and answers."""
     settings = msgspec.convert(settings_of(sys.argv), Settings)
     torch.set_num_threads(1)
-    splits = load(settings.data, settings.data_dir)
+    splits = load_data_set(settings.data, settings.data_dir)
     model = _built(settings.model, splits, settings.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9)
     stretch = Stretch(model, settings.step_s)

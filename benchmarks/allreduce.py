@@ -30,7 +30,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.schedules import ALGORITHMS
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.control.environment import read_environment
-from offbeat.runtime.launch import free_port
+from offbeat.runtime.launch import find_free_port
 from offbeat.runtime.transport.endpoint import Endpoint
 
 SIZES_BYTES = {"35KB": 35_000, "600KB": 600_000, "5MB": 5_000_000, "67MB": 67_000_000}
@@ -56,7 +56,7 @@ def run(
         settings = {
             "addresses": [host.address for host in made],
             "interface": made[0].interface,
-            "port": free_port(),
+            "port": find_free_port(),
             "sizes": list(SIZES_BYTES),
             "blocks": blocks,
             "seed": seed,
@@ -173,7 +173,7 @@ def _open_links(rank: int, addresses: list[str]) -> Endpoint:
     store.set(f"links/{rank}", json.dumps(endpoint.addresses))
     for other in range(len(addresses)):
         if other != rank:
-            endpoint.introduce(f"worker-{other}", json.loads(store.get(f"links/{other}")))
+            endpoint.add_peer(f"worker-{other}", json.loads(store.get(f"links/{other}")))
     return endpoint
 
 

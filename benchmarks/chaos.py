@@ -222,12 +222,14 @@ class _Job:
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
-            environment.RUN_LOG: str(self.folder / "log.jsonl"),
-            environment.SEED: str(self.settings.seed),
+            environment.RUN_LOG_VARIABLE: str(self.folder / "log.jsonl"),
+            environment.SEED_VARIABLE: str(self.settings.seed),
             **place,
         }
         arguments = [json.dumps(vars(self.settings)), str(answer)]
-        process = subprocess.Popen(child.tied(child.program("benchmarks.chaos", *arguments)), env=env)
+        process = subprocess.Popen(
+            child.tied_command(child.module_command("benchmarks.chaos", *arguments)), env=env
+        )
         self._processes.append(_Process(worker, process, answer))
 
     def run(self, chance: random.Random | None, *, every_s: float, stop_s: float) -> None:
@@ -278,7 +280,7 @@ class _Job:
             self.strikes.append(Strike(kind="kill", worker=victim.worker, at_s=now_s, until_s=now_s))
             self._signal(victim, signal.SIGKILL)
             place = {"RANK": str(len(self._processes)), "WORLD_SIZE": str(self.workers)}
-            self._start({environment.NEWCOMER: "1", **place})
+            self._start({environment.NEWCOMER_VARIABLE: "1", **place})
         else:
             victim.is_stopped = True
             self.strikes.append(Strike(kind="stop", worker=victim.worker, at_s=now_s, until_s=now_s + stop_s))

@@ -85,7 +85,7 @@ class Child:
     """
 
     def __init__(self, module: str, *, name: str, prefix: Sequence[str] = ()) -> None:
-        self._process = child.start(child.tied([*prefix, *child.program(module)]), name)
+        self._process = child.start_child(child.tied_command([*prefix, *child.module_command(module)]), name)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.lines = Lines(self._process.stdout.fileno(), self._process.stdin.fileno(), name)

@@ -342,14 +342,14 @@ def accuracy(
 ) -> None:
     """Test accuracy against time with one slow worker, in lockstep and around it; real gradients."""
     from benchmarks.accuracy import run
-    from offbeat.data import data_folder
+    from offbeat.data import resolve_data_dir
 
     _report(
         json,
         lambda command: run(
             command=command,
             data=data,
-            data_dir=data_folder(data_dir),
+            data_dir=resolve_data_dir(data_dir),
             model=model,
             workers=workers,
             factor=factor,
@@ -481,7 +481,7 @@ def staleness(
 ) -> None:
     """BSP, SSP, DTSSP and ASP on a parameter server, with slow workers: the second paper's tables 1 and 2."""
     from benchmarks.staleness import SETTINGS, STRATEGIES, Plan, run
-    from offbeat.data import data_folder
+    from offbeat.data import resolve_data_dir
 
     plan = Plan(
         strategies=tuple(strategy or STRATEGIES),
@@ -489,7 +489,7 @@ def staleness(
         threads=tuple(threads or (1, 2)),
         model=model,
         data=data,
-        data_dir=data_folder(data_dir),
+        data_dir=resolve_data_dir(data_dir),
         workers=workers,
         batch_size=batch_size,
         factor=factor,
@@ -546,7 +546,7 @@ def validate(
     """Validating beside the next epoch, and after each, with three input pipelines: MNIST."""
     from benchmarks.inputs import LOADS
     from benchmarks.validate import SIDES, Plan, run
-    from offbeat.data import data_folder
+    from offbeat.data import resolve_data_dir
 
     plan = Plan(
         loads=tuple(load or [name for name in LOADS if name != "repeated"]),
@@ -560,7 +560,7 @@ def validate(
         step_s=None if _compute(compute) == "real" else step_ms / 1e3,
         runs=runs,
         data=data,
-        data_dir=data_folder(data_dir),
+        data_dir=resolve_data_dir(data_dir),
         seed=seed,
     )
     _report(json, lambda command: run(plan, command=command))

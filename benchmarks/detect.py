@@ -21,7 +21,7 @@ from benchmarks import runs
 from benchmarks.exclusions import Findings, judge, read_changes, read_steps, slow_in
 from benchmarks.runs import Run
 from offbeat.cli.result import Result, machine
-from offbeat.policies.stragglers.injection import Slowness, parse
+from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
 from offbeat.wire.record import read_log
 
 BATCH_SIZES = (32, 64)
@@ -131,6 +131,6 @@ def _measure(settings: Run) -> Findings:
         entries = read_log(log).entries
     changes = read_changes(entries)
     steps = read_steps(entries, changes)
-    rules = [parse(text) for text in settings.slow]
-    slowness = Slowness(rules, workers=settings.workers, seed=settings.seed)
+    rules = [parse_slow_rule(text) for text in settings.slow]
+    slowness = InjectedSlowness(rules, workers=settings.workers, seed=settings.seed)
     return judge(changes, steps, slow_in(slowness, steps, settings.workers, settings.samples))

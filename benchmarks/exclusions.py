@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from offbeat.events import Action, Event, Finished, Group, Halt, Left, Ready
-from offbeat.policies.stragglers.injection import Slowness
+from offbeat.policies.stragglers.injection import InjectedSlowness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ def members_at(changes: Sequence[Change], step: int) -> frozenset[int]:
 
 
 def slow_in(
-    slowness: Slowness, steps: Sequence[Step], workers: int, samples_per_epoch: int
+    slowness: InjectedSlowness, steps: Sequence[Step], workers: int, samples_per_epoch: int
 ) -> list[frozenset[int]]:
     """Return who is slow in each step of the group; parts of an epoch are parts of its samples."""
     return [

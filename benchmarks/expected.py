@@ -1,4 +1,6 @@
-"""What a step of `python -m benchmarks hybrid` is expected to take: layer times of a case, bounds, a prediction."""
+"""What a step of `python -m benchmarks hybrid` is expected to take: layer times of a case, bounds, a
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from torch import nn
 
 from benchmarks.gloo import bound_s
 from benchmarks.timed import ModelTimes
-from offbeat.numerics.collectives.costs import Line
-from offbeat.numerics.collectives.forecast import Work, forecast
-from offbeat.numerics.collectives.plans import kind_of
-from offbeat.numerics.collectives.timeline import Layer, Message, least_step_s
+from offbeat.numerics.collectives.costs import LinkModel
+from offbeat.numerics.collectives.forecast import LayerWork, forecast_step
+from offbeat.numerics.collectives.plans import layer_kind
+from offbeat.numerics.collectives.timeline import TimedLayer, TimedMessage, least_step_s
 from offbeat.strategies import Hybrid, parse_strategy
 
 DDP, COST_MODEL = "ddp", "cost_model"
@@ -80,7 +82,7 @@ def times_for(alone: ModelTimes, case: Case, transfer_s: float, optimizer_s: flo
     return alone.scaled(forward, backward)
 
 
-def works_of(times: ModelTimes, model: nn.Module, optimizer_s: float) -> list[Work]:
+def works_of(times: ModelTimes, model: nn.Module, optimizer_s: float) -> list[LayerWork]:
     """Return what each layer computes and sends; first what comes before the first layer.
 
     Args:
@@ -92,32 +94,32 @@ def works_of(times: ModelTimes, model: nn.Module, optimizer_s: float) -> list[Wo
         layer.name: [*model.get_submodule(layer.name).parameters(recurse=False)] for layer in times.layers
     }
     sizes = {name: sum(one.nbytes for one in some) for name, some in parameters.items()}
-    lead = Layer(name="lead", forward_s=times.lead_s, backward_s=0.0)
-    works = [Work(layer=lead, kind="other", size_bytes=0)]
+    lead = TimedLayer(name="lead", forward_s=times.lead_s, backward_s=0.0)
+    works = [LayerWork(layer=lead, kind="other", size_bytes=0)]
     for layer in times.layers:
         size = sizes[layer.name]
-        passes = Layer(
+        passes = TimedLayer(
             name=layer.name,
             forward_s=layer.forward_s + optimizer_s * size / sum(sizes.values()),
             backward_s=layer.backward_s,
         )
-        kind = kind_of([one.dim() for one in parameters[layer.name]])
-        works.append(Work(layer=passes, kind=kind, size_bytes=size))
+        kind = layer_kind([one.dim() for one in parameters[layer.name]])
+        works.append(LayerWork(layer=passes, kind=kind, size_bytes=size))
     return works
 
 
-def least_s(works: Sequence[Work], workers: int, rate_bit_per_s: int) -> float:
+def least_s(works: Sequence[LayerWork], workers: int, rate_bit_per_s: int) -> float:
     """Return the least time of a step in which no gradient waits longer than it must, in seconds."""
     messages = [
-        Message(layer=index, steps_s=(transfer_s(work.size_bytes, workers, rate_bit_per_s),))
+        TimedMessage(layer=index, steps_s=(transfer_s(work.size_bytes, workers, rate_bit_per_s),))
         for index, work in enumerate(works)
         if work.size_bytes
     ]
     return least_step_s([work.layer for work in works], messages)
 
 
-def predicted_s(side: str, works: Sequence[Work], workers: int, rate_bit_per_s: int) -> float:
-    """Return the time of a step as `offbeat.numerics.forecast` predicts it, in seconds.
+def predicted_s(side: str, works: Sequence[LayerWork], workers: int, rate_bit_per_s: int) -> float:
+    """Return the time of a step as `offbeat.numerics.collectives.forecast` predicts it, in seconds.
 
     DDP is taken for rings of 25 MiB buckets, in the order in which these fill, behind the backward pass.
 
@@ -127,7 +129,7 @@ def predicted_s(side: str, works: Sequence[Work], workers: int, rate_bit_per_s: 
     strategy = parse_strategy(_DDP_LIKE if side == DDP else SIDES.get(side, side))
     if not isinstance(strategy, Hybrid):
         raise ValueError(f"expected ddp or a hybrid, whose steps can be predicted, got {side!r}")
-    return forecast(
+    return forecast_step(
         works,
         workers,
         line_of(rate_bit_per_s),
@@ -138,9 +140,9 @@ def predicted_s(side: str, works: Sequence[Work], workers: int, rate_bit_per_s: 
     ).step_s
 
 
-def line_of(rate_bit_per_s: int) -> Line:
+def line_of(rate_bit_per_s: int) -> LinkModel:
     """Return what a message costs on lines of this rate."""
-    return Line(alpha_s=LATENCY_S, beta_s=8 / (rate_bit_per_s * TCP_SHARE))
+    return LinkModel(alpha_s=LATENCY_S, beta_s=8 / (rate_bit_per_s * TCP_SHARE))
 
 
 def transfer_s(size_bytes: int, workers: int, rate_bit_per_s: int) -> float:

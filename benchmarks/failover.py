@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from benchmarks.children import Child, Lines, ask_all
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
-from offbeat.events import Action, Event, NodeLost, Viewed
+from offbeat.events import Action, ClusterView, Event, NodeLost
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.future import Future
 from offbeat.runtime.ps.namespace import Namespace
-from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.ps.node import ClusterFile
 from offbeat.wire.record import read_log
 
 _SERVERS = 4
@@ -95,7 +95,7 @@ def run(*, command: str, kills: int = 20, workers: int = 4, size_mb: int = 64, s
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         log = Path(folder) / "log.jsonl"
-        ps = stack.enter_context(PS.local(_SERVERS, copies=_COPIES, run_log=str(log)))
+        ps = stack.enter_context(PS.local(_SERVERS, replicas=_COPIES, run_log=str(log)))
         pushing = [
             stack.enter_context(Child("benchmarks.failover", name=f"worker {worker}"))
             for worker in range(workers)
@@ -177,17 +177,17 @@ class _Trial:
             with ThreadPoolExecutor(1) as beside:
                 started = beside.submit(self._start)
                 self._look(
-                    lambda: not self.ps.is_settled or len(self.ps.servers) > _SERVERS,
+                    lambda: not self.ps.is_rebalanced or len(self.ps.servers) > _SERVERS,
                     "the next server to come",
                 )
                 self._kill(number, kind, victims)
                 started.result()
         else:
             self._kill(number, kind, victims)
-            self.ps.wait_until_settled(self.servers)
+            self.ps.wait_until_rebalanced(self.servers)
         while len(self.servers) < _SERVERS:
             self._start()
-        self.ps.wait_until_settled(self.servers)
+        self.ps.wait_until_rebalanced(self.servers)
         self._let_push(_BETWEEN[0])
         for worker, told in enumerate(ask_all(self.workers, "halt")):
             self.pushes[worker] += [Push(begun_s=begun_s, done_s=done_s) for begun_s, done_s in told]
@@ -315,7 +315,7 @@ def seen_in(entries: Sequence[Event | Action]) -> dict[int, Seen]:
             case _:
                 continue
         if server not in found:
-            is_join = isinstance(action, Viewed) and bool(action.target)
+            is_join = isinstance(action, ClusterView) and bool(action.next_ring)
             found[server] = Seen(detected_s=event.now_s, is_join=is_join)
     return found
 
@@ -329,7 +329,7 @@ def main() -> None:
     lines = Lines.to_parent()
     place: Mapping[str, Any] = lines.hear()
     numbers = itertools.count(1)
-    with PS(msgspec.convert(place["cluster"], Cluster), host="127.0.0.1") as ps:
+    with PS(msgspec.convert(place["cluster"], ClusterFile), host="127.0.0.1") as ps:
         counters = _counters(ps, place["workers"])
         lines.tell("here")
         while True:  # until the benchmark is over, and this process with it

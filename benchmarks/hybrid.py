@@ -11,10 +11,10 @@ PyTorch's DistributedDataParallel over gloo, with its default buckets, runs in t
 can, and a good part of the processor time, which four hosts share here, is the shapers'.
 
 `ratio_to_floor` compares with all computing and the first layer's gradients, or all gradients, whichever is
-more; `least_s` is a closer bound, from all layers (`offbeat.numerics.timeline.least_step_s`).
+more; `least_s` is a closer bound, from all layers (`offbeat.numerics.collectives.timeline.least_step_s`).
 `share_of_possible_saving` is what was saved over DDP, divided by what an ideal DDP leaves to be saved
-(`offbeat.numerics.timeline.possible_saving`): fC/(fC+S) where communication takes at least as long as
-computing, less where it does not.
+(`offbeat.numerics.collectives.timeline.possible_saving`): fC/(fC+S) where communication takes at least as
+long as computing, less where it does not.
 
 Source: the layer-overlapping hybrid all-reduce paper, section 4. Deviations: it computes, on one batch size a
 row; here the ratio of computing to communication is given, since all that can be won depends on that.
@@ -53,10 +53,10 @@ from benchmarks.namespaces import hosts
 from benchmarks.timed import ModelTimes
 from benchmarks.workers import answer, run_workers, settings_of
 from offbeat.cli.result import Result, machine
-from offbeat.numerics.collectives.forecast import Work
+from offbeat.numerics.collectives.forecast import LayerWork
 from offbeat.numerics.collectives.timeline import possible_saving
 from offbeat.runtime.control.environment import read_environment
-from offbeat.runtime.launch import free_port
+from offbeat.runtime.launch import find_free_port
 from offbeat.runtime.session import join
 from offbeat.strategies import Hybrid, parse_strategy
 
@@ -122,7 +122,7 @@ def run(plan: Plan, *, command: str) -> Result:
                 "seed": plan.seed,
                 "address": made[0].address,
                 "interface": made[0].interface,
-                "port": free_port(),
+                "port": find_free_port(),
             }
             told = run_workers(
                 "benchmarks.hybrid",
@@ -167,7 +167,7 @@ class _Computing:
     times: ModelTimes | None
     batch_size: int
     known: Mapping[str, float]
-    works: Sequence[Work]
+    works: Sequence[LayerWork]
 
 
 def _computing(plan: Plan, optimizer_s: float) -> Iterator[_Computing]:

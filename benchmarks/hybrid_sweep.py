@@ -1,9 +1,9 @@
 """Which way of averaging wins, by the rate of the lines and how many workers.
 
 At every point a step computes for as long as its gradients need on the line, or another multiple of it.
-`simulated` predicts each step (`offbeat.numerics.forecast`), also for as many workers as nobody has on one
-machine; there, groups of `GROUP` by the hierarchical schedule are a side too. `timed` measures (see
-`benchmarks.hybrid`), and has the predictions beside.
+`simulated` predicts each step (`offbeat.numerics.collectives.forecast`), also for as many workers as nobody
+has on one machine; there, groups of `GROUP` by the hierarchical schedule are a side too. `timed` measures
+(see `benchmarks.hybrid`), and has the predictions beside.
 
 Source: specification 3.9 and 3.5 (GradientFlow's hierarchical all-reduce, which needs fewer steps than a ring
 of all). All lines are alike here: what a group gains where its members are nearer to each other is not in it.
@@ -31,7 +31,7 @@ from benchmarks.expected import (
     works_of,
 )
 from offbeat.cli.result import Result, machine
-from offbeat.numerics.collectives.forecast import forecast
+from offbeat.numerics.collectives.forecast import forecast_step
 
 GROUP = 16
 HIERARCHICAL = "hierarchical"
@@ -129,7 +129,9 @@ def _simulated(plan: Plan) -> Iterator[dict[str, Any]]:
         took_s = {side: predicted_s(side, works, workers, rate) for side in plan.sides}
         if workers > GROUP:
             line = line_of(rate)
-            took_s[HIERARCHICAL] = forecast(works, workers, line, algorithm=f"hierarchical:{GROUP}").step_s
+            took_s[HIERARCHICAL] = forecast_step(
+                works, workers, line, algorithm=f"hierarchical:{GROUP}"
+            ).step_s
         for side, step_s in took_s.items():
             yield {"rate_mbit": rate_mbit, "workers": workers, "side": side, "step_s": step_s}
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from benchmarks.workers import answer, run_workers, settings_of
 from offbeat.cli.result import Result
 from offbeat.events import Ready, StepTimed
-from offbeat.models import build
+from offbeat.models import build_model
 from offbeat.runtime.session import Session, join
 from offbeat.strategies import AllReduce
 
@@ -76,7 +76,7 @@ def main() -> None:
     x = torch.randn(BATCH_SIZE, *SHAPE, generator=generator)
     y = torch.randint(0, CLASSES, (BATCH_SIZE,), generator=generator)
     models = [
-        build("cnn2", sample_shape=SHAPE, classes=CLASSES, seed=settings["seed"])
+        build_model("cnn2", sample_shape=SHAPE, classes=CLASSES, seed=settings["seed"])
         for _ in ("recorded", "plain")
     ]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
@@ -118,7 +118,7 @@ def main() -> None:
 
 def _tell_cpu_s(session: Session) -> float:
     """Processor time of telling the coordinator about one step, the links' thread included."""
-    member = session._member
+    member = session._coordinator
     assert member is not None
     timed = StepTimed(
         now_s=0.0,
@@ -136,7 +136,7 @@ def _tell_cpu_s(session: Session) -> float:
     began_s = time.process_time()
     for number in range(_TOLD):
         round_ = session._synchronizer.round + number
-        member.tell(
+        member.send_event(
             Ready(
                 now_s=0.0,
                 worker=session.worker,
@@ -150,7 +150,7 @@ def _tell_cpu_s(session: Session) -> float:
             )
         )
         member.endpoint.flush(1.0)
-        member.tell(timed)
+        member.send_event(timed)
         member.endpoint.flush(1.0)
     return (time.process_time() - began_s) / _TOLD
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from benchmarks.workers import answer, run_workers, settings_of
 from offbeat.cli.result import Result
-from offbeat.models import build
+from offbeat.models import build_model
 from offbeat.runtime.session import join
 from offbeat.strategies import AllReduce
 
@@ -89,7 +89,8 @@ def main() -> None:
     x = torch.randn(settings["batch_size"], *SHAPE, generator=generator)
     y = torch.randint(0, CLASSES, (settings["batch_size"],), generator=generator)
     models = [
-        build(settings["model"], sample_shape=SHAPE, classes=CLASSES, seed=settings["seed"]) for _ in range(2)
+        build_model(settings["model"], sample_shape=SHAPE, classes=CLASSES, seed=settings["seed"])
+        for _ in range(2)
     ]
     wrapped = torch.nn.parallel.DistributedDataParallel(models[0])
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]

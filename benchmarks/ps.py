@@ -25,8 +25,8 @@ from benchmarks.pushing import Case
 from offbeat.cli.result import Result, machine, percentile
 from offbeat.errors import OffbeatError
 from offbeat.runtime.control.starting import start_server
-from offbeat.runtime.ps.cluster import start_cluster
-from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.ps.cluster import start_manager
+from offbeat.runtime.ps.node import ClusterFile
 from offbeat.runtime.ps.server import ServerConfiguration
 
 DENSE_BYTES = {
@@ -263,7 +263,7 @@ class _Cluster:
 
     def __enter__(self) -> _Cluster:
         with ExitStack() as stack:
-            cluster = start_cluster(self._nodes, host=_HOST, copies=0)
+            cluster = start_manager(self._nodes, host=_HOST, copies=0)
             for server in range(self._nodes):
                 is_shared = self._transport == "shared"
                 process = start_server(
@@ -305,7 +305,7 @@ class _Cluster:
 
 
 @contextmanager
-def _workers(count: int, cluster: Cluster, seed: int) -> Iterator[list[Child]]:
+def _workers(count: int, cluster: ClusterFile, seed: int) -> Iterator[list[Child]]:
     with ExitStack() as stack:
         workers = [
             stack.enter_context(Child("benchmarks.pushing", name=f"worker {worker}"))
@@ -329,7 +329,7 @@ def _measure(
 
 def _watched(case: Case, settings: Settings) -> list[dict[str, Any]]:
     """Of pushes over TCP, what the threads of worker and server are at."""
-    cluster = start_cluster(1, host=_HOST, copies=0)
+    cluster = start_manager(1, host=_HOST, copies=0)
     configuration = ServerConfiguration(cluster=cluster, host=_HOST, server=0, unix=False)
     with Child("benchmarks.sampling", name="the server that is looked at") as server:
         ask_all([server], msgspec.to_builtins(configuration))

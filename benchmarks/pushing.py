@@ -1,4 +1,6 @@
-"""A worker of `python -m benchmarks ps`: makes requests of one kind for as long as it is told to, and times them."""
+"""A worker of `python -m benchmarks ps`: makes requests of one kind for as long as it is told to, and times
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from benchmarks.sampling import Sampler
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.future import Future
 from offbeat.runtime.ps.namespace import Namespace
-from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.ps.node import ClusterFile
 
 REPETITIONS = 5  # at least
 _FRESH_LISTS = 8
@@ -183,7 +185,7 @@ def main() -> None:
     """Measure what it is told to, one case after the other."""
     lines = Lines.to_parent()
     place = lines.hear()
-    with PS(msgspec.convert(place["cluster"], Cluster), host="127.0.0.1") as ps:
+    with PS(msgspec.convert(place["cluster"], ClusterFile), host="127.0.0.1") as ps:
         requests = Requests(ps, place["seed"])
         lines.tell("here")
         while True:  # until the benchmark is over, and this process with it

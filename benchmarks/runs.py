@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.timed import ModelTimes, TimedModel, time_layers
 from benchmarks.workers import answer, run_workers, settings_of
-from offbeat.cli.job import one_thread
-from offbeat.models import build
-from offbeat.policies.stragglers.injection import parse
+from offbeat.cli.job import single_threaded
+from offbeat.models import build_model
+from offbeat.policies.stragglers.injection import parse_slow_rule
 from offbeat.runtime.control import environment
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
@@ -74,8 +74,8 @@ def run(run: Run, log: Path | None = None) -> float:
 
 def surroundings(slow: tuple[str, ...], seed: int, log: Path | None) -> Mapping[str, str]:
     """Return what `offbeat.join` reads from the environment of a worker, besides its rank."""
-    env = {environment.SLOW: ";".join(slow), environment.SEED: str(seed)}
-    return env if log is None else {**env, environment.RUN_LOG: str(log)}
+    env = {environment.SLOW_VARIABLE: ";".join(slow), environment.SEED_VARIABLE: str(seed)}
+    return env if log is None else {**env, environment.RUN_LOG_VARIABLE: str(log)}
 
 
 def slowed(workers: int, stragglers: int, factor: float) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def slowed(workers: int, stragglers: int, factor: float) -> tuple[str, ...]:
         raise ValueError(f"a slow worker must take more than 1 times as long, got {factor:g}")
     rules = tuple(f"{workers - 1 - place}:{factor:g}" for place in range(stragglers))
     for rule in rules:
-        parse(rule)
+        parse_slow_rule(rule)
     return rules
 
 
@@ -99,12 +99,12 @@ def measured(model: str, batch_size: int, seed: int) -> ModelTimes:
         ValueError: there is no such model.
     """
     inputs, labels = _batch(batch_size, seed)
-    return time_layers(build(model, sample_shape=SHAPE, classes=CLASSES, seed=seed), inputs, labels)
+    return time_layers(build_model(model, sample_shape=SHAPE, classes=CLASSES, seed=seed), inputs, labels)
 
 
 def network(model: str, times: ModelTimes | None, seed: int) -> torch.nn.Module:
     """Build a model that computes, or waits for the `times` that it is given."""
-    built = build(model, sample_shape=SHAPE, classes=CLASSES, seed=seed)
+    built = build_model(model, sample_shape=SHAPE, classes=CLASSES, seed=seed)
     return built if times is None else TimedModel(built, times, classes=CLASSES, seed=seed)
 
 
@@ -132,7 +132,7 @@ def optimizer_s(model: str, seed: int, steps: int = 5) -> float:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_of(built)
     took_s = []
-    with one_thread():
+    with single_threaded():
         for _ in range(1 + steps):  # the first one makes the optimizer's state
             began_s = time.perf_counter()
             optimizer.step()

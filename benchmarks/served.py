@@ -27,8 +27,8 @@ from torch.utils.data import TensorDataset
 from benchmarks import runs
 from benchmarks.timed import ModelTimes
 from benchmarks.workers import answer, run_workers, settings_of
-from offbeat.cli.timesheet import PARTS
-from offbeat.events import Action, Clocked, Evaluated, Event, Grant, StepTimed
+from offbeat.cli.timesheet import TIME_PARTS
+from offbeat.events import Action, Evaluated, Event, StepFinished, StepPermit, StepTimed
 from offbeat.runtime.session import Session, join
 from offbeat.strategies import parse_strategy
 from offbeat.wire.record import read_log
@@ -116,15 +116,15 @@ def run(served: Served) -> Found:
 
 def read(entries: Sequence[Event | Action], threads: int) -> Found:
     """Return what the log of a run says."""
-    began_s = max(one.now_s for one in entries if isinstance(one, Clocked) and one.clock is None)
-    ended_s = max(one.now_s for one in entries if isinstance(one, Clocked))
-    bounds = [one.bound for one in entries if isinstance(one, Grant) and one.may_start]
+    began_s = max(one.now_s for one in entries if isinstance(one, StepFinished) and one.clock is None)
+    ended_s = max(one.now_s for one in entries if isinstance(one, StepFinished))
+    bounds = [one.staleness_bound for one in entries if isinstance(one, StepPermit) and one.may_start]
     parts_s: dict[int, dict[str, float]] = {}
     traffic: dict[int, dict[str, float]] = {}
     for one in entries:
         if isinstance(one, StepTimed) and one.step:
-            sums = parts_s.setdefault(one.worker // threads, dict.fromkeys(PARTS, 0.0))
-            for part in PARTS:
+            sums = parts_s.setdefault(one.worker // threads, dict.fromkeys(TIME_PARTS, 0.0))
+            for part in TIME_PARTS:
                 sums[part] += getattr(one, f"{part}_s")
         elif isinstance(one, Evaluated):
             traffic[one.worker // threads] = one.metrics  # the last one counts
@@ -143,7 +143,7 @@ def losses_of(entries: Sequence[Event | Action], batch_size: int) -> tuple[float
     told = [
         (one.clock, one.worker, one.loss)
         for one in entries
-        if isinstance(one, Clocked)
+        if isinstance(one, StepFinished)
         and one.clock is not None
         and one.loss is not None
         and one.samples == batch_size
@@ -156,10 +156,10 @@ def staleness_of(entries: Sequence[Event | Action]) -> list[int]:
 
     Empty without a bound, for then parameters have no versions.
     """
-    if any(isinstance(one, Grant) and one.bound is None for one in entries):
+    if any(isinstance(one, StepPermit) and one.staleness_bound is None for one in entries):
         return []
-    steps = [one for one in entries if isinstance(one, Clocked)]
-    return [max(0, one.clock - one.version) for one in steps if one.clock is not None]
+    steps = [one for one in entries if isinstance(one, StepFinished)]
+    return [max(0, one.clock - one.parameter_version) for one in steps if one.clock is not None]
 
 
 # The workers ------------------------------------------------------------------------------------------------

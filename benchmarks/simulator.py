@@ -26,11 +26,11 @@ from offbeat.events import Action, Event, Group
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.runtime.session import join
-from offbeat.simulator.core.times import Jittered
+from offbeat.simulator.core.times import JitteredTimes
 from offbeat.simulator.training import setting_from_log
-from offbeat.simulator.training.cluster import Cluster, Setting
+from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
 from offbeat.strategies import PartialAllReduce
-from offbeat.wire.record import Log, policies_of, read_log
+from offbeat.wire.record import RunRecord, build_policies, read_log
 
 # Slow for six steps: four until it is left out, two outside; it comes back in the midst of the others' step.
 SLOW = "1:2.25@burst=6/1000"
@@ -82,17 +82,19 @@ def run(
 
 def many(workers: int, steps: int, seed: int) -> tuple[float, float]:
     """Simulate `partial`; return the processor time in seconds, and the engine's calls a round."""
-    setting = Setting(world=workers, steps=steps, times=Jittered(), seed=seed)
-    cluster = Cluster(setting, lambda: [Assembly(workers, is_open=True), PartialGroups(workers)])
+    setting = SimulationSetting(world=workers, steps=steps, times=JitteredTimes(), seed=seed)
+    cluster = SimulatedCluster(
+        setting, lambda: [Assembly(workers, accepts_late_joiners=True), PartialGroups(workers)]
+    )
     began_s = time.process_time()
     cluster.run()
-    return time.process_time() - began_s, cluster.engine.count / steps
+    return time.process_time() - began_s, cluster.engine.calls_made / steps
 
 
-def compare(log: Log, seed: int = 0) -> dict[str, Any]:
+def compare(log: RunRecord, seed: int = 0) -> dict[str, Any]:
     """Simulate what a run log tells of, and return in how far the two runs are alike."""
-    setting = setting_from_log.setting_of(log.entries, seed=seed)
-    cluster = Cluster(setting, lambda: policies_of(log.header), keeps_log=True)
+    setting = setting_from_log.setting_from_log(log.entries, seed=seed)
+    cluster = SimulatedCluster(setting, lambda: build_policies(log.header), keeps_log=True)
     cluster.run()
     simulated: list[Event | Action] = []
     for event, actions in cluster.log:
@@ -101,8 +103,8 @@ def compare(log: Log, seed: int = 0) -> dict[str, Any]:
     is_alike = [one[1:] for one in real_groups] == [one[1:] for one in groups]
     apart = [abs(one[0] - other[0]) for one, other in zip(real_groups, groups, strict=False)]
     return {
-        "real_s": setting_from_log.job_s(log.entries),
-        "simulated_s": setting_from_log.job_s(simulated),
+        "real_s": setting_from_log.job_duration_s(log.entries),
+        "simulated_s": setting_from_log.job_duration_s(simulated),
         "has_same_members": is_alike,
         "steps_apart_max": max(apart) if is_alike else None,
         "real_groups": _shown(real_groups),
@@ -129,7 +131,7 @@ def train(log: str, steps: int, compute_s: float) -> int:
 
 
 def _groups(entries: Sequence[Event | Action]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    decided = setting_from_log.decisions_of(entries)
+    decided = setting_from_log.decisions_from_log(entries)
     return [(one.step, one.members, one.joining) for one in decided if isinstance(one, Group)]
 
 

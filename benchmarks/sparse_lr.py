@@ -25,15 +25,15 @@ import numpy as np
 from benchmarks.children import Child, Lines
 from offbeat.cli.result import Result
 from offbeat.libsvm import read_libsvm
-from offbeat.numerics.logistic import BlockProximal, BlockWorker, Passes
-from offbeat.numerics.powerlaw import power_law
+from offbeat.numerics.logistic import BlockProximal, BlockWorker, PassSchedule
+from offbeat.numerics.powerlaw import power_law_blocks
 from offbeat.numerics.ps.spaces import FilterSpec
 from offbeat.numerics.ps.updates import Assign
-from offbeat.numerics.sparse import SignedColumns, SparseRows, joined
-from offbeat.policies.stragglers.injection import Slowness, parse
+from offbeat.numerics.sparse import SignedColumns, SparseRows, concatenate_rows
+from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.namespace import Namespace
-from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.ps.node import ClusterFile
 
 _KKT, _KEY_CACHING, _FIXED_POINT, _COMPRESSION = "kkt", "key_caching", "fixed_point", "compression"
 _ALL: Final = (_KKT, _KEY_CACHING, _FIXED_POINT, _COMPRESSION)
@@ -171,15 +171,15 @@ def _extent(setting: Setting) -> tuple[int, int]:
 
 def _share(setting: Setting, rank: int) -> SparseRows:
     if setting.path:
-        return read_libsvm(Path(setting.path)).share(rank, setting.workers)
+        return read_libsvm(Path(setting.path)).shard(rank, setting.workers)
     block = max(1, min(4096, setting.rows // setting.workers))
-    return joined(
+    return concatenate_rows(
         list(
-            power_law(
+            power_law_blocks(
                 setting.rows,
                 setting.features,
                 setting.seed,
-                rows_of_block=block,
+                rows_per_block=block,
                 part=rank,
                 parts=setting.workers,
             )
@@ -207,7 +207,7 @@ class _Worker:
     ) -> None:
         self.ps, self.setting, self.rank = ps, setting, rank
         self.worker = BlockWorker(columns, setting.l1)
-        self.passes = Passes(
+        self.passes = PassSchedule(
             keys,
             setting.blocks,
             height,
@@ -216,8 +216,8 @@ class _Worker:
             filtered=_KKT in setting.filters,
             seed=setting.seed,
         )
-        rules = [parse(rule) for rule in setting.slow]
-        self.slowness = Slowness(rules, workers=setting.workers, seed=setting.seed)
+        rules = [parse_slow_rule(rule) for rule in setting.slow]
+        self.slowness = InjectedSlowness(rules, workers=setting.workers, seed=setting.seed)
         self.tasks = self.pushed_keys = 0
         self.busy_s = self.waiting_s = 0.0
         update = BlockProximal(l1=setting.l1, rate=setting.rate)
@@ -238,7 +238,7 @@ class _Worker:
         )
         holders = ps.namespace("holders", keys, aggregate="sum")
         for namespace in (self.w, self.told, holders):
-            namespace.take_part(setting.workers)
+            namespace.join_aggregation(setting.workers)
         self.holders_D = self._holders(holders)
 
     def _holders(self, holders: Namespace) -> np.ndarray[Any, Any]:
@@ -253,11 +253,11 @@ class _Worker:
         begun_s = time.monotonic()
         for blocks in self.passes:
             if self.is_skipping:
-                self.w.set_margin(self.passes.slack)
+                self.w.set_margin(self.passes.kkt_margin)
             self.worker.violation = 0.0
             self._one_pass(blocks)
             objective, nonzeros, violation = self._together()
-            self.passes.ended(objective, violation)
+            self.passes.end_pass(objective, violation)
             seen.append((objective, round(nonzeros), time.monotonic() - begun_s))
         return Told(
             passes=seen,
@@ -271,14 +271,14 @@ class _Worker:
         under_way: deque[tuple[Any, Any]] = deque()
         for number, (first, last) in enumerate(blocks, 1):
             begun_s = time.monotonic()
-            block = self.worker.push(first, last, self.w.active if self.is_skipping else None)
+            block = self.worker.compute_push(first, last, self.w.active_keys if self.is_skipping else None)
             self._seem_slow(begun_s, number - 1, len(blocks))
             pushed = self.w.push(block.rows, keys=block.keys, first=first, last=last)
             under_way.append((block.keys, self.w.pull(keys=block.keys, after=[pushed])))
             self.pushed_keys += len(block.keys)
             for keys, rows in self._arrived(under_way, self.setting.tau if number < len(blocks) else 0):
                 begun_s = time.monotonic()
-                self.worker.pull(keys, *rows.T)
+                self.worker.apply_pull(keys, *rows.T)
                 self.busy_s += time.monotonic() - begun_s
 
     def _arrived(self, under_way: deque[tuple[Any, Any]], tau: int) -> Iterator[tuple[Any, Any]]:
@@ -292,7 +292,7 @@ class _Worker:
 
     def _seem_slow(self, begun_s: float, task: int, tasks: int) -> None:
         """Let a task of a pass take as long as it is to."""
-        factor = self.slowness.factor(self.rank, self.passes.number, task, tasks, self.tasks)
+        factor = self.slowness.factor(self.rank, self.passes.passes_ended, task, tasks, self.tasks)
         self.tasks += 1
         task_s = max(self.setting.task_ms / 1000, time.monotonic() - begun_s) * factor
         time.sleep(max(0.0, begun_s + task_s - time.monotonic()))
@@ -316,8 +316,8 @@ def main() -> None:
     lines = Lines.to_parent()
     place = lines.hear()
     setting = msgspec.convert(place["setting"], Setting)
-    columns = SignedColumns.of(_share(setting, place["rank"]))
-    with PS(msgspec.convert(place["cluster"], Cluster), host="127.0.0.1") as ps:
+    columns = SignedColumns.from_rows(_share(setting, place["rank"]))
+    with PS(msgspec.convert(place["cluster"], ClusterFile), host="127.0.0.1") as ps:
         worker = _Worker(ps, setting, columns, place["rank"], place["keys"], place["height"])
         lines.tell(msgspec.to_builtins(worker.run()))
         lines.hear(_RUN_LIMIT_S)

@@ -41,12 +41,12 @@ from benchmarks.runs import Compute
 from benchmarks.served import Found, Served
 from offbeat.cli import job, timesheet
 from offbeat.cli.result import Result, machine
-from offbeat.cli.training_worker import Settings
+from offbeat.cli.training_worker import TrainingSettings
 from offbeat.data import DEFAULT_DIR
 from offbeat.errors import OffbeatError
 from offbeat.numerics.ps.updates import Adam
-from offbeat.policies.stragglers.injection import parse
-from offbeat.runtime.control.environment import cores
+from offbeat.policies.stragglers.injection import parse_slow_rule
+from offbeat.runtime.control.environment import available_cores
 from offbeat.wire.record import read_log
 
 STRATEGIES: Final[Mapping[str, str]] = {
@@ -64,7 +64,7 @@ SETTINGS: Final[Mapping[str, tuple[str, Literal["equal", "dynamic"]]]] = {
     "lasting_dynamic": ("lasting", "dynamic"),
 }
 """By the name in figures: who is slow when, and how samples are shared."""
-PARTS: Final = tuple(part for part in timesheet.PARTS if part != "communicate")
+PARTS: Final = tuple(part for part in timesheet.TIME_PARTS if part != "communicate")
 """The paper's nine, in our names (see the glossary), and what is in none of them."""
 _NOBODY: Final = "nobody"
 _NOBODY_STEPS: Final = 24
@@ -164,7 +164,7 @@ class Plan:
         settings: keys of `SETTINGS`; with more threads than at first only the first one.
         threads: of each process, one number after the other.
         model: a key of `offbeat.models.MODELS`.
-        data: a key of `offbeat.data.SETS`, for what is really computed.
+        data: a key of `offbeat.data.DATA_SETS`, for what is really computed.
         data_dir: where its files are.
         workers: processes.
         factor: how many times as long a step takes in a burst.
@@ -215,7 +215,7 @@ class Plan:
             )
         self.training("ps-bsp", self.threads[0], self.epochs, self.seed)
         for rule in bursts(self.workers, self.factor, self.steps, self.burst, self.calm):
-            parse(rule)
+            parse_slow_rule(rule)
 
     def cases(self) -> Iterator[tuple[int, str, str]]:
         """Yield threads, setting and strategy of all timed runs, in their order."""
@@ -247,9 +247,9 @@ class Plan:
 
     def training(
         self, strategy: str, threads: int, epochs: int, seed: int, *, decays: bool = False
-    ) -> Settings:
+    ) -> TrainingSettings:
         """Return a real training."""
-        return Settings(
+        return TrainingSettings(
             model=self.model,
             data=self.data,
             data_dir=self.data_dir,
@@ -257,7 +257,7 @@ class Plan:
             epochs=epochs,
             batch_size=self.batch_size,
             lr=self.lr,
-            decays=decays,
+            decays_lr=decays,
             momentum=self.momentum,
             optimizer="adam",
             threads=threads,
@@ -340,7 +340,7 @@ def _losses(plan: Plan, threads: int) -> tuple[float, ...]:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = job.open_run_dir(Path(folder))
         settings = plan.training("ps-bsp:shards=equal", threads, epochs, plan.seed)
-        job.run(job.Job(settings=settings, workers=plan.workers), run_dir)
+        job.run_job(job.Job(settings=settings, workers=plan.workers), run_dir)
         return served.losses_of(read_log(run_dir / job.LOG_NAME).entries, plan.batch_size)
 
 
@@ -416,7 +416,7 @@ def _at_once(trainings: Sequence[Callable[[OnProgress], dict[str, Any]]]) -> lis
         if is_over.is_set():
             raise OffbeatError("another training has ended early")
 
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         running = [pool.submit(training, go_on) for training in trainings]
         try:
             for one in as_completed(running):
@@ -437,7 +437,7 @@ def _train(plan: Plan, strategy: str, seed: int, on_progress: OnProgress) -> dic
     slow = () if strategy == "bsp" else plan.slow("bursts", steps)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = job.open_run_dir(Path(folder))
-        sheet = job.run(job.Job(settings=settings, workers=plan.workers, slow=slow), run_dir, on_progress)
+        sheet = job.run_job(job.Job(settings=settings, workers=plan.workers, slow=slow), run_dir, on_progress)
         staleness = served.staleness_of(read_log(run_dir / job.LOG_NAME).entries)
     found = timesheet.figures(sheet)
     return {

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from offbeat.cli.job import one_thread
+from offbeat.cli.job import single_threaded
 
 _DRAWN_STD = 1e-3  # so small that parameters stay finite, and far from where arithmetic gets slow
 
@@ -118,7 +118,7 @@ def time_layers(model: nn.Module, inputs: Tensor, labels: Tensor, *, runs: int =
         ValueError: a layer is not called once, or has no gradient; says which.
     """
     layers = dict(_layers(model))
-    with one_thread():
+    with single_threaded():
         measured = [_measure(model, layers, inputs, labels) for _ in range(runs + 1)][1:]
     return ModelTimes(
         lead_s=median(one.lead_s for one in measured),

@@ -34,11 +34,11 @@ from benchmarks.inputs import LOADS, inputs_of
 from benchmarks.loaders import LOADERS, Samples
 from benchmarks.timed import ModelTimes, TimedModel, time_layers
 from benchmarks.workers import answer, run_workers, settings_of
-from offbeat.cli.job import one_thread
+from offbeat.cli.job import single_threaded
 from offbeat.cli.result import Kind, Result, machine
-from offbeat.data import DEFAULT_DIR, Splits, load
-from offbeat.models import build
-from offbeat.runtime.control.environment import cores
+from offbeat.data import DEFAULT_DIR, Splits, load_data_set
+from offbeat.models import build_model
+from offbeat.runtime.control.environment import available_cores
 from offbeat.runtime.validation.validator import Backend, Validator
 
 COPY_THREADS: Final = (6, 12, 24, 48)
@@ -213,7 +213,7 @@ def _times(plan: Plan) -> dict[str, Any]:
     """Measure the network's layers, and scale them."""
     assert plan.step_s is not None
     generator = torch.Generator().manual_seed(plan.seed)
-    shape = load(plan.data, plan.data_dir).sample_shape
+    shape = load_data_set(plan.data, plan.data_dir).sample_shape
     inputs = torch.randn(plan.batch_size, *shape, generator=generator)
     labels = torch.randint(_CLASSES, (plan.batch_size,), generator=generator)
     times = time_layers(_network(shape, plan.seed), inputs, labels)
@@ -249,7 +249,7 @@ def _row(name: str, side: str, threads: int, number: int, took: Took, plan: Plan
         "train_s": took.train_s / plan.epochs,
         "validate_s": took.validate_s / plan.epochs,
         "copy_s": took.copy_s / plan.epochs,
-        "cpu_share": took.cpu_s / (took.run_s * cores()),
+        "cpu_share": took.cpu_s / (took.run_s * available_cores()),
         "accuracy": took.accuracy if plan.step_s is None else None,
         "backend": took.backend,
         "reason": took.reason,
@@ -308,7 +308,7 @@ def figures(rows: Sequence[Mapping[str, Any]], epochs: int) -> dict[str, float]:
 
 
 def _network(shape: tuple[int, ...], seed: int) -> nn.Module:
-    return build("cnn2", sample_shape=shape, classes=_CLASSES, seed=seed)
+    return build_model("cnn2", sample_shape=shape, classes=_CLASSES, seed=seed)
 
 
 class _Looks:
@@ -326,7 +326,7 @@ class _Looks:
         while not is_over:
             is_over = self._is_over.wait(_LOOK_S)
             now_s, now_cpu_s = time.perf_counter(), time.process_time()
-            self.uses.append((now_cpu_s - cpu_s) / ((now_s - wall_s) * cores()))
+            self.uses.append((now_cpu_s - cpu_s) / ((now_s - wall_s) * available_cores()))
             wall_s, cpu_s = now_s, now_cpu_s
 
     def end(self) -> tuple[tuple[float, ...], float]:
@@ -382,7 +382,7 @@ def _orders(samples: int, run: Run) -> Iterator[list[int]]:
 
 def train(run: Run, folder: Path) -> Took:
     """Train as one worker, on one thread of torch."""
-    splits, side = load(run.data, run.data_dir), SIDES[run.side]
+    splits, side = load_data_set(run.data, run.data_dir), SIDES[run.side]
     model = _network(splits.sample_shape, run.seed)
     if run.times is not None:
         model = TimedModel(model, ModelTimes.from_plain(run.times), classes=_CLASSES, seed=run.seed)
@@ -390,7 +390,7 @@ def train(run: Run, folder: Path) -> Took:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loads = LOADERS[side.loader]
     train_s = validate_s = 0.0
-    with one_thread():
+    with single_threaded():
         looks, cpu_s, began_s = _Looks(), _cpu_s(), time.perf_counter()
         with Validator(model, _Judge(run), held_out, workers=run.threads, backend=side.backend) as validator:
             for order in _orders(len(samples), run):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.launch import launch, summary
+from offbeat.runtime.launch import launch, outcome_summary
 from offbeat.runtime.processes import child
 
 _ANSWER = "OFFBEAT_BENCH_ANSWER"
@@ -44,7 +44,7 @@ def run_workers(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.json"
         variables = {_ANSWER: str(path), "TORCH_CPP_LOG_LEVEL": "ERROR", **(env or {})}
-        command = child.program(module, json.dumps(dict(settings)))
+        command = child.module_command(module, json.dumps(dict(settings)))
         with launch(
             command,
             workers,
@@ -55,8 +55,8 @@ def run_workers(
             on_output=_show_progress,
         ) as running:
             outcomes = running.wait()
-        if not all(outcome.is_good for outcome in outcomes):
-            raise OffbeatError(summary(outcomes))
+        if not all(outcome.has_succeeded for outcome in outcomes):
+            raise OffbeatError(outcome_summary(outcomes))
         if not path.exists():
             raise OffbeatError("rank 0 ended without an answer")
         return json.loads(path.read_text())

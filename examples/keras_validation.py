@@ -34,7 +34,7 @@ def train(epochs):
         labels[1200:],
         batch_size=64,
         on_result=lambda epoch, found: print(f"epoch {epoch + 1}: accuracy {found['val_accuracy']:.2%}"),
-        monitor=offbeat.Monitor("val_loss", patience=3),
+        monitor=offbeat.EarlyStopping("val_loss", patience=3),
         restore_best_weights=True,
     )
     return model.fit(images[:1200], labels[:1200], epochs=epochs, verbose=0, callbacks=[late])

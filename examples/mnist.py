@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import Subset
 
 import offbeat
-from offbeat.data import DataError, load
+from offbeat.data import DataError, load_data_set
 from offbeat.strategies import AllReduce
 
 
@@ -49,7 +49,7 @@ def main():
     parser.add_argument("--limit", type=int, help="use only so many training samples")
     options = parser.parse_args()
     try:
-        data = load(options.data, download=options.download)
+        data = load_data_set(options.data, download=options.download)
     except DataError as error:
         sys.exit(f"{error} (or take --data digits)")
     train_set = Subset(data.train, range(min(options.limit or len(data.train), len(data.train))))
@@ -66,7 +66,7 @@ def main():
                 loss.backward()
                 optimizer.step()
             session.validate(evaluate, data.test)  # while the next epoch trains
-    if session.leads:
+    if session.is_leader:
         for epoch, metrics in session.validator.history.items():
             print(f"epoch {epoch + 1}: test accuracy {metrics['right'] / len(data.test):.2%}")
 

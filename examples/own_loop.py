@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 import offbeat
-from offbeat.data import load
+from offbeat.data import load_data_set
 from offbeat.strategies import AllReduce
 
 
@@ -26,7 +26,7 @@ def main():
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    data = load("digits")
+    data = load_data_set("digits")
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -51,7 +51,7 @@ def main():
                 optimizer.step()
             schedule.step()
 
-            if session.leads:
+            if session.is_leader:
                 with torch.no_grad():
                     images, labels = data.test.tensors
                     test_loss = F.cross_entropy(model(images), labels).item()

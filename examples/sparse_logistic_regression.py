@@ -14,16 +14,20 @@ from pathlib import Path
 
 import offbeat
 from offbeat.libsvm import read_libsvm
-from offbeat.numerics.logistic import BlockProximal, BlockWorker, Passes
-from offbeat.numerics.powerlaw import power_law
-from offbeat.numerics.proximal_newton import compare
+from offbeat.numerics.logistic import BlockProximal, BlockWorker, PassSchedule
+from offbeat.numerics.powerlaw import power_law_blocks
+from offbeat.numerics.proximal_newton import distance_from_optimum
 from offbeat.numerics.ps.spaces import FilterSpec
 from offbeat.numerics.ps.updates import Assign
-from offbeat.numerics.sparse import SignedColumns, joined
+from offbeat.numerics.sparse import SignedColumns, concatenate_rows
 
 
 def load(path):
-    return read_libsvm(path) if path else joined(list(power_law(2000, 200, 0, draws=8, exponent=0.5)))
+    return (
+        read_libsvm(path)
+        if path
+        else concatenate_rows(list(power_law_blocks(2000, 200, 0, draws=8, exponent=0.5)))
+    )
 
 
 def one_pass(worker, w, blocks, tau):
@@ -41,24 +45,26 @@ def one_pass(worker, w, blocks, tau):
 def work(rank, workers, cluster, options, report=print):
     rows, l1 = load(options.path), options.l1
     keys, kkt = int(rows.keys.max()) + 1, FilterSpec("KKT", {"l1": l1})
-    worker = BlockWorker(SignedColumns.of(rows.share(rank, workers)), l1)
-    passes = Passes(keys, options.blocks, len(rows), options.epsilon, filtered=options.kkt)
+    worker = BlockWorker(SignedColumns.from_rows(rows.shard(rank, workers)), l1)
+    passes = PassSchedule(keys, options.blocks, len(rows), options.epsilon, filtered=options.kkt)
     with offbeat.PS(cluster) as ps:
         step, sums = BlockProximal(l1=l1, rate=options.rate), {"aggregate": "sum", "dtype": "float64"}
         w = ps.namespace("w", keys, width=2, update=step, push_filters=[kkt], **sums)
         told = ps.namespace("told", workers, width=4, update=Assign(), **sums)
-        w.take_part(workers)
-        told.take_part(workers)
+        w.join_aggregation(workers)
+        told.join_aggregation(workers)
         for blocks in passes:  # in random order, the same for all workers
-            w.set_margin(passes.slack)  # of what is skipped; infinite where all keys are to be looked at
+            w.set_margin(passes.kkt_margin)  # of what is skipped; infinite where all keys are to be looked at
             one_pass(worker, w, blocks, options.tau)
             own = w.pull(first=rank * keys // workers, last=(rank + 1) * keys // workers).result()[:, 0]
             row = worker.loss + l1 * abs(own).sum(), (own != 0).sum(), ps.traffic_bytes, worker.violation
             rows_told = told.pull(after=[told.push([row], keys=[rank], first=0, last=workers)]).result()
             total, weights, size, _ = rows_told.sum(0)
-            passes.ended(total, rows_told[:, 3].max())
+            passes.end_pass(total, rows_told[:, 3].max())
             if rank == 0:
-                report(f"pass {passes.number}: objective {total:.6f}, {weights:.0f} weights, {size:.3g} B")
+                report(
+                    f"pass {passes.passes_ended}: objective {total:.6f}, {weights:.0f} weights, {size:.3g} B"
+                )
         return w.pull().result()[:, 0]
 
 
@@ -71,8 +77,8 @@ def main():
     options = parser.parse_args()
     with offbeat.PS.local(servers=2) as ps, ProcessPoolExecutor(4, get_context("spawn")) as pool:
         weights, *_ = pool.map(partial(work, workers=4, cluster=ps.cluster, options=options), range(4))
-    columns = SignedColumns.of(load(options.path))
-    gap, differ = compare(columns, weights[columns.keys], options.l1)
+    columns = SignedColumns.from_rows(load(options.path))
+    gap, differ = distance_from_optimum(columns, weights[columns.keys], options.l1)
     print(f"relative gap to the optimum: {gap:.1e}; weights that are zero in one of both only: {differ}")
 
 

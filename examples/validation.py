@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import offbeat
-from offbeat.data import load
+from offbeat.data import load_data_set
 
 
 def evaluate(model, part):
@@ -40,12 +40,12 @@ def main():
     parser.add_argument("--decision", default="rollback", help="sync, lag or rollback")
     options = parser.parse_args()
 
-    data = load("digits")
+    data = load_data_set("digits")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(data.train, batch_size=32, shuffle=True)
-    monitor = offbeat.Monitor("loss", patience=3)
+    monitor = offbeat.EarlyStopping("loss", patience=3)
     with offbeat.Validator(
         model,
         evaluate,

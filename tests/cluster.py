@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from offbeat.runtime.launch import free_port
+from offbeat.runtime.launch import find_free_port
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -56,7 +56,7 @@ class Cluster:
         self.processes = []
         self._pipes: list[Connection] = []
         _warm_up()
-        self._env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
+        self._env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), **env}
         for rank in range(workers):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
             self._start(function, rank, args, {**place, **self._env})

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster, Ended, free_port, start
+from cluster import Cluster, Ended, find_free_port, start
 from offbeat.runtime.control.rendezvous import open_store
 from runlogs import wait_until
 
@@ -104,8 +104,8 @@ def job(
     variables = {MARK: mark, "TMPDIR": str(folder), **(env or {})}
     store = None
     if hosts_store:
-        port = free_port()
-        store = open_store("127.0.0.1", port, hosts_it=True)
+        port = find_free_port()
+        store = open_store("127.0.0.1", port, is_host=True)
         variables |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         with start(_in_folder, workers, function, args, env=variables) as cluster:

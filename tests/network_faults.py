@@ -170,9 +170,9 @@ class Watched:
 def _is_telling(line: str) -> bool:
     frequent = (
         "StepTimed",
-        "Clocked",
-        "Grant",
-        "Deal",
+        "StepFinished",
+        "StepPermit",
+        "AssignBlocks",
         "Computed",
         "Began",
         "Finished",

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from offbeat.errors import LinkError
-from offbeat.runtime.transport.addresses import parse
-from offbeat.runtime.transport.endpoint import STRETCH_S, Endpoint
+from offbeat.runtime.transport.addresses import parse_address
+from offbeat.runtime.transport.endpoint import PROCESSING_SLICE_S, Endpoint
 from offbeat.runtime.transport.framing import Frame, FrameReader
-from offbeat.runtime.transport.handshake import Dialler
+from offbeat.runtime.transport.handshake import DiallerHandshake
 
 DEADLINE_S = 20.0
 KIB = 1024
@@ -56,14 +56,14 @@ class Node:
     def in_thread(self, function: Callable[[], Any]) -> Any:
         """Run a function in the I/O thread and return what it returns."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.links.call(lambda: answer.put(function()))
+        self.links.call_soon(lambda: answer.put(function()))
         return answer.get(timeout=DEADLINE_S)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Keep the I/O thread from what comes in the block, so that it finds all of it at once."""
         is_over = threading.Event()
-        self.links.call(is_over.wait, DEADLINE_S)
+        self.links.call_soon(is_over.wait, DEADLINE_S)
         try:
             yield
         finally:
@@ -92,8 +92,8 @@ def node() -> Iterator[Callable[..., Node]]:
 @pytest.fixture
 def pair(node: Callable[..., Node]) -> tuple[Node, Node]:
     a, b = node("a"), node("b")
-    a.links.introduce("b", b.links.addresses)
-    b.links.introduce("a", a.links.addresses)
+    a.links.add_peer("b", b.links.addresses)
+    b.links.add_peer("a", a.links.addresses)
     return a, b
 
 
@@ -106,7 +106,7 @@ class Arrival:
         self._size = size
         self._came = 0
         self._whole = threading.Event()
-        at.links.expect(peer, tag, memoryview(self.buffer), self._on_data)
+        at.links.post_receive(peer, tag, memoryview(self.buffer), self._on_data)
 
     def _on_data(self, offset: int, length: int) -> None:
         self.pieces.append((offset, length))
@@ -132,19 +132,19 @@ class Stranger:
         if unix:
             self.sock = socket.socket(socket.AF_UNIX)
             self.sock.settimeout(DEADLINE_S)
-            self.sock.connect(parse(to.links.addresses[0]).resolve()[1])
+            self.sock.connect(parse_address(to.links.addresses[0]).resolve()[1])
         else:
             self.sock = socket.create_connection(to.tcp(), timeout=DEADLINE_S)
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)
         self.reader = FrameReader(None)
         claims = {"job": "job", "token": "secret", "me": name, "you": you or to.links.name} | secrets
-        self.greeting = Dialler(**claims)
+        self.greeting = DiallerHandshake(**claims)
 
     def greet(self) -> Stranger:
         self.sock.sendall(self.greeting.hello())
-        while self.greeting.welcome is None:
-            self.sock.sendall(self.greeting.receive(self.frame()))
-        self.reader.establish(lambda *_: None)
+        while self.greeting.peer_position is None:
+            self.sock.sendall(self.greeting.on_frame(self.frame()))
+        self.reader.end_handshake(lambda *_: None)
         return self
 
     def frame_at_once(self) -> Frame:
@@ -164,13 +164,13 @@ class Stranger:
             n = self.sock.recv_into(self.reader.buffers()[0])
             if not n:
                 raise EOFError
-            self.reader.received(n)
+            self.reader.on_received(n)
         return frame
 
 
 def take_long() -> None:
     """Work for longer than what came of a frame waits until the next ones have been acted on."""
-    until_s = monotonic() + 2 * STRETCH_S
+    until_s = monotonic() + 2 * PROCESSING_SLICE_S
     while monotonic() < until_s:
         pass
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.policies.ps.aggregation import Aggregation, Request
+from offbeat.policies.ps.aggregation import Aggregation, PushRequest
 from offbeat.policies.ps.messages import Push
 
 
 def request(client, time, first, last, number=0):
     push = Push(
         client=client,
-        number=number,
+        request=number,
         epoch=0,
         namespace="w",
         first=first,
         last=last,
         time=time,
-        after=(),
+        previous_times=(),
         content=None,
     )
-    return Request(push)
+    return PushRequest(push)
 
 
 def of(begins):
     aggregation = Aggregation()
-    aggregation.follow({"w": begins})
+    aggregation.set_participants({"w": begins})
     return aggregation
 
 
@@ -104,9 +104,9 @@ def test_a_new_view_begins_anew_with_what_waits_in_order():
     add(aggregation, 0, 1)
     add(aggregation, 0, 2)
     add(aggregation, 1, 1)
-    waiting = aggregation.follow({"w": {0: 1, 1: 1}})
+    waiting = aggregation.set_participants({"w": {0: 1, 1: 1}})
     assert [(push.client, push.time) for push in waiting] == [(0, 1), (1, 1), (0, 2), (1, 2)]
-    assert aggregation.follow({"w": {0: 1, 1: 1}}) == []
+    assert aggregation.set_participants({"w": {0: 1, 1: 1}}) == []
     assert [add(aggregation, push.client, push.time) for push in waiting] == [
         [],
         [(1, 0, 10, 0, 1)],

@@ -7,30 +7,30 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from offbeat.numerics.ps.entries import Entries, Terms
-from offbeat.numerics.ps.memory import page_aligned
-from offbeat.policies.ps.range_clock import Piece
-from offbeat.runtime.ps.pull_buffer import Answer
-from offbeat.runtime.transport.buffer_pool import Buffers
+from offbeat.numerics.ps.entries import Entries, PushMeta
+from offbeat.numerics.ps.memory import allocate_page_aligned
+from offbeat.policies.ps.range_clock import ClockRange
+from offbeat.runtime.ps.pull_buffer import PullBuffer
+from offbeat.runtime.transport.buffer_pool import BufferPool
 
 FLOATS = np.dtype(np.float32)
 PART = 50_000  # keys of a part, large enough to have a place
 
 
-def answer(last: int = 4 * PART, keys: np.ndarray | None = None, width: tuple[int, ...] = ()) -> Answer:
-    return Answer(0, last, keys, width, FLOATS, Buffers())
+def answer(last: int = 4 * PART, keys: np.ndarray | None = None, width: tuple[int, ...] = ()) -> PullBuffer:
+    return PullBuffer(0, last, keys, width, FLOATS, BufferPool())
 
 
 def coming(count: int, *width: int, dtype: type = np.float32) -> np.ndarray:
     return np.empty((count, *width), dtype)
 
 
-def land(one: Answer, first: int, last: int, value: float) -> Entries:
+def land(one: PullBuffer, first: int, last: int, value: float) -> Entries:
     """All of a part comes."""
-    place = one.place(first, last, coming(last - first))
+    place = one.place_for(first, last, coming(last - first))
     assert place is not None
     place[...] = value
-    one.came(first, last, place)
+    one.on_received(first, last, place)
     return Entries(first, place)
 
 
@@ -51,17 +51,17 @@ def test_parts_land_in_the_rows_that_are_returned():
 def test_what_came_elsewhere_is_put_in_its_place():
     one = answer(2 * PART)
     here, elsewhere = land(one, 0, PART, 1), Entries(PART, np.full(PART, 3, FLOATS))
-    one.came(PART, 2 * PART, elsewhere.values)
+    one.on_received(PART, 2 * PART, elsewhere.values)
     assert (one.rows(parts(here, elsewhere)) == np.repeat([1, 3], PART)).all()
 
 
 def test_rows_of_listed_keys_land_by_their_order():
     keys = np.arange(0, 8 * PART, 4)
     one = answer(8 * PART, keys, (2,))
-    place = one.place(4 * PART, 8 * PART, coming(PART, 2))
+    place = one.place_for(4 * PART, 8 * PART, coming(PART, 2))
     assert place is not None
     place[...] = 5
-    one.came(4 * PART, 8 * PART, place)
+    one.on_received(4 * PART, 8 * PART, place)
     before = Entries(0, np.zeros((PART, 2), FLOATS), keys[:PART])
     rows = one.rows(
         ((0, 4 * PART, before), (4 * PART, 8 * PART, Entries(4 * PART, place, keys[PART:]))),
@@ -73,20 +73,20 @@ def test_rows_of_listed_keys_land_by_their_order():
 
 def test_a_place_is_given_once():
     one = answer()
-    assert one.place(0, 2 * PART, coming(2 * PART)) is not None
-    assert one.place(0, 2 * PART, coming(2 * PART)) is None
-    assert one.place(PART, 3 * PART, coming(2 * PART)) is None
-    assert one.place(2 * PART, 3 * PART, coming(PART)) is not None
+    assert one.place_for(0, 2 * PART, coming(2 * PART)) is not None
+    assert one.place_for(0, 2 * PART, coming(2 * PART)) is None
+    assert one.place_for(PART, 3 * PART, coming(2 * PART)) is None
+    assert one.place_for(2 * PART, 3 * PART, coming(PART)) is not None
 
 
 def test_a_part_that_comes_again_changes_nothing_that_was_returned():
     """Its server may have been asked twice, and have answered the second time with more pushes."""
     one = answer(PART)
-    place = one.place(0, PART, coming(PART))
+    place = one.place_for(0, PART, coming(PART))
     assert place is not None
-    again = one.place(0, PART, coming(PART))  # its letter comes before all of the first has
+    again = one.place_for(0, PART, coming(PART))  # its letter comes before all of the first has
     place[...] = 1
-    one.came(0, PART, place)
+    one.on_received(0, PART, place)
     rows = one.rows(parts(Entries(0, place)))
     if again is not None:
         again[...] = 2
@@ -95,11 +95,11 @@ def test_a_part_that_comes_again_changes_nothing_that_was_returned():
 
 def test_what_is_still_landing_changes_no_answer():
     one = answer(PART)
-    late = one.place(0, PART, coming(PART))
+    late = one.place_for(0, PART, coming(PART))
     assert late is not None
     late[...] = 7
     other = Entries(0, np.full(PART, 1, FLOATS))
-    one.came(0, PART, other.values)
+    one.on_received(0, PART, other.values)
     rows = one.rows(parts(other))
     late[...] = 8
     assert (rows == 1).all()
@@ -118,76 +118,78 @@ def test_what_is_still_landing_changes_no_answer():
     ids=["too few", "too wide", "other numbers", "too far", "before", "small"],
 )
 def test_what_does_not_fit_has_no_place(first: int, last: int, rows: np.ndarray):
-    assert answer().place(first, last, rows) is None
+    assert answer().place_for(first, last, rows) is None
 
 
 def test_small_parts_are_put_together():
     one = answer(4)
     found = [Entries(0, np.ones(2, FLOATS)), Entries(2, np.zeros(2, FLOATS))]
     for part in found:
-        one.came(part.first, part.first + 2, part.values)
+        one.on_received(part.first, part.first + 2, part.values)
     assert one.rows(parts(*found)).tolist() == [1, 1, 0, 0]
 
 
 def test_memory_is_taken_again_when_nobody_has_its_array():
-    buffers = Buffers()
-    array = buffers.array((100, 1000), FLOATS)
+    buffers = BufferPool()
+    array = buffers.allocate_array((100, 1000), FLOATS)
     place = array.__array_interface__["data"][0]
     view = array[3:]
     del array
-    assert buffers.array((100, 1000), FLOATS).__array_interface__["data"][0] != place
+    assert buffers.allocate_array((100, 1000), FLOATS).__array_interface__["data"][0] != place
     del view
-    assert buffers.array((50_000, 2), FLOATS).__array_interface__["data"][0] == place
+    assert buffers.allocate_array((50_000, 2), FLOATS).__array_interface__["data"][0] == place
 
 
 def test_memory_of_sizes_that_are_asked_for_no_more_makes_room_for_others():
     made = []
-    buffers = Buffers(lambda size: made.append(size) or page_aligned(size))
-    small = [buffers.array((8 * 1024 * 1024,), FLOATS) for _ in range(8)]  # 256 MiB, which is all
+    buffers = BufferPool(lambda size: made.append(size) or allocate_page_aligned(size))
+    small = [buffers.allocate_array((8 * 1024 * 1024,), FLOATS) for _ in range(8)]  # 256 MiB, which is all
     del small[2:]
     large = []
     for _ in range(3):
         large.clear()
-        large += [buffers.array((16 * 1024 * 1024,), FLOATS) for _ in range(2)]
+        large += [buffers.allocate_array((16 * 1024 * 1024,), FLOATS) for _ in range(2)]
     assert made == [2**25] * 8 + [2**26] * 2
     assert not any(np.shares_memory(one, other) for one, other in combinations([*small, *large], 2))
     small.clear()
     large.clear()
-    huge = buffers.array((2**26 + 1,), FLOATS)  # more than is kept: nothing goes for it
+    huge = buffers.allocate_array((2**26 + 1,), FLOATS)  # more than is kept: nothing goes for it
     assert huge.nbytes == made[-1]
-    buffers.array((16 * 1024 * 1024,), FLOATS)
+    buffers.allocate_array((16 * 1024 * 1024,), FLOATS)
     assert len(made) == 11
 
 
 def test_memory_that_somebody_still_reads_is_not_taken_again():
     made, is_read = [], True
-    buffers = Buffers(lambda size: made.append(size) or np.empty(size, np.uint8), lambda buffer: is_read)
+    buffers = BufferPool(lambda size: made.append(size) or np.empty(size, np.uint8), lambda buffer: is_read)
     for _ in range(3):
-        buffers.array((PART,), FLOATS)
+        buffers.allocate_array((PART,), FLOATS)
     assert made == [4 * PART] * 3
     is_read = False
-    buffers.array((PART,), FLOATS)
+    buffers.allocate_array((PART,), FLOATS)
     assert len(made) == 3
 
 
 def test_with_states_rows_are_by_name_and_with_times_a_pair():
     def part(first, value):
         rows = np.full(2, value, FLOATS)
-        return Entries(first, rows, None, Terms(states={"mean": rows * 2}))
+        return Entries(first, rows, None, PushMeta(states={"mean": rows * 2}))
 
-    found, pieces = parts(part(0, 1), part(2, 5)), (Piece(0, 2, 7),)
+    found, pieces = parts(part(0, 1), part(2, 5)), (ClockRange(0, 2, 7),)
     for times in (False, True):
-        result = Answer(0, 4, None, (), FLOATS, Buffers(), states=True, times=times).result(found, pieces)
+        result = PullBuffer(0, 4, None, (), FLOATS, BufferPool(), states=True, times=times).result(
+            found, pieces
+        )
         states, told = result if times else (result, pieces)
         assert told == pieces
         assert {name: rows.tolist() for name, rows in states.items()} == {
             "values": [1, 1, 5, 5],
             "mean": [2, 2, 10, 10],
         }
-    rows, told = Answer(0, 4, None, (), FLOATS, Buffers(), times=True).result(found, pieces)
+    rows, told = PullBuffer(0, 4, None, (), FLOATS, BufferPool(), times=True).result(found, pieces)
     assert (rows.tolist(), told) == ([1, 1, 5, 5], pieces)
 
 
 def test_what_comes_with_states_has_no_place():
-    one = Answer(0, PART, None, (), FLOATS, Buffers(), states=True)
-    assert one.place(0, PART, coming(PART)) is None
+    one = PullBuffer(0, PART, None, (), FLOATS, BufferPool(), states=True)
+    assert one.place_for(0, PART, coming(PART)) is None

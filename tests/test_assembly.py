@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     Evaluated,
     Failed,
     Joined,
     Left,
     Lost,
     Peer,
+    PeerList,
     Ready,
-    Refuse,
-    Start,
+    RejectPeer,
     StepTimed,
-    Stop,
     Tick,
 )
 from offbeat.policies.membership.assembly import Assembly
@@ -44,9 +44,9 @@ def answers(policy: Assembly, *events) -> list:
     return [action for event in events for action in policy.handle(event)]
 
 
-def only_stop(actions: list) -> Stop:
+def only_stop(actions: list) -> AbortJob:
     (stop,) = actions
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, AbortJob)
     return stop
 
 
@@ -55,7 +55,7 @@ def test_the_last_to_join_starts_everybody_sorted_by_worker(order):
     policy = Assembly(3)
     assert answers(policy, *map(joined, order[:2])) == []
     (start,) = policy.handle(joined(order[2]))
-    assert start == Start(
+    assert start == PeerList(
         peers=tuple(
             Peer(
                 worker=worker,
@@ -70,7 +70,7 @@ def test_the_last_to_join_starts_everybody_sorted_by_worker(order):
 
 def test_a_world_of_one_starts_at_once():
     (start,) = Assembly(1).handle(joined(0, world=1))
-    assert isinstance(start, Start)
+    assert isinstance(start, PeerList)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_worker_that_came_to_do_other_work_stops_the_job_in_words(newcomer, wo
         assert part in stop.reason
     # The job has ended: who would have made it whole is told so.
     (refuse,) = answers(policy, joined(1, peer="late"))
-    assert refuse == Refuse(peer="late", reason=refuse.reason)
+    assert refuse == RejectPeer(peer="late", reason=refuse.reason)
     assert "the job has ended" in refuse.reason
     assert stop.reason in refuse.reason
 
@@ -150,7 +150,7 @@ def test_the_deadline_names_the_missing_and_those_present_with_their_places():
     policy = Assembly(3, deadline_s=5.0)
     policy.handle(joined(1, now_s=100.0))
     assert policy.handle(Tick(now_s=105.0)) == []
-    assert only_stop(policy.handle(Tick(now_s=105.1))) == Stop(
+    assert only_stop(policy.handle(Tick(now_s=105.1))) == AbortJob(
         worker=None,
         step=None,
         reason="workers 0, 2 did not join within 5 s, 1 of 3 are here (worker 1 (host1 process 101)): "
@@ -223,7 +223,7 @@ def test_a_latecomer_is_refused_and_the_job_goes_on():
     policy = Assembly(3, deadline_s=30.0)
     answers(policy, *map(joined, range(3)))
     (refuse,) = policy.handle(joined(1, now_s=30.1, peer="impostor", place="elsewhere"))
-    assert refuse == Refuse(
+    assert refuse == RejectPeer(
         peer="impostor",
         reason="worker 1 (elsewhere) cannot take part: its id is taken by the one at host1 process 101, and "
         "the job has started without it",
@@ -235,10 +235,10 @@ def test_a_latecomer_is_refused_and_the_job_goes_on():
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_second_worker_of_one_id_ends_a_job_that_has_just_started(is_open):
     """Two jobs without names at one address: it cannot be told whose workers train with one another."""
-    policy = Assembly(3, deadline_s=30.0, is_open=is_open)
+    policy = Assembly(3, deadline_s=30.0, accepts_late_joiners=is_open)
     answers(policy, *map(joined, range(3)))
     stop = only_stop(policy.handle(joined(1, now_s=30.0, peer="second", place="host9 process 9")))
-    assert stop == Stop(
+    assert stop == AbortJob(
         worker=1,
         step=None,
         reason="two workers have the id 1, at host1 process 101 and at host9 process 9: give "
@@ -251,18 +251,18 @@ def test_a_second_worker_of_one_id_ends_a_job_that_has_just_started(is_open):
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("changes", [{"world": 4}, {"strategy": "asp"}, {"model": ()}])
 def test_a_worker_that_is_another_jobs_for_sure_is_refused_and_the_job_goes_on(is_open, changes):
-    policy = Assembly(3, is_open=is_open)
+    policy = Assembly(3, accepts_late_joiners=is_open)
     answers(policy, *map(joined, range(3)))
     (refuse,) = policy.handle(joined(1, peer="stranger", **changes))
-    assert (type(refuse), refuse.peer) == (Refuse, "stranger")
+    assert (type(refuse), refuse.peer) == (RejectPeer, "stranger")
 
 
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_successor_of_a_worker_that_is_gone_is_refused(is_open):
-    policy = Assembly(3, is_open=is_open)
+    policy = Assembly(3, accepts_late_joiners=is_open)
     answers(policy, *map(joined, range(3)), Lost(now_s=1.0, worker=1, cause="closed"))
     (refuse,) = policy.handle(joined(1, now_s=2.0, peer="successor"))
-    assert (type(refuse), refuse.peer) == (Refuse, "successor")
+    assert (type(refuse), refuse.peer) == (RejectPeer, "successor")
 
 
 def running_events():
@@ -324,8 +324,8 @@ def arrivals():
 def test_whatever_comes_the_job_starts_and_stops_at_most_once_and_says_why(events):
     policy = Assembly(3)
     actions = answers(policy, *events)
-    decisions = [action for action in actions if not isinstance(action, Refuse)]
-    assert [type(action) for action in decisions] in ([], [Start], [Stop], [Start, Stop])
+    decisions = [action for action in actions if not isinstance(action, RejectPeer)]
+    assert [type(action) for action in decisions] in ([], [PeerList], [AbortJob], [PeerList, AbortJob])
     assert all(action.reason for action in actions)
     if decisions:
         # All before the one decision is silence, and every refusal comes after it.

@@ -338,7 +338,7 @@ def late(rank, say):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with offbeat.join(model, optimizer, AllReduce(deadline_s=1)) as session:
         if rank == 1:
-            session._member.pause(60)
+            session._coordinator.pause(60)
         model.loss(inputs(rank)).backward()
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import offbeat
 from cluster import run, values
 from offbeat.events import Ready
-from offbeat.numerics.collectives.schedules import segments
+from offbeat.numerics.collectives.schedules import cut_segments
 from offbeat.strategies import AllReduce, Hybrid
 from runlogs import entries_of
 from test_session import flat
@@ -79,7 +79,7 @@ def alone(bad):
             start = number * WORKERS * BATCH
             parts = [
                 (start + begin, start + end)
-                for worker, (begin, end) in enumerate(segments(WORKERS * BATCH, WORKERS))
+                for worker, (begin, end) in enumerate(cut_segments(WORKERS * BATCH, WORKERS))
                 if (worker, epoch, number) not in bad
             ]
             if not parts:

@@ -19,9 +19,9 @@ def joined(worker, now_s):
         worker=worker,
         world=2,
         peer=f"worker-{worker}",
-        place="",
+        location="",
         addresses=(),
-        model=(),
+        model_signature=(),
         strategy="",
     )
 
@@ -44,17 +44,17 @@ def ready(worker, now_s, round_, epoch=0):
 def ended(tmp_path):
     """A job of 2 workers: one is killed 4 s after the first round, a third one comes 2 s later."""
     log = LogWriter(tmp_path / "log.jsonl", {"job": "1", "policies": []})
-    log.event(joined(0, 0.0))
-    log.event(joined(1, 5.0))
+    log.add_event(joined(0, 0.0))
+    log.add_event(joined(1, 5.0))
     for second in range(5):
-        log.event(ready(0, 10.0 + second, second))
-        log.event(ready(1, 10.0 + second, second))
-    log.event(Lost(now_s=14.5, worker=1, cause="it was killed"))
-    log.event(ready(0, 15.0, 5))
-    log.event(ready(0, 16.0, 6))
-    log.event(joined(2, 16.5))
+        log.add_event(ready(0, 10.0 + second, second))
+        log.add_event(ready(1, 10.0 + second, second))
+    log.add_event(Lost(now_s=14.5, worker=1, cause="it was killed"))
+    log.add_event(ready(0, 15.0, 5))
+    log.add_event(ready(0, 16.0, 6))
+    log.add_event(joined(2, 16.5))
     for second in range(7, 11):
-        log.event(ready(0, 10.0 + second, second, epoch=1))
+        log.add_event(ready(0, 10.0 + second, second, epoch=1))
     log.close()
     job = _Job(SETTINGS, 2, tmp_path)
     job._processes = [_Process(worker, None, tmp_path / f"{worker}.json") for worker in range(3)]

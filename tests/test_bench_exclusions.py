@@ -12,7 +12,7 @@ from benchmarks.exclusions import (
     slow_in,
 )
 from offbeat.events import Finished, Group, Halt, Ready, Tick
-from offbeat.policies.stragglers.injection import Slowness, parse
+from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
 
 WORKERS, BATCH = 4, 8
 
@@ -97,13 +97,13 @@ def test_steps_count_the_samples_of_members_only_and_begin_anew_with_an_epoch():
 
 def test_a_part_of_an_epoch_is_a_part_of_its_samples():
     steps = [Step(epoch=0, used=used, samples=10, ready_s=0.0) for used in (0, 30, 40, 50, 60)]
-    slowness = Slowness([parse("2:3@0.0-0.5")], workers=4, seed=0)
+    slowness = InjectedSlowness([parse_slow_rule("2:3@0.0-0.5")], workers=4, seed=0)
     assert slow_in(slowness, steps, 4, 100) == [frozenset({2})] * 3 + [frozenset()] * 2
 
 
 def test_victims_are_those_that_the_seed_draws():
     steps = [Step(epoch=epoch, used=0, samples=1, ready_s=0.0) for epoch in range(8)]
-    slowness = Slowness([parse("random:3")], workers=4, seed=5)
+    slowness = InjectedSlowness([parse_slow_rule("random:3")], workers=4, seed=5)
     found = slow_in(slowness, steps, 4, 1)
     assert all(len(who) == 1 for who in found)
     assert len(set(found)) > 1

@@ -22,7 +22,7 @@ from benchmarks.namespaces import missing
 from benchmarks.ps import Found, by_transport, cases, figures
 from benchmarks.sampling import Sampler
 from offbeat.errors import OffbeatError
-from offbeat.events import NodeLost, ServerMissed, Tick, Viewed
+from offbeat.events import ClusterView, NodeLost, ServerUnreachable, Tick
 
 
 def counters(keys, pushed):
@@ -32,15 +32,15 @@ def counters(keys, pushed):
 
 
 def viewed(target=()):
-    return Viewed(
+    return ClusterView(
         node="",
-        number=1,
+        version=1,
         epoch=1,
         ring=(0, 1),
         virtual_nodes=16,
         copies=2,
-        target=target,
-        filling=(),
+        next_ring=target,
+        transfers=(),
         namespaces=(),
         participants=(),
         paused=(),
@@ -106,7 +106,7 @@ def test_a_death_is_noticed_once_and_the_next_view_says_whether_somebody_was_com
         NodeLost(now_s=1.0, node="client-9", cause="closed"),
         NodeLost(now_s=2.0, node="server-4", cause="closed"),
         viewed(target=(0, 5)),
-        ServerMissed(now_s=2.9, node="server-0", server=7, cause="refused"),  # that may be a cut
+        ServerUnreachable(now_s=2.9, node="server-0", server=7, cause="refused"),  # that may be a cut
         NodeLost(now_s=3.0, node="server-7", cause="closed"),
         viewed(),
         Tick(now_s=5.0),

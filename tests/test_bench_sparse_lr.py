@@ -8,11 +8,11 @@ import pytest
 from benchmarks import sparse_lr
 from benchmarks.__main__ import main
 from offbeat.libsvm import write_libsvm
-from offbeat.numerics.powerlaw import power_law
+from offbeat.numerics.powerlaw import power_law_blocks
 from offbeat.numerics.proximal_newton import solve
-from offbeat.numerics.sparse import SignedColumns, joined
+from offbeat.numerics.sparse import SignedColumns, concatenate_rows
 
-ROWS = joined(list(power_law(400, 2000, 0, rows_of_block=200)))
+ROWS = concatenate_rows(list(power_law_blocks(400, 2000, 0, rows_per_block=200)))
 
 
 def test_all_variants_find_the_same_optimum(tmp_path):
@@ -28,9 +28,9 @@ def test_all_variants_find_the_same_optimum(tmp_path):
         *[(f"no_{one}", 0) for one in ("kkt", "key_caching", "fixed_point", "compression")],
         ("none", 0),
     ]
-    best = solve(SignedColumns.of(ROWS), 3.0)
+    best = solve(SignedColumns.from_rows(ROWS), 3.0)
     for row in found["rows"]:
-        assert row["objective"] == pytest.approx(best.standing.objective, rel=1e-3)
+        assert row["objective"] == pytest.approx(best.optimality.objective, rel=1e-3)
         assert row["found_after_passes"] <= row["passes"] < 400
         assert 0 < row["waiting_share"] < 1
     keys, sizes = (
@@ -70,6 +70,6 @@ def test_workers_share_the_rows_of_a_file_or_made_up_ones(tmp_path, is_file):
         task_ms=0.0,
     )
     assert sparse_lr._extent(setting) == ((int(ROWS.keys.max()) + 1) if is_file else 2000, 400)
-    shared = joined([sparse_lr._share(setting, rank) for rank in range(2)])
+    shared = concatenate_rows([sparse_lr._share(setting, rank) for rank in range(2)])
     np.testing.assert_array_equal(shared.keys, ROWS.keys)
     np.testing.assert_array_equal(shared.labels, ROWS.labels)

@@ -18,8 +18,8 @@ from benchmarks.staleness import PARTS, Plan, Row, bursts, lasting
 from jobs import MARK, command, gone, marked
 from offbeat.cli.result import Result
 from offbeat.errors import WorkerError
-from offbeat.events import Clocked, Evaluated, Grant, StepTimed
-from offbeat.policies.stragglers.injection import Slowness, parse
+from offbeat.events import Evaluated, StepFinished, StepPermit, StepTimed
+from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
 from runlogs import wait_until
 
 
@@ -81,8 +81,8 @@ def test_accuracies_are_means_over_seeds_and_compared_seed_by_seed():
 
 @pytest.mark.parametrize(("steps", "burst", "calm"), [(96, 12, 0), (97, 7, 5), (33, 4, 4), (10, 20, 0)])
 def test_bursts_hit_processes_in_turn_and_never_two_at_once(steps, burst, calm):
-    rules = [parse(rule) for rule in bursts(3, 5.0, steps, burst, calm)]
-    slowness = Slowness(rules, workers=3, seed=0)
+    rules = [parse_slow_rule(rule) for rule in bursts(3, 5.0, steps, burst, calm)]
+    slowness = InjectedSlowness(rules, workers=3, seed=0)
     for step in range(steps):
         factors = [slowness.factor(worker, 0, step, steps, step) for worker in range(3)]
         turn, place = divmod(step, burst + calm)
@@ -120,11 +120,11 @@ def test_settings_but_the_first_have_half_the_steps():
 
 
 def clocked(now_s, worker, clock, version, *, loss=None, samples=8):
-    return Clocked(
+    return StepFinished(
         now_s=now_s,
         worker=worker,
         clock=clock,
-        version=version,
+        parameter_version=version,
         epoch=0,
         step=0,
         compute_s=0.0,
@@ -135,14 +135,14 @@ def clocked(now_s, worker, clock, version, *, loss=None, samples=8):
 
 
 def grant(bound, *, may_start=True):
-    return Grant(
+    return StepPermit(
         worker=0,
         clock=0,
-        version=0,
-        bound=bound,
+        version_min=0,
+        staleness_bound=bound,
         may_start=may_start,
-        complete=0,
-        leads=False,
+        complete_version=0,
+        is_leader=False,
         reason="as it was granted",
     )
 
@@ -182,7 +182,7 @@ def test_times_are_sums_over_a_process_without_first_steps():
 def test_staleness_is_what_steps_were_ahead_of_their_parameters_and_only_where_it_is_bounded():
     assert served.read(LOG, 1).staleness == {0: 2, 1: 1, 2: 1}
     assert served.read(LOG, 1).bound_mean == 4.0
-    unbounded = [grant(None) if isinstance(one, Grant) else one for one in LOG]
+    unbounded = [grant(None) if isinstance(one, StepPermit) else one for one in LOG]
     assert (served.read(unbounded, 1).staleness, served.read(unbounded, 1).bound_mean) == ({}, None)
 
 

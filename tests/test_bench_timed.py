@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.timed import LayerTimes, ModelTimes, Stretch, TimedLayer, TimedModel, Waiter, time_layers
-from offbeat.models import build
+from offbeat.models import build_model
 
 
 class Branched(nn.Module):
@@ -91,7 +91,7 @@ def test_measuring_leaves_no_hook_and_no_gradient():
 
 
 def test_every_layer_of_resnet18_has_its_times():
-    model = build("resnet18", sample_shape=(3, 8, 8), classes=10, seed=0)
+    model = build_model("resnet18", sample_shape=(3, 8, 8), classes=10, seed=0)
     found = time_layers(model, torch.zeros(2, 3, 8, 8), torch.zeros(2).long(), runs=1)
     own = [name for name, module in model.named_modules() if list(module.parameters(recurse=False))]
     assert [layer.name for layer in found.layers] == own

@@ -1,4 +1,4 @@
-"""Promises of `offbeat.numerics.buckets`."""
+"""Promises of `offbeat.numerics.collectives.buckets`."""
 
 from itertools import pairwise
 

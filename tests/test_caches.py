@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.staleness.caches import CacheDirectory, clock_of, time_of
+from offbeat.policies.staleness.caches import CacheDirectory, push_clock, push_time
 
 STRETCHES = 3  # of the parameters, each on a server of its own
 
@@ -26,7 +26,9 @@ class Servers:
         found = []
         for count in self.applied:
             pushes = self.pushed[:count]
-            found.append((pushes[-1][0] if pushes else time_of(-1), set().union(*(one for _, one in pushes))))
+            found.append(
+                (pushes[-1][0] if pushes else push_time(-1), set().union(*(one for _, one in pushes)))
+            )
         return found
 
 
@@ -39,7 +41,7 @@ class Threads:
         self.directory = CacheDirectory(
             range(threads), is_versioned=is_versioned, clears_threads=clears_threads
         )
-        self.directory.begin(0, time_of(-1))
+        self.directory.start_at(0, push_time(-1))
         self.servers = Servers()
         self.clocks = dict.fromkeys(range(threads), 0)
         self.waiting: dict[int, set[int]] = {}  # clock: updates that are not pushed yet
@@ -56,24 +58,24 @@ class Threads:
         clock = self.clocks[thread]
         self.read(thread, max(0, clock - self.s))
         update, self.updates = self.updates, self.updates + 1
-        time = self.directory.give(thread, clock)
+        time = self.directory.add_gradient(thread, clock)
         self.own[thread].add(update)
         for stretch in self.has[thread]:
             stretch.add(update)
-        self.directory.log(thread, time)
+        self.directory.log_update(thread, time)
         self.logs[thread].append((time, update))
         if self.is_versioned:
             self.waiting.setdefault(clock, set()).add(update)
         else:
             self.servers.pushed.append((time, {update}))
         self.clocks[thread] = clock + self.chance.choice([1, 1, 1, 2])  # clocks may be skipped
-        for complete in self.directory.passed(thread, self.clocks[thread]):
+        for complete in self.directory.finish_clocks(thread, self.clocks[thread]):
             assert self.is_versioned
             assert complete < min(self.clocks.values())
-            self.servers.pushed.append((time_of(complete), self.waiting.pop(complete, set())))
+            self.servers.pushed.append((push_time(complete), self.waiting.pop(complete, set())))
 
     def read(self, thread: int, required: int) -> None:
-        source = self.directory.read(thread, required)
+        source = self.directory.read_source(thread, required)
         if self.has_version[thread] >= required and not self.clears_threads:
             assert source == "thread"
             return
@@ -85,10 +87,12 @@ class Threads:
         assert self.process is not None
         self.has[thread] = []
         for time, updates in self.process:
-            replayed = [update for _, update in self.logs[thread][self.directory.held(thread, time) :]]
+            replayed = [
+                update for _, update in self.logs[thread][self.directory.count_included(thread, time) :]
+            ]
             assert not updates & set(replayed)
             self.has[thread].append(updates | set(replayed))
-        forgotten = self.directory.installed(
+        forgotten = self.directory.on_thread_copied(
             thread, self.process_version, min(time for time, _ in self.process)
         )
         del self.logs[thread][:forgotten]
@@ -102,13 +106,13 @@ class Threads:
             self.apply()
         self.process = self.servers.row()
         self.process_version = self.version() if self.is_versioned else required
-        self.directory.pulled(self.process_version)
+        self.directory.on_pulled(self.process_version)
         self.pulls[thread].append((self.clocks[thread], self.process_version))
 
     def version(self) -> int:
         if not self.is_versioned:
             return 0 if min(self.servers.applied) < len(self.servers.pushed) else 2**31
-        return min(clock_of(time) for time, _ in self.servers.row()) + 1
+        return min(push_clock(time) for time, _ in self.servers.row()) + 1
 
     def apply(self) -> None:
         behind = [
@@ -144,12 +148,12 @@ def test_every_clock_is_pushed_once_in_order_when_all_threads_have_passed_it(see
     job = Threads(seed, threads, s, is_versioned=True, clears_threads=False)
     job.run(40)
     for thread in sorted(job.clocks):
-        for clock in job.directory.leave(thread):
-            job.servers.pushed.append((time_of(clock), job.waiting.pop(clock, set())))
+        for clock in job.directory.remove_thread(thread):
+            job.servers.pushed.append((push_time(clock), job.waiting.pop(clock, set())))
     times = [time for time, _ in job.servers.pushed]
-    assert times == list(range(time_of(0), time_of(len(times))))
+    assert times == list(range(push_time(0), push_time(len(times))))
     assert not job.waiting
-    assert job.directory.is_empty
+    assert job.directory.all_threads_left
     everything = [update for _, updates in job.servers.pushed for update in sorted(updates)]
     assert sorted(everything) == list(range(job.updates))
 
@@ -161,9 +165,9 @@ def test_who_reads_a_version_pulls_next_at_that_plus_s_plus_1(s):
     pulls: list[list[int]] = [[], []]
     for clock in range(40):
         for directory, version, at in ((slow, clock, pulls[0]), (fast, clock - s, pulls[1])):
-            if directory.read(0, max(0, clock - s)) == "server":
-                directory.pulled(max(0, version))
-                directory.installed(0, max(0, version), time_of(version - 1))
+            if directory.read_source(0, max(0, clock - s)) == "server":
+                directory.on_pulled(max(0, version))
+                directory.on_thread_copied(0, max(0, version), push_time(version - 1))
                 at.append(clock)
     assert pulls[0] == list(range(0, 40, s + 1))
     assert pulls[1] == [0, *range(s + 1, 40)]
@@ -172,29 +176,29 @@ def test_who_reads_a_version_pulls_next_at_that_plus_s_plus_1(s):
 def test_the_log_is_replayed_as_long_as_a_stretch_lacks_it():
     directory = CacheDirectory([0], is_versioned=True)
     for clock in range(3):
-        directory.log(0, directory.give(0, clock))
-    assert [directory.held(0, time_of(clock)) for clock in (-1, 0, 1, 2, 3)] == [0, 1, 2, 3, 3]
-    assert directory.installed(0, 1, time_of(0)) == 1
-    assert [directory.held(0, time_of(clock)) for clock in (0, 1, 2)] == [0, 1, 2]
+        directory.log_update(0, directory.add_gradient(0, clock))
+    assert [directory.count_included(0, push_time(clock)) for clock in (-1, 0, 1, 2, 3)] == [0, 1, 2, 3, 3]
+    assert directory.on_thread_copied(0, 1, push_time(0)) == 1
+    assert [directory.count_included(0, push_time(clock)) for clock in (0, 1, 2)] == [0, 1, 2]
 
 
 def test_what_a_thread_has_dropped_is_read_anew_and_its_log_is_replayed():
     directory = CacheDirectory([0], is_versioned=True)
-    directory.pulled(0)
-    directory.installed(0, 0, time_of(-1))
-    directory.log(0, directory.give(0, 0))
-    assert (directory.read(0, 0), directory.version(0)) == ("thread", 0)
-    directory.drop(0)
-    assert (directory.read(0, 0), directory.version(0)) == ("process", -1)
-    assert directory.held(0, time_of(-1)) == 0
+    directory.on_pulled(0)
+    directory.on_thread_copied(0, 0, push_time(-1))
+    directory.log_update(0, directory.add_gradient(0, 0))
+    assert (directory.read_source(0, 0), directory.version(0)) == ("thread", 0)
+    directory.invalidate(0)
+    assert (directory.read_source(0, 0), directory.version(0)) == ("process", -1)
+    assert directory.count_included(0, push_time(-1)) == 0
 
 
 def test_a_version_is_not_there_before_this_process_has_pushed_for_it():
     directory = CacheDirectory([0, 1], is_versioned=True)
-    directory.begin(5)
-    assert list(directory.passed(0, 7)) == []
+    directory.start_at(5)
+    assert list(directory.finish_clocks(0, 7)) == []
     assert not directory.has_pushed(6)
-    assert list(directory.passed(1, 6)) == [5]
+    assert list(directory.finish_clocks(1, 6)) == [5]
     assert directory.has_pushed(6)
     assert not directory.has_pushed(7)
     assert CacheDirectory([0], is_versioned=False).has_pushed(7)
@@ -202,6 +206,6 @@ def test_a_version_is_not_there_before_this_process_has_pushed_for_it():
 
 def test_nothing_is_added_to_a_clock_that_was_passed():
     directory = CacheDirectory([0], is_versioned=True)
-    directory.passed(0, 3)
+    directory.finish_clocks(0, 3)
     with pytest.raises(ProtocolError, match="thread 0 to add to clocks it has not passed, got 2"):
-        directory.give(0, 2)
+        directory.add_gradient(0, 2)

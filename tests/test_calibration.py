@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from offbeat.policies.stragglers.calibration import (
     LIMIT_MAX,
-    choose,
+    choose_threshold,
+    drop_slow_workers,
     excursion_probability,
     false_alarm_bound,
-    not_slow,
-    pace_in_hand,
+    pace_margin_factor,
     profile_iterations,
     smallest_limit,
 )
@@ -103,7 +103,7 @@ def test_more_workers_need_a_shorter_profile():
 def test_a_choice_keeps_the_bound_for_as_many_of_the_times_as_are_above_it(seed, bound, k_min):
     chance = random.Random(seed)
     ratios = [1 + chance.expovariate(3) for _ in range(chance.randrange(1, 200))]
-    choice = choose(ratios, judged=100, bound=bound, k_min=k_min, k_max=2.0)
+    choice = choose_threshold(ratios, judged=100, bound=bound, k_min=k_min, k_max=2.0)
     if choice is None:
         assert smallest_limit(samples=len(ratios), rank=1, judged=100, bound=bound) is None
         return
@@ -119,7 +119,7 @@ def test_workers_that_are_clearly_slow_are_no_measure_for_the_others():
     calm = [[1.0, 1.05, 1.1], [1.02, 1.0, 1.08], [1.0, 1.0, 1.2]]
 
     def kept(*more: list[float], k_min: float = 1.4) -> int:
-        return len(not_slow([*calm, *more], k_min=k_min, k_max=2.0)) // 3
+        return len(drop_slow_workers([*calm, *more], k_min=k_min, k_max=2.0)) // 3
 
     assert kept() == kept([1.5, 1.6, 1.5]) == kept([2.1, 2.5, 9.0], [1.5, 1.6, 1.5]) == 3
     assert kept([1.3, 1.3, 1.3]) == kept([1.5, 1.1, 1.6]) == 4  # too little to be worth it; not in all of it
@@ -133,20 +133,21 @@ def test_alike_workers_are_hardly_ever_clearly_slow():
     chance = random.Random(0)
     runs = 20_000
     dropped = sum(
-        len(not_slow([[chance.random() for _ in range(3)] for _ in range(3)], k_min=0.0, k_max=1.0)) < 9
+        len(drop_slow_workers([[chance.random() for _ in range(3)] for _ in range(3)], k_min=0.0, k_max=1.0))
+        < 9
         for _ in range(runs)
     )
     assert dropped / runs == pytest.approx(3 / 84, rel=0.15)
 
 
 def test_few_times_promise_nothing():
-    assert choose([1.0] * 5, judged=100, bound=1e-3, k_min=1.4, k_max=2.0) is None
-    assert choose([], judged=100, bound=1e-3, k_min=1.4, k_max=2.0) is None
+    assert choose_threshold([1.0] * 5, judged=100, bound=1e-3, k_min=1.4, k_max=2.0) is None
+    assert choose_threshold([], judged=100, bound=1e-3, k_min=1.4, k_max=2.0) is None
 
 
 def test_a_pace_has_three_standard_errors_in_hand():
-    assert pace_in_hand([0.1, 0.2, 0.3]) == pytest.approx(1 + 3 * 0.1 / 3**0.5 / 0.2)
-    assert pace_in_hand([0.1]) == 1.0
+    assert pace_margin_factor([0.1, 0.2, 0.3]) == pytest.approx(1 + 3 * 0.1 / 3**0.5 / 0.2)
+    assert pace_margin_factor([0.1]) == 1.0
 
 
 # Simulation ---------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def test_false_alarms_stay_below_the_bound_in_first_and_later_epochs(name):
                 for verdict in made.observe(
                     worker, epoch=epoch, iteration=iteration, compute_s=DISTRIBUTIONS[name](chance)
                 )
-                if verdict.straggler
+                if verdict.is_straggler
             }
             alarms[epoch] += len(classed)
     for epoch, count in alarms.items():

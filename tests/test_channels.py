@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.ps.ordered_channel import Channel, Packet
+from offbeat.policies.ps.ordered_channel import Packet, ReliableChannel
 
 
 def numbers(packets: list[Packet]) -> list[int]:
@@ -21,7 +21,7 @@ def test_each_message_comes_once_and_in_order_over_a_network_that_loses_repeats_
     seed, lost, doubled, there, back
 ):
     chance = random.Random(seed)
-    ends = [Channel(resend_s=0.5), Channel(resend_s=0.5)]
+    ends = [ReliableChannel(resend_s=0.5), ReliableChannel(resend_s=0.5)]
     said = [[f"a{number}" for number in range(there)], [f"b{number}" for number in range(back)]]
     to_say = [list(one) for one in said]
     came: list[list[str]] = [[], []]
@@ -43,70 +43,70 @@ def test_each_message_comes_once_and_in_order_over_a_network_that_loses_repeats_
             del to_say[side][:count]
         for _ in range(min(len(under_way), 3)):
             to, packet = under_way.pop(chance.randrange(len(under_way)))
-            due, answer = ends[to].hear(packet, now_s)
+            due, answer = ends[to].on_packet(packet, now_s)
             came[1 - to] += due
             put(1 - to, answer)
         for one in (0, 1):
-            put(1 - one, ends[one].tick(now_s))
+            put(1 - one, ends[one].on_tick(now_s))
     assert came == said
 
 
 def test_nothing_is_sent_twice_where_nothing_is_lost():
-    a, b = Channel(), Channel()
+    a, b = ReliableChannel(), ReliableChannel()
     sent = a.send(["x", "y"], 0.0)
     for packet in sent:
-        _, answer = b.hear(packet, 0.1)
+        _, answer = b.on_packet(packet, 0.1)
         for reply in answer:
-            assert a.hear(reply, 0.15) == ([], [])
+            assert a.on_packet(reply, 0.15) == ([], [])
     assert a.due_s is None
-    assert a.tick(100.0) == []
+    assert a.on_tick(100.0) == []
 
 
 def test_what_is_not_answered_is_sent_again_less_and_less_often():
-    a = Channel(resend_s=1.0, resend_max_s=5.0)
+    a = ReliableChannel(resend_s=1.0, resend_max_s=5.0)
     a.send(["x"], 0.0)
     times_s = []
     for tenth in range(300):
-        if a.tick(tenth / 10):
+        if a.on_tick(tenth / 10):
             times_s.append(tenth / 10)
     assert times_s == [1.0, 3.0, 7.0, 12.0, 17.0, 22.0, 27.0]
 
 
 def test_an_answer_to_some_begins_the_waiting_for_the_rest_anew():
-    a = Channel(resend_s=1.0)
+    a = ReliableChannel(resend_s=1.0)
     a.send(["x", "y"], 0.0)
-    a.hear(Packet(number=-1, received=1), 0.9)
-    assert a.tick(1.5) == []
-    assert numbers(a.tick(1.9)) == [1]
+    a.on_packet(Packet(number=-1, ack=1), 0.9)
+    assert a.on_tick(1.5) == []
+    assert numbers(a.on_tick(1.9)) == [1]
 
 
 def test_after_a_broken_connection_all_that_may_be_lost_is_sent_again_at_once():
-    a = Channel()
+    a = ReliableChannel()
     a.send(["x", "y", "z"], 0.0)
-    a.hear(Packet(number=-1, received=1), 0.01)
-    assert [packet.message for packet in a.again(0.02)] == ["y", "z"]
+    a.on_packet(Packet(number=-1, ack=1), 0.01)
+    assert [packet.message for packet in a.on_reconnected(0.02)] == ["y", "z"]
 
 
 def test_what_is_due_is_taken_however_much_has_come_before_its_turn():
-    a, b = Channel(), Channel()
+    a, b = ReliableChannel(), ReliableChannel()
     first, *others = a.send(range(10_000), 0.0)
     for packet in others:
-        assert b.hear(packet, 0.0)[0] == []
-    due, _ = b.hear(first, 0.0)
+        assert b.on_packet(packet, 0.0)[0] == []
+    due, _ = b.on_packet(first, 0.0)
     assert due[:100] == list(range(100))
-    for packet in a.again(1.0):
-        due += b.hear(packet, 1.0)[0]
+    for packet in a.on_reconnected(1.0):
+        due += b.on_packet(packet, 1.0)[0]
     assert due == list(range(10_000))
 
 
 def test_an_answer_to_what_was_never_said_is_refused():
-    a = Channel()
+    a = ReliableChannel()
     a.send(["x"], 0.0)
     with pytest.raises(ProtocolError, match="an acknowledgement of at most 1 messages, got 2"):
-        a.hear(Packet(number=-1, received=2), 0.0)
+        a.on_packet(Packet(number=-1, ack=2), 0.0)
 
 
 @pytest.mark.parametrize("times", [(0.0, 1.0), (-1.0, 1.0), (2.0, 1.0)])
 def test_times_that_cannot_be_are_refused(times):
     with pytest.raises(ValueError, match="0 < resend_s <= resend_max_s"):
-        Channel(resend_s=times[0], resend_max_s=times[1])
+        ReliableChannel(resend_s=times[0], resend_max_s=times[1])

@@ -136,16 +136,23 @@ def log_of(path, group):
     }
     log = record.LogWriter(path, header)
     joined = Joined(
-        now_s=0.0, worker=0, world=1, peer="a", place="here", addresses=(), model=(), strategy="bsp"
+        now_s=0.0,
+        worker=0,
+        world=1,
+        peer="a",
+        location="here",
+        addresses=(),
+        model_signature=(),
+        strategy="bsp",
     )
-    log.event(joined)
-    log.actions([group])
-    log.event(
+    log.add_event(joined)
+    log.add_actions([group])
+    log.add_event(
         Ready(
             now_s=1.0, worker=0, generation=0, epoch=0, step=0, round=0, compute_s=0.1, samples=1, blocks=()
         )
     )
-    log.event(Left(now_s=2.0, worker=0, step=1))
+    log.add_event(Left(now_s=2.0, worker=0, step=1))
     log.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.policies.ps.range_clock import KEYS, Piece, RangeVectorClock
+from offbeat.policies.ps.range_clock import KEY_END, ClockRange, RangeVectorClock
 
 SOME = 40  # keys that the model has one by one; what lies behind them has the time of the last
 CLIENTS = 3
@@ -39,10 +39,10 @@ def same(clock, model):
 def test_it_holds_what_a_clock_for_every_key_holds(sets):
     clock, model = RangeVectorClock(), Model()
     for time, (client, (first, last)) in enumerate(sets, start=1):
-        before = len(clock.pieces(client, 0, KEYS))
-        clock.set(client, first, last, time)
+        before = len(clock.pieces(client, 0, KEY_END))
+        clock.set_time(client, first, last, time)
         model.set(client, first, last, time)
-        assert len(clock.pieces(client, 0, KEYS)) <= before + 2
+        assert len(clock.pieces(client, 0, KEY_END)) <= before + 2
     same(clock, model)
 
 
@@ -50,9 +50,9 @@ def test_it_holds_what_a_clock_for_every_key_holds(sets):
 def test_a_push_is_fresh_where_the_time_is_earlier(sets, client, where, time):
     clock, model = RangeVectorClock(), Model()
     for now, (who, (first, last)) in enumerate(sets, start=1):
-        clock.set(who, first, last, now)
+        clock.set_time(who, first, last, now)
         model.set(who, first, last, now)
-    fresh = clock.fresh(client, *where, time)
+    fresh = clock.earlier_ranges(client, *where, time)
     keys = [key for first, last in fresh for key in range(first, last)]
     assert keys == [key for key in range(*where) if model.times[client][key] < time]
     assert all(a[1] < b[0] for a, b in itertools.pairwise(fresh))
@@ -65,11 +65,11 @@ def test_a_push_is_fresh_where_the_time_is_earlier(sets, client, where, time):
 def test_what_is_cut_out_holds_elsewhere_and_what_is_dropped_nowhere(sets, where, is_newer_there):
     clock, model, other = RangeVectorClock(), Model(), RangeVectorClock()
     for now, (who, (first, last)) in enumerate(sets, start=1):
-        clock.set(who, first, last, now)
+        clock.set_time(who, first, last, now)
         model.set(who, first, last, now)
     if is_newer_there:
-        other.set(0, 0, SOME, 7)
-    other.adopt(clock.cut_out(*where))
+        other.set_time(0, 0, SOME, 7)
+    other.merge(clock.extract(*where))
     there = Model()
     for who in range(CLIENTS):
         there.times[who] = [
@@ -87,36 +87,40 @@ def test_what_is_cut_out_holds_elsewhere_and_what_is_dropped_nowhere(sets, where
 def test_whole_ranges_cost_one_piece_however_often_they_are_pushed():
     clock = RangeVectorClock()
     for time in range(1, 100):
-        clock.set(5, 1000, 2000, time)
-        clock.set(5, 2000, 2500, time)
-    assert clock.pieces(5, 0, KEYS) == [Piece(0, 1000, 0), Piece(1000, 2500, 99), Piece(2500, KEYS, 0)]
+        clock.set_time(5, 1000, 2000, time)
+        clock.set_time(5, 2000, 2500, time)
+    assert clock.pieces(5, 0, KEY_END) == [
+        ClockRange(0, 1000, 0),
+        ClockRange(1000, 2500, 99),
+        ClockRange(2500, KEY_END, 0),
+    ]
 
 
 def test_the_last_key_has_a_time_too():
     clock = RangeVectorClock()
-    clock.set(0, KEYS - 1, KEYS, 3)
-    assert (clock.at(0, KEYS - 1), clock.at(0, KEYS - 2)) == (3, 0)
+    clock.set_time(0, KEY_END - 1, KEY_END, 3)
+    assert (clock.time_of(0, KEY_END - 1), clock.time_of(0, KEY_END - 2)) == (3, 0)
 
 
 @given(st.lists(st.tuples(clients, ranges), max_size=15))
 def test_it_goes_on_from_its_state(sets):
     clock, other = RangeVectorClock(), RangeVectorClock()
     for now, (who, (first, last)) in enumerate(sets, start=1):
-        clock.set(who, first, last, now)
+        clock.set_time(who, first, last, now)
     other.load_state_dict(clock.state_dict())
     assert other.state_dict() == clock.state_dict()
-    other.set(0, 0, SOME, 100)
-    assert clock.at(0, 0) != 100
+    other.set_time(0, 0, SOME, 100)
+    assert clock.time_of(0, 0) != 100
 
 
-@pytest.mark.parametrize("where", [(-1, 4), (4, 4), (5, 4), (0, KEYS + 1)])
+@pytest.mark.parametrize("where", [(-1, 4), (4, 4), (5, 4), (0, KEY_END + 1)])
 def test_a_range_that_is_none_is_refused(where):
     clock = RangeVectorClock()
     for asked in (
-        lambda: clock.set(0, *where, 1),
+        lambda: clock.set_time(0, *where, 1),
         lambda: clock.pieces(0, *where),
-        lambda: clock.fresh(0, *where, 1),
-        lambda: clock.cut_out(*where) if clock.set(0, 0, 9, 1) is None else None,
+        lambda: clock.earlier_ranges(0, *where, 1),
+        lambda: clock.extract(*where) if clock.set_time(0, 0, 9, 1) is None else None,
         lambda: clock.drop(*where),
     ):
         with pytest.raises(ValueError, match=r"expected a range of keys within 0 to"):
@@ -125,7 +129,7 @@ def test_a_range_that_is_none_is_refused(where):
 
 def test_time_does_not_run_backwards():
     clock = RangeVectorClock()
-    clock.set(1, 10, 20, 5)
+    clock.set_time(1, 10, 20, 5)
     with pytest.raises(ValueError, match=r"expected times of client 1 to grow, got 4 after 5 in 15 to 30"):
-        clock.set(1, 15, 30, 4)
-    assert clock.pieces(1, 0, 40) == [Piece(0, 10, 0), Piece(10, 20, 5), Piece(20, 40, 0)]
+        clock.set_time(1, 15, 30, 4)
+    assert clock.pieces(1, 0, 40) == [ClockRange(0, 10, 0), ClockRange(10, 20, 5), ClockRange(20, 40, 0)]

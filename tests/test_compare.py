@@ -5,19 +5,21 @@ import json
 import pytest
 
 from offbeat.cli import comparison
-from offbeat.cli.comparison import Case, Row
+from offbeat.cli.comparison import ComparisonCase, ComparisonRow
 from offbeat.cli.main import main
-from offbeat.cli.timesheet import PARTS, TimeSheet
+from offbeat.cli.timesheet import TIME_PARTS, TimeSheet
 from offbeat.events import Evaluated, StepTimed
 
 
 def row(strategy="bsp", slow=(), epoch_s=1.0, wait_share=0.1, accuracy=0.9, workers=4):
-    case = Case(strategy=strategy, slow=slow)
-    return Row(case=case, workers=workers, epoch_s=epoch_s, wait_share=wait_share, accuracy=accuracy)
+    case = ComparisonCase(strategy=strategy, slow=slow)
+    return ComparisonRow(
+        case=case, workers=workers, epoch_s=epoch_s, wait_share=wait_share, accuracy=accuracy
+    )
 
 
 def test_each_slow_is_a_case_and_plus_joins_rules():
-    found = comparison.cases(["a", "b"], ["none", "1:5+2:3@burst=20/100"])
+    found = comparison.comparison_cases(["a", "b"], ["none", "1:5+2:3@burst=20/100"])
 
     assert [(case.strategy, case.slow) for case in found] == [
         ("a", ()),
@@ -29,7 +31,7 @@ def test_each_slow_is_a_case_and_plus_joins_rules():
 
 def test_labels_tell_spellings_apart():
     slows = [("1:5",), ("1:5.5",), ("15:5",), ("1:5", "5:1"), ("1:5@0.0-0.5",), ("1:5@burst=20/100",), ()]
-    labels = [Case(strategy="bsp", slow=slow).label for slow in slows]
+    labels = [ComparisonCase(strategy="bsp", slow=slow).label for slow in slows]
 
     assert labels[0] == "bsp_1_5"
     assert len(set(labels)) == len(labels)
@@ -46,7 +48,7 @@ def test_labels_tell_spellings_apart():
     ],
 )
 def test_slowness_in_words(slow, words):
-    assert comparison.in_words(slow) == words
+    assert comparison.describe_slowness(slow) == words
 
 
 def sheet_of_three_epochs(waits):
@@ -54,7 +56,7 @@ def sheet_of_three_epochs(waits):
     sheet = TimeSheet()
     for epoch, wall_s in enumerate((100.0, 2.0, 4.0)):
         for worker, wait in enumerate(waits):
-            parts_s = {f"{part}_s": 0.0 for part in PARTS}
+            parts_s = {f"{part}_s": 0.0 for part in TIME_PARTS}
             parts_s |= {"wait_s": wait * wall_s, "compute_s": (1 - wait) * wall_s}
             sheet.add(StepTimed(now_s=0.0, worker=worker, step=epoch, samples=1, wall_s=wall_s, **parts_s))
             metrics = {"accuracy": 0.5 + epoch / 10} if worker == 0 else {}
@@ -68,7 +70,9 @@ def sheet_of_three_epochs(waits):
 )
 def test_a_row_leaves_out_the_first_epoch_and_the_waiting_of_slowed_workers(slow, wait_share):
     waits = [0.3, 0.0, 0.6]
-    found = comparison.row(Case(strategy="bsp", slow=slow), 3, sheet_of_three_epochs(waits))
+    found = comparison.comparison_row(
+        ComparisonCase(strategy="bsp", slow=slow), 3, sheet_of_three_epochs(waits)
+    )
 
     assert found.epoch_s == 3.0
     assert found.accuracy == 0.7
@@ -91,18 +95,18 @@ def test_without_an_unslowed_case_nothing_is_said_to_be_slower():
 
     assert comparison.baseline(rows) is None
     assert "slowdown_bsp_1_5_ratio" not in comparison.figures(rows)
-    assert comparison.plain_rows(rows)[0]["slowdown_ratio"] is None
-    assert comparison.sentences(rows) == []
+    assert comparison.rows_as_dicts(rows)[0]["slowdown_ratio"] is None
+    assert comparison.summary_sentences(rows) == []
 
 
 def test_the_sentence_follows_from_the_figures():
     rows = [row(epoch_s=2.0), row(slow=("1:5",), epoch_s=9.2, wait_share=0.76)]
-    assert comparison.sentences(rows) == [
+    assert comparison.summary_sentences(rows) == [
         "In lockstep (bsp), one slow worker of four made every worker 4.6 times slower: "
         "the other workers spent 76% of their time waiting."
     ]
     rows = [row(epoch_s=2.0), row(slow=("1:5", "2:5"), epoch_s=2.04)]
-    assert comparison.sentences(rows) == [
+    assert comparison.summary_sentences(rows) == [
         "In lockstep (bsp), two slow workers of four made no difference beyond noise (1.02 times as long)."
     ]
 
@@ -110,7 +114,7 @@ def test_the_sentence_follows_from_the_figures():
 def test_strategies_are_compared_under_the_same_slowness():
     rows = [row("bsp", ("1:5",), epoch_s=9.0), row("partial", ("1:5",), epoch_s=3.0)]
 
-    assert comparison.sentences(rows) == [
+    assert comparison.summary_sentences(rows) == [
         "Where worker 1 takes 5x as long, partial was 3.0 times as fast as bsp."
     ]
 

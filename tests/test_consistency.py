@@ -12,24 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.staleness.clock_gate import ConsistencyGate, Counts, Opened
+from offbeat.policies.staleness.clock_gate import ClockCounting, ConsistencyGate, OpenedStep
 
 
-def running(workers: int, s: int | None, counts: Counts = "own", s_max: int | None = None) -> ConsistencyGate:
+def running(
+    workers: int, s: int | None, counts: ClockCounting = "own", s_max: int | None = None
+) -> ConsistencyGate:
     """These have all started their first step."""
     gate = ConsistencyGate(s, counts, s_max)
     for worker in range(workers):
         gate.enter(worker)
-    assert [one.worker for one in gate.opened()] == list(range(workers))
+    assert [one.worker for one in gate.open_steps()] == list(range(workers))
     return gate
 
 
-def take(gate: ConsistencyGate, worker: int, steps: int = 1) -> list[Opened]:
+def take(gate: ConsistencyGate, worker: int, steps: int = 1) -> list[OpenedStep]:
     """The worker takes steps, as many as it may; returns who might start because of the last of them."""
-    opened: list[Opened] = []
+    opened: list[OpenedStep] = []
     for _ in range(steps):
         gate.advance(worker)
-        opened = gate.opened()
+        opened = gate.open_steps()
     return opened
 
 
@@ -51,15 +53,15 @@ def test_the_papers_example_7_waits_for_3_under_a_bound_of_3_and_goes_on_under_4
     gate = apart()
     assert (gate.clock(0), gate.clock(1), gate.version) == (7, 3, 3)
     assert gate.waiting == {0}
-    assert gate.holding() == [1]
+    assert gate.blocking_workers() == [1]
     gate.set_bound(4)
-    assert gate.opened() == [Opened(0, 7, 3, 4)]
-    assert gate.holding() == []
+    assert gate.open_steps() == [OpenedStep(0, 7, 3, 4)]
+    assert gate.blocking_workers() == []
 
 
 def test_it_goes_on_as_well_when_the_slow_one_has_done_its_step():
     gate = apart()
-    assert take(gate, 1) == [Opened(0, 7, 4, 3), Opened(1, 4, 1, 3)]
+    assert take(gate, 1) == [OpenedStep(0, 7, 4, 3), OpenedStep(1, 4, 1, 3)]
     assert gate.version == 4
 
 
@@ -69,14 +71,14 @@ def test_with_bound_0_nobody_starts_a_clock_before_all_have_done_the_one_before(
     for clock in range(1, 4):
         assert take(gate, 2) == []
         assert take(gate, 0) == []
-        assert take(gate, 1) == [Opened(worker, clock, clock, 0) for worker in range(3)]
+        assert take(gate, 1) == [OpenedStep(worker, clock, clock, 0) for worker in range(3)]
 
 
 def test_without_a_bound_nobody_waits():
     gate = running(2, None)
     for clock in range(1, 100):
-        assert take(gate, 0) == [Opened(0, clock, 0, None)]
-    assert gate.holding() == []
+        assert take(gate, 0) == [OpenedStep(0, clock, 0, None)]
+    assert gate.blocking_workers() == []
 
 
 def test_what_a_step_needs_is_at_most_s_clocks_old():
@@ -84,17 +86,17 @@ def test_what_a_step_needs_is_at_most_s_clocks_old():
     assert [take(gate, 0)[0].version for _ in range(2)] == [0, 0]
     assert take(gate, 0) == []
     take(gate, 1)
-    assert gate.required(0) == 1
-    assert gate.required(1) == 0
+    assert gate.required_version(0) == 1
+    assert gate.required_version(1) == 0
 
 
 def test_who_shrinks_the_bound_calls_nobody_back():
     gate = running(2, 3)
     take(gate, 0, 3)
     gate.set_bound(1)
-    assert gate.required(0) == 0
+    assert gate.required_version(0) == 0
     assert take(gate, 0) == []
-    assert take(gate, 1) == [Opened(1, 1, 0, 1)]
+    assert take(gate, 1) == [OpenedStep(1, 1, 0, 1)]
     assert [one.worker for one in take(gate, 1)] == [1]
     assert [one.worker for one in take(gate, 1)] == [0, 1]
 
@@ -102,7 +104,7 @@ def test_who_shrinks_the_bound_calls_nobody_back():
 def test_who_leaves_holds_nobody_back():
     gate = apart()
     gate.leave(1)
-    assert gate.opened() == [Opened(0, 7, 4, 3)]
+    assert gate.open_steps() == [OpenedStep(0, 7, 4, 3)]
     assert gate.version == 7
     gate.leave(0)
     assert 0 not in gate
@@ -113,7 +115,7 @@ def test_a_newcomer_begins_where_nothing_is_complete_and_where_it_can_push():
     gate = apart()
     assert gate.enter(2) == 3
     assert gate.enter(3, 9) == 9
-    assert gate.opened() == [Opened(2, 3, 0, 3)]
+    assert gate.open_steps() == [OpenedStep(2, 3, 0, 3)]
     gate = apart()
     gate.leave(0)
     gate.leave(1)
@@ -125,20 +127,20 @@ def test_a_newcomer_begins_where_nothing_is_complete_and_where_it_can_push():
 def test_a_newcomer_alone_makes_what_was_before_its_clock_complete():
     gate = ConsistencyGate(3)
     assert gate.enter(0, 50) == gate.version == 50
-    assert gate.opened() == [Opened(0, 50, 47, 3)]
+    assert gate.open_steps() == [OpenedStep(0, 50, 47, 3)]
 
 
 def test_who_rests_holds_nobody_back_and_moves_along():
     gate = apart()
     assert gate.rest(1) == 4
-    assert gate.opened() == [Opened(0, 7, 4, 3)]
-    assert gate.moved() == [1]
+    assert gate.open_steps() == [OpenedStep(0, 7, 4, 3)]
+    assert gate.advance_resting() == [1]
     assert gate.clock(1) == gate.version == 7
     take(gate, 0, 2)
-    assert gate.moved() == [1]
-    assert not gate.runs(1)
+    assert gate.advance_resting() == [1]
+    assert not gate.is_running(1)
     assert gate.enter(1) == 9
-    assert gate.opened() == [Opened(1, 9, 6, 3)]
+    assert gate.open_steps() == [OpenedStep(1, 9, 6, 3)]
 
 
 def test_where_nobody_runs_all_meet_at_the_latest_clock():
@@ -147,7 +149,7 @@ def test_where_nobody_runs_all_meet_at_the_latest_clock():
     assert gate.version == 3
     gate.rest(1)
     assert gate.version == 7
-    assert gate.moved() == [1]
+    assert gate.advance_resting() == [1]
     assert [gate.enter(worker) for worker in (0, 1)] == [7, 7]
 
 
@@ -157,17 +159,17 @@ def test_a_straggler_holds_others_back_only_beyond_s_max():
     take(gate, 1)
     assert take(gate, 0) == []
     gate.set_stragglers(frozenset({2}))
-    assert gate.opened() == [Opened(0, 2, 0, 3)]
+    assert gate.open_steps() == [OpenedStep(0, 2, 0, 3)]
     assert take(gate, 0) == []
-    assert gate.holding() == [1]
+    assert gate.blocking_workers() == [1]
     assert [one.worker for one in take(gate, 1)] == [0, 1]
     take(gate, 1)
     assert take(gate, 0) == []
-    assert gate.holding() == [2]
+    assert gate.blocking_workers() == [2]
     assert gate.version == 0
     assert [one.worker for one in take(gate, 2)] == [0, 2]
     gate.set_stragglers(frozenset())
-    assert gate.required(0) == 1
+    assert gate.required_version(0) == 1
 
 
 def test_where_only_stragglers_run_they_wait_for_one_another():
@@ -176,7 +178,7 @@ def test_where_only_stragglers_run_they_wait_for_one_another():
     gate.leave(0)
     take(gate, 1)
     assert take(gate, 1) == []
-    assert gate.holding() == [2]
+    assert gate.blocking_workers() == [2]
 
 
 def test_stragglers_that_waited_for_one_another_do_not_once_somebody_else_runs():
@@ -184,7 +186,7 @@ def test_stragglers_that_waited_for_one_another_do_not_once_somebody_else_runs()
     gate.set_stragglers(frozenset({0, 1}))
     assert take(gate, 0) == []
     assert gate.enter(2, 1) == 1
-    assert gate.opened() == [Opened(0, 1, 0, 2), Opened(2, 1, 0, 2)]
+    assert gate.open_steps() == [OpenedStep(0, 1, 0, 2), OpenedStep(2, 1, 0, 2)]
 
 
 def test_common_clocks_are_as_many_steps_as_workers_run_whoever_takes_them():
@@ -220,7 +222,7 @@ def test_bad_arguments_are_refused(arguments, text):
 
 def test_what_cannot_be_is_refused():
     gate = apart()
-    for wrong in (gate.advance, gate.rest, gate.leave, gate.required, gate.clock):
+    for wrong in (gate.advance, gate.rest, gate.leave, gate.required_version, gate.clock):
         with pytest.raises(ProtocolError, match="expected a worker that runs, got worker 9"):
             wrong(9)
     with pytest.raises(ProtocolError, match="does not run, got worker 0"):
@@ -286,14 +288,14 @@ def test_the_invariants_hold_whatever_workers_do(seed, counts, s, has_stragglers
         gate = ConsistencyGate(s, counts, s_max)
         gate.load_state_dict(state)
         assert gate.state_dict() == state
-        for one in gate.opened():
+        for one in gate.open_steps():
             assert table[one.worker] == "waits"
             table[one.worker] = "runs"
             bound = gate.s if s_max is None else s_max
             assert gate.s is None or one.clock - gate.version <= bound  # (i)
             assert one.bound is None or max(0, one.clock - one.bound) <= one.version  # (ii)
             assert one.version <= gate.version  # which is complete: no read waits for a later push
-        gate.moved()
+        gate.advance_resting()
         assert all(gate.clock(worker) >= gate.version for worker in table)
         assert gate.version >= before
         before = gate.version
@@ -303,12 +305,12 @@ def test_the_invariants_hold_whatever_workers_do(seed, counts, s, has_stragglers
         if s is None:
             assert not gate.waiting  # (v)
         if gate.waiting:
-            holding = gate.holding()
+            holding = gate.blocking_workers()
             assert holding
             assert all(table[worker] == "runs" for worker in holding)  # (vii)
 
 
-def waited(periods: list[int], s: int | None, counts: Counts, clocks: int = 200) -> list[Fraction]:
+def waited(periods: list[int], s: int | None, counts: ClockCounting, clocks: int = 200) -> list[Fraction]:
     """What share of its time each worker waits, in a world where a step takes it so long, always."""
     gate = running(len(periods), s, counts)
     waits_since = [0] * len(periods)
@@ -320,7 +322,7 @@ def waited(periods: list[int], s: int | None, counts: Counts, clocks: int = 200)
         now, worker = heapq.heappop(busy)
         gate.advance(worker)
         waits_since[worker] = now
-        for one in gate.opened():
+        for one in gate.open_steps():
             waits[one.worker] += now - waits_since[one.worker]
             heapq.heappush(busy, (now + periods[one.worker], one.worker))
     return [Fraction(wait, now) for wait in waits]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.runtime.collectives.contribution import Contribution, Part
+from offbeat.runtime.collectives.contribution import Contribution, InPlaceElements
 
 
 @st.composite
@@ -26,7 +26,7 @@ def made(length, bounds, factor):
     flat, parts = whole.clone(), []
     for start, stop in bounds:
         flat[start:stop] = -1000.0
-        parts.append(Part(start, torch.arange(start + 1.0, stop + 1), factor))
+        parts.append(InPlaceElements(start, torch.arange(start + 1.0, stop + 1), factor))
     return Contribution(flat, parts), whole
 
 
@@ -40,7 +40,7 @@ def test_what_is_added_is_the_contribution_wherever_it_lies(case, in_place):
     out = theirs if in_place else torch.empty_like(theirs)
     own.add(theirs, start, stop, out=out)
     assert torch.equal(out, expected)
-    assert own.is_settled == (not bounds)
+    assert own.is_materialized == (not bounds)
 
 
 @settings(max_examples=300, deadline=None)
@@ -49,17 +49,17 @@ def test_a_run_that_is_settled_lies_in_the_flat_tensor_and_nothing_else_is_writt
     length, bounds, start, stop = case
     own, whole = made(length, bounds, 0.25)
     before = own.flat.clone()
-    own.settle(start, stop)
+    own.materialize(start, stop)
     before[start:stop] = whole[start:stop]
     assert torch.equal(own.flat, before)
-    own.settle()
-    assert own.is_settled
+    own.materialize()
+    assert own.is_materialized
     assert torch.equal(own.flat, whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_what_is_settled_is_scaled_as_multiplying_rounds(dtype):
     values = torch.linspace(-3, 3, 1001).to(dtype)
-    own = Contribution(torch.zeros(1001, dtype=dtype), [Part(0, values, 1 / 3)])
-    own.settle()
+    own = Contribution(torch.zeros(1001, dtype=dtype), [InPlaceElements(0, values, 1 / 3)])
+    own.materialize()
     assert torch.equal(own.flat, values * (1 / 3))

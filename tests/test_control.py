@@ -12,8 +12,14 @@ import pytest
 
 from nodes import DEADLINE_S, Node, node
 from offbeat.errors import ProtocolError
-from offbeat.events import EpochEnded, Group, Left, Start, StepTimed, Tick
-from offbeat.runtime.control.channel import TALLY_EVERY, ControlLine, Tally, decode_tally, encode_tally
+from offbeat.events import EndEpoch, Group, Left, PeerList, StepTimed, Tick
+from offbeat.runtime.control.channel import (
+    SEQUENCE_ACK_INTERVAL,
+    ControlChannel,
+    SequenceAck,
+    decode_sequence_ack,
+    encode_sequence_ack,
+)
 from offbeat.runtime.control.coordinator import Coordinator
 from offbeat.wire.record import decode_events, encode_actions, read_log, replay
 from test_coordinator import coordinator, joined, ready
@@ -30,27 +36,27 @@ class Worker:
         self.node = Node(
             name,
             on_message=lambda _, payload: self.hear(payload),
-            on_lost=lambda error: self.line.lost(error),
-            on_left=lambda _: self.line.left(),
+            on_lost=lambda error: self.line.on_connection_lost(error),
+            on_left=lambda _: self.line.on_peer_closed(),
         )
         self.links = self.node.links
         self.name = self.links.name
-        self.line = ControlLine(self.links, Coordinator.NAME, addresses, on_gone=self.gone.put)
+        self.line = ControlChannel(self.links, Coordinator.NAME, addresses, on_coordinator_gone=self.gone.put)
 
     def hear(self, payload):
-        for action in self.line.hear(payload):
+        for action in self.line.receive(payload):
             self.heard.put(action)
 
     def action(self):
         return self.heard.get(timeout=DEADLINE_S)
 
     def joins(self, world):
-        self.line.tell(joined(self, world, self.worker))
+        self.line.send(joined(self, world, self.worker))
         return self
 
     def leaves(self, step):
-        self.line.tell(Left(now_s=0.0, worker=self.worker, step=step))
-        self.line.settle(DEADLINE_S)
+        self.line.send(Left(now_s=0.0, worker=self.worker, step=step))
+        self.line.wait_until_acked(DEADLINE_S)
         self.links.close()
 
 
@@ -74,16 +80,16 @@ class ByHand:
     def hear(self):
         """The next thing that the worker says: a tally, or the rounds of its Readys."""
         payload = self.node.message()[1]
-        tally = decode_tally(payload)
+        tally = decode_sequence_ack(payload)
         return tally if tally is not None else [event.round for event in decode_events(payload, 0.0)]
 
     def say(self, thing):
-        payload = encode_tally(thing) if isinstance(thing, Tally) else encode_actions(thing)
+        payload = encode_sequence_ack(thing) if isinstance(thing, SequenceAck) else encode_actions(thing)
         self.node.links.send("w0", payload)
 
 
 def actions(*epochs):
-    return [EpochEnded(epoch=epoch, reason="") for epoch in epochs]
+    return [EndEpoch(epoch=epoch, reason="") for epoch in epochs]
 
 
 @pytest.fixture
@@ -103,10 +109,10 @@ def test_after_a_loss_it_says_again_what_is_not_recorded_and_nothing_else(by_han
     assert [other.hear() for _ in range(3)] == [[0, 1], [2, 3, 4], [5]]
     other.dies()
     other.start()
-    assert other.hear() == Tally(1, 0, 6)
+    assert other.hear() == SequenceAck(1, 0, 6)
     worker.line.tell(ready(0, 6))
-    other.say(Tally(1, 3, 0))
-    assert [other.hear() for _ in range(4)] == [[3, 4], [5], [6], Tally(1, 0, 7)]
+    other.say(SequenceAck(1, 3, 0))
+    assert [other.hear() for _ in range(4)] == [[3, 4], [5], [6], SequenceAck(1, 0, 7)]
 
 
 def test_it_says_that_it_is_back_when_it_has_heard_what_it_missed_and_answered(by_hand):
@@ -117,13 +123,13 @@ def test_it_says_that_it_is_back_when_it_has_heard_what_it_missed_and_answered(b
     assert [worker.action().epoch for _ in range(2)] == [0, 1]
     other.dies()
     other.start()
-    assert other.hear() == Tally(1, 2, 1)
-    other.say(Tally(1, 1, 4))
+    assert other.hear() == SequenceAck(1, 2, 1)
+    other.say(SequenceAck(1, 1, 4))
     other.say(actions(2))
     assert worker.action().epoch == 2
     worker.line.tell(ready(0, 1))
     other.say(actions(3))
-    assert [other.hear() for _ in range(2)] == [[1], Tally(1, 4, 2)]
+    assert [other.hear() for _ in range(2)] == [[1], SequenceAck(1, 4, 2)]
 
 
 def test_what_belongs_to_an_earlier_connection_is_not_heard(by_hand):
@@ -132,13 +138,13 @@ def test_what_belongs_to_an_earlier_connection_is_not_heard(by_hand):
     assert other.hear() == [0, 1]
     other.dies()
     other.start()
-    assert other.hear() == Tally(1, 0, 2)
+    assert other.hear() == SequenceAck(1, 0, 2)
     other.say(actions(0))
-    other.say(Tally(0, 2, 0))
-    other.say(Tally(1, 0, 1))
+    other.say(SequenceAck(0, 2, 0))
+    other.say(SequenceAck(1, 0, 1))
     other.say(actions(7))
     assert worker.action().epoch == 7
-    assert [other.hear() for _ in range(2)] == [[0, 1], Tally(1, 1, 2)]
+    assert [other.hear() for _ in range(2)] == [[0, 1], SequenceAck(1, 1, 2)]
 
 
 def test_whatever_thread_says_it_it_goes_out_in_the_order_in_which_it_was_said(by_hand):
@@ -164,7 +170,7 @@ def test_a_recorded_count_that_cannot_be_breaks_the_protocol(by_hand):
     worker.line.tell(ready(0, 0))
     for heard in (2, 10**6):
         with pytest.raises(ProtocolError, match="expected an acknowledgement of between 0 and 1 events"):
-            worker.line.hear(encode_tally(Tally(0, heard, 0)))
+            worker.line.hear(encode_sequence_ack(SequenceAck(0, heard, 0)))
 
 
 def test_where_nobody_listens_any_more_it_says_so_once(by_hand):
@@ -234,11 +240,13 @@ def test_each_way_to_find_no_coordinator_has_its_own_words(node, coordinator, wo
         links = node(
             "worker",
             connect_s=0.5,
-            on_lost=lambda error: line.lost(error),
-            on_left=lambda _: line.left(),
+            on_lost=lambda error: line.on_connection_lost(error),
+            on_left=lambda _: line.on_peer_closed(),
         ).links
-        line = ControlLine(links, Coordinator.NAME, [f"tcp://127.0.0.1:{port}"], on_gone=gone.put)
-        line.tell(ready(0, 0))
+        line = ControlChannel(
+            links, Coordinator.NAME, [f"tcp://127.0.0.1:{port}"], on_coordinator_gone=gone.put
+        )
+        line.send(ready(0, 0))
         text = gone.get(timeout=DEADLINE_S)
     for one in words:
         assert one in text
@@ -285,9 +293,9 @@ def test_who_is_killed_while_it_tells_has_told_everybody_once(at, when, journal_
     with coordinator_that_dies(tmp_path, 3, at, when, journal_events=journal_events) as process:
         workers = [Worker(f"w{number}", process.addresses, number).joins(3) for number in range(3)]
         for worker in workers:
-            assert isinstance(worker.action(), Start)
+            assert isinstance(worker.action(), PeerList)
             assert isinstance(worker.action(), Group)
-            worker.line.tell(ready(worker.worker))
+            worker.line.send(ready(worker.worker))
         for worker in workers:
             assert worker.gone.empty()
             worker.leaves(1)
@@ -304,23 +312,23 @@ def test_no_time_passes_until_all_are_back(tmp_path):
     with coordinator_that_dies(tmp_path, 2, 2, "after", tick_s=0.01) as process:
         workers = [Worker(f"w{number}", process.addresses, number) for number in range(2)]
         held, is_held = threading.Event(), threading.Event()
-        report_back = workers[1].line._report_back
+        report_back = workers[1].line._confirm_resync
 
         def hold_back():
-            if workers[1].line._owed is not None and not held.is_set():
+            if workers[1].line._caught_up_at is not None and not held.is_set():
                 is_held.set()
             else:
                 report_back()
 
-        workers[1].line._report_back = hold_back
+        workers[1].line._confirm_resync = hold_back
         for worker in workers:
             worker.joins(2)
         assert is_held.wait(DEADLINE_S)
         for number in range(200):
-            workers[0].line.tell(timed(number))
-            workers[0].line.settle(DEADLINE_S)
+            workers[0].line.send(timed(number))
+            workers[0].line.wait_until_acked(DEADLINE_S)
         held.set()
-        workers[1].links.call(report_back)
+        workers[1].links.call_soon(report_back)
         for worker in workers:
             worker.leaves(0)
         assert process.ended()[0] == 0
@@ -342,12 +350,12 @@ def test_what_the_coordinator_keeps_for_a_worker_is_dropped_when_it_was_heard(tm
     """Else a tally could not be refused that takes back what was heard."""
     with coordinator(1, tmp_path / "log") as process:
         worker = Worker("w0", process.addresses).joins(1)
-        assert isinstance(worker.action(), Start)
+        assert isinstance(worker.action(), PeerList)
         assert isinstance(worker.action(), Group)
-        for number in range(TALLY_EVERY):
-            worker.line.tell(timed(number))
-        worker.line.settle(DEADLINE_S)
-        worker.links.send(Coordinator.NAME, encode_tally(Tally(0, 0, 0)))
+        for number in range(SEQUENCE_ACK_INTERVAL):
+            worker.line.send(timed(number))
+        worker.line.wait_until_acked(DEADLINE_S)
+        worker.links.send(Coordinator.NAME, encode_sequence_ack(SequenceAck(0, 0, 0)))
         assert "expected an acknowledgement of between 2 and 2 actions, got 0" in worker.action().reason
         worker.links.close()
         assert process.ended()[0] == 0

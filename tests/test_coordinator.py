@@ -19,27 +19,27 @@ from hypothesis import strategies as st
 from lines import Line
 from offbeat.errors import LinkError, WorkerError
 from offbeat.events import (
-    Clocked,
+    AbortJob,
     Failed,
     Joined,
     Left,
     Lost,
+    PeerList,
     PeerReachable,
     PeerUnreachable,
     Ready,
-    Refuse,
-    Start,
-    Stop,
+    RejectPeer,
+    StepFinished,
     Tick,
 )
-from offbeat.runtime.control.channel import ControlLine, Tally, encode_tally
-from offbeat.runtime.control.client import Member
-from offbeat.runtime.control.coordinator import Configuration, Coordinator, PolicySpec
-from offbeat.runtime.control.rendezvous import Meeting
+from offbeat.runtime.control.channel import ControlChannel, SequenceAck, encode_sequence_ack
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.control.coordinator import Coordinator, CoordinatorConfiguration, PolicySpec
+from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, Kind
-from offbeat.runtime.transport.handshake import Dialler
-from offbeat.wire.record import decode_actions, encode, read_log, replay
+from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameKind
+from offbeat.runtime.transport.handshake import DiallerHandshake
+from offbeat.wire.record import decode_actions, encode_events, read_log, replay
 from runlogs import entries_of, wait_for_entry, wait_until
 
 DEADLINE_S = 20.0
@@ -53,7 +53,7 @@ class Process:
         names = ["assembly:Assembly", policy]
         arguments = {"world": world}
         policies = tuple(PolicySpec(path=f"offbeat.policies.{n}", arguments=arguments) for n in names)
-        configuration = Configuration(
+        configuration = CoordinatorConfiguration(
             job="job",
             token="secret",
             host="127.0.0.1",
@@ -117,10 +117,10 @@ class Peer:
             on_error=self.heard.put,
             listeners=None if listens else [],
         )
-        self.links.introduce(Coordinator.NAME, [line.address] if line else process.addresses)
+        self.links.add_peer(Coordinator.NAME, [line.address] if line else process.addresses)
 
     def say(self, *events):
-        self.links.send(Coordinator.NAME, encode(events))
+        self.links.send(Coordinator.NAME, encode_events(events))
 
     def say_bytes(self, data):
         self.links.send(Coordinator.NAME, data)
@@ -149,19 +149,19 @@ def joined(peer, world, worker):
         worker=worker,
         world=world,
         peer=peer.name,
-        place="here",
+        location="here",
         addresses=peer.links.addresses,
-        model=("weight",),
+        model_signature=("weight",),
         strategy="bsp",
     )
 
 
 def begun(worker):
-    return Clocked(
+    return StepFinished(
         now_s=0.0,
         worker=worker,
         clock=None,
-        version=0,
+        parameter_version=0,
         epoch=0,
         step=0,
         compute_s=0.0,
@@ -192,7 +192,7 @@ def running_job(world, log=None, **options):
         peers = [Peer(f"w{worker}", process, worker=worker).join(world) for worker in range(world)]
         try:
             for peer in peers:
-                peer.hear_until(Start)
+                peer.hear_until(PeerList)
             yield process, peers
         finally:
             for peer in peers:
@@ -209,7 +209,7 @@ def goes_on(peers, process):
     assert (code, errors) == (0, "")
     for peer in peers:
         while not peer.heard.empty():
-            assert not isinstance(peer.heard.get(), Stop | Refuse | LinkError)
+            assert not isinstance(peer.heard.get(), AbortJob | RejectPeer | LinkError)
 
 
 # Whom it does not hear ------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def job_with_a_line(log, *, listens):
             for peer in peers:
                 peer.join(2)
             for peer in peers:
-                peer.hear_until(Start)
+                peer.hear_until(PeerList)
             yield process, peers, line
         finally:
             for peer in peers:
@@ -288,25 +288,25 @@ def test_a_worker_that_has_given_its_connection_up_and_dials_anew_is_not_lost(tm
             "w0",
             job="job",
             token="secret",
-            on_message=lambda _, payload: [heard.put(action) for action in control.hear(payload)],
-            on_lost=lambda error: control.lost(error),
+            on_message=lambda _, payload: [heard.put(action) for action in control.receive(payload)],
+            on_lost=lambda error: control.on_connection_lost(error),
             silent_s=3.0,
         )
         stack.callback(links.close)
         there, back = (line_to(addresses[-1], stack) for addresses in (process.addresses, links.addresses))
-        control = ControlLine(links, Coordinator.NAME, [there.address], on_gone=gone.put)
+        control = ControlChannel(links, Coordinator.NAME, [there.address], on_coordinator_gone=gone.put)
         place = SimpleNamespace(name="w0", links=SimpleNamespace(addresses=(back.address,)))
-        control.tell(joined(place, 1, 0))
-        assert isinstance(heard.get(timeout=DEADLINE_S), Start)
+        control.send(joined(place, 1, 0))
+        assert isinstance(heard.get(timeout=DEADLINE_S), PeerList)
         for line in (there, back):
             line.cut(new_ones_too=True)
-        wait_until(lambda: not control.is_open, "the worker to give the connection up")
-        control.tell(ready(0))
+        wait_until(lambda: not control.is_connected, "the worker to give the connection up")
+        control.send(ready(0))
         there.reset()  # now the coordinator knows that it is broken, and cannot dial
         there.mend()
         wait_for_entry(log, "what it said meanwhile", lambda entry: isinstance(entry, Ready))
-        control.tell(Left(now_s=0.0, worker=0, step=1))
-        control.settle(DEADLINE_S)
+        control.send(Left(now_s=0.0, worker=0, step=1))
+        control.wait_until_acked(DEADLINE_S)
         links.close()
         assert process.ended() == (0, "")
         assert gone.empty()
@@ -323,7 +323,7 @@ def line_to(address, stack):
 def test_a_worker_may_not_say_what_only_the_coordinator_observes():
     with running_job(2) as (_, peers):
         peers[0].say(PeerUnreachable(now_s=0.0, worker=None, peer=1, cause="it is silent"))
-        assert "must not send PeerUnreachable" in peers[1].hear_until(Stop).reason
+        assert "must not send PeerUnreachable" in peers[1].hear_until(AbortJob).reason
 
 
 # Who may speak --------------------------------------------------------------------------------------------
@@ -381,20 +381,20 @@ NONSENSE = {
     "a number out of range": lambda peer: msgspec.msgpack.encode([{"type": "Left", "worker": -1, "step": 0}]),
     "deep": lambda peer: b"\x91" * 100_000 + b"\xc0",
     "a megabyte": lambda peer: bytes(MIB),
-    "a tick": lambda peer: encode([Tick(now_s=0.0)]),
-    "another's event": lambda peer: encode([Left(now_s=0.0, worker=0, step=0)]),
-    "a loss": lambda peer: encode([Lost(now_s=0.0, worker=peer.worker, cause="bored")]),
-    "a loss of another": lambda peer: encode([Lost(now_s=0.0, worker=0, cause="envy")]),
-    "a long text": lambda peer: encode(
+    "a tick": lambda peer: encode_events([Tick(now_s=0.0)]),
+    "another's event": lambda peer: encode_events([Left(now_s=0.0, worker=0, step=0)]),
+    "a loss": lambda peer: encode_events([Lost(now_s=0.0, worker=peer.worker, cause="bored")]),
+    "a loss of another": lambda peer: encode_events([Lost(now_s=0.0, worker=0, cause="envy")]),
+    "a long text": lambda peer: encode_events(
         [Failed(now_s=0.0, worker=peer.worker, step=0, error="x" * (MIB - 1000))]
     ),
-    "joined again": lambda peer: encode([joined(peer, 2, peer.worker)]),
-    "joined as another": lambda peer: encode([joined(peer, 2, 0)]),
-    "a tally of what it was not told": lambda peer: encode_tally(Tally(0, 99, 0)),
-    "no tally": lambda peer: encode_tally(Tally(0, 0, 0)) + b"!",
+    "joined again": lambda peer: encode_events([joined(peer, 2, peer.worker)]),
+    "joined as another": lambda peer: encode_events([joined(peer, 2, 0)]),
+    "a tally of what it was not told": lambda peer: encode_sequence_ack(SequenceAck(0, 99, 0)),
+    "no tally": lambda peer: encode_sequence_ack(SequenceAck(0, 0, 0)) + b"!",
 }
 MISTAKES = {  # what only a policy can judge
-    "a round ahead": lambda peer: encode([ready(peer.worker, 7)]),
+    "a round ahead": lambda peer: encode_events([ready(peer.worker, 7)]),
 }
 
 
@@ -402,8 +402,8 @@ MISTAKES = {  # what only a policy can judge
 def test_nonsense_of_a_worker_costs_the_job_that_worker_and_never_reaches_a_policy(what, tmp_path):
     with running_job(2, tmp_path / "log") as (process, (good, bad)):
         bad.say_bytes(NONSENSE[what](bad))
-        assert good.hear_until(Stop).worker == 1
-        assert isinstance(bad.hear_until(Refuse), Refuse)
+        assert good.hear_until(AbortJob).worker == 1
+        assert isinstance(bad.hear_until(RejectPeer), RejectPeer)
         bad.say(Failed(now_s=0.0, worker=1, step=0, error="not heard any more"))
         bad.links.flush(DEADLINE_S)
         bad.links.close()
@@ -422,7 +422,7 @@ def test_what_only_a_policy_can_judge_stops_the_job_and_names_the_worker(what):
     with running_job(2) as (process, peers):
         peers[1].say_bytes(MISTAKES[what](peers[1]))
         for peer in peers:
-            assert peer.hear_until(Stop).worker == 1
+            assert peer.hear_until(AbortJob).worker == 1
             peer.links.close()
         assert process.ended() == (0, "")
 
@@ -430,24 +430,28 @@ def test_what_only_a_policy_can_judge_stops_the_job_and_names_the_worker(what):
 @pytest.mark.parametrize("what", [*NONSENSE, "an event before joining"])
 def test_nonsense_of_one_who_has_not_joined_changes_nothing(what, tmp_path):
     nonsense = NONSENSE | {
-        "an event before joining": lambda peer: encode([Failed(now_s=0.0, worker=1, step=0, error="no")]),
-        "joined again": lambda peer: encode([joined(peer, 3, 1)] * 2),
-        "joined as another": lambda peer: encode([joined(peer, 3, 0), Left(now_s=0.0, worker=0, step=0)]),
-        "another's event": lambda peer: encode(
+        "an event before joining": lambda peer: encode_events(
+            [Failed(now_s=0.0, worker=1, step=0, error="no")]
+        ),
+        "joined again": lambda peer: encode_events([joined(peer, 3, 1)] * 2),
+        "joined as another": lambda peer: encode_events(
+            [joined(peer, 3, 0), Left(now_s=0.0, worker=0, step=0)]
+        ),
+        "another's event": lambda peer: encode_events(
             [joined(peer, 3, 1), Failed(now_s=0.0, worker=1, step=0, error="no")]
         ),
     }
     with running_job(2, tmp_path / "log") as (process, peers):
         bad = Peer("stranger", process, worker=1)
         bad.say_bytes(nonsense[what](bad))
-        assert isinstance(bad.hear(), Refuse)
+        assert isinstance(bad.hear(), RejectPeer)
         bad.say(Left(now_s=0.0, worker=1, step=0))
         bad.links.flush(DEADLINE_S)
         bad.links.close()
         goes_on(peers, process)
     log = read_log(tmp_path / "log")
     assert replay(log) is None
-    assert not any(isinstance(entry, Lost | Failed | Stop) for entry in log.entries)
+    assert not any(isinstance(entry, Lost | Failed | AbortJob) for entry in log.entries)
     assert sum(isinstance(entry, Left) for entry in log.entries) == 2
 
 
@@ -455,9 +459,9 @@ def test_a_message_longer_than_links_carry_costs_the_connection():
     with running_job(2) as (process, peers):
         host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
         with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
-            greeting = Dialler(job="job", token="secret", me="stranger", you=Coordinator.NAME)
+            greeting = DiallerHandshake(job="job", token="secret", node="stranger", peer=Coordinator.NAME)
             sock.sendall(greeting.hello())
-            sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.MESSAGE, 2**31 - 1, 0, 0, 0))
+            sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.MESSAGE, 2**31 - 1, 0, 0, 0))
             while sock.recv(4096):
                 pass
         for peer in peers:
@@ -477,7 +481,7 @@ def test_no_bytes_whatever_end_it(whole_job, messages):
     stranger.links.close()
     assert process.process.poll() is None
     for peer in peers:
-        assert peer.heard.empty() or not isinstance(peer.heard.get(), Stop | LinkError)
+        assert peer.heard.empty() or not isinstance(peer.heard.get(), AbortJob | LinkError)
 
 
 @pytest.fixture(scope="module")
@@ -545,17 +549,17 @@ def test_it_ends_when_all_have_left():
 def test_it_ends_when_all_are_lost():
     with running_job(2) as (process, peers):
         for peer in peers:
-            peer.links.call(lambda: 1 / 0)  # the links die without a goodbye
+            peer.links.call_soon(lambda: 1 / 0)  # the links die without a goodbye
         assert process.ended()[0] == 0
 
 
 def test_it_ends_when_nobody_ever_comes():
-    with coordinator(2, stay_s=0.2) as process:
+    with coordinator(2, linger_s=0.2) as process:
         assert process.ended() == (0, "")
 
 
 def test_it_does_not_wait_longer_for_those_who_are_missing_when_the_others_have_gone():
-    with coordinator(2, stay_s=0.2) as process:
+    with coordinator(2, linger_s=0.2) as process:
         peer = Peer("w0", process, worker=0).join(2)
         peer.leave()
         assert process.ended() == (0, "")
@@ -566,11 +570,11 @@ def test_who_comes_after_the_job_ended_before_its_start_is_told_why():
         first = Peer("w0", process, worker=0).join(3)
         odd = Peer("w1", process, worker=1).join(5)
         for peer in (first, odd):
-            assert "expects a world of 5 workers" in peer.hear_until(Stop | Refuse).reason
+            assert "expects a world of 5 workers" in peer.hear_until(AbortJob | RejectPeer).reason
             peer.links.close()
         for worker in (2, 3, 4):  # all five that the odd one expects
             late = Peer(f"w{worker}", process, worker=worker).join(3)
-            assert "expects a world of 5 workers" in late.hear_until(Refuse).reason
+            assert "expects a world of 5 workers" in late.hear_until(RejectPeer).reason
             late.links.close()
         assert process.ended() == (0, "")
 
@@ -583,7 +587,7 @@ def test_a_coordinator_that_fails_tells_the_workers_why(tmp_path):
     )
     with running_job(2, tmp_path / "log", prelude=prelude) as (process, peers):
         peers[0].say(Left(now_s=0.0, worker=0, step=0))
-        assert "the coordinator failed: KeyError: 'no such worker'" in peers[1].hear_until(Stop).reason
+        assert "the coordinator failed: KeyError: 'no such worker'" in peers[1].hear_until(AbortJob).reason
         assert peers[1].hear() == "coordinator left"
         code, errors = process.ended()
         assert code != 0
@@ -606,7 +610,7 @@ def test_a_bad_configuration_is_one_line_of_an_answer(change, text):
 def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
     heard = queue.SimpleQueue()
     links = Endpoint(Coordinator.NAME, job="job", token="secret", on_message=lambda *_: None, on_lost=print)
-    meeting = Meeting(
+    meeting = RendezvousInfo(
         job="job",
         token="secret",
         host="127.0.0.1",
@@ -616,16 +620,16 @@ def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
         worker=1,
         world=2,
         start_s=0.0,
-        limit_s=0.0,
+        deadline_s=0.0,
     )
-    member = Member(meeting, 1, heard.put, step=lambda: 0)
+    member = CoordinatorClient(meeting, 1, heard.put, steps_finished=lambda: 0)
     try:
-        member.tell(ready(1))
+        member.send_event(ready(1))
         assert member.endpoint.flush(DEADLINE_S)
         links.close()
         assert "worker 1 lost the coordinator: it ended before the job" in str(heard.get(timeout=DEADLINE_S))
         with pytest.raises(WorkerError, match="lost the coordinator"):
-            member.check()
+            member.raise_if_failed()
     finally:
         member.close()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.collectives.costs import Cost, Line, cost, fit_line
+from offbeat.numerics.collectives.costs import AllReduceCost, LinkModel, all_reduce_cost, fit_link_model
 from offbeat.numerics.collectives.schedules import ALGORITHMS
 
 
@@ -31,15 +31,17 @@ from offbeat.numerics.collectives.schedules import ALGORITHMS
     ],
 )
 def test_rounds_and_volumes_are_those_of_the_formulas(algorithm, workers, rounds, volume):
-    found = cost(algorithm, workers)
+    found = all_reduce_cost(algorithm, workers)
     assert found.rounds == rounds
     assert found.volume == pytest.approx(volume)
 
 
 def test_with_four_workers_recursive_doubling_beats_a_ring_below_8_alpha_over_beta():
-    line = Line(alpha_s=50e-6, beta_s=8e-9)  # 50 kB on a line of 1 Gbit/s
+    line = LinkModel(alpha_s=50e-6, beta_s=8e-9)  # 50 kB on a line of 1 Gbit/s
     for size, is_better in [(49_000, True), (51_000, False)]:
-        doubling, ring = (cost(name, 4).seconds(size, line) for name in ("recursive_doubling", "ring"))
+        doubling, ring = (
+            all_reduce_cost(name, 4).seconds(size, line) for name in ("recursive_doubling", "ring")
+        )
         assert (doubling < ring) == is_better
 
 
@@ -50,33 +52,33 @@ def test_with_four_workers_recursive_doubling_beats_a_ring_below_8_alpha_over_be
     algorithm=st.sampled_from(ALGORITHMS),
 )
 def test_a_line_is_found_again_from_what_it_takes(workers, alpha_s, beta_s, algorithm):
-    line = Line(alpha_s=alpha_s, beta_s=beta_s)
-    one = cost(algorithm, workers)
+    line = LinkModel(alpha_s=alpha_s, beta_s=beta_s)
+    one = all_reduce_cost(algorithm, workers)
     # Sizes at which neither is lost in the other's rounding.
     middle = alpha_s / beta_s
     sizes = [max(1, int(middle * factor)) for factor in (1, 10, 100)]
     if len(set(sizes)) > 1:
-        found = fit_line([(one, size, one.seconds(size, line)) for size in sizes])
+        found = fit_link_model([(one, size, one.seconds(size, line)) for size in sizes])
         assert found.alpha_s == pytest.approx(alpha_s, rel=1e-3)
         assert found.beta_s == pytest.approx(beta_s, rel=1e-3)
 
 
 def test_noise_of_a_tenth_moves_both_by_little_more_than_that():
     draw = random.Random(1)
-    line, one = Line(alpha_s=2e-4, beta_s=8e-9), cost("ring", 4)
+    line, one = LinkModel(alpha_s=2e-4, beta_s=8e-9), all_reduce_cost("ring", 4)
     samples = [
         (one, 1 << power, one.seconds(1 << power, line) * draw.uniform(0.9, 1.1)) for power in range(12, 20)
     ]
-    found = fit_line(samples)
+    found = fit_link_model(samples)
     assert found.alpha_s == pytest.approx(2e-4, rel=0.15)
     assert found.beta_s == pytest.approx(8e-9, rel=0.15)
 
 
 def test_where_one_of_both_cannot_be_seen_it_is_0():
-    one = cost("ring", 2)
-    flat = fit_line([(one, size, 1e-3 + 1e-9 / size) for size in (1, 100, 10_000)])
+    one = all_reduce_cost("ring", 2)
+    flat = fit_link_model([(one, size, 1e-3 + 1e-9 / size) for size in (1, 100, 10_000)])
     assert (flat.alpha_s, flat.beta_s) == (pytest.approx(5e-4, rel=1e-3), 0.0)
-    steep = fit_line([(one, size, size**1.5 * 1e-9) for size in (100, 1000, 10_000)])
+    steep = fit_link_model([(one, size, size**1.5 * 1e-9) for size in (100, 1000, 10_000)])
     assert steep.alpha_s == 0.0
     assert steep.beta_s > 0
 
@@ -85,16 +87,16 @@ def test_where_one_of_both_cannot_be_seen_it_is_0():
     "samples",
     [
         [],
-        [(Cost(rounds=2, volume=1.0), 10, 1.0)],
-        [(Cost(rounds=2, volume=1.0), 10, 1.0), (Cost(rounds=2, volume=1.0), 20, 0.0)],
+        [(AllReduceCost(rounds=2, volume=1.0), 10, 1.0)],
+        [(AllReduceCost(rounds=2, volume=1.0), 10, 1.0), (AllReduceCost(rounds=2, volume=1.0), 20, 0.0)],
     ],
 )
 def test_too_few_samples_are_refused(samples):
     with pytest.raises(ValueError, match="the times of at least two sizes"):
-        fit_line(samples)
+        fit_link_model(samples)
 
 
 def test_a_line_takes_time():
     for alpha_s, beta_s in [(0.0, 0.0), (-1.0, 1.0), (1.0, -1.0), (float("nan"), 1.0)]:
         with pytest.raises(ValueError, match="expected a latency and a time per byte"):
-            Line(alpha_s=alpha_s, beta_s=beta_s)
+            LinkModel(alpha_s=alpha_s, beta_s=beta_s)

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from cluster import run, values
-from offbeat.data import DEFAULT_DIR, SETS, DataError, Splits, load
-from offbeat.data.download import Remote
+from offbeat.data import DATA_SETS, DEFAULT_DIR, DataError, Splits, load_data_set
+from offbeat.data.download import RemoteFile
 from offbeat.data.files import CIFAR_RECORD_BYTES, read_cifar_batch, read_digits, read_idx
 from offbeat.data.sets import (
     CIFAR10_MEAN,
@@ -36,12 +36,12 @@ from offbeat.data.sets import (
     MNIST_FILES,
     MNIST_MEAN,
     MNIST_STD,
-    fetch_cifar10,
-    fetch_mnist,
+    download_cifar10,
+    download_mnist,
     read_cifar10,
     read_mnist,
 )
-from offbeat.models import build
+from offbeat.models import build_model
 
 UNREADABLE = Path("/proc/self/mem")
 CIFAR_NAMES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
@@ -345,9 +345,11 @@ class Home:
     url: str = ""
     asked: list[str] = field(default_factory=list)
 
-    def remote(self, name: str) -> Remote:
+    def remote(self, name: str) -> RemoteFile:
         content = (self.folder / name).read_bytes()
-        return Remote(url=f"{self.url}/{name}", md5=hashlib.md5(content).hexdigest(), size_bytes=len(content))
+        return RemoteFile(
+            url=f"{self.url}/{name}", md5=hashlib.md5(content).hexdigest(), size_bytes=len(content)
+        )
 
 
 @pytest.fixture
@@ -378,7 +380,7 @@ def test_mnist_from_the_network(home: Home, tmp_path: Path) -> None:
     files = {name: home.remote(f"{name}.gz") for name in MNIST_FILES}
     seen: list[str] = []
     target = tmp_path / "data"
-    fetch_mnist(target, files=files, progress=lambda name, _bytes, _size: seen.append(name))
+    download_mnist(target, files=files, progress=lambda name, _bytes, _size: seen.append(name))
     assert seen == [f"{name}.gz" for name in MNIST_FILES]
     assert len(read_mnist(target, train_count=6, test_count=3).train) == 6
     unzipped = target / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
@@ -386,7 +388,7 @@ def test_mnist_from_the_network(home: Home, tmp_path: Path) -> None:
     unzipped.with_suffix(".gz").unlink()
     (target / "MNIST" / "raw" / "t10k-images-idx3-ubyte.gz").unlink()
     home.asked.clear()
-    fetch_mnist(target, files=files)
+    download_mnist(target, files=files)
     assert home.asked == ["/t10k-images-idx3-ubyte.gz"]
 
 
@@ -398,18 +400,18 @@ def test_cifar10_from_the_network(home: Home, tmp_path: Path) -> None:
         tar.addfile(info, io.BytesIO())
     archive = home.remote("set.tar.gz")
     target = tmp_path / "data"
-    fetch_cifar10(target, archive=archive, batch_count=4)
+    download_cifar10(target, archive=archive, batch_count=4)
     assert sorted(file.name for file in (target / "cifar-10-batches-bin").iterdir()) == sorted(CIFAR_NAMES)
     assert not (target / "cifar-10-binary.tar.gz").exists()
     first = read_cifar10(target, batch_count=4)
     (target / "cifar-10-batches-bin" / "data_batch_2.bin").unlink()
-    fetch_cifar10(target, archive=archive, batch_count=4)
+    download_cifar10(target, archive=archive, batch_count=4)
     again = read_cifar10(target, batch_count=4)
     assert torch.equal(first.train.tensors[0], again.train.tensors[0])
     shutil.move(home.folder / "set.tar.gz", target / "cifar-10-binary.tar.gz")
-    fetch_cifar10(target, archive=archive, batch_count=4)  # all there: nothing is asked for
+    download_cifar10(target, archive=archive, batch_count=4)  # all there: nothing is asked for
     shutil.rmtree(target / "cifar-10-batches-bin")
-    fetch_cifar10(target, archive=archive, batch_count=4)  # the archive is there: nothing is asked for
+    download_cifar10(target, archive=archive, batch_count=4)  # the archive is there: nothing is asked for
     assert len(read_cifar10(target, batch_count=4).test) == 4
     assert (target / "cifar-10-binary.tar.gz").exists()
 
@@ -419,12 +421,12 @@ def test_of_many_at_once_one_downloads(name: str, home: Home, tmp_path: Path) ->
     if name == "mnist":
         for file in write_mnist(tmp_path / "original").iterdir():
             shutil.copy(file, home.folder)
-        fetch = partial(fetch_mnist, files={name: home.remote(f"{name}.gz") for name in MNIST_FILES})
+        fetch = partial(download_mnist, files={name: home.remote(f"{name}.gz") for name in MNIST_FILES})
         read = partial(read_mnist, train_count=6, test_count=3)
     else:
         with tarfile.open(home.folder / "set.tar.gz", "w:gz") as tar:
             tar.add(write_cifar10(tmp_path / "original"), arcname="cifar-10-batches-bin")
-        fetch = partial(fetch_cifar10, archive=home.remote("set.tar.gz"), batch_count=4)
+        fetch = partial(download_cifar10, archive=home.remote("set.tar.gz"), batch_count=4)
         read = partial(read_cifar10, batch_count=4)
     together = Barrier(6)
 
@@ -441,14 +443,16 @@ def test_of_many_at_once_one_downloads(name: str, home: Home, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_nothing_is_written_where_all_is_there(name: str, tmp_path: Path) -> None:
     """A shared folder may be read-only."""
-    write, fetch = {"mnist": (write_mnist, fetch_mnist), "cifar10": (write_cifar10, fetch_cifar10)}[name]
+    write, fetch = {"mnist": (write_mnist, download_mnist), "cifar10": (write_cifar10, download_cifar10)}[
+        name
+    ]
     write(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     fetch(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("fetch", [fetch_mnist, fetch_cifar10])
+@pytest.mark.parametrize("fetch", [download_mnist, download_cifar10])
 def test_a_folder_that_cannot_be_written_to(fetch: object, tmp_path: Path) -> None:
     assert callable(fetch)
     (tmp_path / "file").write_bytes(b"")
@@ -461,8 +465,8 @@ def test_a_folder_that_cannot_be_written_to(fetch: object, tmp_path: Path) -> No
 
 def test_an_unknown_set_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown data set 'svhn'; expected one of digits, mnist, cifar10"):
-        load("svhn")
-    assert list(SETS) == ["digits", "mnist", "cifar10"]
+        load_data_set("svhn")
+    assert list(DATA_SETS) == ["digits", "mnist", "cifar10"]
 
 
 @pytest.mark.parametrize(("name", "title"), [("mnist", "MNIST"), ("cifar10", "CIFAR-10")])
@@ -470,17 +474,17 @@ def test_a_set_that_is_not_there(name: str, title: str, tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=rf"^{title} is not in {tmp_path}: looked for .*; run with --download"
     ):
-        load(name, str(tmp_path))
+        load_data_set(name, str(tmp_path))
 
 
 def test_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(DataError, match=f"not in {tmp_path}/.cache/offbeat"):
-        load("mnist")
+        load_data_set("mnist")
 
 
 def test_digits() -> None:
-    splits = load("digits")
+    splits = load_data_set("digits")
     (images, labels), (test_images, test_labels) = splits.train.tensors, splits.test.tensors
     assert (len(splits.train), len(splits.test)) == (1442, 355)
     assert (splits.classes, splits.sample_shape) == (10, (1, 8, 8))
@@ -497,7 +501,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
     """They are read from its file, without its import, which would take longer than to train on them."""
     from sklearn.datasets import load_digits
 
-    theirs, splits = load_digits(), load("digits")
+    theirs, splits = load_digits(), load_data_set("digits")
     every_fifth = torch.zeros(len(theirs.target), dtype=torch.bool)
     for digit in range(10):
         every_fifth[np.flatnonzero(theirs.target == digit)[4::5]] = True
@@ -507,7 +511,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 
 def with_digits(rank: int, say: object) -> tuple[int, bool]:
-    return len(load("digits").train), "sklearn" in sys.modules
+    return len(load_data_set("digits").train), "sklearn" in sys.modules
 
 
 def test_a_worker_has_the_digits_without_the_import_of_scikit_learn() -> None:
@@ -558,7 +562,7 @@ def test_digits_that_are_not_as_they_should_be_are_a_data_error(path: Path, cont
 
 
 def test_digits_are_the_same_each_time_and_in_no_split_twice() -> None:
-    first, again = load("digits"), load("digits")
+    first, again = load_data_set("digits"), load_data_set("digits")
     pairs = zip(
         first.train.tensors + first.test.tensors, again.train.tensors + again.test.tensors, strict=True
     )
@@ -569,12 +573,12 @@ def test_digits_are_the_same_each_time_and_in_no_split_twice() -> None:
 
 def test_loading_moves_no_global_generator() -> None:
     before = torch.get_rng_state()
-    load("digits")
+    load_data_set("digits")
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def accuracy_after(splits: Splits, name: str, *, epochs: int, samples: int, lr: float) -> float:
-    model = build(name, sample_shape=splits.sample_shape, classes=splits.classes, seed=0)
+    model = build_model(name, sample_shape=splits.sample_shape, classes=splits.classes, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     images, labels = splits.train.tensors
     generator = torch.Generator().manual_seed(0)
@@ -590,7 +594,7 @@ def accuracy_after(splits: Splits, name: str, *, epochs: int, samples: int, lr: 
 
 
 def test_a_model_learns_the_digits() -> None:
-    assert accuracy_after(load("digits"), "mlp", epochs=10, samples=2000, lr=0.05) > 0.95
+    assert accuracy_after(load_data_set("digits"), "mlp", epochs=10, samples=2000, lr=0.05) > 0.95
 
 
 def real(name: str) -> Splits:
@@ -598,7 +602,7 @@ def real(name: str) -> Splits:
     needed = {"mnist": folder / "MNIST" / "raw", "cifar10": folder / "cifar-10-batches-bin"}[name]
     if not needed.exists():
         pytest.skip(f"{name} is not in {folder}; `offbeat train --data {name} --download` fetches it")
-    return load(name)
+    return load_data_set(name)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, TensorDataset
 import offbeat
 from cluster import run, values
 from jobs import MARK, coordinator, job
-from offbeat.events import Recalled
-from offbeat.policies.membership.group_membership import Follower
+from offbeat.events import ContributionReport
+from offbeat.policies.membership.group_membership import GroupMembership
 from offbeat.runtime.collectives import link_exchange
 from offbeat.runtime.data.equal_shards import epoch_order
 from offbeat.strategies import AllReduce, PartialAllReduce
@@ -159,14 +159,14 @@ def test_with_drop_last_what_a_killed_worker_had_goes_to_others_and_the_rest_to_
 def dies_in_the_exchange(rank, say, victim, at_step, share):
     def misdeed(session):
         if rank == victim and session.step == at_step:
-            arrived = link_exchange._ScheduleRun._arrived
+            arrived = link_exchange._ScheduleRun._on_complete
 
             def die_on_the_way(self, number, first, last):
                 if self._to_receive - (last - first) <= self._plan.received * share:
                     os.kill(os.getpid(), signal.SIGKILL)
                 arrived(self, number, first, last)
 
-            link_exchange._ScheduleRun._arrived = die_on_the_way
+            link_exchange._ScheduleRun._on_complete = die_on_the_way
 
     return count(rank, say, misdeed=misdeed)
 
@@ -180,7 +180,7 @@ def test_with_a_worker_that_is_killed_in_an_exchange(victim, at_step, share):
 
 def dies_unheard(rank, say):
     """Worker 1 stops the coordinator, takes a step with the others and dies."""
-    finish_step = Follower.finish_step
+    finish_step = GroupMembership.finish_step
 
     def finish_step_and_die(self):
         finish_step(self)
@@ -192,7 +192,7 @@ def dies_unheard(rank, say):
             os.kill(coordinator(os.environ[MARK])[0], signal.SIGSTOP)
 
     if rank == 1:
-        Follower.finish_step = finish_step_and_die
+        GroupMembership.finish_step = finish_step_and_die
     return count(rank, say, CALM, misdeed=misdeed)
 
 
@@ -202,7 +202,7 @@ def test_what_a_worker_contributed_that_dies_unheard_is_known_from_the_others(tm
         running.died(1)
         os.kill(running.coordinator(), signal.SIGKILL)
         once([one for one in running.ends() if one.rank != 1])
-    recalled = [entry for entry in entries_of(log, Recalled) if entry.of == 1]
+    recalled = [entry for entry in entries_of(log, ContributionReport) if entry.of == 1]
     assert any(own for entry in recalled for _, own, _ in entry.rounds)
 
 
@@ -216,15 +216,15 @@ def stops_in_the_exchange(rank, say):
     def misdeed(session):
         if session.step in due:
             due.clear()
-            arrived = link_exchange._ScheduleRun._arrived
+            arrived = link_exchange._ScheduleRun._on_complete
 
             def stop(self, number, first, last):
-                link_exchange._ScheduleRun._arrived = arrived
+                link_exchange._ScheduleRun._on_complete = arrived
                 say("now")
                 os.kill(os.getpid(), signal.SIGSTOP)
                 arrived(self, number, first, last)
 
-            link_exchange._ScheduleRun._arrived = stop
+            link_exchange._ScheduleRun._on_complete = stop
 
     return count(rank, say, epochs=30, misdeed=misdeed)
 

@@ -1,4 +1,4 @@
-"""Dealing to groups that change: each promise of `Dealing`, by hand."""
+"""Dealing to groups that change: each promise of `GroupBlockAssigner`, by hand."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Block, Deal, Ready, Recall, Recalled, Wants
-from offbeat.policies.data.group_assigner import Dealing
+from offbeat.events import AssignBlocks, Block, ContributionQuery, ContributionReport, Ready, SamplesRequested
+from offbeat.policies.data.group_assigner import GroupBlockAssigner
 
 SAMPLES, BATCH = 40, 4
 
@@ -22,20 +22,20 @@ class Job:
     """Dealing, and workers that say what it needs to hear; `has` is what each was dealt and has not used."""
 
     def __init__(self, workers: int, samples: int = SAMPLES, *, begin: bool = True) -> None:
-        self.dealing = Dealing()
+        self.dealing = GroupBlockAssigner()
         self.samples = samples
         self.has: dict[int, list[Block]] = {worker: [] for worker in range(workers)}
-        self.told: list[Deal] = []
+        self.told: list[AssignBlocks] = []
         # What each contributes to a round that members finish with it, whether it was heard or not.
         self.contributes: dict[tuple[int, int], int] = defaultdict(lambda: 1)
-        self.asked: list[Recall] = []
+        self.asked: list[ContributionQuery] = []
         self.is_silent = False  # nobody answers what is asked
-        self.dealing.change(range(workers), (), 0)
+        self.dealing.change_group(range(workers), (), 0)
         if begin:
             for worker in range(workers):
                 self.wants(worker)
 
-    def wants(self, worker: int, round_: int = 0, **more: Any) -> list[Deal]:
+    def wants(self, worker: int, round_: int = 0, **more: Any) -> list[AssignBlocks]:
         said: dict[str, Any] = {
             "epoch": 0,
             "samples": self.samples,
@@ -47,17 +47,21 @@ class Job:
             "used": (),
             **more,
         }
-        self.dealing.wants(Wants(now_s=0.0, worker=worker, round=round_, **said))
+        self.dealing.on_samples_requested(SamplesRequested(now_s=0.0, worker=worker, round=round_, **said))
         return self.tell()
 
-    def ready(self, worker: int, round_: int, *, step: int | None = None, count: int = 1) -> list[Deal]:
+    def ready(
+        self, worker: int, round_: int, *, step: int | None = None, count: int = 1
+    ) -> list[AssignBlocks]:
         """It names its first blocks, which it has then not got any more."""
         ids = tuple(block.id for block in self.has[worker][:count])
         del self.has[worker][:count]
         return self.names(worker, round_, ids, step=step)
 
-    def names(self, worker: int, round_: int, ids: tuple[int, ...], *, step: int | None = None) -> list[Deal]:
-        self.dealing.ready(
+    def names(
+        self, worker: int, round_: int, ids: tuple[int, ...], *, step: int | None = None
+    ) -> list[AssignBlocks]:
+        self.dealing.on_ready(
             Ready(
                 now_s=0.0,
                 worker=worker,
@@ -72,32 +76,39 @@ class Job:
         )
         return self.tell()
 
-    def tell(self) -> list[Deal]:
-        said = self.dealing.deals()
-        asked = [action for action in said if isinstance(action, Recall)]
+    def tell(self) -> list[AssignBlocks]:
+        said = self.dealing.pop_actions()
+        asked = [action for action in said if isinstance(action, ContributionQuery)]
         self.asked += asked
-        deals = [action for action in said if isinstance(action, Deal)]
+        deals = [action for action in said if isinstance(action, AssignBlocks)]
         for recall in () if self.is_silent else asked:
             self.recalls(recall)
         if asked and not self.is_silent:
-            deals += self.dealing.deals()
+            deals += self.dealing.pop_actions()
         for deal in deals:
             had = self.has.setdefault(deal.worker, [])
-            if deal.anew:
+            if deal.replaces_queue:
                 had.clear()
             had += deal.blocks
         self.told += deals
         return deals
 
-    def recalls(self, recall: Recall, *, since: int = 0, until: int = 40) -> None:
+    def recalls(self, recall: ContributionQuery, *, since: int = 0, until: int = 40) -> None:
         """The member that was asked answers, as one that has finished these rounds."""
         rounds = tuple(
-            (round_, self.contributes[recall.of, round_], 0)
+            (round_, self.contributes[recall.lost_worker, round_], 0)
             for round_ in range(since, until)
-            if round_ > recall.after and self.contributes[recall.of, round_]
+            if round_ > recall.after_round and self.contributes[recall.lost_worker, round_]
         )
-        self.dealing.recalled(
-            Recalled(now_s=0.0, worker=recall.worker, of=recall.of, since=since, until=until, rounds=rounds)
+        self.dealing.on_contribution_report(
+            ContributionReport(
+                now_s=0.0,
+                worker=recall.worker,
+                lost_worker=recall.lost_worker,
+                first_round=since,
+                end_round=until,
+                contributions=rounds,
+            )
         )
 
     def round(self, round_: int, workers: tuple[int, ...]) -> None:
@@ -130,7 +141,7 @@ def positions(blocks: list[Block]) -> list[int]:
     return sorted(one for block in blocks for start, stop in block.ranges for one in range(start, stop))
 
 
-def said(deals: list[Deal], worker: int) -> Deal:
+def said(deals: list[AssignBlocks], worker: int) -> AssignBlocks:
     (deal,) = [deal for deal in deals if deal.worker == worker]
     return deal
 
@@ -170,12 +181,12 @@ def test_nothing_is_remembered_of_rounds_until_somebody_wants_samples():
 def test_each_is_told_what_is_its_own_and_how_far_the_epoch_is():
     job = Job(2)
     for deal in job.told:
-        assert (deal.epoch, deal.over, deal.anew, deal.used) == (0, False, False, 0)
+        assert (deal.epoch, deal.is_last, deal.replaces_queue, deal.consumed) == (0, False, False, 0)
         assert "its turn" in deal.reason
     assert {deal.worker for deal in job.told if deal.blocks} == {0, 1}
     job.round(0, (0, 1))
     job.round(1, (0, 1))
-    assert job.told[-1].used == 2 * BATCH
+    assert job.told[-1].consumed == 2 * BATCH
 
 
 def test_blocks_of_nobody_are_refused():
@@ -223,7 +234,7 @@ def test_members_that_wait_are_awaited_while_somebody_joins():
     job = last_epoch()
     job.round(0, (0, 1))
     job.wants(0, 1, is_last=True)
-    job.dealing.change((0, 1, 2), (2,), 1)
+    job.dealing.change_group((0, 1, 2), (2,), 1)
     deals = job.tell()
     assert said(deals, 0).is_awaited
     assert said(job.wants(1, 1, is_last=True), 1).is_awaited
@@ -234,7 +245,7 @@ def test_who_has_taken_a_part_of_a_round_s_batches_and_finds_no_more_goes_on_wit
     job = last_epoch()
     taken = tuple(block.id for block in job.has[0])
     deal = said(job.wants(0, is_last=True, taken=taken), 0)
-    assert (deal.is_awaited, deal.over, deal.blocks) == (True, False, ())
+    assert (deal.is_awaited, deal.is_last, deal.blocks) == (True, False, ())
 
 
 # Death --------------------------------------------------------------------------------------------------
@@ -245,9 +256,9 @@ def test_after_a_death_survivors_contribute_again_what_they_have_and_the_dead_on
     first = [job.has[worker][0] for worker in range(3)]
     job.round(0, (0, 1, 2))
     rest = list(job.has[2])
-    job.dealing.gone(2, is_heard_out=False)
+    job.dealing.on_gone(2, has_reported_all=False)
     assert job.tell() == []  # who knows what it has done
-    job.dealing.repeat((0, 1), 0, 0)
+    job.dealing.repeat_round((0, 1), 0, 0)
     job.tell()
     assert job.used == 0
     job.go_on((0, 1), 1)
@@ -259,8 +270,8 @@ def test_what_a_dead_worker_contributed_to_a_round_that_is_not_repeated_is_used(
     job = Job(2)
     first, *rest = job.has[1]
     job.round(0, (0, 1))
-    job.dealing.gone(1, is_heard_out=False)
-    job.dealing.repeat((0,), 1, 1)
+    job.dealing.on_gone(1, has_reported_all=False)
+    job.dealing.repeat_round((0,), 1, 1)
     job.tell()
     assert job.used == 2 * BATCH
     job.go_on((0,), 1)
@@ -272,8 +283,8 @@ def test_what_a_dead_worker_contributed_to_a_round_after_the_repeated_one_is_not
     mine = list(job.has[0])
     job.round(0, (0, 1, 2))
     job.ready(0, 1)  # it alone has finished round 0
-    job.dealing.gone(0, is_heard_out=False)
-    job.dealing.repeat((1, 2), 0, 0)
+    job.dealing.on_gone(0, has_reported_all=False)
+    job.dealing.repeat_round((1, 2), 0, 0)
     job.tell()
     job.go_on((1, 2), 1)
     assert job.used == SAMPLES
@@ -286,8 +297,8 @@ def test_what_who_dies_unheard_contributed_to_the_rounds_that_others_finished_is
     mine = list(job.has[1])
     for round_ in range(finished):
         job.ready(0, round_)
-    job.dealing.gone(1, is_heard_out=False)
-    job.dealing.repeat((0,), finished, finished)
+    job.dealing.on_gone(1, has_reported_all=False)
+    job.dealing.repeat_round((0,), finished, finished)
     job.tell()
     assert job.used == finished * 2 * BATCH
     job.go_on((0,), finished)
@@ -303,10 +314,10 @@ def test_as_many_blocks_are_used_as_the_others_say(contributed):
     for round_, count in enumerate(contributed):
         job.contributes[1, round_] = count
         job.ready(0, round_)
-    job.dealing.gone(1, is_heard_out=False)
-    job.dealing.repeat((0,), 2, 2)
+    job.dealing.on_gone(1, has_reported_all=False)
+    job.dealing.repeat_round((0,), 2, 2)
     job.tell()
-    assert [(recall.worker, recall.of, recall.after) for recall in job.asked] == [(0, 1, -1)]
+    assert [(recall.worker, recall.lost_worker, recall.after_round) for recall in job.asked] == [(0, 1, -1)]
     job.go_on((0,), 2)
     count = sum(contributed)
     assert job.used == SAMPLES
@@ -320,8 +331,8 @@ def test_nothing_is_completed_or_given_to_others_before_one_has_answered():
     job.is_silent = True
     job.ready(0, 0)
     job.ready(1, 0)
-    job.dealing.gone(2, is_heard_out=False)
-    job.dealing.repeat((0, 1), 1, 1)
+    job.dealing.on_gone(2, has_reported_all=False)
+    job.dealing.repeat_round((0, 1), 1, 1)
     job.tell()
     assert [recall.worker for recall in job.asked] == [0, 1]
     job.go_on((0, 1), 1)
@@ -342,13 +353,13 @@ def test_when_those_who_were_asked_die_too_others_are_asked():
     job.ready(0, 0)
     job.ready(1, 0)
     for worker in (2, 0):
-        job.dealing.gone(worker, is_heard_out=False)
-    job.dealing.repeat((1,), 1, 1)
+        job.dealing.on_gone(worker, has_reported_all=False)
+    job.dealing.repeat_round((1,), 1, 1)
     job.tell()
     job.is_silent = False
-    job.dealing.repeat((1,), 1, 1)
+    job.dealing.repeat_round((1,), 1, 1)
     job.tell()
-    assert {(recall.worker, recall.of) for recall in job.asked} >= {(1, 2)}
+    assert {(recall.worker, recall.lost_worker) for recall in job.asked} >= {(1, 2)}
     job.go_on((1,), 1)
     assert job.used == SAMPLES
     assert job.dealt(mine[:1]) == {1}
@@ -360,7 +371,7 @@ def test_who_was_given_up_and_is_heard_after_all_says_itself_what_it_contributed
     job.is_silent = True
     job.ready(0, 0)
     job.ready(0, 1)
-    job.dealing.repeat((0,), 2, 2)
+    job.dealing.repeat_round((0,), 2, 2)
     job.tell()
     job.names(1, 0, (mine[0].id,))
     job.names(1, 1, ())
@@ -375,8 +386,8 @@ def test_who_leaves_in_order_has_been_heard_out():
     job = Job(2)
     mine = list(job.has[1])
     job.ready(0, 0)
-    job.dealing.gone(1, is_heard_out=True)
-    job.dealing.repeat((0,), 1, 1)
+    job.dealing.on_gone(1, has_reported_all=True)
+    job.dealing.repeat_round((0,), 1, 1)
     job.tell()
     job.go_on((0,), 1)
     assert job.dealt(mine) == {2}
@@ -390,12 +401,12 @@ def test_who_was_told_to_take_part_with_nothing_has_not_used_what_it_was_dealt_t
     (block,) = job.has[2]
     job.wants(0, 1, is_last=True)
     assert said(job.names(1, 1, ()), 0).is_awaited
-    job.dealing.has_followed(2)  # it comes back into the pool, and goes to who has nothing
+    job.dealing.on_left_group(2)  # it comes back into the pool, and goes to who has nothing
     job.tell()
     assert positions(job.has[0]) == positions([block])
     job.contributes[0, 1] = 0
-    job.dealing.gone(0, is_heard_out=False)
-    job.dealing.repeat((1,), 2, 2)
+    job.dealing.on_gone(0, has_reported_all=False)
+    job.dealing.repeat_round((1,), 2, 2)
     job.tell()
     assert job.dealt([block]) == {3}
 
@@ -408,10 +419,10 @@ def test_a_contribution_of_who_is_left_out_before_its_step_is_withdrawn_and_goes
     job.round(0, (0, 1, 2))
     mine = list(job.has[2])
     job.ready(2, 1)
-    job.dealing.change((0, 1), (), 1)
+    job.dealing.change_group((0, 1), (), 1)
     job.tell()
     job.round(1, (0, 1))
-    assert said(job.names(2, 1, (), step=1), 2).anew
+    assert said(job.names(2, 1, (), step=1), 2).replaces_queue
     job.go_on((0, 1), 2)
     assert job.used == 2 * SAMPLES
     assert job.dealt(mine) == {2}
@@ -420,14 +431,14 @@ def test_a_contribution_of_who_is_left_out_before_its_step_is_withdrawn_and_goes
 def test_who_is_left_out_keeps_what_it_has_until_it_is_heard_to_follow():
     job = Job(2)
     last, *rest = job.has[1]
-    job.dealing.change((0,), (), 1)
+    job.dealing.change_group((0,), (), 1)
     job.tell()
     job.ready(0, 0)
     job.ready(0, 1)
     assert (job.dealt([last, *rest]), job.used) == ({1}, 0)
     job.ready(1, 0)  # late: its last step is that before the group's
     assert job.used == 0
-    assert said(job.names(1, 1, ()), 1).anew  # it has computed for a step in which it has no part
+    assert said(job.names(1, 1, ()), 1).replaces_queue  # it has computed for a step in which it has no part
     assert job.used == 2 * BATCH
     job.go_on((0,), 2)
     assert (job.dealt([last]), job.dealt(rest)) == ({1}, {2})
@@ -436,16 +447,16 @@ def test_who_is_left_out_keeps_what_it_has_until_it_is_heard_to_follow():
 def test_who_was_left_out_and_hangs_is_given_up_on_after_the_patience_and_its_last_round_counts():
     job = Job(2)
     mine = list(job.has[1])
-    job.dealing.change((0,), (), 1)
+    job.dealing.change_group((0,), (), 1)
     job.ready(0, 0)
-    job.dealing.tick(50.0, 5.0)
+    job.dealing.on_tick(50.0, 5.0)
     assert job.used == 0  # nobody is known to have gone on
     job.ready(0, 1)
-    job.dealing.followed(50.0)
-    job.dealing.tick(55.0, 5.0)
+    job.dealing.on_group_in_force(50.0)
+    job.dealing.on_tick(55.0, 5.0)
     assert job.used == 0
-    job.dealing.tick(55.1, 5.0)
-    assert said(job.tell(), 1).anew
+    job.dealing.on_tick(55.1, 5.0)
+    assert said(job.tell(), 1).replaces_queue
     assert job.used == 2 * BATCH
     assert job.names(1, 0, (mine[0].id,)) == []  # at last it is heard
     assert job.used == 2 * BATCH
@@ -453,21 +464,21 @@ def test_who_was_left_out_and_hangs_is_given_up_on_after_the_patience_and_its_la
 
 def test_a_leaving_worker_s_last_contribution_counts_once_though_it_is_heard_late():
     job = Job(2)
-    job.dealing.change((0,), (), 1)
+    job.dealing.change_group((0,), (), 1)
     job.tell()
     job.ready(0, 0)
     job.ready(0, 1)
-    job.dealing.followed(0.0)
+    job.dealing.on_group_in_force(0.0)
     job.ready(1, 0)
-    job.dealing.has_followed(1)
+    job.dealing.on_left_group(1)
     assert job.used == 2 * BATCH
 
 
 def test_a_leaving_worker_whose_loop_is_over_is_not_waited_for():
     job = Job(2)
     job.round(0, (0, 1))
-    job.dealing.change((0,), (), 1)
-    job.dealing.finished(1)
+    job.dealing.change_group((0,), (), 1)
+    job.dealing.on_finished(1)
     job.wants(0, 1)
     assert job.used == 2 * BATCH + len(positions(job.has[1]))  # what it had is nobody's
 
@@ -475,11 +486,11 @@ def test_a_leaving_worker_whose_loop_is_over_is_not_waited_for():
 def test_who_dies_after_it_was_left_out_has_finished_its_last_round_and_no_more():
     job = Job(2)
     mine = list(job.has[1])
-    job.dealing.change((0,), (), 1)
+    job.dealing.change_group((0,), (), 1)
     for round_ in range(2):
         job.ready(0, round_)
-    job.dealing.followed(0.0)
-    job.dealing.gone(1, is_heard_out=False)
+    job.dealing.on_group_in_force(0.0)
+    job.dealing.on_gone(1, has_reported_all=False)
     job.tell()
     assert job.used == 2 * BATCH
     job.go_on((0,), 2)
@@ -488,8 +499,8 @@ def test_who_dies_after_it_was_left_out_has_finished_its_last_round_and_no_more(
 
 def test_in_a_repetition_who_is_left_out_loses_what_it_has_at_once():
     job = Job(3)
-    job.dealing.repeat((0, 1), 0, 0)
-    assert said(job.tell(), 2).anew
+    job.dealing.repeat_round((0, 1), 0, 0)
+    assert said(job.tell(), 2).replaces_queue
 
 
 # Loops that break off, and those that are over ----------------------------------------------------------
@@ -499,9 +510,9 @@ def test_a_loop_that_breaks_off_cuts_the_epoch_and_is_dealt_anew():
     job = Job(2)
     job.round(0, (0, 1))
     deal = said(job.wants(0, 1, epoch=1, skips=True), 0)
-    assert deal.anew
+    assert deal.replaces_queue
     assert {block.epoch for block in deal.blocks} == {1}
-    assert said(job.wants(1, 1, epoch=1, skips=True), 1).anew
+    assert said(job.wants(1, 1, epoch=1, skips=True), 1).replaces_queue
     job.round(1, (0, 1))
     job.round(2, (0, 1))
     assert job.used == job.samples  # or nobody's
@@ -517,7 +528,7 @@ def test_a_loop_may_break_off_again_while_others_hold_an_earlier_epoch():
 def test_a_worker_whose_loop_is_over_is_dealt_nothing_and_the_others_go_on_without_it():
     job = Job(2)
     job.round(0, (0, 1))
-    job.dealing.finished(1)
+    job.dealing.on_finished(1)
     deals = [*job.tell(), *job.ready(0, 1), *job.ready(0, 2), *job.ready(0, 3)]
     assert all(deal.worker == 0 for deal in deals)
     assert job.used >= 2 * BATCH
@@ -525,11 +536,11 @@ def test_a_worker_whose_loop_is_over_is_dealt_nothing_and_the_others_go_on_witho
 
 def test_who_is_outside_is_told_how_far_the_epoch_is():
     job = Job(3)
-    job.dealing.repeat((0, 1), 0, 0)
+    job.dealing.repeat_round((0, 1), 0, 0)
     job.tell()
-    job.dealing.outside(2)
+    job.dealing.on_ready_outside(2)
     (deal,) = job.tell()
-    assert (deal.worker, deal.blocks, deal.anew, deal.over) == (2, (), False, False)
+    assert (deal.worker, deal.blocks, deal.replaces_queue, deal.is_last) == (2, (), False, False)
     assert "so far" in deal.reason
 
 
@@ -541,7 +552,7 @@ def test_who_is_outside_is_told_how_far_the_epoch_is():
 def test_a_state_at_any_point_gives_the_same_future(script):
     """Also through JSON, and between an event and what is told because of it."""
     one = Job(4, 30 * BATCH)
-    other: Dealing | None = None
+    other: GroupBlockAssigner | None = None
     rounds = Counter[int]()
     alive = {0, 1, 2, 3}
     step = 0
@@ -585,13 +596,13 @@ def test_a_state_at_any_point_gives_the_same_future(script):
                 except ProtocolError as error:
                     answers.append(str(error))
             assert all(answer == answers[0] for answer in answers)
-            restored = Dealing()
+            restored = GroupBlockAssigner()
             restored.load_state_dict(json.loads(json.dumps(one.dealing.state_dict())))
             if other is None or number % 3 == 0:
                 other = restored
             assert restored.state_dict() == one.dealing.state_dict() == other.state_dict()
         if other is not None:
-            told = other.deals()
+            told = other.pop_actions()
             assert told == one.tell()
 
 

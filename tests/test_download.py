@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.data import DataError, load
-from offbeat.data.download import Remote, fetch, locked, unpack
+from offbeat.data import DataError, load_data_set
+from offbeat.data.download import RemoteFile, download_file, extract_members, lock_folder
 
 CONTENT = bytes((i * i) % 251 for i in range(600_000))
 
@@ -126,9 +126,9 @@ def server(shared_server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     return shared_server
 
 
-def remote(server: Server, content: bytes = CONTENT) -> Remote:
+def remote(server: Server, content: bytes = CONTENT) -> RemoteFile:
     md5 = hashlib.md5(content).hexdigest()
-    return Remote(url=server.url, md5=md5, size_bytes=len(content))
+    return RemoteFile(url=server.url, md5=md5, size_bytes=len(content))
 
 
 def part_of(target: Path) -> Path:
@@ -150,7 +150,7 @@ def target(tmp_path: Path) -> Path:
 )
 def test_a_file_arrives_whole_and_leaves_no_part(server: Server, target: Path, reply: Reply) -> None:
     server.play(reply)
-    fetch(remote(server), target, pause_s=0)
+    download_file(remote(server), target, pause_s=0)
     assert target.read_bytes() == CONTENT
     assert not part_of(target).exists()
     assert server.ranges == [None]
@@ -159,7 +159,7 @@ def test_a_file_arrives_whole_and_leaves_no_part(server: Server, target: Path, r
 def test_a_file_that_is_there_is_not_asked_for(server: Server, target: Path) -> None:
     target.parent.mkdir()
     target.write_bytes(b"mine")
-    fetch(remote(server), target)
+    download_file(remote(server), target)
     assert target.read_bytes() == b"mine"
     assert server.ranges == []
 
@@ -168,14 +168,14 @@ def test_a_redirect_is_followed_with_its_range(server: Server, target: Path) -> 
     target.parent.mkdir()
     part_of(target).write_bytes(CONTENT[:5])
     server.play(Reply(status=302, content=b"", location=server.url), Reply())
-    fetch(remote(server), target)
+    download_file(remote(server), target)
     assert target.read_bytes() == CONTENT
     assert server.ranges == ["bytes=5-", "bytes=5-"]
 
 
 def test_progress_grows_to_the_size(server: Server, target: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    fetch(remote(server), target, progress=lambda *at: seen.append(at))
+    download_file(remote(server), target, progress=lambda *at: seen.append(at))
     received = [bytes_ for _, bytes_, _ in seen]
     assert received == sorted(set(received))
     assert received[-1] == len(CONTENT)
@@ -188,7 +188,7 @@ def test_progress_grows_to_the_size(server: Server, target: Path) -> None:
 def test_only_the_rest_is_asked_for(server: Server, target: Path) -> None:
     target.parent.mkdir()
     part_of(target).write_bytes(CONTENT[:1234])
-    fetch(remote(server), target)
+    download_file(remote(server), target)
     assert target.read_bytes() == CONTENT
     assert server.ranges == ["bytes=1234-"]
 
@@ -197,7 +197,7 @@ def test_a_server_that_ignores_range_starts_over(server: Server, target: Path) -
     target.parent.mkdir()
     part_of(target).write_bytes(b"x" * 1234)
     server.play(Reply(honours_range=False))
-    fetch(remote(server), target)
+    download_file(remote(server), target)
     assert target.read_bytes() == CONTENT
     assert server.ranges == ["bytes=1234-"]
 
@@ -205,7 +205,7 @@ def test_a_server_that_ignores_range_starts_over(server: Server, target: Path) -
 def test_a_complete_part_needs_no_connection(server: Server, target: Path) -> None:
     target.parent.mkdir()
     part_of(target).write_bytes(CONTENT)
-    fetch(remote(server), target)
+    download_file(remote(server), target)
     assert target.read_bytes() == CONTENT
     assert server.ranges == []
 
@@ -214,7 +214,7 @@ def test_a_complete_part_needs_no_connection(server: Server, target: Path) -> No
 def test_a_stale_part_is_thrown_away(server: Server, target: Path, stale: bytes) -> None:
     target.parent.mkdir()
     part_of(target).write_bytes(stale)
-    fetch(remote(server), target)
+    download_file(remote(server), target)
     assert target.read_bytes() == CONTENT
     assert server.ranges[-1] is None
     assert len(server.ranges) == (2 if len(stale) < len(CONTENT) else 1)
@@ -237,7 +237,7 @@ def test_a_stale_part_is_thrown_away(server: Server, target: Path, stale: bytes)
 )
 def test_an_interruption_is_taken_up_again(server: Server, target: Path, cut: Reply) -> None:
     server.play(cut, Reply())
-    fetch(remote(server), target, pause_s=0, timeout_s=1.0 if cut.stalls else 30.0)
+    download_file(remote(server), target, pause_s=0, timeout_s=1.0 if cut.stalls else 30.0)
     assert target.read_bytes() == CONTENT
     assert len(server.ranges) == 2
     if not cut.reset:  # a reset may also take back what was received
@@ -249,11 +249,11 @@ def test_attempts_are_bounded_and_the_part_stays(server: Server, target: Path) -
     with pytest.raises(
         DataError, match=r"given up after 3 attempts with 300,000 of 600,000 bytes .*run again"
     ):
-        fetch(remote(server), target, attempts=3, pause_s=0)
+        download_file(remote(server), target, attempts=3, pause_s=0)
     assert server.ranges == [None, "bytes=100000-", "bytes=200000-"]
     assert not target.exists()
     server.play(Reply())
-    fetch(remote(server), target)
+    download_file(remote(server), target)
     assert server.ranges == ["bytes=300000-"]
     assert target.read_bytes() == CONTENT
 
@@ -262,7 +262,7 @@ def test_a_wrong_range_is_not_appended(server: Server, target: Path) -> None:
     target.parent.mkdir()
     part_of(target).write_bytes(CONTENT[:1000])
     server.play(Reply(range_shift=-7), Reply())
-    fetch(remote(server), target, pause_s=0)
+    download_file(remote(server), target, pause_s=0)
     assert target.read_bytes() == CONTENT
 
 
@@ -270,7 +270,7 @@ def test_a_range_beyond_the_servers_file_starts_over(server: Server, target: Pat
     target.parent.mkdir()
     part_of(target).write_bytes(CONTENT[:-1])
     server.play(Reply(content=b"tiny"), Reply())
-    fetch(remote(server), target, pause_s=0)
+    download_file(remote(server), target, pause_s=0)
     assert target.read_bytes() == CONTENT
     assert server.ranges == [f"bytes={len(CONTENT) - 1}-", None]
 
@@ -309,7 +309,7 @@ def test_whatever_happens_the_file_is_whole_or_absent(
         shared_server.play(*script, Reply(status=404))
         text = None
         try:
-            fetch(remote(shared_server, content), target, attempts=3, pause_s=0)
+            download_file(remote(shared_server, content), target, attempts=3, pause_s=0)
         except DataError as error:
             text = str(error)
         assert text is None or ("\n" not in text and shared_server.url in text)
@@ -317,7 +317,7 @@ def test_whatever_happens_the_file_is_whole_or_absent(
         assert text is not None or target.read_bytes() == content
         assert len(shared_server.ranges) <= 6
         shared_server.play(Reply(content=content))
-        fetch(remote(shared_server, content), target, attempts=2, pause_s=0)
+        download_file(remote(shared_server, content), target, attempts=2, pause_s=0)
         assert target.read_bytes() == content
         assert not part_of(target).exists()
 
@@ -329,7 +329,7 @@ def test_wrong_bytes_never_get_the_name(server: Server, target: Path) -> None:
     wrong = b"y" + CONTENT[1:]
     server.play(Reply(content=wrong))
     with pytest.raises(DataError) as caught:
-        fetch(remote(server), target, pause_s=0)
+        download_file(remote(server), target, pause_s=0)
     assert hashlib.md5(wrong).hexdigest() in str(caught.value)
     assert hashlib.md5(CONTENT).hexdigest() in str(caught.value)
     assert len(server.ranges) == 1
@@ -341,20 +341,20 @@ def test_wrong_bytes_never_get_the_name(server: Server, target: Path) -> None:
 def test_a_longer_file_is_refused(server: Server, target: Path, states_length: bool) -> None:
     server.play(Reply(content=CONTENT + b"z", states_length=states_length))
     with pytest.raises(DataError, match=r"expected 600,000 bytes, the server (offers 600,001|sent more)"):
-        fetch(remote(server), target, pause_s=0)
+        download_file(remote(server), target, pause_s=0)
     assert not target.exists()
 
 
 def test_a_login_page_is_refused_at_once(server: Server, target: Path) -> None:
     server.play(Reply(content=b"<html>please log in</html>"))
     with pytest.raises(DataError, match="expected 600,000 bytes, the server offers 26: this is not the file"):
-        fetch(remote(server), target, pause_s=0)
+        download_file(remote(server), target, pause_s=0)
     assert len(server.ranges) == 1
 
 
 def test_a_range_error_without_a_range(server: Server, target: Path) -> None:
     server.play(Reply(status=416), Reply())
-    fetch(remote(server), target, pause_s=0)
+    download_file(remote(server), target, pause_s=0)
     assert target.read_bytes() == CONTENT
 
 
@@ -362,14 +362,14 @@ def test_a_range_error_without_a_range(server: Server, target: Path) -> None:
 def test_an_http_error_is_told_at_once(server: Server, target: Path, status: int) -> None:
     server.play(Reply(status=status))
     with pytest.raises(DataError, match=f"{server.url}: the server answered {status} "):
-        fetch(remote(server), target)
+        download_file(remote(server), target)
     assert len(server.ranges) == 1
 
 
 def test_lasting_server_errors_are_told(server: Server, target: Path) -> None:
     server.play(Reply(status=502))
     with pytest.raises(DataError, match=r"given up after 2 attempts .*502 Bad Gateway"):
-        fetch(remote(server), target, attempts=2, pause_s=0)
+        download_file(remote(server), target, attempts=2, pause_s=0)
 
 
 def closed_port() -> int:
@@ -380,7 +380,7 @@ def closed_port() -> int:
 def test_no_connection(server: Server, target: Path) -> None:
     nobody = replace(remote(server), url=f"http://127.0.0.1:{closed_port()}/file.bin")
     with pytest.raises(DataError, match=r"no connection .*check the network"):
-        fetch(nobody, target)
+        download_file(nobody, target)
 
 
 def test_a_server_that_speaks_no_http(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +398,7 @@ def test_a_server_that_speaks_no_http(target: Path, monkeypatch: pytest.MonkeyPa
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/file.bin"
         with pytest.raises(DataError, match=r"given up after 2 attempts .*SSH"):
-            fetch(Remote(url=url, md5="", size_bytes=1), target, attempts=2, pause_s=0)
+            download_file(RemoteFile(url=url, md5="", size_bytes=1), target, attempts=2, pause_s=0)
         thread.join()
 
 
@@ -406,19 +406,19 @@ def test_a_full_disk(server: Server, target: Path) -> None:
     target.parent.mkdir()
     part_of(target).symlink_to("/dev/full")
     with pytest.raises(DataError, match=r"cannot be written .*No space left"):
-        fetch(remote(server), target, pause_s=0)
+        download_file(remote(server), target, pause_s=0)
     assert not target.exists()
 
 
 def test_a_folder_that_cannot_be_made(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DataError, match="cannot be written"):
-        fetch(remote(server), tmp_path / "file" / "below.bin")
+        download_file(remote(server), tmp_path / "file" / "below.bin")
 
 
 def test_attempts_below_one(server: Server, target: Path) -> None:
     with pytest.raises(ValueError, match="attempts must be at least 1, got 0"):
-        fetch(remote(server), target, attempts=0)
+        download_file(remote(server), target, attempts=0)
 
 
 # Several processes.
@@ -426,29 +426,29 @@ def test_attempts_below_one(server: Server, target: Path) -> None:
 
 def test_only_one_holds_the_lock_and_the_wait_has_an_end(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    with locked(folder):
+    with lock_folder(folder):
         with pytest.raises(DataError, match="wait at most 0 s for another process"):
-            with locked(folder, wait_s=0):
+            with lock_folder(folder, wait_s=0):
                 pass
-    with locked(folder, wait_s=0):
+    with lock_folder(folder, wait_s=0):
         pass
 
 
 def test_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), locked(tmp_path):
+    with pytest.raises(KeyboardInterrupt), lock_folder(tmp_path):
         raise KeyboardInterrupt
-    with locked(tmp_path, wait_s=0):
+    with lock_folder(tmp_path, wait_s=0):
         pass
 
 
 def test_what_fails_under_the_lock_is_not_the_folders_fault(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"^mine$"), locked(tmp_path):
+    with pytest.raises(OSError, match=r"^mine$"), lock_folder(tmp_path):
         raise OSError("mine")
 
 
 def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DataError, match="file: cannot be written"), locked(tmp_path / "file"):
+    with pytest.raises(DataError, match="file: cannot be written"), lock_folder(tmp_path / "file"):
         pass
 
 
@@ -479,7 +479,7 @@ def test_only_the_members_asked_for_are_written(archive: Path, tmp_path: Path) -
         add(tar, "link", type=tarfile.SYMTYPE, linkname="/")
         add(tar, "bin/a.bin", mode=0o4777, uid=0)
         add(tar, "bin/b.bin")
-    unpack(archive, tmp_path / "out" / "set", members=MEMBERS, size_bytes=5)
+    extract_members(archive, tmp_path / "out" / "set", members=MEMBERS, size_bytes=5)
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert found == ["out/set/a.bin", "out/set/b.bin", "set.tar.gz"]
     assert (tmp_path / "out" / "set" / "a.bin").read_bytes() == b"12345"
@@ -491,7 +491,7 @@ def test_a_file_that_is_there_is_left_alone(archive: Path, tmp_path: Path) -> No
         add(tar, "bin/a.bin")
         add(tar, "bin/b.bin")
     (tmp_path / "a.bin").write_bytes(b"mine")
-    unpack(archive, tmp_path, members=MEMBERS, size_bytes=5)
+    extract_members(archive, tmp_path, members=MEMBERS, size_bytes=5)
     assert (tmp_path / "a.bin").read_bytes() == b"mine"
     assert (tmp_path / "b.bin").read_bytes() == b"12345"
 
@@ -514,7 +514,7 @@ def test_a_member_that_is_no_such_file(archive: Path, tmp_path: Path, attributes
         add(tar, "bin/b.bin")
         add(tar, "bin/a.bin", **attributes)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"expected bin/a.bin to be a plain file of 5 bytes, found"):
-        unpack(archive, tmp_path / "out", members=MEMBERS, size_bytes=5)
+        extract_members(archive, tmp_path / "out", members=MEMBERS, size_bytes=5)
     assert not (tmp_path / "out" / "a.bin").exists()
 
 
@@ -522,7 +522,7 @@ def test_a_missing_member(archive: Path, tmp_path: Path) -> None:
     with tarfile.open(archive, "w:gz") as tar:
         add(tar, "bin/a.bin")
     with pytest.raises(DataError, match=r"expected bin/b.bin in it"):
-        unpack(archive, tmp_path, members=MEMBERS, size_bytes=5)
+        extract_members(archive, tmp_path, members=MEMBERS, size_bytes=5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -543,7 +543,7 @@ def test_a_damaged_archive(data: st.DataObject) -> None:
         archive.write_bytes(content)
         text = str(archive)
         try:
-            unpack(archive, Path(folder), members=MEMBERS, size_bytes=5)
+            extract_members(archive, Path(folder), members=MEMBERS, size_bytes=5)
         except DataError as error:
             text = str(error)
         assert str(archive) in text
@@ -553,7 +553,7 @@ def test_a_damaged_archive(data: st.DataObject) -> None:
 def test_no_archive(archive: Path, tmp_path: Path, content: bytes) -> None:
     archive.write_bytes(content)
     with pytest.raises(DataError, match="damaged"):
-        unpack(archive, tmp_path, members=MEMBERS, size_bytes=5)
+        extract_members(archive, tmp_path, members=MEMBERS, size_bytes=5)
 
 
 def test_a_full_disk_when_unpacking(archive: Path, tmp_path: Path) -> None:
@@ -562,7 +562,7 @@ def test_a_full_disk_when_unpacking(archive: Path, tmp_path: Path) -> None:
         add(tar, "bin/b.bin")
     (tmp_path / "a.bin.part").symlink_to("/dev/full")
     with pytest.raises(DataError, match=r"cannot be unpacked .*No space left"):
-        unpack(archive, tmp_path, members=MEMBERS, size_bytes=5)
+        extract_members(archive, tmp_path, members=MEMBERS, size_bytes=5)
     assert not (tmp_path / "a.bin").exists()
 
 
@@ -579,6 +579,6 @@ def test_load_goes_to_the_network_only_when_told(
     for variable in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(DataError, match=r"looked for .*run with --download"):
-        load(name, tmp_path)
+        load_data_set(name, tmp_path)
     with pytest.raises(DataError, match="no connection"):
-        load(name, tmp_path, download=True)
+        load_data_set(name, tmp_path, download=True)

@@ -9,17 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.ps.entries import LAST_MAX, Entries, Terms, gathered, problem_of, summed
+from offbeat.numerics.ps.entries import (
+    KEY_STOP_MAX,
+    Entries,
+    PushMeta,
+    concatenate_entries,
+    find_problem,
+    sum_entries,
+)
 
 # Neighbours at both ends of what a key can be, where floats would take one for another.
-KEYS = st.one_of(st.integers(0, 30), st.integers(LAST_MAX - 30, LAST_MAX - 1))
+KEYS = st.one_of(st.integers(0, 30), st.integers(KEY_STOP_MAX - 30, KEY_STOP_MAX - 1))
 
 
 @st.composite
 def entries(draw):
     if draw(st.booleans()):
         first = draw(KEYS)
-        count = draw(st.integers(0, min(20, LAST_MAX - first)))
+        count = draw(st.integers(0, min(20, KEY_STOP_MAX - first)))
         return Entries(first, np.arange(count, dtype=np.float32))
     keys = np.array(sorted(draw(st.sets(KEYS, max_size=20))), np.int64)
     return Entries(0, np.arange(len(keys), dtype=np.float32), keys)
@@ -39,7 +46,7 @@ def as_dict(content):
     return dict(zip(content.listed().tolist(), content.values.tolist(), strict=True))
 
 
-@given(entries(), st.one_of(KEYS, st.just(LAST_MAX)), st.one_of(KEYS, st.just(LAST_MAX)))
+@given(entries(), st.one_of(KEYS, st.just(KEY_STOP_MAX)), st.one_of(KEYS, st.just(KEY_STOP_MAX)))
 def test_a_cut_has_what_is_there_of_a_range_and_copies_nothing(content, first, last):
     part = content.cut(first, last)
     assert as_dict(part) == {key: value for key, value in as_dict(content).items() if first <= key < last}
@@ -47,50 +54,50 @@ def test_a_cut_has_what_is_there_of_a_range_and_copies_nothing(content, first, l
     assert not len(part) or np.shares_memory(part.values, content.values)
 
 
-@given(entries(), st.one_of(KEYS, st.just(LAST_MAX)), st.one_of(KEYS, st.just(LAST_MAX)))
+@given(entries(), st.one_of(KEYS, st.just(KEY_STOP_MAX)), st.one_of(KEYS, st.just(KEY_STOP_MAX)))
 def test_every_part_says_what_the_whole_says(content, first, last):
-    content.terms = Terms(weight=2.5, states={"mean": content.values + 1})
+    content.terms = PushMeta(weight=2.5, states={"mean": content.values + 1})
     part = content.cut(first, last)
     assert part.terms.weight == 2.5
-    assert part.replaces
+    assert part.is_replacement
     assert np.array_equal(part.terms.states["mean"], part.values + 1)
-    assert not Entries(0, content.values).cut(first, last).replaces
+    assert not Entries(0, content.values).key_range(first, last).is_replacement
 
 
 def test_the_largest_keys_are_told_apart():
     """As floats they would all be 2**63."""
-    content = Entries(0, np.arange(3.0), np.arange(LAST_MAX - 3, LAST_MAX, dtype=np.int64))
-    assert content.cut(LAST_MAX - 2, LAST_MAX).values.tolist() == [1, 2]
-    assert content.cut(0, LAST_MAX - 1).values.tolist() == [0, 1]
-    assert len(content.cut(LAST_MAX, LAST_MAX)) == 0
+    content = Entries(0, np.arange(3.0), np.arange(KEY_STOP_MAX - 3, KEY_STOP_MAX, dtype=np.int64))
+    assert content.key_range(KEY_STOP_MAX - 2, KEY_STOP_MAX).values.tolist() == [1, 2]
+    assert content.key_range(0, KEY_STOP_MAX - 1).values.tolist() == [0, 1]
+    assert len(content.key_range(KEY_STOP_MAX, KEY_STOP_MAX)) == 0
 
 
-@given(entries(), st.lists(st.one_of(KEYS, st.just(LAST_MAX)), max_size=3))
+@given(entries(), st.lists(st.one_of(KEYS, st.just(KEY_STOP_MAX)), max_size=3))
 def test_cut_parts_make_the_whole(content, middles):
-    ends = [0, *sorted(middles), LAST_MAX]
-    whole = gathered([content.cut(first, last) for first, last in pairwise(ends)])
+    ends = [0, *sorted(middles), KEY_STOP_MAX]
+    whole = concatenate_entries([content.cut(first, last) for first, last in pairwise(ends)])
     assert as_dict(whole) == as_dict(content)
     assert (whole.keys is None) == (content.keys is None)
 
 
 def test_parts_of_two_kinds_are_refused():
     with pytest.raises(ValueError, match="keys in all of them or in none"):
-        gathered([Entries(0, np.ones(1)), Entries(1, np.ones(1), np.array([1]))])
+        concatenate_entries([Entries(0, np.ones(1)), Entries(1, np.ones(1), np.array([1]))])
     with pytest.raises(ValueError, match="at least one part"):
-        gathered([])
+        concatenate_entries([])
 
 
 @given(entries())
 def test_a_row_for_each_key_within_the_range_is_no_problem(content):
     keys = content.listed()
     if content.keys is None:
-        assert problem_of(content, content.first, content.first + len(content)) == ""
+        assert find_problem(content, content.first, content.first + len(content)) == ""
     elif len(keys):
-        assert problem_of(content, int(keys[0]), int(keys[-1]) + 1) == ""
-        assert "expected keys from" in problem_of(content, int(keys[0]) + 1, LAST_MAX)
-        assert "expected keys from" in problem_of(content, 0, int(keys[-1]))
+        assert find_problem(content, int(keys[0]), int(keys[-1]) + 1) == ""
+        assert "expected keys from" in find_problem(content, int(keys[0]) + 1, KEY_STOP_MAX)
+        assert "expected keys from" in find_problem(content, 0, int(keys[-1]))
     else:
-        assert problem_of(content, 3, 4) == ""
+        assert find_problem(content, 3, 4) == ""
 
 
 @pytest.mark.parametrize(
@@ -115,13 +122,13 @@ def test_a_row_for_each_key_within_the_range_is_no_problem(content):
     ],
 )
 def test_a_problem_is_told_by_what_was_expected_and_what_came(content, problem):
-    assert problem_of(content, 0, 10) == problem
+    assert find_problem(content, 0, 10) == problem
 
 
 @given(st.lists(entries_within(40), min_size=1, max_size=4), st.integers(0, 39), st.integers(1, 40))
 def test_a_sum_has_what_its_parts_have_by_key(parts, first, count):
     last = min(40, first + count)
-    total = summed(parts, first, last)
+    total = sum_entries(parts, first, last)
     cuts = [as_dict(part.cut(first, last)) for part in parts]
     expected = {key: sum(one.get(key, 0) for one in cuts) for one in cuts for key in one}
     if any(part.keys is None for part in parts):
@@ -131,4 +138,4 @@ def test_a_sum_has_what_its_parts_have_by_key(parts, first, count):
 
 def test_a_sum_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one part"):
-        summed([], 0, 1)
+        sum_entries([], 0, 1)

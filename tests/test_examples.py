@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.libsvm import write_libsvm
-from offbeat.numerics.powerlaw import power_law
-from offbeat.numerics.sparse import joined
+from offbeat.numerics.powerlaw import power_law_blocks
+from offbeat.numerics.sparse import concatenate_rows
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -95,7 +95,7 @@ def test_worker_group_finds_the_weights_though_a_worker_is_killed():
 
 
 def test_sparse_logistic_regression_of_a_file(tmp_path):
-    rows = joined(list(power_law(300, 50, 1, draws=6, exponent=0.5)))
+    rows = concatenate_rows(list(power_law_blocks(300, 50, 1, draws=6, exponent=0.5)))
     write_libsvm(tmp_path / "rows", rows)
     said = run_alone("sparse_logistic_regression.py", str(tmp_path / "rows"), "--l1", "3", "--blocks", "5")
 

@@ -17,13 +17,13 @@ from cluster import run, start, values
 from offbeat.errors import WorkerError
 from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.numerics.collectives.schedules import ALGORITHMS
-from offbeat.runtime.averaging.buckets import Slot
-from offbeat.runtime.collectives.contribution import Part
+from offbeat.runtime.averaging.buckets import GradientBucket
+from offbeat.runtime.collectives.contribution import InPlaceElements
 from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.collectives.torch_exchange import TorchExchange
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.runtime.transport.shared_memory import HAS_SHARED
+from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY
 from runlogs import wait_until
 
 DEADLINE_S = 20.0
@@ -60,7 +60,7 @@ class Group:
         for one in self.endpoints:
             for other in self.endpoints:
                 if one is not other:
-                    one.introduce(other.name, other.addresses)
+                    one.add_peer(other.name, other.addresses)
         names = [one.name for one in self.endpoints]
         self.members = [LinkExchange(one, names, rank) for rank, one in enumerate(self.endpoints)]
         self._next_id = 0
@@ -162,7 +162,7 @@ def test_parts_that_lie_elsewhere_are_summed_from_there_to_the_same_bits_on_all(
                 flat[third : 2 * third] = torch.nan  # what lies elsewhere
                 flats.append(zeros(member._endpoint, length, dtype) if memory == "shared" else flat)
                 flats[-1].copy_(flat)
-                parts.append([Part(third, whole[third : 2 * third], 1 / size)] if third else [])
+                parts.append([InPlaceElements(third, whole[third : 2 * third], 1 / size)] if third else [])
                 expected += whole.double() / size
             kept = [[part.values.clone() for part in some] for some in parts]
             sums = [zeros(member._endpoint, length, dtype) for member in chosen.members]
@@ -188,10 +188,10 @@ def test_a_sum_that_is_abandoned_is_not_settled_any_further():
         length = 1 << 25
         flat, into = torch.zeros(length), torch.empty(length)
         began, go_on = threading.Event(), threading.Event()
-        two.endpoints[0].call(lambda: (began.set(), go_on.wait(DEADLINE_S)))
+        two.endpoints[0].call_soon(lambda: (began.set(), go_on.wait(DEADLINE_S)))
         assert began.wait(DEADLINE_S)
-        part = Part(0, torch.ones(length), 1.0)
-        pending = two.members[0].all_reduce(flat, into, exchange_id=two.new_id(), parts=[part])
+        part = InPlaceElements(0, torch.ones(length), 1.0)
+        pending = two.members[0].all_reduce(flat, into, exchange_id=two.new_id(), in_place=[part])
         abandoning = threading.Thread(target=two.members[0].abandon, args=[WorkerError("over")])
         abandoning.start()
         wait_until(lambda: two.members[0]._error, "an error")  # then `forget` waits behind what was begun
@@ -202,7 +202,7 @@ def test_a_sum_that_is_abandoned_is_not_settled_any_further():
         settled = int(flat.sum())
         assert settled < length // 2
         later = threading.Event()
-        two.endpoints[0].call(later.set)
+        two.endpoints[0].call_soon(later.set)
         assert later.wait(DEADLINE_S)
         assert int(flat.sum()) == settled
 
@@ -228,12 +228,12 @@ def test_the_sum_is_the_same_where_members_read_each_others_memory(groups, size,
             for rank, (flat, into) in enumerate(zip(flats, sums, strict=True)):
                 assert torch.equal(into, total(size, length, dtype)), (algorithm, length, into)
                 assert torch.equal(flat, vector(rank, length, dtype))
-            if size > 1 and HAS_SHARED and length * dtype.itemsize > 2**20:
+            if size > 1 and HAS_SHARED_MEMORY and length * dtype.itemsize > 2**20:
                 for one, before in zip(chosen.endpoints, sent, strict=True):
                     assert algorithm != "ring" or one.bytes_sent - before < length * dtype.itemsize // 10
 
 
-@pytest.mark.skipif(not HAS_SHARED, reason="memory is shared on Linux only")
+@pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is shared on Linux only")
 def test_memory_that_a_member_may_still_read_is_not_written_again():
     """A member that was told where a part lies and is held up reads it late, whatever was abandoned since."""
     with group(2) as two:
@@ -241,29 +241,29 @@ def test_memory_that_a_member_may_still_read_is_not_written_again():
         memory = TensorMemory(two.endpoints[0])
         own, into = (zeros(two.endpoints[0], 2**20) for _ in range(2))
         release = threading.Event()
-        two.endpoints[1].call(lambda: release.wait(DEADLINE_S))
+        two.endpoints[1].call_soon(lambda: release.wait(DEADLINE_S))
         pending = two.members[0].all_reduce(own, into, exchange_id=two.new_id())
         assert two.endpoints[0].flush(DEADLINE_S)
         two.members[0].abandon(WorkerError("somebody else was lost"))
         with pytest.raises(WorkerError):
             pending.wait(DEADLINE_S)
-        assert memory.is_read(own)
+        assert memory.may_be_read(own)
         again = LinkExchange(two.endpoints[0], [one.name for one in two.endpoints], 0)
-        assert not memory.is_read(into)
+        assert not memory.may_be_read(into)
         for begin in partial(again.prepare, own), partial(again.all_reduce, into, own):
             with pytest.raises(ValueError, match="memory that a member may still read"):
                 begin(exchange_id=two.new_id())
         bucket = Bucket(dtype=torch.float32, entries=(0,), offsets=(0,), elements=2**20)
-        slot = Slot(bucket, [torch.Size([2**20])], 1, partial(zeros, two.endpoints[0]))
-        slot.own.flat = own.fill_(3.0)
-        kept = slot.bank
-        slot.leave_to_readers(memory.is_read)
-        assert slot.own.flat is not own
-        assert slot.own.flat.unique().tolist() == [3.0]
-        assert slot.bank is kept
-        slot.bank.flat = own
-        slot.leave_to_readers(memory.is_read)
-        assert slot.bank is not kept
+        slot = GradientBucket(bucket, [torch.Size([2**20])], 1, partial(zeros, two.endpoints[0]))
+        slot.contribution.flat = own.fill_(3.0)
+        kept = slot.output
+        slot.replace_read_buffers(memory.may_be_read)
+        assert slot.contribution.flat is not own
+        assert slot.contribution.flat.unique().tolist() == [3.0]
+        assert slot.output is kept
+        slot.output.flat = own
+        slot.replace_read_buffers(memory.may_be_read)
+        assert slot.output is not kept
         release.set()
 
 
@@ -369,7 +369,7 @@ def test_a_wait_is_over_only_when_the_memory_may_be_written_again():
     with group(2) as two:
         root, other = torch.arange(2**22), torch.zeros(2**22, dtype=torch.int64)
         release = threading.Event()
-        two.endpoints[1].call(lambda: release.wait(DEADLINE_S))  # does not read as long as that takes
+        two.endpoints[1].call_soon(lambda: release.wait(DEADLINE_S))  # does not read as long as that takes
         sent = two.members[0].broadcast(root, root=0, exchange_id=1)
         with pytest.raises(WorkerError):
             sent.wait(0.01)

@@ -87,8 +87,8 @@ class Loop:
         try:
             with offbeat.join(self.model, self.optimizer, AllReduce()) as session:
                 synchronizer = session._synchronizer
-                tell = synchronizer.ready
-                synchronizer.ready = lambda compute_s: self._ready(tell, session, compute_s)
+                tell = synchronizer.announce_gradients
+                synchronizer.announce_gradients = lambda compute_s: self._ready(tell, session, compute_s)
                 while session.step < self.steps:
                     step = session.step
                     if self.misdeed(session, self.model) == "leave":
@@ -187,7 +187,7 @@ def test_a_worker_killed_right_after_join_is_named(victim):
 
 def killed_before_the_start(rank, say, late):
     if rank != late:
-        has_started, told = client.Member._has_started, []
+        has_started, told = client.CoordinatorClient._wait_for_start, []
 
         def say_that_it_waits(self, wait_s):
             assert self.endpoint.flush(10)
@@ -195,9 +195,9 @@ def killed_before_the_start(rank, say, late):
                 told.append(say("asked to join"))
             return has_started(self, wait_s)
 
-        client.Member._has_started = say_that_it_waits
+        client.CoordinatorClient._wait_for_start = say_that_it_waits
     if rank == late:
-        join = client.Member.join
+        join = client.CoordinatorClient.join
 
         def come_late(self, **about):
             say("has met the others and waits to ask")
@@ -205,7 +205,7 @@ def killed_before_the_start(rank, say, late):
             return join(self, **about)
 
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        client.Member.join = come_late
+        client.CoordinatorClient.join = come_late
     return Loop(rank, say).run()
 
 
@@ -227,7 +227,7 @@ def test_a_worker_killed_before_the_start_is_named_also_to_those_who_come_later(
 def dies_in_the_exchange(rank, say, victim, width):
     loop = Loop(rank, say, width=width, steps=10)
     if rank == victim:
-        arrived = link_exchange._ScheduleRun._arrived
+        arrived = link_exchange._ScheduleRun._on_complete
 
         def die_halfway(self, number, first, last):
             is_copy = self._plan.steps[number].op == "copy"
@@ -237,7 +237,7 @@ def dies_in_the_exchange(rank, say, victim, width):
 
         def misdeed(session, model):
             if session.step == 2:
-                link_exchange._ScheduleRun._arrived = die_halfway
+                link_exchange._ScheduleRun._on_complete = die_halfway
 
         loop.misdeed = misdeed
     return loop.run()

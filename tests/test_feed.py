@@ -1,4 +1,6 @@
-"""Promises of `offbeat.runtime.feed`: every sample once an epoch, the same number of steps for everybody."""
+"""Promises of `offbeat.runtime.data.equal_shards`: every sample once an epoch, the same number of steps for
+everybody.
+"""
 
 import random
 

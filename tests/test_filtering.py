@@ -12,28 +12,28 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
 from offbeat.numerics.logistic import BlockProximal
-from offbeat.numerics.ps.entries import Entries, Terms
-from offbeat.numerics.ps.filters import Passed
-from offbeat.numerics.ps.spaces import Filters, FilterSpec, describe
+from offbeat.numerics.ps.entries import Entries, PushMeta
+from offbeat.numerics.ps.filters import FilterBytes
+from offbeat.numerics.ps.spaces import FilterSpec, NamespaceFilters, encode_namespace
 from offbeat.numerics.ps.updates import Assign, Sum
-from offbeat.policies.ps.hash_ring import Space
+from offbeat.policies.ps.hash_ring import NamespaceSpec
 from offbeat.policies.ps.messages import (
-    Copied,
-    Copy,
-    Inspect,
-    Inspected,
-    Mark,
+    InspectPull,
+    InspectResult,
     Operation,
     Pull,
-    Pulled,
+    PullResult,
     Push,
-    Pushed,
-    Refused,
-    Stale,
+    PushAck,
+    PushStamp,
+    Rejected,
+    Replicate,
+    ReplicateAck,
+    WrongMaster,
 )
-from offbeat.policies.ps.range_clock import Piece
-from offbeat.runtime.ps.filtering import Filtering
-from offbeat.runtime.ps.packing import Encoded
+from offbeat.policies.ps.range_clock import ClockRange
+from offbeat.runtime.ps.filtering import NodeFilters
+from offbeat.runtime.ps.packing import EncodedValues
 from test_parcelling import came, packed, plain
 
 KEYS = 1000
@@ -72,25 +72,27 @@ class Ends:
     def __init__(
         self, push: tuple[FilterSpec, ...] = (), pull: tuple[FilterSpec, ...] = (), update: Any = None
     ) -> None:
-        about = describe(update or Sum(), width=0, dtype="float32", filters=Filters(push, pull))
-        spaces = {"w": Space("w", KEYS, 100, about)}
-        self.here, self.there = Filtering(1), Filtering(2)
-        self.here.learn(spaces), self.there.learn(spaces)
+        about = encode_namespace(
+            update or Sum(), width=0, dtype="float32", filters=NamespaceFilters(push, pull)
+        )
+        spaces = {"w": NamespaceSpec("w", KEYS, 100, about)}
+        self.here, self.there = NodeFilters(1), NodeFilters(2)
+        self.here.add_namespaces(spaces), self.there.add_namespaces(spaces)
 
     def said(self, message: Any) -> Any:
         """A message as it comes there, not decoded yet."""
-        (arrived,) = came(*packed(self.here.encoded("there", message)))
+        (arrived,) = came(*packed(self.here.encode("there", message)))
         return arrived
 
     def heard(self, message: Any) -> Any:
         """A message as it is there in the end."""
-        return self.there.decoded("here", self.said(message))
+        return self.there.decode("here", self.said(message))
 
     def answered(self, rows: Any, keys: Any = None, *, first: int = 0, last: int = KEYS) -> Any:
         """The rows that come of a pull from here, there in the end; `here` answers with these."""
         asked = replace(pull(keys), first=first, last=last)
-        (arrived,) = came(*packed(self.there.encoded("here", asked)))
-        assert plain(self.here.decoded("there", arrived)) == plain(asked)
+        (arrived,) = came(*packed(self.there.encode("here", asked)))
+        assert plain(self.here.decode("there", arrived)) == plain(asked)
         answer = replace(pulled(rows, keys), first=first, last=last)
         answer.content.first = first
         return self.heard(answer).content.values
@@ -99,29 +101,29 @@ class Ends:
 def push(content: Entries, *, time: int = 1, first: int = 0, last: int = KEYS) -> Push:
     return Push(
         client=1,
-        number=1,
+        request=1,
         epoch=0,
         namespace="w",
         first=first,
         last=last,
         time=time,
-        after=(),
+        previous_times=(),
         content=content,
     )
 
 
-def copy(content: Entries) -> Copy:
-    marks = (Mark(client=1, time=1, after=()),)
-    operation = Operation(namespace="w", first=0, last=KEYS, marks=marks, content=content)
-    return Copy(view=0, master=1, serial=1, operation=operation, route=(2,))
+def copy(content: Entries) -> Replicate:
+    marks = (PushStamp(client=1, time=1, previous_times=()),)
+    operation = Operation(namespace="w", first=0, last=KEYS, stamps=marks, content=content)
+    return Replicate(view=0, master=1, serial=1, operation=operation, route=(2,))
 
 
 def pull(keys: Any) -> Pull:
-    return Pull(client=1, number=1, epoch=0, namespace="w", first=0, last=KEYS, keys=keys)
+    return Pull(client=1, request=1, epoch=0, namespace="w", first=0, last=KEYS, keys=keys)
 
 
-def pulled(rows: Any, keys: Any = None) -> Pulled:
-    return Pulled(number=1, namespace="w", first=0, last=KEYS, content=Entries(0, rows, keys))
+def pulled(rows: Any, keys: Any = None) -> PullResult:
+    return PullResult(request=1, namespace="w", first=0, last=KEYS, content=Entries(0, rows, keys))
 
 
 def some(seed: int, *, is_listed: bool = True) -> Entries:
@@ -133,7 +135,7 @@ def some(seed: int, *, is_listed: bool = True) -> Entries:
 
 def dense(content: Entries) -> Any:
     rows = np.zeros(KEYS, np.float32)
-    rows[content.listed()] = content.values
+    rows[content.key_array()] = content.values
     return rows
 
 
@@ -155,8 +157,8 @@ def test_what_a_push_brings_comes_through_the_filters_of_pulls_once(chain: str) 
     rows, message = some(1, is_listed=False).values, push(some(2, is_listed=False))
     for wants_values in (True, False):
         asked = replace(message, number=1, wants_values=wants_values)
-        (arrived,) = came(*packed(ends.there.encoded("here", asked)))
-        assert plain(ends.here.decoded("there", arrived)) == plain(asked)
+        (arrived,) = came(*packed(ends.there.encode("here", asked)))
+        assert plain(ends.here.decode("there", arrived)) == plain(asked)
         if wants_values:
             assert np.abs(ends.heard(pulled(rows)).content.values - rows).max() < 0.01
         with pytest.raises(ProtocolError, match="expected rows that were requested"):
@@ -237,11 +239,11 @@ def test_an_answer_comes_without_the_keys_that_were_asked_for(chain: str) -> Non
     ends = Ends(pull=(OF_PULLS | REMEMBERING)[chain])
     for seed in (1, 2, 1):
         content = some(seed)
-        asked = ends.there.encoded("here", pull(content.keys))
-        ends.here.decoded("there", asked)
+        asked = ends.there.encode("here", pull(content.keys))
+        ends.here.decode("there", asked)
         said = ends.said(pulled(content.values, content.keys))
         assert said.content.keys is None
-        found = ends.there.decoded("here", said).content
+        found = ends.there.decode("here", said).content
         assert found.keys.tolist() == content.keys.tolist()
 
 
@@ -249,24 +251,24 @@ def test_an_answer_comes_without_the_keys_that_were_asked_for(chain: str) -> Non
 @pytest.mark.parametrize("chain", OF_PULLS | REMEMBERING)
 def test_an_answer_of_other_rows_is_refused(chain: str, rows: int) -> None:
     ends = Ends(pull=(OF_PULLS | REMEMBERING)[chain])
-    ends.there.encoded("here", pull(np.arange(rows)))
+    ends.there.encode("here", pull(np.arange(rows)))
     with pytest.raises(ProtocolError, match="expected"):
         ends.heard(pulled(np.ones(5, np.float32), np.arange(5)))
-    ends.there.encoded("here", pull(np.arange(rows)))
+    ends.there.encode("here", pull(np.arange(rows)))
     with pytest.raises(ProtocolError, match=f"expected {rows} rows of w"):
-        ends.there.decoded("here", replace(pulled(ONES), content="rows"))
+        ends.there.decode("here", replace(pulled(ONES), content="rows"))
 
 
 def test_each_pull_is_answered_once_whichever_way() -> None:
     ends, keys = Ends(), np.arange(3)
     answers = (
         pulled(np.ones(3, np.float32), keys),
-        Stale(number=1, first=0, last=KEYS, epoch=1),
-        Refused(number=1, first=0, last=KEYS, reason="no"),
+        WrongMaster(request=1, first=0, last=KEYS, epoch=1),
+        Rejected(request=1, first=0, last=KEYS, reason="no"),
     )
     for answer in answers:
-        ends.there.encoded("here", pull(keys))
-        ends.there.encoded("here", pull(keys))  # again, in another epoch
+        ends.there.encode("here", pull(keys))
+        ends.there.encode("here", pull(keys))  # again, in another epoch
         for one in (answer, answers[0]):
             ends.heard(one)
         with pytest.raises(ProtocolError, match="expected rows that were requested, got rows of w"):
@@ -276,16 +278,16 @@ def test_each_pull_is_answered_once_whichever_way() -> None:
 def test_rows_that_nobody_asked_for_are_refused() -> None:
     ends, keys = Ends(), np.arange(3)
     answer = pulled(np.ones(3, np.float32), keys)
-    ends.there.encoded("here", pull(keys))
+    ends.there.encode("here", pull(keys))
     for other in ({"number": 2}, {"first": 1}, {"last": 9}, {"namespace": "v"}):
         with pytest.raises(ProtocolError, match="expected rows that were requested, got rows of"):
-            ends.there.decoded("here", replace(answer, **other))
+            ends.there.decode("here", replace(answer, **other))
     with pytest.raises(ProtocolError, match="expected rows that were requested"):
-        ends.there.decoded("elsewhere", answer)
-    ends.there.encoded("here", pull(keys))
-    ends.there.forget("here")
+        ends.there.decode("elsewhere", answer)
+    ends.there.encode("here", pull(keys))
+    ends.there.on_node_gone("here")
     with pytest.raises(ProtocolError, match="expected rows that were requested"):
-        ends.there.decoded("here", answer)
+        ends.there.decode("here", answer)
 
 
 # What has hardly changed since a server sent it
@@ -295,31 +297,33 @@ class Servers:
     """A client of servers that answer with what all of them have, and what it made of the answers so far."""
 
     def __init__(self, chain: str) -> None:
-        about = describe(Sum(), width=0, dtype="float64", filters=Filters((), (*REMEMBERING[chain],)))
-        self.spaces = {"w": Space("w", KEYS, 100, about)}
+        about = encode_namespace(
+            Sum(), width=0, dtype="float64", filters=NamespaceFilters((), (*REMEMBERING[chain],))
+        )
+        self.spaces = {"w": NamespaceSpec("w", KEYS, 100, about)}
         self.client = self.node(0)
         self.servers = {name: self.node(seed) for seed, name in enumerate(("a", "b"), 1)}
 
-    def node(self, seed: int) -> Filtering:
-        node = Filtering(seed)
-        node.learn(self.spaces)
+    def node(self, seed: int) -> NodeFilters:
+        node = NodeFilters(seed)
+        node.add_namespaces(self.spaces)
         return node
 
     def pulled(self, server: str, rows: Any, asked: Pull) -> Any:
         """The rows, as the client has them in the end; how many bytes of answer they took is `size`."""
         node = self.servers[server]
-        (arrived,) = came(*packed(self.client.encoded(server, asked)))
-        node.decoded("client", arrived)
+        (arrived,) = came(*packed(self.client.encode(server, asked)))
+        node.decode("client", arrived)
         keys = asked.keys
         values = rows[asked.first : asked.last] if keys is None else rows[keys]
         content = Entries(asked.first, values.copy(), keys)
-        answer = Pulled(
-            number=asked.number, namespace="w", first=asked.first, last=asked.last, content=content
+        answer = PullResult(
+            request=asked.request, namespace="w", first=asked.first, last=asked.last, content=content
         )
-        data, beside = packed(node.encoded("client", answer))
+        data, beside = packed(node.encode("client", answer))
         self.size = len(data) + sum(one.nbytes for one in beside)
         (said,) = came(data, beside)
-        return self.client.decoded(server, said).content.values
+        return self.client.decode(server, said).content.values
 
 
 @settings(max_examples=60, deadline=None)
@@ -353,9 +357,9 @@ def test_what_is_pulled_is_never_off_by_more_than_the_threshold(data: st.DataObj
                 found = both.pulled(server, odd, replace(pull(None), number=number))
                 assert found[7] == np.inf
             case "away":  # for so long that the server has forgotten the client, which comes back
-                both.servers[server].forget("client")
+                both.servers[server].on_node_gone("client")
             case "dies":
-                both.client.forget(server)
+                both.client.on_node_gone(server)
                 both.servers[server] = both.node(number + 10)
 
 
@@ -369,8 +373,8 @@ def test_what_has_hardly_changed_takes_a_bit_to_say() -> None:
     assert found[10:].tolist() == rows[10:].tolist()
     assert whole > 8 * KEYS > 500 > both.size > KEYS / 8 + 80
     kinds = both.servers["a"].report("w"), both.client.report("w")
-    assert kinds[0]["pull"]["significantly modified"] == Passed(16 * KEYS, 8 * KEYS + 80 + 125)
-    assert kinds[1]["pull heard"]["significantly modified"] == Passed(8 * KEYS + 80 + 125, 16 * KEYS)
+    assert kinds[0]["pull"]["significantly modified"] == FilterBytes(16 * KEYS, 8 * KEYS + 80 + 125)
+    assert kinds[1]["pull heard"]["significantly modified"] == FilterBytes(8 * KEYS + 80 + 125, 16 * KEYS)
 
 
 def test_small_changes_add_up_until_they_are_sent() -> None:
@@ -402,26 +406,26 @@ def test_what_no_server_leaves_out_is_a_protocol_error(what: str) -> None:
     both, (values, notes) = Servers("modified"), LEFT_OUT[what]
     both.pulled("a", np.zeros(KEYS), pull(np.arange(3)))
     asked = pull(np.arange(5))
-    both.client.encoded("a", asked)
+    both.client.encode("a", asked)
     with pytest.raises(ProtocolError, match="expected"):
-        both.client.decoded("a", replace(pulled(None), content=Encoded(None, values, None, notes)))
+        both.client.decode("a", replace(pulled(None), content=EncodedValues(None, values, None, notes)))
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Pushed(number=1, first=0, last=1),
-        Copied(view=0, master=1, serial=1),
+        PushAck(request=1, first=0, last=1),
+        ReplicateAck(view=0, master=1, serial=1),
         replace(push(some(1)), namespace="another"),
         replace(pull(some(1).keys), namespace="another"),
-        Stale(number=1, first=0, last=1, epoch=1),
+        WrongMaster(request=1, first=0, last=1, epoch=1),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_what_has_no_filters_is_as_it_was(message: Any) -> None:
     ends = Ends((CACHING, COMPRESSION), (COMPRESSION,))
-    assert ends.here.encoded("there", message) is message
-    assert ends.there.decoded("here", message) is message
+    assert ends.here.encode("there", message) is message
+    assert ends.there.decode("here", message) is message
 
 
 @pytest.mark.parametrize("chain", OF_SUMS)
@@ -429,10 +433,10 @@ def test_what_a_push_says_besides_its_values_goes_by_every_filter(chain: str) ->
     """Also where a filter can not send the values."""
     for rows in (np.ones(KEYS, np.float32), np.full(KEYS, np.inf, np.float32)):
         ends = Ends(OF_SUMS[chain])
-        content = Entries(0, rows, None, Terms(2.5, {"lr": 0.5, "betas": [0.5, 0.75]}))
-        assert plain(ends.heard(push(content)).content.terms) == plain(content.terms)
-        assert plain(ends.heard(copy(content)).operation.content.terms) == plain(content.terms)
-        content.terms = None
+        content = Entries(0, rows, None, PushMeta(2.5, {"lr": 0.5, "betas": [0.5, 0.75]}))
+        assert plain(ends.heard(push(content)).content.terms) == plain(content.meta)
+        assert plain(ends.heard(copy(content)).operation.content.terms) == plain(content.meta)
+        content.meta = None
         assert ends.heard(push(content)).content.terms is None
 
 
@@ -442,7 +446,7 @@ def test_what_replaces_values_travels_as_it_is_and_filters_count_nothing_as_sent
     ends = Ends(specs, update=Assign() if chain in OF_STATES else Sum())
     ends.heard(push(Entries(0, np.ones(KEYS, np.float32))))
     put = Entries(
-        0, np.full(KEYS, np.pi, np.float32), None, Terms(states={"mean": np.ones(KEYS, np.float32)})
+        0, np.full(KEYS, np.pi, np.float32), None, PushMeta(states={"mean": np.ones(KEYS, np.float32)})
     )
     assert plain(ends.heard(push(put, time=2)).content) == plain(put)
     assert plain(ends.heard(copy(put)).operation.content) == plain(put)
@@ -459,14 +463,14 @@ def test_an_answer_says_its_times_and_states_behind_any_filters(chain: str, with
     rows, keys = np.arange(5, dtype=np.float32), np.arange(0, 10, 2)
     ends.answered(rows, keys)
     fields = {"client": 1, "number": 2, "epoch": 0, "namespace": "w", "first": 0, "last": 10, "keys": keys}
-    asked = Inspect(**fields, with_states=with_states, with_times=True)
-    (arrived,) = came(*packed(ends.there.encoded("here", asked)))
-    assert plain(ends.here.decoded("there", arrived)) == plain(asked)
-    terms = Terms(states={"mean": rows + 1}) if with_states else None
+    asked = InspectPull(**fields, returns_states=with_states, returns_times=True)
+    (arrived,) = came(*packed(ends.there.encode("here", asked)))
+    assert plain(ends.here.decode("there", arrived)) == plain(asked)
+    terms = PushMeta(states={"mean": rows + 1}) if with_states else None
     content = Entries(0, rows, keys, terms)
     fields = {"number": 2, "namespace": "w", "first": 0, "last": 10}
-    answer = ends.heard(Inspected(**fields, content=content, times=(Piece(0, 9, 4),)))
-    assert answer.times == (Piece(0, 9, 4),)
+    answer = ends.heard(InspectResult(**fields, content=content, times=(ClockRange(0, 9, 4),)))
+    assert answer.times == (ClockRange(0, 9, 4),)
     assert answer.content.listed().tolist() == keys.tolist()
     assert np.allclose(answer.content.values, rows, atol=1e-3)
     assert plain(answer.content.terms) == plain(terms)
@@ -476,21 +480,21 @@ def test_an_answer_says_its_times_and_states_behind_any_filters(chain: str, with
 
 def test_states_that_are_not_beside_their_values_are_a_protocol_error() -> None:
     ends = Ends()
-    ends.there.encoded("here", pull(None))
-    content = Entries(0, np.ones(KEYS, np.float32), None, Terms(states={"mean": np.ones(3, np.float32)}))
+    ends.there.encode("here", pull(None))
+    content = Entries(0, np.ones(KEYS, np.float32), None, PushMeta(states={"mean": np.ones(3, np.float32)}))
     with pytest.raises(ProtocolError, match="expected states of w with the shape of its values"):
         ends.heard(replace(pulled(None), content=content))
 
 
 def test_messages_are_not_changed_themselves() -> None:
     ends = Ends((CACHING, COMPRESSION), OF_PULLS["all"])
-    ends.there.encoded("here", pull(some(1).keys))
+    ends.there.encode("here", pull(some(1).keys))
     for message in (push(some(1)), copy(some(1)), pull(some(1).keys), pulled(some(1).values, some(1).keys)):
         before = plain(message)
-        encoded = ends.here.encoded("there", message)
+        encoded = ends.here.encode("there", message)
         assert plain(message) == before
         arrived = plain(encoded)
-        ends.there.decoded("here", encoded)
+        ends.there.decode("here", encoded)
         assert plain(encoded) == arrived
 
 
@@ -498,14 +502,17 @@ def test_messages_are_not_changed_themselves() -> None:
 @given(st.data())
 def test_kinds_nodes_and_namespaces_have_chains_of_their_own(data: st.DataObject) -> None:
     """Messages of one stand between those of another, and each list is cached where it was sent."""
-    about = describe(
-        Sum(), width=0, dtype="float32", filters=Filters((CACHING, COMPRESSION), (CACHING, COMPRESSION))
+    about = encode_namespace(
+        Sum(),
+        width=0,
+        dtype="float32",
+        filters=NamespaceFilters((CACHING, COMPRESSION), (CACHING, COMPRESSION)),
     )
-    spaces = {name: Space(name, KEYS, 100, about) for name in ("v", "w")}
+    spaces = {name: NamespaceSpec(name, KEYS, 100, about) for name in ("v", "w")}
     names = ("a", "b", "c")
-    nodes = {name: Filtering(number) for number, name in enumerate(names)}
+    nodes = {name: NodeFilters(number) for number, name in enumerate(names)}
     for node in nodes.values():
-        node.learn(spaces)
+        node.add_namespaces(spaces)
     for _ in range(data.draw(st.integers(1, 40))):
         one, other = data.draw(st.permutations(names))[:2]
         content = some(data.draw(st.integers(1, 6)))
@@ -520,8 +527,8 @@ def test_kinds_nodes_and_namespaces_have_chains_of_their_own(data: st.DataObject
                 )
             )
         )
-        (arrived,) = came(*packed(nodes[one].encoded(other, message)))
-        assert plain(nodes[other].decoded(one, arrived)) == plain(message)
+        (arrived,) = came(*packed(nodes[one].encode(other, message)))
+        assert plain(nodes[other].decode(one, arrived)) == plain(message)
 
 
 # KKT
@@ -531,29 +538,29 @@ class Skipping:
     """A client of a namespace with a KKT filter, and what it pushes."""
 
     def __init__(self) -> None:
-        about = describe(
+        about = encode_namespace(
             BlockProximal(l1=1.0, rate=1.0),
             width=2,
             dtype="float64",
-            filters=Filters((FilterSpec("KKT", {"l1": 1.0}), CACHING), (COMPRESSION,)),
+            filters=NamespaceFilters((FilterSpec("KKT", {"l1": 1.0}), CACHING), (COMPRESSION,)),
         )
-        self.nodes = {name: Filtering(seed) for seed, name in enumerate(("client", "a", "b"))}
+        self.nodes = {name: NodeFilters(seed) for seed, name in enumerate(("client", "a", "b"))}
         for node in self.nodes.values():
-            node.learn({"w": Space("w", KEYS, 100, about)})
+            node.add_namespaces({"w": NamespaceSpec("w", KEYS, 100, about)})
         self.client = self.nodes["client"]
 
     def pulled(self, server: str, rows: Any, keys: Any) -> None:
         """These are weights and gradients of the keys, all from 0 on if it is None."""
         asked = replace(pull(keys), last=KEYS if keys is not None else len(rows))
-        self.nodes[server].decoded("client", self.client.encoded(server, asked))
+        self.nodes[server].decode("client", self.client.encode(server, asked))
         answer = replace(pulled(np.array(rows, float), keys), last=asked.last)
-        self.client.observe(self.client.decoded(server, self.nodes[server].encoded("client", answer)))
+        self.client.update_kkt(self.client.decode(server, self.nodes[server].encode("client", answer)))
 
     def pushed(self, server: str) -> Any:
         """The keys of a push of the first ten as they come to a server, and its rows."""
         rows = np.arange(20.0).reshape(10, 2)
-        sent = self.client.encoded(server, push(Entries(0, rows, np.arange(10))))
-        content = self.nodes[server].decoded("client", sent).content
+        sent = self.client.encode(server, push(Entries(0, rows, np.arange(10))))
+        content = self.nodes[server].decode("client", sent).content
         assert content.values.tolist() == rows[content.keys].tolist()
         return content.keys.tolist()
 
@@ -574,9 +581,9 @@ def test_what_is_skipped_stays_so_when_a_server_is_lost() -> None:
     one = Skipping()
     one.client.kkt("w").set_margin(0.25)
     one.pulled("a", np.zeros((9, 2)), None)
-    one.client.forget("a")
+    one.client.on_node_gone("a")
     assert one.pushed("b") == [9]
-    assert one.client.report("w")["push"]["KKT"] == Passed(240, 24)
+    assert one.client.report("w")["push"]["KKT"] == FilterBytes(240, 24)
     one.client.kkt("w").set_margin(np.inf)
     assert one.pushed("b") == [*range(10)]
 
@@ -584,9 +591,9 @@ def test_what_is_skipped_stays_so_when_a_server_is_lost() -> None:
 def test_rows_that_are_no_weights_and_gradients_are_a_protocol_error() -> None:
     one = Skipping()
     for rows in (np.zeros(3), np.zeros((3, 3))):
-        one.client.encoded("a", pull(np.arange(3)))
+        one.client.encode("a", pull(np.arange(3)))
         with pytest.raises(ProtocolError, match="expected rows of weight and gradient"):
-            one.client.observe(one.client.decoded("a", pulled(rows)))
+            one.client.update_kkt(one.client.decode("a", pulled(rows)))
 
 
 def test_a_namespace_without_the_filter_skips_nothing() -> None:
@@ -608,8 +615,8 @@ def test_values_that_filters_cannot_send_travel_as_they_are(chain: str) -> None:
     assert plain(ends.answered(bad.values, bad.keys)) == plain(bad.values)
     for seed in (1, 2, 1):  # and what comes behind is filtered again
         message = ends.said(push(some(seed)))
-        assert isinstance(message.content, Encoded)
-        assert np.isfinite(ends.there.decoded("here", message).content.values).all()
+        assert isinstance(message.content, EncodedValues)
+        assert np.isfinite(ends.there.decode("here", message).content.values).all()
 
 
 def test_what_is_too_large_for_compression_travels_as_it_is() -> None:
@@ -627,26 +634,28 @@ def test_what_is_too_large_for_compression_travels_as_it_is() -> None:
 
 
 def test_a_node_that_is_gone_is_forgotten_and_no_other() -> None:
-    ends, third = Ends((CACHING,), (CACHING,)), Filtering(3)
-    third.learn(
+    ends, third = Ends((CACHING,), (CACHING,)), NodeFilters(3)
+    third.add_namespaces(
         {
-            "w": Space(
+            "w": NamespaceSpec(
                 "w",
                 KEYS,
                 100,
-                describe(Sum(), width=0, dtype="float32", filters=Filters((CACHING,), (CACHING,))),
+                encode_namespace(
+                    Sum(), width=0, dtype="float32", filters=NamespaceFilters((CACHING,), (CACHING,))
+                ),
             )
         }
     )
     for message in (push(some(1)), pull(some(1).keys)):
         ends.heard(message)
-        third.decoded("here", ends.here.encoded("third", message))
-    ends.there.forget("here")
+        third.decode("here", ends.here.encode("third", message))
+    ends.there.on_node_gone("here")
     for message in (push(some(1)), pull(some(1).keys)):
         with pytest.raises(ProtocolError, match="signature of keys that came before"):
             ends.heard(message)
-        assert plain(third.decoded("here", ends.here.encoded("third", message))) == plain(message)
-    ends.here.forget("there")
+        assert plain(third.decode("here", ends.here.encode("third", message))) == plain(message)
+    ends.here.on_node_gone("there")
     for message in (push(some(1)), pull(some(1).keys)):
         assert plain(ends.heard(message)) == plain(message)
 
@@ -658,9 +667,9 @@ def test_the_report_adds_up() -> None:
     ends = Ends((CACHING, COMPRESSION), (COMPRESSION,))
     content = Entries(0, np.zeros(100, np.float32), np.arange(100))
     for node in ("there", "third", "there"):
-        ends.here.encoded(node, push(content))
-    ends.here.encoded("there", copy(content))
-    ends.here.encoded("there", pulled(content.values))
+        ends.here.encode(node, push(content))
+    ends.here.encode("there", copy(content))
+    ends.here.encode("there", pulled(content.values))
     found = ends.here.report("w")
     assert {kind: set(one) for kind, one in found.items()} == {
         "push": {"key caching", "compression"},
@@ -668,10 +677,10 @@ def test_the_report_adds_up() -> None:
         "pull": {"compression"},
     }
     caching, compression = found["push"]["key caching"], found["push"]["compression"]
-    assert caching == Passed(3 * 1200, 3 * 416 + 2 * 800)  # to two nodes for the first time
+    assert caching == FilterBytes(3 * 1200, 3 * 416 + 2 * 800)  # to two nodes for the first time
     assert compression.in_bytes == caching.out_bytes
     assert compression.out_bytes < compression.in_bytes
-    assert found["copy"]["key caching"] == Passed(1200, 1216)
+    assert found["copy"]["key caching"] == FilterBytes(1200, 1216)
     assert found["pull"]["compression"].in_bytes == 400
     assert ends.here.report("v") == ends.there.report("w") == {}
 
@@ -687,17 +696,19 @@ def test_the_report_at_the_other_end_is_the_reverse() -> None:
     assert set(sent) == {"push", "ask", "ask heard", "pull"}
     assert set(heard) == {"push heard", "ask", "ask heard", "pull heard"}
     for kind in ("push", "ask", "pull"):
-        assert {name: Passed(*reversed(one)) for name, one in heard[f"{kind} heard"].items()} == sent[kind]
+        assert {name: FilterBytes(*reversed(one)) for name, one in heard[f"{kind} heard"].items()} == sent[
+            kind
+        ]
 
 
 def test_the_report_still_has_what_went_to_a_node_that_is_gone() -> None:
     ends = Ends((CACHING, COMPRESSION))
     ends.heard(push(some(1)))
     here, there = ends.here.report("w"), ends.there.report("w")
-    ends.here.forget("there"), ends.there.forget("here")
+    ends.here.on_node_gone("there"), ends.there.on_node_gone("here")
     assert (ends.here.report("w"), ends.there.report("w")) == (here, there)
     ends.heard(push(some(1)))
-    twice = {name: Passed(2 * one.in_bytes, 2 * one.out_bytes) for name, one in here["push"].items()}
+    twice = {name: FilterBytes(2 * one.in_bytes, 2 * one.out_bytes) for name, one in here["push"].items()}
     assert ends.here.report("w") == {"push": twice}
 
 
@@ -707,27 +718,27 @@ def test_the_report_still_has_what_went_to_a_node_that_is_gone() -> None:
 @pytest.mark.parametrize("about", ["nonsense", None, 3])
 def test_who_uses_a_namespace_with_filters_that_are_none_breaks_the_protocol(about: Any) -> None:
     """Not the manager, which tells all nodes of it."""
-    one = Filtering(1)
-    one.learn({"w": Space("w", KEYS, 100, about)})
+    one = NodeFilters(1)
+    one.add_namespaces({"w": NamespaceSpec("w", KEYS, 100, about)})
     for message in (push(some(1)), pull(some(1).keys)):
         with pytest.raises(ProtocolError, match="expected a namespace with filters"):
-            one.encoded("there", message)
+            one.encode("there", message)
     with pytest.raises(ProtocolError, match="expected a namespace with filters"):
-        one.decoded("there", push(Encoded(None, ONES, None, {})))  # type: ignore[arg-type]
+        one.decode("there", push(EncodedValues(None, ONES, None, {})))  # type: ignore[arg-type]
 
 
 ONES = np.ones(KEYS, np.float32)
 SIGNED = {"key caching": {"signature": b"0" * 16}}
 HOSTILE = {
-    "notes of no filter": Encoded(None, ONES, None, {"nobody": {"a": 1}}),
-    "nothing": Encoded(None, None, None, {}),
-    "a signature of keys that never came": Encoded(None, ONES, None, SIGNED),
-    "another signature than the keys have": Encoded(np.arange(KEYS), ONES, None, SIGNED),
-    "a body without a note": Encoded(None, None, b"body", {}),
-    "keys beyond the range": Encoded(np.arange(KEYS) + 1, ONES, None, {}),
-    "keys in two dimensions": Encoded(np.zeros((2, 2), np.int64), ONES, None, {}),
-    "rows of whole numbers": Encoded(None, ONES.astype(np.int64), None, {}),
-    "too few rows": Encoded(None, ONES[1:], None, {}),
+    "notes of no filter": EncodedValues(None, ONES, None, {"nobody": {"a": 1}}),
+    "nothing": EncodedValues(None, None, None, {}),
+    "a signature of keys that never came": EncodedValues(None, ONES, None, SIGNED),
+    "another signature than the keys have": EncodedValues(np.arange(KEYS), ONES, None, SIGNED),
+    "a body without a note": EncodedValues(None, None, b"body", {}),
+    "keys beyond the range": EncodedValues(np.arange(KEYS) + 1, ONES, None, {}),
+    "keys in two dimensions": EncodedValues(np.zeros((2, 2), np.int64), ONES, None, {}),
+    "rows of whole numbers": EncodedValues(None, ONES.astype(np.int64), None, {}),
+    "too few rows": EncodedValues(None, ONES[1:], None, {}),
 }
 
 
@@ -738,19 +749,19 @@ def test_what_no_chain_gives_is_a_protocol_error(chain: str, what: str) -> None:
     ends, content = Ends((OF_SUMS | OF_STATES)[chain], (COMPRESSION,), update=update), HOSTILE[what]
     for message in (push(some(1)), copy(some(1))):
         with pytest.raises(ProtocolError):
-            ends.there.decoded(
+            ends.there.decode(
                 "here",
                 replace(message, content=content)
                 if isinstance(message, Push)
                 else replace(message, operation=replace(message.operation, content=content)),
             )
-        ends.there.encoded("here", pull(None))
+        ends.there.encode("here", pull(None))
         with pytest.raises(ProtocolError):
-            ends.there.decoded("here", replace(pulled(ONES), content=content))
+            ends.there.decode("here", replace(pulled(ONES), content=content))
 
 
 def test_a_list_of_keys_that_never_came_is_a_protocol_error() -> None:
     ends = Ends(pull=OF_PULLS["all"])
-    for keys in (Encoded(None, None, None, SIGNED), Encoded(np.arange(3), None, None, SIGNED)):
+    for keys in (EncodedValues(None, None, None, SIGNED), EncodedValues(np.arange(3), None, None, SIGNED)):
         with pytest.raises(ProtocolError):
-            ends.there.decoded("here", pull(keys))
+            ends.there.decode("here", pull(keys))

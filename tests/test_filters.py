@@ -18,11 +18,11 @@ from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.filters import (
     KKT,
     Compression,
+    FilterBytes,
     FilterChain,
+    FilterMessage,
     FixedPoint,
     KeyCaching,
-    Message,
-    Passed,
     RandomSkip,
     SignificantlyModified,
     UnknownKeysError,
@@ -39,7 +39,7 @@ def message_of(keys, values, *, first=0, last=None, time=0, namespace="w"):
         keys = np.asarray(keys, np.int64)
     if last is None:
         last = LAST if keys is not None else first + len(values)
-    return Message(namespace=namespace, first=first, last=last, time=time, keys=keys, values=values)
+    return FilterMessage(namespace=namespace, first=first, last=last, time=time, keys=keys, values=values)
 
 
 @st.composite
@@ -115,20 +115,20 @@ def test_what_was_encoded_without_loss_comes_back_bit_for_bit(order, sent):
 @given(messages())
 def test_a_message_is_made_of_entries_and_gives_them_back(message):
     content = Entries(5, message.values, message.keys)
-    made = Message.of("w", message.first, message.last, content, time=message.time)
+    made = FilterMessage.from_entries("w", message.first, message.last, content, time=message.time)
     assert plain(made) == plain(message)
     sender, receiver = both_ends(lambda: KeyCaching(1), Compression)
     came = receiver.decode(sender.encode(made)).entries
-    assert np.array_equal(came.listed(), content.listed())
+    assert np.array_equal(came.key_array(), content.key_array())
     assert (came.keys is None) == (content.keys is None)
     assert came.values.tobytes() == content.values.tobytes()
 
 
 def test_entries_of_other_keys_make_no_message():
     with pytest.raises(ValueError, match="rows from key 0 on, got them from 1 on"):
-        Message.of("w", 0, 2, Entries(1, np.zeros(2)))
+        FilterMessage.from_entries("w", 0, 2, Entries(1, np.zeros(2)))
     with pytest.raises(ValueError, match="values of 3 keys, got 2"):
-        Message.of("w", 0, 3, Entries(0, np.zeros(2)))
+        FilterMessage.from_entries("w", 0, 3, Entries(0, np.zeros(2)))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -431,7 +431,7 @@ def test_kkt_skips_exactly_what_is_zero_and_has_a_gradient_within_the_bound(weig
     """NIPS'14: w = 0 and |g| <= lambda - delta."""
     kkt, keys = KKT(l1=1.0), np.arange(10, 22)
     kkt.set_margin(margin)
-    kkt.learn(keys, weights, gradients)
+    kkt.update_skipped(keys, weights, gradients)
     stays = [
         not (w == 0 and abs(g) <= 1.0 - margin)
         for w, g in zip(weights.tolist(), gradients.tolist(), strict=True)
@@ -446,13 +446,13 @@ def test_kkt_skips_exactly_what_is_zero_and_has_a_gradient_within_the_bound(weig
 
 def test_what_is_skipped_stays_so_until_all_is_taken_back():
     kkt, keys = KKT(l1=1.0), np.array([1, 3, 5])
-    kkt.learn(keys, np.zeros(3), np.zeros(3))
+    kkt.update_skipped(keys, np.zeros(3), np.zeros(3))
     assert kkt.active(keys).all(), "at first, nothing is skipped"
     kkt.set_margin(0.0)
-    kkt.learn(keys, np.zeros(3), np.zeros(3))
-    kkt.learn(np.array([2, 3]), np.zeros(2), np.array([0.0, 9.0]))
+    kkt.update_skipped(keys, np.zeros(3), np.zeros(3))
+    kkt.update_skipped(np.array([2, 3]), np.zeros(2), np.array([0.0, 9.0]))
     kkt.set_margin(2.0)
-    kkt.learn(np.array([0, 4]), np.zeros(2), np.zeros(2))
+    kkt.update_skipped(np.array([0, 4]), np.zeros(2), np.zeros(2))
     assert kkt.active(np.arange(7)).tolist() == [True, False, False, False, True, False, True]
     kkt.set_margin(np.inf)
     assert kkt.active(keys).all()
@@ -479,7 +479,7 @@ def test_with_skipped_coordinates_the_optimum_is_the_same():
             moved = weights[keys] - rate * gradient[keys]
             weights[keys] = np.sign(moved) * np.maximum(np.abs(moved) - rate * l1, 0)
             if is_filtered:
-                kkt.learn(keys, weights[keys], gradient[keys])
+                kkt.update_skipped(keys, weights[keys], gradient[keys])
         return weights, skipped
 
     weights, _ = solve(False)
@@ -506,14 +506,14 @@ def test_the_report_counts_what_went_in_and_came_out():
         receiver.decode(sender.encode(message_of(range(100), values)))
     whole, note, fixed = 1600, 16, 8 + 8 + 7 + 8  # low, high, "float64", width
     assert sender.report() == {
-        "significantly modified": Passed(2 * whole, whole),
-        "key caching": Passed(whole, whole + 2 * note),
-        "fixed point": Passed(whole + 2 * note, 800 + 2 * note + 100 + 2 * fixed),
+        "significantly modified": FilterBytes(2 * whole, whole),
+        "key caching": FilterBytes(whole, whole + 2 * note),
+        "fixed point": FilterBytes(whole + 2 * note, 800 + 2 * note + 100 + 2 * fixed),
     }
     told = receiver.report()
-    assert told["fixed point"] == Passed(*reversed(sender.report()["fixed point"]))
-    assert told["key caching"] == Passed(*reversed(sender.report()["key caching"]))
-    assert told["significantly modified"] == Passed(whole, whole)
+    assert told["fixed point"] == FilterBytes(*reversed(sender.report()["fixed point"]))
+    assert told["key caching"] == FilterBytes(*reversed(sender.report()["key caching"]))
+    assert told["significantly modified"] == FilterBytes(whole, whole)
 
 
 def test_caching_takes_half_of_int64_keys_and_doubles_and_resends_are_counted():
@@ -604,7 +604,7 @@ def test_what_cannot_be_encoded_is_said():
         ((keys[::-1], zeros, zeros), "ascending keys"),
     ):
         with pytest.raises(ValueError, match=words):
-            KKT(1).learn(*arguments)
+            KKT(1).update_skipped(*arguments)
     for margin in (-0.5, math.nan):
         with pytest.raises(ValueError, match=f"a margin of at least 0, got {margin}"):
             KKT(1).set_margin(margin)

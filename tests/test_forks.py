@@ -82,7 +82,7 @@ def forks(rank, say, strategy):
 
     def asks():
         with pytest.raises(OffbeatError, match=f"was forked from worker {rank}, which alone takes part"):
-            session.check()
+            session.raise_if_failed()
         with pytest.raises(OffbeatError, match="was forked from"):
             next(session.batches(batches(0)[0], 2))
 

@@ -17,19 +17,19 @@ from offbeat.runtime.transport.framing import (
     MAX_DATA_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_SHARED_BYTES,
-    PLACE,
-    PLACE_BYTES,
+    SHARED_PAYLOAD,
+    SHARED_PAYLOAD_BYTES,
     VERSION,
     Frame,
+    FrameKind,
     FrameReader,
-    Kind,
-    encode,
-    place_of,
+    encode_frame,
+    shared_slice,
 )
 
 
 def data(tag: int, offset: int, payload: bytes, total: int) -> bytes:
-    return HEADER.pack(MAGIC, VERSION, Kind.DATA, len(payload), tag, offset, total) + payload
+    return HEADER.pack(MAGIC, VERSION, FrameKind.DATA, len(payload), tag, offset, total) + payload
 
 
 def header(**fields: int | bytes) -> bytes:
@@ -37,7 +37,7 @@ def header(**fields: int | bytes) -> bytes:
     good: dict[str, int | bytes] = {
         "magic": MAGIC,
         "version": VERSION,
-        "kind": Kind.DATA,
+        "kind": FrameKind.DATA,
         "length": 10,
         "tag": 1,
         "offset": 0,
@@ -76,7 +76,7 @@ class Receiver:
                 buffer[: len(part)] = part
                 n += len(part)
             position += n
-            self.reader.received(n)
+            self.reader.on_received(n)
             while (frame := self.reader.next_frame()) is not None:
                 self.frames.append((frame.kind, frame.tag, frame.offset, frame.total, self.bytes_of(frame)))
 
@@ -89,17 +89,17 @@ class Receiver:
 
 @st.composite
 def frames(draw: st.DrawFn) -> tuple[int, int, int, int, bytes]:
-    kind = draw(st.sampled_from([Kind.DATA, *(kind for kind in Kind if kind >= Kind.MESSAGE)]))
-    if kind in (Kind.BEAT, Kind.BYE, Kind.SKIP):
+    kind = draw(st.sampled_from([FrameKind.DATA, *(kind for kind in FrameKind if kind >= FrameKind.MESSAGE)]))
+    if kind in (FrameKind.HEARTBEAT, FrameKind.BYE, FrameKind.SKIP):
         return kind, 0, 0, 0, b""
-    if kind in (Kind.REGION, Kind.TAKEN, Kind.WITHDRAW, Kind.ACK):
-        tag = 0 if kind in (Kind.TAKEN, Kind.ACK) else draw(st.integers(1, 1 << 63))
-        return kind, tag, 0, 0 if kind == Kind.WITHDRAW else draw(st.integers(1, 1 << 63)), b""
-    if kind == Kind.SHARED:
+    if kind in (FrameKind.REGION, FrameKind.SHARED_ACK, FrameKind.WITHDRAW, FrameKind.ACK):
+        tag = 0 if kind in (FrameKind.SHARED_ACK, FrameKind.ACK) else draw(st.integers(1, 1 << 63))
+        return kind, tag, 0, 0 if kind == FrameKind.WITHDRAW else draw(st.integers(1, 1 << 63)), b""
+    if kind == FrameKind.SHARED:
         return kind, draw(st.integers(0, 7)), 64, 80_000, draw(st.binary(min_size=24, max_size=24))
     size = draw(st.sampled_from([0, 1, 31, 32, 33, 100, 4000, 4064, 4065, 5000, 40_000, 70_000]))
     payload = bytes([draw(st.integers(0, 255))]) * size
-    if kind == Kind.MESSAGE:
+    if kind == FrameKind.MESSAGE:
         return kind, 0, 0, 0, payload
     if not size:
         return kind, draw(st.integers(0, 7)), 0, 0, b""
@@ -127,7 +127,7 @@ def test_any_split_of_a_stream_gives_the_same_frames(
     ]  # an empty message is posted as empty
     receiver.feed(b"".join(map(packed, sent)), sizes)
     assert receiver.frames == sent
-    assert not receiver.reader.partial
+    assert not receiver.reader.is_partial
 
 
 @pytest.mark.parametrize("size", [1, 100, 5000, 300_000, MAX_DATA_BYTES])
@@ -141,9 +141,9 @@ def test_posted_bytes_land_in_their_destination_without_a_payload(size: int) -> 
         n = min(len(buffer), len(stream) - position)
         buffer[:n] = stream[position : position + n]
         position += n
-        reader.received(n)
+        reader.on_received(n)
         frame = reader.next_frame()
-    assert frame == Frame(Kind.DATA, 5, 0, size, size, None)
+    assert frame == Frame(FrameKind.DATA, 5, 0, size, size, None)
     assert into == b"x" * size
 
 
@@ -157,19 +157,19 @@ def test_the_next_header_comes_with_the_rest_of_a_payload() -> None:
 
 def test_many_small_frames_come_with_one_receive() -> None:
     receiver = Receiver()
-    stream = encode(Kind.MESSAGE, b"hello") * 20
+    stream = encode_frame(FrameKind.MESSAGE, b"hello") * 20
     (buffer,) = receiver.reader.buffers()
     buffer[: len(stream)] = stream
-    receiver.reader.received(len(stream))
+    receiver.reader.on_received(len(stream))
     assert sum(receiver.reader.next_frame() is not None for _ in range(30)) == 20
 
 
 def test_what_is_done_about_a_frame_holds_for_the_next_one() -> None:
     posted: dict[int, bytearray] = {}
     reader = FrameReader(lambda tag, *_: memoryview(posted[tag]) if tag in posted else None)
-    stream = encode(Kind.MESSAGE, b"expect 9") + data(9, 0, b"nine", 4)
+    stream = encode_frame(FrameKind.MESSAGE, b"expect 9") + data(9, 0, b"nine", 4)
     reader.buffers()[0][: len(stream)] = stream
-    reader.received(len(stream))
+    reader.on_received(len(stream))
     assert reader.next_frame() is not None
     posted[9] = bytearray(4)
     frame = reader.next_frame()
@@ -182,9 +182,9 @@ def test_a_diverted_message_is_written_no_more() -> None:
     receiver = Receiver({1: 50_000})
     stream = data(1, 0, b"x" * 50_000, 50_000)
     receiver.feed(stream[:10_000])
-    receiver.reader.divert(0, 2)
-    receiver.feed(stream[10_000:] + encode(Kind.BEAT))
-    assert [frame[0] for frame in receiver.frames] == [Kind.DATA, Kind.BEAT]
+    receiver.reader.discard_tags(0, 2)
+    receiver.feed(stream[10_000:] + encode_frame(FrameKind.HEARTBEAT))
+    assert [frame[0] for frame in receiver.frames] == [FrameKind.DATA, FrameKind.HEARTBEAT]
     assert receiver.posted[1].count(b"x") == 10_000 - HEADER_BYTES
 
 
@@ -192,8 +192,8 @@ def test_a_divert_of_other_tags_changes_nothing() -> None:
     receiver = Receiver({5: 50_000})
     stream = data(5, 0, b"x" * 50_000, 50_000)
     receiver.feed(stream[:10_000])
-    receiver.reader.divert(0, 5)
-    receiver.reader.divert(6, 100)
+    receiver.reader.discard_tags(0, 5)
+    receiver.reader.discard_tags(6, 100)
     receiver.feed(stream[10_000:])
     assert receiver.posted[5] == b"x" * 50_000
 
@@ -214,20 +214,32 @@ def test_a_divert_of_other_tags_changes_nothing() -> None:
         (header(offset=(1 << 64) - 1), "within a message of 10"),
         (header(length=0), "at least one byte of a message of 10"),
         (header(total=11), "expected 10 bytes, got 11"),
-        (header(kind=Kind.MESSAGE), "no tag or offset or total in a MESSAGE frame"),
-        (header(kind=Kind.MESSAGE, length=MAX_MESSAGE_BYTES + 1), "at most 1048576 bytes in a MESSAGE frame"),
-        (header(kind=Kind.BEAT, tag=0, total=0), "at most 0 bytes in a BEAT frame, got 10"),
-        (header(kind=Kind.BYE, length=0, tag=1, total=0), "no tag or offset or total in a BYE frame"),
-        (header(kind=Kind.SHARED), "expected 24 bytes in a SHARED frame, got 10"),
-        (header(kind=Kind.REGION), "at most 0 bytes in a REGION frame, got 10"),
-        (header(kind=Kind.REGION, length=0, offset=1), "a tag and a total and no offset in a REGION frame"),
-        (header(kind=Kind.REGION, length=0, total=0), "a tag and a total and no offset in a REGION frame"),
-        (header(kind=Kind.WITHDRAW, length=0), "a tag and no offset or total in a WITHDRAW frame"),
-        (header(kind=Kind.TAKEN, length=0), "a total and no tag or offset in a TAKEN frame"),
-        (header(kind=Kind.TAKEN, length=0, tag=0, total=0), "a total and no tag or offset in a TAKEN frame"),
-        (header(kind=Kind.ACK, length=0), "a total and no tag or offset in a ACK frame"),
-        (header(kind=Kind.SKIP, length=0, tag=1, total=0), "no tag or offset or total in a SKIP frame"),
-        (header(kind=Kind.HELLO), "a frame that is no handshake, got HELLO"),
+        (header(kind=FrameKind.MESSAGE), "no tag or offset or total in a MESSAGE frame"),
+        (
+            header(kind=FrameKind.MESSAGE, length=MAX_MESSAGE_BYTES + 1),
+            "at most 1048576 bytes in a MESSAGE frame",
+        ),
+        (header(kind=FrameKind.HEARTBEAT, tag=0, total=0), "at most 0 bytes in a BEAT frame, got 10"),
+        (header(kind=FrameKind.BYE, length=0, tag=1, total=0), "no tag or offset or total in a BYE frame"),
+        (header(kind=FrameKind.SHARED), "expected 24 bytes in a SHARED frame, got 10"),
+        (header(kind=FrameKind.REGION), "at most 0 bytes in a REGION frame, got 10"),
+        (
+            header(kind=FrameKind.REGION, length=0, offset=1),
+            "a tag and a total and no offset in a REGION frame",
+        ),
+        (
+            header(kind=FrameKind.REGION, length=0, total=0),
+            "a tag and a total and no offset in a REGION frame",
+        ),
+        (header(kind=FrameKind.WITHDRAW, length=0), "a tag and no offset or total in a WITHDRAW frame"),
+        (header(kind=FrameKind.SHARED_ACK, length=0), "a total and no tag or offset in a TAKEN frame"),
+        (
+            header(kind=FrameKind.SHARED_ACK, length=0, tag=0, total=0),
+            "a total and no tag or offset in a TAKEN frame",
+        ),
+        (header(kind=FrameKind.ACK, length=0), "a total and no tag or offset in a ACK frame"),
+        (header(kind=FrameKind.SKIP, length=0, tag=1, total=0), "no tag or offset or total in a SKIP frame"),
+        (header(kind=FrameKind.HELLO), "a frame that is no handshake, got HELLO"),
     ],
 )
 def test_a_hostile_header_is_refused_with_what_was_expected_and_what_came(bad: bytes, said: str) -> None:
@@ -238,43 +250,62 @@ def test_a_hostile_header_is_refused_with_what_was_expected_and_what_came(bad: b
 
 
 @settings(max_examples=200, deadline=None)
-@given(*[st.integers(0, 1 << 64)] * 4, st.binary(min_size=PLACE_BYTES, max_size=PLACE_BYTES))
+@given(
+    *[st.integers(0, 1 << 64)] * 4, st.binary(min_size=SHARED_PAYLOAD_BYTES, max_size=SHARED_PAYLOAD_BYTES)
+)
 def test_what_a_shared_frame_tells_of_lies_within_its_message_or_is_a_protocol_error(
     offset: int, total: int, near: int, far: int, noise: bytes
 ) -> None:
-    for payload in noise, PLACE.pack(1, 0, near % MAX_SHARED_BYTES), PLACE.pack(1, 0, far % (1 << 64)):
-        frame = Frame(Kind.SHARED, 1, offset, PLACE_BYTES, total, payload)
+    for payload in (
+        noise,
+        SHARED_PAYLOAD.pack(1, 0, near % MAX_SHARED_BYTES),
+        SHARED_PAYLOAD.pack(1, 0, far % (1 << 64)),
+    ):
+        frame = Frame(FrameKind.SHARED, 1, offset, SHARED_PAYLOAD_BYTES, total, payload)
         with suppress(ProtocolError):
-            _, _, length = place_of(frame)
+            _, _, length = shared_slice(frame)
             assert 0 < length <= min(MAX_SHARED_BYTES, total - offset)
 
 
 @pytest.mark.parametrize(
     "kind",
-    [Kind.MESSAGE, Kind.DATA, Kind.BEAT, Kind.BYE, Kind.REGION, Kind.SHARED, Kind.TAKEN, Kind.WITHDRAW],
+    [
+        FrameKind.MESSAGE,
+        FrameKind.DATA,
+        FrameKind.HEARTBEAT,
+        FrameKind.BYE,
+        FrameKind.REGION,
+        FrameKind.SHARED,
+        FrameKind.SHARED_ACK,
+        FrameKind.WITHDRAW,
+    ],
 )
-def test_before_the_handshake_is_done_nothing_else_is_allowed(kind: Kind) -> None:
+def test_before_the_handshake_is_done_nothing_else_is_allowed(kind: FrameKind) -> None:
     reader = FrameReader(None)
     bad = HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0)
     reader.buffers()[0][: len(bad)] = bad
-    reader.received(len(bad))
+    reader.on_received(len(bad))
     with pytest.raises(ProtocolError, match="expected a handshake frame"):
         reader.next_frame()
 
 
 def test_what_came_behind_the_handshake_is_not_lost() -> None:
     reader = FrameReader(None)
-    stream = encode(Kind.WELCOME, b"x") + encode(Kind.MESSAGE, b"first") + encode(Kind.MESSAGE, b"second")
+    stream = (
+        encode_frame(FrameKind.WELCOME, b"x")
+        + encode_frame(FrameKind.MESSAGE, b"first")
+        + encode_frame(FrameKind.MESSAGE, b"second")
+    )
     reader.buffers()[0][: len(stream) - 3] = stream[:-3]
-    reader.received(len(stream) - 3)
+    reader.on_received(len(stream) - 3)
     assert reader.next_frame() is not None
-    reader.establish(lambda *_: None)
+    reader.end_handshake(lambda *_: None)
     first = reader.next_frame()
     assert first is not None
     assert first.payload == b"first"
     assert reader.next_frame() is None
     reader.buffers()[0][:3] = stream[-3:]
-    reader.received(3)
+    reader.on_received(3)
     second = reader.next_frame()
     assert second is not None
     assert second.payload == b"second"
@@ -319,7 +350,7 @@ def test_a_truncated_stream_gives_a_prefix_of_its_frames(
     assert receiver.frames == sent[: len(receiver.frames)]
     assert len(receiver.frames) < len(sent)
     whole = sum(len(packed(frame)) for frame in receiver.frames)
-    assert receiver.reader.partial == (cut > whole)
+    assert receiver.reader.is_partial == (cut > whole)
 
 
 @settings(max_examples=200, deadline=None)

@@ -14,10 +14,10 @@ from disks import files_of_at_most, fill, needs_disk, small_disk
 from jobs import job
 from offbeat.cli.main import main
 from offbeat.events import Event, Joined, Left, StepTimed, Tick
-from offbeat.policies import decide
+from offbeat.policies import dispatch_event
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.strategies import AllReduce
-from offbeat.wire.record import LogWriter, policies_of, read_log, replay
+from offbeat.wire.record import LogWriter, build_policies, read_log, replay
 from runlogs import wait_until
 from test_coordinator import coordinator, goes_on, running_job
 from test_groups import agree, train
@@ -41,31 +41,31 @@ def joined(worker):
         worker=worker,
         world=2,
         peer=f"worker-{worker}",
-        place="host",
+        location="host",
         addresses=("a:1",),
-        model=("weight",),
+        model_signature=("weight",),
         strategy="bsp",
     )
 
 
 def write_until_it_fails(path, size_bytes):
     """Writes a log that cannot grow beyond a size; returns how many events it has, and what was wanted."""
-    policies = policies_of(HEADER)
+    policies = build_policies(HEADER)
     writer = LogWriter(path, HEADER)
     wanted = []
 
     def write(number):
         event = joined(number) if number < 2 else Tick(now_s=float(number))
-        actions = decide(policies, event)
+        actions = dispatch_event(policies, event)
         wanted.append((event, *actions))
-        writer.event(event)
-        writer.actions(actions)
+        writer.add_event(event)
+        writer.add_actions(actions)
         if number % 3 == 2:
             writer.flush()
 
     with files_of_at_most(size_bytes), pytest.raises(OSError, match="File too large"):
         deque(map(write, range(size_bytes)), maxlen=0)
-    writer.abandon()
+    writer.close_unflushed()
     return writer.events, wanted
 
 
@@ -76,7 +76,7 @@ def test_wherever_a_file_cannot_grow_any_more_it_ends_with_a_whole_event(tmp_pat
     for size_bytes in range(begin, begin + 1400, 5):
         events, wanted = write_until_it_fails(tmp_path / "log", size_bytes)
         log = read_log(tmp_path / "log")
-        assert not log.cut_off
+        assert not log.is_truncated
         assert log.entries == [entry for answered in wanted[:events] for entry in answered]
         assert replay(log) is None
         assert (tmp_path / "log").stat().st_size <= size_bytes
@@ -120,7 +120,7 @@ def test_a_coordinator_whose_log_cannot_grow_says_so_once_and_the_job_goes_on(pl
         f"offbeat: the run log {place.log} cannot be written any more ({place.cause}): it is complete "
         f"up to event {events_of(log)}, and the job continues without a log\n"
     )
-    assert not log.cut_off
+    assert not log.is_truncated
     assert replay(log) is None
     assert not any(isinstance(entry, Left) for entry in log.entries)
 
@@ -193,14 +193,14 @@ def test_a_training_of_the_command_line_ends_well_though_its_folder_is_on_a_full
 
 @needs_disk
 def test_what_workers_say_is_left_out_where_it_cannot_be_written(tmp_path):
-    from offbeat.cli.job import Output
+    from offbeat.cli.job import WorkerOutputFile
 
     with small_disk(tmp_path / "disk") as disk:
-        with Output(disk / "output.txt") as output:
-            output.add(0, "hello")
+        with WorkerOutputFile(disk / "output.txt") as output:
+            output.write_line(0, "hello")
             fill(disk)
             for _ in range(1000):
-                output.add(1, "and so on")
+                output.write_line(1, "and so on")
         assert output.error.strerror == "No space left on device"
         assert (disk / "output.txt").read_text().startswith("[worker 0] hello\n[worker 1] and so on\n")
 
@@ -223,8 +223,8 @@ def test_training_goes_on_without_a_trace_that_cannot_be_written(tmp_path, capsy
     (tmp_path / "file").write_text("this is no folder")
     tracer = Tracer(str(tmp_path / "file" / "trace"), 3, first_step=0)
     for step in range(4):
-        tracer.step(step)
-        tracer.add("loop", "compute", 0.0, 1.0)
+        tracer.on_step_start(step)
+        tracer.add_span("loop", "compute", 0.0, 1.0)
     tracer.close()
     path = tmp_path / "file" / "trace" / "worker-3.json"
     assert capsys.readouterr().err == (

@@ -17,7 +17,7 @@ STEADY_S = st.dictionaries(st.integers(0, 9), TIME_S.map(lambda time_s: [time_s]
 def test_predicted_throughput_never_falls_and_rises_by_more_than_the_margin(last_s, out, suspects, margin):
     gate = ThroughputGate(margin)
     before = gate.batches_per_s(last_s, out)
-    chosen = gate.choose(last_s, out=out, suspects=suspects)
+    chosen = gate.workers_to_exclude(last_s, excluded=out, candidates=suspects)
     assert chosen <= suspects - out
     if chosen:
         assert gate.batches_per_s(last_s, out | chosen) > (1 + margin) * before
@@ -26,7 +26,7 @@ def test_predicted_throughput_never_falls_and_rises_by_more_than_the_margin(last
 @given(STEADY_S, st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9), max_size=6))
 def test_of_steady_times_no_other_choice_is_better(last_s, out, suspects):
     gate = ThroughputGate(0.0)
-    chosen = gate.choose(last_s, out=out, suspects=suspects)
+    chosen = gate.workers_to_exclude(last_s, excluded=out, candidates=suspects)
     best = gate.batches_per_s(last_s, out | chosen)
     for size in range(len(suspects) + 1):
         for others in combinations(sorted(suspects), size):
@@ -36,7 +36,7 @@ def test_of_steady_times_no_other_choice_is_better(last_s, out, suspects):
 @given(LAST_S)
 def test_somebody_always_stays(last_s):
     there = {worker for worker, last_s in last_s.items() if last_s}
-    assert not there or ThroughputGate(0.0).choose(last_s, out=[], suspects=there) < there
+    assert not there or ThroughputGate(0.0).workers_to_exclude(last_s, excluded=[], candidates=there) < there
 
 
 @pytest.mark.parametrize(("workers", "factor"), [(2, 2.0), (4, 4 / 3), (8, 8 / 7), (16, 16 / 15)])
@@ -46,17 +46,20 @@ def test_one_of_w_is_left_out_beyond_w_over_w_less_1(workers, factor):
     gate = ThroughputGate(0.0)
     for times, expected in ((1.001, {0}), (0.999, frozenset())):
         last_s = {worker: [0.1 if worker else 0.1 * factor * times] for worker in range(workers)}
-        assert gate.choose(last_s, out=[], suspects=range(workers)) == expected
+        assert gate.workers_to_exclude(last_s, excluded=[], candidates=range(workers)) == expected
 
 
 def test_the_margin_is_asked_for_on_top():
     last_s = {0: [0.14], 1: [0.1], 2: [0.1], 3: [0.1]}  # 1.4 times: a gain of exactly 5 %
-    assert ThroughputGate(0.049).choose(last_s, out=[], suspects=[0]) == {0}
-    assert ThroughputGate(0.051).choose(last_s, out=[], suspects=[0]) == frozenset()
+    assert ThroughputGate(0.049).workers_to_exclude(last_s, excluded=[], candidates=[0]) == {0}
+    assert ThroughputGate(0.051).workers_to_exclude(last_s, excluded=[], candidates=[0]) == frozenset()
 
 
 def test_who_is_no_suspect_stays_however_slow():
-    assert ThroughputGate().choose({0: [9.0], 1: [1.0], 2: [1.0]}, out=[], suspects=[1]) == frozenset()
+    assert (
+        ThroughputGate().workers_to_exclude({0: [9.0], 1: [1.0], 2: [1.0]}, excluded=[], candidates=[1])
+        == frozenset()
+    )
 
 
 def test_throughput_is_that_of_the_slowest_of_each_iteration():
@@ -70,7 +73,7 @@ def test_throughput_is_that_of_the_slowest_of_each_iteration():
 def test_who_is_slow_in_turn_with_others_is_not_worth_leaving_out():
     """Each of four takes three times as long in a quarter of the iterations."""
     last_s = {worker: [0.3 if at % 4 == worker else 0.1 for at in range(20)] for worker in range(4)}
-    assert ThroughputGate().choose(last_s, out=[], suspects=range(4)) == frozenset()
+    assert ThroughputGate().workers_to_exclude(last_s, excluded=[], candidates=range(4)) == frozenset()
 
 
 def test_one_worker_breaks_even_never():

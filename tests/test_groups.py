@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from cluster import run, values
 from jobs import job
-from offbeat.events import EpochEnded, Lost
+from offbeat.events import EndEpoch, Lost
 from offbeat.runtime.collectives import link_exchange
 from offbeat.strategies import AllReduce, PartialAllReduce
 from offbeat.wire.record import read_log
@@ -107,7 +107,7 @@ def test_a_slow_worker_is_left_out_and_holds_the_final_state_all_the_same(tmp_pa
     assert "worker 1: compute time above" in next(g for g in groups if g.members == (0, 2)).reason
     assert groups[-1].joining == (1,)
     assert len(results[0][0]) > 2 * len(results[1][0])
-    assert any(isinstance(entry, EpochEnded) for entry in read_log(log).entries)
+    assert any(isinstance(entry, EndEpoch) for entry in read_log(log).entries)
 
 
 def test_a_worker_that_recovers_comes_back_with_the_state_of_the_others(tmp_path):
@@ -166,14 +166,14 @@ def test_the_others_go_on_when_a_worker_is_killed_while_another_still_computes(v
 def dies_in_the_exchange(rank, say, victim, share):
     def misdeed(session):
         if rank == victim and session.step == 5:
-            arrived = link_exchange._ScheduleRun._arrived
+            arrived = link_exchange._ScheduleRun._on_complete
 
             def die_on_the_way(self, number, first, last):
                 if self._to_receive - (last - first) <= self._plan.received * share:
                     os.kill(os.getpid(), signal.SIGKILL)
                 arrived(self, number, first, last)
 
-            link_exchange._ScheduleRun._arrived = die_on_the_way
+            link_exchange._ScheduleRun._on_complete = die_on_the_way
 
     return train(rank, say, misdeed=misdeed, width=20_000)
 

@@ -12,10 +12,10 @@ import offbeat
 from cluster import run, values
 from offbeat.errors import OffbeatError
 from offbeat.runtime.hybrid.layer_layout import check_layers
-from offbeat.runtime.training.backward import Onlookers
-from offbeat.runtime.training.checks import Forms
-from offbeat.runtime.training.hooks import Hook, do_nothing
-from offbeat.runtime.training.partial_step import PartialSteps
+from offbeat.runtime.training.backward import GradientObservers
+from offbeat.runtime.training.checks import ParameterFormCheck
+from offbeat.runtime.training.hooks import SessionHook, do_nothing
+from offbeat.runtime.training.partial_step import PartialOptimizer
 from offbeat.strategies import AllReduce, Hybrid, PartialAllReduce, ServerBSP
 
 STRATEGIES = {
@@ -161,9 +161,9 @@ def test_only_hooks_that_may_look_at_gradients_keep_them_where_they_are():
     model = Net()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(do_nothing)  # the session's
-    onlookers = Onlookers(model, list(model.parameters()))
+    onlookers = GradientObservers(model, list(model.parameters()))
     before_each(model)
-    assert not onlookers.are_there
+    assert not onlookers.exist
     for register in (
         model.last.bias.register_post_accumulate_grad_hook,
         model.first.register_full_backward_hook,
@@ -171,10 +171,10 @@ def test_only_hooks_that_may_look_at_gradients_keep_them_where_they_are():
         nn.modules.module.register_module_full_backward_hook,
     ):
         handle = register(do_nothing)
-        found = onlookers.are_there
+        found = onlookers.exist
         handle.remove()
         assert found
-        assert not onlookers.are_there
+        assert not onlookers.exist
 
 
 def test_a_step_within_a_backward_pass_is_refused():
@@ -194,9 +194,9 @@ def test_a_step_that_somebody_looks_on_at_is_not_taken_in_parts():
         optimizer = sgd(model)
         optimizer.register_step_pre_hook(do_nothing)
         optimizer.register_step_post_hook(do_nothing)
-        steps = PartialSteps(optimizer)
+        steps = PartialOptimizer(optimizer)
         handle = change(optimizer)
-        possible = steps.are_possible
+        possible = steps.is_possible
         if handle is not None and hasattr(handle, "remove"):
             handle.remove()
         return possible
@@ -220,7 +220,9 @@ def looked_at(model):
     x = batches(99)[0]
     expected = copy.deepcopy(model).eval()(x)
     assert any(hooks_of(model))
-    assert all(hook._call is do_nothing for hook in hooks_of(copy.deepcopy(model)) if isinstance(hook, Hook))
+    assert all(
+        hook._call is do_nothing for hook in hooks_of(copy.deepcopy(model)) if isinstance(hook, SessionHook)
+    )
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -398,7 +400,7 @@ def test_parameters_may_be_laid_out_in_another_order(strategy):
 
 def test_memory_that_was_taken_again_does_not_hide_a_conversion():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(0, 2))
-    forms = Forms(model)
+    forms = ParameterFormCheck(model)
     for _ in range(3):
         model.double().half().float()
         forms.check()

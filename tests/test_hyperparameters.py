@@ -8,10 +8,10 @@ import torch
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.training.hyperparameters import (
-    places_of_numbers,
+    apply_settings,
+    find_numbers,
     plain_settings,
     read_numbers,
-    take_settings,
     write_numbers,
 )
 
@@ -40,15 +40,15 @@ def test_what_is_neither_a_number_nor_plain_is_refused_by_name(value):
 
 def test_numbers_are_found_in_tuples_and_tensors_but_switches_are_none():
     groups = [group(lr=torch.tensor(0.5), betas=(0.9, torch.tensor(0.25)), fused=True, mode="a", eps=None)]
-    places = places_of_numbers(groups)
-    assert [(place.name, place.part) for place in places] == [("betas", 0), ("betas", 1), ("lr", None)]
+    places = find_numbers(groups)
+    assert [(place.name, place.index) for place in places] == [("betas", 0), ("betas", 1), ("lr", None)]
     assert read_numbers(groups, places) == [0.9, 0.25, 0.5]
 
 
 def test_writing_leaves_tensors_and_untouched_values_the_objects_that_they_are():
     rate, beta, betas = torch.tensor(0.5), torch.tensor(0.25), (0.9, 0.99)
     groups = [group(lr=rate, betas=betas, others=[0.5, beta], momentum=0)]
-    places = places_of_numbers(groups)
+    places = find_numbers(groups)
     write_numbers(groups, places, read_numbers(groups, places))
     assert groups[0]["betas"] is betas
     assert type(groups[0]["momentum"]) is int
@@ -67,7 +67,7 @@ def test_taken_settings_are_those_of_the_other_worker_in_ones_own_form():
     )
     rate, beta = torch.tensor(0.7), torch.tensor(0.1)
     own = group(lr=rate, betas=(0.9, beta), foreach=True, mode="a")
-    take_settings(own, plain_settings(theirs))
+    apply_settings(own, plain_settings(theirs))
     assert plain_settings(own) == plain_settings(theirs)
     assert own["lr"] is rate
     assert own["betas"][1] is beta

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from offbeat.runtime.validation.isolation import GlobalRandomness, OwnRandomness, apart
+from offbeat.runtime.validation.isolation import GlobalRandomState, IsolatedRandomness, isolated_evaluation
 
 DRAWS = {
     "rand": lambda: torch.rand(3),
@@ -35,21 +35,21 @@ DRAWS = {
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
 def test_torch_draws_from_a_generator_of_its_own(draw):
-    before = GlobalRandomness()
-    with OwnRandomness(1):
+    before = GlobalRandomState()
+    with IsolatedRandomness(1):
         one = draw()
-    with OwnRandomness(1):
+    with IsolatedRandomness(1):
         again = draw()
-    with OwnRandomness(2):
+    with IsolatedRandomness(2):
         other = draw()
-    assert before.moved() == []
+    assert before.changed_generators() == []
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
 
 
 def test_a_generator_that_is_given_is_the_one():
     generator = torch.Generator().manual_seed(5)
-    with OwnRandomness(1):
+    with IsolatedRandomness(1):
         drawn = torch.rand(3, generator=generator)
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
@@ -65,25 +65,25 @@ def test_a_generator_that_is_given_is_the_one():
     ],
 )
 def test_what_draws_all_the_same_is_found_and_taken_back(draw, name):
-    before = GlobalRandomness()
-    with apart() as moved, OwnRandomness(1):
+    before = GlobalRandomState()
+    with isolated_evaluation() as moved, IsolatedRandomness(1):
         draw()
     assert moved == [name]
-    assert before.moved() == []
+    assert before.changed_generators() == []
     draw()
-    assert before.moved() == [name]
+    assert before.changed_generators() == [name]
 
 
 def test_settings_are_taken_back_also_from_code_that_fails():
     threads = torch.get_num_threads()
-    before = GlobalRandomness()
+    before = GlobalRandomState()
 
     def fail():
         torch.set_num_threads(threads + 1)
         torch.manual_seed(0)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), apart():
+    with pytest.raises(ZeroDivisionError), isolated_evaluation():
         fail()
     assert torch.get_num_threads() == threads
-    assert before.moved() == []
+    assert before.changed_generators() == []

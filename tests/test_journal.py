@@ -40,12 +40,12 @@ def test_a_snapshot_takes_the_place_of_everything_before_it():
         for number, record in enumerate(RECORDS):
             journal.add(record)
             if number % 30 == 29:
-                journal.renew(b"snapshot %d" % number)
+                journal.replace_by_snapshot(b"snapshot %d" % number)
         journal.flush()
 
     journal = fresh(write)
     assert journal.read() == (b"snapshot 179", RECORDS[180:])
-    assert journal.records == 20
+    assert journal.records_since_snapshot == 20
 
 
 @pytest.mark.parametrize("snapshot", [b"", b"a snapshot"])
@@ -54,26 +54,26 @@ def test_wherever_it_was_cut_the_records_before_are_whole_and_it_goes_on_behind_
     lengths = [4 + len(record) for record in RECORDS[:4]]
     for length in range(begin, begin + sum(lengths) + 1):
         journal = Journal()
-        journal.renew(snapshot)
+        journal.replace_by_snapshot(snapshot)
         for record in RECORDS[:4]:
-            journal.add(record)
+            journal.append(record)
         journal.flush()
         os.ftruncate(journal._files[journal._active], length)
         whole = sum(begin + sum(lengths[: count + 1]) <= length for count in range(4))
         assert journal.read() == (snapshot, RECORDS[:whole])
-        journal.add(b"and on")
+        journal.append(b"and on")
         journal.flush()
         assert journal.read() == (snapshot, [*RECORDS[:whole], b"and on"])
 
 
 def test_a_snapshot_that_was_not_finished_is_none():
     journal = Journal()
-    journal.renew(b"the first")
-    journal.add(b"a record")
+    journal.replace_by_snapshot(b"the first")
+    journal.append(b"a record")
     journal.flush()
     os.pwrite(journal._files[1 - journal._active], b"half a snapsh", 16)
     assert journal.read() == (b"the first", [b"a record"])
-    journal.renew(b"the second")
+    journal.replace_by_snapshot(b"the second")
     assert journal.read() == (b"the second", [])
 
 
@@ -85,10 +85,10 @@ def test_a_writer_killed_anywhere_leaves_what_it_had_flushed():
         child = os.fork()
         if not child:
             for number in range(10**9):
-                journal.add(struct.pack("<Q", number) * 100)
+                journal.append(struct.pack("<Q", number) * 100)
                 journal.flush()
                 if number % 7 == 0:
-                    journal.renew(struct.pack("<Q", number) * 100)
+                    journal.replace_by_snapshot(struct.pack("<Q", number) * 100)
                 os.write(writing, struct.pack("<Q", number))
         os.close(writing)
         for _ in range(random.randrange(1, 60)):
@@ -109,9 +109,9 @@ def test_it_stays_small_and_leaves_nothing_in_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     journal = Journal()
     for number in range(10_000):
-        journal.add(bytes(100))
+        journal.append(bytes(100))
         journal.flush()
         if number % 100 == 0:
-            journal.renew(bytes(1000))
-        assert sum(journal.size_bytes) < 20_000
+            journal.replace_by_snapshot(bytes(1000))
+        assert sum(journal.file_sizes_bytes) < 20_000
     assert not list(tmp_path.iterdir())

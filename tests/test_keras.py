@@ -17,10 +17,10 @@ import pytest
 
 keras = pytest.importorskip("keras", reason="Keras is not installed: make test-keras")
 
-from offbeat import Monitor  # noqa: E402
+from offbeat import EarlyStopping  # noqa: E402
 from offbeat.errors import OffbeatError  # noqa: E402
 from offbeat.keras import OverlappedValidation  # noqa: E402
-from offbeat.runtime.validation.isolation import GlobalRandomness  # noqa: E402
+from offbeat.runtime.validation.isolation import GlobalRandomState  # noqa: E402
 
 layers = keras.layers
 EPOCHS = 4
@@ -152,13 +152,13 @@ def test_the_backend_is_the_one_that_was_asked_for():
 def test_training_is_bit_for_bit_what_it_is_without_and_metrics_are_those_of_evaluate(make, workers):
     alone, weights = a_model(make), []
     without = fit(alone, at_epoch_ends(lambda epoch, logs: weights.append(values(alone))))
-    after_alone = GlobalRandomness()
+    after_alone = GlobalRandomState()
 
     model = a_model(make)
     late = OverlappedValidation(X_VAL, Y_VAL, batch_size=8, workers=workers)
     with_it = fit(model, late)
 
-    assert after_alone.moved() == []
+    assert after_alone.changed_generators() == []
     assert same(values(model), values(alone))
     assert {name: with_it.history[name] for name in without.history} == without.history
     if make is noisy and workers > 1:
@@ -265,7 +265,7 @@ def test_other_callbacks_see_metrics_with_sync_only():
 
 def test_a_monitor_ends_training_and_the_best_weights_come_back():
     """The rate is raised after the third epoch so that the loss rises: an early epoch is the best one."""
-    weights, monitor = [], Monitor("val_loss", patience=2)
+    weights, monitor = [], EarlyStopping("val_loss", patience=2)
     model = a_model()
 
     def note(epoch, logs):

@@ -7,7 +7,7 @@ import pytest
 
 from cluster import run, values
 from offbeat.strategies.registry import STRATEGIES, parse_strategy
-from offbeat.wire.record import decode_actions, decode_events, encode, encode_actions
+from offbeat.wire.record import decode_actions, decode_events, encode_actions, encode_events
 from test_record import ACTIONS, EVENTS
 
 THREADS, PROCESSES = 16, 6
@@ -15,7 +15,7 @@ THREADS, PROCESSES = 16, 6
 
 def record():
     for event in EVENTS:
-        decode_events(encode([event]), event.now_s)
+        decode_events(encode_events([event]), event.now_s)
     for action in ACTIONS:
         decode_actions(encode_actions([action]))
 

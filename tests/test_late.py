@@ -13,7 +13,7 @@ import test_data_once
 import test_groups
 from cluster import run, values
 from jobs import job
-from offbeat.events import Brought, Lend, Settle
+from offbeat.events import AssignLateBlock, LateGradientArrived, ResolveLateBlock
 from offbeat.runtime.collectives import link_exchange
 from offbeat.runtime.data import late_gradients
 from offbeat.strategies import PartialAllReduce
@@ -29,7 +29,7 @@ STRATEGY = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=
 
 def late_ones(log):
     """The gradients that counted."""
-    return [settled for settled in entries_of(log, Settle) if settled.counts]
+    return [settled for settled in entries_of(log, ResolveLateBlock) if settled.counts]
 
 
 def counts(rank, say, strategy=STRATEGY, epochs=4, misdeed=None, options=None):
@@ -56,7 +56,7 @@ def once(ended, epochs=4):
 def test_each_sample_is_used_once_whoever_is_late(slow, tmp_path):
     log = tmp_path / "log.jsonl"
     once(run(counts, 3, env={"OFFBEAT_SLOW": slow, "OFFBEAT_RUN_LOG": str(log)}))
-    assert entries_of(log, Lend) or "@" in slow  # who recovers soon joins instead
+    assert entries_of(log, AssignLateBlock) or "@" in slow  # who recovers soon joins instead
     assert replay(read_log(log)) is None
 
 
@@ -64,7 +64,7 @@ def test_nothing_that_is_older_than_allowed_counts(tmp_path):
     log = tmp_path / "log.jsonl"
     strategy = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=2)
     once(run(counts, 3, strategy, env={"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}))
-    assert entries_of(log, Brought)
+    assert entries_of(log, LateGradientArrived)
     assert not late_ones(log)
 
 
@@ -72,7 +72,7 @@ def test_with_two_late_ones_of_four(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20;2:20", "OFFBEAT_RUN_LOG": str(log)}
     once(run(counts, 4, env=env))
-    lent = entries_of(log, Lend)
+    lent = entries_of(log, AssignLateBlock)
     assert {lend.worker for lend in lent} >= {1, 2}
     assert {lend.patron for lend in lent} >= {0, 3}
     assert late_ones(log)
@@ -82,7 +82,7 @@ def test_one_member_alone_is_the_patron_of_all_others(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "0:20;1:20", "OFFBEAT_RUN_LOG": str(log)}
     once(run(counts, 3, env=env))
-    assert {lend.worker for lend in entries_of(log, Lend)} == {0, 1}
+    assert {lend.worker for lend in entries_of(log, AssignLateBlock)} == {0, 1}
     assert late_ones(log)
 
 
@@ -127,7 +127,10 @@ def strikes(rank, say, victim, point, nth):
     return counts(rank, say, epochs=LONG, misdeed=AtALoan(say, point, nth) if rank == victim else None)
 
 
-AS_LATE, AS_PATRON = ("_borrow", "begin", "_send"), ("_look_after", "_give", "_settle", "take_in")
+AS_LATE, AS_PATRON = (
+    ("_accept_block", "begin", "_send"),
+    ("_expect_gradient", "_send_parameters", "_resolve", "take_in"),
+)
 
 
 @pytest.mark.parametrize(
@@ -142,14 +145,14 @@ def test_whoever_is_killed_at_whatever_point_of_a_loan(victim, point):
 def dies_in_the_exchange(rank, say, victim, share):
     def misdeed(session):
         if rank == victim:
-            begin = link_exchange._ScheduleRun._arrived
+            begin = link_exchange._ScheduleRun._on_complete
 
             def die_on_the_way(self, number, first, last):
                 if self._to_receive - (last - first) <= self._plan.received * share and is_in(session):
                     os.kill(os.getpid(), signal.SIGKILL)
                 begin(self, number, first, last)
 
-            link_exchange._ScheduleRun._arrived = die_on_the_way
+            link_exchange._ScheduleRun._on_complete = die_on_the_way
 
     def is_in(session):
         return bool(session._synchronizer.grouping.late.guests)
@@ -189,7 +192,8 @@ def test_whoever_hangs_at_whatever_point_of_a_loan_and_goes_on(victim, point, tm
         running.said(victim)
         if victim:
             wait_until(
-                lambda: len(entries_of(log, Lend)) == len(entries_of(log, Settle)), "an answer to each"
+                lambda: len(entries_of(log, AssignLateBlock)) == len(entries_of(log, ResolveLateBlock)),
+                "an answer to each",
             )
         else:
             wait_for_group_without(log, 0)
@@ -207,7 +211,7 @@ def test_with_gradients_accumulated_over_batches(tmp_path):
     ended = run(accumulates, 3, env={"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)})
     assert {len(values([one])[0][0]) for one in ended} == {SAMPLES}
     assert all(all(uses) for uses, _ in values(ended))
-    assert entries_of(log, Lend)
+    assert entries_of(log, AssignLateBlock)
 
 
 def test_through_a_data_loader(tmp_path):
@@ -221,8 +225,8 @@ def test_while_the_coordinator_is_killed(tmp_path):
     log = tmp_path / "log.jsonl"
     with job(counts, 3, STRATEGY, 8, env={"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}) as running:
         for _ in range(3):
-            before = len(entries_of(log, Brought))
-            wait_until(lambda: len(entries_of(log, Brought)) > before, "more")  # noqa: B023 (asked at once)
+            before = len(entries_of(log, LateGradientArrived))
+            wait_until(lambda: len(entries_of(log, LateGradientArrived)) > before, "more")  # noqa: B023 (asked at once)
             os.kill(running.coordinator(), signal.SIGKILL)
         once(running.ends(), 8)
     assert replay(read_log(log)) is None

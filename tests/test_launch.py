@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.launch import Outcome, Workers, free_port, launch, summary
-from offbeat.runtime.processes.child import tied
+from offbeat.runtime.launch import LaunchedWorkers, WorkerOutcome, find_free_port, launch, outcome_summary
+from offbeat.runtime.processes.child import tied_command
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starting workers needs Linux")
 
@@ -67,8 +67,8 @@ def test_each_worker_knows_its_place() -> None:
     with launch(python(code), 3, env={"MINE": "yes"}, master_port=4321, on_output=output) as workers:
         outcomes = workers.wait(LIMIT_S)
     assert sorted(output.lines) == [(r, f"{r} 3 {r} 3 127.0.0.1 4321 yes") for r in range(3)]
-    assert [(o.rank, o.returncode, o.ended_because) for o in outcomes] == [(r, 0, None) for r in range(3)]
-    assert summary(outcomes) == "3 workers ended well"
+    assert [(o.rank, o.returncode, o.end_reason) for o in outcomes] == [(r, 0, None) for r in range(3)]
+    assert outcome_summary(outcomes) == "3 workers ended well"
 
 
 def test_workers_with_the_same_prefix_are_on_one_host() -> None:
@@ -139,7 +139,7 @@ def test_torch_meets_at_the_given_address() -> None:
     output = Output()
     with launch(python(code), 2, on_output=output) as workers:
         outcomes = workers.wait(LIMIT_S)
-    assert summary(outcomes) == "2 workers ended well"
+    assert outcome_summary(outcomes) == "2 workers ended well"
     assert {(0, "[3.0, 3.0]"), (1, "[3.0, 3.0]")} <= set(output.lines)
 
 
@@ -159,10 +159,10 @@ def test_a_killed_worker_does_not_take_the_others_along_at_once() -> None:
         assert ended(workers.pids[1])
         workers.kill(0, signal.SIGUSR1)
         outcomes = workers.wait(LIMIT_S)
-    assert [(o.returncode, o.ended_because) for o in outcomes] == [(1, None), (-signal.SIGKILL, None)]
+    assert [(o.returncode, o.end_reason) for o in outcomes] == [(1, None), (-signal.SIGKILL, None)]
     assert outcomes[0].tail == ("lost worker 1",)
     assert outcomes[1].ended_s <= outcomes[0].ended_s
-    assert summary(outcomes).startswith("worker 1 was killed by SIGKILL")
+    assert outcome_summary(outcomes).startswith("worker 1 was killed by SIGKILL")
 
 
 def test_workers_that_outstay_the_grace_period_are_ended_and_that_is_said() -> None:
@@ -171,8 +171,8 @@ def test_workers_that_outstay_the_grace_period_are_ended_and_that_is_said() -> N
         outcomes = workers.wait(LIMIT_S)
     why = "it had not ended 0.1 s after worker 1 failed"
     assert [o.returncode for o in outcomes] == [-signal.SIGTERM, 1, -signal.SIGTERM]
-    assert [o.ended_because for o in outcomes] == [why, None, why]
-    assert summary(outcomes) == (
+    assert [o.end_reason for o in outcomes] == [why, None, why]
+    assert outcome_summary(outcomes) == (
         "worker 1 failed with exit code 1: RuntimeError: no more data "
         "(the launcher then had to end workers 0, 2)"
     )
@@ -191,7 +191,7 @@ def test_one_that_ends_well_hurries_nobody() -> None:
         output.await_lines(1)
         assert ended(workers.pids[1])
         workers.kill(0, signal.SIGUSR1)
-        assert summary(workers.wait(LIMIT_S)) == "2 workers ended well"
+        assert outcome_summary(workers.wait(LIMIT_S)) == "2 workers ended well"
 
 
 def test_a_worker_that_ignores_sigterm_is_killed() -> None:
@@ -201,7 +201,7 @@ def test_a_worker_that_ignores_sigterm_is_killed() -> None:
         output.await_lines(2)
         outcomes = workers.wait(0.0)
     assert [o.returncode for o in outcomes] == [-signal.SIGKILL] * 2
-    assert summary(outcomes) == (
+    assert outcome_summary(outcomes) == (
         "worker 0 was ended by the launcher because it had not ended 0 s after the launcher began to wait "
         "(as worker 1)"
     )
@@ -220,14 +220,14 @@ def test_a_worker_may_tidy_up_on_sigterm() -> None:
         workers.close()
         outcomes = workers.wait()
     assert (outcomes[0].returncode, outcomes[0].tail) == (1, ("tidied",))
-    assert outcomes[0].ended_because == "the launcher closed"
+    assert outcomes[0].end_reason == "the launcher closed"
 
 
 def test_a_deadline_from_the_launch_holds_without_anybody_waiting() -> None:
     with launch(python(FOR_EVER), 2, deadline_s=0.1) as workers:
         assert all(ended(pid) for pid in workers.pids)
         outcomes = workers.wait(LIMIT_S)
-    assert {o.ended_because for o in outcomes} == {"it had not ended 0.1 s after its start"}
+    assert {o.end_reason for o in outcomes} == {"it had not ended 0.1 s after its start"}
 
 
 def test_a_flood_of_output_never_blocks_a_worker_however_slow_its_reader() -> None:
@@ -298,7 +298,7 @@ def test_an_error_in_on_output_ends_the_job_and_is_raised() -> None:
         assert all(ended(pid) for pid in workers.pids)
         with pytest.raises(LookupError, match="no place for this"):
             workers.wait(LIMIT_S)
-        assert workers.running() == []
+        assert workers.running_ranks() == []
 
 
 def test_what_a_worker_leaves_behind_ends_with_close_and_holds_nobody_up() -> None:
@@ -339,7 +339,7 @@ def test_workers_outlive_the_thread_that_launched_them() -> None:
         "signal.sigwait([signal.SIGUSR1])"
     )
     output = Output()
-    launched: list[Workers] = []
+    launched: list[LaunchedWorkers] = []
     thread = threading.Thread(target=lambda: launched.append(launch(python(code), 1, on_output=output)))
     thread.start()
     thread.join()
@@ -399,7 +399,7 @@ def test_a_tied_process_ends_with_the_thread_that_started_it() -> None:
     code = f"print('ready', flush=True)\n{FOR_EVER}"
 
     def start() -> None:
-        process = subprocess.Popen(tied(python(code)), stdout=subprocess.PIPE)
+        process = subprocess.Popen(tied_command(python(code)), stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
@@ -412,7 +412,9 @@ def test_a_tied_process_ends_with_the_thread_that_started_it() -> None:
 
 
 def test_a_tied_process_is_the_command_itself() -> None:
-    with subprocess.Popen(tied(["sh", "-c", "echo $$; kill -s PIPE $$"]), stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        tied_command(["sh", "-c", "echo $$; kill -s PIPE $$"]), stdout=subprocess.PIPE
+    ) as process:
         assert process.communicate(timeout=LIMIT_S)[0] == f"{process.pid}\n".encode()
     assert process.returncode == -signal.SIGPIPE  # which Python ignores, and must not hand on ignored
 
@@ -421,16 +423,18 @@ def test_a_command_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None
     with launch([str(tmp_path / "none")], 1) as workers:
         outcomes = workers.wait(LIMIT_S)
     said = f"cannot start {tmp_path / 'none'}: No such file or directory"
-    assert summary(outcomes) == f"worker 0 failed with exit code 127: {said}"
+    assert outcome_summary(outcomes) == f"worker 0 failed with exit code 127: {said}"
 
 
 def test_a_free_port_is_free_and_not_one_that_the_kernel_gives_away() -> None:
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(1024 < free_port() < lowest for _ in range(20))
+    assert all(1024 < find_free_port() < lowest for _ in range(20))
 
 
-def outcome(rank: int, returncode: int, ended_s: float, *tail: str, because: str | None = None) -> Outcome:
-    return Outcome(rank=rank, returncode=returncode, ended_s=ended_s, tail=tail, ended_because=because)
+def outcome(
+    rank: int, returncode: int, ended_s: float, *tail: str, because: str | None = None
+) -> WorkerOutcome:
+    return WorkerOutcome(rank=rank, returncode=returncode, ended_s=ended_s, tail=tail, end_reason=because)
 
 
 def test_the_summary_names_the_first_that_failed_by_itself() -> None:
@@ -440,7 +444,7 @@ def test_the_summary_names_the_first_that_failed_by_itself() -> None:
         outcome(2, 7, 2.0, "a", "", "out of cheese ", ""),
         outcome(3, -15, 0.5, because="it was late"),
     ]
-    assert summary(outcomes) == (
+    assert outcome_summary(outcomes) == (
         "worker 2 failed with exit code 7: out of cheese (the launcher then had to end worker 3)"
     )
 
@@ -459,11 +463,11 @@ def test_the_summary_finds_the_exception_among_what_was_said_after_it() -> None:
         "within 5 s",
         "[W1121 socket.cpp:207] some warning",
     )
-    assert summary([outcome(0, 1, 1.0, *tail)]) == (
+    assert outcome_summary([outcome(0, 1, 1.0, *tail)]) == (
         "worker 0 failed with exit code 1: offbeat.errors.WorkerError: worker 2 did not answer"
     )
-    assert summary([outcome(0, 1, 1.0)]) == "worker 0 failed with exit code 1"
-    assert summary([outcome(0, 0, 1.0)]) == "1 worker ended well"
+    assert outcome_summary([outcome(0, 1, 1.0)]) == "worker 0 failed with exit code 1"
+    assert outcome_summary([outcome(0, 0, 1.0)]) == "1 worker ended well"
 
 
 def test_bad_arguments_are_told_at_once() -> None:

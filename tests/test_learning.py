@@ -24,8 +24,8 @@ def bounds(controller: LprController, *losses: float | None) -> list[int]:
     trace = []
     for version, loss in enumerate(losses):
         if loss is not None:
-            controller.stepped(version, 32, loss)
-        controller.completed(version + 1)
+            controller.add_loss(version, 32, loss)
+        controller.complete_versions(version + 1)
         trace.append(controller.s)
     return trace
 
@@ -62,32 +62,32 @@ def test_a_loss_of_zero_has_a_sign_to_its_change_though_no_percentage():
 
 def test_the_loss_of_a_version_is_the_mean_by_samples_of_all_steps_at_its_clock():
     controller = LprController()
-    controller.stepped(0, 10, 1.0)
-    controller.completed(1)
-    controller.stepped(1, 30, 0.9)
-    controller.stepped(2, 10, 5.0)  # the next version's
-    controller.stepped(1, 10, 0.5)
-    controller.completed(2)
+    controller.add_loss(0, 10, 1.0)
+    controller.complete_versions(1)
+    controller.add_loss(1, 30, 0.9)
+    controller.add_loss(2, 10, 5.0)  # the next version's
+    controller.add_loss(1, 10, 0.5)
+    controller.complete_versions(2)
     assert controller.lpr == pytest.approx(20.0)
 
 
 def test_what_nobody_stepped_at_or_said_or_is_of_no_samples_is_passed_over():
     controller = LprController()
-    controller.stepped(3, 10, 1.0)
-    controller.stepped(5, 0, 100.0)
-    controller.stepped(9, 10, 0.9)
-    assert controller.completed(9) == []
+    controller.add_loss(3, 10, 1.0)
+    controller.add_loss(5, 0, 100.0)
+    controller.add_loss(9, 10, 0.9)
+    assert controller.complete_versions(9) == []
     assert controller.lpr is None
-    assert controller.completed(12) == ["the loss fell by 10 % at version 9"]
-    controller.stepped(12, 10, 1.8)
-    assert controller.completed(13) == ["the loss rose by 100 % at version 12"]
+    assert controller.complete_versions(12) == ["the loss fell by 10 % at version 9"]
+    controller.add_loss(12, 10, 1.8)
+    assert controller.complete_versions(13) == ["the loss rose by 100 % at version 12"]
 
 
 def test_several_versions_that_are_complete_at_once_are_weighed_in_order():
     controller = LprController(3)
     for version, loss in ((2, 0.5), (0, 1.0), (1, 0.9)):
-        controller.stepped(version, 1, loss)
-    assert len(controller.completed(3)) == 2
+        controller.add_loss(version, 1, loss)
+    assert len(controller.complete_versions(3)) == 2
     assert controller.s == 5
 
 
@@ -100,9 +100,9 @@ def test_a_loss_that_is_no_number_lowers_the_bound_and_is_not_compared_with(loss
 def test_one_step_without_a_number_makes_it_that_of_its_version():
     controller = LprController(6)
     bounds(controller, 1.0)
-    controller.stepped(1, 32, 0.5)
-    controller.stepped(1, 32, math.nan)
-    controller.completed(2)
+    controller.add_loss(1, 32, 0.5)
+    controller.add_loss(1, 32, math.nan)
+    controller.complete_versions(2)
     assert controller.s == 5
 
 
@@ -127,8 +127,8 @@ def test_with_a_window_the_means_of_the_last_losses_are_compared():
 def test_with_accuracies_the_bound_rises_while_they_do():
     controller = LprController(3, signal="accuracy")
     assert bounds(controller, 0.5, 0.6, 0.61) == [3, 4, 4]
-    controller.stepped(9, 1, 0.305)
-    assert controller.completed(10) == ["the accuracy fell by 50 % at version 9"]
+    controller.add_loss(9, 1, 0.305)
+    assert controller.complete_versions(10) == ["the accuracy fell by 50 % at version 9"]
     assert controller.s == 3
     assert bounds(controller, math.nan) == [3]
 
@@ -157,12 +157,12 @@ def test_the_same_losses_give_the_same_bounds_also_from_a_remembered_state(losse
     again = []
     for version, loss in enumerate(losses):
         if loss is not None:
-            controller.stepped(version, 32, loss)
+            controller.add_loss(version, 32, loss)
         if version == cut:
             state = json.loads(json.dumps(controller.state_dict()))
             controller = LprController(9, **arguments)
             controller.load_state_dict(state)
-        controller.completed(version + 1)
+        controller.complete_versions(version + 1)
         again.append(controller.s)
     assert again == trace
 

@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from offbeat.events import Brought, Deal, Lend, Ready, Settle, Wants
-from offbeat.policies.data.group_assigner import Dealing
+from offbeat.events import (
+    AssignBlocks,
+    AssignLateBlock,
+    LateGradientArrived,
+    Ready,
+    ResolveLateBlock,
+    SamplesRequested,
+)
+from offbeat.policies.data.group_assigner import GroupBlockAssigner
 
 SAMPLES, BATCH = 80, 4
 
@@ -16,32 +23,32 @@ class Job:
     """Members 0 and 1; worker 9 stands outside, in the same epoch, and knows it."""
 
     def __init__(self, staleness: int = 5) -> None:
-        self.dealing = Dealing(staleness)
-        self.dealing.change((0, 1), (), 0)
+        self.dealing = GroupBlockAssigner(staleness)
+        self.dealing.change_group((0, 1), (), 0)
         self.said = [action for worker in (0, 1, 9) for action in self.wants(worker)]
 
     def wants(
         self, worker: int, epoch: int = 0, *, is_last: bool = True, skips: bool = False, round: int = 0
     ) -> list:
-        self.dealing.wants(
-            Wants(
+        self.dealing.on_samples_requested(
+            SamplesRequested(
                 now_s=0.0,
                 worker=worker,
                 epoch=epoch,
                 samples=SAMPLES,
                 batch_size=BATCH,
                 is_last=is_last,
-                skips=skips,
-                ahead=0,
-                taken=(),
+                abandons_previous=skips,
+                blocks_max=0,
+                started_blocks=(),
                 round=round,
-                used=(),
+                consumed_ranges=(),
             )
         )
-        return self.dealing.deals()
+        return self.dealing.pop_actions()
 
     def ready(self, worker: int, round_: int, blocks: tuple[int, ...]) -> list:
-        self.dealing.ready(
+        self.dealing.on_ready(
             Ready(
                 now_s=0.0,
                 worker=worker,
@@ -54,12 +61,14 @@ class Job:
                 blocks=blocks,
             )
         )
-        return self.dealing.deals()
+        return self.dealing.pop_actions()
 
     def brought(self, patron: int, number: int, *, of: int = 0, by: int = 3) -> list:
         """The gradient of parameters of step `of` is there when step `by` has been begun."""
-        self.dealing.brought(Brought(now_s=0.0, worker=patron, late=9, number=number, step=of), by)
-        return self.dealing.deals()
+        self.dealing.on_late_gradient(
+            LateGradientArrived(now_s=0.0, worker=patron, late_worker=9, assignment=number, step=of), by
+        )
+        return self.dealing.pop_actions()
 
     def use_up(self) -> list:
         """The members use all that they get, and ask when they have nothing."""
@@ -71,13 +80,13 @@ class Job:
                 said += new
                 for other in hands:
                     hands[other] += [block.id for block in blocks_of(new, other)]
-            if any(isinstance(action, Deal) and action.over for action in said):
+            if any(isinstance(action, AssignBlocks) and action.is_last for action in said):
                 break
         return said
 
 
 def blocks_of(actions: list, worker: int) -> list:
-    return [b for a in actions if isinstance(a, Deal) and a.worker == worker for b in a.blocks]
+    return [b for a in actions if isinstance(a, AssignBlocks) and a.worker == worker for b in a.blocks]
 
 
 def of(kind: type, actions: list) -> list:
@@ -90,34 +99,38 @@ def only(kind: type, actions: list):
 
 
 def used(job: Job) -> int:
-    return job.dealing._scheduler.used(0)
+    return job.dealing._scheduler.used_count(0)
 
 
 def test_one_outside_is_lent_a_block_that_nobody_else_has_for_a_member():
     job = Job()
-    lend = only(Lend, job.said)
+    lend = only(AssignLateBlock, job.said)
     assert (lend.worker, lend.number, lend.patron) == (9, 0, 0)
     dealt = [b.ranges for worker in (0, 1) for b in blocks_of(job.said, worker)]
     assert lend.block.ranges not in dealt
 
 
 def test_nothing_is_lent_where_late_gradients_are_dropped():
-    dealing = Dealing()
-    dealing.change((0, 1), (), 0)
-    dealing.wishes(9)
+    dealing = GroupBlockAssigner()
+    dealing.change_group((0, 1), (), 0)
+    dealing.on_idle(9)
     job = Job.__new__(Job)
     job.dealing = dealing
-    assert not of(Lend, [action for worker in (0, 1, 9) for action in job.wants(worker)])
+    assert not of(AssignLateBlock, [action for worker in (0, 1, 9) for action in job.wants(worker)])
 
 
 def test_what_was_brought_is_the_patron_s_and_is_used_in_its_round():
     job = Job()
-    block = only(Lend, job.said).block
+    block = only(AssignLateBlock, job.said).block
     said = job.brought(0, 0)
-    assert only(Settle, said) == Settle(
-        worker=0, late=9, number=0, counts=True, reason="its parameters are 4 of at most 5 steps old"
+    assert only(ResolveLateBlock, said) == ResolveLateBlock(
+        worker=0,
+        late_worker=9,
+        assignment=0,
+        is_contributed=True,
+        reason="its parameters are 4 of at most 5 steps old",
     )
-    assert only(Lend, said).number == 1  # and the next one at once
+    assert only(AssignLateBlock, said).number == 1  # and the next one at once
     own = [blocks_of(job.said, worker)[0].id for worker in (0, 1)]
     job.ready(0, 0, (own[0], block.id))
     job.ready(1, 0, (own[1],))
@@ -131,13 +144,13 @@ def test_what_was_brought_is_the_patron_s_and_is_used_in_its_round():
 def test_parameters_may_be_so_old_and_no_older(by, counts):
     """The next round is that of step `by` + 1."""
     job = Job(staleness=5)
-    assert only(Settle, job.brought(0, 0, of=0, by=by)).counts == counts
+    assert only(ResolveLateBlock, job.brought(0, 0, of=0, by=by)).counts == counts
 
 
 def test_what_does_not_count_is_lent_again():
     job = Job()
-    lend = only(Lend, job.said)
-    again = only(Lend, job.brought(0, 0, of=0, by=99))
+    lend = only(AssignLateBlock, job.said)
+    again = only(AssignLateBlock, job.brought(0, 0, of=0, by=99))
     assert (again.number, again.block.ranges) == (1, lend.block.ranges)
 
 
@@ -150,17 +163,17 @@ def test_a_loan_that_was_settled_before_is_not_settled_again():
 
 def test_when_the_late_one_dies_others_get_the_block_and_what_it_brings_does_not_count():
     job = Job()
-    job.dealing.gone(9, is_heard_out=True)
-    assert not only(Settle, job.dealing.deals()).counts
+    job.dealing.on_gone(9, has_reported_all=True)
+    assert not only(ResolveLateBlock, job.dealing.pop_actions()).counts
     assert not job.brought(0, 0)
     assert used_up(job)
 
 
 def test_when_the_patron_dies_another_is_named():
     job = Job()
-    lend = only(Lend, job.said)
-    job.dealing.gone(0, is_heard_out=True)
-    again = only(Lend, job.dealing.deals())
+    lend = only(AssignLateBlock, job.said)
+    job.dealing.on_gone(0, has_reported_all=True)
+    again = only(AssignLateBlock, job.dealing.pop_actions())
     assert again.patron == 1
     assert again.block.id != lend.block.id
     assert not job.brought(0, 0)
@@ -170,54 +183,54 @@ def test_what_a_dead_patron_had_not_used_comes_back():
     job = Job()
     job.brought(0, 0)
     before = job.dealing._scheduler._epochs[0].pooled
-    job.dealing.gone(0, is_heard_out=True)
+    job.dealing.on_gone(0, has_reported_all=True)
     assert job.dealing._scheduler._epochs[0].pooled >= before + BATCH
 
 
 def test_a_round_that_is_repeated_has_the_late_block_again():
     job = Job()
-    block = only(Lend, job.said).block
+    block = only(AssignLateBlock, job.said).block
     job.brought(0, 0)
     own = blocks_of(job.said, 0)[0].id
     job.ready(0, 0, (own, block.id))
-    job.dealing.gone(1, is_heard_out=True)
-    job.dealing.repeat((0,), 0, 0)
+    job.dealing.on_gone(1, has_reported_all=True)
+    job.dealing.repeat_round((0,), 0, 0)
     assert job.dealing._scheduler._rounds[0].keys() == {0}
     assert block in job.dealing._scheduler._rounds[0][0]
 
 
 def test_who_joins_the_group_has_no_loan_any_more():
     job = Job()
-    job.dealing.change((0, 1, 9), (9,), 3)
-    said = job.dealing.deals()
-    assert not only(Settle, said).counts
-    assert next(deal for deal in of(Deal, said) if deal.worker == 9).anew
+    job.dealing.change_group((0, 1, 9), (9,), 3)
+    said = job.dealing.pop_actions()
+    assert not only(ResolveLateBlock, said).counts
+    assert next(deal for deal in of(AssignBlocks, said) if deal.worker == 9).replaces_queue
     assert not job.brought(0, 0)
 
 
 def test_who_leaves_the_epoch_early_has_no_loan_any_more():
     job = Job()
     said = job.wants(9, 1, skips=True)
-    assert not only(Settle, said).counts
+    assert not only(ResolveLateBlock, said).counts
 
 
 def test_when_the_others_wait_for_it_the_block_is_called_in():
     job = Job()
     said = job.use_up()
-    assert only(Settle, said).reason == "other members wait for the block"
+    assert only(ResolveLateBlock, said).reason == "other members wait for the block"
     assert not job.brought(0, 0)
     assert used_up(job, said)
 
 
 def used_up(job: Job, said: list | None = None) -> bool:
     said = job.use_up() if said is None else said
-    return any(deal.over for deal in of(Deal, said))
+    return any(deal.over for deal in of(AssignBlocks, said))
 
 
 def test_it_goes_on_alike_from_its_state():
     one = Job()
     other = Job()
-    other.dealing = Dealing(5)
+    other.dealing = GroupBlockAssigner(5)
     other.dealing.load_state_dict(json.loads(json.dumps(one.dealing.state_dict())))
     assert one.brought(0, 0) == other.brought(0, 0)
     assert one.use_up() == other.use_up()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from offbeat.data import DEFAULT_DIR, DataError
 from offbeat.libsvm import read_libsvm, write_libsvm
-from offbeat.numerics.powerlaw import FEATURES_MAX, power_law
+from offbeat.numerics.powerlaw import FEATURES_MAX, power_law_blocks
 from offbeat.numerics.proximal_newton import solve
-from offbeat.numerics.sparse import SignedColumns, SparseRows, joined
+from offbeat.numerics.sparse import SignedColumns, SparseRows, concatenate_rows
 
 
 def read(folder: Path, text: bytes, **rows: int) -> SparseRows:
@@ -120,16 +120,16 @@ def test_a_part_read_is_a_part_of_what_is_read(tmp_path_factory, data, count):
     whole = read_libsvm(path)
     assert len(whole) == count
     part = read_libsvm(path, first=first, stop=stop)
-    assert same(part, whole.part(first, stop))
+    assert same(part, whole.row_range(first, stop))
     assert part.labels.tolist() == list(range(first, stop))
-    assert same(read_libsvm(path, first=first, stop=count + 5), whole.part(first, count))
-    assert same(joined([whole.part(0, first), part, whole.part(stop, count)]), whole)
+    assert same(read_libsvm(path, first=first, stop=count + 5), whole.row_range(first, count))
+    assert same(concatenate_rows([whole.row_range(0, first), part, whole.row_range(stop, count)]), whole)
 
 
 @pytest.mark.parametrize(("first", "stop"), [(-1, 2), (2, 1), (0, 41)])
 def test_rows_that_cannot_be_are_refused(tmp_path, first, stop):
     with pytest.raises(ValueError, match=f"rows within 0 to 40, got {first} to {stop}"):
-        power_law_rows(40).part(first, stop)
+        power_law_rows(40).row_range(first, stop)
     if stop < 41:
         with pytest.raises(ValueError, match=f"got {first} to {stop}"):
             read_libsvm(tmp_path / "missing", first=first, stop=stop)
@@ -142,7 +142,7 @@ def test_lengths_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="the first start, the end and the number of keys"):
         SparseRows(labels=rows.labels, starts=rows.starts, keys=rows.keys[1:], values=rows.values)
     with pytest.raises(ValueError, match="at least one part"):
-        joined([])
+        concatenate_rows([])
 
 
 # Columns ------------------------------------------------------------------------------------------------
@@ -155,42 +155,42 @@ def test_columns_hold_each_value_times_its_label():
         keys=np.array([5, 2**62, 1, 5]),
         values=np.array([1.0, 2.0, 3.0, 4.0]),
     )
-    columns = SignedColumns.of(rows)
+    columns = SignedColumns.from_rows(rows)
     assert (len(columns), columns.height) == (3, 3)
     assert columns.keys.tolist() == [1, 5, 2**62]
     assert columns.starts.tolist() == [0, 1, 3, 4]
     assert columns.rows.tolist() == [2, 0, 2, 0]
     assert columns.values.tolist() == [-3, 1, -4, 2]
-    assert columns.times(np.array([1.0, 10.0, 100.0])).tolist() == [210, 0, -43]
-    assert columns.sums(columns.values).tolist() == [-3, -3, 2]
-    assert columns.places(2, 2**62) == slice(1, 2)
-    assert columns.places(5, 2**62 + 1) == columns.places(2, 2**63) == slice(1, 3)
+    assert columns.multiply(np.array([1.0, 10.0, 100.0])).tolist() == [210, 0, -43]
+    assert columns.column_sums(columns.values).tolist() == [-3, -3, 2]
+    assert columns.column_slice(2, 2**62) == slice(1, 2)
+    assert columns.column_slice(5, 2**62 + 1) == columns.column_slice(2, 2**63) == slice(1, 3)
 
 
 def test_the_rows_of_each_column_ascend():
     """So sums over a column are taken in one order."""
-    columns = SignedColumns.of(power_law_rows(500, features=20))
+    columns = SignedColumns.from_rows(power_law_rows(500, features=20))
     for place in range(len(columns)):
-        assert (np.diff(columns.block(slice(place, place + 1)).rows) > 0).all()
+        assert (np.diff(columns.slice_columns(slice(place, place + 1)).rows) > 0).all()
 
 
 # Made-up rows -------------------------------------------------------------------------------------------
 
 
 def power_law_rows(rows: int, **arguments: object) -> SparseRows:
-    blocks = list(power_law(rows, **{"features": 1000, "seed": 3, **arguments}))  # type: ignore[arg-type]
-    return joined(blocks)
+    blocks = list(power_law_blocks(rows, **{"features": 1000, "seed": 3, **arguments}))  # type: ignore[arg-type]
+    return concatenate_rows(blocks)
 
 
 def test_each_block_is_the_same_whoever_makes_it():
-    whole = list(power_law(1050, 10**9, 3, rows_of_block=100))
+    whole = list(power_law_blocks(1050, 10**9, 3, rows_per_block=100))
     assert [len(block) for block in whole] == [100] * 10 + [50]
     for part in range(3):
-        mine = list(power_law(1050, 10**9, 3, rows_of_block=100, part=part, parts=3))
+        mine = list(power_law_blocks(1050, 10**9, 3, rows_per_block=100, part=part, parts=3))
         assert len(mine) == len(whole[part::3])
         assert all(same(one, other) for one, other in zip(mine, whole[part::3], strict=True))
     assert not same(whole[0], whole[1])
-    assert not same(whole[0], next(power_law(1050, 10**9, 4, rows_of_block=100)))
+    assert not same(whole[0], next(power_law_blocks(1050, 10**9, 4, rows_per_block=100)))
 
 
 def test_rows_are_sound_and_nothing_is_as_long_as_there_are_features():
@@ -200,7 +200,7 @@ def test_rows_are_sound_and_nothing_is_as_long_as_there_are_features():
     assert set(rows.values) == {1.0}
     assert 0 <= rows.keys.min() <= rows.keys.max() < FEATURES_MAX
     for row in range(len(rows)):
-        part = rows.part(row, row + 1)
+        part = rows.row_range(row, row + 1)
         assert 1 <= len(part.keys) <= 20
         assert (np.diff(part.keys) > 0).all()
 
@@ -224,8 +224,8 @@ def test_frequent_features_are_spread_over_the_keys():
 
 
 def test_labels_follow_a_model_that_can_be_learnt():
-    train, test = list(power_law(4000, 50, 3, exponent=0.5, rows_of_block=2000))
-    columns = SignedColumns.of(train)
+    train, test = list(power_law_blocks(4000, 50, 3, exponent=0.5, rows_per_block=2000))
+    columns = SignedColumns.from_rows(train)
     found = solve(columns, 5.0)
     weights = np.zeros(50)
     weights[columns.keys] = found.weights
@@ -268,4 +268,4 @@ def test_a9a():
     assert (rows.labels == 1).sum() == text.count(b"+1 ") == 7841
     assert (rows.labels == -1).sum() == len(rows) - 7841
     part = read_libsvm(path, first=20_000, stop=20_010)
-    assert same(part, rows.part(20_000, 20_010))
+    assert same(part, rows.row_range(20_000, 20_010))

@@ -17,8 +17,8 @@ import pytest
 import nodes
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents, take_long
 from offbeat.errors import LinkError, ProtocolError
-from offbeat.runtime.transport.framing import HEADER, HEADER_BYTES, MAGIC, VERSION, Kind, encode
-from offbeat.runtime.transport.io_loop import READ
+from offbeat.runtime.transport.framing import HEADER, HEADER_BYTES, MAGIC, VERSION, FrameKind, encode_frame
+from offbeat.runtime.transport.io_loop import EPOLL_READ
 
 node, pair = nodes.node, nodes.pair  # the fixtures
 
@@ -30,7 +30,7 @@ def test_a_message_arrives_with_the_name_of_its_sender_and_is_answered_on_the_sa
     node: Callable[..., Node],
 ) -> None:
     a, b = node("a"), node("b")
-    a.links.introduce("b", b.links.addresses)
+    a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello")
     assert b.message() == ("a", b"hello")
     b.links.send("a", b"")  # b was never told where a is
@@ -61,9 +61,9 @@ def test_bytes_arrive_exactly_in_pieces_that_begin_at_multiples_of_64_kib(
     node: Callable[..., Node], transport: str, size: int
 ) -> None:
     a, b = node("a"), node("b", unix=transport == "unix")
-    a.links.introduce("b", b.links.addresses)
+    a.links.add_peer("b", b.links.addresses)
     arrival = Arrival(b, "a", 7, size)
-    a.links.put("b", 7, memoryview(contents(size)))
+    a.links.send_tensor("b", 7, memoryview(contents(size)))
     assert arrival.whole() == contents(size)
     assert sum(length for _, length in arrival.pieces) == size
     assert all(offset % (64 * KIB) == 0 for offset, _ in arrival.pieces)
@@ -73,7 +73,7 @@ def test_a_buffer_of_any_format_and_shape_is_sent_as_its_bytes(pair: tuple[Node,
     a, b = pair
     shaped = memoryview(bytearray(contents(96))).cast("f", shape=[4, 6])
     arrival = Arrival(b, "a", 1, 96)
-    a.links.put("b", 1, shaped)
+    a.links.send_tensor("b", 1, shaped)
     assert arrival.whole() == contents(96)
 
 
@@ -85,14 +85,14 @@ def test_a_message_may_be_put_in_pieces_and_in_any_order(pair: tuple[Node, Node]
     ranges = list(pairwise(cuts))
     random.Random(1).shuffle(ranges)
     for first, last in ranges:
-        a.links.put("b", 1, whole[first:last], offset=first, total=MIB)
+        a.links.send_tensor("b", 1, whole[first:last], offset=first, total=MIB)
     assert arrival.whole() == whole
 
 
 def test_data_that_came_before_it_was_expected_is_delivered_at_once(pair: tuple[Node, Node]) -> None:
     a, b = pair
     for tag, size in enumerate([0, 10, 100_000, MIB]):
-        a.links.put("b", tag, memoryview(contents(size)))
+        a.links.send_tensor("b", tag, memoryview(contents(size)))
     a.links.send("b", b"behind")  # overtakes some of them
     assert a.links.flush(DEADLINE_S)
     assert b.message() == ("a", b"behind")
@@ -103,12 +103,12 @@ def test_data_that_came_before_it_was_expected_is_delivered_at_once(pair: tuple[
 def test_a_message_half_of_which_came_early_arrives_whole(pair: tuple[Node, Node]) -> None:
     a, b = pair
     whole = memoryview(contents(MIB))
-    a.links.put("b", 1, whole[: MIB // 2], total=MIB)
+    a.links.send_tensor("b", 1, whole[: MIB // 2], total=MIB)
     assert a.links.flush(DEADLINE_S)
     a.links.send("b", b"half")
     b.message()
     arrival = Arrival(b, "a", 1, MIB)
-    a.links.put("b", 1, whole[MIB // 2 :], offset=MIB // 2)
+    a.links.send_tensor("b", 1, whole[MIB // 2 :], offset=MIB // 2)
     assert arrival.whole() == whole
 
 
@@ -120,7 +120,7 @@ def test_many_messages_in_both_directions_arrive_exactly(pair: tuple[Node, Node]
         for tag, size in enumerate(sizes):
             if tag % 3:
                 arrivals.append((tag, Arrival(receiver, sender.links.name, tag, size)))
-            sender.links.put(
+            sender.links.send_tensor(
                 receiver.links.name, tag, memoryview(contents(size, tag)), priority=chance.randrange(-2, 3)
             )
             if not tag % 3:
@@ -139,7 +139,7 @@ def test_a_ring_sends_on_from_within_on_data(node: Callable[..., Node]) -> None:
 
     def onward(me: str, to: str, offset: int, length: int) -> None:
         piece = memoryview(buffers[me])[offset : offset + length]
-        nodes[me].links.put(to, 1, piece, offset=offset, total=size)
+        nodes[me].links.send_tensor(to, 1, piece, offset=offset, total=size)
 
     def at_home(offset: int, length: int) -> None:
         nonlocal came
@@ -149,10 +149,10 @@ def test_a_ring_sends_on_from_within_on_data(node: Callable[..., Node]) -> None:
 
     for i, name in enumerate(names):
         left, right = names[i - 1], names[(i + 1) % 4]
-        nodes[name].links.introduce(right, nodes[right].links.addresses)
+        nodes[name].links.add_peer(right, nodes[right].links.addresses)
         on_data = partial(onward, name, right) if i else at_home
-        nodes[name].links.expect(left, 1, memoryview(buffers[name]), on_data)
-    nodes["w0"].links.put("w1", 1, memoryview(contents(size)))
+        nodes[name].links.post_receive(left, 1, memoryview(buffers[name]), on_data)
+    nodes["w0"].links.send_tensor("w1", 1, memoryview(contents(size)))
     assert home.wait(DEADLINE_S)
     assert buffers["w0"] == contents(size)
 
@@ -167,7 +167,7 @@ def test_done_is_called_in_the_io_thread_once_and_the_buffer_may_change_then(pai
         data[:] = bytes(4 * MIB)
         said.put(threading.current_thread().name)
 
-    a.links.put("b", 1, memoryview(data), done=done)
+    a.links.send_tensor("b", 1, memoryview(data), on_done=done)
     assert arrival.whole() == contents(4 * MIB)
     assert said.get(timeout=DEADLINE_S) == "links of a"
     assert said.empty()
@@ -176,18 +176,18 @@ def test_done_is_called_in_the_io_thread_once_and_the_buffer_may_change_then(pai
 def test_an_empty_piece_is_done_and_not_sent(pair: tuple[Node, Node]) -> None:
     a, b = pair
     done = threading.Event()
-    a.links.put("b", 1, memoryview(b""), offset=3, total=10, done=done.set)
+    a.links.send_tensor("b", 1, memoryview(b""), offset=3, total=10, on_done=done.set)
     assert done.wait(DEADLINE_S)
     arrival = Arrival(b, "a", 1, 10)
-    a.links.put("b", 1, memoryview(contents(10)))
+    a.links.send_tensor("b", 1, memoryview(contents(10)))
     assert arrival.whole() == contents(10)
 
 
 def test_bytes_that_come_twice_break_the_protocol(pair: tuple[Node, Node]) -> None:
     a, b = pair
     Arrival(b, "a", 1, 100)
-    a.links.put("b", 1, memoryview(bytes(60)), total=100)
-    a.links.put("b", 1, memoryview(bytes(60)), offset=40, total=100)
+    a.links.send_tensor("b", 1, memoryview(bytes(60)), total=100)
+    a.links.send_tensor("b", 1, memoryview(bytes(60)), offset=40, total=100)
     error = b.loss()
     assert error.peer == "a"
     assert "a broke the protocol: bytes 40 to 100 of message 0x1 overlap bytes already received" in str(error)
@@ -199,12 +199,12 @@ def test_a_message_of_another_size_than_expected_breaks_the_protocol(
 ) -> None:
     a, b = pair
     if early:
-        a.links.put("b", 1, memoryview(bytes(60)))
+        a.links.send_tensor("b", 1, memoryview(bytes(60)))
         assert a.links.flush(DEADLINE_S)
         a.links.send("b", b"sent")
         b.message()
     Arrival(b, "a", 1, 100)
-    a.links.put("b", 1, memoryview(bytes(60)))
+    a.links.send_tensor("b", 1, memoryview(bytes(60)))
     assert "expected message 0x1 to have 100 bytes, got 60" in str(b.loss())
 
 
@@ -212,7 +212,7 @@ def test_too_much_early_data_pauses_reading_until_it_is_expected(pair: tuple[Nod
     a, b = pair
     data = memoryview(contents(MIB))
     for tag in range(300):
-        a.links.put("b", tag, data)
+        a.links.send_tensor("b", tag, data)
     a.links.send("b", b"hello")
     b.message()
     assert not a.links.flush(1.0)  # what is beyond the limit does not fit in the kernel
@@ -227,14 +227,14 @@ def test_too_much_early_data_pauses_reading_until_it_is_expected(pair: tuple[Nod
 
 def test_what_is_forgotten_is_neither_sent_nor_received_nor_kept(pair: tuple[Node, Node]) -> None:
     a, b = pair
-    a.links.put("b", 1 << 32, memoryview(contents(100)))  # comes early
+    a.links.send_tensor("b", 1 << 32, memoryview(contents(100)))  # comes early
     assert a.links.flush(DEADLINE_S)
     a.links.send("b", b"early")
     b.message()
     posted = Arrival(b, "a", (1 << 32) + 1, 100)
-    b.links.forget(1 << 32, 2 << 32)
-    a.links.put("b", (1 << 32) + 1, memoryview(contents(100)))  # comes late
-    a.links.put("b", 2 << 32, memoryview(contents(100)))
+    b.links.cancel(1 << 32, 2 << 32)
+    a.links.send_tensor("b", (1 << 32) + 1, memoryview(contents(100)))  # comes late
+    a.links.send_tensor("b", 2 << 32, memoryview(contents(100)))
     again = Arrival(b, "a", 1 << 32, 100)
     assert Arrival(b, "a", 2 << 32, 100).whole() == contents(100)
     assert not posted.pieces
@@ -250,14 +250,14 @@ def test_after_forget_a_buffer_is_written_no_more_though_its_message_is_under_wa
     a = Stranger("a", b).greet()
     arrival = Arrival(b, "a", 1, 600 * KIB)
     begun = threading.Event()
-    b.links.expect("a", 2, memoryview(bytearray(10)), lambda *_: begun.set())
-    a.sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.DATA, 10, 2, 0, 10) + bytes(10))
-    a.sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.DATA, 600 * KIB, 1, 0, 600 * KIB) + b"x" * 300 * KIB)
+    b.links.post_receive("a", 2, memoryview(bytearray(10)), lambda *_: begun.set())
+    a.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.DATA, 10, 2, 0, 10) + bytes(10))
+    a.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.DATA, 600 * KIB, 1, 0, 600 * KIB) + b"x" * 300 * KIB)
     assert begun.wait(DEADLINE_S)
-    b.links.forget(1, 2)
+    b.links.cancel(1, 2)
     arrival.buffer[:] = bytes(600 * KIB)
     hello = b"hello"
-    a.sock.sendall(b"x" * 300 * KIB + HEADER.pack(MAGIC, VERSION, Kind.MESSAGE, 5, 0, 0, 0) + hello)
+    a.sock.sendall(b"x" * 300 * KIB + HEADER.pack(MAGIC, VERSION, FrameKind.MESSAGE, 5, 0, 0, 0) + hello)
     assert b.message() == ("a", hello)
     assert arrival.buffer == bytes(600 * KIB)
     assert not arrival.pieces
@@ -270,12 +270,12 @@ def test_after_forget_queued_bytes_are_not_read_any_more_and_the_stream_stays_wh
     b = Stranger("b", a).greet()
     data = bytearray(b"x" * 8 * MIB)
     done: list[bool] = []
-    a.links.put("b", 1, memoryview(data), done=lambda: done.append(True))
-    a.links.forget(1, 2)
+    a.links.send_tensor("b", 1, memoryview(data), on_done=lambda: done.append(True))
+    a.links.cancel(1, 2)
     data[:] = b"y" * 8 * MIB
     a.links.send("b", b"behind")
     came = 0
-    while (frame := b.frame()).kind == Kind.DATA:
+    while (frame := b.frame()).kind == FrameKind.DATA:
         assert frame.payload is not None
         assert b"y" not in frame.payload
         came += frame.length
@@ -287,9 +287,9 @@ def test_after_forget_queued_bytes_are_not_read_any_more_and_the_stream_stays_wh
 def test_what_is_put_after_it_was_forgotten_is_not_sent(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a).greet()
-    a.links.forget(5, 10)
+    a.links.cancel(5, 10)
     for tag in (9, 5, 10, 4):
-        a.links.put("b", tag, memoryview(b"x"))
+        a.links.send_tensor("b", tag, memoryview(b"x"))
     assert [b.frame().tag, b.frame().tag] == [10, 4]
 
 
@@ -300,7 +300,7 @@ def test_a_socket_with_nothing_left_to_send_does_not_keep_the_thread_busy(node: 
 
     def be_full() -> None:
         assert peer.link is not None
-        peer.link.full = True  # as after a put whose rest was forgotten, between two frames
+        peer.link.is_full = True  # as after a put whose rest was forgotten, between two frames
         a.links._watch(peer, peer.link)
 
     a.in_thread(be_full)
@@ -308,8 +308,8 @@ def test_a_socket_with_nothing_left_to_send_does_not_keep_the_thread_busy(node: 
     assert b.frame().payload == b"hello"
     a.in_thread(be_full)
     for _ in range(3):  # turns of the loop, in which it learns that the socket is writable
-        watched = a.in_thread(lambda: peer.link is not None and peer.link.watched)
-    assert watched == READ
+        watched = a.in_thread(lambda: peer.link is not None and peer.link.watched_events)
+    assert watched == EPOLL_READ
 
 
 def test_forget_from_within_a_callback(pair: tuple[Node, Node]) -> None:
@@ -318,11 +318,11 @@ def test_forget_from_within_a_callback(pair: tuple[Node, Node]) -> None:
 
     def on_data(offset: int, length: int) -> None:
         pieces.append(offset)
-        b.links.forget(1, 2)
+        b.links.cancel(1, 2)
 
-    b.links.expect("a", 1, memoryview(bytearray(4 * MIB)), on_data)
-    a.links.put("b", 1, memoryview(bytes(4 * MIB)))
-    a.links.put("b", 2, memoryview(bytes(10)))
+    b.links.post_receive("a", 1, memoryview(bytearray(4 * MIB)), on_data)
+    a.links.send_tensor("b", 1, memoryview(bytes(4 * MIB)))
+    a.links.send_tensor("b", 2, memoryview(bytes(10)))
     assert Arrival(b, "a", 2, 10).whole() == bytes(10)
     assert pieces == [0]
 
@@ -342,7 +342,9 @@ def test_what_comes_of_a_message_does_not_wait_for_what_comes_of_others(node: Ca
     a = node("a", on_message=on_message)
     b = Stranger("b", a, unix=True).greet()
     with a.busy():
-        b.sock.sendall(b"".join(encode(Kind.MESSAGE, text) for text in (b"first", b"second", b"third")))
+        b.sock.sendall(
+            b"".join(encode_frame(FrameKind.MESSAGE, text) for text in (b"first", b"second", b"third"))
+        )
     assert [answers.get(timeout=DEADLINE_S) for _ in range(2)] == [b"to first", b"to second"]
     assert b.frame().payload == b"to third"
 
@@ -359,7 +361,9 @@ def test_who_cannot_be_answered_any_more_is_still_heard_to_the_end(node: Callabl
     b = Stranger("b", a, unix=True).greet()
     said = [b"first", b"second", b"third"]
     with a.busy():
-        b.sock.sendall(b"".join(encode(Kind.MESSAGE, text) for text in said) + encode(Kind.BYE))
+        b.sock.sendall(
+            b"".join(encode_frame(FrameKind.MESSAGE, text) for text in said) + encode_frame(FrameKind.BYE)
+        )
         b.sock.close()
     assert a.left.get(timeout=DEADLINE_S) == "b"
     assert heard == said
@@ -376,13 +380,13 @@ def test_what_is_urgent_is_the_next_frame_after_what_the_kernel_has_taken(
     a = node("a")
     b = Stranger("b", a).greet()
     for tag in range(3):
-        a.links.put("b", tag, memoryview(bytes(16 * MIB)), priority=5)
+        a.links.send_tensor("b", tag, memoryview(bytes(16 * MIB)), priority=5)
 
     def overtake() -> int:
         if urgent == "message":
             a.links.send("b", b"urgent")
         else:
-            a.links.put("b", 9, memoryview(b"urgent"), priority=4)
+            a.links.send_tensor("b", 9, memoryview(b"urgent"), priority=4)
         return a.links.bytes_sent
 
     taken = a.in_thread(overtake)
@@ -400,7 +404,7 @@ def test_puts_of_one_priority_go_in_order_and_a_lower_number_first(node: Callabl
 
     def puts() -> None:
         for tag, priority in enumerate([0, 7, -3, 0, 7]):
-            a.links.put("b", tag, memoryview(bytes(150 * KIB)), priority=priority)
+            a.links.send_tensor("b", tag, memoryview(bytes(150 * KIB)), priority=priority)
 
     a.in_thread(puts)
     order: list[int] = []
@@ -414,11 +418,11 @@ def test_puts_of_one_priority_go_in_order_and_a_lower_number_first(node: Callabl
 
 def test_a_peer_that_does_not_read_stops_nobody_else(node: Callable[..., Node]) -> None:
     a, c = node("a"), node("c")
-    a.links.introduce("c", c.links.addresses)
+    a.links.add_peer("c", c.links.addresses)
     deaf = Stranger("b", a).greet()
-    a.links.put("b", 1, memoryview(bytes(32 * MIB)), priority=-9)
+    a.links.send_tensor("b", 1, memoryview(bytes(32 * MIB)), priority=-9)
     arrival = Arrival(c, "a", 1, 8 * MIB)
-    a.links.put("c", 1, memoryview(contents(8 * MIB)), priority=9)
+    a.links.send_tensor("c", 1, memoryview(contents(8 * MIB)), priority=9)
     assert arrival.whole() == contents(8 * MIB)
     assert not a.links.flush(0.1)
     assert deaf.frame().tag == 1
@@ -434,16 +438,16 @@ def test_an_exception_in_a_callback_ends_the_links_loudly(where: str) -> None:
 
     options = {"on_message": fail} if where == "on_message" else {}
     a, b = Node("a", **options), Node("b")
-    b.links.introduce("a", a.links.addresses)
+    b.links.add_peer("a", a.links.addresses)
     b.links.send("a", b"hello")
     if where == "on_data":
-        a.links.expect("b", 1, memoryview(bytearray(10)), fail)
-        b.links.put("a", 1, memoryview(bytes(10)))
+        a.links.post_receive("b", 1, memoryview(bytearray(10)), fail)
+        b.links.send_tensor("a", 1, memoryview(bytes(10)))
     elif where == "done":
-        a.links.put("b", 1, memoryview(bytes(10)), done=fail)
+        a.links.send_tensor("b", 1, memoryview(bytes(10)), on_done=fail)
     elif where == "call":
         a.message()
-        a.links.call(fail)
+        a.links.call_soon(fail)
     error = a.errors.get(timeout=DEADLINE_S)
     assert str(error) == "my own mistake"
     assert b.loss().peer == "a"
@@ -460,7 +464,7 @@ def test_without_on_error_an_exception_leaves_the_thread() -> None:
     before, threading.excepthook = threading.excepthook, lambda args: caught.put(args.exc_value)
     try:
         a = Node("a", on_error=None)
-        a.links.call(lambda: 1 // 0)
+        a.links.call_soon(lambda: 1 // 0)
         assert isinstance(caught.get(timeout=DEADLINE_S), ZeroDivisionError)
         a.links.close()
     finally:
@@ -476,7 +480,7 @@ def test_a_protocol_error_from_on_message_loses_that_peer_only(node: Callable[..
     good: queue.SimpleQueue[str] = queue.SimpleQueue()
     a, b, c = node("a", on_message=on_message), node("b"), node("c")
     for one in (b, c):
-        one.links.introduce("a", a.links.addresses)
+        one.links.add_peer("a", a.links.addresses)
     b.links.send("a", b"nonsense")
     error = a.loss()
     assert str(error) == "b broke the protocol: expected sense, got nonsense"
@@ -492,15 +496,15 @@ def test_bad_arguments_are_refused_where_they_are_given(pair: tuple[Node, Node])
     with pytest.raises(ValueError, match="printable name"):
         links.send("", b"")
     with pytest.raises(ValueError, match="bytes 5 to 15 of 10"):
-        links.put("b", 1, memoryview(bytes(10)), offset=5, total=10)
+        links.send_tensor("b", 1, memoryview(bytes(10)), offset=5, total=10)
     with pytest.raises(ValueError, match="tag 0x1"):
-        links.put("b", 1 << 64, memoryview(bytes(10)))
+        links.send_tensor("b", 1 << 64, memoryview(bytes(10)))
     with pytest.raises(ValueError, match="C-contiguous"):
-        links.put("b", 1, memoryview(bytes(10))[::2])
+        links.send_tensor("b", 1, memoryview(bytes(10))[::2])
     with pytest.raises(ValueError, match="writable"):
-        links.expect("b", 1, memoryview(bytes(10)), nothing)
+        links.post_receive("b", 1, memoryview(bytes(10)), nothing)
     with pytest.raises(ValueError, match="tcp://host:port"):
-        links.introduce("b", ["worker-2:4000"])
+        links.add_peer("b", ["worker-2:4000"])
     with pytest.raises(ValueError, match=r"other nodes reach this one, got '0\.0\.0\.0'"):
         Node("c", host="0.0.0.0")
     with pytest.raises(ValueError, match="silent_s > 2 beat_s"):
@@ -515,7 +519,7 @@ def test_counters_count(pair: tuple[Node, Node]) -> None:
     a, b = pair
     Arrival(b, "a", 1, 2 * MIB)
     a.links.send("b", b"hello")
-    a.links.put("b", 1, memoryview(bytes(2 * MIB)))
+    a.links.send_tensor("b", 1, memoryview(bytes(2 * MIB)))
     assert a.links.flush(DEADLINE_S)
     a.links.send("b", b"last")
     b.message()

@@ -21,10 +21,10 @@ import nodes
 from files import few_files
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
 from offbeat.errors import LinkError, OffbeatError, ProtocolError
-from offbeat.runtime.transport.addresses import parse, this_host
+from offbeat.runtime.transport.addresses import parse_address, this_host_id
 from offbeat.runtime.transport.connections import TCP_WAKE_BYTES
-from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameReader, Kind
-from offbeat.runtime.transport.handshake import Acceptor, Position, RefusedError
+from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameKind, FrameReader
+from offbeat.runtime.transport.handshake import AcceptorHandshake, RefusedError, SessionPosition
 from runlogs import wait_until
 
 node, pair = nodes.node, nodes.pair  # the fixtures
@@ -46,8 +46,8 @@ def test_dialling_from_both_sides_at_once_leaves_one_connection_and_loses_or_dou
 ) -> None:
     for turn in range(60):
         a, b = node("a", unix=False), node("b", unix=False)
-        a.links.introduce("b", b.links.addresses)
-        b.links.introduce("a", a.links.addresses)
+        a.links.add_peer("b", b.links.addresses)
+        b.links.add_peer("a", a.links.addresses)
         arrivals = [Arrival(b, "a", 1, 200_000), Arrival(a, "b", 1, 200_000)]
         barrier = threading.Barrier(2)
 
@@ -55,7 +55,7 @@ def test_dialling_from_both_sides_at_once_leaves_one_connection_and_loses_or_dou
             barrier.wait(DEADLINE_S)
             for i in range(20):
                 me.links.send(to, b"%d" % i)
-            me.links.put(to, 1, memoryview(contents(200_000)))
+            me.links.send_tensor(to, 1, memoryview(contents(200_000)))
 
         threads = [threading.Thread(target=begin, args=args) for args in [(a, "b"), (b, "a")]]
         for thread in threads[:: 1 if turn % 2 else -1]:
@@ -81,11 +81,11 @@ def test_the_larger_names_dial_waits_and_is_let_in_when_the_smaller_names_own_fa
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts, and never answers
         a = node("a", connect_s=3.0)
-        a.links.introduce("z", [f"tcp://127.0.0.1:{deaf.getsockname()[1]}"])
+        a.links.add_peer("z", [f"tcp://127.0.0.1:{deaf.getsockname()[1]}"])
         a.links.send("z", b"found you")
         deaf.accept()[0].recv(1)  # a has said hello, so its dial may still succeed
         z = node("z")
-        z.links.introduce("a", a.links.addresses)
+        z.links.add_peer("a", a.links.addresses)
         z.links.send("a", b"I am here")
         assert a.message() == ("z", b"I am here")
         assert z.message() == ("a", b"found you")
@@ -94,11 +94,11 @@ def test_the_larger_names_dial_waits_and_is_let_in_when_the_smaller_names_own_fa
 
 def test_a_second_node_of_the_same_name_is_refused(node: Callable[..., Node]) -> None:
     a, first = node("a", connect_s=1.0), node("twin")
-    first.links.introduce("a", a.links.addresses)
+    first.links.add_peer("a", a.links.addresses)
     first.links.send("a", b"first")
     assert a.message() == ("twin", b"first")
     second = node("twin")
-    second.links.introduce("a", a.links.addresses)
+    second.links.add_peer("a", a.links.addresses)
     second.links.send("a", b"second")
     assert "refused the connection: a already has a connection to twin" in str(second.loss())
     assert a.refusal().endswith("a already has a connection to twin")
@@ -118,16 +118,16 @@ def test_a_node_that_can_open_no_more_files_says_so_to_all_who_come(
         with few_files(1):
             stranger = Stranger("b", a, unix=unix)  # has it
             with pytest.raises(RefusedError, match=r"too many open files: raise `ulimit -n`") as refused:
-                stranger.greeting.receive(stranger.frame())
+                stranger.greeting.on_frame(stranger.frame())
             stranger.sock.close()
-        assert refused.value.has_no_files
+        assert refused.value.is_out_of_descriptors
     assert "refused a connection: too many open files: raise `ulimit -n`" in a.refusal()
     Stranger("b", a, unix=unix).greet()
 
 
 def test_a_peer_that_can_open_no_more_files_is_lost_for_that(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
-    b.links.introduce("a", a.links.addresses)
+    b.links.add_peer("a", a.links.addresses)
     with few_files(1):
         b.links.send("a", b"hello")
         error = b.loss()
@@ -142,7 +142,7 @@ def test_a_node_that_can_open_no_connection_blames_no_peer(pair: tuple[Node, Nod
         error = a.loss()
     assert error.failure == "no files"
     assert str(error).startswith("a cannot open a connection to b: too many open files: raise `ulimit -n`")
-    a.links.introduce("b", pair[1].links.addresses)
+    a.links.add_peer("b", pair[1].links.addresses)
     a.links.send("b", b"hello")
     assert pair[1].message() == ("a", b"hello")
 
@@ -156,9 +156,9 @@ def test_a_node_that_can_begin_nothing_says_so_and_leaves_nothing(node: Callable
 
 
 def test_a_host_takes_no_other_name_where_its_own_cannot_be_read() -> None:
-    this_host.cache_clear()
+    this_host_id.cache_clear()
     with few_files(0), pytest.raises(OSError, match=r"Too many open files"):
-        this_host()
+        this_host_id()
 
 
 # Strangers
@@ -194,7 +194,7 @@ def test_a_wrong_token_is_reported_to_the_dialling_side_by_name_and_address(
     node: Callable[..., Node],
 ) -> None:
     a, b = node("a"), node("b", token="wrong")
-    b.links.introduce("a", a.links.addresses)
+    b.links.add_peer("a", a.links.addresses)
     b.links.send("a", b"let me in")
     error = b.loss()
     assert error.peer == "a"
@@ -211,19 +211,19 @@ def test_an_acceptor_that_does_not_know_the_token_is_not_believed(node: Callable
     b = node("b")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        b.links.introduce("a", [address])
+        b.links.add_peer("a", [address])
         b.links.send("a", b"a secret")
         sock = listener.accept()[0]
-        reader, impostor = FrameReader(None), Acceptor(job="job", token="guess", me="a")
+        reader, impostor = FrameReader(None), AcceptorHandshake(job="job", token="guess", node="a")
         said = 0
         while said < 2:
             while (frame := reader.next_frame()) is None:
-                reader.received(sock.recv_into(reader.buffers()[0]))
+                reader.on_received(sock.recv_into(reader.buffers()[0]))
             if said:
                 impostor.peer = "b"  # whatever the proof was
-                sock.sendall(impostor.welcome(Position("anything")))
+                sock.sendall(impostor.welcome(SessionPosition("anything")))
             else:
-                sock.sendall(impostor.receive(frame))
+                sock.sendall(impostor.on_frame(frame))
             said += 1
         assert str(b.loss()) == (
             f"cannot reach a at {address} within 10 s: it does not prove that it knows the job's token"
@@ -234,7 +234,7 @@ def test_an_acceptor_that_does_not_know_the_token_is_not_believed(node: Callable
 def test_another_protocol_version_is_refused(node: Callable[..., Node]) -> None:
     a = node("a")
     with socket.create_connection(a.tcp(), timeout=DEADLINE_S) as sock:
-        sock.sendall(HEADER.pack(MAGIC, VERSION + 1, Kind.HELLO, 0, 0, 0, 0))
+        sock.sendall(HEADER.pack(MAGIC, VERSION + 1, FrameKind.HELLO, 0, 0, 0, 0))
         said = f"expected protocol version {VERSION}, got version {VERSION + 1}"
         assert said.encode() in sock.recv(1000)
         assert a.refusal().endswith(said)
@@ -246,10 +246,10 @@ def test_another_protocol_version_is_refused(node: Callable[..., Node]) -> None:
         b"GET / HTTP/1.1\r\nHost: worker-0\r\nUser-Agent: curl/8\r\n\r\n",
         contents(100_000, 5),
         b"\0" * 5000,
-        HEADER.pack(MAGIC, VERSION, Kind.HELLO, 0xFFFFFFFF, 0, 0, 0),
-        HEADER.pack(MAGIC, VERSION, Kind.HELLO, 20, 0, 0, 0) + b"\xdc\xff\xff" + bytes(17),
-        HEADER.pack(MAGIC, VERSION, Kind.DATA, 100, 1, 0, 100) + bytes(100),
-        HEADER.pack(MAGIC, VERSION, Kind.WELCOME, 0, 0, 0, 0),
+        HEADER.pack(MAGIC, VERSION, FrameKind.HELLO, 0xFFFFFFFF, 0, 0, 0),
+        HEADER.pack(MAGIC, VERSION, FrameKind.HELLO, 20, 0, 0, 0) + b"\xdc\xff\xff" + bytes(17),
+        HEADER.pack(MAGIC, VERSION, FrameKind.DATA, 100, 1, 0, 100) + bytes(100),
+        HEADER.pack(MAGIC, VERSION, FrameKind.WELCOME, 0, 0, 0, 0),
         b"ob",
     ],
 )
@@ -264,7 +264,7 @@ def test_garbage_is_refused_once_and_the_node_goes_on(node: Callable[..., Node],
         except OSError:
             pass  # it has hung up already
     assert re.match(r"refused a connection from 127\.0\.0\.1:\d+: .*(expected|ended|decode)", a.refusal())
-    b.links.introduce("a", a.links.addresses)
+    b.links.add_peer("a", a.links.addresses)
     b.links.send("a", b"hello")
     assert a.message() == ("b", b"hello")
     assert a.refused.empty()
@@ -277,7 +277,7 @@ def test_connections_that_say_nothing_are_few_and_closed_after_a_while(node: Cal
     assert "it has not identified itself, and neither have 64 others" in a.refusal()
     for sock in silent[:6]:
         assert sock.recv(1) == b""  # the oldest make room
-    b.links.introduce("a", a.links.addresses[1:])
+    b.links.add_peer("a", a.links.addresses[1:])
     b.links.send("a", b"hello")
     assert a.message() == ("b", b"hello")  # nobody who says who it is waits for those who do not
     assert re.search(r"it did not authenticate within 2 s", a.refusal())
@@ -298,7 +298,7 @@ def test_refusals_are_told_once_a_second_with_how_many_there_were(node: Callable
 
 def test_connections_of_known_hosts_keep_their_places(node: Callable[..., Node]) -> None:
     a = node("a")
-    a.links.introduce("b", ["tcp://127.0.0.2:1"])
+    a.links.add_peer("b", ["tcp://127.0.0.2:1"])
     known = socket.create_connection(a.tcp(), timeout=DEADLINE_S, source_address=("127.0.0.2", 0))
     strangers = [socket.create_connection(a.tcp(), timeout=DEADLINE_S) for _ in range(200)]
     assert [sock.recv(1) for sock in strangers[: 200 - 63]] == [b""] * (200 - 63)
@@ -313,7 +313,7 @@ def test_connections_of_known_hosts_keep_their_places(node: Callable[..., Node])
 def test_a_connection_that_comes_and_goes_is_no_news(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
     socket.create_connection(a.tcp(), timeout=DEADLINE_S).close()
-    b.links.introduce("a", a.links.addresses)
+    b.links.add_peer("a", a.links.addresses)
     b.links.send("a", b"hello")
     assert a.message() == ("b", b"hello")
     assert a.refused.empty()
@@ -349,7 +349,7 @@ def test_a_peer_that_does_not_listen_is_named_with_its_address(node: Callable[..
     a = node("a", connect_s=0.5)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    a.links.introduce("worker-2", [f"tcp://127.0.0.1:{port}"])
+    a.links.add_peer("worker-2", [f"tcp://127.0.0.1:{port}"])
     a.links.send("worker-2", b"hello")
     error = a.loss()
     assert error.peer == "worker-2"
@@ -360,7 +360,7 @@ def test_a_peer_that_begins_to_listen_in_time_is_reached(node: Callable[..., Nod
     a = node("a")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    a.links.introduce("b", [f"tcp://127.0.0.1:{port}"])
+    a.links.add_peer("b", [f"tcp://127.0.0.1:{port}"])
     a.links.send("b", b"hello")
     assert a.in_thread(lambda: True)
     b = node("b", port=port)
@@ -371,7 +371,7 @@ def test_a_peer_that_does_not_answer_is_named(node: Callable[..., Node]) -> None
     a = node("a", connect_s=0.5)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         address = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
-        a.links.introduce("b", [address])
+        a.links.add_peer("b", [address])
         a.links.send("b", b"hello")
         assert str(a.loss()) == f"cannot reach b at {address} within 0.5 s: no answer to the handshake"
 
@@ -379,7 +379,7 @@ def test_a_peer_that_does_not_answer_is_named(node: Callable[..., Node]) -> None
 def test_a_deaf_address_leaves_time_for_the_next_one(node: Callable[..., Node]) -> None:
     a, b = node("a", connect_s=2.0), node("b")
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        a.links.introduce("b", [f"tcp://127.0.0.1:{deaf.getsockname()[1]}", *b.links.addresses])
+        a.links.add_peer("b", [f"tcp://127.0.0.1:{deaf.getsockname()[1]}", *b.links.addresses])
         a.links.send("b", b"hello")
         assert b.message() == ("a", b"hello")
 
@@ -387,7 +387,7 @@ def test_a_deaf_address_leaves_time_for_the_next_one(node: Callable[..., Node]) 
 def test_a_lasting_peer_that_listens_no_more_is_lost_without_waiting(node: Callable[..., Node]) -> None:
     a, b = node("a", connect_s=10 * DEADLINE_S), node("b")
     b.links.close()
-    a.links.introduce("b", b.links.addresses, lasting=True)
+    a.links.add_peer("b", b.links.addresses, has_fixed_addresses=True)
     a.links.send("b", b"hello")
     lost = a.loss()
     assert str(lost) == f"nothing listens any more at {' and '.join(b.links.addresses)}"
@@ -399,14 +399,14 @@ def test_a_lost_peer_may_be_reached_anew_and_hears_nothing_of_before(node: Calla
         where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         first = node("b", listeners=[(listener.dup(), where)])
         a = node("a")
-        a.links.introduce("b", [where], lasting=True)
+        a.links.add_peer("b", [where], has_fixed_addresses=True)
         a.links.send("b", b"hello")
         assert first.message() == ("a", b"hello")
-        first.links.call(lambda: 1 / 0)  # it dies; the socket listens on
+        first.links.call_soon(lambda: 1 / 0)  # it dies; the socket listens on
         assert isinstance(first.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
         assert a.loss().was_open
         a.links.send("b", b"dropped")
-        a.links.introduce("b", [where], lasting=True)
+        a.links.add_peer("b", [where], has_fixed_addresses=True)
         a.links.send("b", b"hello again")
         second = node("b", listeners=[(listener.dup(), where)])
         assert second.message() == ("a", b"hello again")
@@ -417,7 +417,7 @@ def test_a_lost_peer_may_be_reached_anew_and_hears_nothing_of_before(node: Calla
 def test_a_peer_that_nobody_has_introduced_may_still_connect_in_time(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
     a.links.send("b", b"hello")
-    b.links.introduce("a", a.links.addresses)
+    b.links.add_peer("a", a.links.addresses)
     b.links.send("a", b"here I am")
     assert b.message() == ("a", b"hello")
 
@@ -431,7 +431,7 @@ def test_a_peer_that_nobody_has_introduced_is_not_waited_for_for_ever(node: Call
 def test_a_host_is_looked_up_by_name_without_blocking(node: Callable[..., Node]) -> None:
     a, b = node("a", connect_s=5.0), node("b", host="127.0.0.1", unix=False)
     port = b.tcp()[1]
-    a.links.introduce("b", [f"tcp://no-such-host.invalid:{port}", f"tcp://localhost:{port}"])
+    a.links.add_peer("b", [f"tcp://no-such-host.invalid:{port}", f"tcp://localhost:{port}"])
     a.links.send("b", b"hello")
     assert b.message() == ("a", b"hello")
 
@@ -440,10 +440,10 @@ def test_a_unix_socket_of_another_host_is_not_tried(node: Callable[..., Node]) -
     a, b = node("a"), node("b")
     unix, tcp = b.links.addresses
     elsewhere = re.sub(r"host=.*", "host=elsewhere", unix)
-    a.links.introduce("b", [elsewhere, tcp])
+    a.links.add_peer("b", [elsewhere, tcp])
     a.links.send("b", b"hello")
     assert b.message() == ("a", b"hello")
-    a.links.introduce("c", [elsewhere])
+    a.links.add_peer("c", [elsewhere])
     a.links.send("c", b"hello")
     assert str(a.loss()).endswith("a Unix socket of another host")
 
@@ -488,7 +488,7 @@ def test_a_killed_peer_is_lost_by_name(
     survivor = node("survivor", unix=transport == "unix")
     process = victim(survivor, transport)
     if busy:
-        survivor.links.put("victim", 1, memoryview(bytes(300 * MIB)))
+        survivor.links.send_tensor("victim", 1, memoryview(bytes(300 * MIB)))
     process.send_signal(signal.SIGKILL)
     error = survivor.loss()
     assert error.peer == "victim"
@@ -524,8 +524,8 @@ def begin_a_long_message(a: Node, size: int) -> tuple[Stranger, bytearray, queue
     """A peer of `a` that has begun a frame of `size` bytes, in which the kernel wakes `a` rarely."""
     member = Stranger("m", a).greet()
     into, came = bytearray(size), queue.Queue[int]()
-    a.links.expect("m", 1, memoryview(into), lambda _, length: came.put(length))
-    member.sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.DATA, size, 1, 0, size))
+    a.links.post_receive("m", 1, memoryview(into), lambda _, length: came.put(length))
+    member.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.DATA, size, 1, 0, size))
     wait_until(lambda: wakes_at(a) > 1, "a long frame")
     return member, into, came
 
@@ -565,7 +565,7 @@ def test_a_peer_that_ends_within_a_long_frame_is_lost_at_once(node: Callable[...
 
 def test_beats_keep_idle_links_alive(node: Callable[..., Node]) -> None:
     a, b = node("a", beat_s=0.05, silent_s=0.6), node("b", beat_s=0.05, silent_s=0.6)
-    a.links.introduce("b", b.links.addresses)
+    a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello")
     b.message()
     with pytest.raises(queue.Empty):
@@ -575,11 +575,11 @@ def test_beats_keep_idle_links_alive(node: Callable[..., Node]) -> None:
 
 def test_a_node_that_was_held_up_itself_does_not_blame_its_peers(node: Callable[..., Node]) -> None:
     a, b = node("a", beat_s=0.1, silent_s=0.5), node("b", beat_s=0.1, silent_s=100.0)
-    a.links.introduce("b", b.links.addresses)
+    a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello")
     b.message()
     held = threading.Event()
-    a.links.call(lambda: [held.wait(2.0), None][1])  # the I/O thread stands still
+    a.links.call_soon(lambda: [held.wait(2.0), None][1])  # the I/O thread stands still
     a.links.send("b", b"again")
     assert b.message() == ("a", b"again")
     assert a.in_thread(lambda: a.links._peers["b"].link is not None)
@@ -594,11 +594,11 @@ def test_what_is_sent_to_a_lost_peer_is_dropped_until_it_is_introduced_again(
     stranger.sock.close()
     assert a.loss().peer == "b"
     a.links.send("b", b"dropped")
-    a.links.put("b", 1, memoryview(b"dropped"))
+    a.links.send_tensor("b", 1, memoryview(b"dropped"))
     assert a.links.flush(DEADLINE_S)
     assert a.lost.empty()
     b = node("b")
-    a.links.introduce("b", b.links.addresses)
+    a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello again")
     assert b.message() == ("a", b"hello again")
 
@@ -608,14 +608,14 @@ def test_what_a_lost_peer_sent_early_and_what_was_expected_of_it_is_dropped(
 ) -> None:
     a = node("a")
     stranger = Stranger("b", a).greet()
-    a.links.expect("b", 2, memoryview(bytearray(1)), print)
-    stranger.sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.DATA, 1, 1, 0, 1) + b"x")
+    a.links.post_receive("b", 2, memoryview(bytearray(1)), print)
+    stranger.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.DATA, 1, 1, 0, 1) + b"x")
     stranger.sock.close()
     a.loss()
     b = node("b")
-    b.links.introduce("a", a.links.addresses)
-    b.links.put("a", 1, memoryview(b"y"))
-    b.links.put("a", 2, memoryview(b"z"))
+    b.links.add_peer("a", a.links.addresses)
+    b.links.send_tensor("a", 1, memoryview(b"y"))
+    b.links.send_tensor("a", 2, memoryview(b"z"))
     for tag, byte in ((1, b"y"), (2, b"z")):
         assert Arrival(a, "b", tag, 1).whole() == byte
 
@@ -625,7 +625,7 @@ def test_a_lost_peer_that_connects_anew_is_back(node: Callable[..., Node]) -> No
     Stranger("b", a).greet().sock.close()
     assert a.loss().peer == "b"
     b = node("b")
-    b.links.introduce("a", a.links.addresses)
+    b.links.add_peer("a", a.links.addresses)
     b.links.send("a", b"back")
     assert a.message() == ("b", b"back")
     a.links.send("b", b"welcome back")
@@ -652,7 +652,7 @@ def test_closing_sends_what_was_said_and_a_goodbye_and_is_no_loss(pair: tuple[No
 
 def test_data_that_came_before_a_goodbye_is_still_delivered(pair: tuple[Node, Node]) -> None:
     a, b = pair
-    a.links.put("b", 1, memoryview(contents(MIB)))
+    a.links.send_tensor("b", 1, memoryview(contents(MIB)))
     assert a.links.flush(DEADLINE_S)
     a.links.close()
     assert b.left.get(timeout=DEADLINE_S) == "a"
@@ -667,12 +667,12 @@ def test_what_a_peer_said_before_it_left_counts_though_sending_to_it_fails(node:
     def put_after_it_has_left() -> None:
         held.set()
         release.wait(DEADLINE_S)
-        a.links.put("b", 1, memoryview(bytes(10)))
+        a.links.send_tensor("b", 1, memoryview(bytes(10)))
 
-    a.links.call(put_after_it_has_left)
+    a.links.call_soon(put_after_it_has_left)
     assert held.wait(DEADLINE_S)
-    message = HEADER.pack(MAGIC, VERSION, Kind.MESSAGE, 100_000, 0, 0, 0) + bytes(100_000)
-    b.sock.sendall(message * 2 + HEADER.pack(MAGIC, VERSION, Kind.BYE, 0, 0, 0, 0))
+    message = HEADER.pack(MAGIC, VERSION, FrameKind.MESSAGE, 100_000, 0, 0, 0) + bytes(100_000)
+    b.sock.sendall(message * 2 + HEADER.pack(MAGIC, VERSION, FrameKind.BYE, 0, 0, 0, 0))
     b.sock.close()
     release.set()
     for _ in range(2):
@@ -684,11 +684,11 @@ def test_what_a_peer_said_before_it_left_counts_though_sending_to_it_fails(node:
 def test_both_sides_may_close_at_once_while_bytes_are_in_flight(node: Callable[..., Node]) -> None:
     for _ in range(20):
         a, b = node("a"), node("b")
-        a.links.introduce("b", b.links.addresses)
+        a.links.add_peer("b", b.links.addresses)
         a.links.send("b", b"hello")
         b.message()
-        a.links.put("b", 1, memoryview(bytes(8 * MIB)))
-        b.links.put("a", 1, memoryview(bytes(8 * MIB)))
+        a.links.send_tensor("b", 1, memoryview(bytes(8 * MIB)))
+        b.links.send_tensor("a", 1, memoryview(bytes(8 * MIB)))
         threads = [threading.Thread(target=one.links.close) for one in (a, b)]
         for thread in threads:
             thread.start()
@@ -701,24 +701,24 @@ def test_both_sides_may_close_at_once_while_bytes_are_in_flight(node: Callable[.
 def test_closing_does_not_wait_for_a_peer_that_does_not_read(node: Callable[..., Node]) -> None:
     a = node("a")
     deaf = Stranger("b", a).greet()
-    a.links.put("b", 1, memoryview(bytes(32 * MIB)))
+    a.links.send_tensor("b", 1, memoryview(bytes(32 * MIB)))
     a.links.send("b", b"hello")
     a.links.close(timeout_s=0.2)
-    assert not a.links._loop.alive
-    assert deaf.frame().kind in (Kind.MESSAGE, Kind.DATA)
+    assert not a.links._loop.is_alive
+    assert deaf.frame().kind in (FrameKind.MESSAGE, FrameKind.DATA)
 
 
 def test_closing_from_within_a_callback(node: Callable[..., Node]) -> None:
     b = node("b")
     a = node("a", on_message=lambda *_: a.links.close())
-    b.links.introduce("a", a.links.addresses)
+    b.links.add_peer("a", a.links.addresses)
     b.links.send("a", b"close")
     assert b.left.get(timeout=DEADLINE_S) == "a"
 
 
 def test_the_unix_socket_has_no_file_and_is_gone_after_close(node: Callable[..., Node]) -> None:
     a = node("a")
-    where = parse(a.links.addresses[0]).resolve()[1]
+    where = parse_address(a.links.addresses[0]).resolve()[1]
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(where)
         assert sock.getpeername()[:1] == b"\0"
@@ -746,6 +746,6 @@ def test_a_forked_child_leaves_the_parents_links_alone(
     a.links.send("b", b"after")
     assert b.message() == ("a", b"after")
     c = node("c")
-    c.links.introduce("a", a.links.addresses[:1])
+    c.links.add_peer("a", a.links.addresses[:1])
     c.links.send("a", b"to the Unix socket")
     assert a.message() == ("c", b"to the Unix socket")

@@ -9,25 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.runtime.transport.framing import HEADER_BYTES, MAX_DATA_BYTES, FrameReader, Kind, place_of
-from offbeat.runtime.transport.inbox import Ranges
-from offbeat.runtime.transport.outbox import Outbox, Outgoing
-from offbeat.runtime.transport.shared_memory import UNREAD_BYTES, Region, Regions
+from offbeat.runtime.transport.framing import (
+    HEADER_BYTES,
+    MAX_DATA_BYTES,
+    FrameKind,
+    FrameReader,
+    shared_slice,
+)
+from offbeat.runtime.transport.inbox import IntervalSet
+from offbeat.runtime.transport.outbox import Outbox, QueuedMessage
+from offbeat.runtime.transport.shared_memory import UNACKED_BYTES, Region, RegionAllocator
 
 FRAME_BYTES = 1000
 
 
-def send(outbox: Outbox, n: int) -> tuple[bytes, list[Outgoing]]:
+def send(outbox: Outbox, n: int) -> tuple[bytes, list[QueuedMessage]]:
     """Let the kernel take at most `n` bytes; return them and the messages that are wholly out."""
     views, size = outbox.gather()
     taken = b"".join(views)[:n]
     assert size == sum(map(len, views))
-    return taken, outbox.taken(len(taken))
+    return taken, outbox.on_written(len(taken))
 
 
 def test_an_empty_frame_that_is_taken_in_two_parts_is_done() -> None:
     outbox = Outbox(FRAME_BYTES)
-    beat = Outgoing(Kind.BEAT, (0, 0, 0), memoryview(b""))
+    beat = QueuedMessage(FrameKind.HEARTBEAT, (0, 0, 0), memoryview(b""))
     outbox.add(beat)
     assert send(outbox, 5)[1] == []
     assert send(outbox, HEADER_BYTES - 5)[1] == [beat]
@@ -45,7 +51,7 @@ def test_whatever_the_kernel_takes_at_a_time_every_message_goes_out_once_and_who
     outbox = Outbox(FRAME_BYTES)
     for tag, (priority, size) in enumerate(messages):
         data = memoryview(bytes([tag]) * size)
-        outbox.add(Outgoing(Kind.DATA, (1, priority, tag), data, tag=tag, total=size))
+        outbox.add(QueuedMessage(FrameKind.DATA, (1, priority, tag), data, tag=tag, total=size))
     stream, finished = b"", []
     turn = 0
     while outbox:
@@ -59,7 +65,7 @@ def test_whatever_the_kernel_takes_at_a_time_every_message_goes_out_once_and_who
     order = []
     reader = FrameReader(lambda *_: None, read_ahead_bytes=max(len(stream), HEADER_BYTES))
     reader.buffers()[0][: len(stream)] = stream
-    reader.received(len(stream))
+    reader.on_received(len(stream))
     while (frame := reader.next_frame()) is not None:
         assert frame.offset == len(came[frame.tag])
         assert frame.payload is not None
@@ -75,18 +81,18 @@ def test_whatever_the_kernel_takes_at_a_time_every_message_goes_out_once_and_who
 def test_a_frame_is_no_more_than_a_quarter_of_its_message_or_64_kib(total: int, frame: int) -> None:
     outbox = Outbox(64 << 10)
     data = memoryview(bytes(1 << 20))
-    outbox.add(Outgoing(Kind.DATA, (1, 0, 0), data, tag=1, total=total))
+    outbox.add(QueuedMessage(FrameKind.DATA, (1, 0, 0), data, tag=1, total=total))
     sent, _ = send(outbox, 1 << 20)
     assert len(sent) == HEADER_BYTES + frame
 
 
 def test_a_begun_frame_is_finished_and_what_is_urgent_comes_right_after_it() -> None:
     outbox = Outbox(FRAME_BYTES)
-    outbox.add(Outgoing(Kind.DATA, (1, 0, 0), memoryview(bytes(5000)), tag=1, total=5000))
+    outbox.add(QueuedMessage(FrameKind.DATA, (1, 0, 0), memoryview(bytes(5000)), tag=1, total=5000))
     first, _ = send(outbox, 500)
-    urgent = Outgoing(Kind.MESSAGE, (0, 0, 1), memoryview(b"urgent"))
+    urgent = QueuedMessage(FrameKind.MESSAGE, (0, 0, 1), memoryview(b"urgent"))
     outbox.add(urgent)
-    assert outbox.key == urgent.key
+    assert outbox.next_key == urgent.key
     second, finished = send(outbox, FRAME_BYTES)
     assert len(first) == 500
     assert second[FRAME_BYTES + HEADER_BYTES - 500 :][HEADER_BYTES : HEADER_BYTES + 6] == b"urgent"
@@ -97,7 +103,9 @@ def test_the_rest_of_a_begun_frame_that_is_dropped_is_not_read_from_its_buffer_a
     data = bytearray(b"x" * 5000)
     outbox = Outbox(FRAME_BYTES)
     done: list[bool] = []
-    item = Outgoing(Kind.DATA, (1, 0, 0), memoryview(data), tag=1, total=5000, done=lambda: done.append(True))
+    item = QueuedMessage(
+        FrameKind.DATA, (1, 0, 0), memoryview(data), tag=1, total=5000, on_done=lambda: done.append(True)
+    )
     outbox.add(item)
     begun, _ = send(outbox, 100)
     outbox.drop(1, 2)
@@ -105,7 +113,7 @@ def test_the_rest_of_a_begun_frame_that_is_dropped_is_not_read_from_its_buffer_a
     rest, finished = send(outbox, 10_000)
     assert (begun + rest)[HEADER_BYTES:] == b"x" * FRAME_BYTES
     assert not outbox
-    assert all(one.done is None for one in finished)
+    assert all(one.on_done is None for one in finished)
 
 
 @settings(max_examples=200, deadline=None)
@@ -121,7 +129,7 @@ def test_whatever_the_kernel_takes_and_the_peer_reads_lent_messages_are_told_of_
     messages: list[tuple[int, int, bool]], portions: list[int], answers: list[int], forgotten: int
 ) -> None:
     """Messages of whole MiB, lent or as they are, of which one may be forgotten on the way."""
-    regions = Regions(lambda region: None)
+    regions = RegionAllocator(lambda region: None)
     memory = regions.allocate(5 * MAX_DATA_BYTES)
     assert memory is not None
     lent = regions.find(memory)
@@ -129,10 +137,10 @@ def test_whatever_the_kernel_takes_and_the_peer_reads_lent_messages_are_told_of_
     outbox = Outbox(MAX_DATA_BYTES)
     for tag, (priority, mebibytes, is_lent) in enumerate(messages):
         size = mebibytes * MAX_DATA_BYTES if is_lent else mebibytes
-        kind = Kind.SHARED if is_lent else Kind.DATA
+        kind = FrameKind.SHARED if is_lent else FrameKind.DATA
         done = lambda tag=tag: ended.append(tag)  # noqa: E731
         key = (1, priority, tag)
-        outbox.add(Outgoing(kind, key, memory[:size], tag=tag, total=size, done=done, lent=lent))
+        outbox.add(QueuedMessage(kind, key, memory[:size], tag=tag, total=size, on_done=done, exported=lent))
     reader = FrameReader(lambda *_: None)
     stream = bytearray()
     ended: list[int] = []
@@ -148,43 +156,45 @@ def test_whatever_the_kernel_takes_and_the_peer_reads_lent_messages_are_told_of_
             n = min(len(buffer), len(stream))
             buffer[:n] = stream[:n]
             del stream[:n]
-            reader.received(n)
+            reader.on_received(n)
             while (frame := reader.next_frame()) is not None:
                 assert frame.offset == came[frame.tag]
                 length = frame.length
-                if frame.kind == Kind.SHARED:
-                    number, place, length = place_of(frame)
+                if frame.kind == FrameKind.SHARED:
+                    number, place, length = shared_slice(frame)
                     assert (number, place) == (lent[0].number, frame.offset)
                     unread.append(length)
                 came[frame.tag] += length
-        assert sum(unread) < UNREAD_BYTES + MAX_DATA_BYTES
+        assert sum(unread) < UNACKED_BYTES + MAX_DATA_BYTES
         n = min(len(unread), [*answers, 1][turn % (len(answers) + 1)])
         del unread[:n]
-        for item in finished + outbox.read(n):
-            if item.done is not None:
-                item.done()
+        for item in finished + outbox.on_shared_ack(n):
+            if item.on_done is not None:
+                item.on_done()
         if turn == 5:
             outbox.drop(forgotten, forgotten + 1)
     assert not outbox
-    assert lent[0].unread == 0
+    assert lent[0].unacked_frames == 0
     assert sorted(ended) == sorted(set(ended))
     assert set(range(len(messages))) - set(ended) <= {forgotten}
     with pytest.raises(ProtocolError, match="at most 0 SHARED frames to be read, got 1"):
-        outbox.read(1)
+        outbox.on_shared_ack(1)
 
 
 def test_a_descriptor_goes_with_the_first_byte_of_its_own_frame() -> None:
     outbox = Outbox(FRAME_BYTES)
     region = Region(7, 99, (shared_bytes := (ctypes.c_char * 10)()))
-    outbox.add(Outgoing(Kind.DATA, (1, 0, 0), memoryview(bytes(500)), tag=1, total=500))
+    outbox.add(QueuedMessage(FrameKind.DATA, (1, 0, 0), memoryview(bytes(500)), tag=1, total=500))
     send(outbox, 100)
-    outbox.add(Outgoing(Kind.REGION, (0, 0, 1), memoryview(b""), tag=7, total=10, lent=(region, 0)))
+    outbox.add(
+        QueuedMessage(FrameKind.REGION, (0, 0, 1), memoryview(b""), tag=7, total=10, exported=(region, 0))
+    )
     assert len(outbox.gather()[0]) == 1  # the rest of the begun frame only
     assert outbox.descriptor is None
-    outbox.taken(HEADER_BYTES + 400)
+    outbox.on_written(HEADER_BYTES + 400)
     views, size = outbox.gather()
     assert (len(views), size, outbox.descriptor) == (1, HEADER_BYTES, 99)
-    outbox.taken(0)
+    outbox.on_written(0)
     assert send(outbox, 5)[1] == []
     assert outbox.gather()[1] == HEADER_BYTES - 5
     assert outbox.descriptor is None  # it has gone
@@ -198,7 +208,7 @@ def test_a_descriptor_goes_with_the_first_byte_of_its_own_frame() -> None:
     st.integers(1, 9),
 )
 def test_ranges_are_a_set_of_whole_numbers(added: list[tuple[int, int]], first: int, length: int) -> None:
-    ranges, model = Ranges(), set()
+    ranges, model = IntervalSet(), set()
     for start, size in added:
         ranges.add(start, start + size)
         model |= set(range(start, start + size))

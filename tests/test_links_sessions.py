@@ -18,7 +18,7 @@ import pytest
 import nodes
 from lines import Line
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
-from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, Kind
+from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameKind
 
 node = nodes.node  # the fixture
 
@@ -31,7 +31,7 @@ def through() -> Iterator[Callable[..., Line]]:
         def make(one: Node, other: Node, reset_after: Callable[[], int | None] = lambda: None) -> Line:
             line = Line(other.tcp(), reset_after)
             stack.callback(line.close)
-            one.links.introduce(other.links.name, [line.address])
+            one.links.add_peer(other.links.name, [line.address])
             return line
 
         yield make
@@ -64,7 +64,7 @@ def test_whatever_breaks_every_message_and_every_byte_comes_once_and_in_order(
             if not is_early:
                 arrivals.append((Arrival(other, me.links.name, tag, size), tag))
             done.append(threading.Event())
-            me.links.put(other.links.name, tag, memoryview(contents(size, tag)), done=done[-1].set)
+            me.links.send_tensor(other.links.name, tag, memoryview(contents(size, tag)), on_done=done[-1].set)
             if is_early:
                 arrivals.append((Arrival(other, me.links.name, tag, size), tag))
     for me in (a, b):
@@ -84,20 +84,20 @@ def test_done_waits_until_the_peer_has_the_bytes(node: Callable[..., Node]) -> N
     a = node("a", unix=False)
     b = Stranger("b", a).greet()
     done = threading.Event()
-    a.links.put("b", 1, memoryview(b"x"), done=done.set)
+    a.links.send_tensor("b", 1, memoryview(b"x"), on_done=done.set)
     a.links.send("b", b"behind")
     kinds = {b.frame().kind, b.frame().kind}
-    assert kinds == {Kind.MESSAGE, Kind.DATA}
+    assert kinds == {FrameKind.MESSAGE, FrameKind.DATA}
     assert a.links.flush(DEADLINE_S)
     assert not done.is_set()
-    b.sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.ACK, 0, 0, 0, 2))
+    b.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.ACK, 0, 0, 0, 2))
     assert done.wait(DEADLINE_S)
 
 
 def test_who_acknowledges_what_was_never_sent_breaks_the_protocol(node: Callable[..., Node]) -> None:
     a = node("a", unix=False)
     b = Stranger("b", a).greet()
-    b.sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.ACK, 0, 0, 0, 1))
+    b.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.ACK, 0, 0, 0, 1))
     assert str(a.loss()) == ("b broke the protocol: expected from 0 to 0 frames to be acknowledged, got 1")
 
 
@@ -110,13 +110,13 @@ def test_a_forgotten_message_is_not_read_again_when_the_connection_breaks(
     a.links.send("b", b"hello")
     b.message()
     with b.busy():
-        a.links.put("b", 1, memoryview(contents(64 * KIB)))
+        a.links.send_tensor("b", 1, memoryview(contents(64 * KIB)))
         a.links.send("b", b"behind it")
         assert a.links.flush(DEADLINE_S)
-        a.links.forget(1, 2)
+        a.links.cancel(1, 2)
         line.reset()
     assert b.message() == ("a", b"behind it")
-    a.links.put("b", 2, memoryview(b"next"))
+    a.links.send_tensor("b", 2, memoryview(b"next"))
     assert Arrival(b, "a", 2, 4).whole() == b"next"
     assert a.lost.empty()
     assert b.lost.empty()
@@ -132,7 +132,7 @@ def test_a_silent_connection_is_replaced_and_what_it_held_comes_on_the_next_one(
     b.message()
     line.cut(new_ones_too=False)
     arrival = Arrival(b, "a", 1, MIB)
-    a.links.put("b", 1, memoryview(contents(MIB)))
+    a.links.send_tensor("b", 1, memoryview(contents(MIB)))
     a.links.send("b", b"all the same")
     assert b.message() == ("a", b"all the same")
     assert arrival.whole() == contents(MIB)
@@ -153,7 +153,7 @@ def test_a_silent_connection_is_replaced_though_the_first_attempt_is_not_answere
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(where)
-        a.links.introduce("b", [f"tcp://127.0.0.1:{where[1]}", line.address])
+        a.links.add_peer("b", [f"tcp://127.0.0.1:{where[1]}", line.address])
         line.cut(new_ones_too=False)
         a.links.send("b", b"all the same")
         assert b.message() == ("a", b"all the same")
@@ -209,7 +209,7 @@ def test_who_is_silent_over_all_connections_is_lost(
     assert str(loss).endswith("b has been silent for 3 s")
     for line in lines:
         line.mend()
-    a.links.introduce("b", [lines[0].address])
+    a.links.add_peer("b", [lines[0].address])
     a.links.send("b", b"once more")
     assert b.message() == ("a", b"once more")
     assert str(b.loss()).endswith("a has begun a new session")
@@ -221,7 +221,7 @@ def test_a_limit_of_its_own_holds_for_one_peer(
     a, b, c = (node(name, unix=False, silent_s=1000.0) for name in "abc")
     for other in (b, c):
         line = through(a, other)
-        a.links.introduce(other.links.name, [line.address], silent_s=3.0 if other is b else None)
+        a.links.add_peer(other.links.name, [line.address], silent_s=3.0 if other is b else None)
         through(other, a).cut(new_ones_too=True)
         a.links.send(other.links.name, b"hello")
         other.message()
@@ -262,18 +262,18 @@ def test_a_process_that_starts_in_anothers_place_begins_a_new_session(node: Call
     first = node("b", unix=False)
     port = first.tcp()[1]
     a = node("a", unix=False)
-    a.links.introduce("b", first.links.addresses)
+    a.links.add_peer("b", first.links.addresses)
     a.links.send("b", b"hello")
     assert first.message() == ("a", b"hello")
     first.links.send("a", b"hello to you")
     assert a.message() == ("b", b"hello to you")
     line = Line(("127.0.0.1", port))
-    a.links.introduce("b", [line.address])
-    first.links.call(lambda: 1 / 0)  # it ends without a goodbye
+    a.links.add_peer("b", [line.address])
+    first.links.call_soon(lambda: 1 / 0)  # it ends without a goodbye
     assert isinstance(first.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
     second = node("b", unix=False, port=port)
     assert str(a.loss()).endswith("b has begun a new session")
-    second.links.introduce("a", a.links.addresses)
+    second.links.add_peer("a", a.links.addresses)
     second.links.send("a", b"I am new")
     assert a.message() == ("b", b"I am new")
     a.links.send("b", b"welcome")
@@ -331,7 +331,7 @@ def test_that_a_peer_that_was_held_up_can_be_reached_again_is_said_before_what_i
     """Its connection holds all the while: over a Unix socket nobody dials anew."""
     a = Listener(node)
     b = node("b", silent_s=1000.0)
-    b.links.introduce("a", a.node.links.addresses)
+    b.links.add_peer("a", a.node.links.addresses)
     b.links.send("a", b"hello")
     a.hears()
     with b.busy():

@@ -33,19 +33,24 @@ from offbeat.runtime.transport.framing import (
     HEADER,
     MAGIC,
     MAX_DATA_BYTES,
-    PLACE,
+    SHARED_PAYLOAD,
     VERSION,
     Frame,
+    FrameKind,
     FrameReader,
-    Kind,
-    place_of,
+    shared_slice,
 )
-from offbeat.runtime.transport.handshake import Acceptor, Position
-from offbeat.runtime.transport.shared_memory import MAX_REGIONS, MIN_SHARED_BYTES, Borrowed, Regions
+from offbeat.runtime.transport.handshake import AcceptorHandshake, SessionPosition
+from offbeat.runtime.transport.shared_memory import (
+    MAX_REGIONS,
+    MIN_SHARED_BYTES,
+    ImportedRegions,
+    RegionAllocator,
+)
 
 node, pair = nodes.node, nodes.pair  # the fixtures
 
-pytestmark = pytest.mark.skipif(not shared_memory.HAS_SHARED, reason="memory is shared on Linux only")
+pytestmark = pytest.mark.skipif(not shared_memory.HAS_SHARED_MEMORY, reason="memory is shared on Linux only")
 
 F_SEALED = shared_memory._SEALS
 TOLD_MAX = 4  # frames of 1 MiB that are not read
@@ -66,15 +71,15 @@ def exchange_messages(a: Node, b: Node) -> None:
         other.message()
 
 
-def frame(kind: Kind, *, tag: int = 0, offset: int = 0, total: int = 0, payload: bytes = b"") -> bytes:
+def frame(kind: FrameKind, *, tag: int = 0, offset: int = 0, total: int = 0, payload: bytes = b"") -> bytes:
     return HEADER.pack(MAGIC, VERSION, kind, len(payload), tag, offset, total) + payload
 
 
 def told(
     tag: int, length: int, *, region: int = 1, place: int = 0, offset: int = 0, total: int | None = None
 ) -> bytes:
-    payload = PLACE.pack(region, place, length)
-    return frame(Kind.SHARED, tag=tag, offset=offset, total=total or length, payload=payload)
+    payload = SHARED_PAYLOAD.pack(region, place, length)
+    return frame(FrameKind.SHARED, tag=tag, offset=offset, total=total or length, payload=payload)
 
 
 def memfd(size: int, seals: int = F_SEALED) -> int:
@@ -111,22 +116,22 @@ def no_descriptor_is_left() -> Iterator[None]:
 
 
 def test_memory_is_shared_only_where_that_leaves_descriptors_to_connections() -> None:
-    regions = Regions(lambda region: None)
+    regions = RegionAllocator(lambda region: None)
     with no_descriptor_is_left():
-        with few_files(shared_memory._LEFT_FREE):
+        with few_files(shared_memory._RESERVED_DESCRIPTORS):
             assert regions.allocate(MIB) is None
-        with few_files(shared_memory._LEFT_FREE + 1):
+        with few_files(shared_memory._RESERVED_DESCRIPTORS + 1):
             assert regions.allocate(MIB) is not None
 
 
 def test_a_node_that_cannot_take_a_peers_memory_blames_itself(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
-    a.links.introduce("b", b.links.addresses)
+    a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello")
     assert b.message() == ("a", b"hello")
     memory = a.links.allocate(MIB)
     with few_files(0):
-        a.links.put("b", 1, memory)
+        a.links.send_tensor("b", 1, memory)
         error = b.loss()
     assert error.failure == "no files"
     assert str(error).startswith("b cannot accept memory shared by a: too many open files: raise `ulimit -n`")
@@ -140,7 +145,7 @@ def test_bytes_in_shared_memory_arrive_exactly_and_are_not_sent(pair: tuple[Node
     a, b = pair
     memory = filled(a, size)
     arrival = Arrival(b, "a", 7, size)
-    a.links.put("b", 7, memory)
+    a.links.send_tensor("b", 7, memory)
     assert arrival.whole() == contents(size)
     assert a.in_thread(lambda: a.links.bytes_sent) < 2 * KIB
 
@@ -151,7 +156,7 @@ def test_any_part_of_a_region_may_be_put_in_any_order(pair: tuple[Node, Node]) -
     arrival = Arrival(b, "a", 1, 700 * KIB)
     for first, last in (300, 700), (0, 1), (1, 300):
         piece = memory[(100 + first) * KIB : (100 + last) * KIB]
-        a.links.put("b", 1, piece, offset=first * KIB, total=700 * KIB)
+        a.links.send_tensor("b", 1, piece, offset=first * KIB, total=700 * KIB)
     assert arrival.whole() == contents(MIB)[100 * KIB : 800 * KIB]
 
 
@@ -167,8 +172,8 @@ def test_who_asks_to_is_shown_the_senders_memory_instead(pair: tuple[Node, Node]
         if sum(len(piece) for _, piece in pieces) == 3 * MIB:
             came.set()
 
-    b.links.expect("a", 1, into, lambda *_: pieces.append((-1, b"")), on_shared)
-    a.links.put("b", 1, memory)
+    b.links.post_receive("a", 1, into, lambda *_: pieces.append((-1, b"")), on_shared)
+    a.links.send_tensor("b", 1, memory)
     assert came.wait(DEADLINE_S)
     assert pieces == [(i * MIB, contents(3 * MIB)[i * MIB : (i + 1) * MIB]) for i in range(3)]
     assert into == bytes(3 * MIB)
@@ -179,11 +184,11 @@ def test_who_asks_to_is_shown_the_senders_memory_instead(pair: tuple[Node, Node]
 def test_a_peer_reached_over_tcp_is_sent_the_bytes(node: Callable[..., Node], a_on_unix: bool) -> None:
     a, b, c = node("a"), node("b", unix=False), node("c")
     for other in (b, c) if a_on_unix else (b,):
-        a.links.introduce(other.links.name, other.links.addresses)
+        a.links.add_peer(other.links.name, other.links.addresses)
     memory = a.links.allocate(MIB)
     memory[:] = contents(MIB)
     arrival = Arrival(b, "a", 1, MIB)
-    a.links.put("b", 1, memory)
+    a.links.send_tensor("b", 1, memory)
     assert arrival.whole() == contents(MIB)
     assert a.in_thread(lambda: a.links.bytes_sent) > MIB
 
@@ -192,7 +197,7 @@ def test_what_was_told_of_before_it_was_expected_is_delivered_at_once(pair: tupl
     a, b = pair
     done = threading.Event()
     memory = filled(a, 2 * MIB)
-    a.links.put("b", 1, memory, done=done.set)
+    a.links.send_tensor("b", 1, memory, on_done=done.set)
     assert done.wait(DEADLINE_S)
     memory[:] = bytes(2 * MIB)  # done: it may be written
     assert Arrival(b, "a", 1, 2 * MIB).whole() == contents(2 * MIB)
@@ -208,9 +213,9 @@ def test_a_region_is_lent_once_a_connection_and_given_back_when_nobody_holds_it(
         memory = filled(a, MIB)
         for tag in range(3):
             arrival = Arrival(b, "a", tag, MIB)
-            a.links.put("b", tag, memory)
+            a.links.send_tensor("b", tag, memory)
             assert arrival.whole() == contents(MIB)
-        borrowed = b.in_thread(lambda: b.links._peers["a"].link.borrowed)
+        borrowed = b.in_thread(lambda: b.links._peers["a"].link.imported)
         assert len(borrowed) == 1
         exchange_messages(a, b)
         del memory
@@ -222,17 +227,17 @@ def test_a_region_is_lent_once_a_connection_and_given_back_when_nobody_holds_it(
 def test_after_a_loss_regions_are_lent_anew(node: Callable[..., Node]) -> None:
     a = node("a")
     first = node("b")
-    a.links.introduce("b", first.links.addresses)
+    a.links.add_peer("b", first.links.addresses)
     memory = filled(a, MIB)
     done = threading.Event()
-    a.links.put("b", 1, memory, done=done.set)
+    a.links.send_tensor("b", 1, memory, on_done=done.set)
     assert done.wait(DEADLINE_S)
     first.links.close()
     assert a.left.get(timeout=DEADLINE_S) == "b"
     second = node("b")
-    a.links.introduce("b", second.links.addresses)
+    a.links.add_peer("b", second.links.addresses)
     arrival = Arrival(second, "a", 2, MIB)
-    a.links.put("b", 2, memory)
+    a.links.send_tensor("b", 2, memory)
     assert arrival.whole() == contents(MIB)
 
 
@@ -244,14 +249,14 @@ def test_beyond_the_limit_memory_is_ordinary(pair: tuple[Node, Node]) -> None:
     arrivals = [Arrival(b, "a", tag, MIN_SHARED_BYTES) for tag in range(len(kept))]
     for tag, memory in enumerate(kept):
         memory[:] = contents(MIN_SHARED_BYTES, tag)
-        a.links.put("b", tag, memory)
+        a.links.send_tensor("b", tag, memory)
     for tag, arrival in enumerate(arrivals):
         assert arrival.whole() == contents(MIN_SHARED_BYTES, tag)
 
 
 def test_shared_memory_is_found_by_its_address_as_long_as_it_lives() -> None:
     released: list[shared_memory.Region] = []
-    regions = Regions(released.append)
+    regions = RegionAllocator(released.append)
     memory = regions.allocate(MIB)
     assert memory is not None
     region, place = regions.find(memory[1000:5000])
@@ -281,19 +286,21 @@ def test_what_is_lent_right_behind_the_welcome_is_mapped(node: Callable[..., Nod
     b = node("b")
     listener, address = listen_unix()
     with listener:
-        b.links.introduce("a", [address])
+        b.links.add_peer("a", [address])
         arrival = Arrival(b, "a", 1, MIB)
         b.links.send("a", b"hello")
         sock, _ = listener.accept()
     with sock:
         sock.settimeout(DEADLINE_S)
-        acceptor, reader = Acceptor(job="job", token="secret", me="a"), FrameReader(None)
+        acceptor, reader = AcceptorHandshake(job="job", token="secret", node="a"), FrameReader(None)
         while acceptor.peer is None:
-            reader.received(sock.recv_into(reader.buffers()[0]))
+            reader.on_received(sock.recv_into(reader.buffers()[0]))
             while (came := reader.next_frame()) is not None:
-                sock.sendall(acceptor.receive(came))
+                sock.sendall(acceptor.on_frame(came))
         descriptor = memfd(MIB)
-        socket.send_fds(sock, [acceptor.welcome(Position("anything")) + REGION + told(1, MIB)], [descriptor])
+        socket.send_fds(
+            sock, [acceptor.welcome(SessionPosition("anything")) + REGION + told(1, MIB)], [descriptor]
+        )
         os.close(descriptor)
         assert arrival.whole() == bytes(MIB)
 
@@ -307,16 +314,16 @@ def test_done_means_that_the_peer_has_read(node: Callable[..., Node]) -> None:
     a.links._has_neighbours = True
     memory = filled(a, 2 * MIB)
     done = threading.Event()
-    a.links.put("b", 1, memory, done=done.set)
-    assert [b.frame().kind for _ in range(3)] == [Kind.REGION, Kind.SHARED, Kind.SHARED]
-    b.sock.sendall(frame(Kind.TAKEN, total=1) + frame(Kind.MESSAGE, payload=b"one"))
+    a.links.send_tensor("b", 1, memory, on_done=done.set)
+    assert [b.frame().kind for _ in range(3)] == [FrameKind.REGION, FrameKind.SHARED, FrameKind.SHARED]
+    b.sock.sendall(frame(FrameKind.SHARED_ACK, total=1) + frame(FrameKind.MESSAGE, payload=b"one"))
     a.message()
     assert not done.is_set()
-    assert a.links.is_read(memory)
-    b.sock.sendall(frame(Kind.TAKEN, total=1) + frame(Kind.MESSAGE, payload=b"two"))
+    assert a.links.has_readers(memory)
+    b.sock.sendall(frame(FrameKind.SHARED_ACK, total=1) + frame(FrameKind.MESSAGE, payload=b"two"))
     a.message()
     assert done.is_set()
-    assert not a.links.is_read(memory)
+    assert not a.links.has_readers(memory)
 
 
 def test_what_was_told_of_is_read_until_the_peer_says_that_it_has_though_it_is_forgotten(
@@ -327,18 +334,18 @@ def test_what_was_told_of_is_read_until_the_peer_says_that_it_has_though_it_is_f
     a.links._has_neighbours = True
     memory = filled(a, 2 * TOLD_MAX * MIB)
     done = threading.Event()
-    a.links.put("b", 1, memory[: 2 * MIB], done=done.set)
-    a.links.put("b", 2, memory, done=done.set)
-    assert b.frame().kind == Kind.REGION
-    first = [place_of(b.frame()) for _ in range(TOLD_MAX)]
+    a.links.send_tensor("b", 1, memory[: 2 * MIB], on_done=done.set)
+    a.links.send_tensor("b", 2, memory, on_done=done.set)
+    assert b.frame().kind == FrameKind.REGION
+    first = [shared_slice(b.frame()) for _ in range(TOLD_MAX)]
     assert [length for _, _, length in first] == [MIB] * TOLD_MAX
-    a.links.forget(1, 3)
-    assert a.links.is_read(memory)
-    assert a.links.is_read(memory[5:6])
-    assert not a.links.is_read(memoryview(bytearray(10)))
-    b.sock.sendall(frame(Kind.TAKEN, total=TOLD_MAX) + frame(Kind.MESSAGE, payload=b"read"))
+    a.links.cancel(1, 3)
+    assert a.links.has_readers(memory)
+    assert a.links.has_readers(memory[5:6])
+    assert not a.links.has_readers(memoryview(bytearray(10)))
+    b.sock.sendall(frame(FrameKind.SHARED_ACK, total=TOLD_MAX) + frame(FrameKind.MESSAGE, payload=b"read"))
     a.message()
-    assert not a.links.is_read(memory)
+    assert not a.links.has_readers(memory)
     assert not done.is_set()
     a.links.send("b", b"behind")
     assert b.frame().payload == b"behind"  # the rest was not told of
@@ -349,11 +356,11 @@ def test_what_a_lost_peer_was_told_of_counts_as_read_for_ever(node: Callable[...
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
     memory = filled(a, MIB)
-    a.links.put("b", 1, memory)
-    assert [b.frame().kind, b.frame().kind] == [Kind.REGION, Kind.SHARED]
+    a.links.send_tensor("b", 1, memory)
+    assert [b.frame().kind, b.frame().kind] == [FrameKind.REGION, FrameKind.SHARED]
     b.sock.close()
     assert a.loss().peer == "b"
-    assert a.links.is_read(memory)
+    assert a.links.has_readers(memory)
 
 
 def test_the_memory_of_a_killed_peer_can_still_be_read(node: Callable[..., Node]) -> None:
@@ -367,7 +374,7 @@ def test_the_memory_of_a_killed_peer_can_still_be_read(node: Callable[..., Node]
         came.append(bytes(source))
         over.set()
 
-    b.links.expect("a", 1, memoryview(bytearray(MIB)), lambda *_: None, on_shared)
+    b.links.post_receive("a", 1, memoryview(bytearray(MIB)), lambda *_: None, on_shared)
     code = (
         "import sys, os, signal, threading\n"
         "from offbeat.runtime.transport.endpoint import Endpoint\n"
@@ -394,14 +401,14 @@ def test_what_is_urgent_overtakes_all_that_the_peer_was_not_told_of(node: Callab
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
     memory, urgent = filled(a, 2 * TOLD_MAX * MIB), filled(a, MIB)
-    a.links.put("b", 1, memory, priority=5)
+    a.links.send_tensor("b", 1, memory, priority=5)
     kinds = [b.frame().kind for _ in range(1 + TOLD_MAX)]
-    assert kinds == [Kind.REGION, *[Kind.SHARED] * TOLD_MAX]
+    assert kinds == [FrameKind.REGION, *[FrameKind.SHARED] * TOLD_MAX]
     a.links.send("b", b"urgent")
     assert b.frame().payload == b"urgent"
-    a.links.put("b", 2, urgent, priority=4)
-    assert b.frame().kind == Kind.REGION  # nothing more, until it says that it has read
-    b.sock.sendall(frame(Kind.TAKEN, total=2))
+    a.links.send_tensor("b", 2, urgent, priority=4)
+    assert b.frame().kind == FrameKind.REGION  # nothing more, until it says that it has read
+    b.sock.sendall(frame(FrameKind.SHARED_ACK, total=2))
     assert [b.frame().tag, b.frame().tag] == [2, 1]
 
 
@@ -412,11 +419,11 @@ def test_what_waits_until_the_peer_has_read_goes_before_what_comes_next_is_acted
     a = node("a", on_message=lambda *_: seen.put(b.frame_at_once()))
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    a.links.put("b", 1, filled(a, 2 * TOLD_MAX * MIB))
-    assert [b.frame().kind for _ in range(1 + TOLD_MAX)] == [Kind.REGION, *[Kind.SHARED] * TOLD_MAX]
+    a.links.send_tensor("b", 1, filled(a, 2 * TOLD_MAX * MIB))
+    assert [b.frame().kind for _ in range(1 + TOLD_MAX)] == [FrameKind.REGION, *[FrameKind.SHARED] * TOLD_MAX]
     with a.busy():
-        b.sock.sendall(frame(Kind.TAKEN, total=1) + frame(Kind.MESSAGE, payload=b"and now?"))
-    assert seen.get(timeout=DEADLINE_S).kind == Kind.SHARED
+        b.sock.sendall(frame(FrameKind.SHARED_ACK, total=1) + frame(FrameKind.MESSAGE, payload=b"and now?"))
+    assert seen.get(timeout=DEADLINE_S).kind == FrameKind.SHARED
 
 
 def test_a_peer_is_told_what_was_read_while_the_rest_is_read(node: Callable[..., Node]) -> None:
@@ -430,22 +437,22 @@ def test_a_peer_is_told_what_was_read_while_the_rest_is_read(node: Callable[...,
         take_long()
 
     for tag in range(3):
-        b.links.expect(
+        b.links.post_receive(
             "a", tag, memoryview(bytearray(10)), lambda *_: None, lambda *_, tag=tag: on_shared(tag)
         )
     with b.busy():
         say(a, REGION, [memfd(MIB)])
         say(a, b"".join(told(tag, 10) for tag in range(3)), [])
     answers = [seen.get(timeout=DEADLINE_S), seen.get(timeout=DEADLINE_S), a.frame()]
-    assert [(one.kind, one.total) for one in answers] == [(Kind.TAKEN, 1)] * 3
+    assert [(one.kind, one.total) for one in answers] == [(FrameKind.SHARED_ACK, 1)] * 3
 
 
 def test_who_says_so_tells_of_more_that_is_not_read(node: Callable[..., Node]) -> None:
     a = node("a", unread_bytes=8 * MIB)
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    a.links.put("b", 1, filled(a, 12 * MIB))
-    assert [b.frame().kind for _ in range(9)] == [Kind.REGION, *[Kind.SHARED] * 8]
+    a.links.send_tensor("b", 1, filled(a, 12 * MIB))
+    assert [b.frame().kind for _ in range(9)] == [FrameKind.REGION, *[FrameKind.SHARED] * 8]
     a.links.send("b", b"urgent")
     assert b.frame().payload == b"urgent"
     with pytest.raises(ValueError, match="expected unread_bytes from 1 to 8388608, got 8388609"):
@@ -456,13 +463,13 @@ def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Call
     a = node("a", beat_s=0.05)
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    a.links.put("b", 1, filled(a, 2 * TOLD_MAX * MIB))
+    a.links.send_tensor("b", 1, filled(a, 2 * TOLD_MAX * MIB))
     seen = Counter()
     # What is in the way of all else that it has to say:
-    while sum(seen.values()) - seen[Kind.BEAT] < 1 + TOLD_MAX:
+    while sum(seen.values()) - seen[FrameKind.HEARTBEAT] < 1 + TOLD_MAX:
         seen[b.frame().kind] += 1
-    assert seen[Kind.REGION] == 1
-    assert [b.frame().kind for _ in range(2)] == [Kind.BEAT, Kind.BEAT]
+    assert seen[FrameKind.REGION] == 1
+    assert [b.frame().kind for _ in range(2)] == [FrameKind.HEARTBEAT, FrameKind.HEARTBEAT]
 
 
 # Hostile peers
@@ -478,7 +485,7 @@ def say(stranger: Stranger, stream: bytes, descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
-REGION = frame(Kind.REGION, tag=1, total=MIB)
+REGION = frame(FrameKind.REGION, tag=1, total=MIB)
 
 HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
     "no descriptor": (lambda: [(REGION, [])], "expected the descriptor of region 1, got none"),
@@ -494,11 +501,11 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
     "smaller": (lambda: [(REGION, [memfd(MIB - 1)])], "expected a region of 1048576 bytes, got one of"),
     "larger": (lambda: [(REGION, [memfd(MIB + 1)])], "expected a region of 1048576 bytes, got one of"),
     "claimed to be huge": (
-        lambda: [(frame(Kind.REGION, tag=1, total=(1 << 64) - 1), [memfd(MIB)])],
+        lambda: [(frame(FrameKind.REGION, tag=1, total=(1 << 64) - 1), [memfd(MIB)])],
         "expected a region of 18446744073709551615 bytes",
     ),
     "huge": (
-        lambda: [(frame(Kind.REGION, tag=1, total=1 << 62), [memfd(1 << 62)])],
+        lambda: [(frame(FrameKind.REGION, tag=1, total=1 << 62), [memfd(1 << 62)])],
         "cannot map region 1 of 4611686018427387904 bytes",
     ),
     "not readable": (
@@ -515,28 +522,30 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         "expected one descriptor a region",
     ),
     "with a message": (
-        lambda: [(frame(Kind.MESSAGE, payload=b"hello"), [memfd(MIB)])],
+        lambda: [(frame(FrameKind.MESSAGE, payload=b"hello"), [memfd(MIB)])],
         "expected descriptors only with REGION frames",
     ),
     "with tensor bytes": (
-        lambda: [(frame(Kind.DATA, tag=1, total=2, payload=b"xy"), [memfd(MIB)])],
+        lambda: [(frame(FrameKind.DATA, tag=1, total=2, payload=b"xy"), [memfd(MIB)])],
         "expected descriptors only with REGION frames",
     ),
     "with half a message": (
-        lambda: [(frame(Kind.BEAT)[:5], [memfd(MIB)]), (frame(Kind.BEAT)[5:], [])],
+        lambda: [(frame(FrameKind.HEARTBEAT)[:5], [memfd(MIB)]), (frame(FrameKind.HEARTBEAT)[5:], [])],
         "expected descriptors only with REGION frames",
     ),
     "too many regions": (
-        lambda: [(frame(Kind.REGION, tag=i + 1, total=4096), [memfd(4096)]) for i in range(MAX_REGIONS + 1)],
+        lambda: [
+            (frame(FrameKind.REGION, tag=i + 1, total=4096), [memfd(4096)]) for i in range(MAX_REGIONS + 1)
+        ],
         f"expected at most {MAX_REGIONS} regions",
     ),
     "unknown": (lambda: [(told(1, 10), [])], "expected a region that was announced, got 1"),
     "withdrawn": (
-        lambda: [(REGION, [memfd(MIB)]), (frame(Kind.WITHDRAW, tag=1) + told(1, 10), [])],
+        lambda: [(REGION, [memfd(MIB)]), (frame(FrameKind.WITHDRAW, tag=1) + told(1, 10), [])],
         "expected a region that was announced, got 1",
     ),
     "withdrawn, but never lent": (
-        lambda: [(frame(Kind.WITHDRAW, tag=1), [])],
+        lambda: [(frame(FrameKind.WITHDRAW, tag=1), [])],
         "expected a region that was announced, got 1",
     ),
     "beyond the end": (
@@ -552,7 +561,10 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         "expected bytes within a message of 10",
     ),
     "too much in a frame": (
-        lambda: [(frame(Kind.REGION, tag=1, total=8 * MIB), [memfd(8 * MIB)]), (told(1, 4 * MIB + 1), [])],
+        lambda: [
+            (frame(FrameKind.REGION, tag=1, total=8 * MIB), [memfd(8 * MIB)]),
+            (told(1, 4 * MIB + 1), []),
+        ],
         "of at most 4194304 bytes",
     ),
     "too much at a time": (
@@ -567,7 +579,7 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         "expected bytes within a message of 10, got 0",
     ),
     "read what it was never told of": (
-        lambda: [(frame(Kind.TAKEN, total=1), [])],
+        lambda: [(frame(FrameKind.SHARED_ACK, total=1), [])],
         "expected at most 0 SHARED frames to be read, got 1",
     ),
     "bytes twice": (
@@ -605,7 +617,7 @@ def test_descriptors_of_strangers_are_closed(node: Callable[..., Node]) -> None:
     with no_descriptor_is_left():
         a = Stranger("a", b, unix=True)
         say(a, a.greeting.hello(), [memfd(MIB), memfd(MIB)])
-        a.greeting.receive(a.frame())
+        a.greeting.on_frame(a.frame())
         a.sock.close()
         b.in_thread(lambda: None)
         for half_open in list(b.links._opening._half_open):
@@ -620,33 +632,41 @@ def test_any_frames_and_descriptors_are_pieces_of_memory_or_a_protocol_error(
     """As the links do it: descriptors come with some bytes, and every frame that is complete is acted on."""
     small = st.one_of(st.integers(0, 3), st.sampled_from([4095, 4096, 4097, 1 << 62, (1 << 64) - 1]))
     with no_descriptor_is_left():
-        reader, borrowed = FrameReader(lambda *_: None), Borrowed()
+        reader, borrowed = FrameReader(lambda *_: None), ImportedRegions()
         with suppress(ProtocolError):
             for _ in range(more.draw(st.integers(1, 12))):
-                kind = more.draw(st.sampled_from([Kind.REGION, Kind.SHARED, Kind.SHARED, Kind.WITHDRAW]))
-                payload = PLACE.pack(*(more.draw(small) for _ in range(3))) if kind == Kind.SHARED else b""
+                kind = more.draw(
+                    st.sampled_from(
+                        [FrameKind.REGION, FrameKind.SHARED, FrameKind.SHARED, FrameKind.WITHDRAW]
+                    )
+                )
+                payload = (
+                    SHARED_PAYLOAD.pack(*(more.draw(small) for _ in range(3)))
+                    if kind == FrameKind.SHARED
+                    else b""
+                )
                 tag, total = more.draw(small), more.draw(small)
                 stream = frame(kind, tag=tag, total=total, payload=payload)
-                wanted = more.draw(st.sampled_from([int(kind == Kind.REGION), 0, 1, 2]))
+                wanted = more.draw(st.sampled_from([int(kind == FrameKind.REGION), 0, 1, 2]))
                 sizes = [more.draw(st.sampled_from([4096, 4096, 0, 4095])) for _ in range(wanted)]
                 fds = [memfd(size, more.draw(st.sampled_from([F_SEALED, F_SEALED, 0]))) for size in sizes]
-                borrowed.came(
+                borrowed.on_descriptors(
                     [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds).tobytes())], truncated=False
                 )
                 reader.buffers()[0][: len(stream)] = stream
-                reader.received(len(stream))
+                reader.on_received(len(stream))
                 came = reader.next_frame()
                 assert came is not None
                 act(borrowed, came)
-                borrowed.check(partial=reader.partial)
+                borrowed.check_descriptors(partial=reader.is_partial)
         borrowed.close()
 
 
-def act(borrowed: Borrowed, came: Frame) -> None:
-    if came.kind == Kind.REGION:
+def act(borrowed: ImportedRegions, came: Frame) -> None:
+    if came.kind == FrameKind.REGION:
         borrowed.map(came.tag, came.total)
-    elif came.kind == Kind.WITHDRAW:
-        borrowed.withdraw(came.tag)
+    elif came.kind == FrameKind.WITHDRAW:
+        borrowed.unmap(came.tag)
     else:
-        _, _, length = place_of(came)
-        assert bytes(borrowed.piece(*place_of(came))) == bytes(length)
+        _, _, length = shared_slice(came)
+        assert bytes(borrowed.view(*shared_slice(came))) == bytes(length)

@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
-    Dismiss,
+    AbortJob,
+    AssignRoundBatch,
+    BatchesSkipped,
     Evaluated,
     Failed,
     Finished,
     Group,
+    JobComplete,
     Joined,
     Left,
-    LeftOut,
     Lost,
     PeerReachable,
     PeerUnreachable,
     Ready,
-    RoundNamed,
     StepTimed,
-    Stop,
     Tick,
 )
 from offbeat.policies.membership.lockstep import Lockstep
@@ -36,9 +36,9 @@ def joined(worker: int, world: int = 2) -> Joined:
         worker=worker,
         world=world,
         peer=f"worker-{worker}",
-        place="host process 1",
+        location="host process 1",
         addresses=(),
-        model=(),
+        model_signature=(),
         strategy="bsp",
     )
 
@@ -55,17 +55,19 @@ def ready(worker: int, round_: int, step: int | None = None, *, epoch: int = 0, 
         compute_s=0.1,
         samples=32,
         blocks=(),
-        batch=batch,
+        batches_fetched=batch,
     )
 
 
-def left_out(worker: int, round_: int, *, batch: int, count: int = 1, epoch: int = 0) -> LeftOut:
-    return LeftOut(now_s=1.0, worker=worker, epoch=epoch, step=round_, round=round_, batch=batch, count=count)
+def left_out(worker: int, round_: int, *, batch: int, count: int = 1, epoch: int = 0) -> BatchesSkipped:
+    return BatchesSkipped(
+        now_s=1.0, worker=worker, epoch=epoch, step=round_, round=round_, batches_fetched=batch, skipped=count
+    )
 
 
-def named(worker: int, round_: int, batch: int, first: int) -> RoundNamed:
+def named(worker: int, round_: int, batch: int, first: int) -> AssignRoundBatch:
     reason = f"worker {first} takes part in the round with this batch"
-    return RoundNamed(worker=worker, round=round_, batch=batch, reason=reason)
+    return AssignRoundBatch(worker=worker, round=round_, batch=batch, reason=reason)
 
 
 def left(worker: int, step: int) -> Left:
@@ -170,7 +172,7 @@ def test_workers_that_stay_for_the_others_are_dismissed_once_when_all_have_finis
     policy = running(world)
     last = max(place for place, event in enumerate(events) if isinstance(event, Finished))
     assert answers(policy, *events[:last]) == []
-    assert answers(policy, *events[last:]) == [Dismiss(reason="all workers have finished")]
+    assert answers(policy, *events[last:]) == [JobComplete(reason="all workers have finished")]
 
 
 @given(healthy_runs(uneven=True, stays=True))
@@ -178,7 +180,7 @@ def test_who_stays_hears_that_others_go_on(run):
     world, rounds, events = run
     told = answers(running(world), *events)
     if len(set(rounds)) == 1:
-        assert [type(one) for one in told] == [Dismiss]
+        assert [type(one) for one in told] == [JobComplete]
         return
     (stop,) = told
     assert "has finished after" in stop.reason
@@ -187,7 +189,7 @@ def test_who_stays_hears_that_others_go_on(run):
 def test_who_leaves_while_others_stay_has_finished_too():
     policy = running(3)
     assert answers(policy, finished(0, 0), finished(1, 0)) == []
-    assert answers(policy, left(2, 0)) == [Dismiss(reason="all workers have finished")]
+    assert answers(policy, left(2, 0)) == [JobComplete(reason="all workers have finished")]
 
 
 @given(healthy_runs(uneven=True))
@@ -207,7 +209,7 @@ def test_the_words_of_uneven_batches():
     policy = running()
     answers(policy, *(ready(worker, round_) for round_ in range(10) for worker in (0, 1)))
     assert answers(policy, left(0, 10), ready(1, 10)) == [
-        Stop(
+        AbortJob(
             worker=None,
             step=None,
             reason="worker 0 has finished after 10 steps; worker 1 wants step 11: "
@@ -229,7 +231,7 @@ def test_two_workers_in_different_steps_in_one_round_are_stopped():
     policy = running(3)
     answers(policy, *(ready(worker, 0) for worker in range(3)), ready(2, 1, step=1))
     (stop,) = policy.handle(ready(0, 1, step=3))
-    assert stop == Stop(
+    assert stop == AbortJob(
         worker=None,
         step=None,
         reason="worker 2 is in step 1 but worker 0 in step 3, both in round 1: "
@@ -336,7 +338,7 @@ def test_the_step_is_known_from_others_that_are_further():
 def test_a_failed_worker_is_named_with_the_step_and_error_that_it_reports():
     policy = running()
     assert policy.handle(Failed(now_s=1.0, worker=0, step=7, error="ValueError: bad batch")) == [
-        Stop(worker=0, step=7, reason="worker 0 failed after 7 steps: ValueError: bad batch")
+        AbortJob(worker=0, step=7, reason="worker 0 failed after 7 steps: ValueError: bad batch")
     ]
 
 
@@ -438,7 +440,7 @@ def test_a_worker_that_the_coordinator_does_not_hear_is_not_late():
 @pytest.mark.parametrize("silent_s", [0.0, -1.0, math.inf, math.nan])
 def test_a_silence_out_of_range_is_refused(silent_s):
     with pytest.raises(ValueError, match="expected a finite silent_s of more than 0 s"):
-        Lockstep(2, silent_s=silent_s)
+        Lockstep(2, unreachable_timeout_s=silent_s)
 
 
 def anything(world: int = 3):
@@ -499,8 +501,8 @@ def test_whatever_comes_it_answers_or_refuses_and_stops_at_most_once(events):
         except ProtocolError:
             assert policy.state_dict() == state
     assert all(action.reason for action in actions)
-    kinds = [type(action) for action in actions if not isinstance(action, RoundNamed)]
-    assert kinds in ([], [Group], [Group, Stop])
+    kinds = [type(action) for action in actions if not isinstance(action, AssignRoundBatch)]
+    assert kinds in ([], [Group], [Group, AbortJob])
 
 
 def known(policy):

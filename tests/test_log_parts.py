@@ -13,16 +13,16 @@ from disks import files_of_at_most
 from jobs import job
 from offbeat.cli.main import main
 from offbeat.events import Event, Left, Ready, StepTimed
-from offbeat.policies import decide
-from offbeat.runtime.control.run_log import LOG_BYTES_LEAST, RunLog
+from offbeat.policies import dispatch_event
+from offbeat.runtime.control.run_log import LOG_BYTES_MIN, RunLog
 from offbeat.strategies import AllReduce
-from offbeat.wire.record import policies_of, read_log, read_logs, replay
+from offbeat.wire.record import build_policies, read_log, read_logs, replay
 from test_coordinator import coordinator
 from test_full_disk import joined
 from test_groups import agree, train
 from test_record import HEADER
 
-PART_BYTES = LOG_BYTES_LEAST // 16
+PART_BYTES = LOG_BYTES_MIN // 16
 
 
 class Written:
@@ -33,29 +33,29 @@ class Written:
         ended: whether the log could not be written any more.
     """
 
-    def __init__(self, path, bytes_max=LOG_BYTES_LEAST):
+    def __init__(self, path, bytes_max=LOG_BYTES_MIN):
         self.path = path
         self.ended = False
         self.wanted = []
-        self.policies = policies_of(HEADER)
+        self.policies = build_policies(HEADER)
         self.log = RunLog(str(path), HEADER, bytes_max=bytes_max, on_end=lambda: setattr(self, "ended", True))
 
     def add(self, events):
         for _ in range(events):
             number = len(self.wanted)
             event = joined(number) if number < 2 else self._ready(number - 2)
-            actions = decide(self.policies, event)
+            actions = dispatch_event(self.policies, event)
             self.wanted.append((event, *actions))
-            self.log.write(event, actions)
-            if self.log.is_part_over:
+            self.log.write_event(event, actions)
+            if self.log.is_part_due:
                 self.begin_part()
 
     def begin_part(self):
         self.log.begin_part([policy.state_dict() for policy in self.policies])
 
     def add_until_a_part_begins(self):
-        parts = self.log.place.part
-        while self.log.place.part == parts:
+        parts = self.log.position.part
+        while self.log.position.part == parts:
             self.add(1)
 
     def _ready(self, number):
@@ -118,11 +118,11 @@ def test_the_parts_never_take_more_than_the_bound_and_most_of_it_is_kept(tmp_pat
     written = Written(tmp_path / "log.jsonl")
     for _ in range(40):
         written.add_until_a_part_begins()
-        assert sum(sizes(tmp_path)) <= LOG_BYTES_LEAST
+        assert sum(sizes(tmp_path)) <= LOG_BYTES_MIN
         assert min(sizes(tmp_path)) > 0  # nothing is left of a removed one
     written.add(200)
     written.log.close()
-    assert 0.75 * LOG_BYTES_LEAST <= sum(sizes(tmp_path)) <= LOG_BYTES_LEAST
+    assert 0.75 * LOG_BYTES_MIN <= sum(sizes(tmp_path)) <= LOG_BYTES_MIN
     logs = written.read()
     assert entries_of(logs) == flat(written.wanted[logs[0].events_before :])
     assert max(sizes(tmp_path)) < 1.1 * PART_BYTES
@@ -131,7 +131,9 @@ def test_the_parts_never_take_more_than_the_bound_and_most_of_it_is_kept(tmp_pat
 def test_space_is_given_back_also_while_somebody_has_a_removed_part_open(tmp_path):
     written = Written(tmp_path / "log.jsonl")
     with (tmp_path / "log.jsonl").open("rb") as first:
-        while not written.wanted or (tmp_path / "log.000001.jsonl").exists() or written.log.place.part == 1:
+        while (
+            not written.wanted or (tmp_path / "log.000001.jsonl").exists() or written.log.position.part == 1
+        ):
             written.add_until_a_part_begins()
         assert os.fstat(first.fileno()).st_nlink == 0
         assert os.fstat(first.fileno()).st_size == 0
@@ -168,7 +170,7 @@ def test_a_successor_of_one_killed_while_a_part_began_goes_on_with_the_old_part(
         written.add_until_a_part_begins()
     written.add(20)
     written.log.flush()
-    place, count = written.log.place, len(written.wanted)
+    place, count = written.log.position, len(written.wanted)
     state = [policy.state_dict() for policy in written.policies]
     written.add(20)  # known to the journal only
     written.log.flush()
@@ -185,11 +187,11 @@ def test_a_successor_of_one_killed_while_a_part_began_goes_on_with_the_old_part(
         beside.unlink()
     successor = Written.__new__(Written)
     successor.path, successor.ended, successor.wanted = path, False, written.wanted[:count]
-    successor.policies = policies_of(HEADER)
+    successor.policies = build_policies(HEADER)
     for policy, one in zip(successor.policies, state, strict=True):
         policy.load_state_dict(one)
     successor.log = written.log
-    successor.log.go_on(place)
+    successor.log.resume(place)
     successor.add(50)
     successor.add_until_a_part_begins()
     successor.log.close()
@@ -216,7 +218,7 @@ def test_a_part_that_cannot_be_begun_leaves_the_parts_before_it_as_they_were(siz
         assert line.count("\n") == 1
         written.add(20)  # goes nowhere
         del written.wanted[-20:]
-        assert written.log.place is None
+        assert written.log.position is None
     written.log.close()
     assert entries_of(written.read()) == flat(written.wanted)
     assert not (tmp_path / "log.jsonl.next").exists()
@@ -252,7 +254,7 @@ def test_a_state_that_is_too_large_for_the_bound_ends_the_log_and_says_which_it_
         ("log.jsonl", 1000, "expected a size limit of at least 1048576 bytes for the run log, got 1000"),
         (
             "/dev/null",
-            LOG_BYTES_LEAST,
+            LOG_BYTES_MIN,
             "expected a regular file for a run log with a size limit, got /dev/null",
         ),
     ],
@@ -313,14 +315,14 @@ def trains(rank, say, epochs):
 
 def test_a_job_whose_coordinator_is_killed_again_and_again_has_a_log_within_its_bound(tmp_path):
     path = tmp_path / "log.jsonl"
-    env = {"OFFBEAT_RUN_LOG": str(path), "OFFBEAT_RUN_LOG_BYTES_MAX": str(LOG_BYTES_LEAST)}
+    env = {"OFFBEAT_RUN_LOG": str(path), "OFFBEAT_RUN_LOG_BYTES_MAX": str(LOG_BYTES_MIN)}
     with job(trains, 3, 120, env=env) as running:
         for _ in range(4):
             running.said(0, 1, 2)
             os.kill(running.coordinator(), signal.SIGKILL)
-            assert sum(sizes(tmp_path)) <= LOG_BYTES_LEAST
+            assert sum(sizes(tmp_path)) <= LOG_BYTES_MIN
         agree(values(running.ends()))
-    assert 0.5 * LOG_BYTES_LEAST <= sum(sizes(tmp_path)) <= LOG_BYTES_LEAST
+    assert 0.5 * LOG_BYTES_MIN <= sum(sizes(tmp_path)) <= LOG_BYTES_MIN
     written = Written.__new__(Written)
     written.path = path
     logs = written.read()

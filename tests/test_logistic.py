@@ -13,30 +13,30 @@ from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.logistic import (
-    WIDTH_FIRST,
+    WIDTH_INITIAL,
     WIDTH_MAX,
     BlockProximal,
     BlockPush,
     BlockWorker,
-    Passes,
-    aggregated,
+    PassSchedule,
     curvature_bounds,
+    descent_rate,
+    error_probability,
     gradient,
+    kkt_margin_after,
     loss,
-    mistrust,
     next_widths,
-    rate_that_descends,
-    slack_after,
+    optimality,
     soft_threshold_changes,
-    standing,
+    sum_pushes,
     violations,
 )
-from offbeat.numerics.powerlaw import power_law
-from offbeat.numerics.proximal_newton import compare, hessian, solve
+from offbeat.numerics.powerlaw import power_law_blocks
+from offbeat.numerics.proximal_newton import distance_from_optimum, hessian, solve
 from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.filters import KKT
-from offbeat.numerics.ps.spaces import describe, make_table
-from offbeat.numerics.sparse import SignedColumns, SparseRows, joined
+from offbeat.numerics.ps.spaces import build_table, encode_namespace
+from offbeat.numerics.sparse import SignedColumns, SparseRows, concatenate_rows
 
 
 def rows_of(dense: np.ndarray, labels: np.ndarray) -> SparseRows:
@@ -56,7 +56,7 @@ def problem(seed: int, rows: int = 40, columns: int = 8) -> tuple[np.ndarray, Si
     dense = rng.normal(size=(rows, columns)) * (rng.random((rows, columns)) < 0.5)
     dense[0] = 1.0  # no column is empty
     labels = np.where(rng.random(rows) < 0.5, 1.0, -1.0)
-    return dense * labels[:, None], SignedColumns.of(rows_of(dense, labels)), rng.normal(size=columns)
+    return dense * labels[:, None], SignedColumns.from_rows(rows_of(dense, labels)), rng.normal(size=columns)
 
 
 # Derivatives and bounds ---------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def problem(seed: int, rows: int = 40, columns: int = 8) -> tuple[np.ndarray, Si
 
 def test_loss_and_gradient_are_the_dense_formulas():
     signed, columns, weights = problem(0)
-    margins = columns.times(weights)
+    margins = columns.multiply(weights)
     np.testing.assert_allclose(margins, signed @ weights, rtol=1e-13)
     assert loss(margins) == pytest.approx(np.log(1 + np.exp(-signed @ weights)).sum(), rel=1e-13)
     expected = -signed.T @ (1 / (1 + np.exp(signed @ weights)))
@@ -74,7 +74,7 @@ def test_loss_and_gradient_are_the_dense_formulas():
 def test_the_gradient_is_what_finite_differences_of_the_loss_say():
     signed, columns, weights = problem(1)
     step = 1e-6
-    for place, slope in enumerate(gradient(columns, columns.times(weights))):
+    for place, slope in enumerate(gradient(columns, columns.multiply(weights))):
         nudge = step * np.eye(len(weights))[place]
         difference = loss(signed @ (weights + nudge)) - loss(signed @ (weights - nudge))
         assert slope == pytest.approx(difference / (2 * step), rel=1e-6, abs=1e-8)
@@ -83,7 +83,7 @@ def test_the_gradient_is_what_finite_differences_of_the_loss_say():
 def test_losses_and_gradients_of_huge_margins_are_finite_and_right():
     margins = np.array([-1e4, -800.0, 0.0, 800.0, 1e4])
     assert loss(margins) == pytest.approx(10_800 + np.log(2), rel=1e-12)
-    np.testing.assert_allclose(mistrust(margins), [1, 1, 0.5, 0, 0], atol=1e-300)
+    np.testing.assert_allclose(error_probability(margins), [1, 1, 0.5, 0, 0], atol=1e-300)
 
 
 def test_bounds_are_the_dense_formula():
@@ -92,7 +92,7 @@ def test_bounds_are_the_dense_formula():
     p = 1 / (1 + np.exp(signed @ weights))
     growth = np.exp(np.abs(signed) * widths)
     expected = (np.minimum((p * (1 - p))[:, None] * growth, 0.25) * signed**2).sum(0)
-    found = curvature_bounds(columns, columns.times(weights), widths)
+    found = curvature_bounds(columns, columns.multiply(weights), widths)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
@@ -107,7 +107,7 @@ def test_bounds_are_the_dense_formula():
 def test_bounds_bound_the_loss_of_each_weight_that_moves_within_its_width(seed, scale, width, share, place):
     signed, columns, weights = problem(seed)
     weights *= scale
-    margins = columns.times(weights)
+    margins = columns.multiply(weights)
     bound = curvature_bounds(columns, margins, np.full(len(weights), width))[place]
     slope, change = gradient(columns, margins)[place], share * width
     moved = loss(margins + change * signed[:, place])
@@ -116,17 +116,17 @@ def test_bounds_bound_the_loss_of_each_weight_that_moves_within_its_width(seed, 
 
 def test_a_block_has_what_the_whole_has_of_its_columns():
     _, columns, weights = problem(3)
-    margins = columns.times(weights)
-    places = columns.places(10, 32)
-    block = columns.block(places)
+    margins = columns.multiply(weights)
+    places = columns.column_slice(10, 32)
+    block = columns.slice_columns(places)
     assert block.keys.tolist() == [10, 17, 24, 31]
     np.testing.assert_array_equal(gradient(block, margins), gradient(columns, margins)[places])
     choice = np.array([True, False, False, True])
-    assert block.chosen(choice).keys.tolist() == [10, 31]
+    assert block.select(choice).keys.tolist() == [10, 31]
     np.testing.assert_array_equal(
-        gradient(block.chosen(choice), margins), gradient(columns, margins)[places][choice]
+        gradient(block.select(choice), margins), gradient(columns, margins)[places][choice]
     )
-    assert len(gradient(columns.block(columns.places(11, 17)), margins)) == 0
+    assert len(gradient(columns.slice_columns(columns.column_slice(11, 17)), margins)) == 0
 
 
 # The penalty --------------------------------------------------------------------------------------------
@@ -177,13 +177,13 @@ def test_the_optimum_satisfies_kkt_and_nothing_near_it_is_better(seed, share):
     signed, columns, other = problem(seed)
     l1 = share * np.abs(gradient(columns, np.zeros(columns.height))).max()
     found = solve(columns, l1)
-    assert found.standing.gap <= 1e-9 * found.standing.objective
+    assert found.optimality.gap <= 1e-9 * found.optimality.objective
     slopes = -signed.T @ (1 / (1 + np.exp(signed @ found.weights)))
     is_zero = found.weights == 0
     assert (np.abs(slopes[is_zero]) <= l1 * (1 + 1e-6)).all()
     np.testing.assert_allclose(slopes[~is_zero], -l1 * np.sign(found.weights[~is_zero]), rtol=1e-4)
     for size in (1e-3, 1.0):
-        assert standing(columns, found.weights + size * other, l1).objective > found.standing.objective
+        assert optimality(columns, found.weights + size * other, l1).objective > found.optimality.objective
 
 
 @settings(max_examples=30, deadline=None)
@@ -191,7 +191,7 @@ def test_the_optimum_satisfies_kkt_and_nothing_near_it_is_better(seed, share):
 def test_the_gap_is_never_less_than_what_is_missing(seed, scale, share):
     _, columns, weights = problem(seed)
     l1 = share * np.abs(gradient(columns, np.zeros(columns.height))).max()
-    here, best = standing(columns, scale * weights, l1), solve(columns, l1, relative_gap=1e-12).standing
+    here, best = optimality(columns, scale * weights, l1), solve(columns, l1, relative_gap=1e-12).optimality
     assert here.gap >= (here.objective - best.objective) * (1 - 1e-9) - 1e-9
 
 
@@ -200,7 +200,7 @@ def test_the_hessian_is_the_dense_formula_in_pieces_of_any_size(numbers_at_once)
     signed, columns, weights = problem(9)
     p = 1 / (1 + np.exp(signed @ weights))
     expected = signed.T @ ((p * (1 - p))[:, None] * signed)
-    found = hessian(columns, columns.times(weights), numbers_at_once=numbers_at_once)
+    found = hessian(columns, columns.multiply(weights), chunk_numbers=numbers_at_once)
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -210,7 +210,7 @@ def test_a_penalty_that_no_gradient_exceeds_leaves_all_weights_at_zero():
     found = solve(columns, steepest)
     assert found.passes == 0
     assert not found.weights.any()
-    assert found.standing.objective == pytest.approx(columns.height * np.log(2))
+    assert found.optimality.objective == pytest.approx(columns.height * np.log(2))
     assert np.count_nonzero(solve(columns, steepest * 0.999).weights) == 1
 
 
@@ -218,8 +218,8 @@ def test_the_optimum_of_columns_that_are_the_same_is_found():
     """It is not the only one, and the Hessian is singular."""
     signed, columns, _ = problem(5)
     twice = np.concatenate([signed, signed], axis=1)
-    found = solve(SignedColumns.of(rows_of(twice, np.ones(len(twice)))), 1.0)
-    assert found.standing.objective == pytest.approx(solve(columns, 1.0).standing.objective, rel=2e-9)
+    found = solve(SignedColumns.from_rows(rows_of(twice, np.ones(len(twice)))), 1.0)
+    assert found.optimality.objective == pytest.approx(solve(columns, 1.0).optimality.objective, rel=2e-9)
 
 
 def test_the_optimum_is_found_where_whole_newton_steps_lead_away_from_it():
@@ -236,8 +236,8 @@ def test_the_optimum_is_found_where_whole_newton_steps_lead_away_from_it():
             [0.04, -0.3, 0.008],
         ]
     )
-    found = solve(SignedColumns.of(rows_of(signed, np.ones(8))), 0.1)
-    assert found.standing.gap <= 1e-9 * found.standing.objective
+    found = solve(SignedColumns.from_rows(rows_of(signed, np.ones(8))), 0.1)
+    assert found.optimality.gap <= 1e-9 * found.optimality.objective
 
 
 def test_a_gap_below_rounding_is_not_claimed():
@@ -254,7 +254,7 @@ def test_a_server_adds_up_by_key_what_workers_push():
         BlockPush(keys=np.array([2, 5, 9]), gradients=np.array([1.0, 2, 3]), bounds=np.array([1.0, 1, 1])),
         BlockPush(keys=np.array([5, 7]), gradients=np.array([10.0, 20]), bounds=np.array([2.0, 3])),
     ]
-    found = aggregated(pushes)
+    found = sum_pushes(pushes)
     assert found.keys.tolist() == [2, 5, 7, 9]
     assert found.gradients.tolist() == [1, 12, 20, 3]
     assert found.bounds.tolist() == [1, 3, 3, 1]
@@ -274,7 +274,7 @@ def test_a_step_stays_within_its_width_and_sets_the_next():
 def test_a_block_may_be_cut_anywhere():
     rng = np.random.default_rng(7)
     update = BlockProximal(l1=0.3, rate=0.9)
-    whole, widths = rng.normal(size=50), np.full(50, WIDTH_FIRST)
+    whole, widths = rng.normal(size=50), np.full(50, WIDTH_INITIAL)
     parts, widths_of_parts = whole.copy(), widths.copy()
     gradients, bounds = rng.normal(size=50), rng.random(50)
     update.step(whole, widths, gradients, bounds)
@@ -289,36 +289,36 @@ def test_a_block_may_be_cut_anywhere():
 def test_with_the_rate_that_descends_no_step_of_at_most_that_share_of_its_widths_climbs(seed, scale, l1):
     _, columns, weights = problem(seed)
     weights *= scale
-    rate = rate_that_descends(columns)
+    rate = descent_rate(columns)
     assert rate == 1 / 8  # the first row has all
-    margins = columns.times(weights)
+    margins = columns.multiply(weights)
     slopes, widths = gradient(columns, margins), np.full(8, WIDTH_MAX)
     moved = weights.copy()
     BlockProximal(l1=l1, rate=rate).step(
         moved, rate * widths, slopes, curvature_bounds(columns, margins, widths)
     )
-    before, after = (standing(columns, at, l1).objective for at in (weights, moved))
+    before, after = (optimality(columns, at, l1).objective for at in (weights, moved))
     assert after <= before * (1 + 1e-12)
 
 
 def test_with_a_rate_of_1_correlated_columns_never_settle():
     """Why there must be a rate: eight equal columns each go all the way."""
-    columns = SignedColumns.of(rows_of(np.ones((40, 8)), np.repeat([1.0, -1.0], [30, 10])))
+    columns = SignedColumns.from_rows(rows_of(np.ones((40, 8)), np.repeat([1.0, -1.0], [30, 10])))
     ends = {}
-    for rate in (1.0, rate_that_descends(columns)):
+    for rate in (1.0, descent_rate(columns)):
         worker, update = BlockWorker(columns, 1.0), BlockProximal(l1=1.0, rate=rate)
-        weights, widths = np.zeros(8), np.full(8, WIDTH_FIRST)
+        weights, widths = np.zeros(8), np.full(8, WIDTH_INITIAL)
         for _ in range(50):
-            push = worker.push(0, 1000)
+            push = worker.compute_push(0, 1000)
             update.step(weights, widths, push.gradients, push.bounds)
-            worker.pull(push.keys, weights, push.gradients)
-        ends[rate] = standing(columns, weights, 1.0)
+            worker.apply_pull(push.keys, weights, push.gradients)
+        ends[rate] = optimality(columns, weights, 1.0)
     assert ends[1 / 8].gap < 1e-9 * ends[1 / 8].objective
     assert ends[1.0].objective > 1.01 * ends[1 / 8].objective
 
 
 def test_the_slack_is_ten_times_the_largest_violation_a_row():
-    assert slack_after(0.5, rows=100) == 0.05
+    assert kkt_margin_after(0.5, rows=100) == 0.05
 
 
 def test_margins_that_pulls_move_are_those_of_the_weights():
@@ -327,21 +327,21 @@ def test_margins_that_pulls_move_are_those_of_the_weights():
     rng = random.Random(8)
     for _ in range(30):
         keys = np.array(sorted(rng.sample([1, *columns.keys.tolist(), 1000], 4)))
-        worker.pull(keys, np.array([rng.gauss(0, 1) for _ in keys]), np.zeros(4))
-    worker.pull(np.append(columns.keys, 1000), np.append(weights, 5.0), np.zeros(len(weights) + 1))
+        worker.apply_pull(keys, np.array([rng.gauss(0, 1) for _ in keys]), np.zeros(4))
+    worker.apply_pull(np.append(columns.keys, 1000), np.append(weights, 5.0), np.zeros(len(weights) + 1))
     assert worker.loss == loss(worker.margins_N)
     np.testing.assert_array_equal(worker.weights_D, weights)
-    np.testing.assert_allclose(worker.margins_N, columns.times(weights), atol=1e-12)
+    np.testing.assert_allclose(worker.margins_N, columns.multiply(weights), atol=1e-12)
 
 
 def test_a_worker_pushes_what_is_active_with_the_widths_that_it_has():
     _, columns, weights = problem(10)
     worker = BlockWorker(columns, 1.0)
-    worker.pull(columns.keys, weights, np.array([0.5, -0.95, 3.0, *np.zeros(5)]))
-    whole = worker.push(0, 1000)
+    worker.apply_pull(columns.keys, weights, np.array([0.5, -0.95, 3.0, *np.zeros(5)]))
+    whole = worker.compute_push(0, 1000)
     assert whole.keys.tolist() == columns.keys.tolist()
     np.testing.assert_array_equal(whole.rows, np.stack([whole.gradients, whole.bounds], 1))
-    some = worker.push(0, 1000, lambda keys: keys != columns.keys[1])
+    some = worker.compute_push(0, 1000, lambda keys: keys != columns.keys[1])
     assert some.keys.tolist() == columns.keys[[0, *range(2, 8)]].tolist()
     np.testing.assert_array_equal(some.rows, whole.rows[[0, *range(2, 8)]])
 
@@ -350,7 +350,7 @@ def test_a_worker_has_the_largest_violation_of_what_it_pulled():
     _, columns, _ = problem(10)
     worker = BlockWorker(columns, 1.0)
     for gradients in ([0.5, -0.95, 3.0], [0.0, 1.5, 0.0]):
-        worker.pull(columns.keys[:3], np.zeros(3), np.array(gradients))
+        worker.apply_pull(columns.keys[:3], np.zeros(3), np.array(gradients))
         assert worker.violation == 2.0
 
 
@@ -374,7 +374,7 @@ def one_step(w, width, g, u, l1, rate):
 def test_a_namespace_takes_the_steps_of_the_formulas(block_keys):
     """Rows (gradient, bound) in, rows (weight, gradient) out; whatever blocks a server has it in."""
     update, rng = BlockProximal(l1=0.7, rate=0.9), np.random.default_rng(11)
-    table = make_table(describe(update, width=2, dtype="float64"), 40, block_keys, {})
+    table = build_table(encode_namespace(update, width=2, dtype="float64"), 40, block_keys, {})
     weights, widths, gradients = np.zeros(40), np.ones(40), np.zeros(40)
     for _ in range(20):
         keys = np.flatnonzero(rng.random(40) < 0.6)
@@ -391,13 +391,13 @@ def test_a_namespace_takes_the_steps_of_the_formulas(block_keys):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_replicas_that_have_the_namespace_in_other_blocks_hold_the_same_bits(dtype):
     update, rng = BlockProximal(l1=0.7, rate=0.9), np.random.default_rng(12)
-    about = describe(update, width=2, dtype=dtype)
-    tables = [make_table(about, 40, block_keys, {}) for block_keys in (40, 9)]
+    about = encode_namespace(update, width=2, dtype=dtype)
+    tables = [build_table(about, 40, block_keys, {}) for block_keys in (40, 9)]
     for first in (0, 5, 0, 20, 3):
         pushed = Entries(first, np.abs(rng.normal(size=(20, 2))).astype(dtype))
         tables[0].apply(first, first + 20, pushed)
         for at in range(first, first + 20, 4):
-            tables[1].apply(at, at + 4, pushed.cut(at, at + 4))
+            tables[1].apply(at, at + 4, pushed.key_range(at, at + 4))
     found = [table.read(0, 40, None).values for table in tables]
     assert found[0].dtype == dtype
     assert found[0].any()
@@ -410,9 +410,9 @@ def test_a_worker_has_the_widths_that_the_servers_have():
     worker, update = BlockWorker(columns, 0.5), BlockProximal(l1=0.5, rate=0.3)
     values, states = np.zeros((8, 2)), {"widths": np.zeros((8, 2))}
     for _ in range(10):
-        push = worker.push(0, 1000)
+        push = worker.compute_push(0, 1000)
         update.apply(values, states, push.rows)
-        worker.pull(push.keys, *values.T)
+        worker.apply_pull(push.keys, *values.T)
         np.testing.assert_array_equal(worker._widths_D, states["widths"][:, 0])
     assert len(set(worker._widths_D)) > 2
 
@@ -421,32 +421,32 @@ def test_a_worker_has_the_widths_that_the_servers_have():
 
 
 def test_all_keys_are_looked_at_again_when_the_objective_hardly_changes_and_once_more_is_the_end():
-    passes = Passes(100, 4, 50, 0.01)
+    passes = PassSchedule(100, 4, 50, 0.01)
     steps = [(100, 5), (90, 2), (89.5, 1), (80, 1), (79.9, 1), (79.8, 1)]
-    slacks, ended = [passes.slack], []
+    slacks, ended = [passes.kkt_margin], []
     for (objective, violation), _ in zip(steps, passes, strict=False):
-        passes.ended(objective, violation)
-        slacks.append(passes.slack)
+        passes.end_pass(objective, violation)
+        slacks.append(passes.kkt_margin)
         ended.append(passes.is_over)
     assert slacks == [math.inf, 1.0, 0.4, math.inf, 0.2, math.inf, math.inf]
     assert ended == [False] * 5 + [True]
     assert list(passes) == []
-    assert passes.number == 6
+    assert passes.passes_ended == 6
 
 
 def test_a_pass_has_every_key_once_in_an_order_that_all_workers_draw():
-    orders = [list(itertools.islice(Passes(10, 4, 1, 0.1, seed=3), 5)) for _ in range(2)]
+    orders = [list(itertools.islice(PassSchedule(10, 4, 1, 0.1, seed=3), 5)) for _ in range(2)]
     assert orders[0] == orders[1]
     assert sorted(orders[0][0]) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert len(set(map(tuple, orders[0]))) > 1
 
 
 def test_without_the_filter_all_are_always_looked_at_and_passes_have_a_number_at_most():
-    passes = Passes(10, 3, 50, 0.01, filtered=False, passes_max=3)
+    passes = PassSchedule(10, 3, 50, 0.01, filtered=False, passes_max=3)
     for number, _ in enumerate(passes):
-        passes.ended(100 / 2**number, 5)
-        assert passes.slack == math.inf
-    assert passes.number == 3
+        passes.end_pass(100 / 2**number, 5)
+        assert passes.kkt_margin == math.inf
+    assert passes.passes_ended == 3
 
 
 class Job:
@@ -458,14 +458,14 @@ class Job:
 
     def __init__(self, parts, l1, *, blocks, tau, seed, rate=None, filtered=True):
         self.rng = random.Random(seed)
-        self.workers = [BlockWorker(SignedColumns.of(part), l1) for part in parts]
+        self.workers = [BlockWorker(SignedColumns.from_rows(part), l1) for part in parts]
         self.filters = [KKT(l1) for _ in parts]
-        self.whole = SignedColumns.of(joined(parts))
+        self.whole = SignedColumns.from_rows(concatenate_rows(parts))
         self.keys, self.l1, self.tau = self.whole.keys, l1, tau
         self.values, self.states = np.zeros((len(self.keys), 2)), {"widths": np.zeros((len(self.keys), 2))}
         keys = int(self.keys[-1]) + 1
-        self.passes = Passes(keys, blocks, self.whole.height, 1e-12, filtered=filtered, seed=seed)
-        self.update = BlockProximal(l1=l1, rate=rate or rate_that_descends(self.whole))
+        self.passes = PassSchedule(keys, blocks, self.whole.height, 1e-12, filtered=filtered, seed=seed)
+        self.update = BlockProximal(l1=l1, rate=rate or descent_rate(self.whole))
         self.computed = 0
 
     @property
@@ -473,7 +473,7 @@ class Job:
         return self.values[:, 0]
 
     def objective(self):
-        return standing(self.whole, self.weights, self.l1).objective
+        return optimality(self.whole, self.weights, self.l1).objective
 
     def run_a_pass(self, blocks):
         finished, seen = [], [0] * len(self.workers)
@@ -481,7 +481,7 @@ class Job:
             for rank in range(len(self.workers)):
                 self.take_in(finished, seen, rank, self.tau)
             both = zip(self.workers, self.filters, strict=True)
-            total = aggregated([worker.push(first, stop, kkt.active) for worker, kkt in both])
+            total = sum_pushes([worker.compute_push(first, stop, kkt.active) for worker, kkt in both])
             self.computed += len(total.keys)
             places = np.searchsorted(self.keys, total.keys)
             values, states = self.values[places], {"widths": self.states["widths"][places]}
@@ -503,16 +503,16 @@ class Job:
     def run(self, passes):
         for blocks in itertools.islice(self.passes, passes):
             for worker, kkt in zip(self.workers, self.filters, strict=True):
-                kkt.set_margin(self.passes.slack)
+                kkt.set_margin(self.passes.kkt_margin)
                 worker.violation = 0.0
             self.run_a_pass(blocks)
             objective = sum(worker.loss for worker in self.workers) + self.l1 * np.abs(self.weights).sum()
-            self.passes.ended(objective, max(worker.violation for worker in self.workers))
+            self.passes.end_pass(objective, max(worker.violation for worker in self.workers))
 
 
 def generated(rows=240, features=60, seed=5, workers=3):
-    blocks = list(power_law(rows, features, seed, draws=8, exponent=0.5, rows_of_block=rows // 12))
-    return [joined(blocks[rank::workers]) for rank in range(workers)]
+    blocks = list(power_law_blocks(rows, features, seed, draws=8, exponent=0.5, rows_per_block=rows // 12))
+    return [concatenate_rows(blocks[rank::workers]) for rank in range(workers)]
 
 
 @pytest.fixture(scope="module")
@@ -523,7 +523,7 @@ def parts():
 
 @pytest.fixture(scope="module")
 def best(parts):
-    return solve(SignedColumns.of(joined(parts)), 2.0, relative_gap=1e-12)
+    return solve(SignedColumns.from_rows(concatenate_rows(parts)), 2.0, relative_gap=1e-12)
 
 
 @pytest.mark.parametrize("tau", [0, 2, 6])
@@ -534,14 +534,14 @@ def test_delayed_steps_reach_the_optimum_and_its_support(parts, best, tau, filte
     job = Job(parts, 2.0, blocks=12, tau=tau, seed=tau, rate=0.9, filtered=filtered)
     job.run(200)
     assert job.passes.is_over
-    assert compare(job.whole, job.weights, 2.0) == (pytest.approx(0, abs=1e-9), 0)
-    assert standing(job.whole, job.weights, 2.0).violation < 1e-4
-    everything = job.passes.number * len(job.keys)
+    assert distance_from_optimum(job.whole, job.weights, 2.0) == (pytest.approx(0, abs=1e-9), 0)
+    assert optimality(job.whole, job.weights, 2.0).violation < 1e-4
+    everything = job.passes.passes_ended * len(job.keys)
     assert job.computed < 0.7 * everything if filtered else job.computed == everything
     for worker in job.workers:
         at = np.searchsorted(job.keys, worker.columns.keys)
         np.testing.assert_array_equal(worker.weights_D, job.weights[at])
-        np.testing.assert_allclose(worker.margins_N, worker.columns.times(worker.weights_D), atol=1e-10)
+        np.testing.assert_allclose(worker.margins_N, worker.columns.multiply(worker.weights_D), atol=1e-10)
         np.testing.assert_array_equal(worker._widths_D, job.states["widths"][at, 0])
 
 
@@ -560,18 +560,21 @@ def test_without_delay_and_with_the_rate_that_descends_no_pass_climbs(parts):
         (lambda: BlockProximal(l1=0, rate=1), "l1 above 0, got 0"),
         (lambda: BlockProximal(l1=1, rate=float("nan")), "rate above 0, got nan"),
         (
-            lambda: Passes(10, 0, 5, 0.1),
+            lambda: PassSchedule(10, 0, 5, 0.1),
             "at least one key, block, row and pass, .* got 10, 0, 5, 10000 and 0.1",
         ),
-        (lambda: Passes(10, 1, 5, 0), "an epsilon above 0, got 10, 1, 5, 10000 and 0"),
+        (lambda: PassSchedule(10, 1, 5, 0), "an epsilon above 0, got 10, 1, 5, 10000 and 0"),
         (
-            lambda: describe(BlockProximal(l1=1, rate=1), width=0, dtype="float64"),
+            lambda: encode_namespace(BlockProximal(l1=1, rate=1), width=0, dtype="float64"),
             "rows of 2 numbers for BlockProximal, got 0",
         ),
-        (lambda: aggregated([]), "at least one push, got none"),
+        (lambda: sum_pushes([]), "at least one push, got none"),
         (lambda: solve(problem(0)[1], 0), "l1 and a relative gap above 0, got 0 and 1e-09"),
         (lambda: solve(problem(0)[1], 1, relative_gap=0), "above 0, got 1 and 0"),
-        (lambda: SignedColumns.of(rows_of(np.eye(2), np.array([1.0, 0.0]))), r"-1 and \+1, got 0 in row 1"),
+        (
+            lambda: SignedColumns.from_rows(rows_of(np.eye(2), np.array([1.0, 0.0]))),
+            r"-1 and \+1, got 0 in row 1",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(make, words):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.runtime.transport.io_loop import READ, Loop
+from offbeat.runtime.transport.io_loop import EPOLL_READ, IoLoop
 
 DEADLINE_S = 20.0
 EVENTS = 1000
@@ -27,7 +27,7 @@ class Run:
         self.said: list[str] = []
         self.errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._is_over: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.loop = Loop("a loop", each_turn=each_turn, on_end=self.errors.put)
+        self.loop = IoLoop("a loop", on_iteration=each_turn, on_end=self.errors.put)
 
     def say(self, word: str) -> Callable[..., None]:
         return lambda *_: self.said.append(word)
@@ -72,7 +72,7 @@ def ready() -> Iterator[socket.socket]:
 
 def test_what_is_for_idle_turns_runs_though_nothing_else_ever_happens(run) -> None:
     one = run()
-    one.loop.call(lambda: one.loop.when_idle(one.end))
+    one.loop.call(lambda: one.loop.call_when_idle(one.end))
     assert one.wait() == []
 
 
@@ -81,13 +81,13 @@ def test_what_is_for_idle_turns_runs_in_order_and_once(run) -> None:
 
     def begin() -> None:
         for number in range(10):
-            one.loop.when_idle(one.say(str(number)))
-        one.loop.when_idle(one.end)
+            one.loop.call_when_idle(one.say(str(number)))
+        one.loop.call_when_idle(one.end)
 
     one.loop.call(begin)
     assert one.wait() == [*"0123456789"]
     again: queue.SimpleQueue[None] = queue.SimpleQueue()
-    one.loop.call(lambda: one.loop.when_idle(lambda: again.put(None)))
+    one.loop.call(lambda: one.loop.call_when_idle(lambda: again.put(None)))
     again.get(timeout=DEADLINE_S)
     assert one.said == [*"0123456789"]
 
@@ -97,15 +97,15 @@ def test_what_is_for_idle_turns_runs_behind_calls_and_sockets_of_this_turn(run, 
 
     def read(_: int) -> None:
         ready.recv(1)
-        one.loop.when_idle(one.say("idle, of the socket"))
+        one.loop.call_when_idle(one.say("idle, of the socket"))
         one.say("socket")()
 
     def called() -> None:
-        one.loop.when_idle(one.say("idle, of the call"))
-        one.loop.when_idle(one.end)
+        one.loop.call_when_idle(one.say("idle, of the call"))
+        one.loop.call_when_idle(one.end)
         one.say("call")()
 
-    one.loop.watch(ready, READ, read)
+    one.loop.watch(ready, EPOLL_READ, read)
     one.loop.call(called)
     one.loop.call(one.say("another call"))
     assert one.wait() == ["socket", "call", "another call", "idle, of the socket", "idle, of the call"]
@@ -118,13 +118,13 @@ def test_what_is_for_idle_turns_waits_for_sockets_that_are_ready_for_now(run, re
     def read(_: int) -> None:
         one.say("socket")()
         if left[0] == 5:
-            one.loop.when_idle(one.say("idle"))
-            one.loop.when_idle(one.end)
+            one.loop.call_when_idle(one.say("idle"))
+            one.loop.call_when_idle(one.end)
         left[0] -= 1
         if not left[0]:
             ready.recv(1)
 
-    one.loop.watch(ready, READ, read)
+    one.loop.watch(ready, EPOLL_READ, read)
     assert one.wait() == [*["socket"] * 5, "idle"]
 
 
@@ -135,12 +135,12 @@ def test_what_is_for_idle_turns_runs_again_and_again_though_a_socket_is_always_r
         one.said.append("idle")
         count[0] += 1
         if count[0] < 10:
-            one.loop.when_idle(idle)
+            one.loop.call_when_idle(idle)
         else:
             one.end()
 
-    one.loop.watch(ready, READ, one.say("socket"))
-    one.loop.call(lambda: one.loop.when_idle(idle))
+    one.loop.watch(ready, EPOLL_READ, one.say("socket"))
+    one.loop.call(lambda: one.loop.call_when_idle(idle))
     said = "".join("i" if word == "idle" else "s" for word in one.wait()).split("i")
     assert 1 <= max(map(len, said[:10])) < EVENTS
     assert min(map(len, said[1:10])) > 1  # nor does it run in every turn
@@ -151,11 +151,11 @@ def test_what_is_for_idle_turns_and_asks_for_more_of_it_does_not_keep_others_wai
 
     def idle() -> None:
         count[0] += 1
-        one.loop.when_idle(idle)
+        one.loop.call_when_idle(idle)
         if count[0] == 1:
-            one.loop.watch(ready, READ, lambda _: one.end())
+            one.loop.watch(ready, EPOLL_READ, lambda _: one.end())
 
-    one.loop.call(lambda: one.loop.when_idle(idle))
+    one.loop.call(lambda: one.loop.call_when_idle(idle))
     one.wait()
     assert count[0] >= 1
 
@@ -192,7 +192,7 @@ def test_who_waits_runs_what_is_due(run) -> None:
 
     def call() -> None:
         insiders.append((threading.get_ident(), one.loop.inside))
-        one.loop.when_idle(over.set)
+        one.loop.call_when_idle(over.set)
 
     one.loop.start()
     for _ in range(100):
@@ -213,7 +213,7 @@ def test_who_waits_sees_sockets_and_timers(run, ready) -> None:
         one.loop.later(0.01, over.set)
 
     one.loop.start()
-    one.loop.call(one.loop.watch, ready, READ, read)
+    one.loop.call(one.loop.watch, ready, EPOLL_READ, read)
     assert one.loop.run_until(*asleep(over), DEADLINE_S)
 
 
@@ -292,7 +292,7 @@ def test_what_fails_in_the_turn_of_who_waits_ends_the_loop() -> None:
         errors.put(error)
         told.set()
 
-    loop = Loop("a loop", each_turn=lambda: False, on_end=end)
+    loop = IoLoop("a loop", on_iteration=lambda: False, on_end=end)
     loop.start()
     over = threading.Event()
 

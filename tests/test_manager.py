@@ -12,41 +12,41 @@ from hypothesis import strategies as st
 
 from offbeat.events import (
     Action,
-    ClientEnlists,
-    ClientGone,
-    ClientPaused,
-    ClientWithdraws,
+    AggregationJoined,
+    AggregationLeft,
+    AggregationPaused,
+    AssignTask,
+    ClusterView,
     Event,
-    GroupViewed,
+    ForgetClient,
     LostArc,
-    NodeHeard,
+    NamespaceRequested,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeResumed,
     NodeSilent,
     Participant,
     Pause,
-    ProgressWanted,
-    Refuse,
-    Server,
-    ServerFilled,
-    ServerLeaves,
-    ServerMissed,
-    ServerReached,
-    SpaceOpened,
-    SpaceRefused,
+    ProgressRequested,
+    RejectNamespace,
+    RejectPeer,
+    ServerAddress,
+    ServerReachable,
+    ServerRemovalRequested,
+    ServerTransferDone,
+    ServerUnreachable,
     TaskDone,
-    TaskIssued,
-    TaskWanted,
+    TaskRequested,
     TauSet,
     Tick,
-    Viewed,
-    WorkerJoins,
-    WorkerLeaves,
+    WorkerGroupJoined,
+    WorkerGroupLeft,
+    WorkerGroupView,
 )
-from offbeat.policies.ps.hash_ring import Space
-from offbeat.policies.ps.manager import Manager, view_of
-from offbeat.policies.ps.messages import View
+from offbeat.policies.ps.hash_ring import NamespaceSpec
+from offbeat.policies.ps.manager import PsManager, view_from_action
+from offbeat.policies.ps.messages import PlacementView
 
 SERVERS = 3
 
@@ -71,80 +71,80 @@ def opened(
     block_keys: int = 10,
     function: str = "",
     aggregates: bool = False,
-) -> SpaceOpened:
+) -> NamespaceRequested:
     about = f"about {name}"
-    return SpaceOpened(
+    return NamespaceRequested(
         now_s=0.0,
         node=node,
         name=name,
         keys=keys,
         block_keys=block_keys,
-        about=about,
+        spec=about,
         function=function,
         aggregates=aggregates,
     )
 
 
-def enlists(client: int, name: str = "s") -> ClientEnlists:
-    return ClientEnlists(now_s=0.0, node=f"client-{client}", namespace=name)
+def enlists(client: int, name: str = "s") -> AggregationJoined:
+    return AggregationJoined(now_s=0.0, node=f"client-{client}", namespace=name)
 
 
-def paused(client: int, pause: int, time: int, name: str = "s") -> ClientPaused:
-    return ClientPaused(now_s=0.0, node=f"client-{client}", namespace=name, pause=pause, time=time)
+def paused(client: int, pause: int, time: int, name: str = "s") -> AggregationPaused:
+    return AggregationPaused(now_s=0.0, node=f"client-{client}", namespace=name, pause_view=pause, time=time)
 
 
-def withdraws(client: int, name: str = "s") -> ClientWithdraws:
-    return ClientWithdraws(now_s=0.0, node=f"client-{client}", namespace=name)
+def withdraws(client: int, name: str = "s") -> AggregationLeft:
+    return AggregationLeft(now_s=0.0, node=f"client-{client}", namespace=name)
 
 
-def joins(client: int, on_loss: str = "replace") -> WorkerJoins:
-    return WorkerJoins(
-        now_s=0.0, node=f"client-{client}", group="g", shards=6, on_loss=on_loss, patience_s=1.0
+def joins(client: int, on_loss: str = "replace") -> WorkerGroupJoined:
+    return WorkerGroupJoined(
+        now_s=0.0, node=f"client-{client}", group="g", shards=6, on_loss=on_loss, wait_timeout_s=1.0
     )
 
 
-def wants(client: int, passes: int = 9) -> TaskWanted:
-    return TaskWanted(now_s=0.0, node=f"client-{client}", group="g", passes=passes, shards_max=2)
+def wants(client: int, passes: int = 9) -> TaskRequested:
+    return TaskRequested(now_s=0.0, node=f"client-{client}", group="g", passes_max=passes, shards_max=2)
 
 
 def done(client: int, task: int) -> TaskDone:
     return TaskDone(now_s=0.0, node=f"client-{client}", group="g", task=task)
 
 
-def begins(view: Viewed) -> dict[int, int]:
+def begins(view: ClusterView) -> dict[int, int]:
     """Who takes part in the namespace that aggregates, and from which time on."""
     assert all(one.namespace == "s" for one in view.participants)
-    return {one.client: one.begins for one in view.participants}
+    return {one.client: one.first_time for one in view.participants}
 
 
-def filled(server: int, view: int) -> ServerFilled:
-    return ServerFilled(now_s=0.0, node=f"server-{server}", view=view)
+def filled(server: int, view: int) -> ServerTransferDone:
+    return ServerTransferDone(now_s=0.0, node=f"server-{server}", view=view)
 
 
-def leaves(server: int, node: str = "client-0") -> ServerLeaves:
-    return ServerLeaves(now_s=0.0, node=node, server=server)
+def leaves(server: int, node: str = "client-0") -> ServerRemovalRequested:
+    return ServerRemovalRequested(now_s=0.0, node=node, server=server)
 
 
-def missed(node: str, server: int) -> ServerMissed:
-    return ServerMissed(now_s=0.0, node=node, server=server, cause="no answer")
+def missed(node: str, server: int) -> ServerUnreachable:
+    return ServerUnreachable(now_s=0.0, node=node, server=server, cause="no answer")
 
 
-def viewed(actions: list[Action]) -> Viewed:
+def viewed(actions: list[Action]) -> ClusterView:
     """The one view among what was decided."""
-    (found,) = [action for action in actions if isinstance(action, Viewed)]
+    (found,) = [action for action in actions if isinstance(action, ClusterView)]
     return found
 
 
-def all_filled(manager: Manager, view: Viewed) -> Viewed:
+def all_filled(manager: PsManager, view: ClusterView) -> ClusterView:
     """Every server says that it has all that it gains in this view; the one that follows."""
-    said = [action for one in view.servers for action in manager.handle(filled(one.server, view.number))]
+    said = [action for one in view.servers for action in manager.handle(filled(one.server, view.version))]
     return viewed(said)
 
 
 @pytest.fixture
-def manager() -> Manager:
+def manager() -> PsManager:
     """One whose servers have all come."""
-    manager = Manager(SERVERS, virtual_nodes=4, copies=1)
+    manager = PsManager(SERVERS, virtual_nodes=4, copies=1)
     for server in range(SERVERS):
         manager.handle(joined(f"server-{server}"))
     return manager
@@ -154,71 +154,73 @@ def manager() -> Manager:
 
 
 def test_nobody_is_told_anything_before_all_servers_are_there() -> None:
-    manager = Manager(3)
+    manager = PsManager(3)
     assert manager.handle(joined("client-0")) == []
     assert manager.handle(joined("server-2")) == []
     assert manager.handle(joined("server-0")) == []
     view = viewed(manager.handle(joined("server-1")))
     assert view.node == ""
-    assert (view.number, view.epoch, view.ring, view.target) == (0, 0, (0, 1, 2), ())
-    assert view.servers == tuple(Server(server=one, addresses=(f"tcp://server-{one}:1",)) for one in range(3))
+    assert (view.version, view.epoch, view.ring, view.next_ring) == (0, 0, (0, 1, 2), ())
+    assert view.servers == tuple(
+        ServerAddress(server=one, addresses=(f"tcp://server-{one}:1",)) for one in range(3)
+    )
 
 
 def test_a_server_that_is_lost_before_all_are_there_is_waited_for_no_more() -> None:
-    manager = Manager(2)
+    manager = PsManager(2)
     manager.handle(joined("server-0"))
     assert manager.handle(lost("server-0")) == []
     assert manager.handle(joined("server-1")) == []
     assert viewed(manager.handle(joined("server-2"))).ring == (1, 2)
 
 
-def test_a_client_that_comes_is_told_the_view_and_nobody_else_is(manager: Manager) -> None:
+def test_a_client_that_comes_is_told_the_view_and_nobody_else_is(manager: PsManager) -> None:
     (view,) = manager.handle(joined("client-7"))
-    assert isinstance(view, Viewed)
+    assert isinstance(view, ClusterView)
     assert view.node == "client-7"
     assert view.ring == (0, 1, 2)
 
 
-def test_servers_are_told_that_a_client_is_gone(manager: Manager) -> None:
+def test_servers_are_told_that_a_client_is_gone(manager: PsManager) -> None:
     manager.handle(joined("client-7"))
     manager.handle(joined("client-8"))
-    assert manager.handle(left("client-7")) == [ClientGone(node="client-7", reason="client-7 has left")]
+    assert manager.handle(left("client-7")) == [ForgetClient(node="client-7", reason="client-7 has left")]
     reason = "client-8 was lost: it fell silent"
-    assert manager.handle(lost("client-8")) == [ClientGone(node="client-8", reason=reason)]
+    assert manager.handle(lost("client-8")) == [ForgetClient(node="client-8", reason=reason)]
 
 
-def test_a_late_server_is_prepared_and_taken_in_when_all_who_gain_are_filled(manager: Manager) -> None:
+def test_a_late_server_is_prepared_and_taken_in_when_all_who_gain_are_filled(manager: PsManager) -> None:
     prepared = viewed(manager.handle(joined("server-9")))
     assert prepared.node == ""
-    assert (prepared.ring, prepared.target) == ((0, 1, 2), (0, 1, 2, 9))
+    assert (prepared.ring, prepared.next_ring) == ((0, 1, 2), (0, 1, 2, 9))
     assert 9 in [one.server for one in prepared.servers]
     assert prepared.epoch == 0
     taken_in = all_filled(manager, prepared)
-    assert (taken_in.ring, taken_in.target) == ((0, 1, 2, 9), ())
-    assert taken_in.number == prepared.number + 1
-    assert taken_in.epoch == taken_in.number
+    assert (taken_in.ring, taken_in.next_ring) == ((0, 1, 2, 9), ())
+    assert taken_in.version == prepared.version + 1
+    assert taken_in.epoch == taken_in.version
 
 
-def test_what_is_said_of_an_older_view_takes_nobody_in(manager: Manager) -> None:
+def test_what_is_said_of_an_older_view_takes_nobody_in(manager: PsManager) -> None:
     older = viewed(manager.handle(joined("server-9")))
     manager.handle(opened("client-0"))
     for server in (0, 1, 2, 9):
-        assert manager.handle(filled(server, older.number)) == []
+        assert manager.handle(filled(server, older.version)) == []
 
 
-def test_what_was_said_of_an_older_view_is_to_be_said_again(manager: Manager) -> None:
+def test_what_was_said_of_an_older_view_is_to_be_said_again(manager: PsManager) -> None:
     manager.handle(joined("server-8"))
     older = viewed(manager.handle(joined("server-9")))
-    assert manager.handle(filled(8, older.number)) == []
+    assert manager.handle(filled(8, older.version)) == []
     view = viewed(manager.handle(opened("client-0")))
-    assert manager.handle(filled(9, view.number)) == []
-    assert viewed(manager.handle(filled(8, view.number))).ring == (0, 1, 2, 8, 9)
+    assert manager.handle(filled(9, view.version)) == []
+    assert viewed(manager.handle(filled(8, view.version))).ring == (0, 1, 2, 8, 9)
 
 
-def test_a_server_comes_once(manager: Manager) -> None:
+def test_a_server_comes_once(manager: PsManager) -> None:
     manager.handle(lost("server-1"))
     (refused,) = manager.handle(joined("server-1"))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RejectPeer)
     assert refused.peer == "server-1"
     assert "expected a new server, got server 1" in refused.reason
 
@@ -226,9 +228,9 @@ def test_a_server_comes_once(manager: Manager) -> None:
 @pytest.mark.parametrize(
     "node", ["server-", "server-x", "server-1-2", "server--1", "server- 1", "server-01", "server-٣"]
 )
-def test_a_server_without_a_number_is_refused(node: str, manager: Manager) -> None:
+def test_a_server_without_a_number_is_refused(node: str, manager: PsManager) -> None:
     (refused,) = manager.handle(joined(node))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RejectPeer)
     assert refused.peer == node
     assert "server-" in refused.reason
     assert manager.handle(opened("client-0")) != []
@@ -237,30 +239,30 @@ def test_a_server_without_a_number_is_refused(node: str, manager: Manager) -> No
 # Going
 
 
-def test_a_server_that_wants_to_leave_goes_when_others_have_what_it_holds(manager: Manager) -> None:
+def test_a_server_that_wants_to_leave_goes_when_others_have_what_it_holds(manager: PsManager) -> None:
     prepared = viewed(manager.handle(leaves(1)))
-    assert (prepared.ring, prepared.target) == ((0, 1, 2), (0, 2))
+    assert (prepared.ring, prepared.next_ring) == ((0, 1, 2), (0, 2))
     gone = all_filled(manager, prepared)
-    assert (gone.ring, gone.target) == ((0, 2), ())
+    assert (gone.ring, gone.next_ring) == ((0, 2), ())
     assert manager.handle(left("server-1")) == []
     later = viewed(manager.handle(opened("client-0")))
     assert [one.server for one in later.servers] == [0, 2]
 
 
 def test_the_last_server_does_not_leave() -> None:
-    manager = Manager(1)
+    manager = PsManager(1)
     manager.handle(joined("server-0"))
     view = viewed(manager.handle(leaves(0)))
-    assert (view.ring, view.target) == ((0,), ())
+    assert (view.ring, view.next_ring) == ((0,), ())
     assert all_filled(manager, view).ring == (0,)
 
 
-def test_a_server_that_is_lost_is_out_at_once_with_the_reason(manager: Manager) -> None:
+def test_a_server_that_is_lost_is_out_at_once_with_the_reason(manager: PsManager) -> None:
     view = viewed(manager.handle(lost("server-1")))
     assert view.node == ""
     assert view.ring == (0, 2)
-    assert view.epoch == view.number == 1
-    assert view.filling
+    assert view.epoch == view.version == 1
+    assert view.transfers
     assert [one.server for one in view.servers] == [0, 2]
     assert "server 1 was lost: it fell silent" in view.reason
 
@@ -272,39 +274,39 @@ def silent(node: str, at_s: float, silent_s: float = 1.25) -> NodeSilent:
     return NodeSilent(now_s=at_s, node=node, silent_s=silent_s)
 
 
-def heard(node: str, at_s: float) -> NodeHeard:
-    return NodeHeard(now_s=at_s, node=node)
+def heard(node: str, at_s: float) -> NodeResumed:
+    return NodeResumed(now_s=at_s, node=node)
 
 
-def reached(node: str, server: int) -> ServerReached:
-    return ServerReached(now_s=0.0, node=node, server=server)
+def reached(node: str, server: int) -> ServerReachable:
+    return ServerReachable(now_s=0.0, node=node, server=server)
 
 
-def tick(manager: Manager, at_s: float) -> list[Action]:
+def tick(manager: PsManager, at_s: float) -> list[Action]:
     return manager.handle(Tick(now_s=at_s))
 
 
-def ring(manager: Manager) -> tuple[int, ...]:
+def ring(manager: PsManager) -> tuple[int, ...]:
     assert manager._group.view is not None
     return manager._group.view.ring.servers
 
 
-def lone(actions: list[Action]) -> tuple[Refuse, Viewed]:
+def lone(actions: list[Action]) -> tuple[RejectPeer, ClusterView]:
     """Who is refused, and the view without it."""
     refused, view = actions
-    assert isinstance(refused, Refuse)
-    assert isinstance(view, Viewed)
+    assert isinstance(refused, RejectPeer)
+    assert isinstance(view, ClusterView)
     return refused, view
 
 
-def five(copies: int = 2) -> Manager:
-    manager = Manager(5, virtual_nodes=4, copies=copies)
+def five(copies: int = 2) -> PsManager:
+    manager = PsManager(5, virtual_nodes=4, copies=copies)
     for server in range(5):
         manager.handle(joined(f"server-{server}"))
     return manager
 
 
-def test_a_server_that_is_not_heard_for_10_s_is_lost_and_not_before(manager: Manager) -> None:
+def test_a_server_that_is_not_heard_for_10_s_is_lost_and_not_before(manager: PsManager) -> None:
     assert manager.handle(silent("server-1", 101.25)) == []
     assert tick(manager, 109.9) == []
     refused, view = lone(tick(manager, 110.0))
@@ -314,7 +316,7 @@ def test_a_server_that_is_not_heard_for_10_s_is_lost_and_not_before(manager: Man
     assert tick(manager, 130.0) == []
 
 
-def test_a_server_that_is_heard_again_in_time_is_not_lost(manager: Manager) -> None:
+def test_a_server_that_is_heard_again_in_time_is_not_lost(manager: PsManager) -> None:
     manager.handle(silent("server-1", 101.25))
     manager.handle(heard("server-1", 109.5))
     assert tick(manager, 200.0) == []
@@ -322,12 +324,12 @@ def test_a_server_that_is_heard_again_in_time_is_not_lost(manager: Manager) -> N
     assert tick(manager, 209.0) == []
 
 
-def test_a_client_that_is_not_heard_for_10_s_is_lost(manager: Manager) -> None:
+def test_a_client_that_is_not_heard_for_10_s_is_lost(manager: PsManager) -> None:
     manager.handle(joined("client-7"))
     manager.handle(silent("client-7", 1.25))
     refused, gone = tick(manager, 10.0)
-    assert isinstance(refused, Refuse)
-    assert isinstance(gone, ClientGone)
+    assert isinstance(refused, RejectPeer)
+    assert isinstance(gone, ForgetClient)
     assert (refused.peer, gone.node) == ("client-7", "client-7")
 
 
@@ -339,14 +341,14 @@ def test_while_more_than_half_of_the_servers_are_not_heard_nobody_is_lost_for_si
     manager.handle(silent("client-0", 1.25))
     assert tick(manager, 9.9) == []
     (view,) = tick(manager, 20.0)
-    assert isinstance(view, Viewed)
+    assert isinstance(view, ClusterView)
     assert "more than half of the servers are silent, so none is declared lost" in view.reason
-    assert (view.number, view.ring, view.silent) == (0, (0, 1, 2, 3, 4), (1, 2, 3, 4))
+    assert (view.version, view.ring, view.silent_servers) == (0, (0, 1, 2, 3, 4), (1, 2, 3, 4))
     assert tick(manager, 100.0) == []
     manager.handle(heard("server-1", 100.1))
     manager.handle(heard("server-2", 100.1))
-    assert viewed(tick(manager, 109.9)).silent == (3, 4)  # their silence counts from here
-    assert {one.peer for one in tick(manager, 110.1) if isinstance(one, Refuse)} == {
+    assert viewed(tick(manager, 109.9)).silent_servers == (3, 4)  # their silence counts from here
+    assert {one.peer for one in tick(manager, 110.1) if isinstance(one, RejectPeer)} == {
         "server-3",
         "server-4",
         "client-0",
@@ -364,18 +366,18 @@ def test_a_silent_server_with_the_last_copy_is_waited_for_and_that_is_said() -> 
     manager = five(copies=0)
     manager.handle(silent("server-1", 1.25))
     (view,) = tick(manager, 11.0)
-    assert isinstance(view, Viewed)
+    assert isinstance(view, ClusterView)
     assert view.reason == "server-1 is silent, and requests wait for it: it has the last copy of something"
-    assert (view.number, view.ring, view.silent) == (0, (0, 1, 2, 3, 4), (1,))
+    assert (view.version, view.ring, view.silent_servers) == (0, (0, 1, 2, 3, 4), (1,))
     assert tick(manager, 60.0) == []
     manager.handle(heard("server-1", 61.0))
     (view,) = tick(manager, 61.1)
-    assert isinstance(view, Viewed)
-    assert (view.silent, view.reason) == ((), "server-1 is no longer waited for")
+    assert isinstance(view, ClusterView)
+    assert (view.silent_servers, view.reason) == ((), "server-1 is no longer waited for")
 
 
 def test_a_silent_server_is_lost_only_while_one_that_is_heard_has_the_same() -> None:
-    manager = Manager(5, virtual_nodes=1, copies=1)
+    manager = PsManager(5, virtual_nodes=1, copies=1)
     for server in range(5):
         manager.handle(joined(f"server-{server}"))
     assert manager._group.view is not None
@@ -383,7 +385,7 @@ def test_a_silent_server_is_lost_only_while_one_that_is_heard_has_the_same() -> 
     manager.handle(silent(f"server-{one}", 1.25))
     manager.handle(silent(f"server-{other}", 9.0, 1.25))  # perhaps it is dead
     assert ring(manager) == (0, 1, 2, 3, 4)
-    assert viewed(tick(manager, 11.0)).silent == (one,)
+    assert viewed(tick(manager, 11.0)).silent_servers == (one,)
     manager.handle(heard(f"server-{other}", 12.0))
     refused, _ = lone(tick(manager, 12.1))
     assert refused.peer == f"server-{one}"
@@ -400,7 +402,9 @@ def test_a_silent_server_that_is_waited_for_is_given_up_when_somebody_says_so() 
     assert {arc.server for arc in view.lost} == {1}
 
 
-def test_that_one_server_cannot_reach_another_is_no_loss_as_long_as_the_manager_can(manager: Manager) -> None:
+def test_that_one_server_cannot_reach_another_is_no_loss_as_long_as_the_manager_can(
+    manager: PsManager,
+) -> None:
     assert manager.handle(missed("server-0", 1)) == []
     assert tick(manager, 9.9) == []
     manager.handle(reached("server-0", 1))
@@ -432,15 +436,15 @@ def test_of_two_servers_that_do_not_reach_each_other_both_stay_if_each_has_a_las
     manager = five(copies=0)
     manager.handle(missed("server-3", 1))
     (view,) = tick(manager, 10.0)
-    assert isinstance(view, Viewed)
-    assert (view.number, view.ring) == (0, (0, 1, 2, 3, 4))
+    assert isinstance(view, ClusterView)
+    assert (view.version, view.ring) == (0, (0, 1, 2, 3, 4))
     both = "server-1 and server-3 do not reach each other, and both stay"
     assert view.reason == f"{both}: each has the last copy of something"
     assert tick(manager, 100.0) == []
 
 
 def test_a_server_that_was_silent_has_time_to_reach_the_others_too_when_it_is_heard_again(
-    manager: Manager,
+    manager: PsManager,
 ) -> None:
     manager.handle(silent("server-1", 0.0, 0.0))
     manager.handle(missed("server-0", 1))
@@ -450,7 +454,7 @@ def test_a_server_that_was_silent_has_time_to_reach_the_others_too_when_it_is_he
     assert tick(manager, 100.0) == []
 
 
-def test_what_is_said_of_servers_that_are_gone_counts_no_more(manager: Manager) -> None:
+def test_what_is_said_of_servers_that_are_gone_counts_no_more(manager: PsManager) -> None:
     manager.handle(missed("server-2", 77))
     manager.handle(missed("server-2", 1))
     manager.handle(lost("server-1"))
@@ -461,9 +465,9 @@ def test_what_is_said_of_servers_that_are_gone_counts_no_more(manager: Manager) 
 # Losses
 
 
-def all_lost(*, on_loss: str = "") -> Manager:
+def all_lost(*, on_loss: str = "") -> PsManager:
     """A manager of two servers, both of which were killed, with a namespace."""
-    manager = Manager(2, virtual_nodes=4, copies=1)
+    manager = PsManager(2, virtual_nodes=4, copies=1)
     for server in range(2):
         manager.handle(joined(f"server-{server}"))
     manager.handle(replace(opened("client-0"), on_loss=on_loss))
@@ -475,8 +479,8 @@ def all_lost(*, on_loss: str = "") -> Manager:
 def test_what_is_lost_with_the_last_server_that_had_it_is_said_to_everybody() -> None:
     manager = all_lost()
     view = viewed(manager.handle(joined("client-3")))
-    assert (view.ring, view.emptied) == ((), ((0, 2**62),))
-    assert view.lost == (LostArc(number=1, namespace="w", first=0, last=2**62, server=1),)
+    assert (view.ring, view.lost_arcs_dropped) == ((), ((0, 2**62),))
+    assert view.lost == (LostArc(loss=1, namespace="w", start=0, stop=2**62, server=1),)
     prepared = viewed(manager.handle(joined("server-8")))
     assert all_filled(manager, prepared).lost == view.lost
 
@@ -485,7 +489,7 @@ def test_what_is_lost_is_so_until_the_namespace_is_to_go_on_from_zero() -> None:
     manager = all_lost()
     view = viewed(manager.handle(replace(opened("client-0"), on_loss="reset")))
     assert view.lost == ()
-    assert view.epoch == view.number
+    assert view.epoch == view.version
     assert view.reason == "the namespace w was opened and restarts from zero after losses"
 
 
@@ -502,30 +506,30 @@ def test_a_namespace_that_goes_on_from_zero_loses_nothing_until_that_is_to_be_an
 def test_what_is_lost_already_is_not_lost_once_more() -> None:
     manager = all_lost()
     all_filled(manager, viewed(manager.handle(joined("server-8"))))
-    assert [arc.number for arc in viewed(manager.handle(lost("server-8"))).lost] == [1]
+    assert [arc.loss for arc in viewed(manager.handle(lost("server-8"))).lost] == [1]
 
 
-def test_an_on_loss_that_there_is_not_is_refused(manager: Manager) -> None:
+def test_an_on_loss_that_there_is_not_is_refused(manager: PsManager) -> None:
     (refused,) = manager.handle(replace(opened("client-0"), on_loss="hope"))
-    assert isinstance(refused, SpaceRefused)
+    assert isinstance(refused, RejectNamespace)
     assert 'expected on_loss to be "error" or "reset", got \'hope\'' in refused.reason
 
 
 # Who may say what
 
 
-def test_a_client_may_not_speak_for_servers(manager: Manager) -> None:
+def test_a_client_may_not_speak_for_servers(manager: PsManager) -> None:
     """A client's number may be a server's; what a server has is for itself to say."""
     view = viewed(manager.handle(joined("server-9")))
     for server in (0, 1, 2, 9):
-        said = ServerFilled(now_s=0.0, node=f"client-{server}", view=view.number)
+        said = ServerTransferDone(now_s=0.0, node=f"client-{server}", view=view.version)
         (refused,) = manager.handle(said)
-        assert isinstance(refused, Refuse)
+        assert isinstance(refused, RejectPeer)
         assert refused.peer == said.node
     assert all_filled(manager, view).ring == (0, 1, 2, 9)
 
 
-def test_no_server_is_out_because_a_client_misses_it(manager: Manager) -> None:
+def test_no_server_is_out_because_a_client_misses_it(manager: PsManager) -> None:
     assert manager.handle(missed("client-0", 1)) == []
     assert manager.handle(missed("client-2", 1)) == []
     assert manager.handle(Tick(now_s=1000.0)) == []
@@ -534,22 +538,22 @@ def test_no_server_is_out_because_a_client_misses_it(manager: Manager) -> None:
 # Namespaces
 
 
-def test_a_namespace_is_told_to_everybody_with_a_new_epoch(manager: Manager) -> None:
+def test_a_namespace_is_told_to_everybody_with_a_new_epoch(manager: PsManager) -> None:
     view = viewed(manager.handle(opened("client-0")))
     assert view.node == ""
-    assert view.epoch == view.number == 1
-    assert view_of(view).spaces == {"w": Space("w", 100, 10, "about w", False)}
+    assert view.epoch == view.version == 1
+    assert view_from_action(view).spaces == {"w": NamespaceSpec("w", 100, 10, "about w", False)}
 
 
-def test_the_same_namespace_again_changes_nothing(manager: Manager) -> None:
+def test_the_same_namespace_again_changes_nothing(manager: PsManager) -> None:
     manager.handle(opened("client-0"))
     assert manager.handle(opened("client-1")) == []
 
 
 def test_a_namespace_before_the_first_view_is_in_it() -> None:
-    manager = Manager(1)
+    manager = PsManager(1)
     assert manager.handle(opened("client-0")) == []
-    assert set(view_of(viewed(manager.handle(joined("server-0")))).spaces) == {"w"}
+    assert set(view_from_action(viewed(manager.handle(joined("server-0")))).spaces) == {"w"}
 
 
 @pytest.mark.parametrize(
@@ -565,67 +569,67 @@ def test_a_namespace_before_the_first_view_is_in_it() -> None:
     ],
 )
 def test_a_namespace_that_cannot_be_is_refused_to_who_wanted_it(
-    different: dict[str, Any], why: str, manager: Manager
+    different: dict[str, Any], why: str, manager: PsManager
 ) -> None:
     manager.handle(opened("client-0"))
     (refused,) = manager.handle(opened("client-1", **different))
-    assert isinstance(refused, SpaceRefused)
+    assert isinstance(refused, RejectNamespace)
     assert (refused.node, refused.name) == ("client-1", different.get("name", "w"))
     assert why in refused.reason
-    assert set(view_of(viewed(manager.handle(joined("client-2")))).spaces) == {"w"}
+    assert set(view_from_action(viewed(manager.handle(joined("client-2")))).spaces) == {"w"}
 
 
 def test_a_namespace_is_refused_where_a_server_lacks_its_function() -> None:
-    manager = Manager(2)
+    manager = PsManager(2)
     manager.handle(joined("server-0", "m:f"))
     manager.handle(joined("server-1", "m:g"))
     (refused,) = manager.handle(opened("client-0", function="m:f"))
-    assert isinstance(refused, SpaceRefused)
+    assert isinstance(refused, RejectNamespace)
     assert refused.reason == "server 1 was started without the function m:f"
 
 
 def test_a_server_without_a_function_that_is_needed_is_refused() -> None:
-    manager = Manager(1)
+    manager = PsManager(1)
     manager.handle(joined("server-0", "m:f"))
     viewed(manager.handle(opened("client-0", function="m:f")))
     (refused,) = manager.handle(joined("server-1", "m:g"))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RejectPeer)
     assert (refused.peer, "m:f" in refused.reason) == ("server-1", True)
-    assert viewed(manager.handle(joined("server-2", "m:f", "m:g"))).target == (0, 2)
+    assert viewed(manager.handle(joined("server-2", "m:f", "m:g"))).next_ring == (0, 2)
 
 
 def test_a_namespace_that_was_refused_needs_no_function() -> None:
-    manager = Manager(1)
+    manager = PsManager(1)
     manager.handle(joined("server-0", "m:f"))
     manager.handle(opened("client-0", block_keys=0, function="m:f"))
-    assert viewed(manager.handle(joined("server-1"))).target == (0, 1)
+    assert viewed(manager.handle(joined("server-1"))).next_ring == (0, 1)
 
 
 # Who takes part
 
 
 @pytest.fixture
-def aggregating(manager: Manager) -> Manager:
+def aggregating(manager: PsManager) -> PsManager:
     """One with a namespace that aggregates."""
     view = viewed(manager.handle(opened("client-0", "s", aggregates=True)))
-    assert view_of(view).spaces["s"].aggregates
+    assert view_from_action(view).spaces["s"].aggregates
     assert view.participants == view.paused == ()
     return manager
 
 
-def test_the_first_to_take_part_begins_at_once_and_everybody_hears_it(aggregating: Manager) -> None:
+def test_the_first_to_take_part_begins_at_once_and_everybody_hears_it(aggregating: PsManager) -> None:
     view = viewed(aggregating.handle(enlists(7)))
     assert view.node == ""
-    assert view.participants == (Participant(namespace="s", client=7, begins=1),)
+    assert view.participants == (Participant(namespace="s", client=7, first_time=1),)
     assert view.paused == ()
-    assert view.epoch == view.number == 2
+    assert view.epoch == view.version == 2
     assert view.reason == "client-7 takes part in s"
-    assert view_of(view).participants == {"s": {7: 1}}
+    assert view_from_action(view).participants == {"s": {7: 1}}
     assert aggregating.handle(enlists(7)) == []
 
 
 def test_clients_that_enlist_before_all_servers_are_there_begin_together() -> None:
-    manager = Manager(1)
+    manager = PsManager(1)
     for said in (opened("client-0", "s", aggregates=True), enlists(3), enlists(1), enlists(2)):
         assert manager.handle(said) == []
     view = viewed(manager.handle(joined("server-0")))
@@ -633,72 +637,72 @@ def test_clients_that_enlist_before_all_servers_are_there_begin_together() -> No
     assert view.paused == ()
 
 
-def test_who_comes_later_begins_behind_the_latest_time_once_all_have_paused(aggregating: Manager) -> None:
+def test_who_comes_later_begins_behind_the_latest_time_once_all_have_paused(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
     view = viewed(aggregating.handle(enlists(2)))
-    assert (begins(view), view.paused) == ({1: 1}, (Pause(namespace="s", view=view.number),))
-    assert view_of(view).paused == {"s": view.number}
-    view = viewed(aggregating.handle(paused(1, view.number, 5)))
+    assert (begins(view), view.paused) == ({1: 1}, (Pause(namespace="s", view=view.version),))
+    assert view_from_action(view).paused == {"s": view.version}
+    view = viewed(aggregating.handle(paused(1, view.version, 5)))
     assert (begins(view), view.paused) == ({1: 1, 2: 6}, ())
     assert view.reason == "all clients have paused s"
     pausing = viewed(aggregating.handle(enlists(3)))
     assert aggregating.handle(enlists(4)) == []  # it comes with the other
-    assert aggregating.handle(paused(1, pausing.number, 9)) == []
-    view = viewed(aggregating.handle(paused(2, pausing.number, 8)))
+    assert aggregating.handle(paused(1, pausing.version, 9)) == []
+    view = viewed(aggregating.handle(paused(2, pausing.version, 8)))
     assert begins(view) == {1: 1, 2: 6, 3: 10, 4: 10}
-    assert view.epoch == view.number > pausing.number
+    assert view.epoch == view.version > pausing.version
 
 
-def test_what_is_said_in_another_pause_or_by_others_ends_none(aggregating: Manager) -> None:
+def test_what_is_said_in_another_pause_or_by_others_ends_none(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
     first = viewed(aggregating.handle(enlists(2)))
-    aggregating.handle(paused(1, first.number, 5))
+    aggregating.handle(paused(1, first.version, 5))
     second = viewed(aggregating.handle(enlists(3)))
-    aggregating.handle(paused(2, second.number, 5))
+    aggregating.handle(paused(2, second.version, 5))
     for said in (
-        paused(1, first.number, 5),
-        paused(1, second.number + 1, 5),
-        paused(3, second.number, 5),
-        paused(9, second.number, 5),
-        paused(1, second.number, 5, "w"),
+        paused(1, first.version, 5),
+        paused(1, second.version + 1, 5),
+        paused(3, second.version, 5),
+        paused(9, second.version, 5),
+        paused(1, second.version, 5, "w"),
     ):
         assert aggregating.handle(said) == []
-    assert begins(viewed(aggregating.handle(paused(1, second.number, 5)))) == {1: 1, 2: 6, 3: 6}
+    assert begins(viewed(aggregating.handle(paused(1, second.version, 5)))) == {1: 1, 2: 6, 3: 6}
 
 
-def test_a_view_that_comes_in_a_pause_still_has_it(aggregating: Manager) -> None:
+def test_a_view_that_comes_in_a_pause_still_has_it(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
-    pause = viewed(aggregating.handle(enlists(2))).number
+    pause = viewed(aggregating.handle(enlists(2))).version
     view = viewed(aggregating.handle(lost("server-1")))
     assert view.paused == (Pause(namespace="s", view=pause),)
-    assert view.number > pause
+    assert view.version > pause
     told = viewed(aggregating.handle(joined("client-9")))
     assert (told.node, begins(told), told.paused) == ("client-9", {1: 1}, view.paused)
     assert begins(viewed(aggregating.handle(paused(1, pause, 2)))) == {1: 1, 2: 3}
 
 
 @pytest.mark.parametrize("gone", [withdraws(1), left("client-1"), lost("client-1")])
-def test_nobody_waits_for_who_takes_no_more_part(gone: Event, aggregating: Manager) -> None:
+def test_nobody_waits_for_who_takes_no_more_part(gone: Event, aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
-    pause = viewed(aggregating.handle(enlists(2))).number
+    pause = viewed(aggregating.handle(enlists(2))).version
     aggregating.handle(paused(1, pause, 5))
-    pause = viewed(aggregating.handle(enlists(3))).number
+    pause = viewed(aggregating.handle(enlists(3))).version
     assert aggregating.handle(paused(2, pause, 7)) == []
     view = viewed(aggregating.handle(gone))
     assert (begins(view), view.paused) == ({2: 6, 3: 8}, ())
     assert "client-1" in view.reason
-    assert not [action for action in aggregating.handle(gone) if isinstance(action, Viewed)]
+    assert not [action for action in aggregating.handle(gone) if isinstance(action, ClusterView)]
 
 
 @pytest.mark.parametrize("gone", [withdraws(2), left("client-2"), lost("client-2")])
-def test_a_pause_for_somebody_who_is_gone_is_over(gone: Event, aggregating: Manager) -> None:
+def test_a_pause_for_somebody_who_is_gone_is_over(gone: Event, aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
     aggregating.handle(enlists(2))
     view = viewed(aggregating.handle(gone))
     assert (begins(view), view.paused) == ({1: 1}, ())
 
 
-def test_who_is_gone_does_not_take_part_again(aggregating: Manager) -> None:
+def test_who_is_gone_does_not_take_part_again(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
     assert begins(viewed(aggregating.handle(lost("client-1")))) == {}
     assert aggregating.handle(enlists(1)) == []
@@ -706,10 +710,10 @@ def test_who_is_gone_does_not_take_part_again(aggregating: Manager) -> None:
 
 
 @pytest.mark.parametrize(("name", "why"), [("w", "expected a namespace that aggregates"), ("x", "got x")])
-def test_nobody_takes_part_in_what_does_not_aggregate(name: str, why: str, aggregating: Manager) -> None:
+def test_nobody_takes_part_in_what_does_not_aggregate(name: str, why: str, aggregating: PsManager) -> None:
     aggregating.handle(opened("client-0", "w"))
     (refused,) = aggregating.handle(enlists(7, name))
-    assert isinstance(refused, SpaceRefused)
+    assert isinstance(refused, RejectNamespace)
     assert (refused.node, refused.name) == ("client-7", name)
     assert why in refused.reason
     for said in (paused(7, 1, 1, name), withdraws(7, name)):
@@ -717,37 +721,37 @@ def test_nobody_takes_part_in_what_does_not_aggregate(name: str, why: str, aggre
 
 
 @pytest.mark.parametrize("node", ["server-1", "server-7", "worker-7", "client-", "client-07", "client-x"])
-def test_nobody_but_a_client_may_speak_for_one(node: str, aggregating: Manager) -> None:
+def test_nobody_but_a_client_may_speak_for_one(node: str, aggregating: PsManager) -> None:
     """A server's number may be a client's."""
     aggregating.handle(enlists(1))
-    pause = viewed(aggregating.handle(enlists(7))).number
+    pause = viewed(aggregating.handle(enlists(7))).version
     for said in (
-        ClientEnlists(now_s=0.0, node=node, namespace="s"),
-        ClientPaused(now_s=0.0, node=node, namespace="s", pause=pause, time=3),
-        ClientWithdraws(now_s=0.0, node=node, namespace="s"),
+        AggregationJoined(now_s=0.0, node=node, namespace="s"),
+        AggregationPaused(now_s=0.0, node=node, namespace="s", pause_view=pause, time=3),
+        AggregationLeft(now_s=0.0, node=node, namespace="s"),
         replace(joins(7), node=node),
     ):
         (refused,) = aggregating.handle(said)
-        assert isinstance(refused, Refuse)
+        assert isinstance(refused, RejectPeer)
         assert refused.peer == node
         assert f"expected {type(said).__name__} from a client, got it from {node}" in refused.reason
     assert begins(viewed(aggregating.handle(paused(1, pause, 2)))) == {1: 1, 7: 3}
 
 
 @pytest.mark.parametrize("aggregates", [False, True])
-def test_a_namespace_aggregates_for_all_or_for_none(aggregates: bool, manager: Manager) -> None:
+def test_a_namespace_aggregates_for_all_or_for_none(aggregates: bool, manager: PsManager) -> None:
     manager.handle(opened("client-0", aggregates=aggregates))
     (refused,) = manager.handle(opened("client-1", aggregates=not aggregates))
-    assert isinstance(refused, SpaceRefused)
+    assert isinstance(refused, RejectNamespace)
     assert "expected the namespace w as it was opened" in refused.reason
 
 
-def test_a_manager_that_is_started_again_knows_who_takes_part_and_has_paused(aggregating: Manager) -> None:
+def test_a_manager_that_is_started_again_knows_who_takes_part_and_has_paused(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
-    aggregating.handle(paused(1, viewed(aggregating.handle(enlists(2))).number, 5))
-    pause = viewed(aggregating.handle(enlists(3))).number
+    aggregating.handle(paused(1, viewed(aggregating.handle(enlists(2))).version, 5))
+    pause = viewed(aggregating.handle(enlists(3))).version
     assert aggregating.handle(paused(1, pause, 9)) == []
-    again = Manager(SERVERS, virtual_nodes=4, copies=1)
+    again = PsManager(SERVERS, virtual_nodes=4, copies=1)
     again.load_state_dict(json.loads(json.dumps(aggregating.state_dict())))
     told = viewed(again.handle(joined("client-9")))
     assert (begins(told), told.paused) == ({1: 1, 2: 6}, (Pause(namespace="s", view=pause),))
@@ -758,38 +762,38 @@ def test_a_manager_that_is_started_again_knows_who_takes_part_and_has_paused(agg
 
 
 def workers(view: Action) -> list[str]:
-    assert isinstance(view, GroupViewed)
+    assert isinstance(view, WorkerGroupView)
     return [one.node for one in view.workers]
 
 
-def test_a_client_that_is_lost_or_leaves_is_a_worker_no_more(aggregating: Manager) -> None:
+def test_a_client_that_is_lost_or_leaves_is_a_worker_no_more(aggregating: PsManager) -> None:
     for client in (1, 2, 3):
         aggregating.handle(joins(client))
     aggregating.handle(enlists(2))
     gone, view, found = aggregating.handle(lost("client-2"))
-    assert isinstance(gone, ClientGone)
-    assert isinstance(view, Viewed)
+    assert isinstance(gone, ForgetClient)
+    assert isinstance(view, ClusterView)
     assert workers(found) == ["client-1", "client-3"]
-    assert found.waiting == ((3, 4),)
+    assert found.unassigned == ((3, 4),)
     _, found = aggregating.handle(left("client-3"))
     assert workers(found) == ["client-1"]
 
 
-def test_what_waits_for_a_newcomer_waits_for_as_many_ticks_as_it_takes(manager: Manager) -> None:
+def test_what_waits_for_a_newcomer_waits_for_as_many_ticks_as_it_takes(manager: PsManager) -> None:
     manager.handle(joins(1))
     manager.handle(joins(2))
     manager.handle(lost("client-2"))
     assert manager.handle(Tick(now_s=0.75)) == []
     (view,) = manager.handle(Tick(now_s=1.0))
-    assert isinstance(view, GroupViewed)
+    assert isinstance(view, WorkerGroupView)
     assert view.workers[0].shards == ((0, 5),)
 
 
-def test_a_manager_that_is_started_again_knows_whose_tasks_are_whose(manager: Manager) -> None:
+def test_a_manager_that_is_started_again_knows_whose_tasks_are_whose(manager: PsManager) -> None:
     manager.handle(joins(1))
     (task,) = manager.handle(wants(1))
-    assert isinstance(task, TaskIssued)
-    again = Manager(SERVERS, virtual_nodes=4, copies=1)
+    assert isinstance(task, AssignTask)
+    again = PsManager(SERVERS, virtual_nodes=4, copies=1)
     again.load_state_dict(json.loads(json.dumps(manager.state_dict())))
     assert again.handle(done(1, task.task)) == []
     assert again.handle(done(1, task.task)) != []
@@ -803,7 +807,7 @@ def test_a_manager_that_is_started_again_knows_whose_tasks_are_whose(manager: Ma
 )
 def test_a_cluster_that_cannot_be_is_refused(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least"):
-        Manager(**arguments)
+        PsManager(**arguments)
 
 
 # Random histories
@@ -836,7 +840,7 @@ events = st.one_of(
     st.builds(lambda client, time: ("paused", client, time), clients, st.integers(0, 9)),
     st.builds(withdraws, clients),
     st.builds(lambda client: lost(f"client-{client}"), clients),
-    st.builds(lambda node: ClientEnlists(now_s=0.0, node=node, namespace="s"), nodes),
+    st.builds(lambda node: AggregationJoined(now_s=0.0, node=node, namespace="s"), nodes),
     st.builds(leaves, numbers),
     st.builds(missed, nodes, numbers),
     st.builds(reached, nodes, numbers),
@@ -853,8 +857,8 @@ events = st.one_of(
     st.builds(
         lambda client, tau: TauSet(now_s=0.0, node=f"client-{client}", group="g", tau=tau), clients, numbers
     ),
-    st.builds(lambda node: WorkerLeaves(now_s=0.0, node=node, group="g"), nodes),
-    st.builds(lambda node: ProgressWanted(now_s=0.0, node=node, group="g"), nodes),
+    st.builds(lambda node: WorkerGroupLeft(now_s=0.0, node=node, group="g"), nodes),
+    st.builds(lambda node: ProgressRequested(now_s=0.0, node=node, group="g"), nodes),
 )
 
 
@@ -865,7 +869,7 @@ class History:
     """
 
     def __init__(self, *, has_begun: bool) -> None:
-        self.manager = Manager(2, virtual_nodes=2, copies=1)
+        self.manager = PsManager(2, virtual_nodes=2, copies=1)
         if has_begun:
             self.manager.handle(joined("server-0", "m:f", "m:g"))
             self.manager.handle(joined("server-1", "m:f", "m:g"))
@@ -877,7 +881,7 @@ class History:
         view, there = self.manager._group.view, sorted(self.manager._addresses)
         if said[0] == "paused":
             return paused(said[1], -1 if view is None else view.paused.get("s", -1), said[2])
-        return filled(there[said[1] % len(there)] if there else 0, 0 if view is None else view.number)
+        return filled(there[said[1] % len(there)] if there else 0, 0 if view is None else view.version)
 
 
 @settings(max_examples=150, deadline=None)
@@ -887,7 +891,7 @@ def test_a_manager_with_another_ones_state_answers_as_that_one_at_every_point(
 ) -> None:
     history = History(has_begun=has_begun)
     for one in said:
-        again = Manager(2, virtual_nodes=2, copies=1)
+        again = PsManager(2, virtual_nodes=2, copies=1)
         again.load_state_dict(json.loads(json.dumps(history.manager.state_dict())))
         assert again.state_dict() == history.manager.state_dict()
         event = history.event(one)
@@ -895,22 +899,22 @@ def test_a_manager_with_another_ones_state_answers_as_that_one_at_every_point(
         assert again.state_dict() == history.manager.state_dict()
 
 
-def test_a_manager_that_is_started_again_knows_who_was_filled(manager: Manager) -> None:
+def test_a_manager_that_is_started_again_knows_who_was_filled(manager: PsManager) -> None:
     manager.handle(joined("server-8"))
     view = viewed(manager.handle(joined("server-9")))
-    assert manager.handle(filled(8, view.number)) == []
-    again = Manager(SERVERS, virtual_nodes=4, copies=1)
+    assert manager.handle(filled(8, view.version)) == []
+    again = PsManager(SERVERS, virtual_nodes=4, copies=1)
     again.load_state_dict(json.loads(json.dumps(manager.state_dict())))
-    assert viewed(again.handle(filled(9, view.number))).ring == (0, 1, 2, 8, 9)
+    assert viewed(again.handle(filled(9, view.version))).ring == (0, 1, 2, 8, 9)
 
 
-def same(view: View, other: View) -> bool:
+def same(view: PlacementView, other: PlacementView) -> bool:
     """Rings have no equality of their own."""
 
-    def plain(one: View) -> tuple[Any, ...]:
+    def plain(one: PlacementView) -> tuple[Any, ...]:
         rings = [None if ring is None else ring.state_dict() for ring in (one.ring, one.target)]
-        told = one.filling, one.participants, one.paused, one.lost, one.emptied, one.silent
-        return one.number, one.epoch, rings, one.spaces, *told
+        told = one.filling, one.participants, one.paused, one.lost, one.lost_arcs_dropped, one.silent_servers
+        return one.version, one.epoch, rings, one.spaces, *told
 
     return plain(view) == plain(other)
 
@@ -922,26 +926,26 @@ def test_views_grow_are_as_the_servers_group_has_them_and_name_who_can_be_reache
 ) -> None:
     history = History(has_begun=has_begun)
     view = history.manager._group.view
-    number, epoch = (-1, -1) if view is None else (view.number, view.epoch)
+    number, epoch = (-1, -1) if view is None else (view.version, view.epoch)
     for one in said:
         event = history.event(one)
         actions = history.manager.handle(event)
         assert all(action.reason for action in actions)  # type: ignore[union-attr]
-        for told in [action for action in actions if isinstance(action, Viewed)]:
+        for told in [action for action in actions if isinstance(action, ClusterView)]:
             assert history.manager._group.view is not None
-            assert same(view_of(told), history.manager._group.view)
+            assert same(view_from_action(told), history.manager._group.view)
             there = {server.server for server in told.servers}
-            assert {*told.ring, *told.target} <= there
+            assert {*told.ring, *told.next_ring} <= there
             assert all(server.addresses for server in told.servers)
             if told.node:
-                assert (told.number, told.epoch) == (number, epoch)
+                assert (told.version, told.epoch) == (number, epoch)
                 assert isinstance(event, NodeJoined)
                 assert event.node == told.node
             else:
-                is_same = isinstance(event, Tick) and told.number == number  # and says who is waited for
-                assert is_same or told.number > number
-                assert epoch <= told.epoch <= told.number
-            number, epoch = told.number, told.epoch
+                is_same = isinstance(event, Tick) and told.version == number  # and says who is waited for
+                assert is_same or told.version > number
+                assert epoch <= told.epoch <= told.version
+            number, epoch = told.version, told.epoch
 
 
 @settings(max_examples=200, deadline=None)
@@ -954,12 +958,12 @@ def test_who_takes_part_begins_once_and_not_behind_a_time_that_nobody_said(said:
         event = history.event(one)
         assert history.manager._group.view is not None
         pause = history.manager._group.view.paused.get("s")
-        if isinstance(event, ClientPaused) and (event.namespace, event.pause) == ("s", pause):
+        if isinstance(event, AggregationPaused) and (event.namespace, event.pause_view) == ("s", pause):
             latest = max(latest, event.time if int(event.node[7:]) in before else 0)
         if isinstance(event, NodeLost | NodeLeft) and event.node.startswith("client-"):
             gone.add(int(event.node[7:]))
-        for told in [one for one in history.manager.handle(event) if isinstance(one, Viewed)]:
-            view = view_of(told)
+        for told in [one for one in history.manager.handle(event) if isinstance(one, ClusterView)]:
+            view = view_from_action(told)
             now = view.participants.get("s", {})
             assert not gone & now.keys()
             assert all(now[client] == before[client] for client in before.keys() & now.keys())
@@ -970,15 +974,15 @@ def test_who_takes_part_begins_once_and_not_behind_a_time_that_nobody_said(said:
             before = now
 
 
-def test_a_view_with_a_target_and_fillings_comes_back_as_it_was_told(manager: Manager) -> None:
+def test_a_view_with_a_target_and_fillings_comes_back_as_it_was_told(manager: PsManager) -> None:
     manager.handle(opened("client-0"))
     manager.handle(joined("server-9"))
     view = viewed(manager.handle(lost("server-1")))
-    assert view.filling
-    assert view.target == (0, 2, 9)
-    found = view_of(view)
+    assert view.transfers
+    assert view.next_ring == (0, 2, 9)
+    found = view_from_action(view)
     assert manager._group.view is not None
     assert same(found, manager._group.view)
     assert found.target is not None
     assert found.target.servers == (0, 2, 9)
-    assert sum(len(arcs) for arcs in found.filling.values()) == len(view.filling)
+    assert sum(len(arcs) for arcs in found.filling.values()) == len(view.transfers)

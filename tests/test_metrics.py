@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.metrics import joined, plain
+from offbeat.numerics.metrics import combine_parts, validate_metrics
 
 
 class Sum:
@@ -31,27 +31,27 @@ class Sum:
 )
 def test_means_of_parts_are_weighted_by_their_samples(parts):
     whole = [value for part in parts for value in part]
-    metrics = joined([(len(part), {"loss": sum(part) / len(part)}) for part in parts])
+    metrics = combine_parts([(len(part), {"loss": sum(part) / len(part)}) for part in parts])
     assert metrics["loss"] == pytest.approx(sum(whole) / len(whole), abs=1e-9)
 
 
 @given(counts=st.lists(st.integers(0, 2**60), min_size=1, max_size=8))
 def test_counts_are_added_and_exact(counts):
-    assert joined([(3, {"right": count}) for count in counts]) == {"right": sum(counts)}
+    assert combine_parts([(3, {"right": count}) for count in counts]) == {"right": sum(counts)}
 
 
 def test_metrics_that_can_be_merged_are_and_in_the_order_of_the_set_and_stay_what_they_are():
     first, second = Sum([1]), Sum([2, 3])
-    assert joined([(1, {"sum": first}), (2, {"sum": second})]) == {"sum": 6.0}
+    assert combine_parts([(1, {"sum": first}), (2, {"sum": second})]) == {"sum": 6.0}
     assert (first.seen, second.seen) == ([1], [2, 3])
 
 
 def test_the_metric_of_a_single_part_is_what_it_was():
-    assert joined([(3, {"loss": 0.1})]) == {"loss": 0.1}
+    assert combine_parts([(3, {"loss": 0.1})]) == {"loss": 0.1}
 
 
 def test_tensors_with_one_number_become_it():
-    values = plain({"right": torch.tensor(3), "loss": torch.tensor([0.5])})
+    values = validate_metrics({"right": torch.tensor(3), "loss": torch.tensor([0.5])})
     assert values == {"right": 3, "loss": 0.5}
     assert isinstance(values["right"], int)
 
@@ -68,11 +68,11 @@ def test_tensors_with_one_number_become_it():
 )
 def test_what_is_no_metric_is_refused(returned, text):
     with pytest.raises(OffbeatError, match=text):
-        plain(returned)
+        validate_metrics(returned)
 
 
 def test_parts_with_different_metrics_are_refused():
     with pytest.raises(OffbeatError, match="the same metrics of all parts, got loss and accuracy"):
-        joined([(1, {"loss": 1.0}), (1, {"accuracy": 1.0})])
+        combine_parts([(1, {"loss": 1.0}), (1, {"accuracy": 1.0})])
     with pytest.raises(OffbeatError, match="of all parts to be of one kind"):
-        joined([(1, {"sum": 1.0}), (1, {"sum": Sum([1])})])
+        combine_parts([(1, {"sum": 1.0}), (1, {"sum": Sum([1])})])

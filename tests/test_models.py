@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offbeat.models import MODELS, build
+from offbeat.models import MODELS, build_model
 
 
 def parameters(model: nn.Module) -> int:
@@ -27,7 +27,7 @@ def parameters(model: nn.Module) -> int:
 def test_parameter_counts_are_the_published_ones(
     name: str, sample_shape: tuple[int, ...], count: int
 ) -> None:
-    assert parameters(build(name, sample_shape=sample_shape, classes=10, seed=0)) == count
+    assert parameters(build_model(name, sample_shape=sample_shape, classes=10, seed=0)) == count
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_parameter_counts_are_the_published_ones(
 def test_samples_go_in_and_logits_come_out(
     name: str, sample_shape: tuple[int, ...], classes: int, logits: int
 ) -> None:
-    model = build(name, sample_shape=sample_shape, classes=classes, seed=0)
+    model = build_model(name, sample_shape=sample_shape, classes=classes, seed=0)
     assert model.training
     out = model(torch.zeros(2, *sample_shape))
     assert out.shape == (2, logits)
@@ -59,7 +59,7 @@ def test_samples_go_in_and_logits_come_out(
 
 
 def test_alexnet_resizes_bilinearly() -> None:
-    model = build("alexnet", sample_shape=(3, 32, 32), classes=10, seed=0).eval()
+    model = build_model("alexnet", sample_shape=(3, 32, 32), classes=10, seed=0).eval()
     small = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     large = nn.functional.interpolate(small, size=(227, 227), mode="bilinear")
     assert torch.equal(model(small), model(large))
@@ -68,7 +68,7 @@ def test_alexnet_resizes_bilinearly() -> None:
 @pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet18", "bert_small"])
 def test_the_seed_decides_the_weights(name: str) -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
-        return build(name, sample_shape=(3, 8, 8), classes=10, seed=seed).state_dict()
+        return build_model(name, sample_shape=(3, 8, 8), classes=10, seed=seed).state_dict()
 
     first, again, other = weights(7), weights(7), weights(8)
     assert all(torch.equal(first[key], again[key]) for key in first)
@@ -79,16 +79,16 @@ def test_the_seed_decides_the_weights(name: str) -> None:
 def test_neither_leaves_nor_takes_anything_from_the_global_generator(name: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = build(name, sample_shape=(1, 8, 8), classes=10, seed=3).state_dict()
+    first = build_model(name, sample_shape=(1, 8, 8), classes=10, seed=3).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    again = build(name, sample_shape=(1, 8, 8), classes=10, seed=3).state_dict()
+    again = build_model(name, sample_shape=(1, 8, 8), classes=10, seed=3).state_dict()
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
 def test_builds_on_the_cpu_whatever_the_default_device() -> None:
     with torch.device("meta"):
-        model = build("resnet18", sample_shape=(1, 8, 8), classes=10, seed=3)
+        model = build_model("resnet18", sample_shape=(1, 8, 8), classes=10, seed=3)
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
 
 
@@ -114,7 +114,7 @@ def test_bad_arguments_are_refused_in_words(
     name: str, sample_shape: tuple[int, ...], classes: int, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
-        build(name, sample_shape=sample_shape, classes=classes, seed=0)
+        build_model(name, sample_shape=sample_shape, classes=classes, seed=0)
 
 
 def test_every_model_is_described() -> None:
@@ -127,7 +127,7 @@ def test_a_model_learns_a_batch_by_heart(name: str, steps: int) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(20, 1, 8, 8, generator=generator)
     labels = torch.arange(20) % 10
-    model = build(name, sample_shape=(1, 8, 8), classes=10, seed=0)
+    model = build_model(name, sample_shape=(1, 8, 8), classes=10, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for _ in range(steps):

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.namespaces import Host, block, cut, hosts, mend, missing, remove_stale, reset, split
 from offbeat.errors import OffbeatError
-from offbeat.runtime.launch import launch, summary
+from offbeat.runtime.launch import launch, outcome_summary
 
 LIMIT_S = 60.0
 needs_root = pytest.mark.skipif(
@@ -75,7 +75,7 @@ def test_every_host_reaches_every_other_at_its_own_address() -> None:
         with launch(
             [*python(code), *addresses], 3, prefix=[h.prefix for h in hs], on_output=lambda *x: said.append(x)
         ) as workers:
-            assert summary(workers.wait(LIMIT_S)) == "3 workers ended well"
+            assert outcome_summary(workers.wait(LIMIT_S)) == "3 workers ended well"
     assert len(set(addresses)) == 3
     assert sorted(said) == [(rank, " ".join(sorted(addresses))) for rank in range(3)]
 
@@ -102,7 +102,7 @@ def test_gloo_works_across_hosts() -> None:
             env={"TORCH_CPP_LOG_LEVEL": "ERROR"},
             on_output=lambda *x: said.append(x),
         ) as workers:
-            assert summary(workers.wait(LIMIT_S)) == "2 workers ended well"
+            assert outcome_summary(workers.wait(LIMIT_S)) == "2 workers ended well"
     assert sorted(said) == [(rank, "[3.0, 3.0, 3.0, 3.0, 3.0] 4 False") for rank in range(2)]
 
 
@@ -170,7 +170,7 @@ def test_lines_of_every_rate_carry_full_segments(rate_bit_per_s: int) -> None:
             prefix=[h.prefix for h in hs],
             on_output=lambda *x: said.append(x),
         ) as workers:
-            assert summary(workers.wait(LIMIT_S)) == "2 workers ended well"
+            assert outcome_summary(workers.wait(LIMIT_S)) == "2 workers ended well"
     assert said == [(0, "200000")]
 
 

@@ -21,9 +21,9 @@ import offbeat
 from cluster import values
 from jobs import DEADLINE_S, job
 from offbeat.errors import OffbeatError
-from offbeat.events import Dismiss, Finished, Group, Halt, Joined, Lost, Ready, Start
-from offbeat.runtime.averaging.group_binding import Grouping
-from offbeat.runtime.control.environment import JOB, NEWCOMER, read_environment
+from offbeat.events import Finished, Group, Halt, JobComplete, Joined, Lost, PeerList, Ready
+from offbeat.runtime.averaging.group_binding import GroupBinding
+from offbeat.runtime.control.environment import JOB_VARIABLE, NEWCOMER_VARIABLE, read_environment
 from offbeat.runtime.session import Session
 from offbeat.runtime.training import trained
 from offbeat.runtime.training.state_copy import StateCopier
@@ -243,7 +243,7 @@ def resumes(rank, say):
             {
                 "version": 2,
                 "model": model.state_dict(),
-                "optimizers": trained.Trained(model, [Adding(model.parameters())]).optimizers_state(),
+                "optimizers": trained.TrainingState(model, [Adding(model.parameters())]).optimizer_states(),
                 "epoch": 0,
                 "batches_taken": 0,
                 "used": {},
@@ -334,7 +334,7 @@ def test_a_newcomer_while_a_change_is_under_way(gate):
 
 
 def dies_while_it_takes(rank, say):
-    StateCopier._optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    StateCopier._copy_optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     return train(rank, say)
 
 
@@ -352,7 +352,7 @@ def test_a_newcomer_that_dies_while_it_takes_the_state(gate):
 
 def dies_while_it_gives(rank, say):
     def misdeed(session):
-        StateCopier._optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        StateCopier._copy_optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     return train(rank, say, misdeed=misdeed if rank == 0 else None)
 
@@ -432,7 +432,7 @@ def joins_at_the_end(rank, say, log, kind):
 def test_a_newcomer_in_whose_time_nothing_is_left_to_do_holds_the_final_state(gate):
     """One worker has finished, and the other stands at the end of its loop."""
     gate.open()
-    with job(stays, 2, gate.log, Session, "_wait_for_the_others", env=gate.env) as running:
+    with job(stays, 2, gate.log, Session, "_wait_for_other_workers", env=gate.env) as running:
         running.said(running.add(joins_at_the_end, gate.log, Finished))
         ended = running.ends()
     *_, newcomer = trained_once(ended, 3)
@@ -441,9 +441,9 @@ def test_a_newcomer_in_whose_time_nothing_is_left_to_do_holds_the_final_state(ga
 
 def test_a_newcomer_that_comes_when_all_others_are_done_is_told_so(gate):
     gate.open()
-    arguments = (gate.log, Grouping, "settle_at_the_end")
+    arguments = (gate.log, GroupBinding, "settle_at_the_end")
     with job(stays, 2, *arguments, env=gate.env, hosts_store=True) as running:
-        running.said(running.add(joins_at_the_end, gate.log, Dismiss))
+        running.said(running.add(joins_at_the_end, gate.log, JobComplete))
         ended = running.ends()
     trained_once(ended[:2], 3)
     assert "cannot take part: it came when all others were done" in ended[2].error
@@ -493,9 +493,9 @@ def test_a_newcomer_that_comes_when_nobody_is_left_is_told_so():
 
 def test_a_newcomer_takes_part_in_the_job_of_its_name(gate):
     """Another job at the same address has started last, and is over."""
-    other = {JOB: "other", NEWCOMER: "0", "WORLD_SIZE": "2", "OFFBEAT_RUN_LOG": ""}
-    with job(train, 2, env=gate.env | {JOB: "mine"}, hosts_store=True) as running:
-        wait_for_entry(gate.log, "the start", lambda one: isinstance(one, Start))
+    other = {JOB_VARIABLE: "other", NEWCOMER_VARIABLE: "0", "WORLD_SIZE": "2", "OFFBEAT_RUN_LOG": ""}
+    with job(train, 2, env=gate.env | {JOB_VARIABLE: "mine"}, hosts_store=True) as running:
+        wait_for_entry(gate.log, "the start", lambda one: isinstance(one, PeerList))
         others = [running.add(train, AllReduce(), 1, env=other | {"RANK": str(rank)}) for rank in range(2)]
         values([running.end(one) for one in others])
         new = running.add(train)
@@ -504,8 +504,8 @@ def test_a_newcomer_takes_part_in_the_job_of_its_name(gate):
 
 
 def test_a_newcomer_that_names_no_job_takes_part_in_the_one_that_is_there(gate):
-    with job(train, 2, env=gate.env | {JOB: "mine"}) as running:
-        new = running.add(train, env={JOB: ""})
+    with job(train, 2, env=gate.env | {JOB_VARIABLE: "mine"}) as running:
+        new = running.add(train, env={JOB_VARIABLE: ""})
         gate.open_for(2)
         trained_once([running.end(rank) for rank in (0, 1, new)])
 

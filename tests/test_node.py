@@ -23,35 +23,35 @@ import offbeat
 from jobs import MARK, coordinator, marked
 from nodes import DEADLINE_S
 from offbeat.errors import LinkError, LostKeysError, OffbeatError
-from offbeat.events import NodeLost, ServerMissed, ServerReached
-from offbeat.numerics.ps.entries import Entries, Terms
-from offbeat.numerics.ps.filters import FilterChain, Message
+from offbeat.events import NodeLost, ServerReachable, ServerUnreachable
+from offbeat.numerics.ps.entries import Entries, PushMeta
+from offbeat.numerics.ps.filters import FilterChain, FilterMessage
 from offbeat.numerics.ps.spaces import FilterSpec
 from offbeat.policies.ps.messages import (
-    Chunk,
-    ChunkTaken,
-    Copied,
-    Copy,
-    Fetch,
-    FillEnd,
-    Handed,
-    Mark,
+    HandoffOperations,
+    HandoffReplayed,
     Operation,
+    PlacementView,
     Pull,
-    Pulled,
+    PullResult,
     Push,
-    Pushed,
-    Refused,
-    Resent,
-    Stale,
-    View,
+    PushAck,
+    PushStamp,
+    Rejected,
+    Replicate,
+    ReplicateAck,
+    TransferAck,
+    TransferChunk,
+    TransferDone,
+    TransferRequest,
+    WrongMaster,
 )
-from offbeat.policies.ps.range_clock import Piece
+from offbeat.policies.ps.range_clock import ClockRange
 from offbeat.runtime.ps.client import PS
-from offbeat.runtime.ps.cluster import start_cluster
-from offbeat.runtime.ps.node import Cluster, Node
-from offbeat.runtime.ps.packing import Encoded
-from offbeat.runtime.ps.server import Server, ServerConfiguration
+from offbeat.runtime.ps.cluster import start_manager
+from offbeat.runtime.ps.node import ClusterFile, PsNode
+from offbeat.runtime.ps.packing import EncodedValues
+from offbeat.runtime.ps.server import ServerConfiguration, ServerProcess
 from runlogs import wait_for_entry, wait_until
 
 node = nodes.node  # the fixture
@@ -72,11 +72,11 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 class ByHand:
     """A node that notes what it hears."""
 
-    def __init__(self, name: str, cluster: Cluster, **options: Any) -> None:
-        self.views: queue.SimpleQueue[View] = queue.SimpleQueue()
+    def __init__(self, name: str, cluster: ClusterFile, **options: Any) -> None:
+        self.views: queue.SimpleQueue[PlacementView] = queue.SimpleQueue()
         self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.gone: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.node = Node(
+        self.node = PsNode(
             name,
             cluster,
             host="127.0.0.1",
@@ -86,17 +86,19 @@ class ByHand:
             **options,
         )
 
-    def view(self) -> View:
+    def view(self) -> PlacementView:
         return self.views.get(timeout=DEADLINE_S)
 
     def answer_to(self, number: int) -> Any:
         """The answer to a request, behind those of servers that others are to be asked instead of."""
         while (answer := self.messages.get(timeout=DEADLINE_S)).number != number:
-            assert isinstance(answer, Stale)  # of a server that has not looked at the request any closer
+            assert isinstance(
+                answer, WrongMaster
+            )  # of a server that has not looked at the request any closer
         return answer
 
     def say(self, to: str, message: Any) -> None:
-        self.node.endpoint.call(self.node.post.send, to, message)
+        self.node.endpoint.call_soon(self.node.messenger.send, to, message)
 
 
 @pytest.fixture
@@ -117,7 +119,7 @@ def by_hand() -> Iterator[Callable[..., ByHand]]:
 
 def test_nobody_is_there_before_it_joins(mark, by_hand):
     """So whatever is called back finds the node made."""
-    cluster = start_cluster(1, host="127.0.0.1")
+    cluster = start_manager(1, host="127.0.0.1")
     early, late = by_hand("server-0", cluster), by_hand("server-1", cluster)
     late.node.join()
     assert late.view().ring.servers == (1,)
@@ -129,7 +131,7 @@ def test_nobody_is_there_before_it_joins(mark, by_hand):
 
 
 def test_a_wrong_token_is_told_in_one_line(mark):
-    cluster = start_cluster(1, host="127.0.0.1")
+    cluster = start_manager(1, host="127.0.0.1")
     with pytest.raises(OffbeatError, match="token") as caught:
         PS(msgspec.structs.replace(cluster, token="a guess"))
     assert "\n" not in str(caught.value)
@@ -137,7 +139,7 @@ def test_a_wrong_token_is_told_in_one_line(mark):
 
 
 def test_a_cluster_whose_servers_do_not_all_come_says_so_in_time(mark, by_hand):
-    cluster = start_cluster(2, host="127.0.0.1")
+    cluster = start_manager(2, host="127.0.0.1")
     by_hand("server-0", cluster).node.join()
     with pytest.raises(OffbeatError, match=r"timed out after 0.5 s waiting for all initial servers"):
         PS(cluster, start_s=0.5)
@@ -182,13 +184,13 @@ def test_a_server_that_is_out_is_missed_by_nobody_any_more(mark, tmp_path):
         ps.namespace("w", keys=KEYS).push(np.ones(KEYS, np.float32)).result()
         stopped = ps.local_servers.processes[1]
         stopped.send_signal(signal.SIGSTOP)
-        wait_for_report(ServerMissed)
+        wait_for_report(ServerUnreachable)
         stopped.kill()
-        wait_for_report(ServerReached)
+        wait_for_report(ServerReachable)
 
 
 def test_keys_whose_servers_were_all_killed_are_an_error_to_everybody_until_they_are_to_be_zero(mark):
-    with PS.local(servers=2, copies=1) as ps:
+    with PS.local(servers=2, replicas=1) as ps:
         w = ps.namespace("w", keys=KEYS)
         ones = np.ones(KEYS, np.float32)
         w.push(ones).result()
@@ -209,7 +211,7 @@ def test_keys_whose_servers_were_all_killed_are_an_error_to_everybody_until_they
 
 
 def test_a_request_that_takes_too_long_names_the_server_that_has_not_answered_and_no_other(mark):
-    with PS.local(servers=3, copies=0) as ps:
+    with PS.local(servers=3, replicas=0) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=1)
         w.push(np.ones(KEYS, np.float32)).result()
         ps.local_servers.processes[1].send_signal(signal.SIGSTOP)
@@ -218,7 +220,7 @@ def test_a_request_that_takes_too_long_names_the_server_that_has_not_answered_an
 
 
 def test_a_client_writes_which_server_it_cannot_reach_and_that_it_can_again(mark, caplog):
-    with PS.local(servers=3, copies=0) as ps:
+    with PS.local(servers=3, replicas=0) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=1)
         w.push(np.ones(KEYS, np.float32)).result()
         server = ps.local_servers.processes[1]
@@ -300,7 +302,7 @@ def test_a_server_keeps_what_it_has_for_a_client_until_the_manager_says_that_the
     mark, by_hand
 ):
     """However long their connection is broken: a mended one has to go on where the other ended."""
-    cluster = start_cluster(1, host="127.0.0.1")
+    cluster = start_manager(1, host="127.0.0.1")
     server, client = by_hand("server-0", cluster), by_hand(f"client-{EVIL}", cluster)
     server.node.join()
     client.node.join()
@@ -350,11 +352,15 @@ def listed(*keys: Any, dtype: Any = np.int64) -> Entries:
 
 
 def said(*terms: Any) -> Entries:
-    return Entries(0, ROWS, None, Terms(*terms))
+    return Entries(0, ROWS, None, PushMeta(*terms))
 
 
 OPERATION = Operation(
-    namespace="w", first=0, last=4, marks=(Mark(client=1, time=9, after=()),), content=Entries(0, ROWS)
+    namespace="w",
+    first=0,
+    last=4,
+    stamps=(PushStamp(client=1, time=9, previous_times=()),),
+    content=Entries(0, ROWS),
 )
 HOSTILE: dict[str, Any] = {
     "rows of another type": push(Entries(0, ROWS.astype(np.float64))),
@@ -391,16 +397,21 @@ HOSTILE: dict[str, Any] = {
     "a pull of keys that are too large": pull(np.array([2, 2**62])),
     "a pull of keys that are no whole numbers": pull(np.array([1.0, 2.0])),
     "a pull from an unknown namespace": pull(namespace="x"),
-    "a copy": Copy(view=1, master=0, serial=1, operation=OPERATION, route=()),
-    "a copy that has come": Copied(view=1, master=0, serial=1),
-    "operations of another view": Handed(view=1, chain=(0,), operations=(OPERATION,)),
-    "the end of them": Resent(view=1, chain=(0,), of=0),
-    "a wish to be filled": Fetch(view=1, have=()),
-    "a block": Chunk(
-        view=1, namespace="w", block=0, content={"values": ROWS}, clocks={1: [Piece(0, 4, 9)]}, pending=()
+    "a copy": Replicate(view=1, master=0, serial=1, operation=OPERATION, route=()),
+    "a copy that has come": ReplicateAck(view=1, master=0, serial=1),
+    "operations of another view": HandoffOperations(view=1, chain=(0,), operations=(OPERATION,)),
+    "the end of them": HandoffReplayed(view=1, chain=(0,), holder=0),
+    "a wish to be filled": TransferRequest(view=1, present_blocks=()),
+    "a block": TransferChunk(
+        view=1,
+        namespace="w",
+        block=0,
+        content={"values": ROWS},
+        clocks={1: [ClockRange(0, 4, 9)]},
+        pending=(),
     ),
-    "a block taken": ChunkTaken(view=1),
-    "the end of the blocks": FillEnd(view=1),
+    "a block taken": TransferAck(view=1),
+    "the end of the blocks": TransferDone(view=1),
 }
 
 
@@ -412,23 +423,23 @@ FILTERS = (
 SIGNED = {"key caching": {"signature": b"0" * 16}}
 
 
-def made_by_filters(**different: Any) -> Encoded:
+def made_by_filters(**different: Any) -> EncodedValues:
     """What they make of four rows, but for this."""
-    chain = FilterChain([spec.make(0) for spec in FILTERS])
-    message = chain.encode(Message.of("f", 0, 4, Entries(0, ROWS, np.arange(4))))
+    chain = FilterChain([spec.build(0) for spec in FILTERS])
+    message = chain.encode(FilterMessage.from_entries("f", 0, 4, Entries(0, ROWS, np.arange(4))))
     fields = {"keys": message.keys, "values": None, "body": message.body, "notes": dict(message.notes)}
-    return Encoded(**(fields | different))
+    return EncodedValues(**(fields | different))
 
 
-def noted(name: str, **different: Any) -> Encoded:
+def noted(name: str, **different: Any) -> EncodedValues:
     """Likewise, but for this in the notes of one filter."""
     good = made_by_filters()
     return made_by_filters(notes={**good.notes, name: {**good.notes.get(name, {}), **different}})
 
 
-ENCODED: dict[str, Encoded] = {
-    "nothing at all": Encoded(None, None, None, {}),
-    "values without notes": Encoded(None, ROWS, None, {}),
+ENCODED: dict[str, EncodedValues] = {
+    "nothing at all": EncodedValues(None, None, None, {}),
+    "values without notes": EncodedValues(None, ROWS, None, {}),
     "notes alone": made_by_filters(keys=None, body=None),
     "no notes": made_by_filters(notes={}),
     "notes of another filter": noted("random skip", probability=0.5),
@@ -455,7 +466,7 @@ ENCODED: dict[str, Encoded] = {
     "rows of another type": noted("fixed point", dtype="float64"),
     "a width that is too large": noted("fixed point", width=2**62),
 }
-NOT_READ: dict[str, Encoded] = {
+NOT_READ: dict[str, EncodedValues] = {
     "keys as a text": made_by_filters(keys="keys"),
     "values as a list": made_by_filters(values=[1, 2]),
     "values in values": made_by_filters(values=made_by_filters()),
@@ -482,7 +493,7 @@ HOSTILE |= {f"{what}, pulled": pull(ENCODED[what], namespace="f") for what in OF
 HOSTILE |= {
     "filters in an unknown namespace": push(made_by_filters(), namespace="x"),
     "filters in a pull without them": pull(made_by_filters()),
-    "filters in a copy": Copy(
+    "filters in a copy": Replicate(
         view=2,
         master=0,
         serial=1,
@@ -496,8 +507,8 @@ def test_a_node_whose_name_is_no_servers_may_not_speak_as_one(mark, by_hand):
     with PS.local(servers=1) as ps:
         w = ps.namespace("w", keys=KEYS)
         evil = by_hand("server-evil", ps.cluster)
-        evil.node.endpoint.introduce("server-0", server_addresses(ps), lasting=True)
-        evil.say("server-0", Fetch(view=1, have=()))
+        evil.node.endpoint.add_peer("server-0", server_addresses(ps), lasting=True)
+        evil.say("server-0", TransferRequest(view=1, present_blocks=()))
         evil.say("server-0", pull())
         evil.node.join()
         assert "expected a name such as server-3 or client-7, got server-evil" in evil.gone.get(
@@ -531,7 +542,7 @@ def test_a_hostile_client_changes_nothing_and_hurts_nobody_but_itself(mark, by_h
             master = f"server-{view.ring.holders(view.spaces['w'], 0)[0]}"
             evil.say(master, pull(number=number))
             answer = evil.answer_to(number)
-            assert isinstance(answer, Pulled), what
+            assert isinstance(answer, PullResult), what
             assert answer.content.values.tolist() == values[:4].tolist(), what
             assert w.pull().result().tolist() == values.tolist(), what
             assert f.pull(keys=np.arange(KEYS)).result().tolist() == rows, what
@@ -543,9 +554,9 @@ def test_a_hostile_client_changes_nothing_and_hurts_nobody_but_itself(mark, by_h
         assert evil.gone.empty()
 
 
-def broken(node: Node) -> int:
+def broken(node: PsNode) -> int:
     """How many connections to the first server broke."""
-    known = node.post._known.get("server-0")
+    known = node.messenger._peers.get("server-0")
     return 0 if known is None else known.connection
 
 
@@ -566,14 +577,14 @@ def test_who_says_what_cannot_be_read_is_lost_alone(mark, by_hand):
 
 
 @pytest.fixture
-def cluster(mark) -> Cluster:
-    return start_cluster(1, host="127.0.0.1")
+def cluster(mark) -> ClusterFile:
+    return start_manager(1, host="127.0.0.1")
 
 
 @pytest.fixture
-def server(cluster) -> Iterator[Server]:
+def server(cluster) -> Iterator[ServerProcess]:
     """The only one of its cluster, in this process."""
-    server = Server(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=0))
+    server = ServerProcess(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=0))
     yield server
     server._node.close()
 
@@ -593,10 +604,10 @@ def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_wait
         f = ps.namespace("f", keys=KEYS, push_filters=FILTERS)
         answers = [early.messages.get(timeout=DEADLINE_S) for _ in range(4)]
         assert [(type(one), one.number) for one in answers] == [
-            (Pushed, 1),
-            (Pushed, 2),
-            (Refused, 3),
-            (Pulled, 4),
+            (PushAck, 1),
+            (PushAck, 2),
+            (Rejected, 3),
+            (PullResult, 4),
         ]
         assert "zlib" in answers[2].reason
         assert answers[3].content.values.tolist() == [2.0] * 4

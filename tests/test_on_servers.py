@@ -16,11 +16,11 @@ from torch.utils.data import Dataset, TensorDataset
 import offbeat
 from cluster import run, values
 from jobs import MARK, gone, marked
-from offbeat.cli.timesheet import PARTS
+from offbeat.cli.timesheet import TIME_PARTS
 from offbeat.errors import OffbeatError
-from offbeat.events import Clocked, Failed, Finished, Grant, Left, Lost, StepTimed
+from offbeat.events import Failed, Finished, Left, Lost, StepFinished, StepPermit, StepTimed
 from offbeat.runtime.data.equal_shards import EqualShards, epoch_order
-from offbeat.runtime.training.trained import Trained
+from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies import ASP, DTSSP, SSP, AllReduce, Downpour, ServerBSP
 from offbeat.wire.record import read_log, replay
 from test_groups import compute
@@ -95,7 +95,7 @@ def alone(optimizer, epochs=3, samples=SAMPLES, state=None, joins=True):
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     if state is not None:
         model.load_state_dict(state["model"])
-        Trained(model, [optimizer]).load_optimizers_state(state["optimizers"])
+        TrainingState(model, [optimizer]).load_optimizer_states(state["optimizers"])
     skipped = 0 if state is None else state["step"]
     scheduler = halving(optimizer, skipped)
     for epoch in range(epochs):
@@ -373,7 +373,7 @@ def answered(log):
     """The events of a log, each with the Grants that it brought."""
     found = []
     for entry in log.entries:
-        if isinstance(entry, Grant):
+        if isinstance(entry, StepPermit):
             found[-1][1].append(entry)
         elif hasattr(entry, "now_s"):
             found.append((entry, []))
@@ -409,8 +409,8 @@ class Rules:
         self.broken = []
 
     def see(self, event):
-        if isinstance(event, Clocked) and event.clock is not None:
-            grant, behind = self.granted[event.worker], event.clock - event.version
+        if isinstance(event, StepFinished) and event.clock is not None:
+            grant, behind = self.granted[event.worker], event.clock - event.parameter_version
             if event.clock != grant.clock or not grant.may_start:
                 self.broken.append(f"{event} without leave")
             if self.s is not None and behind > min(grant.bound, self.s_max):
@@ -446,7 +446,7 @@ def test_every_run_keeps_the_rules_and_is_replayed(recordings):
     for log in logs:
         assert violations(log) == []
         assert replay(log) is None
-    bounds = {one.bound for one in logs[3].entries if isinstance(one, Grant)}
+    bounds = {one.staleness_bound for one in logs[3].entries if isinstance(one, StepPermit)}
     assert len(bounds) > 1, "the bound never changed"
 
 
@@ -474,7 +474,7 @@ def special(tmp_path_factory):
 
 def test_in_a_warm_start_the_first_worker_steps_alone_and_then_the_others_begin(special):
     log = special["warm"]
-    steps = [one for one in log.entries if isinstance(one, Clocked) and one.clock is not None]
+    steps = [one for one in log.entries if isinstance(one, StepFinished) and one.clock is not None]
     assert {one.worker for one in steps[:WARM_STEPS]} == {0}
     assert {one.worker for one in steps} == set(range(WORKERS))
     assert sum(one.samples for one in steps) == 2 * SAMPLES
@@ -483,13 +483,13 @@ def test_in_a_warm_start_the_first_worker_steps_alone_and_then_the_others_begin(
 
 def test_a_worker_that_is_classed_as_slow_holds_the_others_back_only_beyond_s_max(special):
     log = special["detecting"]
-    started = [one for one in log.entries if isinstance(one, Grant) and one.may_start]
+    started = [one for one in log.entries if isinstance(one, StepPermit) and one.may_start]
     beyond = [one for one in started if "for a straggler" in one.reason]
     assert beyond, "worker 1 was never classed as slow"
     assert {one.worker for one in beyond} <= {0, 2}
-    assert {one.bound for one in started} == {1, 6}
-    steps = [one for one in log.entries if isinstance(one, Clocked) and one.clock is not None]
-    assert 1 < max(one.clock - one.version for one in steps) <= 6
+    assert {one.staleness_bound for one in started} == {1, 6}
+    steps = [one for one in log.entries if isinstance(one, StepFinished) and one.clock is not None]
+    assert 1 < max(one.clock - one.parameter_version for one in steps) <= 6
     assert replay(log) is None
 
 
@@ -507,10 +507,10 @@ def test_the_rules_can_be_broken(recordings):
     logs, _ = recordings
 
     def is_ahead(entry, clock=3):
-        return isinstance(entry, Grant) and entry.may_start and entry.clock >= clock
+        return isinstance(entry, StepPermit) and entry.may_start and entry.clock >= clock
 
     def is_step(entry, clock=3):
-        return isinstance(entry, Clocked) and entry.clock is not None and entry.clock >= clock
+        return isinstance(entry, StepFinished) and entry.clock is not None and entry.clock >= clock
 
     for number, change, words in [
         (1, lambda one: replace(one, clock=one.clock + 3) if is_ahead(one) else None, "others are at"),
@@ -527,16 +527,16 @@ def test_what_a_worker_has_read_serves_it_for_s_more_clocks(recordings):
     logs, _ = recordings
     for log in (logs[0], logs[1], logs[-1]):
         for worker in range(WORKERS):
-            steps = [one for one in log.entries if isinstance(one, Clocked) and one.worker == worker]
+            steps = [one for one in log.entries if isinstance(one, StepFinished) and one.worker == worker]
             timed = [one for one in log.entries if isinstance(one, StepTimed) and one.worker == worker]
             held = -1
             for clocked, times in zip(steps[1:], timed, strict=True):
                 assert (times.pull_s > 0) == (clocked.clock == 0 or held < clocked.clock - 2)
-                assert clocked.version == held or times.pull_s > 0
-                held = clocked.version
+                assert clocked.parameter_version == held or times.pull_s > 0
+                held = clocked.parameter_version
     for log in (logs[1], logs[-1]):  # who came last to clock 3 has read what is newer than it has to be
-        steps = [one for one in log.entries if isinstance(one, Clocked) and one.clock == 3]
-        assert any(one.version > 1 for one in steps)
+        steps = [one for one in log.entries if isinstance(one, StepFinished) and one.clock == 3]
+        assert any(one.parameter_version > 1 for one in steps)
 
 
 def test_the_parts_of_every_step_sum_to_its_wall_time(recordings):
@@ -545,7 +545,7 @@ def test_the_parts_of_every_step_sum_to_its_wall_time(recordings):
         steps = [one for one in log.entries if isinstance(one, StepTimed)]
         assert steps
         for one in steps:
-            parts = {part: getattr(one, f"{part}_s") for part in PARTS}
+            parts = {part: getattr(one, f"{part}_s") for part in TIME_PARTS}
             assert min(parts.values()) >= 0
             assert math.isclose(sum(parts.values()), one.wall_s, abs_tol=1e-9)
             if isinstance(strategy, ASP):

@@ -18,7 +18,7 @@ from torch import nn
 import offbeat
 from cluster import run, values
 from jobs import command, job, marked
-from offbeat.events import Clocked, Deal, Lost
+from offbeat.events import AssignBlocks, Lost, StepFinished
 from offbeat.runtime import session as sessions
 from offbeat.strategies import ASP, SSP, Downpour, ServerBSP
 from offbeat.wire.record import read_log, replay
@@ -146,10 +146,10 @@ def test_the_others_go_on_without_a_worker_that_is_killed(strategy, victim, tmp_
 
 def used_positions(log):
     """How often each position of an epoch was in a step that counts: what a dead worker had, in another's."""
-    blocks = {block.id: block for deal in entries_of(log, Deal) for block in deal.blocks}
+    blocks = {block.id: block for deal in entries_of(log, AssignBlocks) for block in deal.blocks}
     return Counter(
         (blocks[block].epoch, position)
-        for step in entries_of(log, Clocked)
+        for step in entries_of(log, StepFinished)
         for block in step.blocks
         for start, stop in blocks[block].ranges
         for position in range(start, stop)
@@ -270,7 +270,7 @@ def test_a_newcomer_takes_part_with_the_parameters_and_the_data_order_of_the_oth
         used = alike(running.ends())
     each_once(used, range(16))
     kept_to_the_rules(gate.log)
-    assert sum(isinstance(one, Clocked) and one.worker == 2 for one in entries_of(gate.log)) > 1
+    assert sum(isinstance(one, StepFinished) and one.worker == 2 for one in entries_of(gate.log)) > 1
 
 
 def test_training_goes_on_with_a_coordinator_that_was_started_again(gate):

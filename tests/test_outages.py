@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from offbeat.runtime.control.outages import OutageNotes
+from offbeat.runtime.control.outages import OutageLog
 
 
 class Later:
@@ -32,7 +32,7 @@ def later():
 
 @pytest.fixture
 def notes(later):
-    return OutageNotes("worker 2", later)
+    return OutageLog("worker 2", later)
 
 
 def written(caplog):

@@ -1,4 +1,4 @@
-"""Promises of `offbeat.output`: no number is cut, whatever the terminal; what is lost ends in one line."""
+"""Promises of `offbeat.cli.output`: no number is cut, whatever the terminal; what is lost ends in one line."""
 
 import io
 import os
@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from benchmarks.__main__ import main
 from offbeat.cli import output, tables, timesheet
-from offbeat.cli.output import OutputError, ReaderGoneError, Table
+from offbeat.cli.output import OutputError, ReaderClosedError, TextTable
 from offbeat.cli.result import Result
 from test_cli import lockstep_group, log_of
 from test_compare import row, sheet_of_three_epochs
@@ -52,7 +52,7 @@ RESULT = Result(
 def standard_output(encoding="utf-8"):
     """Standard output that encodes as a terminal of such a locale does."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    with redirect_stdout(stream), output.guarded():
+    with redirect_stdout(stream), output.guarded_streams():
         yield stream
 
 
@@ -61,8 +61,8 @@ def tables_of_a_training():
     figures = timesheet.figures(sheet) | {"samples_per_s": 123_456.789, "loss": 0.012345}
     log = "runs/20260102-030405-partial-threshold-1-25/log.jsonl"
     return (
-        tables.parts(sheet),
-        tables.findings(figures, log),
+        tables.time_parts_table(sheet),
+        tables.results_table(figures, log),
         tables.comparison_table(ROWS, "mlp on digits, 4 workers"),
     )
 
@@ -82,7 +82,7 @@ def words_of_the_result():
 
 SHOWN = {
     **{
-        name: (words_of(table), lambda table=table: output.show(table))
+        name: (words_of(table), lambda table=table: output.print_output(table))
         for name, table in zip(("parts", "findings", "comparison"), tables_of_a_training(), strict=True)
     },
     "result": (words_of_the_result(), RESULT.print),
@@ -120,18 +120,18 @@ def test_every_table_is_drawn_here_and_is_among_those_that_are_tested():
 
 
 def test_a_table_breaks_text_between_words_before_it_becomes_lines(monkeypatch, capsys):
-    table = Table(
-        heads=("case", "what it is", "s"),
+    table = TextTable(
+        headers=("case", "what it is", "s"),
         rows=[("a", "worker 1 takes 5x as long", "1.25")],
-        words=frozenset({0, 1}),
+        text_columns=frozenset({0, 1}),
     )
     monkeypatch.setenv("COLUMNS", "36")
-    output.show(table)
+    output.print_output(table)
     drawn = capsys.readouterr().out
     assert "│ a    │ worker 1 takes 5x  │ 1.25 │" in drawn
     assert "│      │ as long            │      │" in drawn
     monkeypatch.setenv("COLUMNS", "20")
-    output.show(table)
+    output.print_output(table)
     assert capsys.readouterr().out == "case: a\nwhat it is: worker 1 takes 5x as long\ns: 1.25\n"
 
 
@@ -157,7 +157,7 @@ def test_progress_does_not_cut_what_it_says(columns, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     before, sys.stderr = sys.stderr, stream
     try:
-        with output.progress() as progress:
+        with output.make_progress() as progress:
             progress.add_task("bsp on digits, 4 workers", total=3)
     finally:
         sys.stderr = before
@@ -217,14 +217,14 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(name, tmp_path, ca
 
 
 def test_after_the_first_failure_the_rest_goes_nowhere():
-    with open("/dev/full", "w") as full, redirect_stdout(full), output.guarded():
+    with open("/dev/full", "w") as full, redirect_stdout(full), output.guarded_streams():
         with pytest.raises(OutputError, match="No space left on device"):
             print("one", flush=True)
         print("two", flush=True)
     reading, writing = os.pipe()
     os.close(reading)
-    with os.fdopen(writing, "w") as pipe, redirect_stdout(pipe), output.guarded():
-        with pytest.raises(ReaderGoneError):
+    with os.fdopen(writing, "w") as pipe, redirect_stdout(pipe), output.guarded_streams():
+        with pytest.raises(ReaderClosedError):
             print("one", flush=True)
         print("two", flush=True)
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.policies.validation.throttle import Climb, Pace, Pacing
+from offbeat.policies.validation.throttle import MinimumRate, ThreadSearch, Throttle
 
 CALLS = 100
 
 
 def climbed(threads_max, calls_per_s):
     """The numbers of threads that are tried, where `n` make `calls_per_s(n)`; the last one is kept."""
-    climb, tried = Climb(threads_max), [1]
+    climb, tried = ThreadSearch(threads_max), [1]
     while not climb.is_settled:
         climb.add(int(CALLS * calls_per_s(climb.threads)), CALLS)
         tried += [climb.threads] if climb.threads != tried[-1] else []
@@ -46,7 +46,7 @@ def test_whatever_is_measured_there_is_an_end_and_a_number_of_threads_that_was_t
 
 
 def test_few_calls_or_little_time_say_nothing():
-    climb = Climb(4)
+    climb = ThreadSearch(4)
     climb.add(19, 1000.0)
     assert climb.threads == 1
     climb.add(1, 0.0)
@@ -61,31 +61,31 @@ class World:
     """Threads that evaluate: those that may call `rate(n)` times a second in all, if `n` may."""
 
     def __init__(self, threads, pace=None):
-        self.pacing, self.turns, self.now_s = Pacing(threads, pace), [], 100.0
+        self.pacing, self.turns, self.now_s = Throttle(threads, pace), [], 100.0
 
     def begin(self, count=1):
         for _ in range(count):
-            self.turns.append(self.pacing.begin(self.now_s))
+            self.turns.append(self.pacing.begin_part(self.now_s))
 
     def end(self, number):
-        self.pacing.end(self.turns.pop(number), self.now_s)
+        self.pacing.end_part(self.turns.pop(number), self.now_s)
 
     def wait(self, more):
-        self.pacing.waiting(more, self.now_s)
+        self.pacing.add_waiting(more, self.now_s)
 
     def run(self, spent_s, rate, silent=None):
         """Time passes."""
         for _ in range(round(spent_s * 10)):
-            let = [turn for turn in self.turns if turn.is_let]
+            let = [turn for turn in self.turns if turn.may_run]
             for turn in (turn for turn in let if turn is not silent):
                 turn.calls += round(rate(len(let)) / 10 / len(let))
             self.now_s += 0.1
-            if self.now_s >= self.pacing.look_s:
-                self.pacing.look(self.now_s)
+            if self.now_s >= self.pacing.next_check_s:
+                self.pacing.check_rate(self.now_s)
 
     @property
     def let(self):
-        return [turn.is_let for turn in self.turns]
+        return [turn.may_run for turn in self.turns]
 
 
 def waits(n):
@@ -114,7 +114,7 @@ def test_one_thread_goes_on_in_the_end_where_they_stand_in_line_and_the_next_one
     world.end(0)
     world.begin()
     assert world.let == [True, False, False, False]
-    assert world.pacing.look_s == float("inf"), "there is nothing left to find out"
+    assert world.pacing.next_check_s == float("inf"), "there is nothing left to find out"
 
 
 def test_time_in_which_fewer_threads_evaluate_than_are_to_says_nothing():
@@ -122,14 +122,14 @@ def test_time_in_which_fewer_threads_evaluate_than_are_to_says_nothing():
     world = World(2)
     world.begin()
     world.run(1.0, waits)
-    assert not world.pacing._beside.is_settled
+    assert not world.pacing._during_training.is_settled
     world.run(10.0, stands_in_line)
-    assert not world.pacing._beside.is_settled
+    assert not world.pacing._during_training.is_settled
     world.begin()
     world.run(5.0, stands_in_line, silent=world.turns[1])  # it may go on, but has not called anything
-    assert not world.pacing._beside.is_settled
+    assert not world.pacing._during_training.is_settled
     world.run(5.0, waits)
-    assert world.pacing._beside.is_settled
+    assert world.pacing._during_training.is_settled
     assert world.let == [True, True]
 
 
@@ -148,7 +148,7 @@ def test_what_pays_while_the_training_waits_is_found_out_apart():
 
 
 def test_several_may_wait_at_once():
-    world = World(1, Pace(look_after_s=1.0, calls_per_s_min=2000.0, rest_s=60.0))
+    world = World(1, MinimumRate(check_after_s=1.0, calls_per_s_min=2000.0, rest_s=60.0))
     world.begin()
     world.run(2.0, stands_in_line)
     assert world.pacing.is_slow
@@ -162,7 +162,7 @@ def test_several_may_wait_at_once():
 
 @pytest.mark.parametrize(("calls_per_s_min", "is_slow"), [(999.0, False), (1100.0, True)])
 def test_nobody_goes_on_beside_the_training_where_one_alone_is_too_slow(calls_per_s_min, is_slow):
-    world = World(2, Pace(look_after_s=1.0, calls_per_s_min=calls_per_s_min, rest_s=60.0))
+    world = World(2, MinimumRate(check_after_s=1.0, calls_per_s_min=calls_per_s_min, rest_s=60.0))
     world.begin(2)
     world.run(0.9, stands_in_line)
     assert not world.pacing.is_slow
@@ -175,20 +175,20 @@ def test_nobody_goes_on_beside_the_training_where_one_alone_is_too_slow(calls_pe
 
 
 def test_parts_that_are_over_count_too():
-    world = World(1, Pace(look_after_s=2.0, calls_per_s_min=600.0, rest_s=60.0))
+    world = World(1, MinimumRate(check_after_s=2.0, calls_per_s_min=600.0, rest_s=60.0))
     for _ in range(3):
         world.begin()
         world.run(0.8, stands_in_line)
         world.end(0)
     assert world.pacing.calls == 2400
-    assert world.pacing.look_s == float("inf"), "it was looked at"
+    assert world.pacing.next_check_s == float("inf"), "it was looked at"
     assert not world.pacing.is_slow
 
 
 def test_who_was_freed_goes_on_beside_the_others_until_its_turn_ends():
     world = World(3)
     world.begin(3)
-    world.pacing.free(world.turns[2])
+    world.pacing.force(world.turns[2])
     assert world.let == [True, False, True]
     world.begin()
     assert world.let == [True, False, True, False]
@@ -197,10 +197,10 @@ def test_who_was_freed_goes_on_beside_the_others_until_its_turn_ends():
 
 
 def test_all_go_on_once_it_is_open():
-    world = World(3, Pace(look_after_s=1.0, calls_per_s_min=1e9, rest_s=60.0))
+    world = World(3, MinimumRate(check_after_s=1.0, calls_per_s_min=1e9, rest_s=60.0))
     world.begin(3)
     world.run(2.0, stands_in_line)
     assert world.pacing.is_slow
-    world.pacing.open(world.now_s)
+    world.pacing.lift_limit(world.now_s)
     world.begin()
     assert world.let == [True] * 4

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from offbeat.numerics.ps.entries import Entries
-from offbeat.numerics.ps.memory import page_aligned
+from offbeat.numerics.ps.memory import allocate_page_aligned
 from offbeat.numerics.ps.tables import ArrayTable
 from offbeat.numerics.ps.updates import Sum
-from offbeat.runtime.transport.buffer_pool import Buffers
+from offbeat.runtime.transport.buffer_pool import BufferPool
 
 
 def begins_with_a_page(array: np.ndarray) -> bool:
@@ -18,7 +18,7 @@ def begins_with_a_page(array: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 1_000_000])
 def test_memory_has_its_length_and_begins_with_a_page(size):
-    several = [page_aligned(size, np.zeros) for _ in range(5)]
+    several = [allocate_page_aligned(size, np.zeros) for _ in range(5)]
     for number, one in enumerate(several):
         assert begins_with_a_page(one)
         assert (one.nbytes, one.any()) == (size, False)
@@ -27,24 +27,24 @@ def test_memory_has_its_length_and_begins_with_a_page(size):
 
 
 def test_memory_lives_as_long_as_a_view_of_it():
-    views = [page_aligned(1_000_000)[100:200].view(np.float32) for _ in range(20)]
+    views = [allocate_page_aligned(1_000_000)[100:200].view(np.float32) for _ in range(20)]
     for number, view in enumerate(views):
         view[:] = number
     assert [view.tolist() for view in views] == [[number] * 25 for number in range(20)]
-    memory = page_aligned(4096)
+    memory = allocate_page_aligned(4096)
     assert memory[1:].base is memory  # so that who counts references to it counts its views
 
 
 def test_buffers_begin_with_a_page_and_are_taken_again_only_when_nobody_has_them():
-    buffers = Buffers()
-    first, second = (buffers.array((250_000,), np.dtype(np.float32)) for _ in range(2))
+    buffers = BufferPool()
+    first, second = (buffers.allocate_array((250_000,), np.dtype(np.float32)) for _ in range(2))
     assert begins_with_a_page(first)
     assert not np.shares_memory(first, second)
     part, where = first[100:], first.ctypes.data
     del first
-    assert buffers.array((250_000,), np.dtype(np.float32)).ctypes.data != where
+    assert buffers.allocate_array((250_000,), np.dtype(np.float32)).ctypes.data != where
     del part
-    assert buffers.array((250_000,), np.dtype(np.float32)).ctypes.data == where
+    assert buffers.allocate_array((250_000,), np.dtype(np.float32)).ctypes.data == where
 
 
 @pytest.mark.parametrize("width", [0, 3])

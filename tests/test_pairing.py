@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.events import RoundNamed, Stop
+from offbeat.events import AbortJob, AssignRoundBatch
 from offbeat.policies.membership.lockstep import Lockstep
-from offbeat.runtime.data.pairing import Pairing
+from offbeat.runtime.data.pairing import RoundPairing
 from test_lockstep import joined, left_out, ready
 
 WAIT_S = 60.0
@@ -30,10 +30,10 @@ class Rounds:
 
     def tell(self, event):
         for action in self.policy.handle(event):
-            if isinstance(action, RoundNamed):
+            if isinstance(action, AssignRoundBatch):
                 self.named[action.worker] = action
             else:
-                assert isinstance(action, Stop)
+                assert isinstance(action, AbortJob)
                 self.stop = action.reason
         self.changed.notify_all()
 
@@ -62,17 +62,17 @@ class Rounds:
 
 def work(rounds, worker, epochs, batches, is_bad):
     round_ = 0
-    pairing = Pairing(lambda batch, count: rounds.name(worker, epoch, round_, batch, count))
+    pairing = RoundPairing(lambda batch, count: rounds.name(worker, epoch, round_, batch, count))
     for epoch in range(epochs):
-        for batch, weight in pairing.each((number, 1) for number in range(1, batches + 1)):
-            if pairing.begins_to_stand_in():  # as the forward pass begins, after which a batch is left out
+        for batch, weight in pairing.iterate((number, 1) for number in range(1, batches + 1)):
+            if pairing.try_stand_in():  # as the forward pass begins, after which a batch is left out
                 weight = 0
             if is_bad(worker, epoch, batch):
                 continue
-            pairing.is_used = True
+            pairing.is_batch_used = True
             rounds.take_part(worker, epoch, round_, pairing.batch, batch if weight else None)
             round_ += 1
-        pairing.begin(0)
+        pairing.begin_epoch(0)
 
 
 def run(world, epochs, batches, is_bad):
@@ -136,23 +136,23 @@ def test_batches_that_all_leave_out_alike_cost_no_round_and_come_once():
 
 def test_an_epoch_in_which_nothing_is_used_yields_each_batch_once():
     asked = []
-    pairing = Pairing(lambda batch, count: asked.append(batch))
-    assert list(pairing.each((number, 1) for number in range(4))) == [(number, 1) for number in range(4)]
+    pairing = RoundPairing(lambda batch, count: asked.append(batch))
+    assert list(pairing.iterate((number, 1) for number in range(4))) == [(number, 1) for number in range(4)]
     assert not asked
 
 
 def test_a_loop_that_breaks_off_leaves_what_has_stood_in_to_come_again():
-    pairing = Pairing(lambda batch, count: batch - count)
-    batches = pairing.each((number, 1) for number in (1, 2, 3))
+    pairing = RoundPairing(lambda batch, count: batch - count)
+    batches = pairing.iterate((number, 1) for number in (1, 2, 3))
     assert next(batches) == (1, 1)
     assert next(batches) == (2, 1)  # the first one was left out
-    assert pairing.begins_to_stand_in()
+    assert pairing.try_stand_in()
     assert pairing.batch == 1
-    pairing.is_used = True
+    pairing.is_batch_used = True
     batches.close()
-    assert pairing.taken == 1
-    again = pairing.each((number, 1) for number in (2, 3))
-    assert [next(again), pairing.taken, pairing.begins_to_stand_in()] == [(2, 1), 2, False]
+    assert pairing.batches_taken == 1
+    again = pairing.iterate((number, 1) for number in (2, 3))
+    assert [next(again), pairing.batches_taken, pairing.try_stand_in()] == [(2, 1), 2, False]
 
 
 def test_who_uses_nothing_of_an_epoch_is_named():

@@ -18,10 +18,20 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
 from offbeat.errors import ProtocolError
-from offbeat.numerics.ps.entries import Entries, Terms
-from offbeat.policies.ps.messages import Chunk, Copied, Handed, Mark, Operation, Pull, Pulled, Push, Pushed
-from offbeat.policies.ps.range_clock import Piece
-from offbeat.runtime.ps.packing import INLINE_BYTES, TO_CLIENT, TO_SERVER, Encoded, Packer, Unpacker
+from offbeat.numerics.ps.entries import Entries, PushMeta
+from offbeat.policies.ps.messages import (
+    HandoffOperations,
+    Operation,
+    Pull,
+    PullResult,
+    Push,
+    PushAck,
+    PushStamp,
+    ReplicateAck,
+    TransferChunk,
+)
+from offbeat.policies.ps.range_clock import ClockRange
+from offbeat.runtime.ps.packing import INLINE_BYTES, TO_CLIENT, TO_SERVER, EncodedValues, Packer, Unpacker
 
 KINDS = (*TO_SERVER, *TO_CLIENT)
 DTYPES = ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
@@ -54,7 +64,7 @@ def arrays(*dtypes: str) -> st.SearchStrategy[np.ndarray]:
 
 
 terms = st.none() | st.builds(
-    Terms,
+    PushMeta,
     states=st.none() | st.dictionaries(st.text(max_size=5), arrays(), max_size=2),
     weight=st.floats(allow_nan=False),
     settings=st.none()
@@ -88,7 +98,7 @@ notes = st.dictionaries(
     max_size=3,
 )
 encoded = st.builds(
-    Encoded,
+    EncodedValues,
     st.none() | arrays("int64"),
     st.none() | arrays(),
     st.none() | st.binary(max_size=50),
@@ -96,7 +106,7 @@ encoded = st.builds(
     terms,
 )
 whole_numbers = st.integers(-(2**63), 2**64 - 1)
-pieces = st.lists(st.builds(Piece, whole_numbers, whole_numbers, whole_numbers), max_size=3)
+pieces = st.lists(st.builds(ClockRange, whole_numbers, whole_numbers, whole_numbers), max_size=3)
 contents = (
     st.none()
     | entries()
@@ -127,7 +137,7 @@ def of_kind(kind: type) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{name: FIELDS.get(name, whole_numbers) for name in names})
 
 
-FIELDS["marks"] = st.lists(of_kind(Mark), min_size=1, max_size=2).map(tuple)
+FIELDS["marks"] = st.lists(of_kind(PushStamp), min_size=1, max_size=2).map(tuple)
 FIELDS["operation"] = of_kind(Operation)
 FIELDS["operations"] = FIELDS["pending"] = st.lists(of_kind(Operation), max_size=2).map(tuple)
 
@@ -137,10 +147,10 @@ def plain(thing: Any) -> Any:
     if isinstance(thing, np.ndarray):
         return str(thing.dtype), thing.shape, thing.tobytes()
     if isinstance(thing, Entries):
-        return "entries", thing.first, plain(thing.keys), plain(thing.values), plain(thing.terms)
-    if isinstance(thing, Encoded):
+        return "entries", thing.first, plain(thing.keys), plain(thing.values), plain(thing.meta)
+    if isinstance(thing, EncodedValues):
         arrays = plain(thing.keys), plain(thing.values)
-        return "encoded", *arrays, thing.body, thing.notes, plain(thing.terms)
+        return "encoded", *arrays, thing.body, thing.notes, plain(thing.meta)
     if dataclasses.is_dataclass(thing):
         return type(thing), {one.name: plain(getattr(thing, one.name)) for one in dataclasses.fields(thing)}
     if isinstance(thing, dict):
@@ -154,8 +164,8 @@ def arrays_of(thing: Any) -> list[np.ndarray]:
     """The arrays in a message, in the order in which they are written."""
     if isinstance(thing, np.ndarray):
         return [thing]
-    if isinstance(thing, Entries | Encoded):
-        return arrays_of([thing.keys, thing.values, thing.terms])
+    if isinstance(thing, Entries | EncodedValues):
+        return arrays_of([thing.keys, thing.values, thing.meta])
     if dataclasses.is_dataclass(thing):
         return arrays_of([getattr(thing, one.name) for one in dataclasses.fields(thing)])
     if isinstance(thing, dict):
@@ -163,8 +173,8 @@ def arrays_of(thing: Any) -> list[np.ndarray]:
     return [found for one in thing for found in arrays_of(one)] if isinstance(thing, list | tuple) else []
 
 
-def one_pulled(content: Any) -> Pulled:
-    return Pulled(number=1, namespace="w", first=0, last=1, content=content)
+def one_pulled(content: Any) -> PullResult:
+    return PullResult(request=1, namespace="w", first=0, last=1, content=content)
 
 
 def packed(*messages: Any) -> tuple[bytes, list[np.ndarray]]:
@@ -226,12 +236,12 @@ def test_arrays_beside_come_in_the_order_in_which_they_are_in_the_message() -> N
             namespace="w",
             first=0,
             last=len(keys),
-            marks=(Mark(client=1, time=number, after=()),),
+            stamps=(PushStamp(client=1, time=number, previous_times=()),),
             content=Entries(0, np.full(len(keys), number, np.float32), keys),
         )
         for number in range(3)
     )
-    chunk = Chunk(
+    chunk = TransferChunk(
         view=1,
         namespace="w",
         block=0,
@@ -274,7 +284,7 @@ def test_a_packer_that_failed_packs_the_next_message_as_any_other() -> None:
 
 
 def test_what_is_said_in_one_turn_is_one_lot_in_its_order() -> None:
-    messages = [Pushed(number=number, first=0, last=1) for number in range(100)]
+    messages = [PushAck(request=number, first=0, last=1) for number in range(100)]
     messages += [one_pulled(np.arange(number)) for number in range(5)]
     data, beside = packed(*messages)
     assert plain(came(data, beside)) == plain(messages)
@@ -329,20 +339,20 @@ def test_what_is_neither_plain_data_nor_an_array_is_not_sent() -> None:
 
 PUSH = Push(
     client=7,
-    number=1,
+    request=1,
     epoch=0,
     namespace="w",
     first=0,
     last=9,
     time=1,
-    after=(Piece(0, 9, 0),),
+    previous_times=(ClockRange(0, 9, 0),),
     content=Entries(0, np.arange(4.0), np.array([1, 3, 5, 8])),
 )
-ONE_OF_EACH = (PUSH, Pushed(number=1, first=0, last=1), one_pulled(None))
+ONE_OF_EACH = (PUSH, PushAck(request=1, first=0, last=1), one_pulled(None))
 CODE = {type(one): msgspec.msgpack.decode(packed(one)[0])[0][0] for one in ONE_OF_EACH}
 
 
-def pulled(content: Any, code: int = CODE[Pulled]) -> bytes:
+def pulled(content: Any, code: int = CODE[PullResult]) -> bytes:
     fields = {"number": 1, "namespace": "w", "first": 0, "last": 1, "content": content}
     return msgspec.msgpack.encode([(code, fields)])
 
@@ -425,7 +435,7 @@ def test_an_unknown_kind_is_refused(code):
 )
 def test_fields_that_are_missing_or_of_another_type_are_refused(fields):
     with pytest.raises(ProtocolError):
-        unpacked(msgspec.msgpack.encode([(CODE[Pushed], fields)]), TO_CLIENT)
+        unpacked(msgspec.msgpack.encode([(CODE[PushAck], fields)]), TO_CLIENT)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +482,7 @@ def test_the_bytes_by_hand_are_those_of_what_filters_have_made() -> None:
     ones = np.ones(2, np.float32)
     content = encoded_by_hand(values=claim(2, then=ones.tobytes()), notes={"a": {"b": [1]}})
     message = unpacked(pulled(content), TO_CLIENT)
-    assert plain(message.content) == plain(Encoded(None, ones, None, {"a": {"b": [1]}}))
+    assert plain(message.content) == plain(EncodedValues(None, ones, None, {"a": {"b": [1]}}))
 
 
 @pytest.mark.parametrize(
@@ -578,15 +588,15 @@ def test_a_claim_of_more_memory_than_there_is_is_the_fault_of_who_claims_it() ->
 
 
 def test_arrays_are_where_plain_content_may_be_and_nowhere_else() -> None:
-    data = msgspec.msgpack.encode([(CODE[Pushed], {"number": claim(0), "first": 0, "last": 1})])
+    data = msgspec.msgpack.encode([(CODE[PushAck], {"number": claim(0), "first": 0, "last": 1})])
     with pytest.raises(ProtocolError):
         unpacked(data, TO_CLIENT)
 
 
 def test_the_kinds_of_both_sides_are_all_kinds_and_none_is_on_both():
     assert not set(TO_SERVER) & set(TO_CLIENT)
-    assert {Push, Pull, Copied, Handed} <= set(TO_SERVER)
-    assert {Pushed, Pulled} <= set(TO_CLIENT)
+    assert {Push, Pull, ReplicateAck, HandoffOperations} <= set(TO_SERVER)
+    assert {PushAck, PullResult} <= set(TO_CLIENT)
 
 
 def on_terms(*plain: Any) -> Ext:

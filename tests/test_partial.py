@@ -10,25 +10,25 @@ import pytest
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     Action,
-    Dismiss,
-    EpochEnded,
+    EndEpoch,
     Finished,
     Group,
     Halt,
     Halted,
+    JobComplete,
     Joined,
     Left,
     Lost,
+    PeerList,
     PeerReachable,
     PeerUnreachable,
     Ready,
-    Refuse,
-    Start,
-    Stop,
+    RejectPeer,
     Tick,
 )
-from offbeat.policies import decide
+from offbeat.policies import dispatch_event
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.membership.partial_groups import PartialGroups
 
@@ -49,9 +49,9 @@ class Job:
                 worker=worker,
                 world=1,
                 peer=f"worker-{worker}",
-                place="",
+                location="",
                 addresses=(),
-                model=(),
+                model_signature=(),
                 strategy="",
             )
         )
@@ -97,7 +97,7 @@ class Job:
                 generation=generation,
                 has_state=state,
                 step=step,
-                has_begun=begun,
+                has_begun_exchange=begun,
                 round=step if round is None else round,
                 exchange_id=exchange_id,
             )
@@ -364,7 +364,7 @@ def test_members_that_take_steps_after_different_numbers_of_rounds_stop(first):
     job = Job(3)
     assert job.ready(first, 4, step=1) == []
     assert job.ready(1, 4, step=1) == []
-    stop = only(job.ready(2 - first, 4, step=2), Stop)
+    stop = only(job.ready(2 - first, 4, step=2), AbortJob)
     assert f"worker {2 - first} is in step 2 and others are not, all in round 4" in stop.reason
     assert "session.no_sync()" in stop.reason
     assert job.ready(1, 5, step=1) == []
@@ -378,14 +378,14 @@ def test_rounds_that_were_open_when_the_group_changed_have_a_step_too():
     job.answer(0, 1, step=0, begun=True)
     only(job.answer(1, 1, step=0, begun=True), Group)
     assert job.ready(0, 1, generation=1, step=1) == []
-    assert isinstance(job.ready(1, 1, generation=1, step=0)[-1], Stop)
+    assert isinstance(job.ready(1, 1, generation=1, step=0)[-1], AbortJob)
 
 
 def test_without_anybody_who_has_the_state_the_job_stops():
     job = Job(1)
     job.join(1)
     *_, stop = job.lose(0)
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, AbortJob)
     assert "no worker holds the training state" in stop.reason
     assert job.policy.handle(Tick(now_s=0.1)) == []
 
@@ -420,8 +420,8 @@ def test_a_step_that_has_begun_and_needs_one_who_has_left_is_given_up():
 
 def test_when_all_have_finished_they_are_dismissed():
     job = Job(2)
-    assert only(job.policy.handle(Finished(now_s=0.0, worker=0, epoch=0, step=9)), EpochEnded).epoch == 0
-    assert only(job.policy.handle(Finished(now_s=0.0, worker=1, epoch=0, step=9)), Dismiss)
+    assert only(job.policy.handle(Finished(now_s=0.0, worker=0, epoch=0, step=9)), EndEpoch).epoch == 0
+    assert only(job.policy.handle(Finished(now_s=0.0, worker=1, epoch=0, step=9)), JobComplete)
     assert job.ready(0, 9) == []
 
 
@@ -439,21 +439,21 @@ def test_a_newcomer_near_the_end_keeps_nobody_waiting_and_gets_the_final_state()
     group, dismiss = job.answer(1, 1, step=9)
     assert isinstance(group, Group)
     assert (group.members, group.joining) == ((0, 1, 2), (2,))
-    assert isinstance(dismiss, Dismiss)
+    assert isinstance(dismiss, JobComplete)
 
 
 def test_who_comes_when_all_is_over_is_refused():
     job = Job(2)
     finish(job, 0)
     finish(job, 1)
-    refuse = only(job.join(2), Refuse)
+    refuse = only(job.join(2), RejectPeer)
     assert refuse.peer == "worker-2"
     assert refuse.reason.endswith("cannot take part: it came when all others were done")
 
 
 @pytest.mark.parametrize("model", [("one",), ("another",)])
 def test_whom_the_assembly_refuses_the_group_does_not_know(model):
-    policies = [Assembly(2, is_open=True), PartialGroups(2)]
+    policies = [Assembly(2, accepts_late_joiners=True), PartialGroups(2)]
     actions: list[Action] = []
     for worker in range(3):
         came = Joined(
@@ -461,13 +461,13 @@ def test_whom_the_assembly_refuses_the_group_does_not_know(model):
             worker=worker,
             world=2,
             peer=f"worker-{worker}",
-            place="",
+            location="",
             addresses=(),
-            model=model if worker == 2 else ("one",),
+            model_signature=model if worker == 2 else ("one",),
             strategy="",
         )
-        actions = decide(policies, came)
-    assert [type(action) for action in actions] == ([Start, Halt] if model == ("one",) else [Refuse])
+        actions = dispatch_event(policies, came)
+    assert [type(action) for action in actions] == ([PeerList, Halt] if model == ("one",) else [RejectPeer])
 
 
 def test_nobody_but_a_worker_that_has_joined_is_heard():
@@ -678,7 +678,9 @@ def test_what_it_knows_of_outages_is_in_its_state():
         unreachable(job, None, worker)
     unreachable(job, 0, 1)
     state = json.loads(json.dumps(job.policy.state_dict()))
-    job.policy = PartialGroups(5, answer_s=1.0, patience_s=1.0, join_s=5.0, deadline_s=9.0)
+    job.policy = PartialGroups(
+        5, halt_timeout_s=1.0, patience_min_s=1.0, join_timeout_s=5.0, round_timeout_s=9.0
+    )
     job.policy.load_state_dict(state)
     assert job.policy.state_dict() == state
     assert job.tick(5.0) == []

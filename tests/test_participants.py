@@ -4,100 +4,100 @@ from __future__ import annotations
 
 import json
 
-from offbeat.policies.ps.participants import Participants
+from offbeat.policies.ps.participants import AggregationParticipants
 
 
 def of(*clients):
-    participants = Participants()
+    participants = AggregationParticipants()
     for client in clients:
-        participants.enlist(client, "w", None)
+        participants.join(client, "w", None)
     return participants
 
 
 def test_who_is_there_before_the_servers_begins_at_once():
-    assert of(3, 5).begins == {"w": {3: 1, 5: 1}}
+    assert of(3, 5).first_times == {"w": {3: 1, 5: 1}}
 
 
 def test_where_nobody_takes_part_a_client_begins_at_once():
-    participants = Participants()
-    assert participants.enlist(3, "w", 7)
-    assert (participants.begins, participants.paused) == ({"w": {3: 1}}, {})
+    participants = AggregationParticipants()
+    assert participants.join(3, "w", 7)
+    assert (participants.first_times, participants.pauses) == ({"w": {3: 1}}, {})
 
 
 def test_a_newcomer_begins_after_the_latest_time_that_anybody_has_sent():
     participants = of(0, 1)
-    assert participants.enlist(2, "w", 7)
-    assert participants.paused == {"w": 7}
-    assert not participants.enlist(3, "w", 8)  # in the same pause
-    assert not participants.reach(0, "w", 7, 4)
-    assert participants.begins == {"w": {0: 1, 1: 1}}
-    assert participants.reach(1, "w", 7, 6)
-    assert participants.begins == {"w": {0: 1, 1: 1, 2: 7, 3: 7}}
-    assert participants.paused == {}
+    assert participants.join(2, "w", 7)
+    assert participants.pauses == {"w": 7}
+    assert not participants.join(3, "w", 8)  # in the same pause
+    assert not participants.on_pause_reached(0, "w", 7, 4)
+    assert participants.first_times == {"w": {0: 1, 1: 1}}
+    assert participants.on_pause_reached(1, "w", 7, 6)
+    assert participants.first_times == {"w": {0: 1, 1: 1, 2: 7, 3: 7}}
+    assert participants.pauses == {}
 
 
 def test_a_client_enlists_once():
     participants = of(0, 1)
-    assert not participants.enlist(0, "w", 7)
-    participants.enlist(2, "w", 7)
-    assert not participants.enlist(2, "w", 8)
+    assert not participants.join(0, "w", 7)
+    participants.join(2, "w", 7)
+    assert not participants.join(2, "w", 8)
 
 
 def test_what_was_said_in_an_earlier_pause_counts_no_more():
     participants = of(0, 1)
-    participants.enlist(2, "w", 7)
-    assert not participants.reach(0, "w", 5, 4)
-    assert not participants.reach(1, "w", 7, 4)
-    assert participants.reach(0, "w", 7, 4)
+    participants.join(2, "w", 7)
+    assert not participants.on_pause_reached(0, "w", 5, 4)
+    assert not participants.on_pause_reached(1, "w", 7, 4)
+    assert participants.on_pause_reached(0, "w", 7, 4)
 
 
 def test_a_pause_does_not_wait_for_the_dead():
     participants = of(0, 1)
-    participants.enlist(2, "w", 7)
-    participants.reach(0, "w", 7, 4)
-    assert participants.lose(1)
-    assert participants.begins == {"w": {0: 1, 2: 5}}
+    participants.join(2, "w", 7)
+    participants.on_pause_reached(0, "w", 7, 4)
+    assert participants.on_client_lost(1)
+    assert participants.first_times == {"w": {0: 1, 2: 5}}
 
 
 def test_a_pause_for_a_newcomer_that_dies_is_over():
     participants = of(0, 1)
-    participants.enlist(2, "w", 7)
-    assert participants.lose(2)
-    assert (participants.begins, participants.paused) == ({"w": {0: 1, 1: 1}}, {})
+    participants.join(2, "w", 7)
+    assert participants.on_client_lost(2)
+    assert (participants.first_times, participants.pauses) == ({"w": {0: 1, 1: 1}}, {})
 
 
 def test_where_all_others_die_newcomers_begin():
     participants = of(0)
-    participants.enlist(2, "w", 7)
-    assert participants.lose(0)
-    assert participants.begins == {"w": {2: 1}}
+    participants.join(2, "w", 7)
+    assert participants.on_client_lost(0)
+    assert participants.first_times == {"w": {2: 1}}
 
 
 def test_who_is_gone_does_not_come_back():
     participants = of(0, 1)
-    assert participants.lose(1)
-    assert not participants.lose(1)
-    assert not participants.enlist(1, "w", 7)
-    assert participants.begins == {"w": {0: 1}}
+    assert participants.on_client_lost(1)
+    assert not participants.on_client_lost(1)
+    assert not participants.join(1, "w", 7)
+    assert participants.first_times == {"w": {0: 1}}
 
 
 def test_who_withdraws_from_one_namespace_stays_in_another():
     participants = of(0, 1)
-    participants.enlist(1, "v", None)
-    assert participants.withdraw(1, "w")
-    assert not participants.withdraw(1, "w")
-    assert not participants.withdraw(1, "u")
-    assert participants.begins == {"w": {0: 1}, "v": {1: 1}}
+    participants.join(1, "v", None)
+    assert participants.leave(1, "w")
+    assert not participants.leave(1, "w")
+    assert not participants.leave(1, "u")
+    assert participants.first_times == {"w": {0: 1}, "v": {1: 1}}
 
 
 def test_participants_go_on_from_what_they_were():
     participants = of(0, 1)
-    participants.enlist(2, "w", 7)
-    participants.reach(0, "w", 7, 4)
-    participants.lose(9)
-    again = Participants()
+    participants.join(2, "w", 7)
+    participants.on_pause_reached(0, "w", 7, 4)
+    participants.on_client_lost(9)
+    again = AggregationParticipants()
     again.load_state_dict(json.loads(json.dumps(participants.state_dict())))
     assert again.state_dict() == participants.state_dict()
-    assert again.reach(1, "w", 7, 6)
-    assert again.begins == {"w": {0: 1, 1: 1, 2: 7}}
-    assert not again.enlist(9, "w", 8)
+    assert again.on_pause_reached(1, "w", 7, 6)
+    assert again.first_times == {"w": {0: 1, 1: 1, 2: 7}}
+    assert not again.join(9, "w", 8)

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.policies.ps.hash_ring import POINTS, Ring, Space, block_point
+from offbeat.policies.ps.hash_ring import RING_SIZE, HashRing, NamespaceSpec, block_point
 
-SPACE = Space("w", 10**6, 100)
+SPACE = NamespaceSpec("w", 10**6, 100)
 some_servers = st.sets(st.integers(0, 30), min_size=1, max_size=8)
 
 
 @given(some_servers, st.integers(1, 5), st.integers(0, 3), st.integers(0, 10**6 - 1))
 def test_a_key_is_where_looking_at_all_points_puts_it(servers, virtual_nodes, copies, key):
-    ring = Ring(servers, virtual_nodes=virtual_nodes, copies=copies)
+    ring = HashRing(servers, virtual_nodes=virtual_nodes, replicas=copies)
     at = block_point("w", key // 100)
     nodes = sorted(zip(ring._points, ring._owners, strict=True))
     clockwise = [node for node in nodes if node[0] >= at] + [node for node in nodes if node[0] < at]
@@ -28,7 +28,7 @@ def test_a_key_is_where_looking_at_all_points_puts_it(servers, virtual_nodes, co
 
 @given(some_servers, st.integers(0, 500), st.integers(1, 500))
 def test_spans_are_disjoint_cover_the_range_and_say_who_holds_each_key(servers, first, length):
-    ring, space = Ring(servers, virtual_nodes=2), Space("w", 1000, 7)
+    ring, space = HashRing(servers, virtual_nodes=2), NamespaceSpec("w", 1000, 7)
     spans = list(ring.spans(space, first, first + length))
     assert [span.first for span in spans] == [first, *(span.last for span in spans[:-1])]
     assert spans[-1].last == first + length
@@ -40,7 +40,7 @@ def test_spans_are_disjoint_cover_the_range_and_say_who_holds_each_key(servers, 
 
 @given(some_servers, st.integers(0, 30), st.integers(0, 10**4 - 1))
 def test_one_server_more_moves_only_what_it_takes_part_in(servers, server, block):
-    ring = Ring(servers - {server}, virtual_nodes=4)
+    ring = HashRing(servers - {server}, virtual_nodes=4)
     after = ring.with_server(server)
     before, then = ring.holders(SPACE, block * 100), after.holders(SPACE, block * 100)
     assert before == then or server in then
@@ -49,7 +49,7 @@ def test_one_server_more_moves_only_what_it_takes_part_in(servers, server, block
 
 @given(some_servers.filter(lambda servers: len(servers) > 1), st.data())
 def test_who_follows_a_lost_master_is_its_first_replica(servers, data):
-    ring = Ring(servers, virtual_nodes=4)
+    ring = HashRing(servers, virtual_nodes=4)
     lost = data.draw(st.sampled_from(sorted(servers)))
     after = ring.without_server(lost)
     for block in range(50):
@@ -59,9 +59,9 @@ def test_who_follows_a_lost_master_is_its_first_replica(servers, data):
         assert list(then[: len(left)]) == left  # who is new comes last
 
 
-@given(some_servers, some_servers, st.integers(0, POINTS - 1))
+@given(some_servers, some_servers, st.integers(0, RING_SIZE - 1))
 def test_moves_are_where_holders_differ(servers, others, point):
-    ring, after = Ring(servers, virtual_nodes=3), Ring(others, virtual_nodes=3)
+    ring, after = HashRing(servers, virtual_nodes=3), HashRing(others, virtual_nodes=3)
     found = [move for move in ring.moves(after) if move.first <= point < move.last]
     before, then = ring.holders_at(point), after.holders_at(point)
     assert [(move.before, move.after) for move in found] == ([(before, then)] if before != then else [])
@@ -70,17 +70,17 @@ def test_moves_are_where_holders_differ(servers, others, point):
 @given(some_servers, some_servers)
 @settings(max_examples=20)
 def test_moves_are_disjoint_ascending_and_as_few_as_can_be(servers, others):
-    moves = Ring(servers, virtual_nodes=3).moves(Ring(others, virtual_nodes=3))
+    moves = HashRing(servers, virtual_nodes=3).moves(HashRing(others, virtual_nodes=3))
     for one, another in itertools.pairwise(moves):
         assert one.last <= another.first
         assert one.last < another.first or (one.before, one.after) != (another.before, another.after)
-    assert all(0 <= move.first < move.last <= POINTS for move in moves)
+    assert all(0 <= move.first < move.last <= RING_SIZE for move in moves)
 
 
 def test_one_more_of_s_servers_takes_one_part_in_s_plus_one():
     for servers in (2, 4, 9):
-        ring = Ring(range(servers), virtual_nodes=64, copies=0)
-        moved = sum(move.last - move.first for move in ring.moves(ring.with_server(servers))) / POINTS
+        ring = HashRing(range(servers), virtual_nodes=64, replicas=0)
+        moved = sum(move.last - move.first for move in ring.moves(ring.with_server(servers))) / RING_SIZE
         assert moved == pytest.approx(1 / (servers + 1), rel=0.5)
 
 
@@ -90,18 +90,18 @@ def test_the_busiest_server_has_little_more_than_its_share(servers):
     loads = []
     for number in range(40):
         ids = range(1000 * number, 1000 * number + servers)
-        ring = Ring(ids, virtual_nodes=16, copies=0)
-        bounds = [*ring._points, ring._points[0] + POINTS]
+        ring = HashRing(ids, virtual_nodes=16, replicas=0)
+        bounds = [*ring._points, ring._points[0] + RING_SIZE]
         share = dict.fromkeys(ids, 0)
         for place, owner in enumerate(ring._owners):
-            share[owner] += bounds[place] - (bounds[place - 1] if place else bounds[-2] - POINTS)
-        assert sum(share.values()) == POINTS
-        loads.append(max(share.values()) * servers / POINTS)
+            share[owner] += bounds[place] - (bounds[place - 1] if place else bounds[-2] - RING_SIZE)
+        assert sum(share.values()) == RING_SIZE
+        loads.append(max(share.values()) * servers / RING_SIZE)
     assert statistics.mean(loads) < 1 + 2 * math.sqrt(math.log(servers) / 16)
 
 
 def test_the_same_servers_make_the_same_ring_everywhere():
-    ring = Ring([3, 1, 2])
+    ring = HashRing([3, 1, 2])
     assert ring.servers == (1, 2, 3)
     assert block_point("w", 5) == 4256983603534006642
     assert [ring.holders(SPACE, block * 100) for block in range(4)] == [
@@ -110,11 +110,11 @@ def test_the_same_servers_make_the_same_ring_everywhere():
         (1, 2, 3),
         (1, 2, 3),
     ]
-    assert Ring(**ring.state_dict()).moves(ring) == []
+    assert HashRing(**ring.state_dict()).moves(ring) == []
 
 
 def test_a_ring_of_nobody_holds_nothing():
-    assert Ring([]).holders(SPACE, 0) == ()
+    assert HashRing([]).holders(SPACE, 0) == ()
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,12 @@ def test_a_ring_of_nobody_holds_nothing():
 )
 def test_a_ring_that_cannot_be_is_refused(servers, arguments, words):
     with pytest.raises(ValueError, match=words):
-        Ring(servers, **arguments)
+        HashRing(servers, **arguments)
 
 
 def test_what_cannot_be_asked_is_refused():
     with pytest.raises(ValueError, match=r"expected one of the servers \(1,\), got 2"):
-        Ring([1]).without_server(2)
+        HashRing([1]).without_server(2)
     for first, last in ((3, 3), (-1, 3), (0, 10**6 + 1)):
         with pytest.raises(ValueError, match="range of keys within"):
-            list(Ring([1]).spans(SPACE, first, last))
+            list(HashRing([1]).spans(SPACE, first, last))

@@ -4,21 +4,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.collectives.costs import Line
-from offbeat.numerics.collectives.plans import POLICIES, Layer, busy, latency_bytes, plan
+from offbeat.numerics.collectives.costs import LinkModel
+from offbeat.numerics.collectives.plans import (
+    ALGORITHM_POLICIES,
+    PlannedLayer,
+    busy_link,
+    latency_bound_bytes,
+    plan_fused_buckets,
+)
 
-LINE = Line(alpha_s=200e-6, beta_s=8e-9)  # 1 Gbit/s
+LINE = LinkModel(alpha_s=200e-6, beta_s=8e-9)  # 1 Gbit/s
 
 ALEXNET = [
-    *(Layer(kind="convolution", size_bytes=size, slack_s=slack) for size, slack in
+    *(PlannedLayer(kind="convolution", size_bytes=size, slack_s=slack) for size, slack in
       [(140_000, 0.0), (1_229_000, 0.05), (3_540_000, 0.1), (2_656_000, 0.15), (1_771_000, 0.2)]),
-    *(Layer(kind="dense", size_bytes=size, slack_s=slack) for size, slack in
+    *(PlannedLayer(kind="dense", size_bytes=size, slack_s=slack) for size, slack in
       [(151_000_000, 1.0), (67_000_000, 1.5), (16_000_000, 2.0)]),
 ]  # fmt: skip
 
 layers = st.lists(
     st.builds(
-        Layer,
+        PlannedLayer,
         kind=st.sampled_from(["convolution", "dense", "other"]),
         size_bytes=st.integers(1, 10**7),
         group=st.sampled_from(["float32", "float16"]),
@@ -29,7 +35,9 @@ layers = st.lists(
 
 
 def algorithms(policy, **options):
-    return [one.algorithm for one in plan(ALEXNET, 4, LINE, policy=policy, fuse_bytes=0, **options)]
+    return [
+        one.algorithm for one in plan_fused_buckets(ALEXNET, 4, LINE, policy=policy, fuse_bytes=0, **options)
+    ]
 
 
 def test_the_papers_text_and_its_table_are_each_others_reverse():
@@ -46,61 +54,67 @@ def test_the_cost_model_hurries_where_there_is_no_slack_and_spares_the_line_else
 
 def test_a_ring_that_would_outlast_the_slack_is_not_taken_though_another_algorithm_would_not():
     # 20 kB among 256: a ring waits 510 times, 102 ms, halving and doubling 16 times.
-    head = [Layer(kind="dense", size_bytes=20_000, slack_s=0.014)]
-    assert plan(head, 256, LINE)[0].algorithm == "direct"
-    patient = [Layer(kind="dense", size_bytes=20_000, slack_s=1.0)]
-    assert plan(patient, 256, LINE)[0].algorithm == "ring"
+    head = [PlannedLayer(kind="dense", size_bytes=20_000, slack_s=0.014)]
+    assert plan_fused_buckets(head, 256, LINE)[0].algorithm == "direct"
+    patient = [PlannedLayer(kind="dense", size_bytes=20_000, slack_s=1.0)]
+    assert plan_fused_buckets(patient, 256, LINE)[0].algorithm == "ring"
 
 
 def test_small_messages_without_slack_go_by_the_fewest_messages_after_each_other():
-    tiny = [Layer(kind="other", size_bytes=1000)]
-    assert plan(tiny, 4, LINE)[0].algorithm == "direct"
-    assert plan(tiny, 4, LINE, policy="ring")[0].algorithm == "ring"
+    tiny = [PlannedLayer(kind="other", size_bytes=1000)]
+    assert plan_fused_buckets(tiny, 4, LINE)[0].algorithm == "direct"
+    assert plan_fused_buckets(tiny, 4, LINE, policy="ring")[0].algorithm == "ring"
 
 
 def test_small_layers_travel_together_as_long_as_latency_costs_more_than_bytes():
     # direct: 2 rounds of 200 us, and 1.5 times the vector at 8 ns a byte
-    assert latency_bytes(4, LINE) == int(2 * 200e-6 / (1.5 * 8e-9))
-    small = [Layer(kind="convolution", size_bytes=10_000) for _ in range(7)]
-    assert [one.layers for one in plan(small, 4, LINE)] == [tuple(range(7))]
-    assert [one.layers for one in plan(small, 4, LINE, fuse_bytes=30_000)] == [(0, 1, 2), (3, 4, 5), (6,)]
-    assert [one.layers for one in plan(small, 4, LINE, fuse_bytes=0)] == [(i,) for i in range(7)]
-    assert [one.layers for one in plan(small, 4, LINE, fuse_bytes=10**6)] == [tuple(range(7))]
-    assert latency_bytes(1, LINE) == 0
-    no_bytes = Line(alpha_s=1e-4, beta_s=0.0)  # where bytes cost nothing that could be seen
-    assert [one.layers for one in plan(small, 4, no_bytes)] == [tuple(range(7))]
+    assert latency_bound_bytes(4, LINE) == int(2 * 200e-6 / (1.5 * 8e-9))
+    small = [PlannedLayer(kind="convolution", size_bytes=10_000) for _ in range(7)]
+    assert [one.layers for one in plan_fused_buckets(small, 4, LINE)] == [tuple(range(7))]
+    assert [one.layers for one in plan_fused_buckets(small, 4, LINE, fuse_bytes=30_000)] == [
+        (0, 1, 2),
+        (3, 4, 5),
+        (6,),
+    ]
+    assert [one.layers for one in plan_fused_buckets(small, 4, LINE, fuse_bytes=0)] == [
+        (i,) for i in range(7)
+    ]
+    assert [one.layers for one in plan_fused_buckets(small, 4, LINE, fuse_bytes=10**6)] == [tuple(range(7))]
+    assert latency_bound_bytes(1, LINE) == 0
+    no_bytes = LinkModel(alpha_s=1e-4, beta_s=0.0)  # where bytes cost nothing that could be seen
+    assert [one.layers for one in plan_fused_buckets(small, 4, no_bytes)] == [tuple(range(7))]
 
 
 def test_on_a_busy_line_more_layers_travel_together():
     # 100 MB keep the line busy: before each of 2 rounds a MiB passes, so 200 us and 8.4 ms.
-    assert busy(LINE, 100_000_000).alpha_s == pytest.approx(200e-6 + 2**20 * 8e-9)
-    assert busy(LINE, 1000).alpha_s == pytest.approx(208e-6)
-    many = [Layer(kind="convolution", size_bytes=500_000) for _ in range(200)]
-    assert {len(one.layers) for one in plan(many, 4, LINE)} == {2}  # of 1.43 MB at most
+    assert busy_link(LINE, 100_000_000).alpha_s == pytest.approx(200e-6 + 2**20 * 8e-9)
+    assert busy_link(LINE, 1000).alpha_s == pytest.approx(208e-6)
+    many = [PlannedLayer(kind="convolution", size_bytes=500_000) for _ in range(200)]
+    assert {len(one.layers) for one in plan_fused_buckets(many, 4, LINE)} == {2}  # of 1.43 MB at most
 
 
 @given(
     layers,
     st.integers(1, 17),
-    st.sampled_from(POLICIES),
+    st.sampled_from(ALGORITHM_POLICIES),
     st.none() | st.integers(0, 10**7),
 )
 def test_every_layer_travels_once_in_order_with_its_like(described, workers, policy, fuse_bytes):
-    found = plan(described, workers, LINE, policy=policy, fuse_bytes=fuse_bytes)
+    found = plan_fused_buckets(described, workers, LINE, policy=policy, fuse_bytes=fuse_bytes)
     assert sorted(layer for one in found for layer in one.layers) == list(range(len(described)))
-    line = busy(LINE, sum(layer.size_bytes for layer in described))
-    limit = latency_bytes(workers, line) if fuse_bytes is None else fuse_bytes
+    line = busy_link(LINE, sum(layer.size_bytes for layer in described))
+    limit = latency_bound_bytes(workers, line) if fuse_bytes is None else fuse_bytes
     for one in found:
         members = [described[layer] for layer in one.layers]
         assert list(one.layers) == sorted(one.layers)
         assert len({(layer.group, layer.kind == "dense") for layer in members}) == 1
         assert len(members) == 1 or sum(layer.size_bytes for layer in members) <= limit
     assert [one.layers[0] for one in found] == sorted(one.layers[0] for one in found)
-    assert found == plan(described, workers, LINE, policy=policy, fuse_bytes=fuse_bytes)
+    assert found == plan_fused_buckets(described, workers, LINE, policy=policy, fuse_bytes=fuse_bytes)
 
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="a policy of cost_model, conv_butterfly_fc_ring, table4, ring, got"):
-        plan([], 4, LINE, policy="best")
+        plan_fused_buckets([], 4, LINE, policy="best")
     with pytest.raises(ValueError, match="fuse_bytes of at least 0, got -1"):
-        plan([], 4, LINE, fuse_bytes=-1)
+        plan_fused_buckets([], 4, LINE, fuse_bytes=-1)

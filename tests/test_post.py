@@ -22,11 +22,18 @@ import nodes
 from nodes import DEADLINE_S, KIB, MIB, Node
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.numerics.ps.entries import Entries
-from offbeat.policies.ps.messages import Copied, Handed, Mark, Operation, Pulled, Pushed
-from offbeat.runtime.ps.messenger import Post
+from offbeat.policies.ps.messages import (
+    HandoffOperations,
+    Operation,
+    PullResult,
+    PushAck,
+    PushStamp,
+    ReplicateAck,
+)
+from offbeat.runtime.ps.messenger import Messenger
 from offbeat.runtime.ps.packing import TO_CLIENT, TO_SERVER
 from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES
-from offbeat.runtime.transport.shared_memory import HAS_SHARED
+from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY
 from runlogs import wait_until
 from test_parcelling import claim as array_claim
 from test_parcelling import packed, plain, pulled
@@ -53,20 +60,20 @@ class Writer:
             name,
             on_message=self._hear,
             on_lost=self._lost,
-            on_left=lambda peer: self.post.forget(peer),
+            on_left=lambda peer: self.post.on_peer_gone(peer),
             host="127.0.0.1",
             **{"unix": False, **options},
         )
         self.name, self.links = name, self.node.links
-        self.post = Post(self.links, KINDS, self._note)
+        self.post = Messenger(self.links, KINDS, self._note)
 
     def knows(self, peer: str, *addresses: str) -> None:
         self._places[peer] = addresses
-        self.links.introduce(peer, addresses)
+        self.links.add_peer(peer, addresses)
 
     def write(self, to: str, *messages: Any) -> None:
         """Says all of it in one turn."""
-        self.links.call(lambda: [self.post.send(to, message) for message in messages])
+        self.links.call_soon(lambda: [self.post.send(to, message) for message in messages])
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         with self._changed:
@@ -83,10 +90,10 @@ class Writer:
 
     def kept(self, peer: str) -> int:
         """How many letters for a peer are not known to have come."""
-        return self.node.in_thread(lambda: len(self.post._known[peer].channel._sent))
+        return self.node.in_thread(lambda: len(self.post._peers[peer].channel._sent))
 
     def _hear(self, peer: str, payload: bytes) -> None:
-        self.post.hear(peer, payload)
+        self.post.on_message(peer, payload)
 
     def _note(self, peer: str, message: Any) -> None:
         if message == REFUSED:
@@ -99,10 +106,10 @@ class Writer:
         with self._changed:
             self.losses.append(error)
             self._changed.notify_all()
-        self.post.lost(error.peer)
+        self.post.on_lost(error.peer)
         if self._redials and error.peer in self._places:
-            self.links.introduce(error.peer, self._places[error.peer])
-            self.post.again(error.peer)
+            self.links.add_peer(error.peer, self._places[error.peer])
+            self.post.on_reconnected(error.peer)
 
 
 class Proxy:
@@ -196,31 +203,31 @@ def pair(node: Callable[..., Node]) -> tuple[Writer, Writer]:
 # Messages
 
 
-REFUSED = Copied(view=0, master=0, serial=-1)
+REFUSED = ReplicateAck(view=0, master=0, serial=-1)
 
 
-def small(number: int) -> Pushed:
-    return Pushed(number=number, first=0, last=1)
+def small(number: int) -> PushAck:
+    return PushAck(request=number, first=0, last=1)
 
 
-def large(number: int, size_bytes: int) -> Pulled:
+def large(number: int, size_bytes: int) -> PullResult:
     rows = np.random.default_rng(number).random(size_bytes // 8)
-    return Pulled(number=number, namespace="w", first=0, last=1, content=Entries(0, rows))
+    return PullResult(request=number, namespace="w", first=0, last=1, content=Entries(0, rows))
 
 
-def long(number: int, size_bytes: int) -> Handed:
+def long(number: int, size_bytes: int) -> HandoffOperations:
     """Many operations, some of them with rows that go beside."""
     operations = []
     for time in range(size_bytes // (8 * KIB)):
         rows = np.full(KIB if time % 20 else 5 * KIB, time, np.float64)
-        marks = (Mark(client=1, time=time, after=()),)
+        marks = (PushStamp(client=1, time=time, previous_times=()),)
         content = Entries(0, rows)
-        operations.append(Operation(namespace="w", first=0, last=len(rows), marks=marks, content=content))
-    return Handed(view=number, chain=(0, 1), operations=tuple(operations))
+        operations.append(Operation(namespace="w", first=0, last=len(rows), stamps=marks, content=content))
+    return HandoffOperations(view=number, chain=(0, 1), operations=tuple(operations))
 
 
 def number_of(message: Any) -> int:
-    return message.view if isinstance(message, Handed) else message.number
+    return message.view if isinstance(message, HandoffOperations) else message.number
 
 
 def mixture(chance: random.Random, count: int) -> list[Any]:
@@ -300,7 +307,7 @@ class Reader(Writer):
 
     def __init__(self, make: Callable[..., Node], name: str, may_show: Callable[[Any], bool]) -> None:
         super().__init__(make, name, unix=True)
-        self.post._show = self._shown
+        self.post._share = self._shown
         self._may_show = may_show
         self.shown: list[int] = []
 
@@ -318,7 +325,7 @@ class Reader(Writer):
         super()._note(peer, (message.number, float(message.content.values.sum())))
 
 
-@pytest.mark.skipif(not HAS_SHARED, reason="memory is not shared on this system")
+@pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is not shared on this system")
 def test_what_a_neighbour_has_in_memory_is_read_there_by_who_may(node):
     """Up to 4 MiB; of what is longer, the sender's memory takes a part at a time."""
     sizes = [300 * KIB, MIB, 3 * MIB, 4 * MIB, 4 * MIB + 8, 9 * MIB, 100 * KIB, 8]
@@ -331,13 +338,13 @@ def test_what_a_neighbour_has_in_memory_is_read_there_by_who_may(node):
     for burst in in_bursts(random.Random(0), list(messages)):
         a.write("server-1", *burst)
     came = b.wait_for("server-0", 60)[1:]
-    assert came == [(one.number, float(one.content.values.sum())) for one in messages]
-    may = [one.number for one in messages if one.number % 4 != 3 and one.content.values.nbytes <= 4 * MIB]
+    assert came == [(one.request, float(one.content.values.sum())) for one in messages]
+    may = [one.request for one in messages if one.request % 4 != 3 and one.content.values.nbytes <= 4 * MIB]
     large_enough = [number for number in may if sizes[number % len(sizes)] >= 300 * KIB]
     assert b.shown == large_enough
 
 
-@pytest.mark.skipif(not HAS_SHARED, reason="memory is not shared on this system")
+@pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is not shared on this system")
 def test_what_lies_in_memory_that_neighbours_can_read_is_copied_nowhere_before(node):
     a, b = Writer(node, "server-0", unix=True), Writer(node, "server-1", unix=True)
     a.knows("server-1", *b.links.addresses)
@@ -345,11 +352,14 @@ def test_what_lies_in_memory_that_neighbours_can_read_is_copied_nowhere_before(n
     b.wait_for("server-0", 1)  # they know that they are neighbours
     rows = np.frombuffer(a.links.allocate(9 * MIB), np.float64)
     rows[:] = np.arange(len(rows))
-    own = Pulled(number=1, namespace="w", first=0, last=1, content=Entries(0, rows))
+    own = PullResult(request=1, namespace="w", first=0, last=1, content=Entries(0, rows))
     a.write("server-1", own, large(2, 8))
     came = b.wait_for("server-0", 3)[1:]
     assert np.array_equal(came[0].content.values, rows)
-    assert a.node.in_thread(lambda: (len(a.post._staging._free), a.post._staging._lent)) == (0, {})
+    assert a.node.in_thread(lambda: (len(a.post._staging._free_slabs), a.post._staging._slabs_in_use)) == (
+        0,
+        {},
+    )
 
 
 def test_a_small_message_waits_for_a_large_one_before_it(pair):
@@ -406,7 +416,7 @@ def test_what_comes_of_the_first_messages_goes_out_before_the_last_is_handed_on(
 def test_who_sends_what_is_refused_later_is_lost_and_no_other_message_is(node):
     b = Slow(node, "server-1", asks=Writer(node, "server-0"))
     evil: Node = node("client-666")
-    evil.links.introduce("server-1", b.links.addresses)
+    evil.links.add_peer("server-1", b.links.addresses)
     evil.links.send("server-1", letter(body(small(1), small(2), REFUSED, small(3), REFUSED)))
     evil.links.send("server-1", letter(body(small(4)), number=1))
     assert "client-666 broke the protocol: expected anything but that" in str(b.lost("client-666"))
@@ -447,7 +457,7 @@ def test_what_was_for_a_forgotten_node_is_not_kept_either(node):
     kept = weakref.ref(message.content.values)
     a.write("server-1", message, small(1))
     del message
-    a.node.in_thread(lambda: a.post.forget("server-1"))
+    a.node.in_thread(lambda: a.post.on_peer_gone("server-1"))
     a.links.close()
     gc.collect()
     assert kept() is None
@@ -485,7 +495,7 @@ def exchange_in_spite_of_cuts(a: Writer, b: Writer, proxies: list[Proxy], chance
             sent[one] += messages
             one.write(other.name, *messages)
             if not chance.randrange(6):
-                one.links.call(one.links.accuse, other.name, ProtocolError("expected something else"))
+                one.links.call_soon(one.links.fail_peer, other.name, ProtocolError("expected something else"))
         for one, other in peer.items():
             some = len(sent[one]) - 40
             if some > 0:
@@ -498,7 +508,7 @@ def put_off(writers: list[Writer], stretch_s: float | None) -> None:
     """Each message is handed on in a turn of its own, where that is 0; a connection may break meanwhile."""
     for one in writers:
         if stretch_s is not None:
-            one.post._stretch_s = stretch_s
+            one.post._delivery_limit_s = stretch_s
 
 
 @pytest.mark.parametrize("stretch_s", [None, 0.0])
@@ -557,7 +567,7 @@ def body(*messages: Any) -> bytes:
 def claim(*sizes_bytes: int) -> bytes:
     """A message with arrays beside, of which nothing comes."""
     arrays = [np.zeros(size_bytes // 8) for size_bytes in sizes_bytes]
-    return body(Pulled(number=1, namespace="w", first=0, last=1, content=arrays))
+    return body(PullResult(request=1, namespace="w", first=0, last=1, content=arrays))
 
 
 BAD: dict[str, list[bytes]] = {
@@ -595,7 +605,7 @@ def test_who_breaks_the_protocol_is_lost_by_name_and_nobody_else_is(bad: str, pa
     evil: Node = node("client-666")
     a.write("server-1", small(0))
     for again in (1, 2):
-        evil.links.introduce("server-1", b.links.addresses)
+        evil.links.add_peer("server-1", b.links.addresses)
         for payload in BAD[bad]:
             evil.links.send("server-1", payload)
         error = b.lost("client-666", again)
@@ -611,7 +621,7 @@ def test_who_breaks_the_protocol_is_lost_by_name_and_nobody_else_is(bad: str, pa
 def test_a_letter_that_only_says_what_has_come_says_nothing_else(pair, node) -> None:
     _, b = pair
     evil: Node = node("client-666")
-    evil.links.introduce("server-1", b.links.addresses)
+    evil.links.add_peer("server-1", b.links.addresses)
     evil.links.send("server-1", letter(body(small(0)), number=-1))
     evil.links.send("server-1", letter(body(small(1))))
     same(b.wait_for("client-666", 1), [small(1)])
@@ -622,10 +632,10 @@ def test_random_bytes_lose_nobody_but_who_sends_them(pair, node) -> None:
     a, b = pair
     evil: Node = node("client-666")
     chance = random.Random(1)
-    copied = Copied(view=1, master=0, serial=3)
+    copied = ReplicateAck(view=1, master=0, serial=3)
     good = letter(body(small(1), copied, large(1, 160), large(2, 20 * KIB)))
     for number in range(200):
-        evil.links.introduce("server-1", b.links.addresses)
+        evil.links.add_peer("server-1", b.links.addresses)
         broken = bytearray(good)
         for _ in range(chance.randrange(1, 4)):
             broken[chance.randrange(len(broken))] = chance.randrange(256)
@@ -642,11 +652,11 @@ def test_random_bytes_lose_nobody_but_who_sends_them(pair, node) -> None:
 def test_a_message_that_its_owner_refuses_loses_who_sent_it_and_no_other_message(pair, node) -> None:
     _, b = pair
     evil: Node = node("client-666")
-    evil.links.introduce("server-1", b.links.addresses)
+    evil.links.add_peer("server-1", b.links.addresses)
     evil.links.send("server-1", letter(body(small(0), REFUSED, small(1))))
     assert "client-666 broke the protocol: expected anything but that" in str(b.lost("client-666"))
     assert evil.loss().peer == "server-1"
-    evil.links.introduce("server-1", b.links.addresses)
+    evil.links.add_peer("server-1", b.links.addresses)
     evil.links.send("server-1", letter(body(small(0), REFUSED, small(1)), connection=1))
     evil.links.send("server-1", letter(body(small(2)), number=1, connection=1))
     same(b.wait_for("client-666", 3), [small(number) for number in range(3)])
@@ -656,7 +666,7 @@ def test_a_message_that_its_owner_refuses_loses_who_sent_it_and_no_other_message
 def test_no_memory_is_taken_for_a_long_message_before_it_comes(pair, node) -> None:
     a, b = pair
     evil: Node = node("client-666")
-    evil.links.introduce("server-1", b.links.addresses)
+    evil.links.add_peer("server-1", b.links.addresses)
     before_kib = peak_kib()
     for tag in range(4):
         evil.links.send("server-1", letter(long_bytes=2**31, number=tag, tag=tag))

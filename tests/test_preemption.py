@@ -18,9 +18,9 @@ import offbeat
 from cluster import run, values
 from jobs import job
 from offbeat.events import Failed, Joined, Lost, Preempt, Preempted
-from offbeat.policies.membership.group_membership import Follower
-from offbeat.policies.membership.preemption import Preemption
-from offbeat.runtime.control.client import Member
+from offbeat.policies.membership.group_membership import GroupMembership
+from offbeat.policies.membership.preemption import PreemptionBroadcast
+from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.processes.preemption_signals import PreemptionSignals
 from offbeat.strategies import SSP, AllReduce, Downpour, Hybrid, PartialAllReduce, ServerBSP
 from runlogs import entries_of, wait_for_entry
@@ -70,7 +70,7 @@ def train(rank, say, strategy, signalled=(), step=0, path=None):
                 optimizer.step()
                 if session.preempted:
                     seen = session.step
-                    if session.leads and path is not None:
+                    if session.is_leader and path is not None:
                         torch.save(session.state_dict(), path)
                     break
     return seen, [parameter.tolist() for parameter in model.parameters()]
@@ -120,7 +120,7 @@ def train_outside(rank, say, strategy):
                 model(inputs).square().mean().backward()
                 optimizer.step()
                 if session.preempted:
-                    return session.step, session.leads
+                    return session.step, session.is_leader
     return None
 
 
@@ -165,18 +165,25 @@ def test_a_newcomer_sees_what_came_before_it_as_its_first_step_ends(tmp_path):
 
 
 def test_the_policy_tells_all_once_and_each_newcomer():
-    policy = Preemption()
+    policy = PreemptionBroadcast()
     joined = Joined(
-        now_s=0.0, worker=3, world=2, peer="worker-3.a", place="", addresses=(), model=(), strategy=""
+        now_s=0.0,
+        worker=3,
+        world=2,
+        peer="worker-3.a",
+        location="",
+        addresses=(),
+        model_signature=(),
+        strategy="",
     )
     assert policy.handle(joined) == []
     first = Preempted(now_s=1.0, worker=1, step=7, signal="SIGTERM")
     reason = "worker 1 was sent SIGTERM after 7 steps"
-    assert policy.handle(first) == [Preempt(worker=None, by=1, reason=reason)]
+    assert policy.handle(first) == [Preempt(worker=None, signalled_worker=1, reason=reason)]
     assert policy.handle(Preempted(now_s=1.0, worker=0, step=7, signal="SIGUSR1")) == []
-    other = Preemption()
+    other = PreemptionBroadcast()
     other.load_state_dict(policy.state_dict())
-    assert other.handle(joined) == [Preempt(worker=3, by=1, reason=reason)]
+    assert other.handle(joined) == [Preempt(worker=3, signalled_worker=1, reason=reason)]
 
 
 # Handlers ----------------------------------------------------------------------------------------------
@@ -229,7 +236,7 @@ def test_a_process_that_was_forked_ends_of_the_signal_as_ever(handlers):
         signal.raise_signal(signal.SIGTERM)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert signals.name is None
+    assert signals.signal_name is None
 
 
 # Calls in the midst of a step --------------------------------------------------------------------------
@@ -259,9 +266,9 @@ def call_in_the_midst(rank, say, strategy, where, what):
     if where == "the optimizer":
         optimizer.register_step_pre_hook(lambda *_: come())
     if where == "what holds a lock":
-        before(Follower, "finish_step")
+        before(GroupMembership, "finish_step")
     if where == "a wait":
-        before(Member, "wait_for")
+        before(CoordinatorClient, "wait_for")
     with offbeat.join(model, optimizer, strategy) as session:
         signal.signal(
             signal.SIGTERM, lambda *_: getattr(session, what)(*(() if what != "validate" else (0, 0)))

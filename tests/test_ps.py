@@ -17,10 +17,10 @@ import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.ps.entries import Entries
-from offbeat.numerics.ps.spaces import FilterSpec, Function
+from offbeat.numerics.ps.spaces import FilterSpec, UserFunction
 from offbeat.numerics.ps.updates import SGD, Adagrad, Assign
-from offbeat.policies.ps.messages import Pull, Pulled, Refused
-from offbeat.runtime.transport.shared_memory import HAS_SHARED
+from offbeat.policies.ps.messages import Pull, PullResult, Rejected
+from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY
 from runlogs import wait_until
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]
@@ -153,22 +153,22 @@ def test_small_pushes_of_neighbours_go_together_and_each_is_done(ps, name):
     assert ps._node.endpoint.frames_received - sent < len(ranges) / 2
 
 
-@pytest.mark.skipif(not HAS_SHARED, reason="memory is not shared on this system")
+@pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is not shared on this system")
 def test_pushes_made_one_are_put_together_where_a_server_on_this_host_reads_them(name):
     with offbeat.PS.local(servers=1) as own:
         w = own.namespace(name, keys=150_000)
         w.push([1.0]).result()  # they know that they are neighbours
         for count in range(1, 4):  # in the same memory, the next times
             parts = [np.full(50_000, 10.0**count, np.float32)] * 3
-            pushes = own._requests.in_order(
+            pushes = own._requests.call_in_order(
                 lambda parts=parts: [w.push(part, first=50_000 * i) for i, part in enumerate(parts)]
             )
             assert [one.result() for one in pushes] == [None] * 3
         expected = np.full(150_000, 1110.0, np.float32)
         expected[0] += 1
         assert np.array_equal(w.pull().result(), expected)
-        staging = own._node.post._staging
-        assert own._requests.in_order(lambda: (staging._free, staging._lent)) == ([], {})
+        staging = own._node.messenger._staging
+        assert own._requests.call_in_order(lambda: (staging._free_slabs, staging._slabs_in_use)) == ([], {})
 
 
 def test_a_pull_comes_behind_the_pushes_before_it(ps, name):
@@ -202,8 +202,8 @@ def alone():
 
 def requests_of(ps, ask):
     """What a function returns, all of whose requests are taken up at once; and how many went out for it."""
-    number = ps._requests.in_order(lambda: ps._requests._client._number)
-    asked = ps._requests.in_order(ask)
+    number = ps._requests.call_in_order(lambda: ps._requests._client._number)
+    asked = ps._requests.call_in_order(ask)
     for one in (future for futures in asked for future in futures):
         with contextlib.suppress(OffbeatError):
             one.result()
@@ -308,14 +308,14 @@ def test_a_pull_that_a_refused_push_was_to_bring_fails_only_if_it_is_after_it(is
             return first, second, w.pull(after=[first, second] if is_after_it else [first])
 
         def refuse():  # in the server's place
-            brings = [number for number, sent in requests._asked.items() if sent.pulls]
+            brings = [number for number, sent in requests._sent.items() if sent.pulls]
             for number in brings:
-                refused = Refused(number=number, first=0, last=10, reason="too much")
-                requests._take_up(requests._client.hear(refused))
+                refused = Rejected(request=number, first=0, last=10, reason="too much")
+                requests._emit(requests._client.on_message(refused))
             return brings
 
-        first, second, pulled = requests.in_order(ask)
-        wait_until(lambda: requests.in_order(refuse), "a push that brings something")
+        first, second, pulled = requests.call_in_order(ask)
+        wait_until(lambda: requests.call_in_order(refuse), "a push that brings something")
         with pytest.raises(OffbeatError, match="a push to w was refused: too much"):
             second.result()
         server.send_signal(signal.SIGCONT)
@@ -328,7 +328,7 @@ def test_a_pull_that_a_refused_push_was_to_bring_fails_only_if_it_is_after_it(is
 
 
 def test_a_pull_after_a_push_that_is_refused_fails_with_it(ps, name):
-    w = ps.namespace(name, keys=10, update=Function(PICKY))
+    w = ps.namespace(name, keys=10, update=UserFunction(PICKY))
     for keys in (None, [3, 5]):
         good = w.push(np.ones(10))
         bad = w.push(np.full(10 if keys is None else 2, -9.0), keys=keys)
@@ -373,18 +373,18 @@ def test_servers_make_steps_of_what_is_pushed(ps, name):
 
 
 def test_a_function_of_the_users_own_is_known_by_the_path_that_servers_were_started_with(ps, name):
-    w = ps.namespace(name, keys=4, update=Function(MINE, {"limit": 2.5}))
+    w = ps.namespace(name, keys=4, update=UserFunction(MINE, {"limit": 2.5}))
     for _ in range(3):
         w.push([1.0, -1.0, 0.5, 0.0])
     assert w.pull().result().tolist() == [2.5, -2.5, 1.5, 0.0]
     with pytest.raises(OffbeatError, match="started without the function updates_of_mine:Other"):
-        ps.namespace(f"{name}, another", keys=4, update=Function("updates_of_mine:Other"))
+        ps.namespace(f"{name}, another", keys=4, update=UserFunction("updates_of_mine:Other"))
 
 
 def test_a_push_that_a_function_cannot_take_is_refused_and_changes_nothing(ps, name):
     """Not its own keys, no replica, no push before or behind it, and no server."""
     with offbeat.PS.local(servers=2, functions=[PICKY]) as own:
-        w = own.namespace(name, keys=100, update=Function(PICKY), block_keys=10)
+        w = own.namespace(name, keys=100, update=UserFunction(PICKY), block_keys=10)
         v = own.namespace(f"{name}, another", keys=100)
         w.push(np.full(100, 3.0))
         bad = w.push(np.full(5, -5.0), first=2)
@@ -404,7 +404,7 @@ def test_a_push_that_a_function_cannot_take_is_refused_and_changes_nothing(ps, n
 
 
 def test_a_function_that_changes_what_was_pushed_is_refused_for_replicas_would_get_something_else(ps, name):
-    w = ps.namespace(name, keys=10, update=Function(MEDDLER))
+    w = ps.namespace(name, keys=10, update=UserFunction(MEDDLER))
     for keys in (None, range(10)):
         with pytest.raises(OffbeatError, match=r"was refused: .*read-only"):
             w.push(np.ones(10), keys=keys).result()
@@ -414,11 +414,11 @@ def test_a_function_that_changes_what_was_pushed_is_refused_for_replicas_would_g
 def test_a_sum_that_a_function_cannot_take_is_refused_to_all_who_pushed(ps, name):
     with offbeat.PS(ps.cluster) as other:
         spaces = [
-            one.namespace(name, keys=10, update=Function(PICKY), aggregate="sum") for one in (ps, other)
+            one.namespace(name, keys=10, update=UserFunction(PICKY), aggregate="sum") for one in (ps, other)
         ]
-        enlisting = threading.Thread(target=spaces[0].take_part, args=(2,))
+        enlisting = threading.Thread(target=spaces[0].join_aggregation, args=(2,))
         enlisting.start()
-        spaces[1].take_part(2)
+        spaces[1].join_aggregation(2)
         enlisting.join()
         for value in (2.0, -5.0, 1.0):
             pushes = [space.push(np.full(10, value)) for space in spaces]
@@ -430,7 +430,7 @@ def test_a_sum_that_a_function_cannot_take_is_refused_to_all_who_pushed(ps, name
                         push.result()
         assert spaces[0].pull().result().tolist() == [6.0] * 10
         for space in spaces:
-            space.withdraw()
+            space.leave_aggregation()
 
 
 def test_clients_share_a_namespace_and_each_push_counts_once(ps, name):
@@ -582,7 +582,7 @@ def test_what_was_to_come_in_an_iteration_that_will_not_begin_is_not_asked_for(p
     for push in pushes:
         with pytest.raises(OffbeatError, match="this client was closed"):
             push.result()
-    assert not late._requests._asked
+    assert not late._requests._sent
 
 
 # What cannot be -----------------------------------------------------------------------------------------
@@ -637,9 +637,9 @@ def test_no_block_is_too_large_to_travel(ps, name):
         ps.namespace(name, keys=10_000, width=2**19, block_keys=1025)
     wide = ps.namespace(name, keys=10_000_000, width=2**19)
     wide.push(np.ones((1, 2**19)), first=9_999_999).result()
-    assert ps._views.space(name).block_keys == 2**31 // 2**21
+    assert ps._cluster_state.space(name).block_keys == 2**31 // 2**21
     assert ps.namespace(f"{name}, short", keys=640).keys == 640
-    assert ps._views.space(f"{name}, short").block_keys == 10
+    assert ps._cluster_state.space(f"{name}, short").block_keys == 10
 
 
 def test_a_namespace_is_the_same_for_all_who_open_it(ps, name):
@@ -793,19 +793,19 @@ def test_what_follows_requests_is_told_when_all_are_done(ps, name):
 def take_turns(cluster, name, rank, clients, times, results):
     with offbeat.PS(cluster) as ps:
         w = ps.namespace(name, keys=100, update=SGD(lr=1.0), aggregate="mean", dtype="float64")
-        w.take_part(clients)
+        w.join_aggregation(clients)
         seen = []
         for time in range(times):
             w.push(np.full(100, float(rank + 10 * time))).result()
             seen.append(w.pull(keys=[0]).result()[0])
-        w.withdraw()
+        w.leave_aggregation()
         results[rank] = seen
 
 
 def push_own_keys(cluster, name, rank, clients, results):
     with offbeat.PS(cluster) as ps:
         w = ps.namespace(name, keys=60, aggregate="sum", dtype="float64", block_keys=7)
-        w.take_part(clients)
+        w.join_aggregation(clients)
         for _ in range(3):
             keys = np.arange(rank, 50, clients) if rank else np.zeros(0, np.int64)
             pushed = w.push(np.full(len(keys), float(rank)), keys=keys, first=0, last=50)
@@ -967,8 +967,8 @@ def test_an_answer_that_comes_again_when_its_pull_is_done_skips_nothing(ps, name
     w = ps.namespace(name, 3, update=update, width=2, dtype="float64", push_filters=filters)
     w.set_margin(0.1)
     server, ranges = f"server-{ps.servers[0]}", {"namespace": name, "first": 0, "last": 3}
-    asked = Pull(client=1, number=10**9, epoch=0, keys=keys, **ranges)
-    rows = Pulled(number=10**9, content=Entries(0, np.zeros((3, 2))), **ranges)
+    asked = Pull(client=1, request=10**9, epoch=0, keys=keys, **ranges)
+    rows = PullResult(request=10**9, content=Entries(0, np.zeros((3, 2))), **ranges)
 
     def hear():
         ps._node.filtering.encoded(server, asked)

@@ -46,7 +46,7 @@ def running(tmp_path):
     """Four servers with two replicas of everything, and three clients that push."""
     stop = tmp_path / "stop"
     with (
-        offbeat.PS.local(servers=4, copies=2, run_log=str(tmp_path / "log.jsonl"), silent_s=4.0) as ps,
+        offbeat.PS.local(servers=4, replicas=2, run_log=str(tmp_path / "log.jsonl"), silent_s=4.0) as ps,
         start(pusher, 3, ps.cluster, stop) as clients,
     ):
         for rank in range(3):
@@ -80,17 +80,17 @@ def test_servers_die_come_and_leave_under_load_and_every_push_counts_once(runnin
     ps, clients, stop = running
     progress(ps, 20)
     kill(ps, 1)
-    ps.wait_until_settled([0, 2, 3])
+    ps.wait_until_rebalanced([0, 2, 3])
     ps.local_servers.start(4)
-    ps.wait_until_settled([0, 2, 3, 4])
+    ps.wait_until_rebalanced([0, 2, 3, 4])
     progress(ps, 20)
     kill(ps, 0, 3)  # as many as there are replicas, at once
-    ps.wait_until_settled([2, 4])
+    ps.wait_until_rebalanced([2, 4])
     for server in (5, 6):
         ps.local_servers.start(server)
-    ps.wait_until_settled([2, 4, 5, 6])
+    ps.wait_until_rebalanced([2, 4, 5, 6])
     ps.remove_server(2)
-    ps.wait_until_settled([4, 5, 6])
+    ps.wait_until_rebalanced([4, 5, 6])
     progress(ps, 20)
     check(ps, clients, stop)
 
@@ -105,7 +105,7 @@ def test_whatever_happens_at_whatever_time_every_push_counts_once(running, seed)
         progress(ps, chance.randrange(5))
         what = chance.choice(["kill", "come", "leave", "hang"])
         if what in ("kill", "hang") and (unhealed == 2 or len(alive) <= 2):
-            ps.wait_until_settled(alive)
+            ps.wait_until_rebalanced(alive)
             unhealed = 0
         if what == "come":
             ps.local_servers.start(fresh)
@@ -118,7 +118,7 @@ def test_whatever_happens_at_whatever_time_every_push_counts_once(running, seed)
                 ps.remove_server(server)
             else:
                 kill(ps, server, number=signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-    ps.wait_until_settled(alive)
+    ps.wait_until_rebalanced(alive)
     progress(ps, 5)
     check(ps, clients, stop)
 
@@ -128,14 +128,14 @@ def test_what_is_left_out_of_answers_is_never_far_off_whoever_gives_them():
     chance, keys = np.random.default_rng(1), np.arange(0, 3000, 3)
     values = np.zeros(3000)
     remembering = [FilterSpec("SignificantlyModified", {"threshold": 0.5})]
-    with offbeat.PS.local(servers=3, copies=2) as ps:
+    with offbeat.PS.local(servers=3, replicas=2) as ps:
         w = ps.namespace("w", keys=3000, dtype="float64", pull_filters=remembering)
         changes = (
             lambda: None,
             lambda: kill(ps, 1),
-            lambda: ps.wait_until_settled([0, 2]),
+            lambda: ps.wait_until_rebalanced([0, 2]),
             lambda: ps.local_servers.start(3),
-            lambda: ps.wait_until_settled([0, 2, 3]),
+            lambda: ps.wait_until_rebalanced([0, 2, 3]),
             lambda: ps.remove_server(0),
         )
         for change in changes:
@@ -146,5 +146,5 @@ def test_what_is_left_out_of_answers_is_never_far_off_whoever_gives_them():
                 pushed = w.push(moved)
                 assert np.abs(w.pull(after=[pushed]).result() - values).max() <= 0.5
                 assert np.abs(w.pull(keys=keys, after=[pushed]).result() - values[keys]).max() <= 0.5
-        came = w.report()["pull heard"]["significantly modified"]
+        came = w.filter_report()["pull heard"]["significantly modified"]
         assert came.in_bytes < 0.6 * came.out_bytes

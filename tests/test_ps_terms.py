@@ -9,7 +9,7 @@ import pytest
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.numerics.ps.spaces import FilterSpec, Function
+from offbeat.numerics.ps.spaces import FilterSpec, UserFunction
 from offbeat.numerics.ps.updates import SGD, Adam, Sum
 from offbeat.runtime.ps.namespace import Namespace
 
@@ -45,7 +45,7 @@ def as_clients(ps, *programs, numbers=None):
 
     def of(program, number):
         def run():
-            with offbeat.PS(ps.cluster, number=number) as client:
+            with offbeat.PS(ps.cluster, client_id=number) as client:
                 return program(client)
 
         return run
@@ -117,7 +117,7 @@ def test_where_each_counts_by_itself_they_come_one_after_the_other_to_all_replic
 
         return program
 
-    with offbeat.PS.local(servers=2, copies=1) as own:
+    with offbeat.PS.local(servers=2, replicas=1) as own:
         signs = [sign for _, sign in sorted(as_clients(own, pushing(1), pushing(-2)))]
         expected, states = np.zeros(60), {state: np.zeros(60) for state in Adam(0.1).states}
         for step in range(1, 4):
@@ -133,7 +133,7 @@ def test_where_each_counts_by_itself_they_come_one_after_the_other_to_all_replic
 
 def test_a_function_of_your_own_is_not_applied_to_each_by_itself(ps, name):
     with pytest.raises(ValueError, match="expected aggregate to be sum or mean with a function of your own"):
-        ps.namespace(name, keys=10, update=Function("a.module:function"), aggregate="each")
+        ps.namespace(name, keys=10, update=UserFunction("a.module:function"), aggregate="each")
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
@@ -151,7 +151,7 @@ def test_what_is_no_weight_is_refused(ps, name, weight):
 
 def test_settings_hold_for_one_push_and_are_the_same_on_replicas(ps, name):
     """A schedule: what is kept besides the values is the same as with the rates one after the other."""
-    with offbeat.PS.local(servers=2, copies=1) as own:
+    with offbeat.PS.local(servers=2, replicas=1) as own:
         w = own.namespace(name, keys=50, update=Adam(0.1), dtype="float64", block_keys=7)
         expected = np.zeros(50)
         states = {state: np.zeros(50) for state in Adam(0.1).states}
@@ -200,7 +200,12 @@ def test_settings_that_cannot_be_are_refused(ps, settings, words):
 def test_a_function_takes_no_settings(ps):
     w = ps.namespace("no settings", keys=10)
     mine = Namespace(
-        ps._requests, ps._views.space(w.name), Function("a:b"), width=0, dtype="float32", combines=False
+        ps._requests,
+        ps._cluster_state.space(w.name),
+        UserFunction("a:b"),
+        width=0,
+        dtype="float32",
+        combines=False,
     )
     with pytest.raises(ValueError, match="expected no settings for a user-defined function"):
         mine.push(np.ones(10), settings={"lr": 1.0})
@@ -210,7 +215,7 @@ def test_a_function_takes_no_settings(ps):
 
 
 def test_what_is_put_comes_between_the_pushes_before_and_after_it_on_every_holder(ps, name):
-    with offbeat.PS.local(servers=2, copies=1) as own:
+    with offbeat.PS.local(servers=2, replicas=1) as own:
         update = SGD(1.0, momentum=0.5)
         w = own.namespace(name, keys=50, update=update, width=2, block_keys=7)
         rows = np.arange(60, dtype=np.float32).reshape(30, 2)
@@ -368,12 +373,12 @@ def test_a_newcomer_is_told_its_first_time(ps, name):
     w.push(np.ones(10), time=41).result()
     with offbeat.PS(ps.cluster) as client:
         later = client.namespace(name, keys=10, aggregate="sum")
-        assert later.take_part() == 42
+        assert later.join_aggregation() == 42
         with pytest.raises(OffbeatError, match="expected time 42 or a later one"):
             later.push(np.ones(10), time=41).result()
         with pytest.raises(ValueError, match="later than 41, got 40"):
             later.push(np.ones(10), time=40).result()
-        later.withdraw()
+        later.leave_aggregation()
     w.withdraw()
 
 
@@ -395,7 +400,7 @@ def test_sums_are_the_same_bits_whoever_comes_first(ps, name):
                     place = turns.index(rank)
                     assert not place or may_push[step][turns[place - 1]].wait(30)
                     pushed = w.push(gradients[step, rank])
-                    client._requests.in_order(lambda: None)  # it has gone out
+                    client._requests.call_in_order(lambda: None)  # it has gone out
                     may_push[step][rank].set()
                     pushed.result()
                 values = w.pull().result()
@@ -433,4 +438,4 @@ def test_a_time_that_has_been_is_refused(ps, name):
 @pytest.mark.parametrize("number", [-1, 2**62])
 def test_what_is_no_number_is_refused(ps, number):
     with pytest.raises(ValueError, match="expected a client number from 0 to"):
-        offbeat.PS(ps.cluster, number=number)
+        offbeat.PS(ps.cluster, client_id=number)

@@ -12,9 +12,9 @@ import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.numerics.ps.updates import Assign
 from offbeat.runtime.control.starting import start_server
-from offbeat.runtime.ps.cluster import start_cluster
+from offbeat.runtime.ps.cluster import start_manager
 from offbeat.runtime.ps.inflight_window import REQUEST_BYTES
-from offbeat.runtime.ps.server import Server, ServerConfiguration
+from offbeat.runtime.ps.server import ServerConfiguration, ServerProcess
 from runlogs import wait_until
 
 COUNT = 25_000  # numbers of a push
@@ -149,12 +149,12 @@ def test_a_push_that_is_larger_than_the_bound_goes_alone(stopped):
 
 
 def test_a_master_keeps_no_more_for_a_client_than_that_though_a_replica_does_not_answer():
-    cluster = start_cluster(2, host="127.0.0.1", copies=1, silent_s=600.0)
+    cluster = start_manager(2, host="127.0.0.1", copies=1, silent_s=600.0)
     with contextlib.ExitStack() as stack:
         replica = start_server(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=1))
         stack.callback(replica.wait)
         stack.callback(replica.kill)
-        master = Server(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=0))
+        master = ServerProcess(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=0))
         stack.callback(master._node.close)
         ps = stack.enter_context(offbeat.PS(cluster, host="127.0.0.1"))
         bound(ps, 10 * SMALL_BYTES)
@@ -173,7 +173,7 @@ def of_master(ps, server):
     """A namespace of one block, which this server is the master of."""
     for number in range(100):
         w = ps.namespace(f"w{number}", keys=COUNT, block_keys=COUNT)
-        (span,) = ps._views.latest.ring.spans(ps._views.space(w.name), 0, COUNT)
+        (span,) = ps._cluster_state.latest.ring.spans(ps._cluster_state.space(w.name), 0, COUNT)
         if span.holders[0] == server:
             return w
     raise AssertionError("expected a namespace of each server")
@@ -197,22 +197,24 @@ def kept_bytes(server):
 
 @pytest.mark.parametrize("what", ["push", "pull"])
 def test_who_waits_for_room_in_vain_is_told_which_server_has_not_answered_and_nothing_is_sent(what):
-    with offbeat.PS.local(servers=2, copies=0, silent_s=600.0) as ps:
+    with offbeat.PS.local(servers=2, replicas=0, silent_s=600.0) as ps:
         w = ps.namespace("w", keys=20 * COUNT)
         w.push(np.zeros(20 * COUNT)).result()
         stop(ps.local_servers.processes[0])
         bound(ps, SMALL_BYTES)
-        ps._requests._room_s = 0.2
+        ps._requests._room_timeout_s = 0.2
         ask = {"push": lambda: w.push(np.ones(20 * COUNT)), "pull": w.pull}[what]
         first = ask()
-        wait_until(lambda: ps._requests._client.waits_for("w", 0, w.keys) == [0], "server 1's answer")
+        wait_until(
+            lambda: ps._requests._client.unanswered_servers("w", 0, w.keys) == [0], "server 1's answer"
+        )
         text = rf"a {what} .* w was not sent: timed out after 0.2 s .* server 0 has not answered"
         with pytest.raises(OffbeatError, match=text) as raised:
             ask()
         assert "server 1" not in str(raised.value)
         ps.local_servers.processes[0].send_signal(signal.SIGCONT)
         first.result()
-        ps._requests._room_s = JOIN_S
+        ps._requests._room_timeout_s = JOIN_S
         assert (w.pull().result() == (what == "push")).all()
 
 
@@ -235,7 +237,7 @@ def test_clients_that_push_to_sums_in_any_order_do_not_wait_for_each_other(ps, n
             for one in (ps, other)
         ]
         for space in (*spaces[0], *spaces[1]):
-            space.take_part()
+            space.join_aggregation()
         values = np.ones(20 * COUNT)
         one = Asking(*[lambda space=space: space.push(values) for _ in range(3) for space in spaces[0]])
         two = Asking(*[lambda space=space: space.push(values) for _ in range(3) for space in spaces[1][::-1]])
@@ -243,14 +245,14 @@ def test_clients_that_push_to_sums_in_any_order_do_not_wait_for_each_other(ps, n
         two.end()
         assert [space.pull().result()[0] for space in spaces[0]] == [6, 6]
         for space in (*spaces[0], *spaces[1]):
-            space.withdraw()
+            space.leave_aggregation()
 
 
 def test_what_waits_for_other_clients_holds_up_no_other_namespace(ps, name):
     with offbeat.PS(ps.cluster) as other:
         summed = [one.namespace(f"{name} sum", keys=20 * COUNT, aggregate="sum") for one in (ps, other)]
         for space in summed:
-            space.take_part()
+            space.join_aggregation()
         w = ps.namespace(name, keys=COUNT)
         waits = summed[0].push(np.ones(20 * COUNT))
         for _ in range(20):
@@ -260,7 +262,7 @@ def test_what_waits_for_other_clients_holds_up_no_other_namespace(ps, name):
         summed[1].push(np.ones(20 * COUNT)).result()
         waits.result()
         for space in summed:
-            space.withdraw()
+            space.leave_aggregation()
 
 
 def test_pushes_of_an_iteration_that_has_not_begun_take_no_room_from_those_before_it(ps, name):

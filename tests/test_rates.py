@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.numerics.rates import (
-    factor_of_steps,
     linear_scaling,
-    lr_follow_active,
+    lr_lambda,
     momentum_correction,
     rate_at,
+    scale_to_active,
 )
 
 SCALES = st.floats(1.0, 64.0)
@@ -65,7 +65,7 @@ def test_it_rises_during_warm_up_and_falls_afterwards(one, other, scale, warm_up
 def test_torch_follows_it_step_by_step():
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.4)
-    made = factor_of_steps(10, scale=4.0, decay_at_epochs=(6.0, 7.0))
+    made = lr_lambda(10, scale=4.0, decay_at_epochs=(6.0, 7.0))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, made)
     for step in range(80):
         expected = rate_at(step / 10, rate=0.4, scale=4.0, decay_at_epochs=(6.0, 7.0))
@@ -94,9 +94,9 @@ def test_with_the_correction_a_buffer_of_rates_follows_torchs_form_step_by_step(
 @given(st.integers(1, 64), st.data())
 def test_following_the_active_workers_keeps_the_rate_a_sample(world, data):
     active = data.draw(st.integers(1, world))
-    rate = lr_follow_active(linear_scaling(32 * world), active=active, world=world)
+    rate = scale_to_active(linear_scaling(32 * world), active=active, world=world)
     assert rate == pytest.approx(linear_scaling(32 * active))
-    assert lr_follow_active(0.1, active=world, world=world) == 0.1
+    assert scale_to_active(0.1, active=world, world=world) == 0.1
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_following_the_active_workers_keeps_the_rate_a_sample(world, data):
         lambda: rate_at(1.0, rate=0.1, warm_up_epochs=-1.0),
         lambda: rate_at(1.0, rate=0.1, decay=1.5),
         lambda: rate_at(1.0, rate=0.1, decay_at_epochs=(60, 30)),
-        lambda: factor_of_steps(0),
-        lambda: factor_of_steps(10, scale=-1.0),
+        lambda: lr_lambda(0),
+        lambda: lr_lambda(10, scale=-1.0),
         lambda: momentum_correction(0.1, 0.0),
-        lambda: lr_follow_active(0.1, active=0, world=4),
-        lambda: lr_follow_active(0.1, active=5, world=4),
+        lambda: scale_to_active(0.1, active=0, world=4),
+        lambda: scale_to_active(0.1, active=5, world=4),
     ],
 )
 def test_bad_arguments_are_refused(bad):

@@ -40,44 +40,44 @@ def reported(*pairs: tuple[int | None, int]) -> Reachability:
     ],
 )
 def test_a_member_that_most_others_have_lost_is_left_out_else_the_later_one(pairs, out):
-    assert set(reported(*pairs).left_out(range(4), ())) == out
+    assert set(reported(*pairs).exclusions(range(4), ())) == out
 
 
 def test_the_reason_names_both_workers():
-    assert reported((1, 2), (2, 1)).left_out(range(4), ()) == {
+    assert reported((1, 2), (2, 1)).exclusions(range(4), ()) == {
         2: "worker 1 cannot reach worker 2: it is silent"
     }
-    assert reported((None, 2)).left_out(range(4), ()) == {
+    assert reported((None, 2)).exclusions(range(4), ()) == {
         2: "the coordinator cannot reach worker 2: it is silent"
     }
 
 
 def test_a_worker_outside_takes_no_member_s_place():
-    assert set(reported((0, 3), (1, 3), (3, 0), (3, 1), (4, 3)).left_out([3], [0, 1, 4])) == {0, 1, 4}
+    assert set(reported((0, 3), (1, 3), (3, 0), (3, 1), (4, 3)).exclusions([3], [0, 1, 4])) == {0, 1, 4}
 
 
 def test_workers_outside_come_in_the_order_of_their_ids():
-    assert set(reported((4, 5), (5, 4)).left_out([0], [4, 5])) == {5}
+    assert set(reported((4, 5), (5, 4)).exclusions([0], [4, 5])) == {5}
 
 
 def test_a_report_is_taken_back_and_one_of_a_worker_that_is_gone_counts_no_more():
     found = reported((1, 2), (2, 1), (None, 3))
     found.on_report(reachable(2, 1))
-    assert set(found.left_out(range(4), ())) == {2, 3}
+    assert set(found.exclusions(range(4), ())) == {2, 3}
     found.on_report(reachable(1, 2))
     found.forget(3)
     assert not found
-    assert found.unheard == set()
+    assert found.silent_workers == set()
 
 
 def test_the_oldest_report_is_between_workers_that_the_coordinator_hears():
     found = Reachability()
     found.on_report(unreachable(None, 1, 0.5))
     found.on_report(unreachable(1, 2, 1.0))
-    assert found.oldest() is None
+    assert found.oldest_outage() is None
     found.on_report(unreachable(2, 3, 5.0))
     found.on_report(unreachable(2, 3, 6.0))  # said again
-    assert found.oldest() == (5.0, 2, 3, "it is silent")
+    assert found.oldest_outage() == (5.0, 2, 3, "it is silent")
 
 
 @given(
@@ -88,10 +88,10 @@ def test_the_oldest_report_is_between_workers_that_the_coordinator_hears():
 def test_all_that_are_left_can_reach_each_other_and_members_go_only_for_a_report(pairs, members):
     pairs = [(worker, peer) for worker, peer in pairs if worker != peer]
     found = reported(*pairs)
-    out = found.left_out(members, set(range(8)) - members)
+    out = found.exclusions(members, set(range(8)) - members)
     kept = set(range(8)) - out.keys()
     assert not [pair for pair in pairs if set(pair) <= kept | {None} and pair[1] in kept]
     assert all(any(worker in pair for pair in pairs) for worker in out)
     again = Reachability()
     again.load_state_dict(json.loads(json.dumps(found.state_dict())))
-    assert again.left_out(members, set(range(8)) - members) == out
+    assert again.exclusions(members, set(range(8)) - members) == out

@@ -16,104 +16,104 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     Action,
+    AggregationJoined,
+    AggregationLeft,
+    AggregationPaused,
+    AnnounceWorkerLost,
+    AssignBlocks,
+    AssignLateBlock,
+    AssignRoundBatch,
+    AssignTask,
+    BatchesSkipped,
     Block,
-    Brought,
-    ClientEnlists,
-    ClientGone,
-    ClientPaused,
-    ClientWithdraws,
-    Clocked,
+    CheckpointQuery,
     CloseServers,
-    Deal,
-    Dismiss,
-    EpochEnded,
+    ClusterView,
+    ConsumedSamples,
+    ContributionQuery,
+    ContributionReport,
+    EndEpoch,
     Evaluated,
     EvaluatePart,
     Event,
     Failed,
-    Filling,
     Finished,
-    Grant,
+    ForgetClient,
     Group,
-    GroupViewed,
     Halt,
     Halted,
+    JobComplete,
     Joined,
+    LateGradientArrived,
     Left,
-    LeftOut,
-    Lend,
-    LendSnapshot,
     Lost,
     LostArc,
     MergeStates,
     Namespace,
-    NodeHeard,
+    NamespaceRequested,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeResumed,
     NodeSilent,
     PartEvaluated,
     Participant,
     PassesEnded,
     Pause,
     Peer,
+    PeerList,
     PeerReachable,
     PeerUnreachable,
     Preempt,
     Preempted,
-    ProgressWanted,
+    ProgressRequested,
     Ready,
-    Recall,
-    Recalled,
-    Refuse,
-    RoundNamed,
-    Saving,
-    Server,
-    ServerFilled,
-    ServerLeaves,
-    ServerMissed,
-    ServerReached,
-    Settle,
+    RejectNamespace,
+    RejectPeer,
+    ResolveLateBlock,
+    RolledBack,
+    SamplesRequested,
+    SendSnapshot,
+    ServerAddress,
+    ServerReachable,
+    ServerRemovalRequested,
+    ServerTransfer,
+    ServerTransferDone,
+    ServerUnreachable,
     SnapshotTaken,
-    SpaceOpened,
-    SpaceRefused,
-    Start,
     StatesMerged,
+    StepFinished,
+    StepPermit,
     StepTimed,
-    Stop,
     TaskDone,
-    TaskIssued,
-    TaskWanted,
+    TaskRequested,
     TauSet,
     Tick,
-    Used,
-    Validated,
-    Validating,
-    Viewed,
-    Wants,
-    WentBack,
-    Worker,
-    WorkerJoins,
-    WorkerLeaves,
-    WorkerLost,
-    WorkerRefused,
+    ValidationFinished,
+    ValidationStarted,
+    WorkerGroupJoined,
+    WorkerGroupLeft,
+    WorkerGroupMember,
+    WorkerGroupRejected,
+    WorkerGroupView,
 )
-from offbeat.policies import decide
+from offbeat.policies import dispatch_event
 from offbeat.wire.record import (
     MESSAGE_BYTES_MAX,
-    Difference,
-    Log,
     LogWriter,
+    ReplayDifference,
+    RunRecord,
     build_policy,
     decode_actions,
     decode_events,
-    encode,
     encode_actions,
+    encode_events,
     from_plain,
-    messages_of,
     read_log,
     replay,
+    split_actions,
     to_plain,
 )
 
@@ -135,11 +135,11 @@ GROUP = Group(
     reason="r",
 )
 
-CLOCKED = Clocked(
+CLOCKED = StepFinished(
     now_s=1.0,
     worker=1,
     clock=7,
-    version=4,
+    parameter_version=4,
     epoch=2,
     step=9,
     compute_s=0.25,
@@ -154,35 +154,37 @@ EXAMPLES = [
         worker=1,
         world=2,
         peer="worker-1",
-        place="host process 7",
+        location="host process 7",
         addresses=("10.0.0.1:7000", "unix:/x"),
-        model=("weight float32 (10, 5)",),
+        model_signature=("weight float32 (10, 5)",),
         strategy="bsp",
     ),
     Ready(now_s=1.0, worker=0, generation=2, epoch=1, step=3, round=3, compute_s=0.25, samples=32, blocks=()),
-    LeftOut(now_s=1.0, worker=0, epoch=1, step=3, round=3, batch=7, count=2),
-    Brought(now_s=1.0, worker=0, late=2, number=3, step=7),
-    Wants(
+    BatchesSkipped(now_s=1.0, worker=0, epoch=1, step=3, round=3, batches_fetched=7, skipped=2),
+    LateGradientArrived(now_s=1.0, worker=0, late_worker=2, assignment=3, step=7),
+    SamplesRequested(
         now_s=1.0,
         worker=1,
         epoch=2,
         samples=100,
         batch_size=4,
         is_last=True,
-        skips=False,
-        ahead=5,
-        taken=(3, 7),
+        abandons_previous=False,
+        blocks_max=5,
+        started_blocks=(3, 7),
         round=9,
-        used=((0, 4), (8, 20)),
+        consumed_ranges=((0, 4), (8, 20)),
     ),
-    Saving(now_s=1.0, worker=1, round=9),
-    Recalled(now_s=1.0, worker=1, of=2, since=3, until=9, rounds=((4, 2, 0), (6, 1, 1))),
+    CheckpointQuery(now_s=1.0, worker=1, round=9),
+    ContributionReport(
+        now_s=1.0, worker=1, lost_worker=2, first_round=3, end_round=9, contributions=((4, 2, 0), (6, 1, 1))
+    ),
     CLOCKED,
-    Clocked(
+    StepFinished(
         now_s=1.0,
         worker=1,
         clock=None,
-        version=4,
+        parameter_version=4,
         epoch=0,
         step=0,
         compute_s=0.0,
@@ -191,7 +193,16 @@ EXAMPLES = [
         blocks=(),
     ),
     Finished(now_s=1.5, worker=1, epoch=2, step=9),
-    Halted(now_s=1.5, worker=1, generation=3, has_state=True, step=4, has_begun=True, round=4, exchange_id=9),
+    Halted(
+        now_s=1.5,
+        worker=1,
+        generation=3,
+        has_state=True,
+        step=4,
+        has_begun_exchange=True,
+        round=4,
+        exchange_id=9,
+    ),
     StepTimed(
         now_s=1.0,
         worker=0,
@@ -215,10 +226,10 @@ EXAMPLES = [
         is_current=True,
         samples=100,
         evaluators=2,
-        deadline_s=60.0,
-        terms="decision='lag'",
+        part_deadline_s=60.0,
+        decision_rule="decision='lag'",
     ),
-    WentBack(now_s=2.0, worker=0, epoch=3),
+    RolledBack(now_s=2.0, worker=0, epoch=3),
     PartEvaluated(
         now_s=2.0, worker=0, epoch=3, digest="ab", part=4, means={"loss": -0.5}, counts={"right": 7.0}
     ),
@@ -234,114 +245,142 @@ EXAMPLES = [
     PeerReachable(now_s=3.5, worker=None, peer=2),
     Failed(now_s=3.0, worker=1, step=10, error="ValueError: x"),
     Tick(now_s=0.0),
-    Start(peers=(Peer(worker=0, name="worker-0", addresses=("a:1",)),), reason="all"),
+    PeerList(peers=(Peer(worker=0, name="worker-0", addresses=("a:1",)),), reason="all"),
     Halt(generation=3, abandon=True, reason="r"),
-    Recall(worker=1, of=2, after=3, reason="r"),
-    Used(
+    ContributionQuery(worker=1, lost_worker=2, after_round=3, reason="r"),
+    ConsumedSamples(
         worker=1,
         round=9,
         epoch=2,
-        used=((2, ((0, 4), (8, 20))), (3, ())),
+        consumed=((2, ((0, 4), (8, 20))), (3, ())),
         is_current=True,
         reason="r",
     ),
-    Deal(
+    AssignBlocks(
         worker=1,
         epoch=2,
-        anew=True,
+        replaces_queue=True,
         blocks=(Block(3, 2, ((0, 4),)), Block(7, 1, ((8, 9), (11, 14)))),
-        over=False,
+        is_last=False,
         is_awaited=True,
-        used=17,
+        consumed=17,
         reason="r",
     ),
     CloseServers(reason="r"),
-    Grant(worker=1, clock=7, version=4, complete=5, bound=3, may_start=True, leads=True, reason="r"),
-    Grant(worker=1, clock=7, version=0, complete=2, bound=None, may_start=False, leads=False, reason="r"),
-    Preempt(worker=None, by=1, reason="r"),
-    Preempt(worker=2, by=1, reason="r"),
-    Validating(worker=None, epoch=3, reason="r"),
-    LendSnapshot(worker=0, borrower=1, epoch=3, digest="ab", number=2, reason="r"),
-    EvaluatePart(worker=0, epoch=3, digest="ab", part=4, start=40, stop=50, reason="r"),
-    MergeStates(worker=0, epoch=3, digest="ab", part=4, parts=8, states=(("f1", "x"),), reason="r"),
-    Validated(
-        worker=2, epoch=3, owner=0, digest="ab", means={"loss": 0.5}, counts={"right": 7.0}, reason="r"
-    ),
-    Validated(worker=None, epoch=3, owner=None, digest="", means={}, counts={}, reason="r"),
-    EpochEnded(epoch=2, reason="r"),
-    RoundNamed(worker=0, round=3, batch=5, reason="r"),
-    Dismiss(reason="r"),
-    GROUP,
-    Stop(worker=None, step=None, reason="r"),
-    Stop(worker=0, step=4, reason="r"),
-    Deal(
+    StepPermit(
         worker=1,
-        epoch=1,
-        anew=False,
-        blocks=(Block(7, 1, ((0, 4), (8, 12))),),
-        over=True,
-        is_awaited=False,
-        used=4,
+        clock=7,
+        version_min=4,
+        complete_version=5,
+        staleness_bound=3,
+        may_start=True,
+        is_leader=True,
         reason="r",
     ),
-    Lend(worker=2, number=3, patron=0, block=Block(7, 1, ((0, 4), (8, 12))), reason="r"),
-    Settle(worker=0, late=2, number=3, counts=True, reason="r"),
-    Refuse(peer="late", reason="r"),
-    WorkerLost(worker=2, reason="r"),
+    StepPermit(
+        worker=1,
+        clock=7,
+        version_min=0,
+        complete_version=2,
+        staleness_bound=None,
+        may_start=False,
+        is_leader=False,
+        reason="r",
+    ),
+    Preempt(worker=None, signalled_worker=1, reason="r"),
+    Preempt(worker=2, signalled_worker=1, reason="r"),
+    ValidationStarted(worker=None, epoch=3, reason="r"),
+    SendSnapshot(worker=0, receiver=1, epoch=3, digest="ab", transfer=2, reason="r"),
+    EvaluatePart(worker=0, epoch=3, digest="ab", part=4, start=40, stop=50, reason="r"),
+    MergeStates(worker=0, epoch=3, digest="ab", part=4, parts=8, states=(("f1", "x"),), reason="r"),
+    ValidationFinished(
+        worker=2,
+        epoch=3,
+        snapshot_owner=0,
+        digest="ab",
+        means={"loss": 0.5},
+        counts={"right": 7.0},
+        reason="r",
+    ),
+    ValidationFinished(worker=None, epoch=3, snapshot_owner=None, digest="", means={}, counts={}, reason="r"),
+    EndEpoch(epoch=2, reason="r"),
+    AssignRoundBatch(worker=0, round=3, batch=5, reason="r"),
+    JobComplete(reason="r"),
+    GROUP,
+    AbortJob(worker=None, step=None, reason="r"),
+    AbortJob(worker=0, step=4, reason="r"),
+    AssignBlocks(
+        worker=1,
+        epoch=1,
+        replaces_queue=False,
+        blocks=(Block(7, 1, ((0, 4), (8, 12))),),
+        is_last=True,
+        is_awaited=False,
+        consumed=4,
+        reason="r",
+    ),
+    AssignLateBlock(worker=2, assignment=3, proxy=0, block=Block(7, 1, ((0, 4), (8, 12))), reason="r"),
+    ResolveLateBlock(worker=0, late_worker=2, assignment=3, is_contributed=True, reason="r"),
+    RejectPeer(peer="late", reason="r"),
+    AnnounceWorkerLost(worker=2, reason="r"),
     NodeJoined(now_s=1.0, node="server-3", addresses=("unix:/x",), functions=("mine:Clipped",)),
     NodeLeft(now_s=1.0, node="client-7"),
     NodeLost(now_s=1.0, node="server-3", cause="it was silent"),
     NodeSilent(now_s=1.0, node="server-3", silent_s=1.25),
-    NodeHeard(now_s=1.0, node="server-3"),
-    SpaceOpened(
-        now_s=1.0, node="client-7", name="w", keys=10, block_keys=3, about="{}", function="", aggregates=True
+    NodeResumed(now_s=1.0, node="server-3"),
+    NamespaceRequested(
+        now_s=1.0, node="client-7", name="w", keys=10, block_keys=3, spec="{}", function="", aggregates=True
     ),
-    ClientEnlists(now_s=1.0, node="client-7", namespace="w"),
-    ClientPaused(now_s=1.0, node="client-7", namespace="w", pause=4, time=9),
-    ClientWithdraws(now_s=1.0, node="client-7", namespace="w"),
-    ServerLeaves(now_s=1.0, node="client-7", server=3),
-    ServerFilled(now_s=1.0, node="server-3", view=4),
-    ServerMissed(now_s=1.0, node="server-3", server=2, cause="refused"),
-    ServerReached(now_s=1.0, node="server-3", server=2),
-    Viewed(
+    AggregationJoined(now_s=1.0, node="client-7", namespace="w"),
+    AggregationPaused(now_s=1.0, node="client-7", namespace="w", pause_view=4, time=9),
+    AggregationLeft(now_s=1.0, node="client-7", namespace="w"),
+    ServerRemovalRequested(now_s=1.0, node="client-7", server=3),
+    ServerTransferDone(now_s=1.0, node="server-3", view=4),
+    ServerUnreachable(now_s=1.0, node="server-3", server=2, cause="refused"),
+    ServerReachable(now_s=1.0, node="server-3", server=2),
+    ClusterView(
         node="",
-        number=4,
+        version=4,
         epoch=3,
         ring=(0, 3),
         virtual_nodes=16,
         copies=2,
-        target=(0, 2, 3),
-        filling=(Filling(server=3, first=0, last=2**62),),
-        namespaces=(Namespace(name="w", keys=10, block_keys=3, about="{}", aggregates=True),),
-        participants=(Participant(namespace="w", client=7, begins=10),),
+        next_ring=(0, 2, 3),
+        transfers=(ServerTransfer(server=3, start=0, stop=2**62),),
+        namespaces=(Namespace(name="w", keys=10, block_keys=3, spec="{}", aggregates=True),),
+        participants=(Participant(namespace="w", client=7, first_time=10),),
         paused=(Pause(namespace="w", view=3),),
-        servers=(Server(server=0, addresses=("unix:/x", "tcp://a:1")),),
+        servers=(ServerAddress(server=0, addresses=("unix:/x", "tcp://a:1")),),
         reason="r",
-        lost=(LostArc(number=1, namespace="w", first=5, last=2**61, server=2),),
-        emptied=((5, 2**61),),
-        silent=(3,),
+        lost=(LostArc(loss=1, namespace="w", start=5, stop=2**61, server=2),),
+        lost_arcs_dropped=((5, 2**61),),
+        silent_servers=(3,),
     ),
-    ClientGone(node="client-7", reason="r"),
-    SpaceRefused(node="client-7", name="w", reason="r"),
-    WorkerJoins(now_s=1.0, node="client-7", group="train", shards=9, on_loss="replace", patience_s=30.0),
-    WorkerLeaves(now_s=1.0, node="client-7", group="train"),
-    TaskWanted(now_s=1.0, node="client-7", group="train", passes=10, shards_max=2),
+    ForgetClient(node="client-7", reason="r"),
+    RejectNamespace(node="client-7", name="w", reason="r"),
+    WorkerGroupJoined(
+        now_s=1.0, node="client-7", group="train", shards=9, on_loss="replace", wait_timeout_s=30.0
+    ),
+    WorkerGroupLeft(now_s=1.0, node="client-7", group="train"),
+    TaskRequested(now_s=1.0, node="client-7", group="train", passes_max=10, shards_max=2),
     TaskDone(now_s=1.0, node="client-7", group="train", task=4),
     TauSet(now_s=1.0, node="client-7", group="train", tau=None),
-    ProgressWanted(now_s=1.0, node="client-7", group="train"),
-    GroupViewed(
+    ProgressRequested(now_s=1.0, node="client-7", group="train"),
+    WorkerGroupView(
         node="",
         group="train",
         tau=2,
         passes=3,
-        workers=(Worker(node="client-7", shards=((0, 4), (6, 6)), passes=3, done=20),),
-        waiting=((5, 5),),
+        workers=(
+            WorkerGroupMember(node="client-7", shards=((0, 4), (6, 6)), passes=3, shard_passes_done=20),
+        ),
+        unassigned=((5, 5),),
         lost=(),
         reason="r",
     ),
-    TaskIssued(node="client-7", group="train", task=4, pass_number=3, shards=(0, 6), reason="r"),
+    AssignTask(node="client-7", group="train", task=4, pass_number=3, shards=(0, 6), reason="r"),
     PassesEnded(node="client-7", group="train", passes=10, reason="r"),
-    WorkerRefused(node="client-7", group="train", reason="r"),
+    WorkerGroupRejected(node="client-7", group="train", reason="r"),
 ]
 EVENTS = [thing for thing in EXAMPLES if isinstance(thing, get_args(Event))]
 ACTIONS = [thing for thing in EXAMPLES if isinstance(thing, get_args(Action))]
@@ -353,21 +392,21 @@ def kinds(things: list) -> set:
 
 
 def test_what_is_too_long_for_one_message_takes_several():
-    one = Validated(
+    one = ValidationFinished(
         worker=3,
         epoch=0,
-        owner=1,
+        snapshot_owner=1,
         digest="ab",
         means={f"recall of class {number}": number / 7 for number in range(9000)},
         counts={},
         reason="r",
     )
     actions = [replace(one, epoch=epoch) for epoch in range(9)]
-    messages = messages_of(actions)
+    messages = split_actions(actions)
     assert 1 < len(messages) < len(actions)
     assert all(len(message) <= MESSAGE_BYTES_MAX for message in messages)
     assert [action for message in messages for action in decode_actions(message)] == actions
-    assert messages_of(actions[:1]) == [encode_actions(actions[:1])]
+    assert split_actions(actions[:1]) == [encode_actions(actions[:1])]
 
 
 def test_the_examples_hold_every_event_and_action():
@@ -388,14 +427,14 @@ def test_plain_data_come_back_the_same_also_through_json(thing):
 
 
 def test_a_message_of_events_gets_the_receivers_clock():
-    back = decode_events(encode(EVENTS), UNKNOWN_TIME_S)
+    back = decode_events(encode_events(EVENTS), UNKNOWN_TIME_S)
     assert {event.now_s for event in back} == {UNKNOWN_TIME_S}
     for event, sent in zip(back, EVENTS, strict=True):
         assert to_plain(event) == {**to_plain(sent), "now_s": UNKNOWN_TIME_S}
 
 
 def test_the_senders_clock_is_not_on_the_wire():
-    assert b"now_s" not in encode(EVENTS)
+    assert b"now_s" not in encode_events(EVENTS)
     with pytest.raises(ProtocolError, match="unknown field `now_s`"):
         decode_events(msgspec.msgpack.encode([to_plain(EVENTS[0])]), 0.0)
 
@@ -405,13 +444,13 @@ def test_a_message_of_actions_comes_back_the_same():
 
 
 def test_a_message_may_be_empty():
-    assert decode_events(encode([]), 0.0) == []
+    assert decode_events(encode_events([]), 0.0) == []
     assert decode_actions(encode_actions([])) == []
 
 
 def test_events_are_no_actions_and_actions_no_events():
     with pytest.raises(ProtocolError, match="expected a list of actions: Invalid value 'Joined'"):
-        decode_actions(encode(EVENTS))
+        decode_actions(encode_events(EVENTS))
     with pytest.raises(ProtocolError, match="expected a list of events: Invalid value 'Start'"):
         decode_events(encode_actions(ACTIONS), 0.0)
 
@@ -430,16 +469,16 @@ def test_a_loss_survives_wire_and_log_also_a_diverged_one_or_none(loss, tmp_path
     event = replace(CLOCKED, now_s=UNKNOWN_TIME_S, loss=loss)
     for back in through_wire_log_and_json(event, tmp_path / "log"):
         assert repr(back) == repr(event)
-        assert isinstance(back, Clocked)
+        assert isinstance(back, StepFinished)
         assert type(back.loss) is type(loss)
 
 
 def through_wire_log_and_json(event: Event, path: Path) -> list:
     writer = LogWriter(path, HEADER)
-    writer.event(event)
+    writer.add_event(event)
     writer.close()
     return [
-        *decode_events(encode([event]), UNKNOWN_TIME_S),
+        *decode_events(encode_events([event]), UNKNOWN_TIME_S),
         *read_log(path).entries,
         from_plain(json.loads(json.dumps(to_plain(event)))),
     ]
@@ -503,7 +542,7 @@ def test_metrics_are_numbers():
 
 def test_a_nan_duration_on_the_wire_is_refused():
     data = bytearray(
-        encode(
+        encode_events(
             [
                 Ready(
                     now_s=0.0,
@@ -535,17 +574,17 @@ def test_any_bytes_are_a_message_or_a_protocol_error(data):
 
 @given(st.data())
 def test_a_message_damaged_anywhere_is_a_message_or_a_protocol_error(draws):
-    data = bytearray(encode(EVENTS))
+    data = bytearray(encode_events(EVENTS))
     for _ in range(draws.draw(st.integers(1, 3))):
         data[draws.draw(st.integers(0, len(data) - 1))] = draws.draw(st.integers(0, 255))
     with suppress(ProtocolError):
         assert kinds(decode_events(bytes(data), 0.0)) <= set(get_args(Event))
 
 
-@given(st.integers(0, len(encode(EVENTS)) - 1))
+@given(st.integers(0, len(encode_events(EVENTS)) - 1))
 def test_a_message_cut_short_is_a_protocol_error(length):
     with pytest.raises(ProtocolError):
-        decode_events(encode(EVENTS)[:length], 0.0)
+        decode_events(encode_events(EVENTS)[:length], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -574,13 +613,13 @@ def test_a_message_that_is_too_long_is_refused_unread():
 def test_text_that_utf8_cannot_carry_is_escaped_on_the_wire_and_in_the_log(tmp_path):
     event = Failed(now_s=0.0, worker=0, step=0, error="no file 'caf\udce9'")
     writer = LogWriter(tmp_path / "log", HEADER)
-    writer.event(event)
+    writer.add_event(event)
     writer.close()
-    for (back,) in (decode_events(encode([event]), 0.0), read_log(tmp_path / "log").entries):
+    for (back,) in (decode_events(encode_events([event]), 0.0), read_log(tmp_path / "log").entries):
         assert back == Failed(now_s=0.0, worker=0, step=0, error="no file 'caf\\udce9'")
 
 
-def a_run() -> Log:
+def a_run() -> RunRecord:
     """Two workers train three rounds, then one is lost; entries as the coordinator records them."""
     policies = [build_policy(policy["path"], policy["arguments"]) for policy in HEADER["policies"]]
     events = [
@@ -589,9 +628,9 @@ def a_run() -> Log:
             worker=worker,
             world=2,
             peer=f"worker-{worker}",
-            place="host",
+            location="host",
             addresses=("a:1",),
-            model=("weight",),
+            model_signature=("weight",),
             strategy="bsp",
         )
         for worker in (0, 1)
@@ -612,17 +651,17 @@ def a_run() -> Log:
         for worker in (1, 0)
     ]
     events += [Lost(now_s=9.0, worker=1, cause="closed"), Tick(now_s=10.0)]
-    entries = [thing for event in events for thing in (event, *decide(policies, event))]
-    return Log(header={"offbeat_log": 1, **HEADER}, entries=entries)
+    entries = [thing for event in events for thing in (event, *dispatch_event(policies, event))]
+    return RunRecord(header={"offbeat_log": 1, **HEADER}, entries=entries)
 
 
-def write(log: Log, path) -> None:
+def write(log: RunRecord, path) -> None:
     writer = LogWriter(path, log.header)
     for entry in log.entries:
         if isinstance(entry, get_args(Event)):
-            writer.event(entry)
+            writer.add_event(entry)
         else:
-            writer.actions([entry])
+            writer.add_actions([entry])
     writer.close()
 
 
@@ -640,7 +679,7 @@ def test_the_log_is_json_lines_with_the_header_first(tmp_path):
     assert [json.loads(line)["type"] for line in lines[1:6]] == [
         "Joined",
         "Joined",
-        "Start",
+        "PeerList",
         "Group",
         "Ready",
     ]
@@ -649,7 +688,7 @@ def test_the_log_is_json_lines_with_the_header_first(tmp_path):
 def test_the_header_is_in_the_file_before_anything_happens(tmp_path):
     writer = LogWriter(tmp_path / "log", HEADER)
     assert read_log(tmp_path / "log").entries == []
-    writer.event(EXAMPLES[1])
+    writer.add_event(EXAMPLES[1])
     assert read_log(tmp_path / "log").entries == []
     writer.flush()
     assert read_log(tmp_path / "log").entries == [EXAMPLES[1]]
@@ -660,11 +699,11 @@ def test_the_header_is_in_the_file_before_anything_happens(tmp_path):
 def test_what_waits_is_bounded_and_an_event_is_never_parted_from_its_actions(tmp_path):
     path = tmp_path / "log"
     writer = LogWriter(path, HEADER)
-    stop = Stop(worker=0, step=0, reason="x" * 1000)
+    stop = AbortJob(worker=0, step=0, reason="x" * 1000)
     sizes = {path.stat().st_size}
     for _ in range(300):
-        writer.event(Tick(now_s=0.0))
-        writer.actions([stop, stop])
+        writer.add_event(Tick(now_s=0.0))
+        writer.add_actions([stop, stop])
         if path.stat().st_size not in sizes:
             sizes.add(path.stat().st_size)
             assert len(path.read_bytes().splitlines()) % 3 == 1  # the header and whole threes
@@ -686,8 +725,8 @@ def test_a_killed_run_leaves_a_log_that_reads_and_replays_wherever_it_was_cut(tm
         assert log.entries == a_run().entries[: len(log.entries)]
         whole_lines = whole[:length].count(b"\n") - 1
         assert len(log.entries) == whole_lines + (whole[length : length + 1] == b"\n")
-        assert log.cut_off != whole[:length].endswith(b"\n")
-        if log.cut_off:
+        assert log.is_truncated != whole[:length].endswith(b"\n")
+        if log.is_truncated:
             assert replay(log) is None
 
 
@@ -734,12 +773,12 @@ def test_a_missing_log_is_named(tmp_path):
 
 def test_replay_reports_the_first_changed_action_in_words():
     log = a_run()
-    place = next(index for index, entry in enumerate(log.entries) if isinstance(entry, Stop))
-    changed = Stop(worker=0, step=3, reason="r")
+    place = next(index for index, entry in enumerate(log.entries) if isinstance(entry, AbortJob))
+    changed = AbortJob(worker=0, step=3, reason="r")
     difference = replay(
-        Log(header=log.header, entries=[*log.entries[:place], changed, *log.entries[place + 1 :]])
+        RunRecord(header=log.header, entries=[*log.entries[:place], changed, *log.entries[place + 1 :]])
     )
-    assert difference == Difference(
+    assert difference == ReplayDifference(
         entry=place,
         event=log.entries[place - 1],
         expected=(changed,),
@@ -761,9 +800,9 @@ def test_replay_sees_every_action_that_is_missing_added_or_moved():
         twice = log.entries[: place + 1] + log.entries[place:]
         later = [*without, log.entries[place]]
         for entries in (without, twice, later):
-            assert replay(Log(header=log.header, entries=entries)) is not None
+            assert replay(RunRecord(header=log.header, entries=entries)) is not None
     assert "the policies now give  nothing" in str(
-        replay(Log(header=log.header, entries=[*log.entries, log.entries[places[0]]]))
+        replay(RunRecord(header=log.header, entries=[*log.entries, log.entries[places[0]]]))
     )
 
 
@@ -771,18 +810,18 @@ def test_replay_sees_every_event_that_matters_and_is_missing():
     log = a_run()
     for place in range(2):
         entries = log.entries[:place] + log.entries[place + 1 :]
-        assert replay(Log(header=log.header, entries=entries)) is not None
+        assert replay(RunRecord(header=log.header, entries=entries)) is not None
 
 
 def test_only_the_last_event_of_a_log_that_was_cut_off_may_lack_actions():
     log = a_run()
-    place = next(index for index, entry in enumerate(log.entries) if isinstance(entry, Start))
-    cut = Log(header=log.header, entries=log.entries[:place], cut_off=True)
+    place = next(index for index, entry in enumerate(log.entries) if isinstance(entry, PeerList))
+    cut = RunRecord(header=log.header, entries=log.entries[:place], is_truncated=True)
     assert replay(cut) is None
-    assert replay(Log(header=log.header, entries=log.entries[:place])) is not None
+    assert replay(RunRecord(header=log.header, entries=log.entries[:place])) is not None
     for earlier in (place, place + 1):
         entries = log.entries[:earlier] + log.entries[earlier + 1 :]
-        assert replay(Log(header=log.header, entries=entries, cut_off=True)) is not None
+        assert replay(RunRecord(header=log.header, entries=entries, is_truncated=True)) is not None
 
 
 def test_replay_builds_fresh_policies_every_time():
@@ -810,7 +849,7 @@ def test_replay_builds_fresh_policies_every_time():
 def test_a_log_names_policies_and_nothing_else(path, words):
     header = {"policies": [{"path": path, "arguments": {"world": 2}}]}
     with pytest.raises(ValueError) as caught:
-        replay(Log(header=header, entries=[]))
+        replay(RunRecord(header=header, entries=[]))
     assert words in str(caught.value)
 
 
@@ -825,6 +864,6 @@ def test_a_policy_that_does_not_take_the_arguments_is_named(arguments):
 @pytest.mark.parametrize("policies", [None, {}, "x", [1], [{"arguments": {}}], [{"path": 3}]])
 def test_a_header_without_a_list_of_policies_cannot_be_replayed(policies):
     with pytest.raises(ValueError, match="expected the log's header to list its policies"):
-        replay(Log(header={"policies": policies}, entries=[]))
+        replay(RunRecord(header={"policies": policies}, entries=[]))
     with pytest.raises(ValueError, match="expected the log's header to list its policies"):
-        replay(Log(header={}, entries=[]))
+        replay(RunRecord(header={}, entries=[]))

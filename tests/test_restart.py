@@ -13,11 +13,11 @@ import pytest
 
 from cluster import values
 from jobs import MARK, coordinator, job
-from offbeat.events import Group, Halt, Halted, Joined, Left, Lost, Ready, Start, StepTimed, Stop
-from offbeat.policies.membership.group_membership import Follower
+from offbeat.events import AbortJob, Group, Halt, Halted, Joined, Left, Lost, PeerList, Ready, StepTimed
+from offbeat.policies.membership.group_membership import GroupMembership
 from offbeat.runtime import session
 from offbeat.runtime.control import client, rendezvous
-from offbeat.runtime.control.channel import TALLY_EVERY, ControlLine
+from offbeat.runtime.control.channel import SEQUENCE_ACK_INTERVAL, ControlChannel
 from offbeat.strategies import DPAR, AllReduce, PartialAllReduce
 from offbeat.wire.record import read_log, replay
 from test_groups import BATCH, SAMPLES, STRATEGY, agree, train
@@ -61,8 +61,8 @@ def one_training(path, workers):
     """Reads a run log; checks that it is that of a job in which nothing was lost, doubled or out of order."""
     log = read_log(path)
     assert replay(log) is None
-    assert not log.cut_off
-    assert not any(isinstance(entry, Stop) for entry in log.entries)
+    assert not log.is_truncated
+    assert not any(isinstance(entry, AbortJob) for entry in log.entries)
     for kind in (Joined, Left):
         assert sorted(entry.worker for entry in log.entries if isinstance(entry, kind)) == list(
             range(workers)
@@ -138,7 +138,7 @@ def test_a_coordinator_whose_supervisor_is_killed_goes_on_without(tmp_path):
 def kills_when_it_hears(rank, say, what):
     """Worker 0 kills the coordinator when it first hears of a change."""
     method = {"Halt": "hear_halt", "Group": "hear_group"}[what]
-    hear = getattr(Follower, method)
+    hear = getattr(GroupMembership, method)
     has_killed = False
 
     def kill_and_hear(self, action):
@@ -148,7 +148,7 @@ def kills_when_it_hears(rank, say, what):
             kill_now()
         return hear(self, action)
 
-    setattr(Follower, method, kill_and_hear)
+    setattr(GroupMembership, method, kill_and_hear)
     return train(rank, say, STRATEGY, 10)
 
 
@@ -173,7 +173,7 @@ def test_a_change_of_the_group_goes_on_with_the_next_coordinator(what, tmp_path)
 
 def comes_late(rank, say, late):
     if rank == late:
-        join = client.Member.join
+        join = client.CoordinatorClient.join
 
         def join_later(self, **about):
             say("has met the others and waits to ask")
@@ -181,9 +181,9 @@ def comes_late(rank, say, late):
             return join(self, **about)
 
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        client.Member.join = join_later
+        client.CoordinatorClient.join = join_later
     else:
-        tell = ControlLine.tell
+        tell = ControlChannel.send
 
         def tell_and_say(self, *events):
             tell(self, *events)
@@ -191,7 +191,7 @@ def comes_late(rank, say, late):
                 assert self._endpoint.flush(10)
                 say("asked to join")
 
-        ControlLine.tell = tell_and_say
+        ControlChannel.send = tell_and_say
     return train(rank, say, STRATEGY, 3)
 
 
@@ -206,12 +206,12 @@ def test_a_job_comes_together_though_coordinators_are_killed_before_its_start(la
         os.kill(running.coordinator(), signal.SIGKILL)
         agree(values(running.ends()))
     entries = one_training(path, 3)
-    assert sum(isinstance(entry, Start) for entry in entries) == 1
+    assert sum(isinstance(entry, PeerList) for entry in entries) == 1
 
 
 def kills_when_it_leaves(rank, say, strategy):
     """Worker 1 kills the coordinator when it has said that it leaves, and that was not heard."""
-    tell = ControlLine.tell
+    tell = ControlChannel.send
 
     def tell_who_hears_no_more(self, *events):
         if rank == 1 and any(isinstance(event, Left) for event in events):
@@ -222,7 +222,7 @@ def kills_when_it_leaves(rank, say, strategy):
         else:
             tell(self, *events)
 
-    ControlLine.tell = tell_who_hears_no_more
+    ControlChannel.send = tell_who_hears_no_more
     return train(rank, say, strategy, 2)
 
 
@@ -290,14 +290,14 @@ def test_nothing_is_left_when_all_workers_die_with_the_coordinator():
 
 
 def says_when_it_loses_the_coordinator(rank, say, strategy):
-    session._SILENT_S = session._SILENT_AND_TAKEN_BACK_S = 2.5
-    lost = ControlLine.lost
+    session._SILENT_S = session._SILENT_RETURNING_S = 2.5
+    lost = ControlChannel.on_connection_lost
 
     def say_and_lose(self, error):
         lost(self, error)
         say("lost")
 
-    ControlLine.lost = say_and_lose
+    ControlChannel.on_connection_lost = say_and_lose
     has_said = []
 
     def misdeed(session):
@@ -341,5 +341,5 @@ def counts_what_it_keeps(rank, say):
 def test_what_a_worker_keeps_does_not_grow_with_the_steps():
     with job(counts_what_it_keeps, 2) as running:
         kept = values(running.ends())
-    assert 60 * SAMPLES // BATCH // 2 > 2 * TALLY_EVERY
-    assert max(kept) < 1.5 * TALLY_EVERY
+    assert 60 * SAMPLES // BATCH // 2 > 2 * SEQUENCE_ACK_INTERVAL
+    assert max(kept) < 1.5 * SEQUENCE_ACK_INTERVAL

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from offbeat.events import Left, StepTimed, Stop
+from offbeat.events import AbortJob, Left, StepTimed
 from offbeat.wire import record
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]
@@ -76,7 +76,7 @@ def test_a_worker_that_fails_ends_the_job_and_its_coordinator(tmp_path):
 
     # `run` returns once nobody holds standard error open any more, the coordinator included.
     assert done.returncode == 1
-    stops = [e for e in record.read_log(tmp_path / "run/log.jsonl").entries if isinstance(e, Stop)]
+    stops = [e for e in record.read_log(tmp_path / "run/log.jsonl").entries if isinstance(e, AbortJob)]
     assert [(stop.worker, stop.step) for stop in stops] == [(1, 1)]
     assert "out of luck" in stops[0].reason
 

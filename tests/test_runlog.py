@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from cluster import values
 from jobs import DEADLINE_S, job
-from offbeat.events import Group, Joined, Left, Lost, Ready, Start, StepTimed, Stop
+from offbeat.events import AbortJob, Group, Joined, Left, Lost, PeerList, Ready, StepTimed
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.strategies import AllReduce
 from offbeat.wire.record import read_log, replay
@@ -107,8 +107,8 @@ def test_the_slow_worker_computes_longer_and_the_others_wait_longer(run):
 
 def test_every_action_has_a_reason(run):
     _, log, _ = run
-    actions = [e for e in log.entries if isinstance(e, Start | Group | Stop)]
-    assert [type(one) for one in actions] == [Start, Group]
+    actions = [e for e in log.entries if isinstance(e, PeerList | Group | AbortJob)]
+    assert [type(one) for one in actions] == [PeerList, Group]
     assert all(one.reason for one in actions)
 
 
@@ -175,13 +175,13 @@ def edited(kind, pattern, text, which=0):
     "change",
     [
         without("Joined"),
-        without("Start"),
+        without("PeerList"),
         without("Group"),
         without("Ready"),
         without("Ready", -WORKERS - 1),
         edited("Group", r'"weights":\[0.25,0.25', '"weights":[0.2,0.3'),
         edited("Group", r'"members":\[0,1,2,3\]', '"members":[0,1,2]'),
-        edited("Start", r'"reason":"all', '"reason":"nearly all'),
+        edited("PeerList", r'"reason":"all', '"reason":"nearly all'),
         edited("Ready", r'"step":\d+', '"step":999', 9),
         edited("Ready", r'"worker":\d', '"worker":7', 5),
     ],
@@ -233,10 +233,10 @@ def test_the_log_of_a_killed_run_is_read_and_replayed(tmp_path, who):
     assert any(isinstance(e, StepTimed) for e in log.entries)
     assert replay(log) is None
     if "coordinator" not in who:
-        stop = [e for e in log.entries if isinstance(e, Stop)]
+        stop = [e for e in log.entries if isinstance(e, AbortJob)]
         assert len(stop) == 1
         assert "was lost" in stop[0].reason
-        assert not log.cut_off
+        assert not log.is_truncated
 
 
 def test_a_log_cut_anywhere_in_its_last_lines_is_read_and_replayed(run, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from cluster import run, values
-from offbeat.runtime.averaging.group_binding import Grouping
+from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
 from offbeat.strategies import AllReduce, PartialAllReduce
 from test_data_once import CALM, SAMPLES, STRATEGY, count, once, once_but_for_the_rest
@@ -123,14 +123,14 @@ def fails_where_it_gives_its_state(rank, say, is_late):
 
         GroupSynchronizer._copy_state = fail
     elif is_late:
-        first_seat = Grouping.first_seat
+        first_seat = GroupBinding.acquire_initial
 
         def first_seat_later(self, world):
             follower = self.follower
             self._member.wait_for(lambda: "worker 0" in follower.reason, 60, "the end of worker 0")
             return first_seat(self, world)
 
-        Grouping.first_seat = first_seat_later
+        GroupBinding.acquire_initial = first_seat_later
     count(rank, say, CALM, EPOCHS)
 
 

@@ -12,18 +12,18 @@ from offbeat.numerics.collectives.schedules import (
     ALGORITHMS,
     Step,
     chain_broadcast,
+    cut_segments,
     direct,
     hierarchical,
     rabenseifner,
     recursive_doubling,
     ring,
     schedule,
-    segments,
-    span,
+    segment_span,
 )
 
 HIERARCHIES = [
-    (f"{intra} in groups of {group}", partial(hierarchical, group=group, intra=intra))
+    (f"{intra} in groups of {group}", partial(hierarchical, group=group, intra_group=intra))
     for intra in ("ring", "tree", "direct")
     for group in (1, 2, 3, 4, 17)
 ]
@@ -41,19 +41,19 @@ def execute(schedules, vectors):
     """Run all ranks in step; what is sent in a step is taken from before it."""
     vectors = [list(vector) for vector in vectors]
     length = len(vectors[0])
-    bounds = segments(length, schedules[0].segments)
+    bounds = cut_segments(length, schedules[0].segments)
     assert len({(len(schedule.steps), schedule.segments) for schedule in schedules}) == 1
     for steps in zip(*(one.steps for one in schedules), strict=True):
         posted = {}
         for rank, step in enumerate(steps):
             if step.send_to is not None:
                 assert step.send_to != rank
-                start, stop = span(bounds, step.send_segment, step.send_count)
+                start, stop = segment_span(bounds, step.send_segment, step.send_count)
                 key = (rank, step.send_to, step.send_segment, step.send_count)
                 posted[key] = vectors[rank][start:stop]
         for rank, step in enumerate(steps):
             if step.recv_from is not None:
-                start, stop = span(bounds, step.recv_segment, step.recv_count)
+                start, stop = segment_span(bounds, step.recv_segment, step.recv_count)
                 got = posted.pop((step.recv_from, rank, step.recv_segment, step.recv_count))
                 own = vectors[rank][start:stop]
                 vectors[rank][start:stop] = (
@@ -65,7 +65,7 @@ def execute(schedules, vectors):
 
 @given(st.integers(0, 1000), st.integers(1, 40))
 def test_segments_are_neighbours_cover_all_and_differ_by_at_most_one(length, parts):
-    cut = segments(length, parts)
+    cut = cut_segments(length, parts)
     assert [element for start, stop in cut for element in range(start, stop)] == list(range(length))
     sizes = [stop - start for start, stop in cut]
     assert len(sizes) == parts
@@ -76,7 +76,7 @@ def test_segments_are_neighbours_cover_all_and_differ_by_at_most_one(length, par
 @pytest.mark.parametrize(("length", "parts"), [(-1, 2), (3, 0), (3, -1)])
 def test_segments_refuse_what_cannot_be_cut(length, parts):
     with pytest.raises(ValueError, match="expected a length of at least 0 and at least 1 part, got"):
-        segments(length, parts)
+        cut_segments(length, parts)
 
 
 @all_of_them
@@ -109,15 +109,15 @@ def test_what_is_copied_holds_everything_that_was_sent_of_it(make):
     """So that an executor may write it over what it has sent: whoever sends contributes to the copy."""
     for workers in range(1, 18):
         schedules = [make(workers, rank) for rank in range(workers)]
-        cut = segments(schedules[0].segments, schedules[0].segments)
+        cut = cut_segments(schedules[0].segments, schedules[0].segments)
         vectors = [[frozenset()] * len(cut) for _ in range(workers)]
         for number, steps in enumerate(zip(*(one.steps for one in schedules), strict=True)):
             before = [list(vector) for vector in vectors]
             for rank, step in enumerate(steps):
-                for segment in range(*span(cut, step.send_segment, step.send_count)):
+                for segment in range(*segment_span(cut, step.send_segment, step.send_count)):
                     vectors[rank][segment] |= {(rank, number)}
             for rank, step in enumerate(steps):
-                for segment in range(*span(cut, step.recv_segment, step.recv_count)):
+                for segment in range(*segment_span(cut, step.recv_segment, step.recv_count)):
                     came = before[step.recv_from][segment] | {(step.recv_from, number)}
                     if step.op == "copy":
                         own = {(sender, sent) for sender, sent in vectors[rank][segment] if sender == rank}
@@ -165,9 +165,11 @@ def test_the_other_ways_inside_a_group_take_the_stated_steps(intra, workers, gro
 def test_all_ranks_of_a_power_of_two_send_the_bandwidth_bound_with_halving_and_doubling(workers, elements):
     largest = 1 << (workers.bit_length() - 1)
     for rank in range(largest):
-        assert rabenseifner(largest, rank).sent(elements * largest) == 2 * (largest - 1) * elements
-        assert recursive_doubling(largest, rank).sent(elements) == (largest - 1).bit_length() * elements
-        assert direct(largest, rank).sent(elements * largest) == 2 * (largest - 1) * elements
+        assert rabenseifner(largest, rank).elements_sent(elements * largest) == 2 * (largest - 1) * elements
+        assert (
+            recursive_doubling(largest, rank).elements_sent(elements) == (largest - 1).bit_length() * elements
+        )
+        assert direct(largest, rank).elements_sent(elements * largest) == 2 * (largest - 1) * elements
 
 
 def test_the_butterfly_goes_to_partners_at_growing_or_shrinking_distance():
@@ -200,9 +202,9 @@ def test_ring_takes_the_bandwidth_bound_to_within_a_segment_a_step(workers, leng
     schedules = [ring(workers, rank) for rank in range(workers)]
     for one in schedules:
         assert len(one.steps) == 2 * (workers - 1)
-        assert one.sent(length) <= 2 * (workers - 1) * -(-length // workers)
-    assert sum(one.sent(length) for one in schedules) == 2 * (workers - 1) * length
-    assert sum(one.received(length) for one in schedules) == 2 * (workers - 1) * length
+        assert one.elements_sent(length) <= 2 * (workers - 1) * -(-length // workers)
+    assert sum(one.elements_sent(length) for one in schedules) == 2 * (workers - 1) * length
+    assert sum(one.elements_received(length) for one in schedules) == 2 * (workers - 1) * length
 
 
 def test_ring_follows_the_paper_step_by_step():
@@ -224,8 +226,8 @@ def test_chain_broadcast_copies_the_roots_vector(data, workers, length, parts):
     assert len(schedules[0].steps) == (parts + workers - 2 if workers > 1 else 0)
     last = (root - 1) % workers
     for rank, one in enumerate(schedules):
-        assert one.sent(length) == (0 if rank == last else length)
-        assert one.received(length) == (0 if rank == root else length)
+        assert one.elements_sent(length) == (0 if rank == last else length)
+        assert one.elements_received(length) == (0 if rank == root else length)
 
 
 def test_an_idle_rank_keeps_its_steps():

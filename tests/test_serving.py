@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 
 from offbeat.policies.ps.aggregation import Aggregation
-from offbeat.policies.ps.client import Client
-from offbeat.policies.ps.manager import Manager
-from offbeat.policies.ps.messages import Copy, Inspected, Push
-from offbeat.policies.ps.range_clock import Piece, RangeVectorClock
+from offbeat.policies.ps.client import PsClient
+from offbeat.policies.ps.manager import PsManager
+from offbeat.policies.ps.messages import InspectResult, Push, Replicate
+from offbeat.policies.ps.range_clock import ClockRange, RangeVectorClock
 from offbeat.policies.ps.server_node import ServerNode
-from offbeat.simulator.ps.cluster import Serving, ViolationError, trial_of
+from offbeat.simulator.ps.cluster import PsSimulation, ViolationError, draw_trial
 
 SEEDS = 150
 SEEDS_MAX = 400  # until what is broken is found
 
 
-def run_all(seeds, make_node=ServerNode, make_client=Client, make_manager=Manager):
+def run_all(seeds, make_node=ServerNode, make_client=PsClient, make_manager=PsManager):
     for seed in seeds:
-        Serving(trial_of(seed), make_node, make_client, make_manager).run()
+        PsSimulation(draw_trial(seed), make_node, make_client, make_manager).run()
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 30))
@@ -29,10 +29,12 @@ def test_no_fault_breaks_what_is_promised(first):
 
 
 def test_a_trial_is_repeated_by_its_seed():
-    one, another = Serving(trial_of(7)), Serving(trial_of(7))
+    one, another = PsSimulation(draw_trial(7)), PsSimulation(draw_trial(7))
     one.run()
     another.run()
-    assert [view.number for view in one.views] == [view.number for view in another.views]
+    assert [view.version for view in one.published_views] == [
+        view.version for view in another.published_views
+    ]
     assert one._pushed == another._pushed
 
 
@@ -41,12 +43,12 @@ class ForgetsWhatItKeepsNothingOf(ServerNode):
 
     count = 0
 
-    def hear(self, sender, message):
-        if not isinstance(message, Push) or not self.keeps_nothing_of(message):
-            return super().hear(sender, message)
+    def on_message(self, sender, message):
+        if not isinstance(message, Push) or not self.can_apply_in_place(message):
+            return super().on_message(sender, message)
         ForgetsWhatItKeepsNothingOf.count += 1
         own = replace(message, content=dict(message.content))  # a client sends its own again
-        said = super().hear(sender, own)
+        said = super().on_message(sender, own)
         own.content.clear()
         return said
 
@@ -56,7 +58,7 @@ def test_what_a_server_says_it_keeps_nothing_of_may_be_gone_when_it_is_heard():
     assert ForgetsWhatItKeepsNothingOf.count > 500
 
 
-class Counting(Manager):
+class Counting(PsManager):
     """Counts whom it takes for lost, and how often it begins to wait for somebody."""
 
     lost_for_silence = waited = 0
@@ -68,7 +70,7 @@ class Counting(Manager):
         return actions
 
 
-class GivesUpTheLastCopy(Manager):
+class GivesUpTheLastCopy(PsManager):
     """Takes who has been silent for long enough for lost, whatever it has."""
 
     def _may_lose(self, node):
@@ -83,7 +85,7 @@ def test_a_manager_that_gives_up_the_last_copy_is_found():
 @pytest.fixture(scope="module")
 def some_trials():
     """What the trials prove, they prove of what happens in them."""
-    trials = [Serving(trial_of(seed), make_manager=Counting) for seed in range(40)]
+    trials = [PsSimulation(draw_trial(seed), make_manager=Counting) for seed in range(40)]
     for trial in trials:
         trial.run()
     return trials
@@ -121,10 +123,10 @@ class AcknowledgesEarly(ServerNode):
 
     def _push(self, push: Push):
         super()._push(push)
-        for kept in self._kept.values():
+        for kept in self._unacked.values():
             for request in kept.requests:
-                if request.push is push and request.waits_for:
-                    request.waits_for = 0
+                if request.push is push and request.pending_count:
+                    request.pending_count = 0
                     self._acknowledge(request)
 
 
@@ -138,33 +140,33 @@ class ServesWhatItLacks(ServerNode):
 class ForgetsWhatIsUnderWay(ServerNode):
     """Leaves it to the clients to send again, and tells nobody what it had."""
 
-    def _send_again(self, operation, requests):
+    def _resend_or_carry(self, operation, requests):
         for request in requests:
-            request.waits_for += 1
+            request.pending_count += 1
 
 
 class TakesOldCopies(ServerNode):
     """Takes what a master sent in a view that is over."""
 
-    def _hear(self, sender, message):
-        if isinstance(message, Copy) and self.view is not None and message.view < self.view.number:
+    def _receive(self, sender, message):
+        if isinstance(message, Replicate) and self.view is not None and message.view < self.view.version:
             self._apply(message.operation)
-        super()._hear(sender, message)
+        super()._receive(sender, message)
 
 
 class KeepsToItself(ServerNode):
     """Does not hand to a new master what that may never have had."""
 
-    def _hand_to_masters(self):
-        self._carried = []
+    def _send_handoffs(self):
+        self._unacked_earlier = []
 
 
 class BeginsSumsAtOnce(ServerNode):
     """Does not wait, as a new master, for what holders have of earlier views."""
 
-    def _end_handing(self):
-        super()._end_handing()
-        self._unheard.clear()
+    def _send_handoff_done(self):
+        super()._send_handoff_done()
+        self._pending_handoffs.clear()
 
 
 class WaitsForTheLost(ServerNode):
@@ -174,20 +176,20 @@ class WaitsForTheLost(ServerNode):
         super().__init__(server, store)
         self._ever = {}
 
-    def _follow(self, view):
+    def _adopt_view(self, view):
         for namespace, begins in view.participants.items():
             self._ever.setdefault(namespace, {}).update(begins)
         everybody = {namespace: dict(begins) for namespace, begins in self._ever.items()}
-        super()._follow(replace(view, participants=everybody))
+        super()._adopt_view(replace(view, participants=everybody))
 
 
 class SumsWhatCameTwice(ServerNode):
     """Keeps what waits over a change of views, after which it comes again."""
 
     class Keeps(Aggregation):
-        def follow(self, begins):
+        def set_participants(self, begins):
             cells, self._cells = self._cells, {}
-            super().follow(begins)
+            super().set_participants(begins)
             self._cells = cells
             return []
 
@@ -196,9 +198,9 @@ class SumsWhatCameTwice(ServerNode):
         self._aggregation = self.Keeps()
 
     def _sum(self, namespace, one):
-        table = self._store.table(self._now().spaces[namespace])
+        table = self._store.table(self._current_view().spaces[namespace])
         contents = [request.push.content for came in one.requests for request in came]
-        return replace(super()._sum(namespace, one), content=table.aggregated(contents, one.first, one.last))
+        return replace(super()._sum(namespace, one), content=table.aggregate(contents, one.first, one.last))
 
 
 class SumsWhatThereIs(ServerNode):
@@ -222,11 +224,11 @@ class BringsWhatWasBefore(ServerNode):
 
     def _check(self, space, push):
         super()._check(space, push)
-        self._before[push.client, push.number, push.first] = dict(self._read(space, push, None))
+        self._before[push.client, push.request, push.first] = dict(self._read(space, push, None))
 
     def _values(self, space, request, keys):
         values = super()._values(space, request, keys)
-        before = self._before.get((request.client, request.number, request.first), values.content)
+        before = self._before.get((request.client, request.request, request.first), values.content)
         return replace(values, content=before)
 
 
@@ -235,9 +237,9 @@ class TellsTheLatestTime(ServerNode):
 
     def _pulled(self, space, pull):
         pulled = super()._pulled(space, pull)
-        if isinstance(pulled, Inspected) and pulled.times:
+        if isinstance(pulled, InspectResult) and pulled.times:
             time = max(piece.time for piece in pulled.times)
-            return replace(pulled, times=(Piece(pull.first, pull.last, time),))
+            return replace(pulled, times=(ClockRange(pull.first, pull.last, time),))
         return pulled
 
 
@@ -248,39 +250,39 @@ class TellsWhatItHasHeard(ServerNode):
         super().__init__(server, store)
         self._heard = {}
 
-    def _push_to_sum(self, push):
+    def _push_to_aggregate(self, push):
         clock = self._heard.setdefault(push.namespace, RangeVectorClock())
         if clock.fresh(push.client, push.first, push.last, push.time) == [(push.first, push.last)]:
             clock.set(push.client, push.first, push.last, push.time)
-        super()._push_to_sum(push)
+        super()._push_to_aggregate(push)
 
     def _pulled(self, space, pull):
         pulled = super()._pulled(space, pull)
-        if isinstance(pulled, Inspected) and pull.namespace in self._heard:
+        if isinstance(pulled, InspectResult) and pull.namespace in self._heard:
             pieces = self._heard[pull.namespace].pieces(pull.client, pull.first, pull.last)
             return replace(pulled, times=tuple(pieces))
         return pulled
 
 
-class DoesNotPause(Client):
+class DoesNotPause(PsClient):
     """Goes on to further times while a newcomer is told when to begin."""
 
-    def _stamp(self, asked, view):
-        return super()._stamp(asked, replace(view, paused={}))
+    def _assign_time(self, asked, view):
+        return super()._assign_time(asked, replace(view, paused={}))
 
 
 @pytest.mark.parametrize("seed", [3181, 4466])
 def test_who_is_out_is_not_asked_to_wait_for_those_who_are_in_since(seed):
     """A client that was alone when it pushed is told so after another one has taken its place."""
-    Serving(trial_of(seed)).run()
+    PsSimulation(draw_trial(seed)).run()
 
 
-class AsksBeforeItPushes(Client):
+class AsksBeforeItPushes(PsClient):
     """Sends again what it has pulled before what it has pushed."""
 
-    def see(self, view):
-        self._asked = dict(sorted(self._asked.items(), key=lambda one: one[1].is_push))
-        return super().see(view)
+    def on_view(self, view):
+        self._pending = dict(sorted(self._pending.items(), key=lambda one: one[1].is_push))
+        return super().on_view(view)
 
 
 def find(found_by, **made):

@@ -15,8 +15,8 @@ import offbeat
 from cluster import run, values
 from offbeat.errors import OffbeatError
 from offbeat.runtime.data.equal_shards import EqualShards, epoch_order
-from offbeat.runtime.training.checks import describe
-from offbeat.runtime.training.trained import Trained
+from offbeat.runtime.training.checks import describe_training
+from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies import AllReduce, PartialAllReduce
 
 WORKERS = 4
@@ -579,7 +579,7 @@ def test_alone_nothing_is_needed_and_nothing_is_started():
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, AllReduce()) as session:
         assert (session.worker, session.world) == (0, 1)
-        assert session._member is None
+        assert session._coordinator is None
         plain_loop(session, model, optimizer, data(), 32, 3)
         assert session.step == 3
 
@@ -698,13 +698,13 @@ def test_a_gradient_penalty_costs_no_exchange_of_its_own():
 
 def test_a_model_of_very_many_parameters_is_described_by_a_digest_of_the_rest():
     small = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(20))
-    assert len(describe(Trained(small, [sgd(small)]))) == 21
+    assert len(describe_training(TrainingState(small, [sgd(small)]))) == 21
     large = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(15_000))
-    lines = describe(Trained(large, [sgd(large)]))
+    lines = describe_training(TrainingState(large, [sgd(large)]))
     assert sum(map(len, lines)) < 300_000
     assert "more lines with the digest" in lines[-1]
     changed = nn.ParameterList([*list(large)[:-1], nn.Parameter(torch.zeros(2))])
-    other = describe(Trained(changed, [sgd(changed)]))
+    other = describe_training(TrainingState(changed, [sgd(changed)]))
     assert other[:-1] == lines[:-1]
     assert other[-1] != lines[-1]
 

@@ -25,12 +25,12 @@ from offbeat.events import (
     EvaluatePart,
     Group,
     Joined,
-    LendSnapshot,
     Lost,
     PartEvaluated,
+    RolledBack,
+    SendSnapshot,
     SnapshotTaken,
-    Validated,
-    WentBack,
+    ValidationFinished,
 )
 from offbeat.strategies import DPAR, SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
 from offbeat.wire.record import read_log, replay
@@ -97,7 +97,7 @@ def train(rank, say, strategy, epochs=3, kind="plain", judge=evaluate, compute_s
     model, ends = a_model(kind), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if "patience" in options:
-        options["monitor"] = offbeat.Monitor("loss", patience=options.pop("patience"))
+        options["monitor"] = offbeat.EarlyStopping("loss", patience=options.pop("patience"))
     with offbeat.join(model, optimizer, strategy) as session:
         for epoch in session.epochs(epochs):
             train_epoch(model, optimizer, session, compute_s)
@@ -132,7 +132,7 @@ def test_all_hear_the_metrics_of_one_snapshot_to_which_each_has_contributed(stra
     histories = [one.history for one in ended]
     assert list(histories[0]) == [0, 1, 2]
     assert histories[1:] == histories[:1] * 2
-    over = {one.epoch: one for one in entries_of(log, Validated)}
+    over = {one.epoch: one for one in entries_of(log, ValidationFinished)}
     for epoch, metrics in histories[0].items():
         assert metrics == evaluated(ended[over[epoch].owner].ends[epoch], kind)
         taken = {one.worker: one.digest for one in entries_of(log, SnapshotTaken) if one.epoch == epoch}
@@ -140,7 +140,7 @@ def test_all_hear_the_metrics_of_one_snapshot_to_which_each_has_contributed(stra
         for worker in same:
             assert metrics == evaluated(ended[worker].ends[epoch], kind)
         parts = [one for one in entries_of(log, EvaluatePart) if one.epoch == epoch]
-        lent = {one.borrower for one in entries_of(log, LendSnapshot) if one.epoch == epoch}
+        lent = {one.borrower for one in entries_of(log, SendSnapshot) if one.epoch == epoch}
         assert {one.worker for one in parts} <= {*same, *lent}
         assert not lent & {*same}
     replay(read_log(log))
@@ -287,8 +287,8 @@ def is_worker(rank):
 def stuck_on_one(model, part):
     """On worker 2, the first part takes until the epoch is over without it."""
     log = Path(os.environ["OFFBEAT_RUN_LOG"])
-    if is_worker(2) and not entries_of(log, Validated):
-        wait_until(lambda: bool(entries_of(log, Validated)), "an epoch that is over")
+    if is_worker(2) and not entries_of(log, ValidationFinished):
+        wait_until(lambda: bool(entries_of(log, ValidationFinished)), "an epoch that is over")
     return evaluate(model, part)
 
 
@@ -329,13 +329,13 @@ def test_a_worker_that_is_left_out_hears_the_metrics_too(tmp_path):
 
 
 def comes_late(rank, say, log):
-    wait_until(lambda: bool(entries_of(log, Validated)), "an epoch that is over")
+    wait_until(lambda: bool(entries_of(log, ValidationFinished)), "an epoch that is over")
     return train(rank, say, STEADY, 8)
 
 
 def trains_until_it_has_come(rank, say, log):
     def wait_for_it(model, part):
-        if threading.current_thread() is not threading.main_thread() and entries_of(log, Validated):
+        if threading.current_thread() is not threading.main_thread() and entries_of(log, ValidationFinished):
             wait_until(
                 lambda: any(one.worker == 3 for one in entries_of(log, SnapshotTaken, Joined)),
                 "the newcomer",
@@ -360,11 +360,11 @@ def lowers_its_rate(rank, say, strategy, log, is_new):
     """Each epoch halves the rate; the others do not end before the newcomer has come."""
     torch.set_num_threads(1)
     if is_new:
-        wait_until(lambda: len(entries_of(log, Validated)) > 3, "four epochs")
+        wait_until(lambda: len(entries_of(log, ValidationFinished)) > 3, "four epochs")
     model, rates = a_model(), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    monitor = offbeat.Monitor("loss")
+    monitor = offbeat.EarlyStopping("loss")
     with offbeat.join(model, optimizer, strategy) as session:
         for epoch in session.epochs(12):
             if epoch == 5:
@@ -397,10 +397,10 @@ def test_a_newcomer_goes_on_with_the_rate_of_the_others(strategy, tmp_path):
 def stops_before_the_newcomer_is_in(rank, say, strategy, log, is_new):
     torch.set_num_threads(1)
     if is_new:
-        wait_until(lambda: len(entries_of(log, Validated)) > 2, "three epochs")
+        wait_until(lambda: len(entries_of(log, ValidationFinished)) > 2, "three epochs")
     model, ends = a_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = offbeat.Monitor("loss", patience=2)
+    monitor = offbeat.EarlyStopping("loss", patience=2)
     with offbeat.join(model, optimizer, strategy) as session:
         for epoch in [session.epoch] if is_new else session.epochs(10):
             train_epoch(model, optimizer, session)
@@ -426,7 +426,7 @@ def test_a_newcomer_ends_where_the_others_have_been_stopped(strategy, tmp_path):
 
 def says_when_it_validates(rank, say, log, loss):
     def judge(model, part):
-        if is_worker(0) and entries_of(log, Validated):
+        if is_worker(0) and entries_of(log, ValidationFinished):
             say("evaluating, and the coordinator has told metrics before")
         return {"loss": loss}
 
@@ -469,7 +469,7 @@ def stops_early(rank, say, strategy, decision, max_pending, judge=judge_epoch):
     torch.set_num_threads(1)
     model, ends = Counting(), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    monitor = offbeat.Monitor("loss", patience=2)
+    monitor = offbeat.EarlyStopping("loss", patience=2)
     with offbeat.join(model, optimizer, strategy) as session:
         for epoch in session.epochs(len(LOSSES)):
             model.epochs += 1
@@ -527,7 +527,7 @@ def waits_to_be_dropped(model, part):
     """Epochs after the last that counts are under way until the training has gone back."""
     if int(model.epochs) > 4 and threading.current_thread() is not threading.main_thread():
         log = Path(os.environ["OFFBEAT_RUN_LOG"])
-        wait_until(lambda: bool(entries_of(log, WentBack)), "a way back")
+        wait_until(lambda: bool(entries_of(log, RolledBack)), "a way back")
     return judge_epoch(model, part)
 
 
@@ -536,7 +536,7 @@ def test_what_was_trained_in_vain_is_not_waited_for(tmp_path):
     env = {"OFFBEAT_RUN_LOG": str(log)}
     ended = values(run(stops_early, 2, AllReduce(), "rollback", 2, waits_to_be_dropped, env=env))
     assert [list(one.history) for one in ended] == [[0, 1, 2, 3, 4]] * 2
-    of_no_use = [one for one in entries_of(log, Validated) if one.epoch > 4]
+    of_no_use = [one for one in entries_of(log, ValidationFinished) if one.epoch > 4]
     assert {one.epoch for one in of_no_use} >= {5, 6}
     assert {(one.owner, one.reason) for one in of_no_use} == {
         (None, "training went back to the end of epoch 4")
@@ -575,7 +575,7 @@ def test_who_has_the_best_snapshot_has_the_one_that_was_evaluated(strategy, tmp_
     env = {"OFFBEAT_RUN_LOG": str(log)}
     ended = values(run(with_options, 3, STRATEGIES[strategy], {"patience": 100}, env=env))
     best = min(ended[0].history, key=lambda epoch: ended[0].history[epoch]["loss"])
-    (owner,) = [one.owner for one in entries_of(log, Validated) if one.epoch == best]
+    (owner,) = [one.owner for one in entries_of(log, ValidationFinished) if one.epoch == best]
     evaluated_it = {one.worker for one in entries_of(log, PartEvaluated) if one.epoch == best}
     assert evaluated_it <= {rank for rank, one in enumerate(ended) if one.best is not None}
     assert all(same(one.best, ended[owner].ends[best]) for one in ended if one.best is not None)
@@ -588,8 +588,8 @@ def comes_to_the_end_last(rank, say, log):
     with offbeat.join(model, optimizer, SSP(s=2)) as session:
         train_epoch(model, optimizer, session)
         if rank == 2:
-            wait_until(lambda: bool(entries_of(log, Validated)), "an epoch that is over")
-        session.validate(evaluate, VALIDATION, monitor=offbeat.Monitor("loss"))
+            wait_until(lambda: bool(entries_of(log, ValidationFinished)), "an epoch that is over")
+        session.validate(evaluate, VALIDATION, monitor=offbeat.EarlyStopping("loss"))
     try:
         session.validator.best_state_dict()
     except OffbeatError as error:
@@ -600,7 +600,7 @@ def comes_to_the_end_last(rank, say, log):
 def test_who_has_another_snapshot_than_the_best_says_who_has_that(tmp_path):
     log = tmp_path / "log"
     *_, late = values(run(comes_to_the_end_last, 3, log, env={"OFFBEAT_RUN_LOG": str(log)}))
-    (owner,) = [one.owner for one in entries_of(log, Validated)]
+    (owner,) = [one.owner for one in entries_of(log, ValidationFinished)]
     assert late[0] is False
     assert late[1].startswith(f"the best snapshot is worker {owner}'s, and this is worker 2")
 
@@ -765,7 +765,7 @@ def test_alone_a_worker_validates_as_without_a_job_also_not_every_epoch():
 def test_alone_a_monitor_ends_the_epochs():
     model = Counting()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = offbeat.Monitor("loss", patience=2)
+    monitor = offbeat.EarlyStopping("loss", patience=2)
     with offbeat.join(model, optimizer, AllReduce()) as session:
         for _ in session.epochs(len(LOSSES)):
             model.epochs += 1

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 import offbeat
 from cluster import run, values
 from offbeat.errors import OffbeatError
-from offbeat.runtime.training.checks import describe
-from offbeat.runtime.training.trained import Trained
+from offbeat.runtime.training.checks import describe_training
+from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies import ASP, SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
 from runlogs import groups_of
 from test_groups import compute
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_another_number_of_optimizers_is_refused():
 def test_workers_are_described_by_names_whatever_the_order_within_groups():
     def described(*groups):
         model, optimizer = in_groups(*groups)
-        return describe(Trained(model, [optimizer]))
+        return describe_training(TrainingState(model, [optimizer]))
 
     assert described(NAMES[:2], NAMES[2:]) == described(NAMES[1::-1], NAMES[:1:-1])
     assert described(NAMES[:2], NAMES[2:]) != described(NAMES[2:], NAMES[:2])

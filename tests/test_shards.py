@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from offbeat.events import (
     Action,
-    GroupViewed,
+    AssignTask,
     NodeLeft,
     NodeLost,
     PassesEnded,
-    ProgressWanted,
+    ProgressRequested,
     TaskDone,
-    TaskIssued,
-    TaskWanted,
+    TaskRequested,
     TauSet,
     Tick,
-    WorkerJoins,
-    WorkerLeaves,
-    WorkerRefused,
+    WorkerGroupJoined,
+    WorkerGroupLeft,
+    WorkerGroupRejected,
+    WorkerGroupView,
 )
-from offbeat.policies.ps.shard_scheduler import POLICIES, SHARDS_MAX
+from offbeat.policies.ps.shard_scheduler import LOSS_POLICIES, SHARDS_MAX
 from offbeat.policies.ps.worker_groups import WorkerGroups
 
 PATIENCE_S = 10.0
@@ -45,7 +45,7 @@ class Group:
 
     def join(self, client: int) -> list[Action]:
         return self._hear(
-            WorkerJoins,
+            WorkerGroupJoined,
             client,
             shards=self.shards,
             on_loss=self.on_loss,
@@ -53,10 +53,10 @@ class Group:
         )
 
     def leave(self, client: int) -> list[Action]:
-        return self._hear(WorkerLeaves, client)
+        return self._hear(WorkerGroupLeft, client)
 
     def want(self, client: int, passes: int = 100, shards_max: int = 1) -> list[Action]:
-        return self._hear(TaskWanted, client, passes=passes, shards_max=shards_max)
+        return self._hear(TaskRequested, client, passes=passes, shards_max=shards_max)
 
     def done(self, client: int, task: int) -> list[Action]:
         return self._hear(TaskDone, client, task=task)
@@ -65,23 +65,23 @@ class Group:
         return self._hear(TauSet, client, tau=tau)
 
     def lose(self, client: int) -> list[Action]:
-        return self.groups.part(NodeLost(now_s=self.now_s, node=name(client), cause="it was silent"))
+        return self.groups.on_node_gone(NodeLost(now_s=self.now_s, node=name(client), cause="it was silent"))
 
     def quit(self, client: int) -> list[Action]:
-        return self.groups.part(NodeLeft(now_s=self.now_s, node=name(client)))
+        return self.groups.on_node_gone(NodeLeft(now_s=self.now_s, node=name(client)))
 
     def tick(self, after_s: float) -> list[Action]:
         self.now_s += after_s
-        return self.groups.tick(Tick(now_s=self.now_s))
+        return self.groups.on_tick(Tick(now_s=self.now_s))
 
-    def task(self, client: int, **options: int) -> TaskIssued:
+    def task(self, client: int, **options: int) -> AssignTask:
         """The task that a worker gets which asks for one."""
         (task,) = self.want(client, **options)
-        assert isinstance(task, TaskIssued)
+        assert isinstance(task, AssignTask)
         assert task.node == name(client)
         return task
 
-    def work(self, client: int, **options: int) -> TaskIssued:
+    def work(self, client: int, **options: int) -> AssignTask:
         """The same, and it is done."""
         task = self.task(client, **options)
         self.done(client, task.task)
@@ -92,14 +92,14 @@ class Group:
         return self.groups._groups["g"]
 
     @property
-    def view(self) -> GroupViewed:
+    def view(self) -> WorkerGroupView:
         return self.scheduler.view("", "r")
 
     def owned(self) -> dict[int, list[int]]:
         return {int(one.node[7:]): spread(one.shards) for one in self.view.workers}
 
     def _hear(self, kind: type, client: int, **fields: Any) -> list[Action]:
-        return self.groups.hear(kind(now_s=self.now_s, node=name(client), group="g", **fields))
+        return self.groups.on_event(kind(now_s=self.now_s, node=name(client), group="g", **fields))
 
 
 def name(client: int) -> str:
@@ -110,9 +110,9 @@ def spread(ranges: tuple[tuple[int, int], ...]) -> list[int]:
     return [shard for first, last in ranges for shard in range(first, last + 1)]
 
 
-def viewed(actions: list[Action]) -> GroupViewed:
+def viewed(actions: list[Action]) -> WorkerGroupView:
     """The one view among what was said, which is for everybody."""
-    (found,) = [action for action in actions if isinstance(action, GroupViewed)]
+    (found,) = [action for action in actions if isinstance(action, WorkerGroupView)]
     assert found.node == ""
     return found
 
@@ -151,19 +151,19 @@ def test_a_shard_in_a_task_moves_when_that_is_done():
 
 
 def test_who_leaves_hands_its_shards_to_the_others_whatever_the_policy():
-    for on_loss in POLICIES:
+    for on_loss in LOSS_POLICIES:
         for goes in (Group.leave, Group.quit):
             group = Group(6, on_loss, 0, 1, 2)
             goes(group, 2)
             assert group.owned() == {0: [0, 1, 2], 1: [3, 4, 5]}
-            assert group.view.lost == group.view.waiting == ()
+            assert group.view.lost == group.view.unassigned == ()
 
 
 def test_who_leaves_hears_of_a_group_without_it():
     group = Group(6, "replace", 0, 1)
     everybody, answer = group.leave(1)
     assert [one.node for one in viewed([everybody]).workers] == ["client-0"]
-    assert isinstance(answer, GroupViewed)
+    assert isinstance(answer, WorkerGroupView)
     assert answer.node == "client-1"
     (again,) = group.leave(1)
     assert again == answer
@@ -177,7 +177,7 @@ def test_a_worker_without_shards_takes_over_what_somebody_left():
 
 
 def test_when_all_are_gone_whoever_comes_goes_on_where_they_were():
-    for on_loss in POLICIES:
+    for on_loss in LOSS_POLICIES:
         group = Group(3, on_loss, 0)
         group.work(0, shards_max=3)
         group.work(0, shards_max=2)
@@ -197,7 +197,7 @@ def test_a_lost_workers_shards_wait_for_a_newcomer_who_takes_over_all_of_them():
     group = Group(9, "replace", 0, 1, 2)
     before = group.owned()
     view = viewed(group.lose(1))
-    assert spread(view.waiting) == before[1]
+    assert spread(view.unassigned) == before[1]
     assert view.reason == "client-1 was lost: it was silent"
     viewed(group.join(3))
     assert group.owned() == {0: before[0], 2: before[2], 3: before[1]}
@@ -219,7 +219,7 @@ def test_after_its_patience_the_others_share_what_waits():
     group.lose(1)
     assert group.tick(PATIENCE_S - 0.25) == []
     view = viewed(group.tick(0.25))
-    assert view.waiting == ()
+    assert view.unassigned == ()
     assert view.reason == "no worker has joined for 10 s"
     assert sorted(map(len, group.owned().values())) == [4, 5]
 
@@ -228,7 +228,7 @@ def test_without_the_lost_data_the_others_go_on_and_a_newcomer_begins_where_they
     group = Group(4, "continue", 0, 1)
     group.set_tau(0, 0)
     view = viewed(group.lose(1))
-    assert (view.lost, view.waiting) == (((2, 3),), ())
+    assert (view.lost, view.unassigned) == (((2, 3),), ())
     assert group.tick(1e9) == []
     for pass_number in range(3):
         assert group.work(0, shards_max=4).pass_number == pass_number
@@ -265,14 +265,14 @@ def test_who_keeps_another_one_waiting_for_too_long_and_has_done_least_is_droppe
     group = late()
     assert group.tick(PATIENCE_S - 0.25) == []
     refused, view, *_ = group.tick(0.25)
-    assert isinstance(refused, WorkerRefused)
+    assert isinstance(refused, WorkerGroupRejected)
     assert refused.node == "client-1"
     assert refused.reason == "client-1 was dropped: it kept client-0 waiting for 10 s"
-    assert isinstance(view, GroupViewed)
+    assert isinstance(view, WorkerGroupView)
     assert [one.node for one in view.workers] == ["client-0", "client-2"]
-    assert view.waiting == view.lost == ()
+    assert view.unassigned == view.lost == ()
     (refused,) = group.done(1, 1)
-    assert isinstance(refused, WorkerRefused)
+    assert isinstance(refused, WorkerGroupRejected)
 
 
 def test_nobody_else_is_dropped_for_as_long_again():
@@ -330,7 +330,7 @@ def test_a_worker_may_have_several_tasks():
     assert found == [(0,), (1,), (2,)]
     assert group.want(0) == []
     (answer,) = group.done(0, 1)
-    assert isinstance(answer, TaskIssued)
+    assert isinstance(answer, AssignTask)
     assert (answer.pass_number, answer.shards) == (1, (1,))
 
 
@@ -342,7 +342,7 @@ def test_a_pass_begins_when_every_shard_has_been_through_all_but_tau_before_it(t
         assert group.work(0).pass_number == pass_number
     assert group.want(0) == []
     (answer,) = group.done(1, group.task(1).task)
-    assert isinstance(answer, TaskIssued)
+    assert isinstance(answer, AssignTask)
     assert (answer.node, answer.pass_number) == ("client-0", tau + 1)
 
 
@@ -352,9 +352,9 @@ def test_another_tau_is_everybodys_and_may_let_somebody_begin():
     group.work(0)
     group.want(0)
     view, task = group.set_tau(1, None)
-    assert isinstance(view, GroupViewed)
+    assert isinstance(view, WorkerGroupView)
     assert (view.node, view.tau) == ("", None)
-    assert isinstance(task, TaskIssued)
+    assert isinstance(task, AssignTask)
     assert (task.node, task.pass_number) == ("client-0", 1)
 
 
@@ -371,10 +371,10 @@ def test_who_asks_is_told_who_is_how_far():
     group = Group(4, "replace", 0, 1)
     group.work(0, shards_max=2)
     group.work(0)
-    (view,) = group._hear(ProgressWanted, 1)
-    assert isinstance(view, GroupViewed)
+    (view,) = group._hear(ProgressRequested, 1)
+    assert isinstance(view, WorkerGroupView)
     assert view.node == "client-1"
-    assert [(one.node, one.passes, one.done) for one in view.workers] == [
+    assert [(one.node, one.passes, one.shard_passes_done) for one in view.workers] == [
         ("client-0", 1, 3),
         ("client-1", 0, 0),
     ]
@@ -384,13 +384,13 @@ def test_who_asks_is_told_who_is_how_far():
 # What cannot be
 
 
-def joins(client: int, group: str = "g", **different: Any) -> WorkerJoins:
+def joins(client: int, group: str = "g", **different: Any) -> WorkerGroupJoined:
     fields = {"shards": 4, "on_loss": "replace", "patience_s": PATIENCE_S} | different
-    return WorkerJoins(now_s=0.0, node=name(client), group=group, **fields)
+    return WorkerGroupJoined(now_s=0.0, node=name(client), group=group, **fields)
 
 
-def wants(client: int, group: str = "g", shards_max: int = 1) -> TaskWanted:
-    return TaskWanted(now_s=0.0, node=name(client), group=group, passes=1, shards_max=shards_max)
+def wants(client: int, group: str = "g", shards_max: int = 1) -> TaskRequested:
+    return TaskRequested(now_s=0.0, node=name(client), group=group, passes_max=1, shards_max=shards_max)
 
 
 def reports(client: int, task: int) -> TaskDone:
@@ -414,7 +414,7 @@ def reports(client: int, task: int) -> TaskDone:
         (reports(1, 2**63 - 1), "tasks of client-1, got task 9223372036854775807"),
         (reports(7, 0), "expected a member of the group g"),
         (TauSet(now_s=0.0, node="client-7", group="g", tau=0), "expected a member of the group g"),
-        (ProgressWanted(now_s=0.0, node="client-0", group="h"), "expected a member of the group h"),
+        (ProgressRequested(now_s=0.0, node="client-0", group="h"), "expected a member of the group h"),
     ],
 )
 def test_what_cannot_be_is_told_to_whoever_said_it_and_changes_nothing(said, why):
@@ -422,8 +422,8 @@ def test_what_cannot_be_is_told_to_whoever_said_it_and_changes_nothing(said, why
     group.task(0)
     group.task(1)
     before = group.groups.state_dict()
-    (refused,) = group.groups.hear(said)
-    assert isinstance(refused, WorkerRefused)
+    (refused,) = group.groups.on_event(said)
+    assert isinstance(refused, WorkerGroupRejected)
     assert (refused.node, refused.group) == (said.node, said.group)
     assert re.search(why, refused.reason)
     assert group.groups.state_dict() == before
@@ -433,8 +433,8 @@ def test_a_task_is_reported_once():
     group = Group(4, "replace", 0)
     task = group.work(0)
     (refused,) = group.done(0, task.task)
-    assert isinstance(refused, WorkerRefused)
-    assert group.view.workers[0].done == 1
+    assert isinstance(refused, WorkerGroupRejected)
+    assert group.view.workers[0].shard_passes_done == 1
 
 
 def test_huge_numbers_are_numbers():
@@ -465,7 +465,7 @@ class History:
 
     def __init__(self, shards: int, on_loss: str) -> None:
         self.group = Group(shards, on_loss, *range(3))
-        self.tasks: dict[tuple[int, int], TaskIssued] = {}  # not reported, by worker and number
+        self.tasks: dict[tuple[int, int], AssignTask] = {}  # not reported, by worker and number
         self.counted: set[tuple[int, int]] = set()
 
     def step(self, what: str, *arguments: Any) -> list[Action]:
@@ -482,13 +482,13 @@ class History:
         group.now_s -= arguments[0] if what == "tick" else 0
         assert getattr(group, what)(*arguments) == said
         assert again.state_dict() == known.state_dict()
-        if what == "done" and not any(isinstance(one, WorkerRefused) for one in said):
+        if what == "done" and not any(isinstance(one, WorkerGroupRejected) for one in said):
             self._count(self.tasks.pop(arguments))
         self._hear(said)
         self._check(before, passes)
         return said
 
-    def _count(self, task: TaskIssued) -> None:
+    def _count(self, task: AssignTask) -> None:
         pairs = {(task.pass_number, shard) for shard in task.shards}
         assert not pairs & self.counted
         self.counted |= pairs
@@ -498,7 +498,7 @@ class History:
         self.tasks = {key: task for key, task in self.tasks.items() if key[0] in owned}
         for one in said:
             assert one.reason  # type: ignore[union-attr]
-            if isinstance(one, TaskIssued):
+            if isinstance(one, AssignTask):
                 client = int(one.node[7:])
                 busy = [shard for task in self.tasks.values() for shard in task.shards]
                 assert one.shards
@@ -510,7 +510,7 @@ class History:
     def _check(self, before: dict[int, list[int]], passes: int) -> None:
         group, view, owned = self.group, self.group.view, self.group.owned()
         held = Counter(
-            [*spread(view.waiting), *spread(view.lost), *(s for some in owned.values() for s in some)]
+            [*spread(view.unassigned), *spread(view.lost), *(s for some in owned.values() for s in some)]
         )
         assert held == Counter(range(group.shards))
         assert view.passes >= passes or not owned or group.on_loss == "continue"
@@ -520,7 +520,7 @@ class History:
             assert through <= set(range(gone[shard]))
             assert group.on_loss == "continue" or len(through) == gone[shard]
         self._check_moves(before, owned)
-        for node, (most, _, _) in group.scheduler._wants.items():
+        for node, (most, _, _) in group.scheduler._task_requests.items():
             client = int(node[7:])
             busy = {shard for key, task in self.tasks.items() for shard in task.shards if key[0] == client}
             idle = [gone[shard] for shard in owned[client] if shard not in busy]
@@ -541,7 +541,7 @@ class History:
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.integers(1, 9), st.sampled_from(POLICIES), st.lists(steps, max_size=60))
+@given(st.integers(1, 9), st.sampled_from(LOSS_POLICIES), st.lists(steps, max_size=60))
 def test_whatever_happens_every_shard_is_somewhere_and_every_pass_over_it_counts_once(
     shards, on_loss, history
 ):
@@ -551,7 +551,7 @@ def test_whatever_happens_every_shard_is_somewhere_and_every_pass_over_it_counts
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 9), st.sampled_from(POLICIES), st.lists(steps, max_size=60))
+@given(st.integers(1, 9), st.sampled_from(LOSS_POLICIES), st.lists(steps, max_size=60))
 def test_whatever_has_happened_those_who_are_there_come_to_the_end(shards, on_loss, history):
     passes = 6
     one = History(shards, on_loss)

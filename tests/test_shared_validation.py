@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     EvaluatePart,
     Finished,
     Joined,
     Left,
-    LendSnapshot,
     Lost,
     MergeStates,
     PartEvaluated,
+    RolledBack,
+    SendSnapshot,
     SnapshotTaken,
     StatesMerged,
-    Stop,
     Tick,
-    Validated,
-    Validating,
-    WentBack,
+    ValidationFinished,
+    ValidationStarted,
 )
 from offbeat.policies.validation.shared_schedule import BACKUP_FACTOR, PARTS_PER_EVALUATOR, SharedValidation
 
@@ -39,9 +39,9 @@ def joined(worker, now_s=0.0):
         worker=worker,
         world=3,
         peer=f"worker-{worker}",
-        place="here",
+        location="here",
         addresses=(),
-        model=(),
+        model_signature=(),
         strategy="bsp",
     )
 
@@ -55,8 +55,8 @@ def taken(worker, epoch=0, now_s=0.0, digest="same", is_current=True, samples=10
         is_current=is_current,
         samples=samples,
         evaluators=evaluators,
-        deadline_s=DEADLINE_S,
-        terms=terms,
+        part_deadline_s=DEADLINE_S,
+        decision_rule=terms,
     )
 
 
@@ -119,7 +119,7 @@ def of(kind, actions):
 
 def test_each_evaluates_its_share_and_all_hear_the_mean():
     policy, actions = started(3, taken(0), taken(1), taken(2))
-    assert not of(LendSnapshot, actions)
+    assert not of(SendSnapshot, actions)
     parts = of(EvaluatePart, actions)
     assert [part.worker for part in parts] == [0, 1, 2]
     done, over = [], []
@@ -128,7 +128,7 @@ def test_each_evaluates_its_share_and_all_hear_the_mean():
         done.append(part)
         answers = policy.handle(evaluated(part))
         parts += of(EvaluatePart, answers)
-        over += of(Validated, answers)
+        over += of(ValidationFinished, answers)
     assert len(done) == 3 * PARTS_PER_EVALUATOR
     assert sorted(position for part in done for position in range(part.start, part.stop)) == list(range(100))
     assert len(over) == 1
@@ -180,12 +180,12 @@ def test_older_epochs_are_evaluated_first():
 
 def test_who_has_another_snapshot_is_lent_the_one_that_is_evaluated_once():
     policy, actions = started(2, taken(0, digest="mine"), taken(1, digest="yours"))
-    (loan,) = of(LendSnapshot, actions)
-    assert (loan.worker, loan.borrower, loan.digest) == (0, 1, "mine")
+    (loan,) = of(SendSnapshot, actions)
+    assert (loan.worker, loan.receiver, loan.digest) == (0, 1, "mine")
     parts = of(EvaluatePart, actions)
     assert {part.digest for part in parts} == {"mine"}
     more = policy.handle(evaluated(next(part for part in parts if part.worker == 1)))
-    assert not of(LendSnapshot, more)
+    assert not of(SendSnapshot, more)
 
 
 def test_a_worker_that_is_left_out_helps_but_its_snapshot_is_not_the_one():
@@ -213,9 +213,9 @@ def test_others_go_on_where_the_owner_is_lost():
     policy, actions = started(3, taken(0), taken(1), taken(2, digest="other"))
     answers = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
     parts = [part for part in of(EvaluatePart, [*actions, *answers]) if part.worker != 0]
-    (loan,) = of(LendSnapshot, answers)
-    assert (loan.worker, loan.borrower) == (1, 2)
-    assert finish(policy, parts).owner == 1
+    (loan,) = of(SendSnapshot, answers)
+    assert (loan.worker, loan.receiver) == (1, 2)
+    assert finish(policy, parts).snapshot_owner == 1
 
 
 def test_without_anybody_who_has_it_another_snapshot_is_evaluated_from_the_beginning():
@@ -233,8 +233,8 @@ def test_without_anybody_who_has_it_another_snapshot_is_evaluated_from_the_begin
 def test_where_nobody_has_a_snapshot_of_its_own_left_there_are_no_metrics():
     policy, _ = started(2, taken(0, digest="a"), taken(1, digest="b"))  # which worker 1 may have overwritten
     (over,) = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
-    assert isinstance(over, Validated)
-    assert over.owner is None
+    assert isinstance(over, ValidationFinished)
+    assert over.snapshot_owner is None
     assert "no worker is left that has the snapshot" in over.reason
 
 
@@ -272,7 +272,7 @@ def test_a_result_that_comes_after_the_owner_has_gone_is_of_the_samples_it_says(
 
 def finish(policy, parts):
     """Has all parts evaluated; returns what the epoch came to."""
-    (over,) = of(Validated, answers_to_all(policy, parts, evaluated))
+    (over,) = of(ValidationFinished, answers_to_all(policy, parts, evaluated))
     return over
 
 
@@ -316,7 +316,7 @@ def test_merging_that_never_ends_ends_the_job_and_names_the_worker():
     answers_to_all(policy, of(EvaluatePart, actions), with_state)
     assert policy.handle(Tick(now_s=DEADLINE_S)) == []
     (stop,) = policy.handle(Tick(now_s=DEADLINE_S + 2))
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, AbortJob)
     assert stop.worker == 0
     assert stop.reason.startswith("worker 0 did not merge the metrics of epoch 0 within 100 s")
 
@@ -347,7 +347,7 @@ def test_a_newcomer_hears_what_earlier_epochs_came_to():
     policy.handle(taken(1, epoch=1))
     told, under_way = policy.handle(joined(7))
     assert (told.worker, told.epoch, told.means) == (7, 0, over.means)
-    assert isinstance(under_way, Validating)
+    assert isinstance(under_way, ValidationStarted)
     assert (under_way.worker, under_way.epoch) == (7, 1)
 
 
@@ -355,11 +355,13 @@ def test_epochs_after_the_one_that_training_goes_back_to_are_over_without_metric
     policy, actions = started(2, taken(0), taken(0, epoch=1), taken(0, epoch=2))
     late = of(EvaluatePart, actions)[0]
     for one in (0, 1):
-        answers = policy.handle(WentBack(now_s=1.0, worker=one, epoch=0))
+        answers = policy.handle(RolledBack(now_s=1.0, worker=one, epoch=0))
         dropped = [] if one else [1, 2]
-        assert [(over.epoch, over.owner) for over in of(Validated, answers)] == [(at, None) for at in dropped]
+        assert [(over.epoch, over.snapshot_owner) for over in of(ValidationFinished, answers)] == [
+            (at, None) for at in dropped
+        ]
     assert policy.handle(taken(1, epoch=1)) == []
-    assert not of(Stop, policy.handle(Tick(now_s=DEADLINE_S / 2)))
+    assert not of(AbortJob, policy.handle(Tick(now_s=DEADLINE_S / 2)))
     policy.handle(evaluated(late))
     assert policy.handle(replace(evaluated(late), epoch=2)) == []
 
@@ -380,7 +382,7 @@ def test_a_part_that_takes_long_is_given_to_a_second_worker_and_the_first_result
     assert parts, "nobody else was given the part"
     assert parts[0].worker == 0
     assert now_s > BACKUP_FACTOR
-    over = of(Validated, policy.handle(evaluated(parts[0], now_s + 1)))
+    over = of(ValidationFinished, policy.handle(evaluated(parts[0], now_s + 1)))
     assert is_of_one_snapshot(over[0])
     assert policy.handle(evaluated(stuck, now_s + 2)) == []
 
@@ -400,7 +402,7 @@ def test_a_part_that_is_never_evaluated_ends_the_job_and_names_the_worker():
     policy, _ = started(2, taken(1))
     assert policy.handle(Tick(now_s=DEADLINE_S)) == []
     (stop,) = policy.handle(Tick(now_s=DEADLINE_S + 1))
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, AbortJob)
     assert stop.worker == 1
     assert stop.reason.startswith("worker 1 did not evaluate part 0 of epoch 0 within 100 s")
     assert policy.handle(Tick(now_s=DEADLINE_S + 2)) == []
@@ -472,21 +474,21 @@ class World:
                 self.asked[key] = [*(self.asked[key] if action.part else []), action]
                 if len(self.asked[key]) == action.parts:
                     self.results.append(action)
-            case LendSnapshot() if {action.worker, action.borrower} <= self.alive:
+            case SendSnapshot() if {action.worker, action.receiver} <= self.alive:
                 key = (action.worker, action.epoch)
                 assert self.digests[key] == action.digest, "it lends what it does not have"
-                borrowed = (action.borrower, action.epoch)
+                borrowed = (action.receiver, action.epoch)
                 if self.chance.random() < 0.9:  # else it dies before all is sent
                     self.digests[borrowed] = action.digest
                 else:
                     if self.digests[borrowed] != action.digest:  # the same over the same changes nothing
                         self.digests[borrowed] = "garbage"
                     self.dying.add(action.worker)
-            case Validated() if action.worker is None:
+            case ValidationFinished() if action.worker is None:
                 assert action.epoch not in self.over, "an epoch ends twice"
                 self.over[action.epoch] = action
-                assert action.owner is None or is_of_one_snapshot(action, is_merged=self.merges)
-            case Validated():
+                assert action.snapshot_owner is None or is_of_one_snapshot(action, is_merged=self.merges)
+            case ValidationFinished():
                 assert action.epoch in self.over
 
     def step(self):

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.events import Block, Deal, Left, Ready, Stop
+from offbeat.events import AbortJob, AssignBlocks, Block, Left, Ready
 from offbeat.policies import Policy
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.membership.lockstep import Lockstep
 from offbeat.policies.membership.partial_groups import PartialGroups
-from offbeat.policies.stragglers.injection import parse as rule
+from offbeat.policies.stragglers.injection import parse_slow_rule as rule
 from offbeat.simulator.core import faults, times
 from offbeat.simulator.core.engine import Engine
-from offbeat.simulator.core.network import Network
-from offbeat.simulator.core.times import Constant, Jittered, Recorded
+from offbeat.simulator.core.network import NetworkCosts
+from offbeat.simulator.core.times import ConstantTimes, JitteredTimes, RecordedTimes
 from offbeat.simulator.training import campaign
-from offbeat.simulator.training.cluster import Cluster, Setting, ViolationError
-from offbeat.simulator.training.replicas import History, LeastSquares, Uses
-from offbeat.simulator.training.sample_loop import Samples
+from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting, ViolationError
+from offbeat.simulator.training.replicas import HistoryProblem, LeastSquaresProblem, SampleTrackingProblem
+from offbeat.simulator.training.sample_loop import SampleSetting
 
 
 def lockstep(world: int) -> Callable[[], list[Policy]]:
@@ -33,11 +33,11 @@ def lockstep(world: int) -> Callable[[], list[Policy]]:
 
 
 def partial(world: int, **arguments: Any) -> Callable[[], list[Policy]]:
-    return lambda: [Assembly(world, is_open=True), PartialGroups(world, **arguments)]
+    return lambda: [Assembly(world, accepts_late_joiners=True), PartialGroups(world, **arguments)]
 
 
-def run(setting: Setting, build: Callable[[], list[Policy]], **more: Any) -> Cluster:
-    cluster = Cluster(setting, build, keeps_log=True, **more)
+def run(setting: SimulationSetting, build: Callable[[], list[Policy]], **more: Any) -> SimulatedCluster:
+    cluster = SimulatedCluster(setting, build, keeps_log=True, **more)
     cluster.run()
     return cluster
 
@@ -55,7 +55,7 @@ def test_calls_come_in_the_order_of_their_times_and_of_asking_where_equal(asked)
     def ask(at_s: float, later: list[float]) -> None:
         nonlocal number
         number += 1
-        engine.at(at_s, call, (at_s, number, later))
+        engine.schedule(at_s, call, (at_s, number, later))
 
     def call(one: tuple[float, int, list[float]]) -> None:
         at_s, mine, later = one
@@ -74,8 +74,8 @@ def test_calls_come_in_the_order_of_their_times_and_of_asking_where_equal(asked)
 def test_what_lies_after_the_end_stays():
     engine = Engine()
     made: list[int] = []
-    engine.at(1.0, made.append, 1)
-    engine.at(3.0, made.append, 3)
+    engine.schedule(1.0, made.append, 1)
+    engine.schedule(3.0, made.append, 3)
     engine.run(2.0)
     assert (made, engine.now_s) == ([1], 2.0)
     engine.run()
@@ -87,14 +87,14 @@ def test_what_lies_after_the_end_stays():
 
 @pytest.mark.parametrize("name", ["constant", "jittered", "drifting", "heavy"])
 def test_models_have_the_mean_that_they_are_given(name):
-    model = times.parse(f"{name}:mean_s=0.2")
+    model = times.parse_times(f"{name}:mean_s=0.2")
     drawn = np.concatenate([model.draw(w, np.random.default_rng(w), 2000, 0) for w in range(50)])
     assert drawn.min() > 0
     assert drawn.mean() == pytest.approx(0.2, rel=0.05)
 
 
 def test_bursts_are_as_long_as_said():
-    drawn = times.parse("bursty:deviation=0.001,factor=5,length=20,period=200").draw(
+    drawn = times.parse_times("bursty:deviation=0.001,factor=5,length=20,period=200").draw(
         0, np.random.default_rng(1), 4000, 0
     )
     slow = drawn > 0.3
@@ -104,19 +104,21 @@ def test_bursts_are_as_long_as_said():
 
 
 def test_bursts_that_overlap_are_one_burst():
-    model = times.parse("bursty:deviation=0.001,factor=5,length=20,period=20")
+    model = times.parse_times("bursty:deviation=0.001,factor=5,length=20,period=20")
     drawn = model.draw(0, np.random.default_rng(1), 4000, 0)
     assert 0.3 < drawn.max() < 0.6
 
 
 def test_recorded_times_are_repeated_in_their_order():
-    model = Recorded(times_s=((1.0, 2.0, 3.0), (5.0,)))
-    watch = times.Stopwatch(model, 2, seed=0, slowness=None)
+    model = RecordedTimes(times_s=((1.0, 2.0, 3.0), (5.0,)))
+    watch = times.ComputeTimeSource(model, 2, seed=0, slowness=None)
     assert [watch.next_s(0, 0, 10, 0) for _ in range(300)] == [1.0, 2.0, 3.0] * 100
 
 
 def test_a_worker_s_times_do_not_depend_on_the_others():
-    one, same, other = (times.Stopwatch(Jittered(), worker, seed=3, slowness=None) for worker in (1, 1, 2))
+    one, same, other = (
+        times.ComputeTimeSource(JitteredTimes(), worker, seed=3, slowness=None) for worker in (1, 1, 2)
+    )
     first = [one.next_s(0, 0, 10, 0) for _ in range(5)]
     assert first == [same.next_s(0, 0, 10, 0) for _ in range(5)]
     assert first != [other.next_s(0, 0, 10, 0) for _ in range(5)]
@@ -127,7 +129,7 @@ def test_a_worker_s_times_do_not_depend_on_the_others():
 )
 def test_a_bad_model_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match="model of compute time") as caught:
-        times.parse(text)
+        times.parse_times(text)
     assert "\n" not in str(caught.value)
 
 
@@ -147,7 +149,7 @@ def test_a_bad_model_is_refused_in_one_line(text):
     ],
 )
 def test_a_fault_is_spelled_as_it_is_read(text):
-    assert faults.spell(faults.parse(text)) == text
+    assert faults.format_fault(faults.parse_fault(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -169,25 +171,25 @@ def test_a_fault_is_spelled_as_it_is_read(text):
 )
 def test_a_bad_fault_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match="not understood"):
-        faults.parse(text)
+        faults.parse_fault(text)
 
 
 def test_faults_of_nobody_are_refused():
     with pytest.raises(ValueError, match="no worker 4"):
-        Setting(world=4, steps=1, faults=(faults.parse("die:4@1"),))
+        SimulationSetting(world=4, steps=1, faults=(faults.parse_fault("die:4@1"),))
     with pytest.raises(ValueError, match="there already"):
-        Setting(world=4, steps=1, faults=(faults.parse("join:3@1"),))
+        SimulationSetting(world=4, steps=1, faults=(faults.parse_fault("join:3@1"),))
 
 
 def test_a_cut_from_servers_is_refused_where_there_are_none():
-    setting = Setting(world=4, steps=1, faults=(faults.parse("cut:1-s@1+1"),))
+    setting = SimulationSetting(world=4, steps=1, faults=(faults.parse_fault("cut:1-s@1+1"),))
     with pytest.raises(ValueError, match=r"cut:1-s@1\.0.*there are no servers under this strategy"):
-        Cluster(setting, list)
+        SimulatedCluster(setting, list)
 
 
 def test_a_ring_costs_what_the_formula_says():
     """2 (m - 1) alpha + 2 (m - 1) / m n / beta."""
-    network = Network(latency_s=0.001, bytes_per_s=1000.0)
+    network = NetworkCosts(latency_s=0.001, bytes_per_s=1000.0)
     assert network.all_reduce_s(4000, 4) == pytest.approx(6 * 0.001 + 1.5 * 4.0)
     assert network.all_reduce_s(4000, 1) == 0
 
@@ -196,9 +198,14 @@ def test_a_ring_costs_what_the_formula_says():
 
 
 def test_in_lockstep_a_run_takes_as_long_as_the_slowest_and_the_exchanges():
-    network = Network(latency_s=1e-3, bytes_per_s=1e6, spread=0.0)
-    setting = Setting(
-        world=4, steps=50, times=Constant(mean_s=0.1), slow=(rule("1:5"),), network=network, size_bytes=10_000
+    network = NetworkCosts(latency_s=1e-3, bytes_per_s=1e6, spread=0.0)
+    setting = SimulationSetting(
+        world=4,
+        steps=50,
+        times=ConstantTimes(mean_s=0.1),
+        slow=(rule("1:5"),),
+        network=network,
+        size_bytes=10_000,
     )
     cluster = run(setting, lockstep(4))
     assert cluster.stopped is None
@@ -207,7 +214,9 @@ def test_in_lockstep_a_run_takes_as_long_as_the_slowest_and_the_exchanges():
 
 
 def test_partial_leaves_a_straggler_out_and_costs_what_the_rest_take():
-    setting = Setting(world=4, steps=200, times=Constant(mean_s=0.1), slow=(rule("1:5"),), size_bytes=0)
+    setting = SimulationSetting(
+        world=4, steps=200, times=ConstantTimes(mean_s=0.1), slow=(rule("1:5"),), size_bytes=0
+    )
     cluster = run(setting, partial(4))
     assert cluster.stopped is None
     assert [group.members for _, group in cluster.groups][:2] == [(0, 1, 2, 3), (0, 2, 3)]
@@ -217,20 +226,24 @@ def test_partial_leaves_a_straggler_out_and_costs_what_the_rest_take():
 
 
 def test_the_same_seed_gives_the_same_run_to_the_last_event():
-    setting = Setting(
-        world=5, until_s=6.0, times=Jittered(mean_s=0.05), faults=(faults.parse("die:2@1.0"),), seed=7
+    setting = SimulationSetting(
+        world=5,
+        until_s=6.0,
+        times=JitteredTimes(mean_s=0.05),
+        faults=(faults.parse_fault("die:2@1.0"),),
+        seed=7,
     )
     one, other = run(setting, partial(5)), run(setting, partial(5))
     assert one.log == other.log
     assert len(one.log) > 200
 
 
-def everything(cluster: Cluster) -> list[Any]:
+def everything(cluster: SimulatedCluster) -> list[Any]:
     """All that a run has come to, each worker's replica and place included."""
     facts = [cluster.log, cluster.groups, cluster.chance.getstate(), cluster.progress_s, cluster.engine.now_s]
     for worker, one in sorted(cluster.workers.items()):
         own, follower = dict(vars(one)), vars(one.follower)
-        del own["_busy"]  # a count that means something only to its own calls
+        del own["_computation"]  # a count that means something only to its own calls
         facts += [worker, one.exchange and one.exchange.exchange_id, repr(one.state), repr(one.gradient)]
         facts += [
             value for name, value in sorted(own.items()) if isinstance(value, int | float | str | Ready)
@@ -251,25 +264,25 @@ def test_a_cohort_does_what_its_members_would(seeds):
     """Whatever goes wrong, and whenever: the same events, answers, times and replicas, only sooner."""
     calls = {True: 0, False: 0}
     for seed in seeds:
-        case = campaign.case(seed)
+        case = campaign.draw_case(seed)
         if case.setting.samples is not None:
             continue  # then there are none
         setting = dataclasses.replace(case.setting, rounds_per_step=1, apply_s=0.0)
         runs = []
         for one_by_one in (True, False):
-            problem = LeastSquares(seed) if case.has_gradients else History()
-            cluster = run(setting, case.build, problem=problem, one_by_one=one_by_one)
+            problem = LeastSquaresProblem(seed) if case.has_gradients else HistoryProblem()
+            cluster = run(setting, case.build_policies, problem=problem, one_by_one=one_by_one)
             runs.append(everything(cluster))
-            calls[one_by_one] += cluster.engine.count
+            calls[one_by_one] += cluster.engine.calls_made
         assert runs[0] == runs[1], f"seed {seed}: {case}"
     assert calls[False] < 0.7 * calls[True]
 
 
 def test_to_look_at_workers_changes_nothing():
-    setting = Setting(world=5, until_s=6.0, times=Jittered(mean_s=0.05), slow=(rule("1:4"),))
-    looked = Cluster(setting, partial(5), keeps_log=True)
+    setting = SimulationSetting(world=5, until_s=6.0, times=JitteredTimes(mean_s=0.05), slow=(rule("1:4"),))
+    looked = SimulatedCluster(setting, partial(5), keeps_log=True)
     for at in range(50):
-        looked.engine.at(0.1 * at + 0.003, lambda _: [one.doing for one in looked.workers.values()])
+        looked.engine.schedule(0.1 * at + 0.003, lambda _: [one.activity for one in looked.workers.values()])
     looked.run()
     assert everything(looked) == everything(run(setting, partial(5)))
 
@@ -278,10 +291,10 @@ def test_a_calm_round_costs_as_many_calls_for_many_workers_as_for_few():
     """With more workers, more is asked of the policies; the rest is once for all of them."""
 
     def calls(world: int, steps: int) -> int:
-        setting = Setting(world=world, steps=steps, steps_per_epoch=1000, times=Jittered())
+        setting = SimulationSetting(world=world, steps=steps, steps_per_epoch=1000, times=JitteredTimes())
         cluster = run(setting, partial(world))
         assert sum(isinstance(event, Ready) for event, _ in cluster.log) == steps * world
-        return cluster.engine.count
+        return cluster.engine.calls_made
 
     per_round = {world: (calls(world, 150) - calls(world, 50)) / 100 for world in (4, 400)}
     assert per_round[4] < 5
@@ -297,13 +310,13 @@ def test_a_calm_round_costs_as_many_calls_for_many_workers_as_for_few():
 )
 @pytest.mark.parametrize("batches", [1, 3])
 def test_each_sample_is_in_the_mean_of_one_round_an_epoch(fault, batches):
-    samples = Samples(count=203, batch_size=4, epochs=4, batches_per_round=batches)
-    setting = Setting(
+    samples = SampleSetting(epoch_samples=203, batch_size=4, epochs=4, batches_per_round=batches)
+    setting = SimulationSetting(
         world=4,
         samples=samples,
-        times=Jittered(mean_s=0.05),
+        times=JitteredTimes(mean_s=0.05),
         slow=(rule("3:4@burst=10/30"),),
-        faults=(faults.parse(fault),) if fault else (),
+        faults=(faults.parse_fault(fault),) if fault else (),
         lost_after_s=4.0,
     )
     cluster = run(setting, partial(4, answer_s=0.5, patience_s=0.5, deadline_s=2.0))
@@ -311,26 +324,26 @@ def test_each_sample_is_in_the_mean_of_one_round_an_epoch(fault, batches):
     ended = [one for one in cluster.workers.values() if one.has_left and not one.is_leaving]
     assert len(ended) >= 3
     problem = cluster.problem
-    assert isinstance(problem, Uses)
+    assert isinstance(problem, SampleTrackingProblem)
     every = {(epoch, position): 1 for epoch in range(4) for position in range(203)}
     for one in ended:
-        assert problem.uses(one.state) == every
+        assert problem.sample_uses(one.state) == every
 
 
 def test_without_faults_epochs_take_as_few_rounds_as_they_can():
-    samples = Samples(count=101, batch_size=4, epochs=4)
-    setting = Setting(world=3, samples=samples, times=Constant(mean_s=0.05))
+    samples = SampleSetting(epoch_samples=101, batch_size=4, epochs=4)
+    setting = SimulationSetting(world=3, samples=samples, times=ConstantTimes(mean_s=0.05))
     cluster = run(setting, partial(3))
     assert {one.follower.round for one in cluster.workers.values()} == {4 * 9}
 
 
 def test_loops_that_break_off_use_no_sample_twice_and_end():
-    samples = Samples(count=101, batch_size=4, epochs=5, breaks_off_after=2)
-    setting = Setting(world=3, samples=samples, times=Constant(mean_s=0.05))
+    samples = SampleSetting(epoch_samples=101, batch_size=4, epochs=5, break_after_rounds=2)
+    setting = SimulationSetting(world=3, samples=samples, times=ConstantTimes(mean_s=0.05))
     cluster = run(setting, partial(3))
     assert cluster.is_dismissed
-    assert isinstance(cluster.problem, Uses)
-    uses = cluster.problem.uses(cluster.workers[0].state)
+    assert isinstance(cluster.problem, SampleTrackingProblem)
+    uses = cluster.problem.sample_uses(cluster.workers[0].state)
     assert set(uses.values()) == {1}
     of_epoch = [sum(one[0] == epoch for one in uses) for epoch in range(5)]
     assert of_epoch == [24, 101, 24, 101, 24]
@@ -347,7 +360,7 @@ def test_a_sample_that_is_used_twice_or_never_is_caught():
         def handle(self, event: Any) -> list[Any]:
             return [
                 dataclasses.replace(one, blocks=tuple(map(self.change, one.blocks)))
-                if isinstance(one, Deal)
+                if isinstance(one, AssignBlocks)
                 else one
                 for one in super().handle(event)
             ]
@@ -359,43 +372,47 @@ def test_a_sample_that_is_used_twice_or_never_is_caught():
         def change(self, block: Block) -> Block:
             return dataclasses.replace(block, ranges=()) if block.id == 7 else block
 
-    setting = Setting(world=3, samples=Samples(count=60, batch_size=4, epochs=1))
+    setting = SimulationSetting(world=3, samples=SampleSetting(epoch_samples=60, batch_size=4, epochs=1))
     for policy, found in ((Confused, "position 0 of epoch 0 2 times"), (Forgetful, "56 of 60 samples")):
-        cluster = Cluster(setting, lambda policy=policy: [Assembly(3), policy(3)])
+        cluster = SimulatedCluster(setting, lambda policy=policy: [Assembly(3), policy(3)])
         with pytest.raises(ViolationError, match=found):
             cluster.run()
 
 
 def test_a_mean_contains_the_blocks_of_those_who_have_a_weight():
-    problem = Uses(History())
+    problem = SampleTrackingProblem(HistoryProblem())
     blocks = [Block(number, 0, ((4 * number, 4 * number + 4),)) for number in range(3)]
-    state = problem.begin()
+    state = problem.initial_state()
     shares = [problem.gradient(state, worker, 0, (blocks[worker],)) for worker in range(3)]
     state = problem.step(state, problem.mean(shares, [0.5, 0.0, 0.5], 0))
     state = problem.step(state, problem.mean(shares, [0.0, 0.0, 1.0], 1))
-    assert problem.uses(state) == {
+    assert problem.sample_uses(state) == {
         **{(0, position): 1 for position in range(4)},
         **{(0, position): 2 for position in range(8, 12)},
     }
 
 
 def test_samples_and_steps_exclude_each_other():
-    samples = Samples(count=8, batch_size=2)
+    samples = SampleSetting(epoch_samples=8, batch_size=2)
     with pytest.raises(ValueError, match="epochs instead of steps"):
-        Setting(samples=samples, steps=3)
+        SimulationSetting(samples=samples, steps=3)
     with pytest.raises(ValueError, match="the run would not end"):
-        Setting(samples=samples)
+        SimulationSetting(samples=samples)
     with pytest.raises(ValueError, match="expected batch_size of at least 1"):
-        Samples(count=8, batch_size=0)
+        SampleSetting(epoch_samples=8, batch_size=0)
 
 
 def test_with_samples_a_state_dict_at_any_point_gives_the_same_future():
-    setting = Setting(
+    setting = SimulationSetting(
         world=5,
-        samples=Samples(count=300, batch_size=4, epochs=3),
-        times=Jittered(mean_s=0.05),
+        samples=SampleSetting(epoch_samples=300, batch_size=4, epochs=3),
+        times=JitteredTimes(mean_s=0.05),
         slow=(rule("1:4@burst=20/50"),),
-        faults=(faults.parse("die:2@0.6"), faults.parse("hang:3@0.3+0.4"), faults.parse("join:5@0.2")),
+        faults=(
+            faults.parse_fault("die:2@0.6"),
+            faults.parse_fault("hang:3@0.3+0.4"),
+            faults.parse_fault("join:5@0.2"),
+        ),
     )
     arguments: dict[str, Any] = {"answer_s": 0.3, "patience_s": 0.3}
     cluster = run(setting, partial(5, **arguments))
@@ -410,20 +427,20 @@ def test_with_samples_a_state_dict_at_any_point_gives_the_same_future():
 
 
 def test_in_lockstep_a_death_stops_the_job_by_name():
-    setting = Setting(world=3, steps=100, faults=(faults.parse("die:1@1.0"),))
+    setting = SimulationSetting(world=3, steps=100, faults=(faults.parse_fault("die:1@1.0"),))
     cluster = run(setting, lockstep(3))
-    assert isinstance(cluster.stopped, Stop)
+    assert isinstance(cluster.stopped, AbortJob)
     assert cluster.stopped.worker == 1
 
 
 def test_with_real_gradients_replicas_learn_and_end_alike():
-    problem = LeastSquares(seed=1)
-    setting = Setting(
+    problem = LeastSquaresProblem(seed=1)
+    setting = SimulationSetting(
         world=4,
         steps=300,
-        times=Jittered(mean_s=0.05),
+        times=JitteredTimes(mean_s=0.05),
         slow=(rule("1:5@burst=40/80"),),
-        faults=(faults.parse("die:2@3.0"), faults.parse("join:4@5.0")),
+        faults=(faults.parse_fault("die:2@3.0"), faults.parse_fault("join:4@5.0")),
     )
     cluster = run(setting, partial(4), problem=problem)
     ended = [one for one in cluster.workers.values() if one.has_left]
@@ -435,14 +452,14 @@ def test_with_real_gradients_replicas_learn_and_end_alike():
 
 def test_a_worker_that_takes_part_too_much_is_caught():
     """Break it by hand: one that goes on with a state of its own is found at the next exchange."""
-    setting = Setting(world=3, until_s=5.0, times=Constant(mean_s=0.05))
-    cluster = Cluster(setting, partial(3))
-    cluster.engine.at(1.0, lambda _: spoil(cluster))
+    setting = SimulationSetting(world=3, until_s=5.0, times=ConstantTimes(mean_s=0.05))
+    cluster = SimulatedCluster(setting, partial(3))
+    cluster.engine.schedule(1.0, lambda _: spoil(cluster))
     with pytest.raises(ViolationError, match="different states"):
         cluster.run()
 
 
-def spoil(cluster: Cluster) -> None:
+def spoil(cluster: SimulatedCluster) -> None:
     cluster.workers[1].state = 12345
 
 
@@ -455,19 +472,25 @@ def test_a_run_that_stands_still_is_caught():
         def handle(self, event: Any) -> list[Any]:
             return [] if type(event).__name__ in ("Lost", "Tick") else super().handle(event)
 
-    setting = Setting(world=3, until_s=60.0, stuck_after_s=10.0, faults=(faults.parse("die:1@1.0"),))
-    cluster = Cluster(setting, lambda: [Assembly(3), Deaf(3)])
+    setting = SimulationSetting(
+        world=3, until_s=60.0, stuck_after_s=10.0, faults=(faults.parse_fault("die:1@1.0"),)
+    )
+    cluster = SimulatedCluster(setting, lambda: [Assembly(3), Deaf(3)])
     with pytest.raises(ViolationError, match="nobody has finished a step"):
         cluster.run()
 
 
 def test_a_state_dict_at_any_point_gives_the_same_future():
-    setting = Setting(
+    setting = SimulationSetting(
         world=5,
         until_s=8.0,
-        times=Jittered(mean_s=0.05),
+        times=JitteredTimes(mean_s=0.05),
         slow=(rule("1:4@burst=20/50"),),
-        faults=(faults.parse("die:2@1.0"), faults.parse("hang:3@2.0+1.0"), faults.parse("join:5@3.0")),
+        faults=(
+            faults.parse_fault("die:2@1.0"),
+            faults.parse_fault("hang:3@2.0+1.0"),
+            faults.parse_fault("join:5@3.0"),
+        ),
         steps_per_epoch=30,
     )
     arguments: dict[str, Any] = {"answer_s": 0.3, "patience_s": 0.3, "monitor": "epoch_window"}

@@ -39,7 +39,7 @@ def test_a_setting_is_what_the_log_says(tmp_path):
     path = tmp_path / "log.jsonl"
     values(run(train, 2, str(path), 3, 0.0))  # too few for anybody to be left out, however slow a machine is
     entries = read_log(path).entries
-    setting = setting_from_log.setting_of(entries)
+    setting = setting_from_log.setting_from_log(entries)
     assert (setting.world, setting.steps, setting.steps_per_epoch) == (2, 3, 3)
     told = [entry.compute_s for entry in entries if isinstance(entry, Ready) and entry.worker == 1]
     assert setting.times.times_s[1] == tuple(told)
@@ -47,14 +47,14 @@ def test_a_setting_is_what_the_log_says(tmp_path):
     assert 0 < setting.apply_s < 1
     joined = max(entry.now_s for entry in entries if isinstance(entry, Joined))
     finished = min(entry.now_s for entry in entries if isinstance(entry, Finished))
-    assert setting_from_log.job_s(entries) == finished - joined
+    assert setting_from_log.job_duration_s(entries) == finished - joined
 
 
 def test_a_log_without_a_job_is_refused():
     with pytest.raises(ValueError, match="joined, computed and finished"):
-        setting_from_log.setting_of([])
+        setting_from_log.setting_from_log([])
     with pytest.raises(ValueError, match="joined and finished"):
-        setting_from_log.job_s([])
+        setting_from_log.job_duration_s([])
 
 
 def test_the_benchmark_gives_time_and_truth(tmp_path):

@@ -11,7 +11,7 @@ from offbeat.events import Halt, PeerUnreachable
 from offbeat.policies import Policy
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.membership.partial_groups import PartialGroups
-from offbeat.simulator.core.faults import Cut, Reset
+from offbeat.simulator.core.faults import ConnectionReset, LinkCut
 from offbeat.simulator.training import campaign
 from offbeat.simulator.training.cluster import ViolationError
 
@@ -22,7 +22,7 @@ SEEDS = 240  # each takes longer than before, for cuts last up to 20 s
 def test_no_fault_breaks_what_always_holds(begin):
     """No deadlock, one idea of every exchange, equal replicas, no id twice: see `Cluster` and `check`."""
     for seed in range(begin, begin + 40):
-        campaign.run(seed)
+        campaign.run_case(seed)
 
 
 def test_in_lockstep_no_fault_breaks_what_always_holds():
@@ -35,12 +35,15 @@ def test_in_lockstep_no_fault_breaks_what_always_holds():
 
 def test_two_workers_that_cannot_reach_each_other_do_not_stop_the_others():
     """They stand for 2 s and a change; what stands longer is a violation (see `Setting.stuck_after_s`)."""
-    cases = [campaign.case(seed) for seed in range(SEEDS)]
+    cases = [campaign.draw_case(seed) for seed in range(SEEDS)]
     pairs = [
         case
         for case in cases
         if case.setting.faults
-        and all(isinstance(fault, Cut | Reset) and fault.peer is not None for fault in case.setting.faults)
+        and all(
+            isinstance(fault, LinkCut | ConnectionReset) and fault.peer is not None
+            for fault in case.setting.faults
+        )
         and case.setting.stuck_after_s == 4.0
     ]
     assert len(pairs) > SEEDS / 8
@@ -51,12 +54,15 @@ def test_a_policy_that_ignores_who_cannot_reach_whom_is_found():
         def handle(self, event):
             return [] if isinstance(event, PeerUnreachable) else super().handle(event)
 
-    def build(case: campaign.Case) -> list[Policy]:
-        return [Assembly(case.setting.world, is_open=True), Ignorant(case.setting.world, **case.arguments)]
+    def build(case: campaign.FaultCase) -> list[Policy]:
+        return [
+            Assembly(case.setting.world, accepts_late_joiners=True),
+            Ignorant(case.setting.world, **case.arguments),
+        ]
 
     def run_them_all() -> None:
         for seed in range(SEEDS):
-            campaign.run(seed, build)
+            campaign.run_case(seed, build)
 
     with pytest.raises(ViolationError, match="nobody has finished a step"):
         run_them_all()
@@ -67,44 +73,61 @@ def test_a_policy_that_lets_a_minority_decide_is_found():
         def _are_most_unheard(self):
             return False
 
-    def build(case: campaign.Case) -> list[Policy]:
-        return [Assembly(case.setting.world, is_open=True), Rash(case.setting.world, **case.arguments)]
+    def build(case: campaign.FaultCase) -> list[Policy]:
+        return [
+            Assembly(case.setting.world, accepts_late_joiners=True),
+            Rash(case.setting.world, **case.arguments),
+        ]
 
     def run_them_all() -> None:
         for seed in range(SEEDS):
-            campaign.run(seed, build)
+            campaign.run_case(seed, build)
 
     with pytest.raises(ViolationError, match="alone, and most others are not heard"):
         run_them_all()
 
 
 def test_a_seed_is_one_case_and_one_run():
-    assert campaign.case(5) == campaign.case(5)
-    assert campaign.case(5) != campaign.case(6)
-    assert campaign.run(5).groups == campaign.run(5).groups
+    assert campaign.draw_case(5) == campaign.draw_case(5)
+    assert campaign.draw_case(5) != campaign.draw_case(6)
+    assert campaign.run_case(5).groups == campaign.run_case(5).groups
 
 
 def test_every_kind_of_fault_is_drawn():
-    kinds = {type(fault).__name__ for seed in range(SEEDS) for fault in campaign.case(seed).setting.faults}
-    assert kinds == {*("Death", "Hang", "Late", "Cut", "Split", "Reset", "Arrival", "Departure", "Restart")}
+    kinds = {
+        type(fault).__name__ for seed in range(SEEDS) for fault in campaign.draw_case(seed).setting.faults
+    }
+    assert kinds == {
+        *(
+            "WorkerDeath",
+            "WorkerHang",
+            "Delay",
+            "LinkCut",
+            "Partition",
+            "ConnectionReset",
+            "WorkerArrival",
+            "WorkerDeparture",
+            "CoordinatorRestart",
+        )
+    }
     cuts = [
         fault
         for seed in range(SEEDS)
-        for fault in campaign.case(seed).setting.faults
-        if isinstance(fault, Cut)
+        for fault in campaign.draw_case(seed).setting.faults
+        if isinstance(fault, LinkCut)
     ]
     assert {cut.lost for cut in cuts} == {"both", "worker", "peer"}
-    assert max(cut.length_s for cut in cuts if cut.peer is not None) > 20
+    assert max(cut.duration_s for cut in cuts if cut.peer is not None) > 20
 
 
 def test_samples_are_dealt_in_many_of_them():
-    drawn = [campaign.case(seed).setting.samples for seed in range(SEEDS)]
+    drawn = [campaign.draw_case(seed).setting.samples for seed in range(SEEDS)]
     dealt = [one for one in drawn if one is not None]
     assert SEEDS / 3 < len(dealt) < SEEDS * 2 / 3
     assert {one.batches_per_round for one in dealt} == {1, 2, 3}
     assert (
         {one.epochs is None for one in dealt}
-        == {one.breaks_off_after is None for one in dealt}
+        == {one.break_after_rounds is None for one in dealt}
         == {True, False}
     )
 
@@ -115,14 +138,17 @@ def test_a_policy_that_loses_count_of_samples_is_found():
     class Careless(PartialGroups):
         def __init__(self, world, **arguments):
             super().__init__(world, **arguments)
-            self._dealing._forget = self._dealing.finished  # type: ignore[method-assign]
+            self._assigner._forget = self._assigner.on_finished  # type: ignore[method-assign]
 
-    def build(case: campaign.Case) -> list[Policy]:
-        return [Assembly(case.setting.world, is_open=True), Careless(case.setting.world, **case.arguments)]
+    def build(case: campaign.FaultCase) -> list[Policy]:
+        return [
+            Assembly(case.setting.world, accepts_late_joiners=True),
+            Careless(case.setting.world, **case.arguments),
+        ]
 
     def run_them_all() -> None:
         for seed in range(SEEDS):
-            campaign.run(seed, build)
+            campaign.run_case(seed, build)
 
     with pytest.raises(ViolationError, match=r"samples.*again: offbeat simulate --seeds 1 --seed \d+$"):
         run_them_all()
@@ -141,12 +167,15 @@ def test_a_broken_policy_is_found_and_the_line_says_how_to_repeat_it():
                 for one in actions
             ]
 
-    def build(case: campaign.Case) -> list[Policy]:
-        return [Assembly(case.setting.world, is_open=True), Hasty(case.setting.world, **case.arguments)]
+    def build(case: campaign.FaultCase) -> list[Policy]:
+        return [
+            Assembly(case.setting.world, accepts_late_joiners=True),
+            Hasty(case.setting.world, **case.arguments),
+        ]
 
     def run_them_all() -> None:
         for seed in range(SEEDS):
-            campaign.run(seed, build)
+            campaign.run_case(seed, build)
 
     with pytest.raises(ViolationError, match=r"again: offbeat simulate --seeds 1 --seed \d+$"):
         run_them_all()

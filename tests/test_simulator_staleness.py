@@ -13,18 +13,18 @@ import pytest
 
 from offbeat.cli.main import main
 from offbeat.policies import Policy
-from offbeat.policies.data.worker_assigner import SoloDealing
+from offbeat.policies.data.worker_assigner import SoloBlockAssigner
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.staleness.adaptive_bound import LprController
 from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 from offbeat.policies.staleness.caches import CacheDirectory
 from offbeat.policies.staleness.clock_gate import ConsistencyGate
-from offbeat.policies.stragglers.injection import parse as rule
-from offbeat.simulator.core.times import Bursty, ComputeTimes, Jittered
+from offbeat.policies.stragglers.injection import parse_slow_rule as rule
+from offbeat.simulator.core.times import BurstyTimes, ComputeTimes, JitteredTimes
 from offbeat.simulator.staleness import campaign
-from offbeat.simulator.staleness.cluster import BoundedCluster, make_directory, served_of
-from offbeat.simulator.training.cluster import Setting, ViolationError
-from offbeat.simulator.training.sample_loop import Samples
+from offbeat.simulator.staleness.cluster import SimulatedPsCluster, make_directory, ps_setting
+from offbeat.simulator.training.cluster import SimulationSetting, ViolationError
+from offbeat.simulator.training.sample_loop import SampleSetting
 from offbeat.strategies import parse_strategy
 
 SEEDS = 40
@@ -36,30 +36,42 @@ STRATEGIES = [
 ]
 
 
-def case_of(seed: int, strategy: str) -> campaign.Case:
+def case_of(seed: int, strategy: str) -> campaign.StalenessFaultCase:
     parsed: Any = parse_strategy(strategy)
-    return campaign.case(seed, parsed.terms(), parsed.staleness())
+    return campaign.draw_case(seed, parsed.ps_options(), parsed.staleness())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_fault_breaks_what_always_holds(strategy):
-    """Specification 2.4 (i) to (viii), 2.5 and G4: see `BoundedCluster` and `Servers`."""
+    """Specification 2.4 (i) to (viii), 2.5 and G4: see `SimulatedPsCluster` and `Servers`."""
     for seed in range(SEEDS):
-        campaign.run(case_of(seed, strategy), f"{strategy}, seed {seed}")
+        campaign.run_case(case_of(seed, strategy), f"{strategy}, seed {seed}")
 
 
 def test_a_seed_is_one_case_and_one_run():
     assert case_of(5, "ssp") == case_of(5, "ssp")
     assert case_of(5, "ssp") != case_of(6, "ssp")
-    one, another = (campaign.run(case_of(5, "ssp"), "") for _ in range(2))
-    assert one.steps_of == another.steps_of
-    assert one.engine.count == another.engine.count
+    one, another = (campaign.run_case(case_of(5, "ssp"), "") for _ in range(2))
+    assert one.clocks_by_worker == another.clocks_by_worker
+    assert one.engine.calls_made == another.engine.calls_made
 
 
 def test_every_kind_of_fault_is_drawn():
     settings = [case_of(seed, "ssp").setting for seed in range(100)]
     kinds = {type(fault).__name__ for setting in settings for fault in setting.faults}
-    assert kinds == {*("Death", "Hang", "Late", "Cut", "Split", "Reset", "Arrival", "Departure", "Restart")}
+    assert kinds == {
+        *(
+            "WorkerDeath",
+            "WorkerHang",
+            "Delay",
+            "LinkCut",
+            "Partition",
+            "ConnectionReset",
+            "WorkerArrival",
+            "WorkerDeparture",
+            "CoordinatorRestart",
+        )
+    }
 
 
 # Broken by hand -----------------------------------------------------------------------------------------
@@ -82,40 +94,40 @@ class Leaps(LprController):
         return super()._change(lpr) | super()._change(lpr)
 
 
-class Forgets(SoloDealing):
+class Forgets(SoloBlockAssigner):
     """Does not see that a block was used."""
 
-    def stepped(self, worker, clock, blocks):
+    def on_step(self, worker, clock, blocks):
         if blocks != (3,):
-            super().stepped(worker, clock, blocks)
+            super().on_step(worker, clock, blocks)
 
 
 class ReplaysTwice(CacheDirectory):
     """Replays the last update that is in a row as well."""
 
-    def held(self, thread, time):
-        return max(0, super().held(thread, time) - 1)
+    def count_included(self, thread, time):
+        return max(0, super().count_included(thread, time) - 1)
 
 
 class ReplaysNothing(CacheDirectory):
     """Takes a row as it is."""
 
-    def installed(self, thread, version, time):
-        return super().installed(thread, version, 2**62)
+    def on_thread_copied(self, thread, version, time):
+        return super().on_thread_copied(thread, version, 2**62)
 
 
 class ServesOldThreads(CacheDirectory):
     """Reads a thread's copy a clock too long."""
 
-    def read(self, thread, version):
-        return "thread" if self.version(thread) == version - 1 >= 0 else super().read(thread, version)
+    def read_source(self, thread, version):
+        return "thread" if self.version(thread) == version - 1 >= 0 else super().read_source(thread, version)
 
 
 class ServesOldRows(CacheDirectory):
     """Takes the row of the process for newer than it is."""
 
-    def pulled(self, version):
-        super().pulled(version + 1)
+    def on_pulled(self, version):
+        super().on_pulled(version + 1)
 
 
 class PushesTooEarly(CacheDirectory):
@@ -145,26 +157,26 @@ class PushesNoEmptyClocks(CacheDirectory):
 class LeavesNobodyAlone(BoundedStaleness):
     """Knows no warm start."""
 
-    def _who_is_alone(self):
+    def _choose_warm_worker(self):
         return None
 
 
-def with_policy(broken: type) -> Callable[[campaign.Case], list[Policy]]:
+def with_policy(broken: type) -> Callable[[campaign.StalenessFaultCase], list[Policy]]:
     """Policies of which the one that bounds staleness breaks the rules."""
 
-    def build(this: campaign.Case) -> list[Policy]:
-        policies = this.build()
+    def build(this: campaign.StalenessFaultCase) -> list[Policy]:
+        policies = this.build_policies()
         policies[1].__class__ = broken
         return policies
 
     return build
 
 
-def with_part(part: str, broken: type) -> Callable[[campaign.Case], list[Policy]]:
+def with_part(part: str, broken: type) -> Callable[[campaign.StalenessFaultCase], list[Policy]]:
     """Policies of which a part breaks the rules."""
 
-    def build(this: campaign.Case) -> list[Policy]:
-        policies = this.build()
+    def build(this: campaign.StalenessFaultCase) -> list[Policy]:
+        policies = this.build_policies()
         getattr(policies[1], part).__class__ = broken
         return policies
 
@@ -173,12 +185,12 @@ def with_part(part: str, broken: type) -> Callable[[campaign.Case], list[Policy]
 
 def find(
     strategy: str,
-    build: Any = campaign.Case.build,
+    build: Any = campaign.StalenessFaultCase.build_policies,
     directory: Any = make_directory,
     first_seed: int = 0,
 ) -> None:
     for seed in range(first_seed, first_seed + 4 * SEEDS):
-        campaign.run(case_of(seed, strategy), f"seed {seed}", build, directory)
+        campaign.run_case(case_of(seed, strategy), f"seed {seed}", build, directory)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +198,7 @@ def find(
     [
         ("_gate", OpensTooEarly, "ssp:s=1,shards=equal", "may start at clock .* the slowest is at"),
         ("_controller", Leaps, "dtssp:limit=1", "the bound changes from"),
-        ("_dealing", Forgets, "asp", "was used 2 times"),
+        ("_assigner", Forgets, "asp", "was used 2 times"),
     ],
 )
 def test_a_policy_that_breaks_the_rules_is_found(part, broken, strategy, what):
@@ -222,7 +234,7 @@ def test_a_directory_that_breaks_the_rules_is_found(broken, what, first_seed):
 class WaitsForWhoMissesServers(BoundedStaleness):
     """Does not look at who misses servers."""
 
-    def _note_whom_it_misses(self, event):
+    def _on_server_reachability(self, event):
         pass
 
 
@@ -235,13 +247,13 @@ def test_who_waits_for_a_worker_that_does_not_reach_the_servers_is_found(strateg
 def test_who_makes_no_local_steps_under_a_bound_that_rises_is_found():
     """Then what it reads lacks its own last step; only a bound that is always 0 makes that harmless."""
     strategy: Any = parse_strategy("dtssp:s=0,s_min=0,limit=1")
-    assert strategy.terms().steps_locally
-    assert not any(parse_strategy(name).terms().steps_locally for name in ("ps-bsp", "ssp:s=0"))
+    assert strategy.ps_options().applies_local_steps
+    assert not any(parse_strategy(name).ps_options().applies_local_steps for name in ("ps-bsp", "ssp:s=0"))
 
     def find_it() -> None:
         for seed in range(SEEDS):
-            terms = replace(strategy.terms(), steps_locally=False)
-            campaign.run(campaign.case(seed, terms, strategy.staleness()), f"seed {seed}")
+            terms = replace(strategy.ps_options(), applies_local_steps=False)
+            campaign.run_case(campaign.draw_case(seed, terms, strategy.staleness()), f"seed {seed}")
 
     with pytest.raises(ViolationError, match="of its own"):
         find_it()
@@ -257,12 +269,16 @@ def run(
     world: int = 8,
     steps: int = 300,
     halves_after: float = 1e9,
-) -> BoundedCluster:
+) -> SimulatedPsCluster:
     """A cluster on which nothing goes wrong."""
     parsed: Any = parse_strategy(strategy)
-    terms, arguments = parsed.terms(), parsed.staleness()
-    samples = Samples(count=world * 100, batch_size=1, epochs=steps // 100) if terms.is_dealt else None
-    setting = Setting(
+    terms, arguments = parsed.ps_options(), parsed.staleness()
+    samples = (
+        SampleSetting(epoch_samples=world * 100, batch_size=1, epochs=steps // 100)
+        if terms.is_dealt
+        else None
+    )
+    setting = SimulationSetting(
         world=world,
         steps=None if terms.is_dealt else steps,
         samples=samples,
@@ -272,10 +288,10 @@ def run(
     )
 
     def build() -> list[Policy]:
-        return [Assembly(world, is_open=terms.is_dealt), BoundedStaleness(world, **arguments)]
+        return [Assembly(world, accepts_late_joiners=terms.is_dealt), BoundedStaleness(world, **arguments)]
 
-    served = served_of(terms, arguments, halves_after=halves_after)
-    cluster = BoundedCluster(setting, build, served, keeps_log=True)
+    served = ps_setting(terms, arguments, halves_after=halves_after)
+    cluster = SimulatedPsCluster(setting, build, served, keeps_log=True)
     cluster.run()
     assert cluster.is_dismissed
     return cluster
@@ -287,20 +303,20 @@ def run(
 )
 def test_at_its_strict_setting_a_strategy_is_another_one(strategy, other, shards):
     """Specification 9.2: SSP with s = 0 is BSP, and DTSSP with an infinite limit is SSP."""
-    one, another = (run(f"{name},shards={shards}", Jittered(), "3:3") for name in (strategy, other))
+    one, another = (run(f"{name},shards={shards}", JitteredTimes(), "3:3") for name in (strategy, other))
     assert one.log == another.log
 
 
 def test_without_a_bound_nobody_waits():
     """Specification 2.4 (v)."""
-    cluster = run("asp:shards=equal", Jittered(), "3:5", world=4)
+    cluster = run("asp:shards=equal", JitteredTimes(), "3:5", world=4)
     assert max(one.spent_s["waiting"] for one in cluster.threads.values()) < 0.01
 
 
 @pytest.mark.parametrize("s", [1, 3, 10])
 def test_the_slowest_pulls_every_s_plus_1_clocks_and_who_stands_at_the_gate_at_every_one(s):
     """Specification 2.4 (viii)."""
-    cluster = run(f"ssp:s={s},shards=equal", Jittered(), "3:5", world=4)
+    cluster = run(f"ssp:s={s},shards=equal", JitteredTimes(), "3:5", world=4)
     pulls = {worker: one.pulls for worker, one in cluster.threads.items()}
     assert pulls[3] == math.ceil(300 / (s + 1))
     assert min(pulls[worker] for worker in range(3)) > 280 - 2 * s
@@ -309,8 +325,8 @@ def test_the_slowest_pulls_every_s_plus_1_clocks_and_who_stands_at_the_gate_at_e
 
 def test_the_bound_of_dtssp_goes_through_its_whole_range_where_losses_only_vary():
     """Specification 2.5: noise of 3 % visits all of 3 to 10."""
-    cluster = run("dtssp:shards=equal", Jittered(), "3:5", world=4, steps=1500)
-    ages = {age for one in cluster.threads.values() for age in one.staleness}
+    cluster = run("dtssp:shards=equal", JitteredTimes(), "3:5", world=4, steps=1500)
+    ages = {age for one in cluster.threads.values() for age in one.reads_by_staleness}
     assert {3, 4, 5} <= ages <= set(range(11))
 
 
@@ -329,18 +345,18 @@ def took_s(times: ComputeTimes, *slow: str, shards: str) -> dict[str, float]:
 
 def test_with_equal_shards_and_lasting_differences_no_bound_gains_anything():
     """Specification 2.5: totals of SSP(3), SSP(10), DTSSP and ASP are identical, as the slowest decides."""
-    shares = took_s(Jittered(), "3:5", "1:2", shards="equal")
+    shares = took_s(JitteredTimes(), "3:5", "1:2", shards="equal")
     assert all(0.97 < share < 1.03 for share in shares.values())
 
 
 def test_with_dealt_samples_and_lasting_differences_every_bound_gains():
-    shares = took_s(Jittered(), "3:5", "1:2", shards="dynamic")
+    shares = took_s(JitteredTimes(), "3:5", "1:2", shards="dynamic")
     assert all(share < 0.35 for name, share in shares.items() if not name.startswith("ps-bsp"))
 
 
 def test_with_bursts_a_larger_bound_gains_more_and_dtssp_is_between():
     """Specification 2.5: bursts of 5 times: SSP(3) < DTSSP < SSP(10) < ASP in what they gain over BSP."""
-    shares = took_s(Bursty(), shards="equal")
+    shares = took_s(BurstyTimes(), shards="equal")
     order = ["ps-bsp:copies=2", "ssp:s=3", "dtssp:s=3", "ssp:s=10", "asp:copies=2"]
     assert all(shares[one] > shares[another] + 0.005 for one, another in itertools.pairwise(order))
     assert shares["ssp:s=10"] < 0.85

@@ -8,14 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.policies.stragglers.injection import Burst, EpochPart, Slowness, SlowRule, parse
+from offbeat.policies.stragglers.injection import (
+    Burst,
+    EpochPart,
+    InjectedSlowness,
+    SlowRule,
+    parse_slow_rule,
+)
 
 
-def slowness(*texts: str, workers: int = 4, seed: int = 0) -> Slowness:
-    return Slowness([parse(text) for text in texts], workers=workers, seed=seed)
+def slowness(*texts: str, workers: int = 4, seed: int = 0) -> InjectedSlowness:
+    return InjectedSlowness([parse_slow_rule(text) for text in texts], workers=workers, seed=seed)
 
 
-def slow_steps(rules: Slowness, worker: int, *, steps_per_epoch: int = 10, epoch: int = 0) -> list[int]:
+def slow_steps(
+    rules: InjectedSlowness, worker: int, *, steps_per_epoch: int = 10, epoch: int = 0
+) -> list[int]:
     first = epoch * steps_per_epoch
     return [
         step
@@ -24,7 +32,7 @@ def slow_steps(rules: Slowness, worker: int, *, steps_per_epoch: int = 10, epoch
     ]
 
 
-def victims(rules: Slowness, epoch: int, workers: int = 4) -> list[int]:
+def victims(rules: InjectedSlowness, epoch: int, workers: int = 4) -> list[int]:
     return [worker for worker in range(workers) if rules.factor(worker, epoch, 0, 10, epoch * 10) != 1.0]
 
 
@@ -34,16 +42,22 @@ def victims(rules: Slowness, epoch: int, workers: int = 4) -> list[int]:
         ("1:5", SlowRule(worker=1, factor=5.0)),
         ("0:1", SlowRule(worker=0, factor=1.0)),
         ("12:2.5", SlowRule(worker=12, factor=2.5)),
-        ("1:5@0.0-0.5", SlowRule(worker=1, factor=5.0, when=EpochPart(start=0.0, end=0.5))),
-        ("1:5@0.5-1", SlowRule(worker=1, factor=5.0, when=EpochPart(start=0.5, end=1.0))),
+        ("1:5@0.0-0.5", SlowRule(worker=1, factor=5.0, applies_in=EpochPart(start=0.0, end=0.5))),
+        ("1:5@0.5-1", SlowRule(worker=1, factor=5.0, applies_in=EpochPart(start=0.5, end=1.0))),
         ("random:3", SlowRule(worker=None, factor=3.0)),
-        ("random:3@0.0-0.5", SlowRule(worker=None, factor=3.0, when=EpochPart(start=0.0, end=0.5))),
-        ("1:5@burst=20/100", SlowRule(worker=1, factor=5.0, when=Burst(slow_steps=20, period_steps=100))),
-        ("random:3@burst=1/1", SlowRule(worker=None, factor=3.0, when=Burst(slow_steps=1, period_steps=1))),
+        ("random:3@0.0-0.5", SlowRule(worker=None, factor=3.0, applies_in=EpochPart(start=0.0, end=0.5))),
+        (
+            "1:5@burst=20/100",
+            SlowRule(worker=1, factor=5.0, applies_in=Burst(slow_steps=20, period_steps=100)),
+        ),
+        (
+            "random:3@burst=1/1",
+            SlowRule(worker=None, factor=3.0, applies_in=Burst(slow_steps=1, period_steps=1)),
+        ),
     ],
 )
 def test_every_form_is_read(text, rule):
-    assert parse(text) == rule
+    assert parse_slow_rule(text) == rule
 
 
 @pytest.mark.parametrize(
@@ -79,7 +93,7 @@ def test_every_form_is_read(text, rule):
 )
 def test_malformed_rules_are_refused_in_one_clear_line(text, wrong):
     with pytest.raises(ValueError) as caught:
-        parse(text)
+        parse_slow_rule(text)
     assert wrong in str(caught.value)
     assert repr(text[:20])[:-1] in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -89,7 +103,7 @@ def test_malformed_rules_are_refused_in_one_clear_line(text, wrong):
 @given(st.text(max_size=30) | st.from_regex(r"(random|\d):[0-9.]+(@[0-9./=-]*)?"))
 def test_any_text_is_either_a_rule_or_a_value_error(text):
     try:
-        rule = parse(text)
+        rule = parse_slow_rule(text)
     except ValueError:
         return
     assert rule.factor >= 1
@@ -183,7 +197,7 @@ def test_a_random_victim_stays_for_the_epoch_and_changes_between_epochs():
 
 
 def test_victims_depend_on_the_seed_and_on_the_rules_place():
-    def drawn(rules: Slowness) -> list[list[int]]:
+    def drawn(rules: InjectedSlowness) -> list[list[int]]:
         return [victims(rules, epoch) for epoch in range(50)]
 
     assert drawn(slowness("random:3", seed=1)) != drawn(slowness("random:3", seed=2))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.validation.snapshot import Snapshot, read_model, unwrapped
+from offbeat.runtime.validation.snapshot import Snapshot, load_model, unwrap
 
 
 class Odd(nn.Module):
@@ -66,7 +66,7 @@ def test_it_is_the_model_of_then_whatever_becomes_of_the_model(shared):
     assert not model.noted.is_leaf  # which torch refuses to copy
     values = {name: value.clone() for name, value in model.state_dict().items()}
     snapshot = Snapshot(shared=shared)
-    snapshot.take(model)
+    snapshot.capture(model)
     taken = snapshot.model()
     trained_a_bit(model)
     model.scale = 7.0
@@ -85,7 +85,7 @@ def test_it_is_the_model_of_then_whatever_becomes_of_the_model(shared):
 def test_layouts_and_types_stay_what_they_are():
     model = trained_a_bit(Odd())
     snapshot = Snapshot(shared=False)
-    snapshot.take(model)
+    snapshot.capture(model)
     same(model, snapshot.model())
 
 
@@ -94,7 +94,7 @@ def test_tensors_are_aligned_as_those_of_torch_are(shared):
     """Kernels may compute otherwise where they are not, and metrics would differ in their last bits."""
     snapshots = [Snapshot(shared=shared) for _ in range(8)]  # one alone may lie well by chance
     for snapshot in snapshots:
-        snapshot.take(Odd())
+        snapshot.capture(Odd())
         tensors = [place.view(snapshot.blocks) for place in snapshot.places]
         assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
 
@@ -102,16 +102,16 @@ def test_tensors_are_aligned_as_those_of_torch_are(shared):
 def test_what_changes_from_epoch_to_epoch_is_as_it_was():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     snapshot = Snapshot(shared=False)
-    snapshot.take(model)
-    first_room = snapshot.room
+    snapshot.capture(model)
+    first_room = snapshot.layout_id
     model[1].p = 0.7
-    snapshot.take(model)
+    snapshot.capture(model)
     assert snapshot.model()[1].p == 0.7
-    assert snapshot.room == first_room  # the same memory again
+    assert snapshot.layout_id == first_room  # the same memory again
     model.append(nn.Linear(2, 3))
-    snapshot.take(model)
+    snapshot.capture(model)
     same(model, snapshot.model())
-    assert snapshot.room != first_room
+    assert snapshot.layout_id != first_room
 
 
 def test_what_was_empty_is_the_copys_own_and_what_was_one_stays_one():
@@ -119,7 +119,7 @@ def test_what_was_empty_is_the_copys_own_and_what_was_one_stays_one():
     model.seen, model.known = {}, {}
     model.also_seen = model.seen
     snapshot = Snapshot(shared=False)
-    snapshot.take(model)
+    snapshot.capture(model)
     model.register_forward_hook(lambda *_: pytest.fail("a hook that came later"))
     model.seen["later"] = 1
     copied = snapshot.model()
@@ -136,7 +136,7 @@ def test_what_was_empty_is_the_copys_own_and_what_was_one_stays_one():
 def test_threads_have_modules_of_their_own_and_values_in_common():
     model = Odd()
     snapshot = Snapshot(shared=False)
-    snapshot.take(model)
+    snapshot.capture(model)
     one, other = snapshot.model(), snapshot.model()
     assert one.first is not other.first
     assert one.first.weight.data_ptr() == other.first.weight.data_ptr()
@@ -148,31 +148,31 @@ def test_going_back_restores_every_value():
     model = trained_a_bit(Odd())
     values = {name: value.clone() for name, value in model.state_dict().items()}
     snapshot = Snapshot(shared=False)
-    snapshot.take(model)
+    snapshot.capture(model)
     trained_a_bit(model)
     assert not torch.equal(model.small, values["small"])
-    snapshot.put_back(model)
+    snapshot.restore_to(model)
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     model.more = nn.Linear(1, 1)
     with pytest.raises(OffbeatError, match="has different parameters or buffers than when"):
-        snapshot.put_back(model)
+        snapshot.restore_to(model)
 
 
 def test_another_process_reads_the_values_where_they_are():
     """Here the reader is this process: what it is sent is the structure, without a single value."""
     model = trained_a_bit(Odd())
     snapshot = Snapshot(shared=True)
-    snapshot.take(model)
-    read = read_model(snapshot.structure, snapshot.places, snapshot.blocks)
+    snapshot.capture(model)
+    read = load_model(snapshot.structure, snapshot.places, snapshot.blocks)
     same(model, read)
     assert not read.training
-    theirs = ForkingPickler.loads(ForkingPickler.dumps(snapshot.lent))
-    same(model, read_model(snapshot.structure, snapshot.places, theirs))
+    theirs = ForkingPickler.loads(ForkingPickler.dumps(snapshot.exported))
+    same(model, load_model(snapshot.structure, snapshot.places, theirs))
     assert not any(parameter.is_shared() for parameter in model.parameters())
     assert not model.table.is_shared()
     starts = {block.data_ptr() for block in snapshot.blocks.values()}
     assert {parameter.untyped_storage().data_ptr() for parameter in read.parameters()} == starts
-    again = read_model(snapshot.structure, snapshot.places, snapshot.blocks)  # as other processes do
+    again = load_model(snapshot.structure, snapshot.places, snapshot.blocks)  # as other processes do
     same(model, again)
     assert torch.equal(again.table, model.table)
     assert len(snapshot.structure) < 20_000
@@ -185,31 +185,31 @@ def test_a_model_that_cannot_be_copied_says_why():
     model = nn.Linear(1, 1)
     model.lock = threading.Lock()
     with pytest.raises(OffbeatError, match=r"cannot be copied \(TypeError: .*lock"):
-        Snapshot(shared=False).take(model)
+        Snapshot(shared=False).capture(model)
 
 
 def test_wrappers_are_taken_off():
     model = nn.Linear(2, 2)
-    assert unwrapped(torch.compile(model)) is model
-    assert unwrapped(torch.compile(nn.DataParallel(model))) is model
-    assert unwrapped(model) is model
+    assert unwrap(torch.compile(model)) is model
+    assert unwrap(torch.compile(nn.DataParallel(model))) is model
+    assert unwrap(model) is model
 
 
 def test_a_model_without_shapes_is_refused():
     with pytest.raises(OffbeatError, match="weight has no shape yet: run one batch"):
-        unwrapped(nn.LazyLinear(3))
+        unwrap(nn.LazyLinear(3))
 
 
 def test_a_digest_tells_snapshots_apart_by_every_bit_and_by_nothing_else():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     first, second = Snapshot(shared=False), Snapshot(shared=True)
-    first.take(model)
-    second.take(copy.deepcopy(model))
+    first.capture(model)
+    second.capture(copy.deepcopy(model))
     assert first.digest() == second.digest()
     with torch.no_grad():
         model[1].running_mean[4] += 1e-6
-    second.take(model)
+    second.capture(model)
     assert first.digest() != second.digest()
     second.overwrite(first.to_bytes())
     assert first.digest() == second.digest()
@@ -222,5 +222,5 @@ def test_a_shared_snapshot_lies_in_memory_without_a_file():
 
     files, memory = mapped("/dev/shm/"), mapped("memfd:offbeat")
     snapshot = Snapshot(shared=True)
-    snapshot.take(Odd())
+    snapshot.capture(Odd())
     assert (mapped("/dev/shm/"), mapped("memfd:offbeat")) == (files, memory + 1)

@@ -18,13 +18,13 @@ from offbeat.numerics.ps.spaces import (
     FILTERS,
     NO_FILTERS,
     UPDATES,
-    Filters,
     FilterSpec,
-    Function,
-    describe,
-    load,
-    make_filters,
-    make_table,
+    NamespaceFilters,
+    UserFunction,
+    build_table,
+    decode_filters,
+    encode_namespace,
+    import_function,
 )
 from offbeat.numerics.ps.tables import Aggregate, ArrayTable
 from offbeat.numerics.ps.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum
@@ -87,7 +87,7 @@ def pushed_twice(table: ArrayTable, *, width: int, dtype: str) -> np.ndarray:
 
 
 def served(about: str, functions: Any = None, *, width: int = 0, dtype: str = "float32") -> np.ndarray:
-    return pushed_twice(make_table(about, 10, 4, functions or {}), width=width, dtype=dtype)
+    return pushed_twice(build_table(about, 10, 4, functions or {}), width=width, dtype=dtype)
 
 
 def by_hand(update: Any, *, width: int = 0, dtype: str = "float32") -> np.ndarray:
@@ -102,7 +102,7 @@ def by_hand(update: Any, *, width: int = 0, dtype: str = "float32") -> np.ndarra
     ("update", "width"), [(update, width) for update in EXAMPLES for width in widths(update)], ids=str
 )
 def test_a_server_makes_the_table_that_was_described(update: Any, dtype: str, width: int) -> None:
-    about = describe(update, width=width, dtype=dtype)
+    about = encode_namespace(update, width=width, dtype=dtype)
     found = served(about, width=width, dtype=dtype)
     expected = by_hand(update, width=width, dtype=dtype)
     assert found.dtype == expected.dtype == dtype
@@ -116,22 +116,22 @@ def test_every_update_that_servers_know_is_among_the_examples() -> None:
 
 @pytest.mark.parametrize("update", EXAMPLES, ids=str)
 def test_every_argument_of_an_update_is_described(update: Any) -> None:
-    said = json.loads(describe(update, width=widths(update)[0], dtype="float32"))
+    said = json.loads(encode_namespace(update, width=widths(update)[0], dtype="float32"))
     assert UPDATES[said["update"]] is type(update)
     assert set(said["arguments"]) == {field.name for field in dataclasses.fields(update)}
 
 
 def test_the_same_is_described_alike_and_nothing_else_is() -> None:
     described = [
-        describe(update, width=width, dtype=dtype)
+        encode_namespace(update, width=width, dtype=dtype)
         for update in EXAMPLES
         for width in widths(update)
         for dtype in ("float32", "float64")
     ]
     assert len(set(described)) == len(described)
     one, other = ({"b": 1, "a": 2}, {"a": 2, "b": 1})
-    assert describe(Function(f"{HERE}:twice", one), width=0, dtype="float32") == describe(
-        Function(f"{HERE}:twice", other), width=0, dtype="float32"
+    assert encode_namespace(UserFunction(f"{HERE}:twice", one), width=0, dtype="float32") == encode_namespace(
+        UserFunction(f"{HERE}:twice", other), width=0, dtype="float32"
     )
 
 
@@ -150,18 +150,18 @@ def test_a_function_is_found_by_its_import_path(
     name: str, arguments: dict[str, Any], expected: Scaled
 ) -> None:
     path = f"{HERE}:{name}"
-    about = describe(Function(path, arguments), width=0, dtype="float64")
-    found = served(about, {path: load(path)}, dtype="float64")
+    about = encode_namespace(UserFunction(path, arguments), width=0, dtype="float64")
+    found = served(about, {path: import_function(path)}, dtype="float64")
     assert found.tobytes() == by_hand(expected, dtype="float64").tobytes()
 
 
 def test_what_was_not_named_at_the_start_is_refused_though_it_could_be_imported() -> None:
-    about = describe(Function(f"{HERE}:Scaled", {"scale": 3.0}), width=0, dtype="float32")
+    about = encode_namespace(UserFunction(f"{HERE}:Scaled", {"scale": 3.0}), width=0, dtype="float32")
     for functions in ({}, {f"{HERE}:twice": twice}):
         with pytest.raises(
             ProtocolError, match=f"the function {HERE}:Scaled is not registered on this server"
         ):
-            make_table(about, 10, 4, functions)
+            build_table(about, 10, 4, functions)
 
 
 @pytest.mark.parametrize(
@@ -169,15 +169,15 @@ def test_what_was_not_named_at_the_start_is_refused_though_it_could_be_imported(
 )
 def test_what_is_no_import_path_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="an import path as module:name"):
-        Function(path)
+        UserFunction(path)
     with pytest.raises(ValueError, match="an import path as module:name"):
-        load(path)
+        import_function(path)
 
 
 @pytest.mark.parametrize("path", ["no_such_module_anywhere:f", f"{HERE}:no_such_name", f"{HERE}.deeper:f"])
 def test_what_cannot_be_imported_is_named(path: str) -> None:
     with pytest.raises(OffbeatError, match=f"expected an update at {path} that can be imported"):
-        load(path)
+        import_function(path)
 
 
 @pytest.mark.parametrize(
@@ -193,15 +193,15 @@ def test_a_function_that_makes_no_update_of_its_arguments_is_a_protocol_error(
     name: str, arguments: dict[str, Any], why: str
 ) -> None:
     path = f"{HERE}:{name}"
-    about = describe(Function(path, arguments), width=0, dtype="float32")
+    about = encode_namespace(UserFunction(path, arguments), width=0, dtype="float32")
     with pytest.raises(ProtocolError, match=why):
-        make_table(about, 10, 4, {path: load(path)})
+        build_table(about, 10, 4, {path: import_function(path)})
 
 
 @pytest.mark.parametrize("update", [Scaled(1.0), object(), Sum, "Sum", None])
 def test_an_update_that_servers_do_not_know_is_not_described(update: Any) -> None:
     with pytest.raises(ValueError, match=r"one of the updates Sum, .*, or Function\(import path\), got"):
-        describe(update, width=0, dtype="float32")
+        encode_namespace(update, width=0, dtype="float32")
 
 
 # Means, tensors and filters
@@ -218,11 +218,11 @@ SPECS = [
 ]
 CHAINS = [
     (Sum(), NO_FILTERS),
-    (Sum(), Filters((SPECS[1], SPECS[0], *SPECS[2:4]), (SPECS[0], SPECS[2], SPECS[4]))),
-    (Assign(), Filters((SPECS[5], SPECS[0], SPECS[2], SPECS[3]), ())),
-    (SGD(lr=0.1), Filters((), (SPECS[3],))),
-    (SGD(lr=0.1), Filters((), (SPECS[5], SPECS[0], SPECS[3]))),
-    (BlockProximal(l1=0.3, rate=0.5), Filters((SPECS[6], SPECS[0], SPECS[3]), (SPECS[3],))),
+    (Sum(), NamespaceFilters((SPECS[1], SPECS[0], *SPECS[2:4]), (SPECS[0], SPECS[2], SPECS[4]))),
+    (Assign(), NamespaceFilters((SPECS[5], SPECS[0], SPECS[2], SPECS[3]), ())),
+    (SGD(lr=0.1), NamespaceFilters((), (SPECS[3],))),
+    (SGD(lr=0.1), NamespaceFilters((), (SPECS[5], SPECS[0], SPECS[3]))),
+    (BlockProximal(l1=0.3, rate=0.5), NamespaceFilters((SPECS[6], SPECS[0], SPECS[3]), (SPECS[3],))),
 ]
 
 
@@ -231,40 +231,40 @@ def test_every_filter_that_nodes_know_is_among_the_examples() -> None:
 
 
 @pytest.mark.parametrize(("update", "filters"), CHAINS, ids=str)
-def test_every_node_makes_the_filters_that_were_described(update: Any, filters: Filters) -> None:
+def test_every_node_makes_the_filters_that_were_described(update: Any, filters: NamespaceFilters) -> None:
     width = widths(update)[0]
-    about = describe(update, width=width, dtype="float32", filters=filters)
-    assert make_filters(about) == filters
-    assert describe(update, width=width, dtype="float32", filters=make_filters(about)) == about
+    about = encode_namespace(update, width=width, dtype="float32", filters=filters)
+    assert decode_filters(about) == filters
+    assert encode_namespace(update, width=width, dtype="float32", filters=decode_filters(about)) == about
     assert served(about, width=width).tobytes() == by_hand(update, width=width).tobytes()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_spec_makes_a_filter_of_its_kind_anew(spec: FilterSpec) -> None:
-    one, other = spec.make(1), spec.make(1)
+    one, other = spec.build(1), spec.build(1)
     assert type(one) is type(other) is FILTERS[spec.kind]
     assert one is not other
 
 
 def test_filters_for_replicas_are_those_that_lose_nothing_in_their_order() -> None:
-    filters = Filters(tuple(SPECS[:4]), ())
-    assert [spec.kind for spec in filters.copy] == ["KeyCaching", "Compression"]
-    assert [filters.caches_keys, Filters((), (SPECS[0],)).caches_keys] == [False, True]
-    assert NO_FILTERS.copy == Filters((SPECS[6],), ()).copy == ()
+    filters = NamespaceFilters(tuple(SPECS[:4]), ())
+    assert [spec.kind for spec in filters.replica_filters] == ["KeyCaching", "Compression"]
+    assert [filters.caches_pull_keys, NamespaceFilters((), (SPECS[0],)).caches_pull_keys] == [False, True]
+    assert NO_FILTERS.replica_filters == NamespaceFilters((SPECS[6],), ()).replica_filters == ()
 
 
 def test_only_filters_that_remember_what_came_back_go_by_its_keys() -> None:
-    assert Filters((), (SPECS[5], SPECS[3])).knows_keys
-    assert not Filters((SPECS[5],), (SPECS[0], *SPECS[2:4])).knows_keys
+    assert NamespaceFilters((), (SPECS[5], SPECS[3])).needs_pull_keys
+    assert not NamespaceFilters((SPECS[5],), (SPECS[0], *SPECS[2:4])).needs_pull_keys
 
 
 def test_aggregation_and_tensors_are_described_and_nothing_else_is_alike() -> None:
     tensors = {"a": [0, [2, 3]]}
     described = [
-        describe(Sum(), width=0, dtype="float32", aggregate=aggregate, tensors=of, filters=filters)
+        encode_namespace(Sum(), width=0, dtype="float32", aggregate=aggregate, tensors=of, filters=filters)
         for aggregate in ("sum", "mean", "each")
         for of in (None, tensors, {"b": [0, [2, 3]]})
-        for filters in (NO_FILTERS, Filters((SPECS[3],), ()), Filters((), (SPECS[3],)))
+        for filters in (NO_FILTERS, NamespaceFilters((SPECS[3],), ()), NamespaceFilters((), (SPECS[3],)))
     ]
     assert len(set(described)) == len(described)
     assert json.loads(described[-1])["tensors"] == {"b": [0, [2, 3]]}
@@ -275,9 +275,9 @@ def test_aggregation_and_tensors_are_described_and_nothing_else_is_alike() -> No
 def test_what_is_pushed_together_is_summed_or_averaged_as_described(
     aggregate: Aggregate, expected: float
 ) -> None:
-    table = make_table(describe(Sum(), width=0, dtype="float32", aggregate=aggregate), 10, 4, {})
+    table = build_table(encode_namespace(Sum(), width=0, dtype="float32", aggregate=aggregate), 10, 4, {})
     contents = [Entries(2, np.full(3, value, np.float32)) for value in (2.0, 4.0)]
-    assert table.aggregated(contents, 2, 5).values.tolist() == [expected] * 3
+    assert table.combine(contents, 2, 5).values.tolist() == [expected] * 3
 
 
 @pytest.mark.parametrize(
@@ -322,14 +322,14 @@ def test_a_spec_of_no_filter_is_refused(kind: str, arguments: dict[str, Any], wh
     ],
 )
 def test_filters_that_do_not_go_together_are_not_described(update, push, pull, why) -> None:
-    filters = Filters(tuple(SPECS[one] for one in push), tuple(SPECS[one] for one in pull))
+    filters = NamespaceFilters(tuple(SPECS[one] for one in push), tuple(SPECS[one] for one in pull))
     with pytest.raises(ValueError, match=why):
-        describe(update, width=widths(update)[0], dtype="float32", filters=filters)
+        encode_namespace(update, width=widths(update)[0], dtype="float32", filters=filters)
 
 
 # Nonsense
 
-GOOD = json.loads(describe(SGD(lr=0.1), width=2, dtype="float32"))
+GOOD = json.loads(encode_namespace(SGD(lr=0.1), width=2, dtype="float32"))
 
 
 def changed(**different: Any) -> str:
@@ -390,13 +390,13 @@ def changed(**different: Any) -> str:
 )
 def test_nonsense_is_a_protocol_error(about: str) -> None:
     with pytest.raises(ProtocolError, match=r"expected a namespace (that can be served|with filters)"):
-        make_table(about, 10, 4, {})
+        build_table(about, 10, 4, {})
 
 
 @pytest.mark.parametrize(("keys", "block_keys"), [(0, 1), (10, 0), (10, 11), (-1, -1)])
 def test_blocks_that_cannot_be_are_a_protocol_error(keys: int, block_keys: int) -> None:
     with pytest.raises(ProtocolError, match="expected blocks of"):
-        make_table(json.dumps(GOOD), keys, block_keys, {})
+        build_table(json.dumps(GOOD), keys, block_keys, {})
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_blocks_that_cannot_be_are_a_protocol_error(keys: int, block_keys: int) 
     ids=lambda about: about[:90],
 )
 def test_nonsense_of_filters_is_a_protocol_error(about: str) -> None:
-    for make in (make_filters, lambda about: make_table(about, 10, 4, {})):
+    for make in (decode_filters, lambda about: build_table(about, 10, 4, {})):
         with pytest.raises(ProtocolError, match="expected a namespace with filters"):
             make(about)
 
@@ -465,7 +465,7 @@ json_values = st.recursive(
 )
 def test_a_text_makes_a_table_that_can_be_used_or_is_a_protocol_error(about: str) -> None:
     try:
-        table = make_table(about, 10, 4, {})
+        table = build_table(about, 10, 4, {})
     except ProtocolError:
         return
     shape = table.read(0, 10, None).values.shape
@@ -483,8 +483,8 @@ def test_a_text_makes_a_table_that_can_be_used_or_is_a_protocol_error(about: str
 )
 def test_a_text_makes_filters_that_can_be_made_or_is_a_protocol_error(about: str) -> None:
     try:
-        filters = make_filters(about)
+        filters = decode_filters(about)
     except ProtocolError:
         return
     for spec in (*filters.push, *filters.pull):
-        spec.make(1)
+        spec.build(1)

@@ -10,8 +10,8 @@ import pytest
 
 import offbeat
 from cluster import start, values
-from offbeat.numerics.logistic import standing
-from offbeat.numerics.proximal_newton import compare
+from offbeat.numerics.logistic import optimality
+from offbeat.numerics.proximal_newton import distance_from_optimum
 from offbeat.numerics.sparse import SignedColumns
 from runlogs import wait_until
 
@@ -37,7 +37,7 @@ def worker(rank, say, cluster, options, killed):
 
 def made_up(**settings):
     options = {"path": None, "l1": 4.0, "blocks": 10, "rate": 0.9, "tau": 2, "epsilon": 1e-9, "kkt": True}
-    return argparse.Namespace(**options | settings), SignedColumns.of(example().load(None))
+    return argparse.Namespace(**options | settings), SignedColumns.from_rows(example().load(None))
 
 
 def test_what_is_reported_is_the_objective_of_the_weights_that_the_servers_have():
@@ -50,7 +50,7 @@ def test_what_is_reported_is_the_objective_of_the_weights_that_the_servers_have(
         pulled = values(clients.ends())
     weights = pulled[0][columns.keys]
     found = re.fullmatch(r"pass 3: objective (.*), (.*) weights, (.*) B", said[-1])
-    assert float(found[1]) == pytest.approx(standing(columns, weights, 4.0).objective, abs=1e-6)
+    assert float(found[1]) == pytest.approx(optimality(columns, weights, 4.0).objective, abs=1e-6)
     assert int(found[2]) == np.count_nonzero(weights)
     assert float(found[3]) > 0
 
@@ -67,11 +67,11 @@ def test_the_optimum_is_found_though_a_server_is_killed_in_the_midst(tmp_path, t
         while not clients.said(0).startswith("pass 3:"):
             pass
         ps.local_servers.processes[1].kill()
-        ps.wait_until_settled([0])
+        ps.wait_until_rebalanced([0])
         killed.touch()
         pulled = values(clients.ends())
     for one in pulled[1:]:
         np.testing.assert_array_equal(one, pulled[0])
-    gap, differ = compare(columns, pulled[0][columns.keys], 4.0)
+    gap, differ = distance_from_optimum(columns, pulled[0][columns.keys], 4.0)
     assert abs(gap) < 1e-6
     assert differ == 0

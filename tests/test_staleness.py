@@ -10,15 +10,16 @@ import pytest
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     Action,
-    Clocked,
+    AssignBlocks,
+    CheckpointQuery,
     CloseServers,
-    Deal,
-    Dismiss,
+    ConsumedSamples,
     Event,
     Failed,
     Finished,
-    Grant,
+    JobComplete,
     Joined,
     Left,
     Lost,
@@ -26,14 +27,13 @@ from offbeat.events import (
     PeerUnreachable,
     Preempted,
     Ready,
-    Refuse,
-    Saving,
-    ServerMissed,
-    ServerReached,
-    Stop,
+    RejectPeer,
+    SamplesRequested,
+    ServerReachable,
+    ServerUnreachable,
+    StepFinished,
+    StepPermit,
     Tick,
-    Used,
-    Wants,
 )
 from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 
@@ -46,20 +46,20 @@ def joined(worker: int) -> Joined:
         worker=worker,
         world=2,
         peer=f"peer-{worker}",
-        place=f"host, process {worker}",
+        location=f"host, process {worker}",
         addresses=(),
-        model=(),
+        model_signature=(),
         strategy="ssp",
     )
 
 
-def clocked(worker: int, clock: int | None, **more: Any) -> Clocked:
+def clocked(worker: int, clock: int | None, **more: Any) -> StepFinished:
     said = {"now_s": 0.0, "version": 0 if clock is None else clock, "epoch": 0, "step": 0, "compute_s": 0.1}
     said |= {"samples": BATCH, "loss": None, "blocks": ()}
-    return Clocked(worker=worker, clock=clock, **{**said, **more})
+    return StepFinished(worker=worker, clock=clock, **{**said, **more})
 
 
-def wants(worker: int, epoch: int = 0, **more: Any) -> Wants:
+def wants(worker: int, epoch: int = 0, **more: Any) -> SamplesRequested:
     said = {
         "samples": SAMPLES,
         "batch_size": BATCH,
@@ -68,7 +68,9 @@ def wants(worker: int, epoch: int = 0, **more: Any) -> Wants:
         "ahead": 0,
         "taken": (),
     }
-    return Wants(**{"now_s": 0.0, "worker": worker, "epoch": epoch, **said, "round": 0, "used": (), **more})
+    return SamplesRequested(
+        **{"now_s": 0.0, "worker": worker, "epoch": epoch, **said, "round": 0, "used": (), **more}
+    )
 
 
 def answers(policy: BoundedStaleness, *events: Event) -> list[Action]:
@@ -83,7 +85,7 @@ def started(world: int = 2, **arguments: Any) -> BoundedStaleness:
 
 
 def granted(actions: list[Action]) -> dict[int, tuple[int, bool]]:
-    return {one.worker: (one.clock, one.may_start) for one in actions if isinstance(one, Grant)}
+    return {one.worker: (one.clock, one.may_start) for one in actions if isinstance(one, StepPermit)}
 
 
 def walk(policy: BoundedStaleness, worker: int, clocks: range) -> list[Action]:
@@ -91,7 +93,7 @@ def walk(policy: BoundedStaleness, worker: int, clocks: range) -> list[Action]:
 
 
 def preempted(actions: list[Action]) -> dict[int, bool]:
-    return {one.worker: one.is_preempted for one in actions if isinstance(one, Grant)}
+    return {one.worker: one.is_preempted for one in actions if isinstance(one, StepPermit)}
 
 
 def test_when_one_is_about_to_be_taken_away_all_stop_at_the_latest_clock_under_way() -> None:
@@ -142,14 +144,14 @@ def test_without_the_first_workers_parameters_nobody_can_begin():
     ):
         policy = BoundedStaleness(2)
         (stop,) = answers(policy, joined(0), joined(1), clocked(1, None), going)[-1:]
-        assert isinstance(stop, Stop)
+        assert isinstance(stop, AbortJob)
         assert stop.worker == 0
         assert stop.reason.endswith(f"do not have its initial parameters: {cause}")
         (closing,) = policy.handle(Left(now_s=2.0, worker=1, step=0))
         assert isinstance(closing, CloseServers)
     policy = BoundedStaleness(2, deadline_s=5.0)
     actions = answers(policy, joined(0), joined(1), clocked(1, None), Tick(now_s=1.0), Tick(now_s=7.0))
-    assert isinstance(actions[-1], Stop)
+    assert isinstance(actions[-1], AbortJob)
 
 
 # By hand ------------------------------------------------------------------------------------------------
@@ -160,11 +162,11 @@ def test_the_papers_example_7_waits_for_3_and_starts_when_the_bound_has_become_4
     policy = apart(dynamic={})
     (worker_0, worker_1) = policy.handle(clocked(1, 3, loss=0.5))
     assert (worker_0.worker, worker_0.clock, worker_0.may_start) == (0, 7, True)
-    assert (worker_0.version, worker_0.bound) == (3, 4)
+    assert (worker_0.version_min, worker_0.staleness_bound) == (3, 4)
     assert worker_0.reason == (
         "it is 3 ahead of the slowest; the bound is 4; the loss fell by 50 % at version 3"
     )
-    assert (worker_1.worker, worker_1.clock, worker_1.may_start, worker_1.bound) == (1, 4, True, 4)
+    assert (worker_1.worker, worker_1.clock, worker_1.may_start, worker_1.staleness_bound) == (1, 4, True, 4)
 
 
 def test_a_bound_that_shrinks_lets_nobody_go_whom_the_old_one_would_have():
@@ -176,15 +178,15 @@ def test_a_bound_that_shrinks_lets_nobody_go_whom_the_old_one_would_have():
 def test_a_step_without_a_loss_leaves_the_bound():
     policy = apart(dynamic={})
     (worker_0, _) = policy.handle(clocked(1, 3))
-    assert (worker_0.bound, worker_0.version) == (3, 4)
+    assert (worker_0.staleness_bound, worker_0.version_min) == (3, 4)
 
 
 def test_who_waits_is_told_its_clock_at_once_and_why():
     policy = started(2, s=1)
     (first,) = policy.handle(clocked(0, 0))
     (second,) = policy.handle(clocked(0, 1))
-    assert (first.clock, first.may_start, first.version) == (1, True, 0)
-    assert (second.clock, second.may_start, second.version, second.bound) == (2, False, 1, 1)
+    assert (first.clock, first.may_start, first.version_min) == (1, True, 0)
+    assert (second.clock, second.may_start, second.version_min, second.staleness_bound) == (2, False, 1, 1)
     assert second.reason == "it is 2 ahead of the slowest, and the bound is 1"
 
 
@@ -209,7 +211,12 @@ def test_without_a_bound_nobody_waits_and_any_version_will_do():
     policy = started(2, s=None)
     for clock in range(50):
         (grant,) = policy.handle(clocked(0, clock, version=0))
-        assert (grant.clock, grant.may_start, grant.version, grant.bound) == (clock + 1, True, 0, None)
+        assert (grant.clock, grant.may_start, grant.version_min, grant.staleness_bound) == (
+            clock + 1,
+            True,
+            0,
+            None,
+        )
         assert "there is no bound" in grant.reason
 
 
@@ -240,7 +247,7 @@ def test_who_is_alone_in_a_warm_start_and_takes_no_step_is_out():
         answers(policy, Tick(now_s=0.0), clocked(0, 0, version=0), Tick(now_s=4.0), Tick(now_s=8.0))[2:] == []
     )
     refused, *said = policy.handle(Tick(now_s=9.1))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RejectPeer)
     assert refused.peer == "peer-0"
     assert granted(said) == {1: (2, True)}
 
@@ -250,7 +257,7 @@ def test_who_rests_in_a_warm_start_is_not_blamed_by_who_has_finished():
     answers(policy, clocked(0, 0, version=0), Finished(now_s=0.0, worker=0, epoch=0, step=1))
     for second in range(12):
         said = answers(policy, Tick(now_s=float(second)), clocked(1, 2 + second, version=0))
-        assert not any(isinstance(one, Refuse) for one in said)
+        assert not any(isinstance(one, RejectPeer) for one in said)
 
 
 def test_a_warm_start_is_over_when_the_others_have_all_samples_that_are_left():
@@ -282,10 +289,10 @@ def test_a_newcomer_that_could_begin_only_when_all_were_dismissed_is_turned_away
     policy = started(1)
     policy.handle(joined(1))
     assert answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=1)) == [
-        Dismiss(reason="everybody has finished")
+        JobComplete(reason="everybody has finished")
     ]
     (refused,) = policy.handle(clocked(1, None))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RejectPeer)
     assert (refused.peer, "came when all others were done" in refused.reason) == (joined(1).peer, True)
     assert answers(policy, Left(now_s=0.0, worker=0, step=1)) == [CloseServers(reason="all workers are gone")]
 
@@ -296,10 +303,10 @@ def test_all_are_dismissed_when_everybody_has_finished_who_is_left():
     policy.handle(joined(3))  # and has not begun
     assert answers(policy, Left(now_s=0.0, worker=1, step=0)) == []
     (dismissed,) = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
-    assert dismissed == Dismiss(reason="everybody has finished")
+    assert dismissed == JobComplete(reason="everybody has finished")
     assert policy.handle(Left(now_s=0.0, worker=0, step=1)) == []
     (refused,) = policy.handle(joined(4))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RejectPeer)
     assert "came when all others were done" in refused.reason
 
 
@@ -314,7 +321,7 @@ def test_when_nobody_is_left_the_servers_end():
 def test_the_servers_stay_until_the_last_who_was_dismissed_has_left():
     policy = started(2)
     *_, dismiss = answers(policy, *(Finished(now_s=0.0, worker=worker, epoch=0, step=1) for worker in (0, 1)))
-    assert isinstance(dismiss, Dismiss)
+    assert isinstance(dismiss, JobComplete)
     assert answers(policy, Left(now_s=0.0, worker=1, step=1)) == []
     assert answers(policy, Lost(now_s=0.0, worker=0, cause="cut")) == [
         CloseServers(reason="all workers are gone")
@@ -326,7 +333,7 @@ def test_who_keeps_others_waiting_for_too_long_is_out_and_they_go_on():
     assert answers(policy, Tick(now_s=10.0), Tick(now_s=15.0)) == []
     policy = remembered(policy, 2, shards="equal", deadline_s=5.0)
     refused, grant = policy.handle(Tick(now_s=15.1))
-    assert refused == Refuse(
+    assert refused == RejectPeer(
         peer="peer-1", reason="worker 1 is out: other workers have waited for it for more than 5 s"
     )
     assert (grant.worker, grant.clock, grant.may_start) == (0, 7, True)
@@ -340,15 +347,15 @@ def test_a_worker_that_the_coordinator_does_not_hear_is_not_late():
     policy = remembered(policy, 2, shards="equal", deadline_s=5.0)
     assert answers(policy, Tick(now_s=100.0), PeerReachable(now_s=100.0, worker=None, peer=1)) == []
     assert answers(policy, Tick(now_s=101.0), Tick(now_s=106.0)) == []
-    assert isinstance(policy.handle(Tick(now_s=106.1))[0], Refuse)
+    assert isinstance(policy.handle(Tick(now_s=106.1))[0], RejectPeer)
 
 
-def missed(worker: int, server: int, now_s: float) -> ServerMissed:
-    return ServerMissed(now_s=now_s, node=f"client-{worker}", server=server, cause="nothing comes")
+def missed(worker: int, server: int, now_s: float) -> ServerUnreachable:
+    return ServerUnreachable(now_s=now_s, node=f"client-{worker}", server=server, cause="nothing comes")
 
 
-def reached(worker: int, server: int, now_s: float) -> ServerReached:
-    return ServerReached(now_s=now_s, node=f"client-{worker}", server=server)
+def reached(worker: int, server: int, now_s: float) -> ServerReachable:
+    return ServerReachable(now_s=now_s, node=f"client-{worker}", server=server)
 
 
 def held_up(workers: int) -> BoundedStaleness:
@@ -365,7 +372,7 @@ def test_a_worker_that_keeps_others_waiting_and_does_not_reach_a_server_is_out()
     assert answers(policy, missed(2, 4, 1.0), Tick(now_s=16.0)) == []
     policy = remembered(policy, 3, shards="equal", s=0)
     refused, *grants = policy.handle(Tick(now_s=16.1))
-    assert refused == Refuse(
+    assert refused == RejectPeer(
         peer="peer-2",
         reason="worker 2 is out: it has not reached server-4 for more than 15 s, and others need what it "
         "pushes",
@@ -377,12 +384,12 @@ def test_a_server_that_is_reached_again_or_is_out_is_not_missed():
     policy = held_up(3)
     assert answers(policy, missed(2, 4, 1.0), missed(2, 4, 9.0), reached(2, 4, 14.0)) == []
     assert answers(policy, missed(2, 4, 15.0), missed(2, 4, 20.0), Tick(now_s=25.0), Tick(now_s=30.0)) == []
-    assert isinstance(policy.handle(Tick(now_s=30.1))[0], Refuse)
+    assert isinstance(policy.handle(Tick(now_s=30.1))[0], RejectPeer)
 
 
 def test_where_there_is_a_bound_others_need_what_is_not_pushed_also_before_they_wait_at_the_gate():
     policy = started(3, s=3)
-    assert isinstance(answers(policy, missed(2, 4, 1.0), Tick(now_s=16.1))[0], Refuse)
+    assert isinstance(answers(policy, missed(2, 4, 1.0), Tick(now_s=16.1))[0], RejectPeer)
 
 
 def test_who_is_not_heard_is_not_out_for_what_it_missed_before():
@@ -440,7 +447,7 @@ def test_who_never_begins_or_never_ends_is_out_too():
     policy = started(2, deadline_s=5.0)
     answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=0), Tick(now_s=0.0))
     refused, dismissed = policy.handle(Tick(now_s=6.0))
-    assert (refused.peer, dismissed) == ("peer-1", Dismiss(reason="everybody has finished"))
+    assert (refused.peer, dismissed) == ("peer-1", JobComplete(reason="everybody has finished"))
 
 
 def test_who_waits_itself_is_not_out_for_who_keeps_all_waiting():
@@ -452,7 +459,7 @@ def test_who_waits_itself_is_not_out_for_who_keeps_all_waiting():
     answers(policy, clocked(0, 0, blocks=tuple(blocks(said, 0))))
     answers(policy, wants(0, samples=2 * BATCH, is_last=True), wants(2, samples=2 * BATCH, is_last=True))
     answers(policy, Finished(now_s=0.0, worker=2, epoch=0, step=0), Tick(now_s=0.0))
-    refused = [one.peer for one in policy.handle(Tick(now_s=6.0)) if isinstance(one, Refuse)]
+    refused = [one.peer for one in policy.handle(Tick(now_s=6.0)) if isinstance(one, RejectPeer)]
     assert refused == ["peer-1"]
 
 
@@ -487,7 +494,7 @@ def test_a_straggler_is_left_behind_by_more_than_the_bound_until_it_recovers():
     for clock in range(2, 6):
         said = answers(policy, clocked(0, clock), clocked(1, clock))
     assert granted(said) == {0: (6, True), 1: (6, True)}
-    assert [(one.version, one.bound) for one in said] == [(2, 6), (2, 6)]
+    assert [(one.version_min, one.staleness_bound) for one in said] == [(2, 6), (2, 6)]
     assert "for a straggler" in said[0].reason
     for clock in range(2, 5):
         policy.handle(clocked(2, clock, compute_s=0.1))
@@ -507,7 +514,7 @@ def dealing(
 
 
 def blocks(actions: list[Action], worker: int) -> list[int]:
-    deals = [one for one in actions if isinstance(one, Deal) and one.worker == worker]
+    deals = [one for one in actions if isinstance(one, AssignBlocks) and one.worker == worker]
     return [block.id for deal in deals for block in deal.blocks]
 
 
@@ -517,12 +524,12 @@ def test_who_waits_for_the_last_samples_holds_nobody_back_and_moves_along():
     assert len(first) == len(second) == 2
     said = answers(policy, clocked(0, 0, blocks=tuple(first)))
     assert granted(said) == {0: (1, False)}
-    assert [one.reason for one in said if isinstance(one, Grant)] == ["it has no samples"]
+    assert [one.reason for one in said if isinstance(one, StepPermit)] == ["it has no samples"]
     said = answers(policy, clocked(1, 0, blocks=(second[0],)))
     assert granted(said) == {1: (1, True)}
     said = answers(policy, clocked(1, 1, blocks=(second[1],)))
     assert granted(said) == {0: (2, False), 1: (2, False)}
-    assert [deal.over for deal in said if isinstance(deal, Deal)] == [True, True]
+    assert [deal.is_last for deal in said if isinstance(deal, AssignBlocks)] == [True, True]
 
 
 def test_who_is_dealt_a_lost_workers_samples_comes_back_at_a_clock_that_is_not_complete():
@@ -531,7 +538,7 @@ def test_who_is_dealt_a_lost_workers_samples_comes_back_at_a_clock_that_is_not_c
     said = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
     assert sum(len(blocks(said, worker)) for worker in (0, 1)) >= 1
     for one in said:
-        if isinstance(one, Grant):
+        if isinstance(one, StepPermit):
             assert (one.clock, one.may_start) == (1, bool(blocks(said, one.worker)))
 
 
@@ -553,7 +560,7 @@ def test_who_waits_at_the_gate_is_not_blamed_by_who_waits_for_its_samples():
     policy, said = dealing(3, 6 * BATCH, s=0, deadline_s=5.0)
     answers(policy, clocked(0, 0, blocks=tuple(blocks(said, 0))), clocked(1, 0, blocks=(blocks(said, 1)[0],)))
     answers(policy, wants(0, samples=6 * BATCH, is_last=True), Tick(now_s=0.0))
-    refused = [one.peer for one in policy.handle(Tick(now_s=6.0)) if isinstance(one, Refuse)]
+    refused = [one.peer for one in policy.handle(Tick(now_s=6.0)) if isinstance(one, RejectPeer)]
     assert refused == ["peer-2"]
 
 
@@ -561,7 +568,7 @@ def test_who_has_finished_is_dealt_nothing_and_nothing_is_kept_for_it():
     policy = started(3, shards="dynamic")
     policy.handle(Finished(now_s=0.0, worker=2, epoch=0, step=0))
     said = answers(policy, *(wants(worker, samples=2 * BATCH) for worker in (0, 1)))
-    sizes = [block.samples for one in said if isinstance(one, Deal) for block in one.blocks]
+    sizes = [block.samples for one in said if isinstance(one, AssignBlocks) for block in one.blocks]
     assert sizes == [BATCH, BATCH]
 
 
@@ -574,8 +581,8 @@ def test_who_never_wants_samples_runs_without():
 def test_who_leaves_an_epoch_early_gives_up_the_rest_for_all():
     policy, _ = dealing(2)
     said = policy.handle(wants(0, 1, skips=True))
-    (deal,) = [one for one in said if isinstance(one, Deal) and one.worker == 0]
-    assert deal.anew
+    (deal,) = [one for one in said if isinstance(one, AssignBlocks) and one.worker == 0]
+    assert deal.replaces_queue
     assert {block.epoch for block in deal.blocks} == {1}
 
 
@@ -583,10 +590,10 @@ def test_who_saves_is_told_which_positions_have_been_used():
     policy, said = dealing(2)
     used = blocks(said, 0)[:1]
     answers(policy, clocked(0, 0, blocks=tuple(used)))
-    (answer,) = policy.handle(Saving(now_s=0.0, worker=1, round=7))
-    assert isinstance(answer, Used)
+    (answer,) = policy.handle(CheckpointQuery(now_s=0.0, worker=1, round=7))
+    assert isinstance(answer, ConsumedSamples)
     assert (answer.worker, answer.round, answer.epoch, answer.is_current) == (1, 7, 0, True)
-    assert answer.used == ((0, ((0, BATCH),)),)
+    assert answer.consumed == ((0, ((0, BATCH),)),)
 
 
 def test_who_saves_is_told_what_was_used_at_the_clocks_that_its_state_holds():
@@ -597,10 +604,10 @@ def test_who_saves_is_told_what_was_used_at_the_clocks_that_its_state_holds():
         policy, clocked(2, 0, blocks=tuple(blocks(said, 2))), clocked(1, 1, version=0, blocks=(ahead[1],))
     )
     policy = remembered(policy, 3, s=3)
-    (answer,) = policy.handle(Saving(now_s=0.0, worker=0, round=1))
-    whole = policy.handle(Saving(now_s=0.0, worker=0, round=2))[0]
-    assert sum(last - first for first, last in answer.used[0][1]) == 4 * BATCH
-    assert sum(last - first for first, last in whole.used[0][1]) == 5 * BATCH
+    (answer,) = policy.handle(CheckpointQuery(now_s=0.0, worker=0, round=1))
+    whole = policy.handle(CheckpointQuery(now_s=0.0, worker=0, round=2))[0]
+    assert sum(last - first for first, last in answer.consumed[0][1]) == 4 * BATCH
+    assert sum(last - first for first, last in whole.consumed[0][1]) == 5 * BATCH
 
 
 def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
@@ -609,7 +616,7 @@ def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
     policy = remembered(policy, 2, deadline_s=5.0)
     assert answers(policy, Tick(now_s=0.0)) == []
     said = policy.handle(Tick(now_s=5.1))
-    assert isinstance(said[0], Refuse)
+    assert isinstance(said[0], RejectPeer)
     assert said[0].peer == "peer-1"
     assert len(blocks(said, 0)) >= 1
     assert granted(said) == {0: (1, True)}
@@ -628,7 +635,7 @@ def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
         (clocked(1, 4), "no step at clock 4 of worker 1, which may start at 3"),
         (clocked(1, 3, blocks=(0,)), "expected no blocks"),
         (wants(0), "nothing about samples"),
-        (Saving(now_s=0.0, worker=0, round=1), "nothing about samples"),
+        (CheckpointQuery(now_s=0.0, worker=0, round=1), "nothing about samples"),
         (Lost(now_s=0.0, worker=8, cause="cut"), "expected a worker that has joined, got Lost of worker 8"),
         (
             Ready(

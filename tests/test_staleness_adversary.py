@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.events import (
+    AbortJob,
     Action,
-    Clocked,
-    Deal,
-    Dismiss,
+    AssignBlocks,
     Event,
     Finished,
-    Grant,
+    JobComplete,
     Joined,
     Lost,
-    Refuse,
-    Stop,
-    Wants,
+    RejectPeer,
+    SamplesRequested,
+    StepFinished,
+    StepPermit,
 )
-from offbeat.policies.data.block_queue import Hand
+from offbeat.policies.data.block_queue import BlockQueue
 from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 
 BATCH = 4
@@ -43,21 +43,21 @@ class Worker:
 
     def __init__(self, job: Job, worker: int, begins: int) -> None:
         self.job, self.worker, self.pushed = job, worker, begins
-        self.hand = Hand()
+        self.hand = BlockQueue()
         self.steps_left = job.chance.randint(0, 12)
         self.per_step = job.chance.choice([1, 1, 2])
-        self.grant: Grant | None = None
+        self.grant: StepPermit | None = None
         self.heard: deque[Action] = deque()
         self.says: deque[Event] = deque([self.clocked(None, begins, ())])
         self.has_asked = self.is_in_step = self.has_finished = self.is_done = False
 
-    def clocked(self, clock: int | None, version: int, blocks: tuple[int, ...]) -> Clocked:
+    def clocked(self, clock: int | None, version: int, blocks: tuple[int, ...]) -> StepFinished:
         chance = self.job.chance
-        return Clocked(
+        return StepFinished(
             now_s=0.0,
             worker=self.worker,
             clock=clock,
-            version=version,
+            parameter_version=version,
             epoch=max(0, self.hand.epoch),
             step=0,
             compute_s=chance.choice([0.1, 0.1, 0.3]),
@@ -69,18 +69,20 @@ class Worker:
     def hear(self) -> None:
         action = self.heard.popleft()
         match action:
-            case Grant():
+            case StepPermit():
                 assert self.grant is None or action.clock >= self.grant.clock
                 self.grant = action
                 self.pushed = max(self.pushed, action.clock)
-            case Deal():
-                self.hand.hear(action)
-            case Dismiss() | Stop():
+            case AssignBlocks():
+                self.hand.on_assigned(action)
+            case JobComplete() | AbortJob():
                 self.is_done = self.has_finished = True
 
     def may_start(self) -> bool:
         """It has heard that it may, and the servers have a version that it may read."""
-        return self.grant is not None and self.grant.may_start and self.grant.version <= self.job.version()
+        return (
+            self.grant is not None and self.grant.may_start and self.grant.version_min <= self.job.version()
+        )
 
     def go_on(self) -> bool:
         """Does the next thing; False where it has to wait."""
@@ -89,9 +91,9 @@ class Worker:
         if not self.job.deals:
             return self.go_on_with_equal_shards()
         hand = self.hand
-        if self.is_in_step and (len(hand.taken) >= self.per_step or hand.is_awaited):
-            self.end_step(hand.contribute(counts=True))
-        elif hand.epoch < 0 or hand.is_over:
+        if self.is_in_step and (len(hand.started) >= self.per_step or hand.is_awaited):
+            self.end_step(hand.pop_contribution(is_counted=True))
+        elif hand.epoch < 0 or hand.is_exhausted:
             self.go_to_next_epoch(skips=False)
         elif len(hand):
             if not (self.is_in_step or self.may_start()):
@@ -99,9 +101,9 @@ class Worker:
             if self.job.skips and self.job.chance.random() < 0.05:
                 self.go_to_next_epoch(skips=True)
                 return True
-            block = hand.load()
+            block = hand.next_to_load()
             assert block is not None
-            assert hand.take(block.id)
+            assert hand.start(block.id)
             self.is_in_step, self.has_asked = True, False
         elif not self.has_asked:
             self.want(skips=False)
@@ -121,36 +123,36 @@ class Worker:
 
     def end_step(self, blocks: tuple[int, ...]) -> None:
         assert self.grant is not None
-        self.says.append(self.clocked(self.grant.clock, self.grant.version, blocks))
+        self.says.append(self.clocked(self.grant.clock, self.grant.version_min, blocks))
         self.grant = replace(self.grant, may_start=False)  # it waits for the next one
         self.is_in_step = self.has_asked = False
 
     def go_to_next_epoch(self, *, skips: bool) -> None:
         hand = self.hand
         if skips:
-            hand.throw_away()
+            hand.discard()
             self.is_in_step = False
         if hand.epoch + 1 == self.job.epochs:
             self.finish()
         else:
-            hand.begin(max(hand.epoch + 1, self.job.least_epoch() if hand.epoch < 0 else 0))
+            hand.begin_epoch(max(hand.epoch + 1, self.job.least_epoch() if hand.epoch < 0 else 0))
             self.want(skips=skips)
 
     def want(self, *, skips: bool) -> None:
         self.has_asked = True
         self.says.append(
-            Wants(
+            SamplesRequested(
                 now_s=0.0,
                 worker=self.worker,
                 epoch=self.hand.epoch,
                 samples=self.job.samples,
                 batch_size=BATCH,
                 is_last=self.hand.epoch + 1 == self.job.epochs,
-                skips=skips,
-                ahead=0,
-                taken=self.hand.taken,
+                abandons_previous=skips,
+                blocks_max=0,
+                started_blocks=self.hand.started,
                 round=0,
-                used=(),
+                consumed_ranges=(),
             )
         )
 
@@ -204,9 +206,9 @@ class Job:
                 worker=worker,
                 world=1,
                 peer=f"peer-{worker}",
-                place="",
+                location="",
                 addresses=(),
-                model=(),
+                model_signature=(),
                 strategy="",
             )
         )
@@ -222,12 +224,12 @@ class Job:
         for action in actions:
             self.check(action)
             for worker, one in self.workers.items():
-                if isinstance(action, Dismiss | Stop) or getattr(action, "worker", None) == worker:
+                if isinstance(action, JobComplete | AbortJob) or getattr(action, "worker", None) == worker:
                     one.heard.append(action)
 
     def note(self, event: Event) -> None:
         match event:
-            case Clocked():
+            case StepFinished():
                 self.steps += event.clock is not None
                 for block in event.blocks:
                     for start, stop in self.blocks[block].ranges:
@@ -238,17 +240,17 @@ class Job:
 
     def check(self, action: Action) -> None:
         """Spec 2.4 (i), (ii) and (v), and 2.5, for what was decided just now."""
-        assert not isinstance(action, Refuse) or "it came when all others were done" in action.reason
-        if isinstance(action, Deal):
+        assert not isinstance(action, RejectPeer) or "it came when all others were done" in action.reason
+        if isinstance(action, AssignBlocks):
             self.blocks |= {block.id: block for block in action.blocks}
-        if not isinstance(action, Grant):
+        if not isinstance(action, StepPermit):
             return
         before = self.clocks.get(action.worker, 0)
         assert action.clock >= before
         self.clocks[action.worker] = action.clock
-        assert action.bound in self.bounds
-        assert action.bound is None or action.clock - action.version <= action.bound
-        if action.bound is None and not action.may_start:
+        assert action.staleness_bound in self.bounds
+        assert action.staleness_bound is None or action.clock - action.version_min <= action.staleness_bound
+        if action.staleness_bound is None and not action.may_start:
             assert action.reason in ("it has no samples", "not everybody is here yet") or (
                 action.reason.endswith("more steps alone") and self.steps < self.arguments["warm_start"]
             )
@@ -272,7 +274,7 @@ class Job:
             if not any(self.does(one, what) for one, what in moves):
                 break
             starts = [one.grant for one in self.workers.values() if one.grant and one.grant.may_start]
-            assert all(grant.version <= min(self.clocks.values(), default=2**63) for grant in starts)
+            assert all(grant.version_min <= min(self.clocks.values(), default=2**63) for grant in starts)
         assert all(one.is_done for one in self.workers.values()), "somebody waits for ever"
 
     def does(self, one: Worker, what: str) -> bool:

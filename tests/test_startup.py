@@ -19,7 +19,12 @@ from files import few_files
 from jobs import job
 from offbeat.runtime import session
 from offbeat.runtime.control import rendezvous
-from offbeat.runtime.control.environment import JOB, NEWCOMER, START_S, read_environment
+from offbeat.runtime.control.environment import (
+    JOB_VARIABLE,
+    NEWCOMER_VARIABLE,
+    START_S_VARIABLE,
+    read_environment,
+)
 from offbeat.strategies import AllReduce, Hybrid, PartialAllReduce, ServerBSP
 
 NEVER_S = 300.0  # longer than any test's job may run: what is seen only then is seen too late
@@ -70,7 +75,7 @@ CHANGES = {
 def start_up(workers, change, master=nullcontext, limit_s=LIMIT_S):
     """Runs a job to its end and returns how each worker ended; none may wait beyond the job's deadline."""
     with master() as port:
-        env = {START_S: str(limit_s)} | ({} if port is None else {"MASTER_PORT": str(port)})
+        env = {START_S_VARIABLE: str(limit_s)} | ({} if port is None else {"MASTER_PORT": str(port)})
         with job(join, workers, change, env=env) as running:
             ended = running.ends()
     for one in ended:
@@ -149,7 +154,7 @@ def without_files(rank, say, odd_rank, where, name):
         (
             1,
             session.__name__,
-            "Member",
+            "CoordinatorClient",
             "cannot open its connections: too many open files",
             "worker 1: worker-1.",
         ),
@@ -163,7 +168,7 @@ def without_files(rank, say, odd_rank, where, name):
     ],
 )
 def test_a_worker_that_can_open_no_more_files_tells_all_of_them(odd_rank, where, name, odd_text, text):
-    with job(without_files, 3, odd_rank, where, name, env={START_S: str(LIMIT_S)}) as running:
+    with job(without_files, 3, odd_rank, where, name, env={START_S_VARIABLE: str(LIMIT_S)}) as running:
         ended = running.ends()
     for one in ended:
         assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
@@ -182,7 +187,9 @@ def starts_with_few_files(rank, say, odd_ranks, free, is_hard):
     [([0], 0, False), ([0], 18, False), ([2], 0, False), ([2], 5, True), ([0, 1, 2], 3, False)],
 )
 def test_a_worker_that_may_not_open_enough_files_tells_all_of_them(odd_ranks, free, is_hard):
-    with job(starts_with_few_files, 3, odd_ranks, free, is_hard, env={START_S: str(LIMIT_S)}) as running:
+    with job(
+        starts_with_few_files, 3, odd_ranks, free, is_hard, env={START_S_VARIABLE: str(LIMIT_S)}
+    ) as running:
         ended = running.ends()
     for one in ended:
         assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
@@ -199,7 +206,7 @@ def test_as_many_files_as_a_start_asks_for_are_enough(strategy):
 
 
 def trains_with_what_it_needs(rank, say, strategy):
-    with few_files(rendezvous._files_needed(read_environment()), hard=True):
+    with few_files(rendezvous._descriptors_needed(read_environment()), hard=True):
         return steps(strategy)
 
 
@@ -243,7 +250,7 @@ def test_a_first_worker_on_servers_that_has_used_up_its_files_is_named_by_all():
 
 
 def hangs_before_it_opens(rank, say):
-    ask = rendezvous._ask
+    ask = rendezvous._wait_for_coordinator
 
     def say_that_it_asks(*args):
         say("asks")
@@ -253,7 +260,7 @@ def hangs_before_it_opens(rank, say):
         say("opens")
         signal.pause()
 
-    rendezvous._ask, rendezvous.start_coordinator = say_that_it_asks, hang
+    rendezvous._wait_for_coordinator, rendezvous.start_coordinator = say_that_it_asks, hang
     return join(rank, say, None)
 
 
@@ -274,7 +281,7 @@ def joins_twice(rank, say):
         with offbeat.join(model, optimizer, AllReduce()):
             if rank == 1 and turn == 0:
                 where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                store = rendezvous.open_store(*where, hosts_it=False, timeout_s=LIMIT_S)
+                store = rendezvous.open_store(*where, is_host=False, timeout_s=LIMIT_S)
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()  # no earlier than rank 1 is here
     if rank == 1:
@@ -291,7 +298,7 @@ def test_a_worker_quick_to_join_again_keeps_the_store():
 
 def trains(rank, say, for_ever=False):
     """Takes steps; its gradient is 1, or 10 as rank 1, in job b 100 times that. Returns the last mean."""
-    gradient = 10.0 ** int(os.environ["RANK"]) * (100.0 if os.environ.get(JOB) == "b" else 1.0)
+    gradient = 10.0 ** int(os.environ["RANK"]) * (100.0 if os.environ.get(JOB_VARIABLE) == "b" else 1.0)
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.join(model, optimizer, AllReduce()):
@@ -306,8 +313,8 @@ def trains(rank, say, for_ever=False):
 
 def place(rank, name=None, start_s=NEVER_S):
     """The environment of a worker that is started by hand in a world of two."""
-    variables = {"RANK": str(rank), "WORLD_SIZE": "2", NEWCOMER: "0", START_S: str(start_s)}
-    return variables if name is None else variables | {JOB: name}
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", NEWCOMER_VARIABLE: "0", START_S_VARIABLE: str(start_s)}
+    return variables if name is None else variables | {JOB_VARIABLE: name}
 
 
 def test_a_worker_of_another_job_is_told_so_and_the_job_trains_with_its_own():
@@ -348,14 +355,14 @@ def test_two_jobs_share_the_store_of_a_launcher():
 def test_a_worker_whose_job_does_not_come_is_told_which_is_there(as_newcomer):
     with job(trains, 1, env=place(0, "a"), hosts_store=True) as running:
         values([running.end(running.add(trains, env=place(1, "a")))])
-        stranger = running.end(running.add(trains, env=place(1, "b", 5.0) | {NEWCOMER: as_newcomer}))
+        stranger = running.end(running.add(trains, env=place(1, "b", 5.0) | {NEWCOMER_VARIABLE: as_newcomer}))
     assert "expected job 'b' at 127.0.0.1:" in stranger.error
     assert "but job 'a' uses that address: choose another MASTER_PORT" in stranger.error
 
 
 def test_a_newcomer_of_another_job_is_told_so():
     with job(trains, 1, env=place(0, "a")) as running:
-        stranger = running.end(running.add(trains, env=place(1, "b") | {NEWCOMER: "1"}))
+        stranger = running.end(running.add(trains, env=place(1, "b") | {NEWCOMER_VARIABLE: "1"}))
         values([running.end(running.add(trains, env=place(1, "a")))])
     assert "expected job 'b' at 127.0.0.1:" in stranger.error
     assert "but job 'a' uses that address" in stranger.error
@@ -363,7 +370,7 @@ def test_a_newcomer_of_another_job_is_told_so():
 
 def test_a_worker_without_a_name_is_told_which_job_is_there():
     with job(trains, 1, env=place(0, "a")) as running:
-        stranger = running.end(running.add(trains, env=place(1) | {JOB: ""}))
+        stranger = running.end(running.add(trains, env=place(1) | {JOB_VARIABLE: ""}))
         values([running.end(running.add(trains, env=place(1, "a")))])
     assert "expected a job without a name at 127.0.0.1:" in stranger.error
     assert "but job 'a' uses that address" in stranger.error

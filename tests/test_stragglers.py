@@ -99,7 +99,7 @@ def test_an_excluded_worker_recovers_at_its_own_pace_in_the_middle_of_an_epoch()
     made = classifier()
     epoch_of(made, 0, 40, one_slow)
     (verdict,) = made.observe(1, epoch=0, iteration=17, compute_s=0.12)
-    assert (verdict.worker, verdict.straggler, verdict.iteration) == (1, False, 17)
+    assert (verdict.worker, verdict.is_straggler, verdict.iteration) == (1, False, 17)
     assert verdict.reason == "compute time at or below 0.2 s (2 x 0.1 s) again: 0.12 s"
     assert made.stragglers == frozenset()
 
@@ -122,7 +122,7 @@ def test_the_first_iterations_of_an_epoch_are_judged_by_the_last_threshold_or_by
 
 def test_skipped_iterations_are_neither_profiled_nor_judged():
     made = classifier(skip_first_iters=3)
-    assert [made.in_window(iteration) for iteration in range(9)] == [False] * 3 + [True] * 5 + [False]
+    assert [made.is_profiled(iteration) for iteration in range(9)] == [False] * 3 + [True] * 5 + [False]
     (verdict,) = epoch_of(made, 0, 40, lambda worker, at: 0.01 if at < 3 else one_slow(worker, at))
     assert made.threshold_s(0) == pytest.approx(0.2)
     assert verdict.iteration == 3 + 4 + 9
@@ -258,11 +258,11 @@ def test_detection_takes_exactly_limit_less_the_counter_and_recovery_exactly_the
     needed = limit - counts(made)[0]
     for left in range(needed, 0, -1):
         verdicts = made.observe(0, epoch=0, iteration=at, compute_s=SLOW_S)
-        assert [one.straggler for one in verdicts] == ([True] if left == 1 else [])
+        assert [one.is_straggler for one in verdicts] == ([True] if left == 1 else [])
         at += 1
     for left in range(gap, 0, -1):
         verdicts = made.observe(0, epoch=0, iteration=at, compute_s=FAST_S)
-        assert [one.straggler for one in verdicts] == ([False] if left == 1 else [])
+        assert [one.is_straggler for one in verdicts] == ([False] if left == 1 else [])
         at += 1
 
 
@@ -322,7 +322,7 @@ def test_excursions_reach_the_limit_as_often_as_gamblers_are_ruined():
         was = counts(made)[0]
         verdicts = made.observe(0, epoch=0, iteration=at, compute_s=SLOW_S if chance.random() < p else FAST_S)
         excursions += was == 0 and counts(made)[0] == 1
-        reached += sum(one.straggler for one in verdicts)
+        reached += sum(one.is_straggler for one in verdicts)
     q = (1 - p) / p
     expected = (q - 1) / (q**limit - 1)
     assert excursions > 5_000
@@ -443,7 +443,7 @@ def test_the_new_profile_is_in_a_window_and_is_judged_only_from_its_last_iterati
         iterate(made, 0, at, dict.fromkeys(range(4), 0.3))
     assert made.threshold_s(0) is None
     # All counters but those of the worker that was heard first are at 9: that is near enough to tell.
-    assert [at for at in range(10, 40) if made.in_window(at)] == [20, 21, 22, 23, 24]
+    assert [at for at in range(10, 40) if made.is_profiled(at)] == [20, 21, 22, 23, 24]
     for at in range(20, 25):
         iterate(made, 0, at, {0: 0.3, 1: 0.9, 2: 0.3, 3: 0.3})
     assert counts(made) == [0, 1, 0, 0]
@@ -508,7 +508,7 @@ def test_when_only_stragglers_are_left_they_are_normal_again():
     made.remove(0)
     assert made.stragglers == {1}
     (verdict,) = made.remove(2)
-    assert (verdict.worker, verdict.straggler) == (1, False)
+    assert (verdict.worker, verdict.is_straggler) == (1, False)
     assert verdict.reason == "worker 2, the last one that was not slow, is gone"
     for at in range(40, 60):
         assert made.observe(1, epoch=0, iteration=at, compute_s=SLOW_S) == []
@@ -522,7 +522,7 @@ def test_a_profile_is_complete_without_a_worker_that_is_removed_in_its_middle():
     assert made.threshold_s(0) is None
     (verdict,) = made.remove(3)
     assert made.threshold_s(0) == pytest.approx(2 * (2 * 0.01 + 3 * 0.1) / 5)
-    assert (verdict.worker, verdict.straggler, verdict.iteration) == (1, True, 4)
+    assert (verdict.worker, verdict.is_straggler, verdict.iteration) == (1, True, 4)
 
 
 def test_a_worker_added_in_the_middle_of_a_profile_counts_from_its_first_time_beside_the_others():
@@ -556,7 +556,7 @@ def test_a_worker_on_its_way_back_does_not_hold_up_a_profile():
 def test_a_static_threshold_never_changes_and_nothing_is_profiled():
     """Dynamic partial all-reduce: the user's threshold."""
     made = classifier(threshold_s=0.25)
-    assert not made.in_window(0)
+    assert not made.is_profiled(0)
     for epoch in range(2):
         epoch_of(made, epoch, 30, one_slow)
         assert made.threshold_s(epoch) == made.threshold_s(99) == 0.25
@@ -565,9 +565,9 @@ def test_a_static_threshold_never_changes_and_nothing_is_profiled():
 
 def test_how_long_others_wait_until_a_slow_worker_is_classed():
     made = classifier()
-    assert made.wait_to_class_s(0) is None
+    assert made.time_to_classify_s(0) is None
     epoch_of(made, 0, 5, lambda *_: FAST_S)
-    assert made.wait_to_class_s(0) == made.wait_to_class_s(1) == pytest.approx(10 * (0.2 - 0.1))
+    assert made.time_to_classify_s(0) == made.time_to_classify_s(1) == pytest.approx(10 * (0.2 - 0.1))
 
 
 # The gate -----------------------------------------------------------------------------------------------
@@ -615,7 +615,7 @@ def test_with_the_gate_predicted_throughput_never_falls_by_an_exclusion(seed, wo
     factors = [chance.choice([1.0, 1.0, 1.2, 1.4, 2.0, 5.0]) for _ in range(workers)]
 
     def batches_per_s(out: frozenset[int]) -> float:
-        rest = [last_s for worker, last_s in made.last_s.items() if worker not in out and last_s]
+        rest = [last_s for worker, last_s in made.recent_compute_s.items() if worker not in out and last_s]
         back = max(map(len, rest))
         slowest_s = [max(last_s[-at] for last_s in rest if len(last_s) >= at) for at in range(1, back + 1)]
         return len(rest) * back / sum(slowest_s)
@@ -626,7 +626,7 @@ def test_with_the_gate_predicted_throughput_never_falls_by_an_exclusion(seed, wo
             time_s = chance.uniform(0.09, 0.11) * factors[worker]
             verdicts = made.observe(worker, epoch=at // 30, iteration=at % 30, compute_s=time_s)
             # (Whom the guard took back at once was not excluded.)
-            if any(one.straggler for one in verdicts) and made.stragglers > before:
+            if any(one.is_straggler for one in verdicts) and made.stragglers > before:
                 assert batches_per_s(made.stragglers) > 1.05 * batches_per_s(before)
 
 
@@ -689,7 +689,7 @@ def test_a_limit_that_falls_classes_nobody_by_itself():
     made = classifier(k="auto", iterations_per_epoch=60)
     epoch_of(made, 0, 60, lambda *_: FAST_S)
     before = made.limit
-    window = [at for at in range(60) if made.in_window(at)]
+    window = [at for at in range(60) if made.is_profiled(at)]
     slow = min(len(window) - 1, before - 1)
     verdicts = epoch_of(made, 1, 60, lambda worker, at: SLOW_S if worker == 1 and at < slow else FAST_S)
     assert made.limit < slow < before

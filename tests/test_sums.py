@@ -13,27 +13,27 @@ from offbeat.errors import ProtocolError
 from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.tables import ArrayTable
 from offbeat.numerics.ps.updates import Adam
-from offbeat.policies.ps.client import Client, Done, Failed
-from offbeat.policies.ps.hash_ring import Ring, Space
+from offbeat.policies.ps.client import PsClient, RequestDone, RequestFailed
+from offbeat.policies.ps.hash_ring import HashRing, NamespaceSpec
 from offbeat.policies.ps.messages import (
-    Copied,
-    Copy,
-    Enlist,
-    Handed,
-    HandEnd,
-    Mark,
+    HandoffDone,
+    HandoffOperations,
+    JoinAggregation,
+    LeaveAggregation,
     Operation,
+    PauseReached,
+    PlacementView,
     Push,
-    Pushed,
-    Reached,
-    View,
-    Withdraw,
+    PushAck,
+    PushStamp,
+    Replicate,
+    ReplicateAck,
 )
 from offbeat.policies.ps.server_group import ServerGroup
 from offbeat.policies.ps.server_node import MANAGER, ServerNode
-from offbeat.simulator.ps.cluster import Tables, cut
+from offbeat.simulator.ps.cluster import SimulatedStore, slice_content
 
-SPACE = Space("w", 100, 10, aggregates=True)
+SPACE = NamespaceSpec("w", 100, 10, aggregates=True)
 
 
 class Job:
@@ -41,34 +41,34 @@ class Job:
 
     def __init__(self, servers: int, clients: int, *, copies: int = 2, is_enlisted: bool = True) -> None:
         self.group = ServerGroup(servers, copies=copies, virtual_nodes=2)
-        self.group.opened(SPACE)
-        self.nodes = {server: ServerNode(server, Tables()) for server in range(servers)}
-        self.clients = {client: Client(client, cut) for client in range(clients)}
+        self.group.on_namespace_opened(SPACE)
+        self.nodes = {server: ServerNode(server, SimulatedStore()) for server in range(servers)}
+        self.clients = {client: PsClient(client, slice_content) for client in range(clients)}
         self.under_way: list[tuple[str, str, object]] = []
         self.sent: list[object] = []
         self.done: list[tuple[int, int]] = []
         self.failed: dict[tuple[int, int], str] = {}
         if is_enlisted:
             for client in self.clients:
-                self.take(f"client-{client}", self.clients[client].enlist("w"))
+                self.take(f"client-{client}", self.clients[client].join_aggregation("w"))
             self.settle()
         for server in range(servers):
-            self.say(self.group.joined(server))
+            self.say(self.group.on_joined(server))
         self.settle()
 
     def say(self, view):
         if view is not None:
             for server, node in self.nodes.items():
-                self.take(f"server-{server}", node.see(view))
+                self.take(f"server-{server}", node.on_view(view))
             for client, one in self.clients.items():
-                self.take(f"client-{client}", one.see(view))
+                self.take(f"client-{client}", one.on_view(view))
 
     def take(self, sender, said):
         for one in said:
-            if isinstance(one, Done):
-                self.done.append((int(sender[7:]), one.number))
-            elif isinstance(one, Failed):
-                self.failed[int(sender[7:]), one.number] = one.reason
+            if isinstance(one, RequestDone):
+                self.done.append((int(sender[7:]), one.request))
+            elif isinstance(one, RequestFailed):
+                self.failed[int(sender[7:]), one.request] = one.reason
             else:
                 self.sent.append(one.message)
                 self.under_way.append((sender, one.to, one.message))
@@ -92,12 +92,12 @@ class Job:
     def hear(self, sender, to, message):
         kind, _, number = to.partition("-")
         if to == MANAGER:
-            answers = {Enlist: "enlisted", Reached: "reached", Withdraw: "withdrawn"}
+            answers = {JoinAggregation: "enlisted", PauseReached: "reached", LeaveAggregation: "withdrawn"}
             self.say(getattr(self.group, answers.get(type(message), "filled"))(message))
         elif kind == "client" and int(number) in self.clients:
-            self.take(to, self.clients[int(number)].hear(message))
+            self.take(to, self.clients[int(number)].on_message(message))
         elif kind == "server" and int(number) in self.nodes:
-            self.take(to, self.nodes[int(number)].hear(sender, message))
+            self.take(to, self.nodes[int(number)].on_message(sender, message))
 
     def push(self, client, content, first=0, last=100, time=None):
         number, said = self.clients[client].push("w", content, first, last, time)
@@ -106,11 +106,11 @@ class Job:
 
     def lose_client(self, client):
         del self.clients[client]
-        self.say(self.group.client_gone(client))
+        self.say(self.group.on_client_gone(client))
 
     def lose_server(self, server):
         del self.nodes[server]
-        self.say(self.group.lost(server))
+        self.say(self.group.on_lost(server))
 
     def count(self, kind):
         return sum(isinstance(message, kind) for message in self.sent)
@@ -124,7 +124,7 @@ class Job:
         return [self.nodes[server]._store.table(SPACE).values[key] for server in holders]
 
     def times(self, key):
-        return self.nodes[self.group.view.ring.holders(SPACE, key)[0]].times_of("w", key)
+        return self.nodes[self.group.view.ring.holders(SPACE, key)[0]].push_times("w", key)
 
 
 def test_the_pushes_of_a_time_are_copied_as_one_and_acknowledged_together():
@@ -133,17 +133,17 @@ def test_the_pushes_of_a_time_are_copied_as_one_and_acknowledged_together():
     for client in job.clients:
         job.push(client, {5: 1}, 5, 6)
     for _ in job.clients:
-        assert not job.waiting(Copy)
+        assert not job.waiting(Replicate)
         job.deliver(Push)
-    assert (job.waiting(Copy), job.waiting(Pushed)) == (1, 0)
-    job.deliver(Copy)
-    job.deliver(Copy)
-    job.deliver(Copied)
-    assert not job.waiting(Pushed)
-    job.deliver(Copied)
-    assert job.waiting(Pushed) == 5
+    assert (job.waiting(Replicate), job.waiting(PushAck)) == (1, 0)
+    job.deliver(Replicate)
+    job.deliver(Replicate)
+    job.deliver(ReplicateAck)
+    assert not job.waiting(PushAck)
+    job.deliver(ReplicateAck)
+    assert job.waiting(PushAck) == 5
     job.settle()
-    assert job.count(Copy) == 2
+    assert job.count(Replicate) == 2
     assert sorted(client for client, _ in job.done) == [0, 1, 2, 3, 4]
     assert job.values(5) == [5, 5, 5]
 
@@ -238,7 +238,7 @@ def test_a_push_that_comes_again_counts_once():
     job.push(1, {5: 10}, 5, 6)
     job.settle()
     job.hear(sender, to, message)  # and afterwards
-    assert job.waiting(Pushed) == 1
+    assert job.waiting(PushAck) == 1
     job.settle()
     assert job.values(5) == [11, 11]
 
@@ -252,11 +252,11 @@ def test_a_newcomer_begins_with_a_time_that_nobody_has_pushed():
         job.push(0, {5: 1})
     job.push(1, {5: 10})
     job.settle()
-    job.clients[2] = Client(2, cut)
-    job.take("client-2", job.clients[2].see(job.group.view))
+    job.clients[2] = PsClient(2, slice_content)
+    job.take("client-2", job.clients[2].on_view(job.group.view))
     first = job.push(2, {5: 100})  # it enlists with its first push
     job.settle()
-    assert job.clients[2].begins("w") == 4
+    assert job.clients[2].first_time("w") == 4
     for client, pushes in ((1, 3), (0, 1)):
         for _ in range(pushes):
             assert first not in job.done
@@ -268,8 +268,8 @@ def test_a_newcomer_begins_with_a_time_that_nobody_has_pushed():
 
 def test_in_a_pause_nobody_begins_a_time():
     job = Job(2, 2)
-    job.clients[2] = Client(2, cut)
-    job.take("client-2", job.clients[2].enlist("w"))
+    job.clients[2] = PsClient(2, slice_content)
+    job.take("client-2", job.clients[2].join_aggregation("w"))
     job.settle(but=("client-1",))
     sent = job.count(Push)
     assert job.group.view.paused
@@ -285,10 +285,10 @@ def test_who_pushes_no_more_withdraws_and_is_not_waited_for():
     job = Job(2, 2)
     job.push(0, {5: 1})
     with pytest.raises(ProtocolError, match="expected all pushes to w to be done"):
-        job.clients[0].withdraw("w")
+        job.clients[0].leave_aggregation("w")
     job.push(1, {5: 10})
     job.settle()
-    job.take("client-0", job.clients[0].withdraw("w"))
+    job.take("client-0", job.clients[0].leave_aggregation("w"))
     with pytest.raises(ProtocolError, match="from which this client has not withdrawn, got w"):
         job.clients[0].push("w", {5: 1}, 0, 100)
     job.push(1, {5: 10})
@@ -300,17 +300,17 @@ def test_who_pushes_no_more_withdraws_and_is_not_waited_for():
 def test_only_what_aggregates_has_participants():
     group = ServerGroup(1)
     with pytest.raises(ProtocolError, match="expected a namespace that aggregates, got v"):
-        group.enlisted(Enlist(client=0, namespace="v"))
-    group.opened(Space("v", 10, 10))
+        group.on_join_aggregation(JoinAggregation(client=0, namespace="v"))
+    group.on_namespace_opened(NamespaceSpec("v", 10, 10))
     with pytest.raises(ProtocolError, match="expected a namespace that aggregates"):
-        group.enlisted(Enlist(client=0, namespace="v"))
+        group.on_join_aggregation(JoinAggregation(client=0, namespace="v"))
 
 
 def test_a_manager_that_is_started_again_in_a_pause_ends_it():
     job = Job(2, 2)
     job.push(0, {5: 1})
-    job.clients[2] = Client(2, cut)
-    job.take("client-2", job.clients[2].enlist("w"))
+    job.clients[2] = PsClient(2, slice_content)
+    job.take("client-2", job.clients[2].join_aggregation("w"))
     job.settle(but=("client-1",))
     state = json.loads(json.dumps(job.group.state_dict()))
     before, job.group = job.group.view, ServerGroup(2, copies=2, virtual_nodes=2)
@@ -351,12 +351,12 @@ def test_a_newcomer_begins_after_the_times_that_others_have_chosen():
     job = Job(2, 2)
     for client in (0, 1):
         job.push(client, {5: 1}, time=20)
-    job.clients[2] = Client(2, cut)
-    job.take("client-2", job.clients[2].see(job.group.view))
+    job.clients[2] = PsClient(2, slice_content)
+    job.take("client-2", job.clients[2].on_view(job.group.view))
     early = job.push(2, {5: 1000}, time=20)
     good = job.push(2, {5: 100}, time=23)
     job.settle()
-    assert job.clients[2].begins("w") == 21
+    assert job.clients[2].first_time("w") == 21
     assert job.failed == {early: "expected time 21 or a later one of w, got 20"}
     for client in (0, 1):
         job.push(client, {5: 1}, time=23)
@@ -372,7 +372,7 @@ def test_a_time_that_has_been_cannot_be_chosen():
     for time in (1, 7):
         with pytest.raises(ValueError, match=f"expected a time of w later than 7, got {time}"):
             job.push(0, {5: 1}, time=time)
-    late = Client(5, cut)  # which knows no view, so that nothing is sent yet
+    late = PsClient(5, slice_content)  # which knows no view, so that nothing is sent yet
     late.push("w", {5: 1}, 0, 100, 4)
     with pytest.raises(ValueError, match="later than 4, got 3"):
         late.push("w", {5: 1}, 0, 100, 3)
@@ -384,8 +384,8 @@ def test_a_push_of_a_time_before_its_client_began_is_refused():
     job = Job(2, 1)
     job.push(0, {5: 1})
     job.settle()
-    job.clients[1] = Client(1, cut)
-    job.take("client-1", job.clients[1].enlist("w"))
+    job.clients[1] = PsClient(1, slice_content)
+    job.take("client-1", job.clients[1].join_aggregation("w"))
     job.settle()
     job.push(1, {5: 10}, 5, 6)
     ((_, to, push),) = job.under_way
@@ -400,39 +400,43 @@ class NewMaster:
     """Server 2, master of keys in a view in which client 2 is lost; it has nothing of earlier views."""
 
     def __init__(self) -> None:
-        ring = Ring((0, 1, 2), copies=2)
+        ring = HashRing((0, 1, 2), replicas=2)
         self.key = next(key for key in range(0, 100, 10) if ring.holders(SPACE, key)[0] == 2)
         self.chain = ring.holders(SPACE, self.key)
-        self.node = ServerNode(2, Tables())
-        view = View(number=9, epoch=9, ring=ring, spaces={"w": SPACE}, participants={"w": {0: 1, 1: 1}})
-        self.node.see(view)
+        self.node = ServerNode(2, SimulatedStore())
+        view = PlacementView(
+            version=9, epoch=9, ring=ring, spaces={"w": SPACE}, participants={"w": {0: 1, 1: 1}}
+        )
+        self.node.on_view(view)
 
     def push(self, client):
         push = Push(
             client=client,
-            number=0,
+            request=0,
             epoch=9,
             namespace="w",
             first=self.key,
             last=self.key + 1,
             time=1,
-            after=(),
+            previous_times=(),
             content={self.key: 1},
         )
-        return self.node.hear(f"client-{client}", push)
+        return self.node.on_message(f"client-{client}", push)
 
     def hand(self, holder, *clients):
         operation = Operation(
             namespace="w",
             first=self.key,
             last=self.key + 1,
-            marks=tuple(Mark(client=client, time=1, after=()) for client in clients),
+            stamps=tuple(PushStamp(client=client, time=1, previous_times=()) for client in clients),
             content={self.key: len(clients)},
         )
-        return self.node.hear(f"server-{holder}", Handed(view=9, chain=self.chain, operations=(operation,)))
+        return self.node.on_message(
+            f"server-{holder}", HandoffOperations(view=9, chain=self.chain, operations=(operation,))
+        )
 
     def end(self, holder):
-        return self.node.hear(f"server-{holder}", HandEnd(view=9))
+        return self.node.on_message(f"server-{holder}", HandoffDone(view=9))
 
 
 def test_a_new_master_begins_no_sum_before_all_holders_have_handed_over():
@@ -440,14 +444,16 @@ def test_a_new_master_begins_no_sum_before_all_holders_have_handed_over():
     new = NewMaster()
     assert new.push(0) == new.push(1) == []
     assert new.end(0) == []
-    copies = [send.message for send in new.hand(1, 0, 1, 2) if isinstance(send.message, Copy)]
-    assert [[mark.client for mark in copy.operation.marks] for copy in copies] == [[0, 1, 2]]
+    copies = [send.message for send in new.hand(1, 0, 1, 2) if isinstance(send.message, Replicate)]
+    assert [[mark.client for mark in copy.operation.stamps] for copy in copies] == [[0, 1, 2]]
     assert new.end(1) == []  # both pushes wait for that one to come back
     serial = copies[0].serial
-    acknowledged = new.node.hear(f"server-{new.chain[1]}", Copied(view=9, master=2, serial=serial))
+    acknowledged = new.node.on_message(
+        f"server-{new.chain[1]}", ReplicateAck(view=9, master=2, serial=serial)
+    )
     assert [(send.to, type(send.message)) for send in acknowledged] == [
-        ("client-0", Pushed),
-        ("client-1", Pushed),
+        ("client-0", PushAck),
+        ("client-1", PushAck),
     ]
     assert new.node._store.table(SPACE).values[new.key] == 3
 
@@ -467,7 +473,7 @@ def test_what_is_handed_and_has_a_push_that_is_applied_is_not_taken():
     new.push(1)
     new.end(1)
     new.end(0)
-    assert not any(isinstance(send.message, Copy) for send in new.hand(1, 2, 0))
+    assert not any(isinstance(send.message, Replicate) for send in new.hand(1, 2, 0))
 
 
 # Bits -----------------------------------------------------------------------------------------------------
@@ -494,14 +500,16 @@ def test_sums_are_the_same_bits_in_whatever_order_pushes_come(order):
 
     def pushed_in(order):
         node = ServerNode(0, Arrays())
-        ring = Ring((0,), copies=0)
+        ring = HashRing((0,), replicas=0)
         begins = dict.fromkeys(range(3), 1)
-        node.see(View(number=0, epoch=0, ring=ring, spaces={"w": SPACE}, participants={"w": begins}))
+        node.on_view(
+            PlacementView(version=0, epoch=0, ring=ring, spaces={"w": SPACE}, participants={"w": begins})
+        )
         for client in order:
-            one = Client(client, Entries.cut)
-            one.see(node.view)
+            one = PsClient(client, Entries.key_range)
+            one.on_view(node.view)
             for send in one.push("w", some[client], 0, 100)[1]:
-                node.hear(f"client-{client}", send.message)
+                node.on_message(f"client-{client}", send.message)
         return node._store.table(SPACE).read(0, 100, None).values
 
     assert pushed_in(order).tobytes() == pushed_in(range(3)).tobytes()

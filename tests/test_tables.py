@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.numerics.ps import tables
-from offbeat.numerics.ps.entries import Entries, Terms
+from offbeat.numerics.ps.entries import Entries, PushMeta
 from offbeat.numerics.ps.tables import ArrayTable
 from offbeat.numerics.ps.updates import SGD, Adam, Assign, Sum
 
@@ -76,7 +76,7 @@ def test_a_block_that_is_copied_goes_on_as_the_original_would(keys):
     pushed = Entries(0, np.ones(3, np.float32), np.array([1, 5, keys // 3 - 1], np.int64))
     one.apply(0, keys // 3, pushed)
     another.apply(0, keys // 3, Entries(0, np.full(1, 7, np.float32), np.array([2], np.int64)))
-    another.copy_in(0, keys // 3, one.copy_out(0, keys // 3))
+    another.import_block(0, keys // 3, one.export_block(0, keys // 3))
     for table in (one, another):
         table.apply(0, keys // 3, pushed)
     assert np.array_equal(one.read(0, 2**62, pushed.keys).values, another.read(0, 2**62, pushed.keys).values)
@@ -86,7 +86,7 @@ def test_a_block_that_is_copied_goes_on_as_the_original_would(keys):
 
 def some(*values, keys=None, **terms):
     listed = None if keys is None else np.array(keys, np.int64)
-    return Entries(0, np.array(values, np.float32), listed, Terms(**terms) if terms else None)
+    return Entries(0, np.array(values, np.float32), listed, PushMeta(**terms) if terms else None)
 
 
 def nothing():
@@ -96,25 +96,25 @@ def nothing():
 def test_a_mean_is_the_sum_of_values_divided_by_the_sum_of_weights():
     table = ArrayTable(10, 10, Sum(), aggregate="mean")
     parts = [some(1, 2), some(30, 40, weight=3.5), some(5, keys=[1], weight=0.5)]
-    assert table.aggregated(parts, 0, 2).values.tolist() == pytest.approx([31 / 5, 47 / 5])
-    assert table.aggregated([nothing(), some(3, 5, weight=2), nothing()], 0, 2).values.tolist() == [1.5, 2.5]
-    assert table.aggregated([some(3, 5), nothing()], 0, 2).values.tolist() == [3, 5]
-    assert table.aggregated([some(3, 5), some(1, 2)], 0, 2).values.tolist() == [2, 3.5]
-    assert ArrayTable(10, 10, Sum()).aggregated(parts, 0, 2).values.tolist() == [31, 47]
+    assert table.combine(parts, 0, 2).values.tolist() == pytest.approx([31 / 5, 47 / 5])
+    assert table.combine([nothing(), some(3, 5, weight=2), nothing()], 0, 2).values.tolist() == [1.5, 2.5]
+    assert table.combine([some(3, 5), nothing()], 0, 2).values.tolist() == [3, 5]
+    assert table.combine([some(3, 5), some(1, 2)], 0, 2).values.tolist() == [2, 3.5]
+    assert ArrayTable(10, 10, Sum()).combine(parts, 0, 2).values.tolist() == [31, 47]
 
 
 @pytest.mark.parametrize("aggregate", ["sum", "mean", "each"])
 def test_where_nobody_has_anything_the_update_takes_no_step(aggregate):
     table = ArrayTable(10, 10, Adam(0.1), aggregate=aggregate)
     table.apply(0, 10, Entries(0, np.ones(10, np.float32)))
-    before = table.copy_out(0, 10)
-    total = table.aggregated([nothing(), some(*[0] * 10, weight=0)], 0, 10)
-    table.rehearse(0, 10, total)
+    before = table.export_block(0, 10)
+    total = table.combine([nothing(), some(*[0] * 10, weight=0)], 0, 10)
+    table.dry_run(0, 10, total)
     table.apply(0, 10, total)
-    after = table.copy_out(0, 10)
+    after = table.export_block(0, 10)
     assert all(np.array_equal(after[name], rows) for name, rows in before.items())
-    table.apply(0, 10, table.aggregated([nothing(), some(*[0] * 10, weight=1)], 0, 10))
-    assert (table.copy_out(0, 10)["steps"] == 2).all()
+    table.apply(0, 10, table.combine([nothing(), some(*[0] * 10, weight=1)], 0, 10))
+    assert (table.export_block(0, 10)["steps"] == 2).all()
 
 
 def test_settings_hold_for_the_push_that_says_them():
@@ -130,10 +130,10 @@ def test_settings_hold_for_the_push_that_says_them():
 def test_the_settings_of_a_sum_are_those_of_the_first_that_has_a_weight():
     table = ArrayTable(10, 10, SGD(1.0), aggregate="mean")
     idle, first, second = some(keys=[], weight=0, settings={"lr": 9.0}), some(3, 5), some(5, 7, weight=3.0)
-    second.terms = Terms(3.0, {"lr": 0.5})
-    assert table.aggregated([idle, second, first], 0, 2).terms.settings == {"lr": 0.5}
-    assert table.aggregated([first, second], 0, 2).terms is None
-    table.apply(0, 2, table.aggregated([idle, second], 0, 2))
+    second.meta = PushMeta(3.0, {"lr": 0.5})
+    assert table.combine([idle, second, first], 0, 2).meta.settings == {"lr": 0.5}
+    assert table.combine([first, second], 0, 2).meta is None
+    table.apply(0, 2, table.combine([idle, second], 0, 2))
     assert table.read(0, 2, None).values.tolist() == pytest.approx([-0.5 * 5 / 3, -0.5 * 7 / 3])
 
 
@@ -144,7 +144,7 @@ def test_where_each_counts_by_itself_the_update_takes_one_after_the_other(keys, 
         count = 50 if listed is None else len(listed)
         rows = np.random.default_rng(seed).normal(size=count).astype(np.float32)
         return Entries(
-            0, rows, None if listed is None else np.array(listed), Terms(**terms) if terms else None
+            0, rows, None if listed is None else np.array(listed), PushMeta(**terms) if terms else None
         )
 
     contents = [
@@ -156,17 +156,17 @@ def test_where_each_counts_by_itself_the_update_takes_one_after_the_other(keys, 
     table, other = (ArrayTable(keys, keys // 4, Adam(0.1), aggregate=how) for how in ("each", "sum"))
     for _ in range(2):
         before = table.read(0, 50, None).values.copy()
-        together = table.aggregated(contents, 0, 50)
+        together = table.combine(contents, 0, 50)
         assert np.array_equal(table.read(0, 50, None).values, before)
-        assert together.replaces
+        assert together.is_replacement
         table.apply(0, 50, together)
         for content in contents:
-            terms = content.terms or Terms()
+            terms = content.meta or PushMeta()
             if terms.weight:
-                rows, settings = content.values / terms.weight, Terms(settings=terms.settings)
+                rows, settings = content.values / terms.weight, PushMeta(settings=terms.settings)
                 other.apply(0, 50, Entries(0, rows, content.keys, settings))
-        for name, rows in other.read(0, 50, None, states=True).terms.states.items():
-            assert np.array_equal(table.read(0, 50, None, states=True).terms.states[name], rows), name
+        for name, rows in other.read(0, 50, None, states=True).meta.states.items():
+            assert np.array_equal(table.read(0, 50, None, states=True).meta.states[name], rows), name
         assert np.array_equal(table.read(0, 50, None).values, other.read(0, 50, None).values)
         assert table.read(0, 50, None).values.any()
 
@@ -177,9 +177,9 @@ def test_what_is_put_takes_the_place_of_values_and_of_all_that_is_kept(keys):
     table.apply(0, 50, Entries(0, np.ones(50, np.float32)))
     before = table.read(0, 50, None).values.copy()
     rows = np.arange(20, 40, dtype=np.float32)
-    put = Entries(20, rows, None, Terms(states={"mean": rows + 1, "steps": np.full(20, 7, np.float32)}))
+    put = Entries(20, rows, None, PushMeta(states={"mean": rows + 1, "steps": np.full(20, 7, np.float32)}))
     table.check(put, 20, 40)
-    table.rehearse(20, 40, put)
+    table.dry_run(20, 40, put)
     table.apply(20, 40, put)
     expected = {
         "values": before,
@@ -192,7 +192,7 @@ def test_what_is_put_takes_the_place_of_values_and_of_all_that_is_kept(keys):
     found = {name: [] for name in expected}
     for first in range(0, 50, 25 if keys == KEYS else 50):
         for name in expected:
-            found[name] += table.copy_out(first, first + 25)[name][:50].tolist()
+            found[name] += table.export_block(first, first + 25)[name][:50].tolist()
     for name, kept in expected.items():
         assert found[name][:50] == pytest.approx(kept.tolist()), name
 
@@ -201,9 +201,9 @@ def test_what_is_put_takes_the_place_of_values_and_of_all_that_is_kept(keys):
 def test_of_what_is_put_at_one_time_the_first_counts_and_nothing_else(aggregate):
     table = ArrayTable(10, 10, SGD(1.0, momentum=0.5), aggregate=aggregate)
     first, second = some(1, 2, states={"momentum": np.array([3, 4], np.float32)}), some(5, 6, states={})
-    total = table.aggregated([some(7, 8), first, nothing(), second], 1, 2)
-    assert total.replaces
-    assert (total.first, total.values.tolist(), total.terms.states["momentum"].tolist()) == (1, [2], [4])
+    total = table.combine([some(7, 8), first, nothing(), second], 1, 2)
+    assert total.is_replacement
+    assert (total.first, total.values.tolist(), total.meta.states["momentum"].tolist()) == (1, [2], [4])
 
 
 @pytest.mark.parametrize("update", [Sum(), FailsBelowZero()])
@@ -211,14 +211,14 @@ def test_states_that_an_update_has_not_are_refused(update):
     table = ArrayTable(10, 10, update, may_fail=True)
     put = some(-1, 2, states={"momentum": np.array([3, 4], np.float32)})
     with pytest.raises(ValueError, match=r"expected states of \w+ among (none|count), got momentum"):
-        table.rehearse(0, 2, put)
-    table.rehearse(0, 2, some(-1, 2, states={}))
+        table.dry_run(0, 2, put)
+    table.dry_run(0, 2, some(-1, 2, states={}))
 
 
 def test_a_copy_does_not_change_with_the_original():
     table = ArrayTable(10, 10, Sum())
     table.apply(0, 10, Entries(0, np.ones(10, np.float32)))
-    copied = table.copy_out(0, 10)
+    copied = table.export_block(0, 10)
     table.apply(0, 10, Entries(0, np.ones(10, np.float32)))
     assert copied["values"].tolist() == [1.0] * 10
 
@@ -227,11 +227,11 @@ def test_what_is_dropped_is_zero_again_and_takes_no_memory():
     table = ArrayTable(20, 10, Sum())
     table.apply(0, 20, Entries(0, np.ones(20, np.float32)))
     assert table.size_bytes == 20 * 4
-    table.drop(0, 10)
+    table.remove_block(0, 10)
     assert table.size_bytes == 10 * 4
     assert table.read(0, 20, None).values.tolist() == [0.0] * 10 + [1.0] * 10
-    assert table.copy_out(0, 10) is None
-    table.copy_in(10, 20, None)
+    assert table.export_block(0, 10) is None
+    table.import_block(10, 20, None)
     assert not table.read(0, 20, None).values.any()
 
 
@@ -253,13 +253,13 @@ def test_a_key_of_billions_takes_as_much_as_is_pushed():
         (Entries(0, np.ones(2, np.float32), np.array([3, 3])), "ascending keys, each once, got 3 before 3"),
         (Entries(0, np.ones(2, np.float32), np.array([3, 10])), "keys from 0 to below 10, got 3 to 10"),
         (Entries(0, np.ones(1, np.float32), np.array([3, 4])), "values of 2 keys, got 1"),
-        (Entries(0, np.ones(10, np.float32), None, Terms(-1.0)), "finite weight of at least 0, got -1"),
-        (Entries(0, np.ones(10, np.float32), None, Terms(np.nan)), "finite weight of at least 0, got nan"),
-        (Entries(0, np.ones(10, np.float32), None, Terms(np.inf)), "finite weight of at least 0, got inf"),
-        (Entries(0, np.ones(10, np.float32), None, Terms(1.0, {"lr": 1.0})), "settings of Sum among none"),
-        (Entries(0, np.ones(10, np.float32), None, Terms(states={"a": np.ones(10)})), "expected a as"),
+        (Entries(0, np.ones(10, np.float32), None, PushMeta(-1.0)), "finite weight of at least 0, got -1"),
+        (Entries(0, np.ones(10, np.float32), None, PushMeta(np.nan)), "finite weight of at least 0, got nan"),
+        (Entries(0, np.ones(10, np.float32), None, PushMeta(np.inf)), "finite weight of at least 0, got inf"),
+        (Entries(0, np.ones(10, np.float32), None, PushMeta(1.0, {"lr": 1.0})), "settings of Sum among none"),
+        (Entries(0, np.ones(10, np.float32), None, PushMeta(states={"a": np.ones(10)})), "expected a as"),
         (
-            Entries(0, np.ones(10, np.float32), None, Terms(states={"a": np.ones(9, np.float32)})),
+            Entries(0, np.ones(10, np.float32), None, PushMeta(states={"a": np.ones(9, np.float32)})),
             "expected a",
         ),
     ],
@@ -277,19 +277,19 @@ def test_what_an_update_fails_on_is_found_before_anything_changes(keys):
         Entries(3, np.ones(4, np.float32)),
         Entries(0, np.ones(2, np.float32), np.array([4, far])),
     ):
-        table.rehearse(0, keys, content)
+        table.dry_run(0, keys, content)
         table.apply(0, keys, content)
     listed = np.array([3, 4, 5, far])
-    before = table.copy_out(0, keys // 2), table.read(0, keys, listed).values.tolist()
+    before = table.export_block(0, keys // 2), table.read(0, keys, listed).values.tolist()
     assert before[1] == [1, 2, 1, 1]
     for rows in ([-1.0, -3.0], [-2.0, 0.0]):
         bad = Entries(0, np.array(rows, np.float32), np.array([3, far]))
         with pytest.raises(ValueError, match=r"the update failed on the pushed values: .*below zero"):
-            table.rehearse(0, keys, bad)
+            table.dry_run(0, keys, bad)
     assert table.read(0, keys, listed).values.tolist() == before[1]
-    after = table.copy_out(0, keys // 2)
+    after = table.export_block(0, keys // 2)
     assert all(np.array_equal(after[name], array) for name, array in before[0].items())
-    table.rehearse(0, keys, Entries(0, np.array([-1.0], np.float32), np.array([far])))
+    table.dry_run(0, keys, Entries(0, np.array([-1.0], np.float32), np.array([far])))
 
 
 def test_a_function_takes_no_settings():
@@ -309,8 +309,8 @@ def test_all_that_is_kept_can_be_read(keys):
         for name, kept in {"mean": 0.1, "squares": 0.001, "steps": 1}.items():
             expected = np.zeros(len(read))
             expected[places] = kept
-            np.testing.assert_allclose(read.terms.states[name], expected)
-    assert table.read(0, 31, None).terms is None
+            np.testing.assert_allclose(read.meta.states[name], expected)
+    assert table.read(0, 31, None).meta is None
 
 
 @pytest.mark.parametrize(("keys", "width"), [(2**62, 0), (2**29 + 1, 0), (1, 2**62), (2**20, 2**9 + 1)])
@@ -351,7 +351,7 @@ def test_small_blocks_that_are_pushed_together_are_updated_together():
     for _ in range(2):
         table.apply(15, 75, Entries(15, np.ones(60, np.float32)))
     table.apply(0, 100, Entries(0, np.ones(100, np.float32)))
-    table.drop(30, 40)
+    table.remove_block(30, 40)
     table.apply(20, 50, Entries(20, np.ones(30, np.float32)))
     assert update.calls == [60, 60, 100, 30]
     expected = np.repeat([1.0, 3, 4, 1, 4, 3, 1], [15, 5, 10, 10, 10, 25, 25])
@@ -390,20 +390,20 @@ def test_a_block_comes_and_goes_alone_whatever_it_lies_together_with(data):
                 update.apply(expected["values"][first:last], states, rows)
                 there.update(range(number, (last - 1) // block_keys + 1))
             case "copy in":
-                block = other.copy_out(begin, end)
-                table.copy_in(begin, end, block)
+                block = other.export_block(begin, end)
+                table.import_block(begin, end, block)
                 for name, rows in expected.items():
                     rows[begin:end] = block[name]
                 there.add(number)
             case how:
-                table.drop(begin, end) if how == "drop" else table.copy_in(begin, end, None)
+                table.remove_block(begin, end) if how == "drop" else table.import_block(begin, end, None)
                 for rows in expected.values():
                     rows[begin:end] = 0
                 there.discard(number)
     held = 0
     for number in range((KEYS - 1) // block_keys + 1):
         begin, end = number * block_keys, min((number + 1) * block_keys, KEYS)
-        block = table.copy_out(begin, end)
+        block = table.export_block(begin, end)
         assert (block is not None) == (number in there)
         for name, rows in (block or {}).items():
             assert np.array_equal(rows, expected[name][begin:end]), name

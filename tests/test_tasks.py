@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
 from offbeat.policies.ps.task_graph import (
-    IssueAgain,
+    CallState,
     IterationScheduler,
-    Run,
-    State,
     TaskFinished,
     TaskGraph,
-    Withdrawn,
+    TaskNeedsCallees,
+    TaskRun,
+    TaskWithdrawn,
 )
 
 
@@ -42,25 +42,29 @@ def begun(graph, *callees, **how):
 def test_a_task_goes_from_issued_to_ready_to_running_to_returned_to_finished():
     graph = TaskGraph()
     first, told = graph.add(["a"])
-    assert told == [Run(first, "a")]
+    assert told == [TaskRun(first, "a")]
     number, told = graph.add(["a"], after=[first])
-    assert (told, graph.state(number, "a"), graph.waits_for(number)) == ([], State.ISSUED, (first,))
-    assert do(graph, first, "a") == [TaskFinished(first), Run(number, "a")]
-    assert (graph.state(number, "a"), graph.waits_for(number)) == (State.READY, ())
-    graph.started(number, "a")
-    assert graph.state(number, "a") is State.RUNNING
-    subtask, _ = graph.add(["b"], parent=Run(number, "a"))
-    assert graph.returned(number, "a") == []
-    assert graph.state(number, "a") is State.RETURNED
+    assert (told, graph.state(number, "a"), graph.pending_tasks(number)) == ([], CallState.ISSUED, (first,))
+    assert do(graph, first, "a") == [TaskFinished(first), TaskRun(number, "a")]
+    assert (graph.state(number, "a"), graph.pending_tasks(number)) == (CallState.READY, ())
+    graph.on_started(number, "a")
+    assert graph.state(number, "a") is CallState.RUNNING
+    subtask, _ = graph.add(["b"], parent=TaskRun(number, "a"))
+    assert graph.on_returned(number, "a") == []
+    assert graph.state(number, "a") is CallState.RETURNED
     assert do(graph, subtask, "b") == [TaskFinished(subtask), TaskFinished(number)]
     assert graph.state(number, "a") is None
-    assert not graph.is_open(number)
+    assert not graph.is_unfinished(number)
 
 
 def test_tasks_that_wait_for_nothing_may_all_run_at_once():
     """Section 3.4: by default, callees execute tasks in parallel."""
     graph = TaskGraph()
-    assert [graph.add(["a"])[1] for _ in range(3)] == [[Run(0, "a")], [Run(1, "a")], [Run(2, "a")]]
+    assert [graph.add(["a"])[1] for _ in range(3)] == [
+        [TaskRun(0, "a")],
+        [TaskRun(1, "a")],
+        [TaskRun(2, "a")],
+    ]
 
 
 def test_iteration_12_waits_for_iteration_11_and_that_for_nothing():
@@ -69,8 +73,8 @@ def test_iteration_12_waits_for_iteration_11_and_that_for_nothing():
     ten, eleven = (graph.add(["worker"])[0] for _ in range(2))
     twelve, told = graph.add(["worker"], after=[eleven])
     assert told == []
-    assert do(graph, eleven, "worker") == [TaskFinished(eleven), Run(twelve, "worker")]
-    assert graph.is_open(ten)
+    assert do(graph, eleven, "worker") == [TaskFinished(eleven), TaskRun(twelve, "worker")]
+    assert graph.is_unfinished(ten)
 
 
 def test_a_task_waits_for_all_of_several_and_for_one_that_is_named_twice_once():
@@ -78,45 +82,45 @@ def test_a_task_waits_for_all_of_several_and_for_one_that_is_named_twice_once():
     first, second = (graph.add(["a"])[0] for _ in range(2))
     both, _ = graph.add(["b"], after=[first, second, first])
     assert do(graph, second, "a") == [TaskFinished(second)]
-    assert do(graph, first, "a") == [TaskFinished(first), Run(both, "b")]
+    assert do(graph, first, "a") == [TaskFinished(first), TaskRun(both, "b")]
 
 
 def test_what_is_added_after_its_dependencies_have_finished_is_ready_at_once():
     graph = TaskGraph()
     first, _ = graph.add(["a"])
     do(graph, first, "a")
-    assert graph.add(["b"], after=[first]) == (1, [Run(1, "b")])
+    assert graph.add(["b"], after=[first]) == (1, [TaskRun(1, "b")])
 
 
 def test_a_group_task_has_finished_when_it_has_at_every_callee():
     graph = TaskGraph()
     group, told = graph.add(["a", "b", "c"])
     after, _ = graph.add(["a"], after=[group])
-    assert told == [Run(group, "a"), Run(group, "b"), Run(group, "c")]
+    assert told == [TaskRun(group, "a"), TaskRun(group, "b"), TaskRun(group, "c")]
     assert do(graph, group, "c", "a") == []
-    assert graph.state(group, "a") is State.FINISHED
-    assert do(graph, group, "b") == [TaskFinished(group), Run(after, "a")]
+    assert graph.state(group, "a") is CallState.FINISHED
+    assert do(graph, group, "b") == [TaskFinished(group), TaskRun(after, "a")]
 
 
 def test_a_subtask_holds_up_the_callee_that_issued_it_only():
     graph = TaskGraph()
     group = begun(graph, "a", "b")
-    subtask, told = graph.add(["a"], parent=Run(group, "b"))
-    assert told == [Run(subtask, "a")]
-    graph.returned(group, "a")
-    graph.returned(group, "b")
-    assert (graph.state(group, "a"), graph.state(group, "b")) == (State.FINISHED, State.RETURNED)
+    subtask, told = graph.add(["a"], parent=TaskRun(group, "b"))
+    assert told == [TaskRun(subtask, "a")]
+    graph.on_returned(group, "a")
+    graph.on_returned(group, "b")
+    assert (graph.state(group, "a"), graph.state(group, "b")) == (CallState.FINISHED, CallState.RETURNED)
     assert do(graph, subtask, "a") == [TaskFinished(subtask), TaskFinished(group)]
 
 
 def test_a_parent_whose_subtasks_finish_first_waits_for_its_own_return():
     graph = TaskGraph()
     parent = begun(graph, "a")
-    child = begun(graph, "b", parent=Run(parent, "a"))
-    grandchild = begun(graph, "c", parent=Run(child, "b"))
-    assert graph.returned(child, "b") == []
-    assert graph.returned(grandchild, "c") == [TaskFinished(grandchild), TaskFinished(child)]
-    assert graph.returned(parent, "a") == [TaskFinished(parent)]
+    child = begun(graph, "b", parent=TaskRun(parent, "a"))
+    grandchild = begun(graph, "c", parent=TaskRun(child, "b"))
+    assert graph.on_returned(child, "b") == []
+    assert graph.on_returned(grandchild, "c") == [TaskFinished(grandchild), TaskFinished(child)]
+    assert graph.on_returned(parent, "a") == [TaskFinished(parent)]
 
 
 # What is refused ----------------------------------------------------------------------------------------
@@ -142,16 +146,16 @@ def test_to_wait_for_what_one_is_a_part_of_is_refused():
         with pytest.raises(
             ValueError, match=rf"to wait for tasks of its caller, got {end}, which is nobody's"
         ):
-            graph.add(["c"], after=[end], parent=Run(parent, "a"))
+            graph.add(["c"], after=[end], parent=TaskRun(parent, "a"))
 
 
 def test_a_task_waits_for_subtasks_of_the_same_call_and_of_no_other():
     graph = TaskGraph()
     parent = begun(graph, "a", "b")
-    subtask, _ = graph.add(["c"], parent=Run(parent, "a"))
-    assert graph.add(["c"], parent=Run(parent, "a"), after=[subtask])[1] == []
+    subtask, _ = graph.add(["c"], parent=TaskRun(parent, "a"))
+    assert graph.add(["c"], parent=TaskRun(parent, "a"), after=[subtask])[1] == []
     with pytest.raises(ValueError, match=r"expected task 3, issued by Run.*'b'.*, got 1, issued by Run.*'a'"):
-        graph.add(["c"], parent=Run(parent, "b"), after=[subtask])
+        graph.add(["c"], parent=TaskRun(parent, "b"), after=[subtask])
     with pytest.raises(ValueError, match=r"expected task 3, which is nobody's subtask, .* got 1"):
         graph.add(["c"], after=[subtask])
 
@@ -159,18 +163,22 @@ def test_a_task_waits_for_subtasks_of_the_same_call_and_of_no_other():
 def test_only_a_running_call_issues_subtasks():
     graph = TaskGraph()
     number, _ = graph.add(["a"])
-    for parent, why in ((Run(0, "a"), "ready"), (Run(0, "b"), "not there"), (Run(7, "a"), "not there")):
+    for parent, why in (
+        (TaskRun(0, "a"), "ready"),
+        (TaskRun(0, "b"), "not there"),
+        (TaskRun(7, "a"), "not there"),
+    ):
         with pytest.raises(ValueError, match=rf"expected a parent that is running, got .*: it is {why}"):
             graph.add(["b"], parent=parent)
     do(graph, number, "a")
     with pytest.raises(ValueError, match=r"expected a parent that is running"):
-        graph.add(["b"], parent=Run(number, "a"))
+        graph.add(["b"], parent=TaskRun(number, "a"))
     assert graph.add(["b"])[0] == 1
 
 
 def test_callees_have_to_be_up():
     graph = TaskGraph()
-    graph.node_down("a")
+    graph.on_node_lost("a")
     for callees, got in (([], "none"), (["b", "a"], "b, a")):
         with pytest.raises(ValueError, match=rf"expected one callee or more that are up, got {got}$"):
             graph.add(callees)
@@ -181,19 +189,19 @@ def test_only_what_is_ready_starts_and_only_what_runs_returns():
     first, _ = graph.add(["a"])
     second, _ = graph.add(["a"], after=[first])
     for impossible in (
-        lambda: graph.returned(first, "a"),
-        lambda: graph.started(second, "a"),
-        lambda: graph.started(first, "b"),
-        lambda: graph.started(2, "a"),
-        lambda: graph.returned(2, "a"),
+        lambda: graph.on_returned(first, "a"),
+        lambda: graph.on_started(second, "a"),
+        lambda: graph.on_started(first, "b"),
+        lambda: graph.on_started(2, "a"),
+        lambda: graph.on_returned(2, "a"),
     ):
         with pytest.raises(
             ProtocolError, match=r"expected Run\(number=\d, callee='[ab]'\) to be r\w+: it is"
         ):
             impossible()
-    graph.started(first, "a")
+    graph.on_started(first, "a")
     with pytest.raises(ProtocolError, match=r"to be ready: it is running"):
-        graph.started(first, "a")
+        graph.on_started(first, "a")
 
 
 # Deaths -------------------------------------------------------------------------------------------------
@@ -203,71 +211,75 @@ def test_a_group_goes_on_without_those_who_died():
     graph = TaskGraph()
     group = begun(graph, "a", "b")
     after, _ = graph.add(["a"], after=[group])
-    graph.returned(group, "a")
-    assert graph.node_down("b") == [TaskFinished(group), Run(after, "a")]
+    graph.on_returned(group, "a")
+    assert graph.on_node_lost("b") == [TaskFinished(group), TaskRun(after, "a")]
 
 
 def test_what_a_node_had_finished_before_it_died_stays_finished():
     graph = TaskGraph()
     group = begun(graph, "a", "b")
-    graph.returned(group, "a")
-    assert graph.node_down("a") == []
-    assert graph.state(group, "a") is State.FINISHED
-    assert graph.node_down("b") == [TaskFinished(group)]
+    graph.on_returned(group, "a")
+    assert graph.on_node_lost("a") == []
+    assert graph.state(group, "a") is CallState.FINISHED
+    assert graph.on_node_lost("b") == [TaskFinished(group)]
 
 
 def test_a_task_without_callees_is_issued_again_once_and_what_its_dead_callee_says_is_ignored():
     graph = TaskGraph()
     number = begun(graph, "a")
     after, _ = graph.add(["c"], after=[number])
-    assert graph.node_down("a") == [IssueAgain(number)]
-    assert graph.node_down("a") == []
-    assert graph.returned(number, "a") == []
-    assert graph.issue_again(number, ["b"]) == [Run(number, "b")]
+    assert graph.on_node_lost("a") == [TaskNeedsCallees(number)]
+    assert graph.on_node_lost("a") == []
+    assert graph.on_returned(number, "a") == []
+    assert graph.reassign(number, ["b"]) == [TaskRun(number, "b")]
     with pytest.raises(ValueError, match=r"expected a task that has lost all its callees, got 0"):
-        graph.issue_again(number, ["c"])
-    assert do(graph, number, "b") == [TaskFinished(number), Run(after, "c")]
+        graph.reassign(number, ["c"])
+    assert do(graph, number, "b") == [TaskFinished(number), TaskRun(after, "c")]
 
 
 def test_a_task_that_has_not_begun_is_issued_again_too_and_waits_on():
     graph = TaskGraph()
     first, _ = graph.add(["a"])
     second, _ = graph.add(["b", "c"], after=[first])
-    assert graph.node_down("b") == []
-    assert graph.node_down("c") == [IssueAgain(second)]
+    assert graph.on_node_lost("b") == []
+    assert graph.on_node_lost("c") == [TaskNeedsCallees(second)]
     assert do(graph, first, "a") == [TaskFinished(first)]
     third, _ = graph.add(["d"], after=[second])
     fourth, _ = graph.add(["e"], after=[third])
-    assert graph.node_down("e") == [IssueAgain(fourth)]
-    assert graph.issue_again(fourth, ["a"]) == []
-    assert graph.issue_again(second, ["a", "d"]) == [Run(second, "a"), Run(second, "d")]
+    assert graph.on_node_lost("e") == [TaskNeedsCallees(fourth)]
+    assert graph.reassign(fourth, ["a"]) == []
+    assert graph.reassign(second, ["a", "d"]) == [TaskRun(second, "a"), TaskRun(second, "d")]
 
 
 def test_subtasks_of_a_dead_callee_are_withdrawn_with_theirs_and_those_of_others_go_on():
     graph = TaskGraph()
     group = begun(graph, "a", "b")
-    child = begun(graph, "c", parent=Run(group, "a"))
-    sibling, _ = graph.add(["a"], parent=Run(group, "a"), after=[child])
-    grandchild = begun(graph, "c", parent=Run(child, "c"))
-    other = begun(graph, "c", parent=Run(group, "b"))
-    assert graph.node_down("a") == [Withdrawn(child), Withdrawn(grandchild), Withdrawn(sibling)]
-    assert graph.returned(child, "c") == []  # it could not know
+    child = begun(graph, "c", parent=TaskRun(group, "a"))
+    sibling, _ = graph.add(["a"], parent=TaskRun(group, "a"), after=[child])
+    grandchild = begun(graph, "c", parent=TaskRun(child, "c"))
+    other = begun(graph, "c", parent=TaskRun(group, "b"))
+    assert graph.on_node_lost("a") == [
+        TaskWithdrawn(child),
+        TaskWithdrawn(grandchild),
+        TaskWithdrawn(sibling),
+    ]
+    assert graph.on_returned(child, "c") == []  # it could not know
     with pytest.raises(ValueError, match=r"expected a parent that is running, got .*: it is not there"):
-        graph.add(["c"], parent=Run(child, "c"))
-    graph.returned(group, "b")
-    assert graph.returned(other, "c") == [TaskFinished(other), TaskFinished(group)]
+        graph.add(["c"], parent=TaskRun(child, "c"))
+    graph.on_returned(group, "b")
+    assert graph.on_returned(other, "c") == [TaskFinished(other), TaskFinished(group)]
 
 
 def test_a_task_that_is_issued_again_issues_its_subtasks_anew():
     graph = TaskGraph()
     parent = begun(graph, "a")
-    old = begun(graph, "b", parent=Run(parent, "a"))
-    assert graph.node_down("a") == [Withdrawn(old), IssueAgain(parent)]
-    graph.issue_again(parent, ["b"])
-    graph.started(parent, "b")
-    new = begun(graph, "b", parent=Run(parent, "b"))
-    graph.returned(parent, "b")
-    assert graph.returned(new, "b") == [TaskFinished(new), TaskFinished(parent)]
+    old = begun(graph, "b", parent=TaskRun(parent, "a"))
+    assert graph.on_node_lost("a") == [TaskWithdrawn(old), TaskNeedsCallees(parent)]
+    graph.reassign(parent, ["b"])
+    graph.on_started(parent, "b")
+    new = begun(graph, "b", parent=TaskRun(parent, "b"))
+    graph.on_returned(parent, "b")
+    assert graph.on_returned(new, "b") == [TaskFinished(new), TaskFinished(parent)]
 
 
 # Iterations ---------------------------------------------------------------------------------------------
@@ -287,7 +299,7 @@ def test_which_iterations_an_iteration_waits_for(tau, waits):
     graph = TaskGraph()
     iterations = IterationScheduler(graph, tau)
     numbers = [iterations.issue(["a"])[0] for _ in waits]
-    assert [graph.waits_for(number) for number in numbers] == waits
+    assert [graph.pending_tasks(number) for number in numbers] == waits
     assert list(iterations.in_flight) == list(range(len(waits) if tau is None else tau + 1))
 
 
@@ -300,7 +312,7 @@ def test_edges_reach_all_that_has_to_be_finished_and_nothing_else(taus):
     for t, tau in enumerate(taus):
         iterations.set_tau(tau)
         number, _ = iterations.issue(["a"])
-        direct = graph.waits_for(number)
+        direct = graph.pending_tasks(number)
         reached.append(set(direct).union(*(reached[one] for one in direct)))
         assert reached[t] == set(range(0 if tau is None else t - tau))
 
@@ -313,8 +325,8 @@ def test_tau_may_shrink_and_grow_for_iterations_issued_later():
     iterations.set_tau(0)
     assert iterations.issue(["a"]) == (3, [])
     iterations.set_tau(None)
-    assert iterations.issue(["a"]) == (4, [Run(4, "a")])
-    assert [graph.waits_for(number) for number in range(5)] == [(), (), (0,), (1, 2), ()]
+    assert iterations.issue(["a"]) == (4, [TaskRun(4, "a")])
+    assert [graph.pending_tasks(number) for number in range(5)] == [(), (), (0,), (1, 2), ()]
     assert iterations.in_flight == {0: 0, 1: 1, 4: 4}
 
 
@@ -325,15 +337,15 @@ def test_other_tasks_of_the_graph_are_no_iterations():
     first, _ = iterations.issue(["a"])
     graph.add(["a"], after=[first])
     second, _ = iterations.issue(["a"])
-    assert (first, second, graph.waits_for(second)) == (1, 3, (1,))
-    assert (iterations.issued, iterations.in_flight) == (2, {0: 1})
+    assert (first, second, graph.pending_tasks(second)) == (1, 3, (1,))
+    assert (iterations.issued_count, iterations.in_flight) == (2, {0: 1})
 
 
 def test_a_refused_iteration_is_none():
     iterations = IterationScheduler(TaskGraph(), 0)
     with pytest.raises(ValueError, match=r"expected one callee or more"):
         iterations.issue([])
-    assert (iterations.issued, iterations.issue(["a"])) == (0, (0, [Run(0, "a")]))
+    assert (iterations.issued_count, iterations.issue(["a"])) == (0, (0, [TaskRun(0, "a")]))
 
 
 def test_tau_is_not_negative():
@@ -359,11 +371,11 @@ def test_what_is_held_does_not_grow_with_what_has_finished(tau):
     for _ in range(400):
         number, _ = iterations.issue(["a", "b"])
         after, _ = graph.add(["b"], after=[number])
-        subtask = begun(graph, "c", parent=Run(stuck, "z"))
-        graph.started(number, "a")
-        child = begun(graph, "c", parent=Run(number, "a"))
+        subtask = begun(graph, "c", parent=TaskRun(stuck, "z"))
+        graph.on_started(number, "a")
+        child = begun(graph, "c", parent=TaskRun(number, "a"))
         for other, callee in ((subtask, "c"), (child, "c"), (number, "a")):
-            graph.returned(other, callee)
+            graph.on_returned(other, callee)
         do(graph, number, "b")
         do(graph, after, "b")
         sizes.append(len(pickle.dumps((graph, iterations))))  # all that they hold, not what they say

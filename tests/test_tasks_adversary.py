@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.policies.ps.task_graph import (
-    IssueAgain,
     IterationScheduler,
-    Run,
     TaskFinished,
     TaskGraph,
-    Withdrawn,
+    TaskNeedsCallees,
+    TaskRun,
+    TaskWithdrawn,
 )
 
 
@@ -44,7 +44,7 @@ class Trial:
         self.told = Counter()
 
     def runs(self, state):
-        return [Run(n, c) for n, calls in self.calls.items() for c, now in calls.items() if now == state]
+        return [TaskRun(n, c) for n, calls in self.calls.items() for c, now in calls.items() if now == state]
 
     def nodes_some(self):
         return self.random.sample(self.up, self.random.randint(1, min(3, len(self.up))))
@@ -88,50 +88,52 @@ class Trial:
         return [], []
 
     def start(self, run):
-        self.graph.started(*run)
+        self.graph.on_started(*run)
         self.calls[run.number][run.callee] = "running"
         return [], []
 
     def finish(self, run):
         self.calls[run.number][run.callee] = "returned"
-        return self.graph.returned(*run), []
+        return self.graph.on_returned(*run), []
 
     def kill(self):
         node = self.up.pop(self.random.randrange(len(self.up)))
         if self.random.random() < 0.7:
             self.up.append(f"n{self.nodes}")
             self.nodes += 1
-        lost = [Run(n, c) for n, calls in self.calls.items() for c, now in calls.items()]
-        lost = [run for run in lost if run.callee == node and self.calls[run.number][node] != "finished"]
+        lost = [TaskRun(n, c) for n, calls in self.calls.items() for c, now in calls.items()]
+        lost = [run for run in lost if run.callee == node and self.calls[run.task][node] != "finished"]
         withdrawn = set()
         for number, parent in self.parent.items():  # parents first
             if number in self.calls and (parent in lost or (parent and parent.number in withdrawn)):
                 withdrawn.add(number)
         for number in withdrawn:
-            self.unheard += [Run(number, c) for c, now in self.calls.pop(number).items() if now == "running"]
+            self.unheard += [
+                TaskRun(number, c) for c, now in self.calls.pop(number).items() if now == "running"
+            ]
             self.over.add(number)
         self.needy = [number for number in self.needy if number not in withdrawn]
         needy = []
         for number, _ in lost:
             if number not in withdrawn:
                 if self.calls[number].pop(node) == "running":
-                    self.unheard.append(Run(number, node))
+                    self.unheard.append(TaskRun(number, node))
                 if not self.calls[number]:
                     needy.append(number)
         self.needy += needy
-        told = self.graph.node_down(node)
-        assert self.graph.node_down(node) == []
-        return told, [*map(Withdrawn, withdrawn), *map(IssueAgain, needy)]
+        told = self.graph.on_node_lost(node)
+        assert self.graph.on_node_lost(node) == []
+        return told, [*map(TaskWithdrawn, withdrawn), *map(TaskNeedsCallees, needy)]
 
     def issue_again(self, number):
         self.needy.remove(number)
         callees = self.nodes_some()
         self.calls[number] = dict.fromkeys(callees, "issued")
-        return self.graph.issue_again(number, callees), []
+        return self.graph.reassign(number, callees), []
 
     def hear_late(self, run):
-        self.graph.started(*run)
-        return self.graph.returned(*run), []
+        self.graph.on_started(*run)
+        return self.graph.on_returned(*run), []
 
     def save_and_load(self):
         saved = json.loads(json.dumps((self.graph.state_dict(), self.iterations.state_dict())))
@@ -164,12 +166,12 @@ class Trial:
             if isinstance(one, TaskFinished):
                 assert one.number not in self.over
                 self.over.add(one.number)
-            elif isinstance(one, Run):
-                assert self.after[one.number] <= self.over  # no task starts before its dependencies finished
+            elif isinstance(one, TaskRun):
+                assert self.after[one.task] <= self.over  # no task starts before its dependencies finished
                 assert one.callee in self.up
         assert sorted(map(repr, told)) == sorted(map(repr, [*also, *self.due()]))
         for number, calls in self.calls.items():
-            assert self.graph.is_open(number)
+            assert self.graph.is_unfinished(number)
             assert {c: self.graph.state(number, c) for c in calls} == calls
         flying = {
             t: number
@@ -189,9 +191,9 @@ class Trial:
                 for callee, now in calls.items():
                     if now == "issued" and not self.after[number] & self.calls.keys():
                         calls[callee] = "ready"
-                        due.append(Run(number, callee))
+                        due.append(TaskRun(number, callee))
                     if now == "returned" and not any(
-                        self.parent[n] == Run(number, callee) for n in self.calls
+                        self.parent[n] == TaskRun(number, callee) for n in self.calls
                     ):
                         calls[callee] = "finished"
                 if calls and set(calls.values()) == {"finished"}:
@@ -211,7 +213,7 @@ def test_whatever_happens_the_invariants_hold_and_everything_finishes(seed):
 def test_the_adversary_does_its_worst():
     """Else the test above would look at nothing."""
     told = sum((run_trial(seed).told for seed in range(20)), Counter())
-    assert min(told[kind] for kind in (Run, TaskFinished, IssueAgain, Withdrawn)) >= 20
+    assert min(told[kind] for kind in (TaskRun, TaskFinished, TaskNeedsCallees, TaskWithdrawn)) >= 20
 
 
 def run_trial(seed):

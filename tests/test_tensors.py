@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offbeat.numerics.ps.entries import Entries
-from offbeat.numerics.ps.tensors import Offsets
+from offbeat.numerics.ps.tensors import TensorTable
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5).filter(
     lambda shapes: sum(map(math.prod, shapes)) > 0
@@ -67,14 +67,14 @@ def numbers_of(tensor):
 @given(models(), st.data())
 def test_a_range_of_keys_is_that_part_of_all_numbers(model, data):
     tensors, flat = model
-    offsets = Offsets.of(tensors.items())
+    offsets = TensorTable.from_tensors(tensors.items())
     assert offsets.keys == len(flat)
     assert offsets.dtype == flat.dtype.name
     first = data.draw(st.integers(0, len(flat) - 1))
     last = data.draw(st.integers(first + 1, len(flat)))
     touched = {}
     for name, tensor in tensors.items():
-        begin, end = offsets.range_of(name)
+        begin, end = offsets.key_range_of(name)
         if max(first, begin) < min(last, end):
             touched[name] = tensor
     came = offsets.gather(touched, first, last)
@@ -87,10 +87,10 @@ def test_a_range_of_keys_is_that_part_of_all_numbers(model, data):
 @given(models())
 def test_ranges_of_names_follow_each_other_in_order(model):
     tensors, flat = model
-    offsets = Offsets.of(tensors.items())
+    offsets = TensorTable.from_tensors(tensors.items())
     end = 0
     for name, tensor in tensors.items():
-        first, last = offsets.range_of(name)
+        first, last = offsets.key_range_of(name)
         assert first == end
         assert flat[first:last].tolist() == numbers_of(tensor)
         end = last
@@ -100,7 +100,7 @@ def test_ranges_of_names_follow_each_other_in_order(model):
 @given(models(), st.booleans(), st.data())
 def test_what_is_scattered_is_written_there_and_nowhere_else(model, is_listed, data):
     tensors, flat = model
-    offsets = Offsets.of(tensors.items())
+    offsets = TensorTable.from_tensors(tensors.items())
     expected = flat.copy()
     if is_listed:
         keys = np.array(sorted(data.draw(st.sets(st.integers(0, len(flat) - 1)))), np.int64)
@@ -117,7 +117,7 @@ def test_what_is_scattered_is_written_there_and_nowhere_else(model, is_listed, d
     touched = {
         name: tensor
         for name, tensor in tensors.items()
-        if len(content.cut(*offsets.range_of(name))) or data.draw(st.booleans())
+        if len(content.key_range(*offsets.key_range_of(name))) or data.draw(st.booleans())
     }
     offsets.scatter(content, touched)
     assert [number for tensor in tensors.values() for number in numbers_of(tensor)] == expected.tolist()
@@ -126,16 +126,16 @@ def test_what_is_scattered_is_written_there_and_nowhere_else(model, is_listed, d
 @given(models())
 def test_a_table_is_the_same_from_plain_data(model):
     tensors, _ = model
-    offsets = Offsets.of(tensors.items())
-    again = Offsets(**json.loads(json.dumps(offsets.state_dict())))
+    offsets = TensorTable.from_tensors(tensors.items())
+    again = TensorTable(**json.loads(json.dumps(offsets.state_dict())))
     assert again.state_dict() == offsets.state_dict()
-    assert [again.range_of(name) for name in tensors] == [offsets.range_of(name) for name in tensors]
+    assert [again.key_range_of(name) for name in tensors] == [offsets.key_range_of(name) for name in tensors]
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "parameter"])
 def test_one_contiguous_tensor_is_not_copied(kind):
     tensors = {name: new(kind, np.zeros((2, 3), np.float32)) for name in ("a", "b")}
-    offsets = Offsets.of(tensors.items())
+    offsets = TensorTable.from_tensors(tensors.items())
     for first, last in ((6, 12), (7, 9)):
         offsets.gather(tensors, first, last)[...] = 1
     assert numbers_of(tensors["b"]) == [1] * 6
@@ -144,8 +144,8 @@ def test_one_contiguous_tensor_is_not_copied(kind):
 
 
 def test_a_tensor_without_numbers_has_no_keys_and_need_not_be_there():
-    offsets = Offsets([("a", (2,)), ("none", (0, 3)), ("b", (2,))])
-    assert offsets.range_of("none") == (2, 2)
+    offsets = TensorTable([("a", (2,)), ("none", (0, 3)), ("b", (2,))])
+    assert offsets.key_range_of("none") == (2, 2)
     tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
     offsets.scatter(Entries(1, np.ones(2, np.float32)), tensors)
     assert offsets.gather(tensors).tolist() == [0, 1, 1, 0]
@@ -154,8 +154,8 @@ def test_a_tensor_without_numbers_has_no_keys_and_need_not_be_there():
 def test_a_model_and_its_gradients_have_the_same_table():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     parameters = dict(model.named_parameters())
-    offsets = Offsets.of(model.named_parameters())
-    assert offsets.range_of("0.bias") == (6, 8)
+    offsets = TensorTable.from_tensors(model.named_parameters())
+    assert offsets.key_range_of("0.bias") == (6, 8)
     model(torch.ones(4, 3)).sum().backward()
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     before = offsets.gather(parameters).copy()
@@ -173,7 +173,7 @@ def test_autograd_notices_that_a_parameter_was_written(keys):
     parameter = nn.Parameter(torch.ones(2))
     loss = (parameter * parameter).sum()
     values = np.ones(2 if keys is None else 1, np.float32)
-    Offsets.of([("w", parameter)]).scatter(Entries(0, values, keys), {"w": parameter})
+    TensorTable.from_tensors([("w", parameter)]).scatter(Entries(0, values, keys), {"w": parameter})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -195,27 +195,27 @@ def test_autograd_notices_that_a_parameter_was_written(keys):
 )
 def test_tensors_that_have_no_keys_are_refused(tensor, words):
     with pytest.raises(ValueError, match=words):
-        Offsets.of([("w", tensor)])
+        TensorTable.from_tensors([("w", tensor)])
     if tensor.dtype not in (torch.float32, np.dtype(">f4")):
         with pytest.raises(ValueError, match=r"expected 'w' of float32, got .* servers add in float32"):
-            Offsets([("w", (2,))]).gather({"w": tensor})
+            TensorTable([("w", (2,))]).gather({"w": tensor})
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Offsets.of([]), "1 to 9223372036854775808 numbers in all, got 0"),
-        (lambda: Offsets([("w", (0, 3))]), "numbers in all, got 0"),
-        (lambda: Offsets([("w", (2**32, 2**32))]), "numbers in all, got 18446744073709551616"),
-        (lambda: Offsets([("w", (2,)), ("w", (2,))]), "each name once, got 'w' twice"),
-        (lambda: Offsets([("w", (-1,))]), r"sizes of at least 0 for 'w', got \(-1,\)"),
-        (lambda: Offsets([("w", (1.0,))]), r"sizes of at least 0 for 'w', got \(1.0,\)"),
-        (lambda: Offsets([("w", (1,))], "float16"), "float32 or float64, got 'float16'"),
+        (lambda: TensorTable.from_tensors([]), "1 to 9223372036854775808 numbers in all, got 0"),
+        (lambda: TensorTable([("w", (0, 3))]), "numbers in all, got 0"),
+        (lambda: TensorTable([("w", (2**32, 2**32))]), "numbers in all, got 18446744073709551616"),
+        (lambda: TensorTable([("w", (2,)), ("w", (2,))]), "each name once, got 'w' twice"),
+        (lambda: TensorTable([("w", (-1,))]), r"sizes of at least 0 for 'w', got \(-1,\)"),
+        (lambda: TensorTable([("w", (1.0,))]), r"sizes of at least 0 for 'w', got \(1.0,\)"),
+        (lambda: TensorTable([("w", (1,))], "float16"), "float32 or float64, got 'float16'"),
         (
-            lambda: Offsets.of([("v", torch.zeros(1)), ("w", np.zeros(1))]),
+            lambda: TensorTable.from_tensors([("v", torch.zeros(1)), ("w", np.zeros(1))]),
             "expected 'w' of float32, got float64; convert it, or make a namespace for each dtype",
         ),
-        (lambda: Offsets([("v", (1,))]).range_of("w"), "one of the names v, got 'w'"),
+        (lambda: TensorTable([("v", (1,))]).key_range_of("w"), "one of the names v, got 'w'"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(make, words):
@@ -223,7 +223,7 @@ def test_tables_that_cannot_be_are_refused(make, words):
         make()
 
 
-TWO = Offsets([("v", (2,)), ("w", (2, 3))])
+TWO = TensorTable([("v", (2,)), ("w", (2, 3))])
 V, W = torch.zeros(2), np.zeros((2, 3), np.float32)
 
 

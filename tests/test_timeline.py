@@ -11,35 +11,35 @@ from hypothesis import strategies as st
 
 from offbeat.models import AlexNet
 from offbeat.numerics.collectives.timeline import (
-    Layer,
-    Message,
+    TimedLayer,
+    TimedMessage,
     Timeline,
-    floor_s,
+    benchmark_floor_s,
     ideal_ddp_s,
     least_step_s,
     possible_saving,
-    simulate,
+    simulate_step,
 )
 
 
-def net(*passes: tuple[float, float]) -> list[Layer]:
-    return [Layer(name=f"layer{i}", forward_s=f, backward_s=b) for i, (f, b) in enumerate(passes)]
+def net(*passes: tuple[float, float]) -> list[TimedLayer]:
+    return [TimedLayer(name=f"layer{i}", forward_s=f, backward_s=b) for i, (f, b) in enumerate(passes)]
 
 
-def message(layer: int, *steps_s: float, latency_s: float = 0.0) -> Message:
-    return Message(layer=layer, steps_s=steps_s, latency_s=latency_s)
+def message(layer: int, *steps_s: float, latency_s: float = 0.0) -> TimedMessage:
+    return TimedMessage(layer=layer, steps_s=steps_s, latency_s=latency_s)
 
 
-def compute_s(layers: list[Layer]) -> float:
+def compute_s(layers: list[TimedLayer]) -> float:
     return sum(layer.forward_s + layer.backward_s for layer in layers)
 
 
-def transfer_s(messages: list[Message]) -> float:
+def transfer_s(messages: list[TimedMessage]) -> float:
     return sum(one.transfer_s for one in messages)
 
 
 def spans(timeline: Timeline) -> list[tuple[float, float]]:
-    return [(travel.start_s, travel.end_s) for travel in timeline.travels]
+    return [(travel.start_s, travel.end_s) for travel in timeline.transmissions]
 
 
 # By hand ------------------------------------------------------------------------------------------------
@@ -65,14 +65,14 @@ TWO_MESSAGES = [message(0, 2), message(1, 6)]
     ],
 )
 def test_two_layers_by_hand(settings, sent, exposed, step):
-    timeline = simulate(TWO, TWO_MESSAGES, **settings)
+    timeline = simulate_step(TWO, TWO_MESSAGES, **settings)
     assert spans(timeline) == sent
     assert timeline.exposed_s == exposed
     assert timeline.step_s == step
 
 
 def test_the_bounds_of_two_layers_by_hand():
-    assert floor_s(TWO, TWO_MESSAGES) == 9  # 7 s of computation and 2 s for the first layer
+    assert benchmark_floor_s(TWO, TWO_MESSAGES) == 9  # 7 s of computation and 2 s for the first layer
     assert least_step_s(TWO, TWO_MESSAGES) == 12  # 4 s of the last layer and 8 s for both
 
 
@@ -95,7 +95,7 @@ THREE = net((1, 1), (1, 1), (1, 1))
 )
 def test_three_layers_with_latency_and_turns_by_hand(order, latency, sent, exposed):
     messages = [message(0, 1, latency_s=2), message(2, 2, 2, latency_s=latency)]
-    timeline = simulate(THREE, messages, order=order)
+    timeline = simulate_step(THREE, messages, order=order)
     assert spans(timeline) == sent
     assert timeline.exposed_s == exposed
     first_s = 3 + exposed[0]
@@ -105,27 +105,27 @@ def test_three_layers_with_latency_and_turns_by_hand(order, latency, sent, expos
 
 def test_shares_of_three_by_hand():
     """One has 1 s alone; two half of the next each; then each a third, until the first is done."""
-    timeline = simulate(THREE, [message(0, 3), message(1, 3), message(2, 3)], order="shared")
+    timeline = simulate_step(THREE, [message(0, 3), message(1, 3), message(2, 3)], order="shared")
     assert spans(timeline) == [(3, 10), (2, 9.5), (1, 7.5)]
     assert timeline.step_s == 13
 
 
 def test_a_layer_without_messages_hides_what_those_after_it_wait_for():
     layers = net((2, 0), (1, 1))
-    timeline = simulate(layers, [message(1, 2)])
+    timeline = simulate_step(layers, [message(1, 2)])
     assert timeline.forward_starts_s == (1, 3)
     assert timeline.exposed_s == (0, 0)
     assert timeline.step_s == 4
 
 
 def test_without_messages_a_step_is_its_computation():
-    assert simulate(TWO, []).step_s == least_step_s(TWO, []) == floor_s(TWO, []) == 7
+    assert simulate_step(TWO, []).step_s == least_step_s(TWO, []) == benchmark_floor_s(TWO, []) == 7
 
 
 @pytest.mark.parametrize("order", ["fifo", "priority"])
 def test_between_messages_of_one_layer_their_order_counts(order):
-    assert spans(simulate(net((1, 1)), [message(0, 2), message(0, 3)], order=order)) == [(1, 3), (3, 6)]
-    assert spans(simulate(net((1, 1)), [message(0, 3), message(0, 2)], order=order)) == [(1, 4), (4, 6)]
+    assert spans(simulate_step(net((1, 1)), [message(0, 2), message(0, 3)], order=order)) == [(1, 3), (3, 6)]
+    assert spans(simulate_step(net((1, 1)), [message(0, 3), message(0, 2)], order=order)) == [(1, 4), (4, 6)]
 
 
 # Tick by tick -------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def jobs(draw, nets=NETS, turns_max=1, latency_max=0, sizes=SIZES):
     """Layers and their messages."""
     layers = draw(nets)
     one = st.builds(
-        Message,
+        TimedMessage,
         layer=st.integers(0, len(layers) - 1),
         steps_s=st.lists(sizes, min_size=1, max_size=turns_max).map(tuple),
         latency_s=st.integers(0, latency_max),
@@ -269,7 +269,7 @@ OVERLAPS = st.sampled_from(["none", "backward", "both"])
 @given(jobs(turns_max=3, latency_max=4), st.sampled_from(["fifo", "priority"]), OVERLAPS, st.integers(0, 7))
 def test_it_is_what_a_simulation_tick_by_tick_gives_in_each_of_several_steps(job, order, overlap, in_flight):
     layers, messages = job
-    timeline = simulate(layers, messages, order=order, overlap=overlap, in_flight_s=in_flight)
+    timeline = simulate_step(layers, messages, order=order, overlap=overlap, in_flight_s=in_flight)
     ticks = Ticks(layers, messages, order, overlap, in_flight)
     for begin, end, forwards, started, ended in ticks.steps(3):
         assert timeline.step_s == end - begin
@@ -287,7 +287,7 @@ def test_shares_are_what_a_simulation_in_small_ticks_gives(job, overlap):
         replace(one, steps_s=tuple(100 * step for step in one.steps_s), latency_s=one.latency_s * 100)
         for one in messages
     ]
-    timeline = simulate(layers, messages, order="shared", overlap=overlap)
+    timeline = simulate_step(layers, messages, order="shared", overlap=overlap)
     *_, (begin, end, forwards, started, ended) = Ticks(fine, small, "shared", overlap, 0).steps(2)
     near = {"abs": 0.01 * 4 * (1 + sum(len(one.steps_s) for one in messages))}
     assert timeline.step_s == pytest.approx((end - begin) / 100, **near)
@@ -311,15 +311,15 @@ AT_ONCE = jobs(nets=FLOAT_NETS, sizes=TIMES)
 
 
 def step_s(job, **settings) -> float:
-    return simulate(*job, **settings).step_s
+    return simulate_step(*job, **settings).step_s
 
 
 @given(ANY, ORDERS, OVERLAPS)
 def test_a_step_takes_computation_and_waiting_and_no_less_than_its_floor(job, order, overlap):
     layers, messages = job
-    timeline = simulate(layers, messages, order=order, overlap=overlap)
+    timeline = simulate_step(layers, messages, order=order, overlap=overlap)
     assert timeline.step_s == pytest.approx(compute_s(layers) + sum(timeline.exposed_s), **EXACT)
-    least_s, its_floor_s = least_step_s(layers, messages), floor_s(layers, messages)
+    least_s, its_floor_s = least_step_s(layers, messages), benchmark_floor_s(layers, messages)
     assert max(compute_s(layers), transfer_s(messages)) <= its_floor_s + 1e-9
     assert its_floor_s <= least_s + 1e-9
     assert least_s <= timeline.step_s + 1e-9
@@ -331,8 +331,8 @@ def test_no_forward_pass_precedes_its_gradients_and_no_message_its_backward_pass
 ):
     layers, messages = job
     in_flight_s = 0 if order == "shared" else in_flight_s
-    timeline = simulate(layers, messages, order=order, overlap=overlap, in_flight_s=in_flight_s)
-    for one, travel in zip(messages, timeline.travels, strict=True):
+    timeline = simulate_step(layers, messages, order=order, overlap=overlap, in_flight_s=in_flight_s)
+    for one, travel in zip(messages, timeline.transmissions, strict=True):
         assert travel.end_s <= timeline.forward_starts_s[one.layer if overlap == "both" else 0]
         assert travel.ready_s == pytest.approx(
             sum(layer.backward_s for layer in layers[0 if overlap == "none" else one.layer :]), **EXACT
@@ -346,11 +346,15 @@ def test_no_forward_pass_precedes_its_gradients_and_no_message_its_backward_pass
 def test_the_line_is_never_idle_while_something_waits(job, order, in_flight_s):
     """Whatever the order, the last one arrives when a queue of all that has become ready would be empty."""
     layers, messages = job
-    timeline = simulate(layers, messages, order=order, in_flight_s=0 if order == "shared" else in_flight_s)
+    timeline = simulate_step(
+        layers, messages, order=order, in_flight_s=0 if order == "shared" else in_flight_s
+    )
     busy_until_s = 0.0
-    for travel, one in sorted(zip(timeline.travels, messages, strict=True), key=lambda both: both[0].ready_s):
+    for travel, one in sorted(
+        zip(timeline.transmissions, messages, strict=True), key=lambda both: both[0].ready_s
+    ):
         busy_until_s = max(busy_until_s, travel.ready_s) + one.transfer_s
-    assert max((travel.end_s for travel in timeline.travels), default=0.0) == pytest.approx(
+    assert max((travel.end_s for travel in timeline.transmissions), default=0.0) == pytest.approx(
         busy_until_s, **EXACT
     )
 
@@ -373,7 +377,7 @@ def test_what_is_in_flight_only_costs_and_never_more_than_fifo(job, in_flight_s,
 
 @given(jobs(nets=APART))
 def test_with_everything_in_flight_priority_is_fifo(job):
-    assert simulate(*job, in_flight_s=math.inf) == simulate(*job, order="fifo")
+    assert simulate_step(*job, in_flight_s=math.inf) == simulate_step(*job, order="fifo")
 
 
 @given(WITHOUT_LATENCY)
@@ -438,8 +442,8 @@ def test_with_latency_a_longer_transfer_can_make_a_step_shorter():
     layers = net((0, 1), (6, 1))
     later = message(1, 1, 1, latency_s=3)  # turns at 1, and from 5 on
     # The first layer's: 2 to 3 and 5 to 6, or 2 to 4 and 6 to 7.
-    assert spans(simulate(layers, [message(0, 1, 1, latency_s=2), later])) == [(2, 8), (1, 10)]
-    assert spans(simulate(layers, [message(0, 2, 1, latency_s=2), later])) == [(2, 9), (1, 9)]
+    assert spans(simulate_step(layers, [message(0, 1, 1, latency_s=2), later])) == [(2, 8), (1, 10)]
+    assert spans(simulate_step(layers, [message(0, 2, 1, latency_s=2), later])) == [(2, 9), (1, 9)]
     assert step_s((layers, [message(0, 1, 1, latency_s=2), later])) == 16
     assert step_s((layers, [message(0, 2, 1, latency_s=2), later])) == 15
 
@@ -449,12 +453,12 @@ def test_with_latency_a_longer_transfer_can_make_a_step_shorter():
 BETA = 8 / 1e9  # seconds a byte at 1 Gbit/s
 
 
-def ring(layer: int, size_bytes: float, alpha_s: float, workers: int = 4) -> Message:
+def ring(layer: int, size_bytes: float, alpha_s: float, workers: int = 4) -> TimedMessage:
     steps = 2 * (workers - 1)
     return message(layer, *[size_bytes / workers * BETA] * steps, latency_s=alpha_s)
 
 
-def recursive_doubling(layer: int, size_bytes: float, alpha_s: float, workers: int = 4) -> Message:
+def recursive_doubling(layer: int, size_bytes: float, alpha_s: float, workers: int = 4) -> TimedMessage:
     return message(layer, *[size_bytes * BETA] * int(math.log2(workers)), latency_s=alpha_s)
 
 
@@ -470,8 +474,8 @@ def test_recursive_doubling_beats_the_ring_up_to_8_alpha_over_beta_where_alpha_c
     bulk = message(1, 2.0)
 
     def time_s(schedule, size_bytes) -> float:
-        timeline = simulate(layers, [schedule(0, size_bytes, 50e-6), bulk], in_flight_s=in_flight_s)
-        travel = timeline.travels[0]
+        timeline = simulate_step(layers, [schedule(0, size_bytes, 50e-6), bulk], in_flight_s=in_flight_s)
+        travel = timeline.transmissions[0]
         return travel.end_s - travel.ready_s
 
     assert crossover_bytes == pytest.approx(8 * (50e-6 + in_flight_s) / BETA)
@@ -519,10 +523,10 @@ def test_the_ideal_is_that_of_a_net_of_very_many_alike_layers(c, f, s):
     # The bounds of the first and last layers differ from the ideal by a layer's computation and transfer.
     near = {"abs": 2 * (c + s) / many}
     expected_s = ideal_ddp_s(compute_s=c, forward_share=f, transfer_s=s)
-    assert simulate(layers, messages, order="fifo", overlap="backward").step_s == pytest.approx(
+    assert simulate_step(layers, messages, order="fifo", overlap="backward").step_s == pytest.approx(
         expected_s, **near
     )
-    assert simulate(layers, messages).step_s == pytest.approx(max(c, s), **near)
+    assert simulate_step(layers, messages).step_s == pytest.approx(max(c, s), **near)
 
 
 # AlexNet at 1 Gbit/s -------------------------------------------------------------------------------------
@@ -555,11 +559,11 @@ BYTES = 4 * 62_378_344
 RING_S = 2 * (WORKERS - 1) / WORKERS * BYTES / GOODPUT
 
 
-def alexnet(compute_s: float, forward_share: float) -> tuple[list[Layer], list[Message]]:
+def alexnet(compute_s: float, forward_share: float) -> tuple[list[TimedLayer], list[TimedMessage]]:
     """AlexNet whose layers compute as long as they multiply, each with an all-reduce of its own."""
     multiplications = sum(one for _, _, one in SHAPES)
     layers = [
-        Layer(
+        TimedLayer(
             name=name,
             forward_s=forward_share * compute_s * own / multiplications,
             backward_s=(1 - forward_share) * compute_s * own / multiplications,
@@ -592,7 +596,7 @@ def test_alexnet_gains_nothing_in_fifo_order_most_by_sharing_and_nearly_all_by_p
     assert step_s(job, order="fifo") == pytest.approx(ddp_s)
     assert ddp_s - step_s(job, order="shared") >= 0.8 * possible_s
     assert ddp_s - step_s(job) == pytest.approx(possible_s)
-    assert step_s(job, in_flight_s=0.005) <= 1.004 * floor_s(*job)
+    assert step_s(job, in_flight_s=0.005) <= 1.004 * benchmark_floor_s(*job)
     assert step_s(job) <= step_s(job, order="fifo", overlap="none") <= 2 * step_s(job)
 
 
@@ -601,7 +605,7 @@ def test_alexnets_ddp_is_nearly_ideal_and_its_least_step_nearly_the_floor(forwar
     job = alexnet(ratio * RING_S, forward_share)
     ideal_s = ideal_ddp_s(compute_s=ratio * RING_S, forward_share=forward_share, transfer_s=RING_S)
     assert ideal_s <= step_s(job, order="fifo", overlap="backward") <= 1.0025 * ideal_s
-    assert 1 - 1e-9 <= least_step_s(*job) / floor_s(*job) <= 1.0036
+    assert 1 - 1e-9 <= least_step_s(*job) / benchmark_floor_s(*job) <= 1.0036
 
 
 def test_the_prototypes_times_are_those_of_the_model():
@@ -618,9 +622,9 @@ def test_the_prototypes_times_are_those_of_the_model():
 @pytest.mark.parametrize("time_s", [-1.0, math.nan, math.inf])
 def test_times_that_are_none_are_refused(time_s):
     with pytest.raises(ValueError, match="layer conv1: expected passes of finite time"):
-        Layer(name="conv1", forward_s=time_s, backward_s=1.0)
+        TimedLayer(name="conv1", forward_s=time_s, backward_s=1.0)
     with pytest.raises(ValueError, match="layer conv1: expected passes of finite time"):
-        Layer(name="conv1", forward_s=1.0, backward_s=time_s)
+        TimedLayer(name="conv1", forward_s=1.0, backward_s=time_s)
     with pytest.raises(ValueError, match="at least one step, and finite times"):
         message(0, 1.0, time_s)
     with pytest.raises(ValueError, match="at least one step, and finite times"):
@@ -632,7 +636,7 @@ def test_times_that_are_none_are_refused(time_s):
 @pytest.mark.parametrize(("layer", "steps_s"), [(-1, (1.0,)), (0, ())])
 def test_messages_without_a_layer_or_a_step_are_refused(layer, steps_s):
     with pytest.raises(ValueError, match="expected a layer from 0, at least one step"):
-        Message(layer=layer, steps_s=steps_s)
+        TimedMessage(layer=layer, steps_s=steps_s)
 
 
 @pytest.mark.parametrize(
@@ -649,7 +653,7 @@ def test_messages_without_a_layer_or_a_step_are_refused(layer, steps_s):
 )
 def test_what_cannot_be_simulated_is_refused(layers, messages, settings, text):
     with pytest.raises(ValueError, match=text):
-        simulate(layers, messages, **settings)
+        simulate_step(layers, messages, **settings)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])

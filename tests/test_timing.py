@@ -1,9 +1,9 @@
-"""Promises of `offbeat.runtime.timing`."""
+"""Promises of `offbeat.runtime.training.timing`."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.runtime.training.timing import PARTS, PartTimer
+from offbeat.runtime.training.timing import TIMER_PARTS, PartTimer
 
 
 class Clock:
@@ -14,7 +14,7 @@ class Clock:
         return self.now_s
 
 
-SWITCHES = st.lists(st.tuples(st.sampled_from(PARTS), st.integers(0, 1000)), max_size=30)
+SWITCHES = st.lists(st.tuples(st.sampled_from(TIMER_PARTS), st.integers(0, 1000)), max_size=30)
 
 
 @given(SWITCHES)
@@ -27,7 +27,7 @@ def test_the_parts_sum_to_the_wall_time(switches):
     wall_s, parts_s = timer.lap()
     assert wall_s == sum(duration for _, duration in switches) / 64
     assert sum(parts_s.values()) == wall_s
-    assert tuple(parts_s) == PARTS
+    assert tuple(parts_s) == TIMER_PARTS
 
 
 @given(SWITCHES, st.integers(-50, 2000))

@@ -5,22 +5,22 @@ import json
 import pytest
 
 from offbeat.cli.main import main
-from offbeat.cli.trace_file import chrome, read_traces
-from offbeat.runtime.training.tracing import Span, Traced, Tracer
+from offbeat.cli.trace_file import read_traces, to_chrome_trace
+from offbeat.runtime.training.tracing import Tracer, TraceSpan, WorkerTrace
 
 
 def test_what_happens_in_the_two_steps_is_written_when_they_are_over(tmp_path):
     tracer = Tracer(str(tmp_path / "trace"), 3, first_step=5)
-    tracer.step(4)
-    tracer.add("loop", "before", 0.0, 1.0)
-    tracer.step(5)
-    tracer.add("loop", "first", 1.0, 2.0)
-    tracer.count(100)
-    tracer.step(6)
-    tracer.add("loop", "second", 2.0, 2.0)
+    tracer.on_step_start(4)
+    tracer.add_span("loop", "before", 0.0, 1.0)
+    tracer.on_step_start(5)
+    tracer.add_span("loop", "first", 1.0, 2.0)
+    tracer.record_bytes_sent(100)
+    tracer.on_step_start(6)
+    tracer.add_span("loop", "second", 2.0, 2.0)
     assert not list(tmp_path.iterdir())
-    tracer.step(7)
-    tracer.add("loop", "after", 3.0, 4.0)
+    tracer.on_step_start(7)
+    tracer.add_span("loop", "after", 3.0, 4.0)
     tracer.close()
     (traced,) = read_traces(tmp_path / "trace")
     assert (traced.worker, traced.first_step) == (3, 5)
@@ -31,21 +31,21 @@ def test_what_happens_in_the_two_steps_is_written_when_they_are_over(tmp_path):
 
 def test_a_loop_that_ends_between_is_written_as_far_as_it_came(tmp_path):
     tracer = Tracer(str(tmp_path), 0, first_step=0)
-    tracer.step(0)
-    tracer.add("loop", "compute", 1.0, 2.0)
+    tracer.on_step_start(0)
+    tracer.add_span("loop", "compute", 1.0, 2.0)
     tracer.close()
     assert len(read_traces(tmp_path)[0].spans) == 1
 
 
 def test_each_worker_is_a_process_and_each_track_a_thread():
     spans = [
-        Span("loop", "compute", 10.0, 10.5),
-        Span("weights", "weights", 10.1, 10.2),
-        Span("x", "y", 10.2, 10.2),
+        TraceSpan("loop", "compute", 10.0, 10.5),
+        TraceSpan("weights", "weights", 10.1, 10.2),
+        TraceSpan("x", "y", 10.2, 10.2),
     ]
-    first = Traced(0, 7, spans, [(10.0, 0), (10.1, 1_000_000), (10.1, 1_000_000)])
-    second = Traced(1, 7, [Span("loop", "compute", 9.5, 9.6)], [])
-    events = chrome([first, second])["traceEvents"]
+    first = WorkerTrace(0, 7, spans, [(10.0, 0), (10.1, 1_000_000), (10.1, 1_000_000)])
+    second = WorkerTrace(1, 7, [TraceSpan("loop", "compute", 9.5, 9.6)], [])
+    events = to_chrome_trace([first, second])["traceEvents"]
     named = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
     assert named == {(0, 0): "loop", (0, 1): "weights", (0, 2): "x", (1, 0): "loop"}
     shown = [one for one in events if one["ph"] in "Xi"]

@@ -10,22 +10,22 @@ from torch.utils.data import TensorDataset
 
 from offbeat.cli import job, timesheet
 from offbeat.cli.main import main
-from offbeat.cli.timesheet import PARTS, TimeSheet
-from offbeat.cli.training_worker import OPTIMIZERS, Settings, accuracy, loss_of
-from offbeat.data import load
+from offbeat.cli.timesheet import TIME_PARTS, TimeSheet
+from offbeat.cli.training_worker import OPTIMIZERS, TrainingSettings, accuracy, batch_loss
+from offbeat.data import load_data_set
 from offbeat.events import Evaluated, Left, NodeJoined, StepTimed, Tick
-from offbeat.models import build
+from offbeat.models import build_model
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.wire import record
 
 
 def settings(**change):
     plain = {"model": "mlp", "data": "digits", "strategy": "bsp", "epochs": 2, "batch_size": 32}
-    return Settings(**plain | {"lr": 0.1, "momentum": 0.9, "seed": 0} | change)
+    return TrainingSettings(**plain | {"lr": 0.1, "momentum": 0.9, "seed": 0} | change)
 
 
 def step(worker=0, wall_s=1.0, wait_s=0.25, samples=10, number=0):
-    parts_s = {f"{part}_s": 0.0 for part in PARTS} | {"wait_s": wait_s, "compute_s": wall_s - wait_s}
+    parts_s = {f"{part}_s": 0.0 for part in TIME_PARTS} | {"wait_s": wait_s, "compute_s": wall_s - wait_s}
     return StepTimed(now_s=0.0, worker=worker, step=number, samples=samples, wall_s=wall_s, **parts_s)
 
 
@@ -42,11 +42,11 @@ def sheet_of(*events):
 
 @pytest.mark.parametrize("repeat", [2, 7])
 def test_repeating_samples_leaves_loss_and_gradient_as_they_are(repeat):
-    model = build("mlp", sample_shape=(1, 8, 8), classes=10, seed=0).double()
+    model = build_model("mlp", sample_shape=(1, 8, 8), classes=10, seed=0).double()
     inputs, labels = torch.randn(5, 1, 8, 8, dtype=torch.float64), torch.tensor([1, 2, 3, 4, 5])
-    loss = loss_of(model, inputs, labels)
+    loss = batch_loss(model, inputs, labels)
     once = torch.autograd.grad(loss, list(model.parameters()))
-    repeated = loss_of(model, inputs, labels, repeat)
+    repeated = batch_loss(model, inputs, labels, repeat)
 
     torch.testing.assert_close(repeated, loss)
     for a, b in zip(torch.autograd.grad(repeated, list(model.parameters())), once, strict=True):
@@ -92,8 +92,8 @@ def test_a_diverged_loss_is_no_figure():
     sheet = sheet_of(step(), ended(loss=math.nan, accuracy=0.1), Left(now_s=0.0, worker=0, step=1))
 
     assert set(timesheet.figures(sheet)) == {"wall_s", "samples_per_s", "accuracy"}
-    assert timesheet.plain_rows(sheet)[0]["loss"] is None
-    assert sheet.left == {0}
+    assert timesheet.entries_as_dicts(sheet)[0]["loss"] is None
+    assert sheet.workers_left == {0}
 
 
 def left(worker):
@@ -103,43 +103,46 @@ def left(worker):
 def test_a_log_is_read_as_it_grows_and_only_whole_lines_of_it(tmp_path):
     whole = record.LogWriter(tmp_path / "whole", {})
     for event in (step(), ended(loss=math.inf), Tick(now_s=1.0), left(0), left(1)):
-        whole.event(event)
+        whole.add_event(event)
     whole.close()
     data = (tmp_path / "whole").read_bytes()
     grown, sheet = tmp_path / "log.jsonl", TimeSheet()
-    reader = job.LogReader(grown)
-    reader.read_into(sheet)  # there is no file yet
+    reader = job.RunLogReader(grown)
+    reader.read_new_lines(sheet)  # there is no file yet
 
     for byte in range(0, len(data) + 1, 7):
         grown.write_bytes(data[:byte])
-        reader.read_into(sheet)
+        reader.read_new_lines(sheet)
     assert len(sheet.entries) == 1
-    assert sheet.left == {0}
-    assert reader.read_to_the_end(sheet, 2, limit_s=0.0) == [1]
+    assert sheet.workers_left == {0}
+    assert reader.read_until_all_left(sheet, 2, limit_s=0.0) == [1]
     grown.write_bytes(data)
-    assert reader.read_to_the_end(sheet, 2, limit_s=0.0) == []
-    assert sheet.left == {0, 1}
+    assert reader.read_until_all_left(sheet, 2, limit_s=0.0) == []
+    assert sheet.workers_left == {0, 1}
     assert sheet.entries[0].metrics == {"loss": math.inf}
 
 
 def test_repetition_makes_a_step_compute_as_long_as_asked_for_and_never_less_than_once():
-    digits = load("digits")
-    assert job.repeat_for(settings(), digits, step_s=1e-9) == 1
-    assert job.repeat_for(settings(), digits, step_s=5e-3) > 1
+    digits = load_data_set("digits")
+    assert job.calibrate_repeat(settings(), digits, step_s=1e-9) == 1
+    assert job.calibrate_repeat(settings(), digits, step_s=5e-3) > 1
 
 
 @pytest.mark.parametrize("decays", [True, False])
 def test_the_learning_rate_falls_by_the_same_amount_from_epoch_to_epoch(decays, tmp_path):
     chosen = settings(epochs=3, momentum=0.0, batch_size=512, decays=decays)
-    sheet = job.run(job.Job(settings=chosen, workers=1), job.open_run_dir(tmp_path / "run"))
-    model, train = build("mlp", sample_shape=(1, 8, 8), classes=10, seed=0), load("digits").train
+    sheet = job.run_job(job.Job(settings=chosen, workers=1), job.open_run_dir(tmp_path / "run"))
+    model, train = (
+        build_model("mlp", sample_shape=(1, 8, 8), classes=10, seed=0),
+        load_data_set("digits").train,
+    )
     for epoch, lr in enumerate([0.1, 0.1 * 2 / 3, 0.1 / 3] if decays else [0.1] * 3):
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         losses = []
         shards = EqualShards(samples=len(train), workers=1, batch_size=512, seed=0, epoch=epoch, shuffle=True)
         for indices in shards.batches(0):
             optimizer.zero_grad()
-            loss = loss_of(model, *train[indices])
+            loss = batch_loss(model, *train[indices])
             loss.backward()
             optimizer.step()
             losses += [float(loss.detach())] * len(indices)
@@ -171,7 +174,7 @@ def test_two_workers_train_and_the_log_accounts_for_every_sample_and_second(tmp_
     assert sorted((row["worker"], row["epoch"]) for row in rows) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert sum(row["samples"] for row in rows if row["epoch"] == 1) == 1442  # each once an epoch
     for row in rows:
-        assert sum(row[f"{part}_s"] for part in PARTS) == pytest.approx(row["wall_s"], abs=1e-6)
+        assert sum(row[f"{part}_s"] for part in TIME_PARTS) == pytest.approx(row["wall_s"], abs=1e-6)
         assert (row["accuracy"] is not None) == (row["worker"] == 0)
 
     assert main(["replay", "run"]) == 0

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.numerics.ps.entries import Entries, Terms
+from offbeat.numerics.ps.entries import Entries, PushMeta
 from offbeat.numerics.ps.tables import ArrayTable
-from offbeat.numerics.ps.translation import settings_of, states_of, take_states, translate
+from offbeat.numerics.ps.translation import export_states, import_states, settings_of_group, update_for_group
 
 SHAPE = (7, 5)
 NUMBERS, STEPS = 35, 36
@@ -35,7 +35,7 @@ class Both:
         self.rng = np.random.default_rng(0)
         self.parameter = torch.nn.Parameter(torch.tensor(self.rng.normal(size=SHAPE)))
         self.optimizer = kind([self.parameter], **options)
-        self.table = ArrayTable(NUMBERS, 9, translate(self.group, kind), dtype=np.float64)
+        self.table = ArrayTable(NUMBERS, 9, update_for_group(self.group, kind), dtype=np.float64)
         self.put({})
 
     @property
@@ -44,15 +44,15 @@ class Both:
 
     def put(self, states):
         rows = self.parameter.detach().numpy().ravel().copy()
-        self.table.apply(0, NUMBERS, Entries(0, rows, None, Terms(states=states)))
+        self.table.apply(0, NUMBERS, Entries(0, rows, None, PushMeta(states=states)))
 
     def read(self):
         kept = self.table.read(0, NUMBERS, None, states=True)
-        return kept.values, kept.terms.states
+        return kept.values, kept.meta.states
 
     def step(self):
         self.parameter.grad = torch.tensor(self.rng.normal(size=SHAPE))
-        settings = Terms(settings=settings_of(self.group))
+        settings = PushMeta(settings=settings_of_group(self.group))
         content = Entries(0, self.parameter.grad.numpy().ravel().copy(), None, settings)
         self.table.check(content, 0, NUMBERS)
         self.table.apply(0, NUMBERS, content)
@@ -62,7 +62,7 @@ class Both:
         values, states = self.read()
         mine = self.parameter.detach().numpy().ravel()
         np.testing.assert_allclose(values, mine, rtol=1e-12, atol=1e-14)
-        theirs = states_of(self.optimizer, self.parameter)
+        theirs = export_states(self.optimizer, self.parameter)
         assert theirs.keys() == states.keys()
         for name, rows in theirs.items():
             np.testing.assert_allclose(states[name], rows, rtol=1e-12, atol=1e-14)
@@ -103,7 +103,7 @@ def test_states_go_there_and_back_in_the_middle(kind, options):
     with torch.no_grad():
         both.parameter.copy_(torch.tensor(values).reshape(SHAPE))
     former, both.optimizer = both.optimizer, kind([both.parameter], **options)
-    take_states(both.optimizer, both.parameter, {"values": values} | states)
+    import_states(both.optimizer, both.parameter, {"values": values} | states)
     expected = former.state_dict()["state"].get(0, {})
     found = both.optimizer.state_dict()["state"].get(0, {})
     assert found.keys() == expected.keys()
@@ -119,8 +119,8 @@ def test_states_go_there_and_back_in_the_middle(kind, options):
     for _ in range(5):
         both.step()
         both.agree()
-    both.table.drop(0, NUMBERS)
-    both.put(states_of(both.optimizer, both.parameter))
+    both.table.remove_block(0, NUMBERS)
+    both.put(export_states(both.optimizer, both.parameter))
     both.agree()
     for _ in range(5):
         both.step()
@@ -135,7 +135,7 @@ def test_what_torch_has_saved_and_loaded_goes_on():
     saved = both.optimizer.state_dict()
     both.optimizer = torch.optim.Adam([both.parameter], lr=0.1)
     both.optimizer.load_state_dict(saved)
-    both.put(states_of(both.optimizer, both.parameter))
+    both.put(export_states(both.optimizer, both.parameter))
     both.step()
     both.agree()
 
@@ -144,8 +144,8 @@ def test_what_torch_has_saved_and_loaded_goes_on():
 def test_before_the_first_step_states_are_zero(kind, options):
     parameter = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.float32))
     optimizer = kind([parameter], **options)
-    states = states_of(optimizer, parameter)
-    assert states.keys() == set(translate(optimizer.param_groups[0], kind).states)
+    states = export_states(optimizer, parameter)
+    assert states.keys() == set(update_for_group(optimizer.param_groups[0], kind).states)
     for rows in states.values():
         assert (rows.dtype, rows.tolist()) == (np.float32, [0] * 6)
 
@@ -154,16 +154,16 @@ def test_a_parameter_counts_in_its_own_group():
     one, another = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     groups = [{"params": [one]}, {"params": [another], "momentum": 0.5, "lr": 0.25}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    assert states_of(optimizer, one) == {}
-    assert list(states_of(optimizer, another)) == ["momentum"]
-    assert settings_of(optimizer.param_groups[1]) == {"lr": 0.25, "momentum": 0.5, "weight_decay": 0.0}
+    assert export_states(optimizer, one) == {}
+    assert list(export_states(optimizer, another)) == ["momentum"]
+    assert settings_of_group(optimizer.param_groups[1]) == {"lr": 0.25, "momentum": 0.5, "weight_decay": 0.0}
 
 
 def test_settings_are_plain_numbers():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.25), betas=(0.5, 0.75))
     torch.optim.lr_scheduler.ConstantLR(optimizer)
-    settings = settings_of(optimizer.param_groups[0])
+    settings = settings_of_group(optimizer.param_groups[0])
     assert settings["betas"] == (0.5, 0.75)
     assert {type(value) for value in settings.values()} == {float, tuple}
     assert settings.keys() == {"lr", "betas", "eps", "weight_decay"}
@@ -191,9 +191,9 @@ def test_what_servers_do_not_do_is_refused_by_its_name(kind, options, words):
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = kind([parameter], **options)
     asks = (
-        lambda: translate(optimizer.param_groups[0], kind),
-        lambda: states_of(optimizer, parameter),
-        lambda: take_states(optimizer, parameter, {}),
+        lambda: update_for_group(optimizer.param_groups[0], kind),
+        lambda: export_states(optimizer, parameter),
+        lambda: import_states(optimizer, parameter, {}),
     )
     for ask in asks:
         with pytest.raises(
@@ -218,7 +218,7 @@ def test_states_that_torch_cannot_keep_are_refused_and_nothing_changes(rows, wor
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([parameter])
     with pytest.raises(ValueError, match=f"expected {words}"):
-        take_states(optimizer, parameter, rows)
+        import_states(optimizer, parameter, rows)
     assert not optimizer.state
 
 
@@ -227,4 +227,4 @@ def test_a_tensor_that_is_not_the_optimizers_is_refused():
     with pytest.raises(
         ValueError, match=r"expected a parameter of the optimizer, got a tensor of shape \(3,\)"
     ):
-        states_of(optimizer, torch.ones(3))
+        export_states(optimizer, torch.ones(3))

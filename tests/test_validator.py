@@ -38,11 +38,11 @@ from torchmetrics.classification import MulticlassF1Score
 import offbeat
 from files import few_files
 from offbeat.errors import OffbeatError
-from offbeat.numerics.metrics import joined
-from offbeat.policies.validation.overlap import Choice, OverlapChooser
-from offbeat.policies.validation.throttle import Pace
-from offbeat.runtime.validation.isolation import GlobalRandomness
-from offbeat.runtime.validation.throttle import Pacer
+from offbeat.numerics.metrics import combine_parts
+from offbeat.policies.validation.overlap import BackendChoice, OverlapChooser
+from offbeat.policies.validation.throttle import MinimumRate
+from offbeat.runtime.validation.isolation import GlobalRandomState
+from offbeat.runtime.validation.throttle import ThreadThrottle
 from offbeat.strategies import AllReduce, Hybrid
 from runlogs import wait_until
 
@@ -157,12 +157,12 @@ def test_training_is_bit_for_bit_what_it_is_without_and_metrics_are_those_of_the
     }[data]
     alone = a_model()
     train(alone, epochs, lambda: weights.append(copy.deepcopy(alone).eval()))
-    threads, after_alone = torch.get_num_threads(), GlobalRandomness()
+    threads, after_alone = torch.get_num_threads(), GlobalRandomState()
 
     model, results = a_model(), []
     with offbeat.Validator(model, judge, given, backend=backend, workers=2) as validator:
         train(model, epochs, lambda: results.append(validator.validate()))
-        assert after_alone.moved() == []
+        assert after_alone.changed_generators() == []
     assert torch.get_num_threads() == threads
     same(model.state_dict(), alone.state_dict())
     with torch.no_grad():
@@ -205,12 +205,12 @@ def test_metrics_of_torchmetrics_are_those_of_the_whole_set(backend):
 )
 def test_threads_refuse_what_would_change_the_training_and_have_changed_nothing(judge, what):
     seed_all()
-    before, threads = GlobalRandomness(), torch.get_num_threads()
+    before, threads = GlobalRandomState(), torch.get_num_threads()
     with offbeat.Validator(a_model(), judge, Samples(9), backend="thread") as validator:
-        before = GlobalRandomness()
+        before = GlobalRandomState()
         with pytest.raises(OffbeatError, match=f"evaluate changes {what}, which all threads share"):
             validator.validate()
-    assert before.moved() == []
+    assert before.changed_generators() == []
     assert torch.get_num_threads() == threads
 
 
@@ -425,7 +425,7 @@ def test_means_that_are_infinite_are_what_they_would_be_for_the_whole_set():
     ) as validator:
         validator.validate()
     assert validator.history[0]["loss"] == math.inf
-    assert math.isnan(joined([(1, {"loss": math.inf}), (1, {"loss": -math.inf})])["loss"])
+    assert math.isnan(combine_parts([(1, {"loss": math.inf}), (1, {"loss": -math.inf})])["loss"])
 
 
 def test_an_interrupt_in_line_leaves_nothing_to_wait_for():
@@ -462,7 +462,7 @@ def evaluate_noting(model, part):
 def test_what_a_model_writes_down_when_it_is_evaluated_is_neither_mixed_up_nor_kept(backend):
     data = TensorDataset(torch.arange(1.0, 41.0))
     with offbeat.Validator(
-        Noting(), evaluate_noting, data, backend=backend, workers=2, monitor=offbeat.Monitor("wrong")
+        Noting(), evaluate_noting, data, backend=backend, workers=2, monitor=offbeat.EarlyStopping("wrong")
     ) as validator:
         validator.validate()
     assert validator.history[0] == {"wrong": 0}
@@ -625,7 +625,7 @@ class Run:
         self.trained: list[int] = []
         self.ends: dict[int, dict] = {}
         self.may_end = threading.Semaphore(0)
-        self.monitor = offbeat.Monitor("loss", patience=patience)
+        self.monitor = offbeat.EarlyStopping("loss", patience=patience)
         scheduler = (
             torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=plateau)
             if plateau is not None
@@ -725,7 +725,7 @@ def test_there_is_no_best_snapshot_without_a_monitor_or_an_epoch():
         with pytest.raises(OffbeatError, match="expected a monitor"):
             validator.best_state_dict()
     with offbeat.Validator(
-        a_model(), evaluate, Samples(8), backend="inline", monitor=offbeat.Monitor("loss")
+        a_model(), evaluate, Samples(8), backend="inline", monitor=offbeat.EarlyStopping("loss")
     ) as validator:
         with pytest.raises(OffbeatError, match="no epoch has been validated yet"):
             validator.best_state_dict()
@@ -733,7 +733,7 @@ def test_there_is_no_best_snapshot_without_a_monitor_or_an_epoch():
 
 def test_a_monitored_metric_that_is_not_there_is_named():
     with offbeat.Validator(
-        a_model(), evaluate, Samples(8), backend="inline", monitor=offbeat.Monitor("f1")
+        a_model(), evaluate, Samples(8), backend="inline", monitor=offbeat.EarlyStopping("f1")
     ) as validator:
         with pytest.raises(
             OffbeatError, match="expected evaluate to return 'f1', which is watched, got loss"
@@ -863,13 +863,15 @@ def evaluate_count(model, part):
 def test_auto_goes_on_in_processes_with_memory_that_they_can_read():
     """It would choose them only after minutes that are worth it; so it is told to."""
     model = Counting()
-    monitor = offbeat.Monitor("loss")  # each epoch is better, so that the last one's memory is free again
+    monitor = offbeat.EarlyStopping(
+        "loss"
+    )  # each epoch is better, so that the last one's memory is free again
     with offbeat.Validator(model, evaluate_count, Samples(50), workers=2, monitor=monitor) as validator:
         for epoch in validator.epochs(4):
             model.epochs += 1
             validator.validate().wait()
             if epoch == 0:
-                validator._choose(Choice(backend="process", reason="it is told to"))
+                validator._apply_choice(BackendChoice(backend="process", reason="it is told to"))
                 validator._chooser = None  # and stays there
             assert validator.backend == "process"
     losses = [metrics["loss"] for metrics in validator.history.values()]
@@ -889,7 +891,7 @@ def test_auto_stays_in_line_where_evaluating_fails_in_a_process():
             model.epochs += 1
             validator.validate()
             if epoch == 0:
-                validator._choose(Choice(backend="process", reason="it is told to"))
+                validator._apply_choice(BackendChoice(backend="process", reason="it is told to"))
             assert validator.backend == "inline"
             if epoch == 0:
                 assert "evaluate fails in a process of its own (AssertionError: daemonic" in validator.reason
@@ -926,11 +928,11 @@ def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(w
 
 
 def test_a_thread_that_is_too_slow_rests_until_it_is_waited_for():
-    pacer = Pacer(1, Pace(look_after_s=1e-6, calls_per_s_min=1e9, rest_s=60.0))
+    pacer = ThreadThrottle(1, MinimumRate(check_after_s=1e-6, calls_per_s_min=1e9, rest_s=60.0))
     is_through = threading.Event()
 
     def evaluate():
-        with pacer.evaluating() as called:
+        with pacer.evaluating_part() as called:
             while not pacer.is_slow:
                 called()
             called()
@@ -940,7 +942,7 @@ def test_a_thread_that_is_too_slow_rests_until_it_is_waited_for():
     thread.start()
     wait_until(lambda: pacer.is_slow, "a thread that is too slow")
     assert not is_through.is_set()
-    with pacer.waited_for():
+    with pacer.training_waits():
         assert is_through.wait(60)
     thread.join(60)
 
@@ -951,7 +953,7 @@ def one_after_the_other(pacer, threads, end):
     under_way, seen = [], []
 
     def evaluate():
-        with pacer.evaluating() as called:
+        with pacer.evaluating_part() as called:
             with lock:
                 under_way.append(1)
                 seen.append(len(under_way))
@@ -970,29 +972,29 @@ def one_after_the_other(pacer, threads, end):
 
 
 def test_one_thread_evaluates_as_long_as_nothing_is_known_and_the_next_one_when_it_ends():
-    pacer, seen = Pacer(4, None), []
+    pacer, seen = ThreadThrottle(4, None), []
     rest = threading.Thread(target=lambda: seen.extend(one_after_the_other(pacer, 3, lambda called: None)))
-    with pacer.evaluating():
+    with pacer.evaluating_part():
         rest.start()
         wait_until(lambda: len(pacer._pacing._turns) == 4, "three that rest")
         turns = [*pacer._pacing._turns]
-        assert [turn.is_let for turn in turns] == [True, False, False, False]
+        assert [turn.may_run for turn in turns] == [True, False, False, False]
     rest.join(60)
     assert seen == [1, 1, 1]
-    assert not any(turn.is_freed for turn in turns), "they were let go on, and did not lose patience"
+    assert not any(turn.is_forced for turn in turns), "they were let go on, and did not lose patience"
 
 
 def test_nobody_rests_any_more_once_a_pacer_is_open():
-    pacer, all_of_them = Pacer(3, None), threading.Barrier(3)
-    pacer.open()
+    pacer, all_of_them = ThreadThrottle(3, None), threading.Barrier(3)
+    pacer.lift_limit()
     assert max(one_after_the_other(pacer, 3, lambda called: all_of_them.wait(60))) == 3
 
 
 def test_threads_that_fail_let_the_next_one_go_on():
-    pacer = Pacer(2, None)
+    pacer = ThreadThrottle(2, None)
 
     def fail():
-        with pacer.evaluating() as called:
+        with pacer.evaluating_part() as called:
             called()
             raise ZeroDivisionError
 
@@ -1002,8 +1004,8 @@ def test_threads_that_fail_let_the_next_one_go_on():
 
 
 def test_nobody_rests_for_ever_where_nobody_goes_on():
-    pacer = Pacer(1, Pace(look_after_s=1e-6, calls_per_s_min=1e9, rest_s=0.01))
-    with pacer.evaluating() as called:
+    pacer = ThreadThrottle(1, MinimumRate(check_after_s=1e-6, calls_per_s_min=1e9, rest_s=0.01))
+    with pacer.evaluating_part() as called:
         while not pacer.is_slow:
             called()
         called()

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from offbeat.runtime.processes.interrupts import Held
-from offbeat.runtime.processes.waiting import Condition, Flag
+from offbeat.runtime.processes.interrupts import DeferredSignals
+from offbeat.runtime.processes.waiting import SignalSafeCondition, SignalSafeEvent
 
 DEADLINE_S = 30.0
 
@@ -22,7 +22,7 @@ def is_free(lock):
 
 
 def test_nothing_written_in_python_runs_between_a_with_statement_and_its_block():
-    condition, ran = Condition(), []
+    condition, ran = SignalSafeCondition(), []
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
     with condition:
@@ -34,10 +34,10 @@ def test_nothing_written_in_python_runs_between_a_with_statement_and_its_block()
 @pytest.mark.parametrize("call", range(10))
 def test_an_interrupt_behind_any_call_of_a_wait_leaves_the_lock_free(call):
     """Behind calls is where handlers run; a wait that times out makes eight of them."""
-    condition, calls = Condition(), []
+    condition, calls = SignalSafeCondition(), []
 
     def interrupt(frame, event, function):
-        if frame.f_code is Condition.wait.__code__ and event == "c_return":
+        if frame.f_code is SignalSafeCondition.wait.__code__ and event == "c_return":
             calls.append(function.__name__)
             if len(calls) == call + 1:
                 signal.raise_signal(signal.SIGINT)
@@ -58,7 +58,7 @@ def test_an_interrupt_behind_any_call_of_a_wait_leaves_the_lock_free(call):
 
 
 def test_a_flag_wakes_who_waits_and_stays():
-    flag, woken = Flag(), []
+    flag, woken = SignalSafeEvent(), []
     threads = [threading.Thread(target=lambda: woken.append(flag.wait(DEADLINE_S))) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -72,14 +72,14 @@ def test_a_flag_wakes_who_waits_and_stays():
 
 
 def test_waiting_for_a_condition_returns_what_it_returned_last():
-    condition = Condition()
+    condition = SignalSafeCondition()
     with condition:
         assert condition.wait_for(lambda: "there", 0.0) == "there"
         assert condition.wait_for(lambda: None, 0.001) is None
 
 
 def test_a_lock_that_is_taken_twice_is_let_go_of_while_waiting():
-    condition, is_seen = Condition(), []
+    condition, is_seen = SignalSafeCondition(), []
 
     def notify():
         with condition:
@@ -99,13 +99,17 @@ def test_an_interrupt_while_handlers_are_put_back_leaves_none_out_and_loses_no_s
     handlers = [signal.getsignal(number) for number in (*numbers, signal.SIGINT)]
 
     def interrupt(frame, event, function):
-        if frame.f_code is Held._restore.__code__ and event == "c_return" and function.__name__ == "signal":
+        if (
+            frame.f_code is DeferredSignals._restore.__code__
+            and event == "c_return"
+            and function.__name__ == "signal"
+        ):
             calls.append(function)
             if len(calls) == call + 1:
                 signal.raise_signal(signal.SIGINT)
 
     def hold():
-        with Held(lambda: None):
+        with DeferredSignals(lambda: None):
             signal.raise_signal(signal.SIGTERM)
             sys.setprofile(interrupt)
 

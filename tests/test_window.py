@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.runtime.ps.inflight_window import Window
+from offbeat.runtime.ps.inflight_window import RequestWindow
 
 MAX = 100
 STEPS = st.lists(
@@ -22,7 +22,7 @@ class History:
     """Requests (account, number, bytes) as a client asks for them."""
 
     def __init__(self):
-        self.window = Window(MAX)
+        self.window = RequestWindow(MAX)
         self.asked = Counter()
         self.under_way = []
         self.held = []
@@ -90,7 +90,7 @@ def test_in_one_account_it_is_within_the_bound_or_goes_alone(steps):
 def test_nothing_is_held_that_has_room_or_whose_account_has_nothing_under_way(steps):
     history = History()
     for _ in history.go(steps):
-        assert history.window.holds == bool(history.held)
+        assert history.window.has_held == bool(history.held)
         waiting = {account for account, _, _ in history.held}
         assert waiting <= {account for account, _, _ in history.under_way}
         for account in waiting:
@@ -99,7 +99,7 @@ def test_nothing_is_held_that_has_room_or_whose_account_has_nothing_under_way(st
 
 
 def test_a_request_does_not_overtake_a_larger_one_of_its_account_that_is_held():
-    window = Window(MAX)
+    window = RequestWindow(MAX)
     assert window.admit("a", 90)
     window.hold("a", 20, "large")
     assert not window.admit("a", 1)

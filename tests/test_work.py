@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Block
-from offbeat.policies.data.block_scheduler import Dealt, WorkScheduler
+from offbeat.policies.data.block_scheduler import BlockAssignment, BlockScheduler
 
 
 def positions(*blocks: Block) -> list[int]:
@@ -21,18 +21,18 @@ def positions(*blocks: Block) -> list[int]:
 
 def running(members: int = 2, samples: int = 100, batch_size: int = 4, hold: bool = False, **arguments):
     """A scheduler with members 0, 1, … in epoch 0, nothing dealt yet."""
-    scheduler = WorkScheduler(**arguments)
+    scheduler = BlockScheduler(**arguments)
     scheduler.set_members(range(members))
     for worker in range(members):
-        scheduler.begin(worker, 0, samples, batch_size, hold)
+        scheduler.begin_epoch(worker, 0, samples, batch_size, hold)
     return scheduler
 
 
-def sizes(dealt: list[Dealt]) -> dict[int, list[int]]:
+def sizes(dealt: list[BlockAssignment]) -> dict[int, list[int]]:
     return {worker: [block.samples for block in blocks] for worker, blocks, _ in dealt}
 
 
-def ids(dealt: list[Dealt]) -> dict[int, list[int]]:
+def ids(dealt: list[BlockAssignment]) -> dict[int, list[int]]:
     return {worker: [block.id for block in blocks] for worker, blocks, _ in dealt}
 
 
@@ -41,7 +41,7 @@ def most(batch_size: int) -> int:
     return 3 if batch_size == 2 else batch_size
 
 
-def pool(scheduler: WorkScheduler, epoch: int = 0) -> list[int]:
+def pool(scheduler: BlockScheduler, epoch: int = 0) -> list[int]:
     """What nobody has."""
     for one in scheduler.state_dict()["epochs"]:
         if one["epoch"] == epoch:
@@ -49,8 +49,8 @@ def pool(scheduler: WorkScheduler, epoch: int = 0) -> list[int]:
     return []
 
 
-def copy(scheduler: WorkScheduler, **arguments) -> WorkScheduler:
-    other = WorkScheduler(**arguments)
+def copy(scheduler: BlockScheduler, **arguments) -> BlockScheduler:
+    other = BlockScheduler(**arguments)
     other.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
     return other
 
@@ -60,62 +60,62 @@ def copy(scheduler: WorkScheduler, **arguments) -> WorkScheduler:
 
 def test_blocks_are_dealt_one_to_each_member_at_a_time_up_to_ahead():
     scheduler = running(members=2, samples=100, batch_size=4, ahead=2)
-    assert scheduler.deal() == [
-        Dealt(0, (Block(0, 0, ((0, 4),)), Block(2, 0, ((8, 12),))), over=False),
-        Dealt(1, (Block(1, 0, ((4, 8),)), Block(3, 0, ((12, 16),))), over=False),
+    assert scheduler.assign() == [
+        BlockAssignment(0, (Block(0, 0, ((0, 4),)), Block(2, 0, ((8, 12),))), is_epoch_over=False),
+        BlockAssignment(1, (Block(1, 0, ((4, 8),)), Block(3, 0, ((12, 16),))), is_epoch_over=False),
     ]
-    assert scheduler.deal() == []
-    assert scheduler.taken(0, 0)
-    assert ids(scheduler.deal()) == {0: [4]}
+    assert scheduler.assign() == []
+    assert scheduler.mark_started(0, 0)
+    assert ids(scheduler.assign()) == {0: [4]}
 
 
 def test_a_member_that_asks_often_gets_its_next_block_only_when_the_others_have_had_theirs():
     scheduler = running(ahead=2)
-    scheduler.deal()
-    scheduler.taken(0, 0)
-    assert ids(scheduler.deal()) == {0: [4]}
-    scheduler.taken(0, 2)
-    assert ids(scheduler.deal()) == {}
-    scheduler.taken(1, 1)
-    assert ids(scheduler.deal()) == {0: [6], 1: [5]}
+    scheduler.assign()
+    scheduler.mark_started(0, 0)
+    assert ids(scheduler.assign()) == {0: [4]}
+    scheduler.mark_started(0, 2)
+    assert ids(scheduler.assign()) == {}
+    scheduler.mark_started(1, 1)
+    assert ids(scheduler.assign()) == {0: [6], 1: [5]}
 
 
 def test_who_has_none_left_is_served_out_of_turn_because_others_may_wait_for_it():
     scheduler = running(ahead=1)
-    assert ids(scheduler.deal()) == {0: [0], 1: [1]}
+    assert ids(scheduler.assign()) == {0: [0], 1: [1]}
     for expected in range(2, 10):
-        scheduler.taken(0, expected - 1 if expected > 2 else 0)
-        assert ids(scheduler.deal()) == {0: [expected]}
+        scheduler.mark_started(0, expected - 1 if expected > 2 else 0)
+        assert ids(scheduler.assign()) == {0: [expected]}
 
 
 def test_who_is_no_member_is_dealt_nothing():
     scheduler = running(members=1)
-    scheduler.begin(7, 0, 100, 4)
-    assert set(ids(scheduler.deal())) == {0}
+    scheduler.begin_epoch(7, 0, 100, 4)
+    assert set(ids(scheduler.assign())) == {0}
 
 
 def test_who_has_not_begun_an_epoch_is_dealt_nothing():
-    scheduler = WorkScheduler()
+    scheduler = BlockScheduler()
     scheduler.set_members([0, 1])
-    scheduler.begin(1, 0, 100, 4)
-    assert set(ids(scheduler.deal())) == {1}
+    scheduler.begin_epoch(1, 0, 100, 4)
+    assert set(ids(scheduler.assign())) == {1}
 
 
 def test_who_is_served_out_of_turn_at_the_end_leaves_the_others_an_equal_part():
     scheduler = running(members=2, samples=18, batch_size=4, ahead=1)
-    assert sizes(scheduler.deal()) == {0: [4], 1: [4]}
-    scheduler.taken(0, 0)
-    assert sizes(scheduler.deal()) == {0: [3]}
-    scheduler.taken(0, 2)
-    assert sizes(scheduler.deal()) == {0: [4]}
+    assert sizes(scheduler.assign()) == {0: [4], 1: [4]}
+    scheduler.mark_started(0, 0)
+    assert sizes(scheduler.assign()) == {0: [3]}
+    scheduler.mark_started(0, 2)
+    assert sizes(scheduler.assign()) == {0: [4]}
     assert len(pool(scheduler)) == 3
 
 
 def test_who_has_taken_a_block_has_taken_those_before_it():
     scheduler = running(ahead=3)
-    scheduler.deal()
-    assert scheduler.taken(0, 2)
-    assert scheduler.taken(0, 0)
+    scheduler.assign()
+    assert scheduler.mark_started(0, 2)
+    assert scheduler.mark_started(0, 0)
     assert scheduler.set_members([1]) == {0: (4,)}
 
 
@@ -135,7 +135,7 @@ def test_who_has_taken_a_block_has_taken_those_before_it():
     ],
 )
 def test_the_last_two_hands_are_cut_into_equal_parts(samples, expected):
-    dealt = sizes(running(members=4, samples=samples, batch_size=4).deal())
+    dealt = sizes(running(members=4, samples=samples, batch_size=4).assign())
     assert [dealt[worker] for worker in range(4)] == expected
 
 
@@ -150,64 +150,64 @@ def test_the_last_two_hands_are_cut_into_equal_parts(samples, expected):
     ],
 )
 def test_where_the_rest_is_dropped_blocks_are_whole_and_what_does_not_fill_one_is_left_out(samples, expected):
-    scheduler = WorkScheduler()
+    scheduler = BlockScheduler()
     scheduler.set_members(range(4))
     for worker in range(4):
-        scheduler.begin(worker, 0, samples, 4, drop_last=True)
-    dealt = scheduler.deal()
+        scheduler.begin_epoch(worker, 0, samples, 4, drop_last=True)
+    dealt = scheduler.assign()
     assert [sizes(dealt).get(worker, []) for worker in range(4)] == expected
     blocks = [block for _, blocks, _ in dealt for block in blocks]
     assert sorted([*positions(*blocks), *pool(scheduler)]) == list(range(samples - samples % 4))
-    assert scheduler.finished(0) == (samples < 4)
+    assert scheduler.is_finished(0) == (samples < 4)
 
 
 def test_an_epoch_whose_rest_is_dropped_goes_on_where_a_state_was_taken_and_drops_no_more():
-    first = WorkScheduler()
+    first = BlockScheduler()
     first.set_members([0])
-    first.begin(0, 0, 27, 4, drop_last=True)
-    first.deal()
-    assert first.contributed(0, 0, [0])
-    first.completed(0)
-    used = first.used_before(1)[0]
+    first.begin_epoch(0, 0, 27, 4, drop_last=True)
+    first.assign()
+    assert first.contribute(0, 0, [0])
+    first.complete_round(0)
+    used = first.used_ranges(1)[0]
     assert used == ((0, 4), (24, 27))
 
-    second = WorkScheduler(ahead=9)
+    second = BlockScheduler(ahead=9)
     second.set_members([0, 1])
     for worker in (0, 1):
-        second.begin(worker, 0, 27, 4, used=used, drop_last=True)
-    dealt = [block for _, blocks, _ in second.deal() for block in blocks]
+        second.begin_epoch(worker, 0, 27, 4, used_ranges=used, drop_last=True)
+    dealt = [block for _, blocks, _ in second.assign() for block in blocks]
     assert {block.samples for block in dealt} == {4}
     assert sorted(positions(*dealt)) == list(range(4, 24))
 
 
 def test_an_epoch_that_goes_on_with_other_batches_drops_what_does_not_fill_one_of_those():
-    scheduler = WorkScheduler(ahead=9)
+    scheduler = BlockScheduler(ahead=9)
     scheduler.set_members([0])
-    scheduler.begin(0, 0, 27, 6, used=((0, 4), (10, 12)), drop_last=True)
-    ((_, blocks, _),) = scheduler.deal()
+    scheduler.begin_epoch(0, 0, 27, 6, used_ranges=((0, 4), (10, 12)), drop_last=True)
+    ((_, blocks, _),) = scheduler.assign()
     assert [block.samples for block in blocks] == [6, 6, 6]
     assert positions(*blocks) == [*range(4, 10), *range(12, 24)]
 
 
 def test_who_drops_the_rest_where_others_do_not_is_refused_in_words():
-    scheduler = WorkScheduler()
-    scheduler.begin(0, 0, 10, 4)
+    scheduler = BlockScheduler()
+    scheduler.begin_epoch(0, 0, 10, 4)
     words = "worker 0 began it with 10 samples .* of 4, but worker 1 .* 4, the rest dropped: .* drop_last"
     with pytest.raises(ProtocolError, match=words):
-        scheduler.begin(1, 0, 10, 4, drop_last=True)
+        scheduler.begin_epoch(1, 0, 10, 4, drop_last=True)
 
 
 def test_before_the_last_two_hands_blocks_hold_a_batch():
     scheduler = running(members=2, samples=17, batch_size=4, ahead=3)
-    assert sizes(scheduler.deal()) == {0: [4, 3, 2], 1: [4, 2, 2]}
+    assert sizes(scheduler.assign()) == {0: [4, 3, 2], 1: [4, 2, 2]}
 
 
 def test_who_begins_a_small_epoch_first_leaves_the_others_their_part():
-    scheduler = WorkScheduler()
+    scheduler = BlockScheduler()
     scheduler.set_members(range(4))
     for worker in range(4):
-        scheduler.begin(worker, 0, 8, 4)
-        assert sizes(scheduler.deal())[worker] == [2]
+        scheduler.begin_epoch(worker, 0, 8, 4)
+        assert sizes(scheduler.assign())[worker] == [2]
 
 
 @settings(deadline=None, max_examples=60)
@@ -228,24 +228,24 @@ def test_members_that_take_equally_many_end_the_epoch_in_the_same_round_after_th
     used: list[int] = []
 
     def deal():
-        for worker, blocks, _ in scheduler.deal():
+        for worker, blocks, _ in scheduler.assign():
             queues[worker] += blocks
             assert len(queues[worker]) <= ahead
 
     deal()
-    while not scheduler.finished(0):
+    while not scheduler.is_finished(0):
         rounds.append([])
         for worker in order.sample(range(members), members):
             if not queues[worker]:
                 deal()
             if queues[worker]:
                 block = queues[worker].pop(0)
-                assert scheduler.contributed(worker, len(rounds), [block.id])
+                assert scheduler.contribute(worker, len(rounds), [block.id])
                 rounds[-1].append(block.samples)
                 used += positions(block)
             if order.random() < 0.5:
                 deal()
-        scheduler.completed(len(rounds))
+        scheduler.complete_round(len(rounds))
     assert sorted(used) == list(range(samples))
     blocks = (
         max(1, samples // 2) if batch_size == 2 else -(-samples // batch_size)
@@ -277,23 +277,23 @@ def test_members_that_accumulate_equally_many_blocks_a_round_differ_by_one_at_mo
     counts: Counter[int] = Counter(dict.fromkeys(range(members), 0))
     used: list[int] = []
     round_ = 0
-    while not scheduler.finished(0):
+    while not scheduler.is_finished(0):
         mine: dict[int, list[Block]] = {worker: [] for worker in range(members)}
         # All compute at once, in any order: each takes what it has until it has enough or nothing is left.
         while True:
-            for worker, blocks, _ in scheduler.deal():
+            for worker, blocks, _ in scheduler.assign():
                 queues[worker] += blocks
             able = [worker for worker in queues if queues[worker] and len(mine[worker]) < blocks_a_round]
             if not able:
                 break
             worker = order.choice(able)
             mine[worker].append(queues[worker].pop(0))
-            scheduler.taken(worker, mine[worker][-1].id)
+            scheduler.mark_started(worker, mine[worker][-1].id)
         for worker, blocks in mine.items():
-            assert scheduler.contributed(worker, round_, [block.id for block in blocks])
+            assert scheduler.contribute(worker, round_, [block.id for block in blocks])
             counts[worker] += len(blocks)
             used += positions(*blocks)
-        scheduler.completed(round_)
+        scheduler.complete_round(round_)
         assert max(counts.values()) - min(counts.values()) <= 1
         round_ += 1
     assert sorted(used) == list(range(samples))
@@ -306,27 +306,27 @@ def test_members_that_accumulate_equally_many_blocks_a_round_differ_by_one_at_mo
 
 def test_what_a_removed_member_has_not_taken_goes_back_and_is_dealt_first():
     scheduler = running(members=2, samples=100, batch_size=4, ahead=2)
-    scheduler.deal()
-    scheduler.taken(0, 0)
+    scheduler.assign()
+    scheduler.mark_started(0, 0)
     assert scheduler.set_members([1]) == {0: (2,)}
     assert pool(scheduler) == [8, 9, 10, 11, *range(16, 100)]
-    scheduler.taken(1, 1)
-    assert scheduler.deal() == [Dealt(1, (Block(4, 0, ((8, 12),)),), over=False)]
-    assert not scheduler.taken(0, 2)
-    assert scheduler.contributed(0, 0, [0])  # what it had taken is still its own
-    assert not scheduler.contributed(0, 1, [2])
+    scheduler.mark_started(1, 1)
+    assert scheduler.assign() == [BlockAssignment(1, (Block(4, 0, ((8, 12),)),), is_epoch_over=False)]
+    assert not scheduler.mark_started(0, 2)
+    assert scheduler.contribute(0, 0, [0])  # what it had taken is still its own
+    assert not scheduler.contribute(0, 1, [2])
 
 
 def test_a_joining_member_gets_as_many_as_the_others_have():
     scheduler = running(members=2, samples=1000, ahead=3)
-    scheduler.deal()
+    scheduler.assign()
     for worker in (0, 1):
-        scheduler.contributed(worker, 0, [worker])
-    scheduler.completed(0)
-    scheduler.deal()
+        scheduler.contribute(worker, 0, [worker])
+    scheduler.complete_round(0)
+    scheduler.assign()
     scheduler.set_members([0, 1, 2])
-    scheduler.begin(2, 0, 1000, 4)
-    assert [len(blocks) for _, blocks, _ in scheduler.deal()] == [3]
+    scheduler.begin_epoch(2, 0, 1000, 4)
+    assert [len(blocks) for _, blocks, _ in scheduler.assign()] == [3]
 
 
 def test_a_joining_member_ends_the_epoch_in_the_same_round_as_the_others():
@@ -336,47 +336,47 @@ def test_a_joining_member_ends_the_epoch_in_the_same_round_as_the_others():
     for round_ in range(20):
         if round_ == 3:
             scheduler.set_members([0, 1, 2])
-            scheduler.begin(2, 0, 60, 4, hold=True)
-        for worker, blocks, _ in scheduler.deal():
+            scheduler.begin_epoch(2, 0, 60, 4, holds_until_used=True)
+        for worker, blocks, _ in scheduler.assign():
             queues[worker] += blocks
         offered = [worker for worker in queues if queues[worker]]
         for worker in offered:
-            assert scheduler.contributed(worker, round_, [queues[worker].pop(0).id])
-        scheduler.completed(round_)
+            assert scheduler.contribute(worker, round_, [queues[worker].pop(0).id])
+        scheduler.complete_round(round_)
         counts.append(len(offered))
     assert counts == [2] * 3 + [3] * 3 + [0] * 14
-    assert scheduler.finished(0)
+    assert scheduler.is_finished(0)
 
 
 def test_blocks_that_came_back_are_cut_equally_across_their_gaps():
     scheduler = running(members=3, samples=24, batch_size=4, hold=True, ahead=2)
-    scheduler.deal()
+    scheduler.assign()
     assert pool(scheduler) == []
-    scheduler.lost(0)
+    scheduler.remove_worker(0)
     assert pool(scheduler) == [0, 1, 2, 3, 12, 13, 14, 15]
     for worker, first in ((1, 1), (2, 2)):
-        scheduler.contributed(worker, 0, [first])
-        scheduler.contributed(worker, 1, [first + 3])
-    scheduler.lost(1)
-    scheduler.abandoned(0)
-    scheduler.abandoned(1)
+        scheduler.contribute(worker, 0, [first])
+        scheduler.contribute(worker, 1, [first + 3])
+    scheduler.remove_worker(1)
+    scheduler.abandon_round(0)
+    scheduler.abandon_round(1)
     assert pool(scheduler) == [*range(8), *range(12, 20)]
-    scheduler.begin(3, 0, 24, 4, hold=True)
-    scheduler.begin(4, 0, 24, 4, hold=True)
+    scheduler.begin_epoch(3, 0, 24, 4, holds_until_used=True)
+    scheduler.begin_epoch(4, 0, 24, 4, holds_until_used=True)
     scheduler.set_members([3, 4])
-    dealt = {worker: blocks for worker, blocks, _ in scheduler.deal()}
+    dealt = {worker: blocks for worker, blocks, _ in scheduler.assign()}
     assert [block.ranges for block in dealt[3]] == [((0, 4),), ((12, 16),)]
 
 
 def test_a_block_may_lie_across_a_gap():
     scheduler = running(members=2, samples=16, batch_size=4, hold=True, ahead=2)
-    scheduler.deal()
-    scheduler.lost(0)
+    scheduler.assign()
+    scheduler.remove_worker(0)
     scheduler.set_members([1, 2, 3, 4])
     for worker in (2, 3, 4):
-        scheduler.begin(worker, 0, 16, 4, hold=True)
+        scheduler.begin_epoch(worker, 0, 16, 4, holds_until_used=True)
     # 0 to 3 and 8 to 11 came back; worker 1 has two blocks, the three others share
-    dealt = scheduler.deal()
+    dealt = scheduler.assign()
     assert [blocks[0].ranges for _, blocks, _ in dealt] == [((0, 3),), ((3, 4), (8, 10)), ((10, 12),)]
     assert [len(blocks) for _, blocks, _ in dealt] == [1, 1, 1]
 
@@ -386,228 +386,231 @@ def test_a_block_may_lie_across_a_gap():
 
 def test_an_epoch_is_finished_when_every_position_is_used_by_a_completed_round():
     scheduler = running(members=2, samples=8)
-    scheduler.deal()
-    scheduler.contributed(0, 0, [0])
-    scheduler.completed(0)
-    assert not scheduler.finished(0)
-    scheduler.contributed(1, 1, [1])
-    assert not scheduler.finished(0)
-    assert scheduler.unfinished() == (0,)
-    scheduler.completed(1)
-    assert scheduler.finished(0)
-    assert not scheduler.finished(1)
-    assert scheduler.unfinished() == ()
+    scheduler.assign()
+    scheduler.contribute(0, 0, [0])
+    scheduler.complete_round(0)
+    assert not scheduler.is_finished(0)
+    scheduler.contribute(1, 1, [1])
+    assert not scheduler.is_finished(0)
+    assert scheduler.open_epochs() == (0,)
+    scheduler.complete_round(1)
+    assert scheduler.is_finished(0)
+    assert not scheduler.is_finished(1)
+    assert scheduler.open_epochs() == ()
 
 
 def test_a_worker_may_contribute_several_blocks_or_none():
     scheduler = running(members=2, samples=1000, ahead=2)
-    scheduler.deal()
-    scheduler.taken(0, 2)
-    scheduler.deal()
-    assert scheduler.contributed(0, 0, [0, 2, 4])
-    assert scheduler.contributed(1, 0, [])
-    scheduler.completed(0)
+    scheduler.assign()
+    scheduler.mark_started(0, 2)
+    scheduler.assign()
+    assert scheduler.contribute(0, 0, [0, 2, 4])
+    assert scheduler.contribute(1, 0, [])
+    scheduler.complete_round(0)
     assert scheduler.state_dict()["epochs"][0]["unused"] == 1000 - 12
 
 
 def test_survivors_of_an_abandoned_round_offer_again_what_they_have_and_the_dead_ones_blocks_go_back():
     scheduler = running(members=3, samples=100, batch_size=4, ahead=1)
-    scheduler.deal()
+    scheduler.assign()
     for worker in range(3):
-        scheduler.contributed(worker, 5, [worker])
-    scheduler.lost(1)
+        scheduler.contribute(worker, 5, [worker])
+    scheduler.remove_worker(1)
     assert pool(scheduler) == list(range(12, 100))  # the round may still complete
-    assert scheduler.abandoned(5) == {0: (0,), 2: (2,)}
+    assert scheduler.abandon_round(5) == {0: (0,), 2: (2,)}
     assert pool(scheduler) == [4, 5, 6, 7, *range(12, 100)]
-    assert scheduler.contributed(0, 5, [0])
-    assert scheduler.contributed(2, 5, [2])
-    scheduler.completed(5)
+    assert scheduler.contribute(0, 5, [0])
+    assert scheduler.contribute(2, 5, [2])
+    scheduler.complete_round(5)
     assert scheduler.state_dict()["epochs"][0]["unused"] == 100 - 8
 
 
 def test_what_a_lost_worker_contributed_to_a_round_that_completes_is_used():
     scheduler = running(members=2, samples=8)
-    scheduler.deal()
+    scheduler.assign()
     for worker in range(2):
-        scheduler.contributed(worker, 0, [worker])
-    scheduler.lost(1)
-    scheduler.completed(0)
-    assert scheduler.finished(0)
+        scheduler.contribute(worker, 0, [worker])
+    scheduler.remove_worker(1)
+    scheduler.complete_round(0)
+    assert scheduler.is_finished(0)
 
 
 def test_a_worker_that_is_lost_after_its_round_was_abandoned_gives_its_blocks_back():
     scheduler = running(members=2, samples=8)
-    scheduler.deal()
-    scheduler.contributed(1, 0, [1])
-    scheduler.abandoned(0)
-    scheduler.lost(1)
+    scheduler.assign()
+    scheduler.contribute(1, 0, [1])
+    scheduler.abandon_round(0)
+    scheduler.remove_worker(1)
     assert pool(scheduler) == [4, 5, 6, 7]
 
 
 def test_a_straggler_may_contribute_what_it_kept_to_a_later_round():
     scheduler = running(members=2, samples=100)
-    scheduler.deal()
-    scheduler.taken(1, 1)
+    scheduler.assign()
+    scheduler.mark_started(1, 1)
     scheduler.set_members([0])
     assert scheduler.holders(0) == (0, 1)
-    scheduler.contributed(0, 0, [0])
-    scheduler.completed(0)
-    assert scheduler.contributed(1, 3, [1])
-    scheduler.completed(3)
+    scheduler.contribute(0, 0, [0])
+    scheduler.complete_round(0)
+    assert scheduler.contribute(1, 3, [1])
+    scheduler.complete_round(3)
     assert scheduler.holders(0) == (0,)
     assert scheduler.state_dict()["epochs"][0]["unused"] == 100 - 8
 
 
 def test_what_is_revoked_does_not_count_when_it_is_contributed_also_if_dealt_to_the_same_worker_again():
     scheduler = running(members=1, samples=8, batch_size=4, hold=True)
-    scheduler.deal()
-    scheduler.taken(0, 0)
+    scheduler.assign()
+    scheduler.mark_started(0, 0)
     assert scheduler.revoke(0) == (0, 1)
     assert pool(scheduler) == list(range(8))
-    (again,) = scheduler.deal()
+    (again,) = scheduler.assign()
     assert [(block.id, block.ranges) for block in again.blocks] == [(2, ((0, 4),)), (3, ((4, 8),))]
-    assert not scheduler.contributed(0, 0, [0])
-    assert not scheduler.taken(0, 1)
-    assert not scheduler.contributed(0, 0, [2, 1])  # as a whole or not at all
-    assert scheduler.contributed(0, 0, [2, 3])
-    scheduler.completed(0)
-    assert scheduler.finished(0)
+    assert not scheduler.contribute(0, 0, [0])
+    assert not scheduler.mark_started(0, 1)
+    assert not scheduler.contribute(0, 0, [2, 1])  # as a whole or not at all
+    assert scheduler.contribute(0, 0, [2, 3])
+    scheduler.complete_round(0)
+    assert scheduler.is_finished(0)
 
 
 def test_a_member_that_was_revoked_gets_as_many_as_the_others_have():
     scheduler = running(members=3, samples=1000, ahead=2)
-    scheduler.deal()
+    scheduler.assign()
     scheduler.revoke(1)
-    assert [(worker, len(blocks)) for worker, blocks, _ in scheduler.deal()] == [(1, 2)]
+    assert [(worker, len(blocks)) for worker, blocks, _ in scheduler.assign()] == [(1, 2)]
 
 
 def test_a_block_is_lent_to_a_worker_outside_the_group_unless_it_is_of_the_last_two_hands():
     scheduler = running(members=2, samples=28, batch_size=4, ahead=1)
-    scheduler.begin(9, 0, 28, 4)
-    assert set(ids(scheduler.deal())) == {0, 1}
-    assert scheduler.lend(9) == Block(2, 0, ((8, 12),))
-    assert scheduler.contributed(9, 0, [2])
+    scheduler.begin_epoch(9, 0, 28, 4)
+    assert set(ids(scheduler.assign())) == {0, 1}
+    assert scheduler.assign_late(9) == Block(2, 0, ((8, 12),))
+    assert scheduler.contribute(9, 0, [2])
     assert pool(scheduler) == list(range(12, 28))
-    assert scheduler.lend(9) is None
-    scheduler.abandoned(0)
+    assert scheduler.assign_late(9) is None
+    scheduler.abandon_round(0)
     with pytest.raises(ProtocolError, match="expected worker 9 to have no block, it has 1"):
-        scheduler.lend(9)
+        scheduler.assign_late(9)
     with pytest.raises(ProtocolError, match="outside the group, got member 1"):
-        scheduler.lend(1)
+        scheduler.assign_late(1)
 
 
 def test_nothing_is_lent_of_a_later_epoch_nor_to_who_was_told_that_its_epoch_is_over():
     scheduler = running(members=2, samples=8, batch_size=4)
-    scheduler.begin(9, 0, 8, 4)
-    assert overs(scheduler.deal()) == [0, 1]
-    scheduler.begin(1, 1, 100, 4)
-    assert scheduler.lend(9) is None
-    scheduler.lost(1)
+    scheduler.begin_epoch(9, 0, 8, 4)
+    assert overs(scheduler.assign()) == [0, 1]
+    scheduler.begin_epoch(1, 1, 100, 4)
+    assert scheduler.assign_late(9) is None
+    scheduler.remove_worker(1)
     scheduler.set_members([])
     assert pool(scheduler) == list(range(8))
-    scheduler.contributed(0, 0, [])
+    scheduler.contribute(0, 0, [])
     assert scheduler.revoke(0) == ()
-    assert scheduler.lend(0) is None
-    assert scheduler.lend(9) == Block(2, 0, ((0, 4),))
+    assert scheduler.assign_late(0) is None
+    assert scheduler.assign_late(9) == Block(2, 0, ((0, 4),))
 
 
 # Epochs -------------------------------------------------------------------------------------------------
 
 
-def overs(dealt: list[Dealt]) -> list[int]:
+def overs(dealt: list[BlockAssignment]) -> list[int]:
     return [worker for worker, _, over in dealt if over]
 
 
 def test_who_finds_nothing_left_is_told_so_with_its_last_blocks_and_goes_on_while_others_finish():
     scheduler = running(members=2, samples=8)
-    assert overs(scheduler.deal()) == [0, 1]
-    assert scheduler.deal() == []
-    scheduler.contributed(0, 0, [0])
-    scheduler.begin(0, 1, 100, 4)
-    (dealt,) = scheduler.deal()
+    assert overs(scheduler.assign()) == [0, 1]
+    assert scheduler.assign() == []
+    scheduler.contribute(0, 0, [0])
+    scheduler.begin_epoch(0, 1, 100, 4)
+    (dealt,) = scheduler.assign()
     assert {block.epoch for block in dealt.blocks} == {1}
-    assert not dealt.over
-    assert scheduler.unfinished() == (0, 1)
+    assert not dealt.is_epoch_over
+    assert scheduler.open_epochs() == (0, 1)
 
 
 def test_blocks_that_come_back_are_dealt_to_who_asks_next_in_whatever_epoch_it_is():
     scheduler = running(members=2, samples=8)
-    scheduler.deal()
-    scheduler.lost(1)
-    assert scheduler.deal() == []  # 0 was told that epoch 0 is over for it
-    scheduler.begin(0, 1, 100, 4)
-    (dealt,) = scheduler.deal()
+    scheduler.assign()
+    scheduler.remove_worker(1)
+    assert scheduler.assign() == []  # 0 was told that epoch 0 is over for it
+    scheduler.begin_epoch(0, 1, 100, 4)
+    (dealt,) = scheduler.assign()
     assert dealt.blocks[0] == Block(2, 0, ((4, 8),))
 
 
 def test_nobody_is_dealt_blocks_of_an_epoch_that_it_has_not_begun():
     scheduler = running(members=3, samples=8, batch_size=4)
-    assert overs(scheduler.deal()) == [0, 1, 2]
-    scheduler.begin(0, 1, 100, 4)
+    assert overs(scheduler.assign()) == [0, 1, 2]
+    scheduler.begin_epoch(0, 1, 100, 4)
     scheduler.set_members([0, 1, 2, 3])
-    scheduler.begin(3, 0, 8, 4)
-    dealt = {one.worker: one for one in scheduler.deal()}
-    assert dealt[3] == Dealt(3, (), over=True)
+    scheduler.begin_epoch(3, 0, 8, 4)
+    dealt = {one.worker: one for one in scheduler.assign()}
+    assert dealt[3] == BlockAssignment(3, (), is_epoch_over=True)
     assert dealt[0].blocks
 
 
 def test_held_workers_are_told_that_the_epoch_is_over_when_every_position_is_used():
     scheduler = running(members=2, samples=8, hold=True)
-    assert overs(scheduler.deal()) == []
-    scheduler.contributed(0, 0, [0])
-    scheduler.completed(0)
-    assert scheduler.deal() == []
-    scheduler.lost(1)
+    assert overs(scheduler.assign()) == []
+    scheduler.contribute(0, 0, [0])
+    scheduler.complete_round(0)
+    assert scheduler.assign() == []
+    scheduler.remove_worker(1)
     scheduler = copy(scheduler)
-    assert sizes(scheduler.deal()) == {0: [4]}
-    scheduler.contributed(0, 1, [2])
-    assert scheduler.deal() == []
-    scheduler.completed(1)
-    assert scheduler.deal() == [Dealt(0, (), over=True)]
+    assert sizes(scheduler.assign()) == {0: [4]}
+    scheduler.contribute(0, 1, [2])
+    assert scheduler.assign() == []
+    scheduler.complete_round(1)
+    assert scheduler.assign() == [BlockAssignment(0, (), is_epoch_over=True)]
 
 
 def test_who_is_no_member_is_told_that_its_epoch_is_over_when_it_is_finished():
     scheduler = running(members=1, samples=4)
-    scheduler.begin(5, 0, 4, 4)
-    assert overs(scheduler.deal()) == [0]
-    scheduler.contributed(0, 0, [0])
-    scheduler.completed(0)
-    assert overs(scheduler.deal()) == [5]
+    scheduler.begin_epoch(5, 0, 4, 4)
+    assert overs(scheduler.assign()) == [0]
+    scheduler.contribute(0, 0, [0])
+    scheduler.complete_round(0)
+    assert overs(scheduler.assign()) == [5]
 
 
 def test_nobody_is_let_into_an_epoch_too_far_from_the_oldest_unfinished_one():
     scheduler = running(members=2, samples=1, batch_size=4, epochs_open_max=2)
-    assert scheduler.deal() == [Dealt(0, (Block(0, 0, ((0, 1),)),), True), Dealt(1, (), True)]
-    scheduler.begin(1, 1, 1, 4)
-    assert scheduler.deal() == [Dealt(1, (Block(1, 1, ((0, 1),)),), False)]
+    assert scheduler.assign() == [
+        BlockAssignment(0, (Block(0, 0, ((0, 1),)),), True),
+        BlockAssignment(1, (), True),
+    ]
+    scheduler.begin_epoch(1, 1, 1, 4)
+    assert scheduler.assign() == [BlockAssignment(1, (Block(1, 1, ((0, 1),)),), False)]
     with pytest.raises(ProtocolError, match="expected epoch 0 to be finished first, worker 1 begins epoch 2"):
-        scheduler.begin(1, 2, 1, 4)
-    scheduler.contributed(0, 0, [0])
-    scheduler.contributed(1, 0, [1])
-    scheduler.completed(0)
-    assert overs(scheduler.deal()) == [1]
-    scheduler.begin(1, 2, 1, 4)
+        scheduler.begin_epoch(1, 2, 1, 4)
+    scheduler.contribute(0, 0, [0])
+    scheduler.contribute(1, 0, [1])
+    scheduler.complete_round(0)
+    assert overs(scheduler.assign()) == [1]
+    scheduler.begin_epoch(1, 2, 1, 4)
 
 
 def test_with_one_open_epoch_everybody_waits_for_its_end():
     scheduler = running(members=2, samples=8, epochs_open_max=1)
-    assert overs(scheduler.deal()) == []
+    assert overs(scheduler.assign()) == []
     for worker in range(2):
-        scheduler.contributed(worker, 0, [worker])
-    scheduler.completed(0)
-    assert overs(scheduler.deal()) == [0, 1]
+        scheduler.contribute(worker, 0, [worker])
+    scheduler.complete_round(0)
+    assert overs(scheduler.assign()) == [0, 1]
 
 
 def test_the_first_epoch_may_be_any_and_who_comes_late_may_begin_a_finished_one():
-    scheduler = WorkScheduler()
+    scheduler = BlockScheduler()
     scheduler.set_members([0])
-    scheduler.begin(0, 7, 4, 4)
-    scheduler.deal()
-    scheduler.contributed(0, 0, [0])
-    scheduler.completed(0)
-    scheduler.begin(1, 7, 4, 4)
-    assert scheduler.deal() == [Dealt(1, (), over=True)]
-    assert [scheduler.finished(epoch) for epoch in (6, 7, 8)] == [False, True, False]
+    scheduler.begin_epoch(0, 7, 4, 4)
+    scheduler.assign()
+    scheduler.contribute(0, 0, [0])
+    scheduler.complete_round(0)
+    scheduler.begin_epoch(1, 7, 4, 4)
+    assert scheduler.assign() == [BlockAssignment(1, (), is_epoch_over=True)]
+    assert [scheduler.is_finished(epoch) for epoch in (6, 7, 8)] == [False, True, False]
 
 
 # Going on in another job --------------------------------------------------------------------------------
@@ -615,85 +618,85 @@ def test_the_first_epoch_may_be_any_and_who_comes_late_may_begin_a_finished_one(
 
 def test_what_earlier_rounds_have_used_is_known_whatever_is_dealt_taken_or_under_way():
     scheduler = running(members=2, samples=40, batch_size=4)
-    scheduler.deal()  # blocks 0 and 2 to the first, 1 and 3 to the second
-    assert scheduler.used_before(0) == {0: ()}
-    scheduler.contributed(0, 0, [0])
-    scheduler.contributed(1, 0, [1])
-    scheduler.taken(0, 2)
-    assert scheduler.used_before(0) == {0: ()}
-    assert scheduler.used_before(1) == {0: ((0, 8),)}
-    scheduler.completed(0)
-    scheduler.contributed(1, 1, [3])
-    assert scheduler.used_before(1) == {0: ((0, 8),)}
-    assert scheduler.used_before(2) == {0: ((0, 8), (12, 16))}
+    scheduler.assign()  # blocks 0 and 2 to the first, 1 and 3 to the second
+    assert scheduler.used_ranges(0) == {0: ()}
+    scheduler.contribute(0, 0, [0])
+    scheduler.contribute(1, 0, [1])
+    scheduler.mark_started(0, 2)
+    assert scheduler.used_ranges(0) == {0: ()}
+    assert scheduler.used_ranges(1) == {0: ((0, 8),)}
+    scheduler.complete_round(0)
+    scheduler.contribute(1, 1, [3])
+    assert scheduler.used_ranges(1) == {0: ((0, 8),)}
+    assert scheduler.used_ranges(2) == {0: ((0, 8), (12, 16))}
 
 
 def test_an_epoch_that_is_used_up_or_given_up_is_not_gone_on_with():
     scheduler = running(members=1, samples=4, batch_size=4)
-    scheduler.deal()
-    scheduler.contributed(0, 0, [0])
-    assert scheduler.used_before(0) == {0: ()}
-    assert scheduler.used_before(1) == {}
+    scheduler.assign()
+    scheduler.contribute(0, 0, [0])
+    assert scheduler.used_ranges(0) == {0: ()}
+    assert scheduler.used_ranges(1) == {}
     assert scheduler.next_epoch == 1
-    scheduler.begin(0, 1, 40, 4)
-    scheduler.deal()
-    scheduler.cut(1)
-    assert scheduler.used_before(1) == {}
+    scheduler.begin_epoch(0, 1, 40, 4)
+    scheduler.assign()
+    scheduler.cut_epoch(1)
+    assert scheduler.used_ranges(1) == {}
 
 
 def test_an_epoch_that_is_used_up_before_an_older_one_is_used_in_the_state():
     scheduler = running(members=2, samples=8, batch_size=4)
-    scheduler.deal()
-    scheduler.contributed(0, 0, [0])
-    scheduler.taken(1, 1)
-    scheduler.begin(0, 1, 4, 4)
+    scheduler.assign()
+    scheduler.contribute(0, 0, [0])
+    scheduler.mark_started(1, 1)
+    scheduler.begin_epoch(0, 1, 4, 4)
     round_ = 1
-    while (dealt := scheduler.deal()) and dealt[0].blocks:
-        scheduler.contributed(0, round_, [block.id for block in dealt[0].blocks])
+    while (dealt := scheduler.assign()) and dealt[0].blocks:
+        scheduler.contribute(0, round_, [block.id for block in dealt[0].blocks])
         round_ += 1
     for round_ in scheduler.open_rounds():
-        scheduler.completed(round_)
-    assert scheduler.finished(1)
-    assert copy(scheduler).used_before(round_ + 1) == {0: ((0, 4),), 1: ((0, 4),)}
-    another = WorkScheduler()
+        scheduler.complete_round(round_)
+    assert scheduler.is_finished(1)
+    assert copy(scheduler).used_ranges(round_ + 1) == {0: ((0, 4),), 1: ((0, 4),)}
+    another = BlockScheduler()
     another.set_members([0])
-    another.begin(0, 0, 8, 4, used=[(0, 4)])
-    assert [len(blocks) for _, blocks, _ in another.deal()] == [1]
-    another.begin(0, 1, 4, 4, used=[(0, 4)])
-    assert another.finished(1)
+    another.begin_epoch(0, 0, 8, 4, used_ranges=[(0, 4)])
+    assert [len(blocks) for _, blocks, _ in another.assign()] == [1]
+    another.begin_epoch(0, 1, 4, 4, used_ranges=[(0, 4)])
+    assert another.is_finished(1)
 
 
 def test_an_epoch_goes_on_in_another_job_where_a_state_was_taken():
     scheduler = running(members=2, samples=40, batch_size=4)
-    scheduler.deal()
-    scheduler.contributed(1, 0, [1])
-    ((epoch, used),) = scheduler.used_before(1).items()
-    another = WorkScheduler()
+    scheduler.assign()
+    scheduler.contribute(1, 0, [1])
+    ((epoch, used),) = scheduler.used_ranges(1).items()
+    another = BlockScheduler()
     another.set_members([0, 1, 2])
     for worker in range(3):
-        another.begin(worker, epoch, 40, 4, used=used)
+        another.begin_epoch(worker, epoch, 40, 4, used_ranges=used)
     assert pool(another) == [*range(4), *range(8, 40)]
-    blocks = [block for _, blocks, _ in another.deal() for block in blocks]
+    blocks = [block for _, blocks, _ in another.assign() for block in blocks]
     assert blocks[0].ranges == ((0, 4),)
     for round_, block in enumerate(blocks):
-        assert another.contributed(round_ % 3, round_, [block.id]) in (True, False)
+        assert another.contribute(round_ % 3, round_, [block.id]) in (True, False)
     assert copy(another).state_dict() == another.state_dict()
 
 
 def test_the_same_state_is_loaded_everywhere():
-    scheduler = WorkScheduler()
+    scheduler = BlockScheduler()
     scheduler.set_members([0, 1])
-    scheduler.begin(0, 3, 40, 4, used=[(0, 4)])
-    scheduler.begin(1, 3, 40, 4)  # a newcomer has loaded nothing
+    scheduler.begin_epoch(0, 3, 40, 4, used_ranges=[(0, 4)])
+    scheduler.begin_epoch(1, 3, 40, 4)  # a newcomer has loaded nothing
     with pytest.raises(ProtocolError, match="worker 1 continue from different states of epoch 3"):
-        scheduler.begin(1, 3, 40, 4, used=[(0, 8)])
+        scheduler.begin_epoch(1, 3, 40, 4, used_ranges=[(0, 8)])
 
 
 @pytest.mark.parametrize("used", [[(0, 41)], [(4, 8), (0, 2)], [(-1, 3)], [(3, 3)]])
 def test_positions_that_cannot_have_been_used_are_refused(used):
-    scheduler = WorkScheduler()
+    scheduler = BlockScheduler()
     with pytest.raises(ProtocolError, match="ranges of used positions, of 40 positions in all"):
-        scheduler.begin(0, 0, 40, 4, used=used)
+        scheduler.begin_epoch(0, 0, 40, 4, used_ranges=used)
     assert 0 not in scheduler
 
 
@@ -702,104 +705,104 @@ def test_positions_that_cannot_have_been_used_are_refused(used):
 
 def test_what_is_forgone_counts_as_used_and_its_worker_is_dealt_to_again():
     scheduler = running(members=2, samples=100)
-    scheduler.deal()
-    scheduler.taken(0, 0)
-    scheduler.forgone(0)
-    assert scheduler.used(0) == 8
-    assert scheduler.held(0) == ()
-    assert set(ids(scheduler.deal())) == {0}
+    scheduler.assign()
+    scheduler.mark_started(0, 0)
+    scheduler.discard_blocks(0)
+    assert scheduler.used_count(0) == 8
+    assert scheduler.assigned_ids(0) == ()
+    assert set(ids(scheduler.assign())) == {0}
 
 
 def test_a_retired_worker_is_dealt_nothing_and_what_it_had_counts_as_used():
     scheduler = running(members=2, samples=16)
-    scheduler.deal()
-    scheduler.retired(1)
-    assert scheduler.used(0) == 8
-    scheduler.contributed(0, 0, [0, 2])
-    scheduler.completed(0)
-    assert scheduler.deal() == []
-    assert scheduler.finished(0)
+    scheduler.assign()
+    scheduler.retire(1)
+    assert scheduler.used_count(0) == 8
+    scheduler.contribute(0, 0, [0, 2])
+    scheduler.complete_round(0)
+    assert scheduler.assign() == []
+    assert scheduler.is_finished(0)
 
 
 def test_nothing_of_a_cut_epoch_is_dealt_also_if_it_comes_back():
     scheduler = running(members=2, samples=100)
-    scheduler.deal()
-    scheduler.cut(0)
+    scheduler.assign()
+    scheduler.cut_epoch(0)
     assert pool(scheduler) == []
-    assert scheduler.used(0) == 100 - 16
-    scheduler.contributed(0, 0, [0, 2])
-    scheduler.completed(0)
-    scheduler.lost(1)
-    assert scheduler.finished(0)
-    scheduler.cut(0)  # again is harmless
-    assert copy(scheduler).deal() == scheduler.deal()
+    assert scheduler.used_count(0) == 100 - 16
+    scheduler.contribute(0, 0, [0, 2])
+    scheduler.complete_round(0)
+    scheduler.remove_worker(1)
+    assert scheduler.is_finished(0)
+    scheduler.cut_epoch(0)  # again is harmless
+    assert copy(scheduler).assign() == scheduler.assign()
 
 
 def test_who_left_its_epoch_early_may_begin_one_far_from_the_oldest_unfinished_one():
     scheduler = running(members=2, samples=100)
-    scheduler.deal()
-    scheduler.begin(0, 1, 100, 4, early=True)
-    scheduler.begin(0, 2, 100, 4, early=True)
-    scheduler.begin(0, 2, 100, 4)  # says it again
-    scheduler.begin(1, 2, 100, 4)  # who follows opens nothing
+    scheduler.assign()
+    scheduler.begin_epoch(0, 1, 100, 4, ends_previous_early=True)
+    scheduler.begin_epoch(0, 2, 100, 4, ends_previous_early=True)
+    scheduler.begin_epoch(0, 2, 100, 4)  # says it again
+    scheduler.begin_epoch(1, 2, 100, 4)  # who follows opens nothing
     with pytest.raises(ProtocolError, match="expected epoch 0 to be finished first"):
-        scheduler.begin(0, 3, 100, 4)
+        scheduler.begin_epoch(0, 3, 100, 4)
 
 
 def test_what_is_withdrawn_is_the_worker_s_again_as_taken():
     scheduler = running(members=2, samples=100)
-    scheduler.deal()
-    scheduler.contributed(1, 0, [1])
-    scheduler.withdrawn(1, 0)
-    scheduler.withdrawn(1, 0)  # there is nothing of it any more
-    assert scheduler.taken_count(1) == 1
-    scheduler.completed(0)
-    assert scheduler.used(0) == 0
-    assert scheduler.contributed(1, 1, [1])
+    scheduler.assign()
+    scheduler.contribute(1, 0, [1])
+    scheduler.withdraw(1, 0)
+    scheduler.withdraw(1, 0)  # there is nothing of it any more
+    assert scheduler.started_count(1) == 1
+    scheduler.complete_round(0)
+    assert scheduler.used_count(0) == 0
+    assert scheduler.contribute(1, 1, [1])
 
 
 def test_who_has_taken_all_keeps_it_when_it_is_left_out():
     scheduler = running(members=2, samples=100)
-    scheduler.deal()
-    assert scheduler.held(1) == (1, 3)
-    scheduler.taken_all(1)
-    assert scheduler.taken_count(1) == 2
+    scheduler.assign()
+    assert scheduler.assigned_ids(1) == (1, 3)
+    scheduler.mark_all_started(1)
+    assert scheduler.started_count(1) == 2
     assert scheduler.set_members([0]) == {}
-    assert scheduler.held(1) == (1, 3)
+    assert scheduler.assigned_ids(1) == (1, 3)
 
 
 def test_who_can_use_more_blocks_at_once_is_dealt_more():
     scheduler = running(members=2, samples=1000, ahead=2)
-    scheduler.begin(1, 0, 1000, 4, ahead=5)
-    assert [len(blocks) for _, blocks, _ in scheduler.deal()] == [2, 3]  # in turn
-    for block_id in scheduler.held(0):
-        scheduler.taken(0, block_id)
-    assert sum(len(blocks) for worker, blocks, _ in scheduler.deal() if worker == 1) == 2
-    assert len(scheduler.held(1)) == 5
+    scheduler.begin_epoch(1, 0, 1000, 4, ahead=5)
+    assert [len(blocks) for _, blocks, _ in scheduler.assign()] == [2, 3]  # in turn
+    for block_id in scheduler.assigned_ids(0):
+        scheduler.mark_started(0, block_id)
+    assert sum(len(blocks) for worker, blocks, _ in scheduler.assign() if worker == 1) == 2
+    assert len(scheduler.assigned_ids(1)) == 5
 
 
 def test_held_workers_wait_also_with_taken_blocks():
     """What another has may come back when nobody is there any more to use it."""
     scheduler = running(members=2, samples=8, hold=True)
-    scheduler.deal()
-    scheduler.taken(0, 0)
-    scheduler.begin(0, 0, 8, 4, hold=True)  # it asks for more
-    assert overs(scheduler.deal()) == []
+    scheduler.assign()
+    scheduler.mark_started(0, 0)
+    scheduler.begin_epoch(0, 0, 8, 4, holds_until_used=True)  # it asks for more
+    assert overs(scheduler.assign()) == []
 
 
 # Refusing -----------------------------------------------------------------------------------------------
 
 
-def a_little_of_everything() -> WorkScheduler:
+def a_little_of_everything() -> BlockScheduler:
     """Round 0 completed, round 1 open; 0 and 1 are members, 2 is outside."""
     scheduler = running(members=3, samples=100)
-    scheduler.deal()
+    scheduler.assign()
     scheduler.set_members([0, 1])
     for worker in range(2):
-        scheduler.contributed(worker, 0, [worker])
-    scheduler.completed(0)
-    scheduler.contributed(0, 1, [3])
-    scheduler.deal()
+        scheduler.contribute(worker, 0, [worker])
+    scheduler.complete_round(0)
+    scheduler.contribute(0, 1, [3])
+    scheduler.assign()
     return scheduler
 
 
@@ -840,31 +843,31 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(call, arguments, mes
 
 def test_an_epoch_before_the_one_where_it_is_is_refused():
     scheduler = running(members=1, samples=4)
-    scheduler.deal()
-    scheduler.begin(0, 1, 4, 4)
+    scheduler.assign()
+    scheduler.begin_epoch(0, 1, 4, 4)
     with pytest.raises(
         ProtocolError, match="expected an epoch from 1, its current one, worker 0 begins epoch 0"
     ):
-        scheduler.begin(0, 0, 4, 4)
+        scheduler.begin_epoch(0, 0, 4, 4)
 
 
 @pytest.mark.parametrize("arguments", [{"ahead": 0}, {"epochs_open_max": 0}])
 def test_arguments_out_of_range_are_refused(arguments):
     with pytest.raises(ValueError, match=r"expected at least 1 .*, got 0"):
-        WorkScheduler(**arguments)
+        BlockScheduler(**arguments)
 
 
 def test_what_is_remembered_does_not_grow_with_the_rounds():
     scheduler = running(members=2, samples=4000, batch_size=1)
     queues: dict[int, list[Block]] = {0: [], 1: []}
     for round_ in range(1500):
-        for worker, blocks, _ in scheduler.deal():
+        for worker, blocks, _ in scheduler.assign():
             queues[worker] += blocks
         for worker in range(2):
-            scheduler.contributed(worker, round_, [queues[worker].pop(0).id])
-        scheduler.completed(round_)
+            scheduler.contribute(worker, round_, [queues[worker].pop(0).id])
+        scheduler.complete_round(round_)
     assert len(json.dumps(scheduler.state_dict())) < 800
-    assert len(vars(scheduler)["_count"]) <= 2
+    assert len(vars(scheduler)["_workers_at_level"]) <= 2
 
 
 # Whatever happens ---------------------------------------------------------------------------------------
@@ -888,7 +891,7 @@ class Cluster(RuleBasedStateMachine):
     )
     def start(self, workers, samples, batch_size, ahead, epochs_open_max, drop_last):
         self.arguments = {"ahead": ahead, "epochs_open_max": epochs_open_max}
-        self.schedulers = [WorkScheduler(**self.arguments)]
+        self.schedulers = [BlockScheduler(**self.arguments)]
         if drop_last:  # a session refuses an epoch of which nothing is left
             samples = [max(one, batch_size) for one in samples]
         self.samples, self.batch_size, self.drop_last = samples, batch_size, drop_last
@@ -1087,7 +1090,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: len(self.queues) < 6)
     @rule(data=st.data())
     def come(self, data):
-        open_ones = self.schedulers[0].unfinished() or (max(self.epoch.values(), default=0),)
+        open_ones = self.schedulers[0].open_epochs() or (max(self.epoch.values(), default=0),)
         self.join(data.draw(st.sampled_from(open_ones)))
 
     @precondition(lambda self: len(self.queues) > 1)
@@ -1151,7 +1154,7 @@ class Cluster(RuleBasedStateMachine):
         )
         for epoch in range(begun):
             whole = sum(one[0] == epoch for one in self.used) == self.samples[epoch]
-            assert self.schedulers[0].finished(epoch) == whole
+            assert self.schedulers[0].is_finished(epoch) == whole
 
     def teardown(self):
         """Whatever happened: as long as somebody is a member, work goes on, and every epoch finishes."""
@@ -1165,7 +1168,7 @@ class Cluster(RuleBasedStateMachine):
                 if self.epoch[worker] + 1 < self.EPOCHS:
                     self.begin(worker, self.epoch[worker] + 1)
             self.deal()
-            if self.schedulers[0].finished(self.EPOCHS - 1) and not self.schedulers[0].unfinished():
+            if self.schedulers[0].is_finished(self.EPOCHS - 1) and not self.schedulers[0].open_epochs():
                 break
             busy = [worker for worker in self.members if self.queues[worker] or self.working[worker]]
             for worker in busy:
@@ -1174,7 +1177,7 @@ class Cluster(RuleBasedStateMachine):
                 for worker in sorted(set(self.queues) - self.members):
                     self.take_all_back(worker)
         self.every_position_is_in_one_place()
-        assert all(self.schedulers[0].finished(epoch) for epoch in range(self.EPOCHS))
+        assert all(self.schedulers[0].is_finished(epoch) for epoch in range(self.EPOCHS))
         self.deal()
         assert self.over == {worker for worker in self.queues if self.epoch[worker] == self.EPOCHS - 1} | {
             worker for worker in self.over if worker not in self.members
@@ -1201,7 +1204,7 @@ def test_a_job_in_lockstep_with_deaths_and_joins_uses_every_position_once_in_few
     """Rounds beyond the fewest possible: at most three for each change of the group."""
     chance = random.Random(seed)
     samples, batch_size = chance.randint(1, 400), chance.randint(1, 8)
-    scheduler = WorkScheduler(ahead=chance.randint(1, 3))
+    scheduler = BlockScheduler(ahead=chance.randint(1, 3))
     queues: dict[int, list[Block]] = {}
     used: Counter[int] = Counter()
     newest, changes, needed, rounds = 0, 0, 0.0, 0
@@ -1209,27 +1212,27 @@ def test_a_job_in_lockstep_with_deaths_and_joins_uses_every_position_once_in_few
     def join():
         nonlocal newest
         queues[newest] = []
-        scheduler.begin(newest, 0, samples, batch_size, hold=True)
+        scheduler.begin_epoch(newest, 0, samples, batch_size, holds_until_used=True)
         newest += 1
         scheduler.set_members(queues)
 
     for _ in range(chance.randint(1, 6)):
         join()
-    while not scheduler.finished(0):
-        for worker, blocks, _ in scheduler.deal():
+    while not scheduler.is_finished(0):
+        for worker, blocks, _ in scheduler.assign():
             queues[worker] += blocks
         offered = {worker: queue.pop(0) for worker, queue in queues.items() if queue}
         for worker, block in offered.items():
-            assert scheduler.contributed(worker, rounds, [block.id])
+            assert scheduler.contribute(worker, rounds, [block.id])
         if chance.random() < 0.05 and len(queues) > 1:
             changes += 1
             dead = chance.choice(sorted(queues))
-            scheduler.lost(dead)
+            scheduler.remove_worker(dead)
             del queues[dead]
-            for worker in scheduler.abandoned(rounds):
+            for worker in scheduler.abandon_round(rounds):
                 queues[worker].insert(0, offered[worker])
         else:
-            scheduler.completed(rounds)
+            scheduler.complete_round(rounds)
             for block in offered.values():
                 used.update(positions(block))
             needed += len(queues) * batch_size

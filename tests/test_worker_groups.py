@@ -15,13 +15,13 @@ from cluster import start
 from jobs import DEADLINE_S, MARK, coordinator
 from offbeat.errors import OffbeatError
 from offbeat.events import (
+    AssignTask,
     TaskDone,
-    TaskIssued,
-    TaskWanted,
+    TaskRequested,
     TauSet,
-    WorkerJoins,
-    WorkerLeaves,
-    WorkerRefused,
+    WorkerGroupJoined,
+    WorkerGroupLeft,
+    WorkerGroupRejected,
 )
 from offbeat.wire.record import read_log, replay
 from runlogs import entries_of, wait_for_entry, wait_until
@@ -253,12 +253,14 @@ def test_a_client_that_says_what_cannot_be_hurts_nobody(ps, other, name):
         next(group.tasks(passes=1))
         for wrong in (
             TaskDone(now_s=0.0, node=node, group=name, task=0),  # which another worker has
-            TaskWanted(now_s=0.0, node=node, group="there is no such group", passes=2**63 - 1, shards_max=0),
-            TauSet(now_s=0.0, node=node, group=name, tau=2**63 - 1),
-            WorkerJoins(
-                now_s=0.0, node=node, group=name, shards=2**63 - 1, on_loss="x" * 9000, patience_s=1e308
+            TaskRequested(
+                now_s=0.0, node=node, group="there is no such group", passes_max=2**63 - 1, shards_max=0
             ),
-            WorkerLeaves(now_s=0.0, node=node, group=name),
+            TauSet(now_s=0.0, node=node, group=name, tau=2**63 - 1),
+            WorkerGroupJoined(
+                now_s=0.0, node=node, group=name, shards=2**63 - 1, on_loss="x" * 9000, wait_timeout_s=1e308
+            ),
+            WorkerGroupLeft(now_s=0.0, node=node, group=name),
         ):
             other._node.tell(wrong)
         assert other.namespace(name, keys=1).pull().result() == 0.0  # it is heard as before
@@ -304,10 +306,10 @@ def worker(rank, say, cluster, go, on_loss, patience_s):
 def counted(log):
     """How often each pass over each shard was reported done, by what the manager has written down."""
     entries = entries_of(log)
-    tasks = {entry.task: entry for entry in entries if isinstance(entry, TaskIssued)}
+    tasks = {entry.task: entry for entry in entries if isinstance(entry, AssignTask)}
     found = Counter()
     for entry, answer in zip(entries, [*entries[1:], None], strict=True):
-        if isinstance(entry, TaskDone) and not isinstance(answer, WorkerRefused):
+        if isinstance(entry, TaskDone) and not isinstance(answer, WorkerGroupRejected):
             found.update((tasks[entry.task].pass_number, shard) for shard in tasks[entry.task].shards)
     return found
 
@@ -366,7 +368,7 @@ def test_whenever_workers_and_manager_die_pushes_count_at_least_once_and_as_ofte
     found = counts.pull().result()
     ps.close()
     assert counted(log) == EVERY_PASS_ONCE
-    begun = Counter(shard for entry in entries_of(log, TaskIssued) for shard in entry.shards)
+    begun = Counter(shard for entry in entries_of(log, AssignTask) for shard in entry.shards)
     assert all(PASSES <= found[shard] <= begun[shard] for shard in range(SHARDS))
     assert replay(read_log(log)) is None
 

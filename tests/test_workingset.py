@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.ps.entries import LAST_MAX, Entries
+from offbeat.numerics.ps.entries import KEY_STOP_MAX, Entries
 from offbeat.numerics.ps.tables import ArrayTable
 from offbeat.numerics.ps.updates import SGD
 from offbeat.numerics.sparse import SignedColumns, SparseRows
-from offbeat.numerics.workingset import WorkingSet, times, times_transposed
+from offbeat.numerics.workingset import WorkingSet, multiply, multiply_transposed
 
 # Few enough for two sets to have some in common, and of every size that a key can have.
-ALL_KEYS = [0, 1, 2, 3, 7, 2**40, 2**53 + 1, 2**53 + 2, LAST_MAX - 2, LAST_MAX - 1]
+ALL_KEYS = [0, 1, 2, 3, 7, 2**40, 2**53 + 1, 2**53 + 2, KEY_STOP_MAX - 2, KEY_STOP_MAX - 1]
 KEYS = st.sampled_from(ALL_KEYS)
-RANGES = st.tuples(KEYS, st.one_of(KEYS, st.just(LAST_MAX)))
+RANGES = st.tuples(KEYS, st.one_of(KEYS, st.just(KEY_STOP_MAX)))
 # Sums and products of a few of these are exact.
 NUMBERS = st.integers(-8, 8).map(lambda eighths: eighths / 8)
 FACTORS = st.sampled_from([0.0, 1.0, -1.0, 0.5, 3.0])
@@ -126,7 +126,7 @@ def test_what_was_pulled_is_assigned_to_the_keys_that_are_listed(pair):
     assert as_dict(vector) == {key: came.get(key, row) for key, row in before.items()}
 
 
-@given(working_sets(width=0, dtype=np.float32), st.sampled_from([0, 2, 2**40 - 3, LAST_MAX - 9]))
+@given(working_sets(width=0, dtype=np.float32), st.sampled_from([0, 2, 2**40 - 3, KEY_STOP_MAX - 9]))
 def test_a_range_that_was_pulled_whole_is_assigned_likewise(vector, first):
     before, values = as_dict(vector), np.arange(10, 19, dtype=np.float32)
     vector.assign(Entries(first, values))
@@ -139,14 +139,14 @@ def test_a_range_that_was_pulled_whole_is_assigned_likewise(vector, first):
 def test_what_is_pushed_comes_back_as_it_was(vector):
     content = vector.entries()
     assert np.shares_memory(content.values, vector.values) or not len(vector)
-    again = WorkingSet.of(content)
+    again = WorkingSet.from_entries(content)
     assert as_dict(again) == as_dict(vector)
     assert not np.shares_memory(again.values, vector.values)
 
 
 def test_neighbours_that_were_pulled_are_a_set_of_their_own():
     values = np.ones((2, 3), np.float32)
-    vector = WorkingSet.of(Entries(5, values))
+    vector = WorkingSet.from_entries(Entries(5, values))
     assert vector.keys.tolist() == [5, 6]
     values[...] = 0
     assert vector.values.all()
@@ -185,22 +185,22 @@ def test_rows_times_weights_are_those_of_the_dense_matrix(drawn, data):
     sparse, dense, labels = drawn
     weights = data.draw(working_sets(width=0))
     expected = dense @ weights.at(np.array(ALL_KEYS)).astype(np.float64)
-    assert times(sparse, weights).tolist() == expected.tolist()
-    assert times(SignedColumns.of(sparse), weights).tolist() == (labels * expected).tolist()
-    assert times(sparse, weights).dtype == np.float64
+    assert multiply(sparse, weights).tolist() == expected.tolist()
+    assert multiply(SignedColumns.from_rows(sparse), weights).tolist() == (labels * expected).tolist()
+    assert multiply(sparse, weights).dtype == np.float64
 
 
 @given(examples(), st.data())
 def test_rows_transposed_times_numbers_are_those_of_the_dense_matrix(drawn, data):
     sparse, dense, labels = drawn
     terms = np.array([data.draw(NUMBERS) for _ in labels])
-    columns = SignedColumns.of(sparse)
+    columns = SignedColumns.from_rows(sparse)
     for came, expected in (
-        (times_transposed(sparse, terms), dense.T @ terms),
-        (times_transposed(columns, terms), dense.T @ (labels * terms)),
+        (multiply_transposed(sparse, terms), dense.T @ terms),
+        (multiply_transposed(columns, terms), dense.T @ (labels * terms)),
     ):
         assert came.keys.tolist() == np.unique(sparse.keys).tolist()
-        assert came.at(np.array(ALL_KEYS)).tolist() == expected.tolist()
+        assert came.values_at(np.array(ALL_KEYS)).tolist() == expected.tolist()
 
 
 @given(examples(), st.data())
@@ -209,7 +209,7 @@ def test_both_products_are_transposes_of_each_other(drawn, data):
     sparse, _, labels = drawn
     terms = np.array([data.draw(NUMBERS) for _ in labels])
     weights = data.draw(working_sets(width=0, dtype=np.float64))
-    assert float(terms @ times(sparse, weights)) == times_transposed(sparse, terms).dot(weights)
+    assert float(terms @ multiply(sparse, weights)) == multiply_transposed(sparse, terms).dot(weights)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -227,8 +227,8 @@ def test_steps_of_a_worker_and_a_table_are_those_of_the_dense_matrix(dtype):
     table = ArrayTable(2**62, 2**61, SGD(0.01), dtype=dtype)
     expected = np.zeros(len(keys))
     for _ in range(30):
-        weights = WorkingSet.of(table.read(0, 2**62, keys))
-        gradient = times_transposed(rows, times(rows, weights) - targets).astype(dtype)
+        weights = WorkingSet.from_entries(table.read(0, 2**62, keys))
+        gradient = multiply_transposed(rows, multiply(rows, weights) - targets).astype(dtype)
         table.check(gradient.entries(), 0, 2**62)
         table.apply(0, 2**62, gradient.entries())
         expected -= 0.01 * dense.T @ (dense @ expected - targets)
@@ -292,11 +292,11 @@ def test_products_with_what_does_not_fit_are_refused():
     rows = SparseRows(
         labels=np.ones(2), starts=np.array([0, 1, 1]), keys=np.array([4]), values=np.array([2.0])
     )
-    for one in (rows, SignedColumns.of(rows)):
+    for one in (rows, SignedColumns.from_rows(rows)):
         with pytest.raises(
             ValueError, match=r"one weight per key, got float32 of shape \(1, 3\); multiply by"
         ):
-            times(one, WorkingSet.zeros(np.array([4]), width=3))
+            multiply(one, WorkingSet.zeros(np.array([4]), width=3))
         for terms in (np.ones(1), np.ones(3), np.ones((2, 1))):
             with pytest.raises(ValueError, match="one number for each of 2 rows, got float64 of shape"):
-                times_transposed(one, terms)
+                multiply_transposed(one, terms)

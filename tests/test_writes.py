@@ -8,8 +8,8 @@ from torch import nn
 
 import offbeat
 from cluster import run, values
-from offbeat.runtime.training.trained import Trained
-from offbeat.runtime.training.writes import Writes
+from offbeat.runtime.training.trained import TrainingState
+from offbeat.runtime.training.writes import WriteDetector
 from offbeat.strategies import SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
 
 WORKERS, STEPS, BATCH, CHANGED_AT = 2, 6, 4, 3
@@ -70,25 +70,25 @@ def stepped():
 @pytest.mark.parametrize("name", WRITES)
 def test_what_is_written_is_found_and_is_no_news_once_it_is_noted(name):
     model, optimizer = stepped()
-    writes = Writes(Trained(model, [optimizer]))
-    assert writes.found() == []
+    writes = WriteDetector(TrainingState(model, [optimizer]))
+    assert writes.written_since_mark() == []
     model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
-    assert writes.found() == []
+    assert writes.written_since_mark() == []
     write, what = WRITES[name]
     write(model, optimizer)
-    assert writes.found()[0] == what
-    writes.note()
-    assert writes.found() == []
+    assert writes.written_since_mark()[0] == what
+    writes.mark()
+    assert writes.written_since_mark() == []
 
 
 def test_of_several_optimizers_one_may_be_looked_at_alone():
     model = Net()
     one, another = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.a, model.b))
-    writes = Writes(Trained(model, [one, another]))
+    writes = WriteDetector(TrainingState(model, [one, another]))
     with torch.no_grad():
         model.b.bias.zero_()
-    assert writes.found(one) == []
-    assert writes.found(another) == writes.found() == ["b.bias"]
+    assert writes.written_since_mark(one) == []
+    assert writes.written_since_mark(another) == writes.written_since_mark() == ["b.bias"]
 
 
 def inputs():

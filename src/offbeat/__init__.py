@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import LinkError, LostKeysError, OffbeatError, ProtocolError, WorkerError
-from offbeat.policies.validation.early_stopping import Monitor
+from offbeat.policies.validation.early_stopping import EarlyStopping
 
 if TYPE_CHECKING:
     from offbeat.runtime.ps.client import PS
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PS",
+    "EarlyStopping",
     "LinkError",
     "LostKeysError",
-    "Monitor",
     "OffbeatError",
     "ProtocolError",
     "Session",

@@ -15,7 +15,7 @@ LinkFailure: TypeAlias = Literal[
 ]
 
 
-def explain(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """Return the operating system's message, and the remedy where one is known."""
     match error.errno:
         case errno.EMFILE:

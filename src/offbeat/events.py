@@ -33,9 +33,9 @@ class Joined:
     worker: int
     world: int
     peer: str
-    place: str
+    location: str
     addresses: tuple[str, ...]
-    model: tuple[str, ...]
+    model_signature: tuple[str, ...]
     strategy: str
 
 
@@ -65,11 +65,11 @@ class Ready:
     compute_s: float
     samples: int
     blocks: tuple[int, ...]
-    batch: int = 0
+    batches_fetched: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOut:
+class BatchesSkipped:
     """A worker has skipped batches of its session, and asks which batch its next round is for.
 
     Attributes:
@@ -84,12 +84,12 @@ class LeftOut:
     epoch: int
     step: int
     round: int
-    batch: int
-    count: int
+    batches_fetched: int
+    skipped: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wants:
+class SamplesRequested:
     """A worker is in an epoch and has no samples left to compute with.
 
     Attributes:
@@ -112,16 +112,16 @@ class Wants:
     samples: int
     batch_size: int
     is_last: bool
-    skips: bool
-    ahead: int
-    taken: tuple[int, ...]
+    abandons_previous: bool
+    blocks_max: int
+    started_blocks: tuple[int, ...]
     round: int
-    used: tuple[tuple[int, int], ...]
+    consumed_ranges: tuple[tuple[int, int], ...]
     drop_last: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
+class CheckpointQuery:
     """A worker copies its state for a checkpoint, and asks which samples that state has consumed.
 
     Attributes:
@@ -134,7 +134,7 @@ class Saving:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clocked:
+class StepFinished:
     """A worker has finished a step, and asks for the clock of its next one.
 
     It is also sent before the first step, once the worker has the state and can begin.
@@ -154,7 +154,7 @@ class Clocked:
     now_s: float
     worker: int
     clock: int | None
-    version: int
+    parameter_version: int
     epoch: int
     step: int
     compute_s: float
@@ -164,20 +164,21 @@ class Clocked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Brought:
-    """A member has the complete gradient that a worker outside the group computed for it (see `Lend`).
+class LateGradientArrived:
+    """A member has the complete gradient that a worker outside the group computed for it (see
+    `AssignLateBlock`).
 
     Attributes:
         worker: the member, which contributes the gradient.
         late: the worker that computed it.
-        number: of the assignment (see `Lend`).
+        number: of the assignment (see `AssignLateBlock`).
         step: optimizer steps in the parameters with which it was computed.
     """
 
     now_s: float
     worker: int
-    late: int
-    number: int
+    late_worker: int
+    assignment: int
     step: int
 
 
@@ -230,14 +231,15 @@ class Halted:
     generation: int
     has_state: bool
     step: int
-    has_begun: bool
+    has_begun_exchange: bool
     round: int
     exchange_id: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recalled:
-    """A member reports what a lost worker contributed to exchanges that both have finished; answers `Recall`.
+class ContributionReport:
+    """A member reports what a lost worker contributed to exchanges that both have finished; answers
+    `ContributionQuery`.
 
     Attributes:
         of: the lost worker.
@@ -250,10 +252,10 @@ class Recalled:
 
     now_s: float
     worker: int
-    of: int
-    since: int
-    until: int
-    rounds: tuple[tuple[int, int, int], ...]
+    lost_worker: int
+    first_round: int
+    end_round: int
+    contributions: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,8 +313,8 @@ class SnapshotTaken(ValidationEvent):
     is_current: bool
     samples: int
     evaluators: int
-    deadline_s: float
-    terms: str
+    part_deadline_s: float
+    decision_rule: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +352,7 @@ class StatesMerged(ValidationEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WentBack(ValidationEvent):
+class RolledBack(ValidationEvent):
     """A worker's training is back at the end of `epoch`; validations of later epochs are not needed."""
 
 
@@ -492,12 +494,12 @@ class NodeSilent(NodeEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeHeard(NodeEvent):
+class NodeResumed(NodeEvent):
     """The coordinator receives messages again from a node that had been silent."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpaceOpened(NodeEvent):
+class NamespaceRequested(NodeEvent):
     """A node asks for a namespace of the parameter server; the first request creates it.
 
     Attributes:
@@ -512,21 +514,21 @@ class SpaceOpened(NodeEvent):
     name: str
     keys: int
     block_keys: int
-    about: str
+    spec: str
     function: str
     aggregates: bool
     on_loss: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientEnlists(NodeEvent):
+class AggregationJoined(NodeEvent):
     """A client asks to participate in a namespace that aggregates."""
 
     namespace: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientPaused(NodeEvent):
+class AggregationPaused(NodeEvent):
     """A client sends nothing to a namespace after some time until a view ends the pause.
 
     Attributes:
@@ -535,26 +537,26 @@ class ClientPaused(NodeEvent):
     """
 
     namespace: str
-    pause: int
+    pause_view: int
     time: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientWithdraws(NodeEvent):
+class AggregationLeft(NodeEvent):
     """A client stops pushing to a namespace that aggregates; all its pushes to it have been applied."""
 
     namespace: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerLeaves(NodeEvent):
+class ServerRemovalRequested(NodeEvent):
     """A node requests that a server leave as soon as other servers have all that it holds."""
 
     server: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerFilled(NodeEvent):
+class ServerTransferDone(NodeEvent):
     """A server has received all data that a view assigns to it.
 
     Attributes:
@@ -565,8 +567,8 @@ class ServerFilled(NodeEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerMissed(NodeEvent):
-    """A server or a client receives nothing from a server; the report is open until `ServerReached`.
+class ServerUnreachable(NodeEvent):
+    """A server or a client receives nothing from a server; the report is open until `ServerReachable`.
 
     Attributes:
         server: the server from which nothing comes.
@@ -578,14 +580,14 @@ class ServerMissed(NodeEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerReached(NodeEvent):
-    """A server that was reported with `ServerMissed` sends again, or it is no longer part of the job."""
+class ServerReachable(NodeEvent):
+    """A server that was reported with `ServerUnreachable` sends again, or it is no longer part of the job."""
 
     server: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerEvent(NodeEvent):
+class WorkerGroupRequest(NodeEvent):
     """A client's request to a group of workers.
 
     Attributes:
@@ -596,7 +598,7 @@ class WorkerEvent(NodeEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerJoins(WorkerEvent):
+class WorkerGroupJoined(WorkerGroupRequest):
     """The client asks to be a member; the first request creates the group (see `ShardScheduler`).
 
     Attributes:
@@ -607,16 +609,16 @@ class WorkerJoins(WorkerEvent):
 
     shards: int
     on_loss: str
-    patience_s: float
+    wait_timeout_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerLeaves(WorkerEvent):
+class WorkerGroupLeft(WorkerGroupRequest):
     """The client returns its shards and its unfinished tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskWanted(WorkerEvent):
+class TaskRequested(WorkerGroupRequest):
     """The client asks for a task.
 
     Attributes:
@@ -624,38 +626,38 @@ class TaskWanted(WorkerEvent):
         shards_max: the largest number of shards in the task.
     """
 
-    passes: int
+    passes_max: int
     shards_max: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskDone(WorkerEvent):
+class TaskDone(WorkerGroupRequest):
     """The client has done a task, and its pushes for that task have been applied."""
 
     task: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class TauSet(WorkerEvent):
+class TauSet(WorkerGroupRequest):
     """The client bounds how many passes one shard may be ahead of another; None for no bound."""
 
     tau: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgressWanted(WorkerEvent):
+class ProgressRequested(WorkerGroupRequest):
     """Request the progress of every worker in the group."""
 
 
 Event: TypeAlias = (
     Joined
     | Ready
-    | LeftOut
-    | Wants
-    | Saving
-    | Recalled
-    | Clocked
-    | Brought
+    | BatchesSkipped
+    | SamplesRequested
+    | CheckpointQuery
+    | ContributionReport
+    | StepFinished
+    | LateGradientArrived
     | StepTimed
     | Halted
     | Evaluated
@@ -663,7 +665,7 @@ Event: TypeAlias = (
     | SnapshotTaken
     | PartEvaluated
     | StatesMerged
-    | WentBack
+    | RolledBack
     | Finished
     | Left
     | Lost
@@ -675,21 +677,21 @@ Event: TypeAlias = (
     | NodeLeft
     | NodeLost
     | NodeSilent
-    | NodeHeard
-    | SpaceOpened
-    | ClientEnlists
-    | ClientPaused
-    | ClientWithdraws
-    | ServerLeaves
-    | ServerFilled
-    | ServerMissed
-    | ServerReached
-    | WorkerJoins
-    | WorkerLeaves
-    | TaskWanted
+    | NodeResumed
+    | NamespaceRequested
+    | AggregationJoined
+    | AggregationPaused
+    | AggregationLeft
+    | ServerRemovalRequested
+    | ServerTransferDone
+    | ServerUnreachable
+    | ServerReachable
+    | WorkerGroupJoined
+    | WorkerGroupLeft
+    | TaskRequested
     | TaskDone
     | TauSet
-    | ProgressWanted
+    | ProgressRequested
 )
 
 
@@ -703,7 +705,7 @@ class Peer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class PeerList:
     """The list of workers and of the addresses on which they reach one another.
 
     Sent once all workers of the start have joined, and again, with all workers present then, after each later
@@ -771,7 +773,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deal:
+class AssignBlocks:
     """Samples for one worker, or the reason why there are none.
 
     Attributes:
@@ -786,21 +788,21 @@ class Deal:
 
     worker: int
     epoch: int
-    anew: bool
+    replaces_queue: bool
     blocks: tuple[Block, ...]
-    over: bool
+    is_last: bool
     is_awaited: bool
-    used: int
+    consumed: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grant:
+class StepPermit:
     """The clock of a worker's next step, and whether the step may start; only that worker receives it.
 
     All work of the worker at earlier clocks is complete, so it can push those clocks, empty ones included.
-    Only its last `Grant` counts: where that does not permit the start, another one follows, at the same clock
-    or a later one. A worker that waits for samples receives later and later clocks as the other workers
+    Only its last `StepPermit` counts: where that does not permit the start, another one follows, at the same
+    clock or a later one. A worker that waits for samples receives later and later clocks as the other workers
     proceed, and the permission to start once samples are assigned to it.
 
     Attributes:
@@ -815,17 +817,17 @@ class Grant:
 
     worker: int
     clock: int
-    version: int
-    complete: int
-    bound: int | None
+    version_min: int
+    complete_version: int
+    staleness_bound: int | None
     may_start: bool
-    leads: bool
+    is_leader: bool
     is_preempted: bool = False
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recall:
+class ContributionQuery:
     """Ask a member for contributions of a lost worker that were not reported.
 
     Attributes:
@@ -835,13 +837,13 @@ class Recall:
     """
 
     worker: int
-    of: int
-    after: int
+    lost_worker: int
+    after_round: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Used:
+class ConsumedSamples:
     """Which samples a worker's state has consumed; only that worker receives it.
 
     Attributes:
@@ -855,13 +857,13 @@ class Used:
     worker: int
     round: int
     epoch: int
-    used: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    consumed: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     is_current: bool
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lend:
+class AssignLateBlock:
     """A worker outside the group computes a block on behalf of a member; only these two receive it.
 
     The member sends it parameters as of its next step, and receives the gradient. The worker's previous
@@ -874,14 +876,14 @@ class Lend:
     """
 
     worker: int
-    number: int
-    patron: int
+    assignment: int
+    proxy: int
     block: Block
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settle:
+class ResolveLateBlock:
     """The assignment of a late block is over; only the member on whose behalf it was computed receives it.
 
     Attributes:
@@ -893,9 +895,9 @@ class Settle:
     """
 
     worker: int
-    late: int
-    number: int
-    counts: bool
+    late_worker: int
+    assignment: int
+    is_contributed: bool
     reason: str
 
 
@@ -909,12 +911,12 @@ class Preempt:
     """
 
     worker: int | None
-    by: int
+    signalled_worker: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validating:
+class ValidationStarted:
     """The validation of an epoch has begun: some worker has a snapshot of the model at its end.
 
     Attributes:
@@ -927,7 +929,7 @@ class Validating:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LendSnapshot:
+class SendSnapshot:
     """A worker sends its snapshot to another one, which evaluates parts with it; only these two receive it.
 
     Attributes:
@@ -938,10 +940,10 @@ class LendSnapshot:
     """
 
     worker: int
-    borrower: int
+    receiver: int
     epoch: int
     digest: str
-    number: int
+    transfer: int
     reason: str
 
 
@@ -987,7 +989,7 @@ class MergeStates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validated:
+class ValidationFinished:
     """The validation of an epoch is over.
 
     Attributes:
@@ -1000,7 +1002,7 @@ class Validated:
 
     worker: int | None
     epoch: int
-    owner: int | None
+    snapshot_owner: int | None
     digest: str
     means: dict[str, float]
     counts: dict[str, float]
@@ -1008,7 +1010,7 @@ class Validated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochEnded:
+class EndEpoch:
     """The group has finished `epoch`: workers that are behind go on to the next one.
 
     Attributes:
@@ -1020,7 +1022,7 @@ class EpochEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundNamed:
+class AssignRoundBatch:
     """The next round of a worker that has skipped batches is for the batch of this number.
 
     Where it has skipped that batch itself, it takes part with weight 0.
@@ -1033,7 +1035,7 @@ class RoundNamed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dismiss:
+class JobComplete:
     """All workers have finished: receive or send the final state, as the last `Group` says, and leave."""
 
     reason: str
@@ -1047,7 +1049,7 @@ class CloseServers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class AbortJob:
     """The job cannot go on: every worker ends with this reason.
 
     Attributes:
@@ -1061,7 +1063,7 @@ class Stop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refuse:
+class RejectPeer:
     """One peer may not take part; the job goes on without it.
 
     The coordinator sends the reason to the peer and closes its connection. None of the peer's messages, its
@@ -1076,7 +1078,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerLost:
+class AnnounceWorkerLost:
     """A worker was lost or has failed, and the job goes on without it; every other worker logs the reason.
 
     No policy decides this: the coordinator adds it to the actions that answer the `Lost` or the `Failed`.
@@ -1092,12 +1094,12 @@ class WorkerLost:
 
 @dataclass(frozen=True, kw_only=True)
 class Namespace:
-    """Keys 0 to `keys` - 1 of the parameter server under a name (see `SpaceOpened`)."""
+    """Keys 0 to `keys` - 1 of the parameter server under a name (see `NamespaceRequested`)."""
 
     name: str
     keys: int
     block_keys: int
-    about: str
+    spec: str
     aggregates: bool
 
 
@@ -1107,7 +1109,7 @@ class Participant:
 
     namespace: str
     client: int
-    begins: int
+    first_time: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1119,12 +1121,12 @@ class Pause:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filling:
+class ServerTransfer:
     """A server that is receiving the data at places `first` to `last` - 1 of the ring."""
 
     server: int
-    first: int
-    last: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1137,15 +1139,15 @@ class LostArc:
         server: the last server that had all of them.
     """
 
-    number: int
+    loss: int
     namespace: str
-    first: int
-    last: int
+    start: int
+    stop: int
     server: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class ServerAddress:
     """How to reach a server of the parameter server: its addresses, best first."""
 
     server: int
@@ -1153,8 +1155,9 @@ class Server:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Viewed:
-    """Which server holds what on the parameter server, from now on (see `offbeat.policies.parcels.View`).
+class ClusterView:
+    """Which server holds what on the parameter server, from now on (see
+    `offbeat.policies.ps.messages.PlacementView`).
 
     Attributes:
         node: the recipient; empty for all nodes.
@@ -1168,25 +1171,25 @@ class Viewed:
     """
 
     node: str
-    number: int
+    version: int
     epoch: int
     ring: tuple[int, ...]
     virtual_nodes: int
     copies: int
-    target: tuple[int, ...]
-    filling: tuple[Filling, ...]
+    next_ring: tuple[int, ...]
+    transfers: tuple[ServerTransfer, ...]
     namespaces: tuple[Namespace, ...]
     participants: tuple[Participant, ...]
     paused: tuple[Pause, ...]
-    servers: tuple[Server, ...]
+    servers: tuple[ServerAddress, ...]
     reason: str
     lost: tuple[LostArc, ...] = ()
-    emptied: tuple[tuple[int, int], ...] = ()
-    silent: tuple[int, ...] = ()
+    lost_arcs_dropped: tuple[tuple[int, int], ...] = ()
+    silent_servers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientGone:
+class ForgetClient:
     """A client is gone for good; only servers receive it, and drop all that they keep for the client."""
 
     node: str
@@ -1194,7 +1197,7 @@ class ClientGone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpaceRefused:
+class RejectNamespace:
     """A namespace cannot be as `node` asks for it; only that node receives it."""
 
     node: str
@@ -1203,7 +1206,7 @@ class SpaceRefused:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
+class WorkerGroupMember:
     """A member of a group of workers.
 
     Attributes:
@@ -1215,11 +1218,11 @@ class Worker:
     node: str
     shards: tuple[tuple[int, int], ...]
     passes: int
-    done: int
+    shard_passes_done: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupViewed:
+class WorkerGroupView:
     """The assignment of shards in a group of workers, from now on, and the progress of each worker.
 
     Attributes:
@@ -1233,14 +1236,14 @@ class GroupViewed:
     group: str
     tau: int | None
     passes: int
-    workers: tuple[Worker, ...]
-    waiting: tuple[tuple[int, int], ...]
+    workers: tuple[WorkerGroupMember, ...]
+    unassigned: tuple[tuple[int, int], ...]
     lost: tuple[tuple[int, int], ...]
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskIssued:
+class AssignTask:
     """A worker is to do a pass over some of its shards; only that worker receives it.
 
     Attributes:
@@ -1267,7 +1270,7 @@ class PassesEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerRefused:
+class WorkerGroupRejected:
     """A client, the only recipient, is no longer a member of a group, or its request cannot be met."""
 
     node: str
@@ -1275,36 +1278,36 @@ class WorkerRefused:
     reason: str
 
 
-GroupAction: TypeAlias = GroupViewed | TaskIssued | PassesEnded | WorkerRefused
+WorkerGroupAction: TypeAlias = WorkerGroupView | AssignTask | PassesEnded | WorkerGroupRejected
 
 Action: TypeAlias = (
-    Start
+    PeerList
     | Halt
     | Group
-    | Deal
-    | Used
-    | Grant
-    | Recall
-    | Lend
-    | Settle
+    | AssignBlocks
+    | ConsumedSamples
+    | StepPermit
+    | ContributionQuery
+    | AssignLateBlock
+    | ResolveLateBlock
     | Preempt
-    | Validating
-    | LendSnapshot
+    | ValidationStarted
+    | SendSnapshot
     | EvaluatePart
     | MergeStates
-    | Validated
-    | EpochEnded
-    | RoundNamed
-    | Dismiss
+    | ValidationFinished
+    | EndEpoch
+    | AssignRoundBatch
+    | JobComplete
     | CloseServers
-    | Stop
-    | Refuse
-    | WorkerLost
-    | Viewed
-    | ClientGone
-    | SpaceRefused
-    | GroupViewed
-    | TaskIssued
+    | AbortJob
+    | RejectPeer
+    | AnnounceWorkerLost
+    | ClusterView
+    | ForgetClient
+    | RejectNamespace
+    | WorkerGroupView
+    | AssignTask
     | PassesEnded
-    | WorkerRefused
+    | WorkerGroupRejected
 )

@@ -17,20 +17,20 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.metrics import Value, plain
-from offbeat.policies.validation.early_stopping import Monitor
+from offbeat.numerics.metrics import MetricValue, validate_metrics
+from offbeat.policies.validation.early_stopping import EarlyStopping
 from offbeat.policies.validation.schedule import (
     PENDING_MAX,
-    Block,
-    Skip,
+    SkipValidation,
     ValidationScheduler,
+    WaitForValidation,
     WhenFull,
     split_even,
 )
-from offbeat.runtime.processes.waiting import Flag
-from offbeat.runtime.validation.evaluators import CancelledError, Crew, Part, parts_of
-from offbeat.runtime.validation.isolation import OwnRandomness, apart
-from offbeat.runtime.validation.result import Ledger
+from offbeat.runtime.processes.waiting import SignalSafeEvent
+from offbeat.runtime.validation.evaluators import CancelledError, EvaluatorPool, ValidationPart, make_parts
+from offbeat.runtime.validation.isolation import IsolatedRandomness, isolated_evaluation
+from offbeat.runtime.validation.result import ValidationLedger
 from offbeat.runtime.validation.validator import DEADLINE_S
 
 try:
@@ -44,7 +44,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 OnResult: TypeAlias = Callable[[int, Mapping[str, float]], None]
-Decision: TypeAlias = Literal["sync", "lag"]
+DecisionMode: TypeAlias = Literal["sync", "lag"]
 _CLOSE_TIMEOUT_S: Final = 5.0
 
 
@@ -150,15 +150,15 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
         max_pending: int = PENDING_MAX,
         when_full: WhenFull = "block",
         on_result: OnResult | None = None,
-        monitor: Monitor | None = None,
+        monitor: EarlyStopping | None = None,
         restore_best_weights: bool = False,
-        decision: Decision = "lag",
+        decision: DecisionMode = "lag",
         build: Callable[[], Any] | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         super().__init__()
-        if decision not in get_args(Decision):
-            raise ValueError(f"expected a decision of {', '.join(get_args(Decision))}, got {decision!r}")
+        if decision not in get_args(DecisionMode):
+            raise ValueError(f"expected a decision of {', '.join(get_args(DecisionMode))}, got {decision!r}")
         if restore_best_weights and monitor is None:
             raise ValueError("expected a monitor, to decide which epoch is the best: pass monitor=…")
         if deadline_s <= 0:
@@ -194,7 +194,7 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
             self._prepare()
 
     def _prepare(self) -> None:
-        with apart():  # initial values are random
+        with isolated_evaluation():  # initial values are random
             evaluators = [
                 _Evaluator(self._clone(), self._x, self._y, part, self._batch_size) for part in self._parts
             ]
@@ -204,8 +204,8 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
             evaluator.check(first)
         self._free_snapshots.append(first)
         scheduler = ValidationScheduler(pending_max=self._pending_max, when_full=self._when_full)
-        self._ledger = Ledger(scheduler, self._deadline_s)
-        self._crew = Crew(evaluators, self._ledger.done, self._ledger.abandon)
+        self._ledger = ValidationLedger(scheduler, self._deadline_s)
+        self._crew = EvaluatorPool(evaluators, self._ledger.on_part_done, self._ledger.fail_all)
         self._close = weakref.finalize(self, self._crew.close, _CLOSE_TIMEOUT_S)
         self._is_ready = True
 
@@ -268,14 +268,14 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
             raise
 
     def _start_validation(self, epoch: int) -> None:
-        while isinstance(answer := self._ledger.begin(epoch, self._parts)[0], Block):
+        while isinstance(answer := self._ledger.on_epoch_ended(epoch, self._parts)[0], WaitForValidation):
             self._ledger.wait_for_oldest()
             self._process_results()
-        if isinstance(answer, Skip):
+        if isinstance(answer, SkipValidation):
             return
         values = self._snapshots[epoch] = self._free_snapshots.pop() if self._free_snapshots else _Snapshot()
         values.copy_from(_all_variables(self.model))
-        self._crew.give(parts_of(answer, values, Flag()))
+        self._crew.submit(make_parts(answer, values, SignalSafeEvent()))
 
     def _wait_for_all(self) -> None:
         while self._ledger.wait_for_oldest():
@@ -284,7 +284,7 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
 
     def _process_results(self) -> None:
         """Process the results that have arrived, in the order of epochs."""
-        while (reported := self._ledger.report()) is not None:
+        while (reported := self._ledger.pop_finished()) is not None:
             epoch, validation = reported
             if validation is None:
                 self.history[epoch] = None
@@ -297,8 +297,8 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
         unused: _Snapshot | None = values
         if self._monitor is not None:
             verdict = self._monitor.observe(epoch, metrics)
-            self.stopped = self.stopped or verdict.stop
-            if verdict.improved:
+            self.stopped = self.stopped or verdict.should_stop
+            if verdict.has_improved:
                 self._best, unused = values, self._best
         if unused is not None:
             self._free_snapshots.append(unused)
@@ -345,9 +345,9 @@ class _Evaluator:
         Raises:
             OffbeatError: the evaluation changes that state, or the clone's variables have other shapes.
         """
-        with apart():  # variables that are created on first use may be random
+        with isolated_evaluation():  # variables that are created on first use may be random
             self._evaluate(self._first, seed=0, steps=1)
-        with apart() as changed:
+        with isolated_evaluation() as changed:
             variables = _all_variables(self._model)
             shapes = [tuple(variable.shape) for variable in variables]
             if shapes != values.shapes:
@@ -356,22 +356,22 @@ class _Evaluator:
                     f"got {shapes}: pass build=, a function that returns a model like this one, compiled"
                 )
             values.assign_to(variables)
-            plain(self._evaluate(self._first, seed=0, steps=1))
+            validate_metrics(self._evaluate(self._first, seed=0, steps=1))
         if changed:
             raise OffbeatError(
                 f"evaluation changes {' and '.join(changed)}, which all threads share, and so would change "
                 "the training: pass a seed or a generator to the layers that draw random numbers"
             )
 
-    def evaluate(self, part: Part[_Snapshot]) -> dict[str, Value]:
+    def evaluate(self, part: ValidationPart[_Snapshot]) -> dict[str, MetricValue]:
         """Return the part's metrics; a cancelled part ends before its next batch."""
         part.snapshot.assign_to(_all_variables(self._model))
         found = self._evaluate(part.positions, seed=part.seed, callbacks=[_CancelCallback(part)])
-        return {f"val_{name}": value for name, value in plain(found).items()}
+        return {f"val_{name}": value for name, value in validate_metrics(found).items()}
 
     def _evaluate(self, positions: range, *, seed: int, **options: Any) -> Any:
         x, y = _select(self._x, positions), _select(self._y, positions)
-        with OwnRandomness(seed):
+        with IsolatedRandomness(seed):
             return self._model.evaluate(
                 x, y, batch_size=self._batch_size, verbose=0, return_dict=True, **options
             )
@@ -381,7 +381,7 @@ class _Evaluator:
 
 
 class _CancelCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    def __init__(self, part: Part[_Snapshot]) -> None:
+    def __init__(self, part: ValidationPart[_Snapshot]) -> None:
         super().__init__()
         self._part = part
 

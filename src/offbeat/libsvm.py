@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.errors import DataError
-from offbeat.numerics.sparse import SparseRows, joined
+from offbeat.numerics.sparse import SparseRows, concatenate_rows
 
 _ROWS_AT_ONCE = 1 << 14
 _KEY_MAX = 2**63 - 1
@@ -61,7 +61,7 @@ def read_libsvm(path: Path, *, first: int = 0, stop: int | None = None) -> Spars
         raise DataError(
             f"{path}: cannot be read ({error.strerror or error}); expected a file in LIBSVM's text format"
         ) from error
-    return joined(blocks)
+    return concatenate_rows(blocks)
 
 
 def write_libsvm(path: Path, rows: SparseRows) -> None:

@@ -285,10 +285,10 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
-        self.mix = nn.Linear(width, width)
+        self.attention_out = nn.Linear(width, width)
         self.norm1 = nn.LayerNorm(width)
         self.hidden = nn.Linear(width, 4 * width)
-        self.out = nn.Linear(4 * width, width)
+        self.mlp_out = nn.Linear(4 * width, width)
         self.norm2 = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -296,8 +296,8 @@ class EncoderLayer(nn.Module):
         b, t, width = tokens.shape
         q, k, v = self.qkv(tokens).view(b, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, width)
-        x = self.norm1(tokens + self.mix(attended))
-        normed: Tensor = self.norm2(x + self.out(F.gelu(self.hidden(x))))
+        x = self.norm1(tokens + self.attention_out(attended))
+        normed: Tensor = self.norm2(x + self.mlp_out(F.gelu(self.hidden(x))))
         return normed
 
 
@@ -323,8 +323,8 @@ class BertSmall(nn.Module):
             classes: K.
         """
         super().__init__()
-        self.words = nn.Embedding(self.VOCABULARY, 512)
-        self.places = nn.Embedding(512, 512)
+        self.token_embedding = nn.Embedding(self.VOCABULARY, 512)
+        self.position_embedding = nn.Embedding(512, 512)
         self.norm = nn.LayerNorm(512)
         self.layers = nn.Sequential(*(EncoderLayer(width=512, heads=8) for _ in range(4)))
         self.head = nn.Linear(512, classes)
@@ -334,12 +334,12 @@ class BertSmall(nn.Module):
         values = x.flatten(1)[:, : self.TOKENS].double()
         tokens = ((values - values.floor()) * self.VOCABULARY).long().clamp(max=self.VOCABULARY - 1)
         places = torch.arange(tokens.shape[1], device=x.device)
-        embedded = self.norm(self.words(tokens) + self.places(places))
+        embedded = self.norm(self.token_embedding(tokens) + self.position_embedding(places))
         logits: Tensor = self.head(self.layers(embedded)[:, 0])
         return logits
 
 
-def build(name: str, *, sample_shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+def build_model(name: str, *, sample_shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
     """Build a model on the CPU: the same arguments give the same weights; global generators are not advanced.
 
     `alexnet` and `resnet50` keep their 1000-way last layer, and with it their 62,378,344 and 25,557,032
@@ -417,4 +417,4 @@ def _new_model(name: str, sample_shape: tuple[int, ...], classes: int) -> nn.Mod
         case "bert_small":
             return BertSmall(classes=classes)
         case _:
-            raise AssertionError(name)  # `build` checked it against MODELS
+            raise AssertionError(name)  # `build_model` checked it against MODELS

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.events import Action, Event
-from offbeat.policies import decide
+from offbeat.policies import dispatch_event
 from offbeat.wire.record import build_policy, from_plain, read_log, replay, to_plain
 
 HERE = Path(__file__).parent
@@ -34,9 +34,9 @@ def defaults(worker: str) -> dict:
         "worker": 0,
         "world": 2,
         "peer": f"worker-{worker}",
-        "place": f"host{worker} process 10{worker}",
+        "location": f"host{worker} process 10{worker}",
         "addresses": [f"10.0.0.{worker}:7000"],
-        "model": ["weight float32 (10, 5)", "bias float32 (10,)"],
+        "model_signature": ["weight float32 (10, 5)", "bias float32 (10,)"],
         "strategy": "bsp",
         "compute_s": 0.1,
         "samples": 32,
@@ -121,7 +121,7 @@ class Run:
                 assert agrees(action, words[1:]), f"{where}: got {to_plain(action)}"
             case _:
                 self.finish(where)
-                self.unanswered = decide(self.policies, event_of(words))
+                self.unanswered = dispatch_event(self.policies, event_of(words))
 
     def build(self, where: str, words: list[str]) -> None:
         for text in words[1:]:

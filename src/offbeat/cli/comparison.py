@@ -1,6 +1,6 @@
 """Comparison of strategies under the same slowness: the cases, the table, and sentences about it.
 
-Nothing here starts a process or prints; `offbeat.job` runs each case.
+Nothing here starts a process or prints; `offbeat.cli.job` runs each case.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from offbeat.cli import timesheet
 from offbeat.cli.timesheet import TimeSheet
-from offbeat.policies.stragglers.injection import Burst, SlowRule, parse
+from offbeat.policies.stragglers.injection import Burst, SlowRule, parse_slow_rule
 
 FIRST_EPOCH: Final = 1  # epoch 0 is a warm-up: connections, memory and caches are set up in it
 _RATIO_MIN: Final = 1.05  # smaller ratios count as noise
@@ -24,7 +24,7 @@ _NUMBERS: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ComparisonCase:
     """One training of a comparison.
 
     Attributes:
@@ -42,7 +42,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """The result of one case.
 
     Attributes:
@@ -52,14 +52,14 @@ class Row:
         accuracy: on the test samples after the last epoch, None where it was not measured.
     """
 
-    case: Case
+    case: ComparisonCase
     workers: int
     epoch_s: float
     wait_share: float
     accuracy: float | None
 
 
-def parse_slow(text: str) -> tuple[str, ...]:
+def parse_slowness(text: str) -> tuple[str, ...]:
     """Parse the slowness of one case: `none`, or rules joined by `+`.
 
     Raises:
@@ -71,11 +71,11 @@ def parse_slow(text: str) -> tuple[str, ...]:
     if "none" in rules:
         raise ValueError(f"slowness {text!r}: 'none' stands alone, it cannot be joined with a rule")
     for rule in rules:
-        parse(rule)
+        parse_slow_rule(rule)
     return rules
 
 
-def cases(strategies: Sequence[str], slows: Sequence[str]) -> list[Case]:
+def comparison_cases(strategies: Sequence[str], slows: Sequence[str]) -> list[ComparisonCase]:
     """Return every strategy under every slowness, in the order of the strategies.
 
     Raises:
@@ -85,19 +85,19 @@ def cases(strategies: Sequence[str], slows: Sequence[str]) -> list[Case]:
         twice = [text for text in given if given.count(text) > 1]
         if twice:
             raise ValueError(f"--{what} {twice[0]} is given twice")
-    parsed = [parse_slow(text) for text in slows]
-    return [Case(strategy=strategy, slow=slow) for strategy in strategies for slow in parsed]
+    parsed = [parse_slowness(text) for text in slows]
+    return [ComparisonCase(strategy=strategy, slow=slow) for strategy in strategies for slow in parsed]
 
 
-def row(case: Case, workers: int, sheet: TimeSheet, threads: int = 1) -> Row:
+def comparison_row(case: ComparisonCase, workers: int, sheet: TimeSheet, threads: int = 1) -> ComparisonRow:
     """Return the result of a case from the time sheet of its run; `threads` is worker threads per process."""
     epochs = sorted({entry.epoch for entry in sheet.entries if entry.epoch >= FIRST_EPOCH})
     if not epochs:
         raise ValueError("a comparison needs at least 2 epochs, for the first one is a warm-up")
-    free = _free_workers([parse(text) for text in case.slow], workers)
+    free = _free_workers([parse_slow_rule(text) for text in case.slow], workers)
     shares = [entry.share("wait") for entry in sheet.totals(FIRST_EPOCH) if entry.worker // threads in free]
     measured = timesheet.accuracy(sheet.epoch(epochs[-1]))
-    return Row(
+    return ComparisonRow(
         case=case,
         workers=workers,
         epoch_s=sum(timesheet.wall_s(sheet.epoch(epoch)) for epoch in epochs) / len(epochs),
@@ -106,19 +106,19 @@ def row(case: Case, workers: int, sheet: TimeSheet, threads: int = 1) -> Row:
     )
 
 
-def baseline(rows: Sequence[Row]) -> Row | None:
+def baseline(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
     """Return the row to compare with: that of bsp without slowness, else the first without slowness."""
     unslowed = [row for row in rows if not row.case.slow]
     bsp = [row for row in unslowed if row.case.strategy.partition(":")[0] == "bsp"]
     return next(iter(bsp or unslowed), None)
 
 
-def ratio(row: Row, base: Row | None) -> float | None:
+def ratio(row: ComparisonRow, base: ComparisonRow | None) -> float | None:
     """Return the duration of an epoch relative to that of `base`; None without a base."""
     return row.epoch_s / base.epoch_s if base is not None and base.epoch_s else None
 
 
-def figures(rows: Sequence[Row]) -> dict[str, float]:
+def figures(rows: Sequence[ComparisonRow]) -> dict[str, float]:
     """Return the results as numbers by name, with the unit last."""
     base = baseline(rows)
     found: dict[str, float | None] = {}
@@ -131,7 +131,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
-def plain_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def rows_as_dicts(rows: Sequence[ComparisonRow]) -> list[dict[str, Any]]:
     """Return the rows as flat dicts."""
     base = baseline(rows)
     return [
@@ -148,12 +148,12 @@ def plain_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def in_words(slow: Sequence[str]) -> str:
+def describe_slowness(slow: Sequence[str]) -> str:
     """Describe a slowness as a sentence without its full stop."""
-    return "; ".join(_rule_in_words(parse(text)) for text in slow) or "nobody is slowed"
+    return "; ".join(_rule_in_words(parse_slow_rule(text)) for text in slow) or "nobody is slowed"
 
 
-def sentences(rows: Sequence[Row]) -> list[str]:
+def summary_sentences(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return sentences that interpret the figures."""
     texts = []
     for row in rows:
@@ -166,28 +166,28 @@ def sentences(rows: Sequence[Row]) -> list[str]:
         gain = last.epoch_s / first.epoch_s
         if slow and gain >= _RATIO_MIN:
             texts.append(
-                f"Where {in_words(slow)}, {first.case.strategy} was {times(gain)} times as fast as "
-                f"{last.case.strategy}."
+                f"Where {describe_slowness(slow)}, {first.case.strategy} was {format_ratio(gain)} times as fast "
+                f"as {last.case.strategy}."
             )
     return texts
 
 
-def times(ratio: float) -> str:
+def format_ratio(ratio: float) -> str:
     """Format a ratio, with two decimals below 2 and one above."""
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
 
 
-def _cost(row: Row, ratio: float) -> str:
+def _cost(row: ComparisonRow, ratio: float) -> str:
     name = row.case.strategy
     opening = "In lockstep (bsp)" if name == "bsp" else f"Under {name}"
-    slowed = _slowed_count([parse(text) for text in row.case.slow])
+    slowed = _slowed_count([parse_slow_rule(text) for text in row.case.slow])
     slow_workers = f"{_number(slowed)} slow worker{'s' * (slowed > 1)} of {_number(row.workers)}"
     if ratio < _RATIO_MIN:
-        measured = f"({times(ratio)} times as long)"
+        measured = f"({format_ratio(ratio)} times as long)"
         return f"{opening}, {slow_workers} made no difference beyond noise {measured}."
     slowed_part = "every worker" if name == "bsp" else "the whole training"
     return (
-        f"{opening}, {slow_workers} made {slowed_part} {times(ratio)} times slower: "
+        f"{opening}, {slow_workers} made {slowed_part} {format_ratio(ratio)} times slower: "
         f"the other workers spent {row.wait_share:.0%} of their time waiting."
     )
 
@@ -205,11 +205,11 @@ def _slowed_count(rules: Sequence[SlowRule]) -> int:
 def _rule_in_words(rule: SlowRule) -> str:
     worker = "a worker drawn every epoch" if rule.worker is None else f"worker {rule.worker}"
     text = f"{worker} takes {rule.factor:g}x as long"
-    if rule.when is None:
+    if rule.applies_in is None:
         return text
-    if isinstance(rule.when, Burst):
-        return f"{text} in {rule.when.slow_steps} of every {rule.when.period_steps} steps"
-    return f"{text} from {rule.when.start:.0%} to {rule.when.end:.0%} of every epoch"
+    if isinstance(rule.applies_in, Burst):
+        return f"{text} in {rule.applies_in.slow_steps} of every {rule.applies_in.period_steps} steps"
+    return f"{text} from {rule.applies_in.start:.0%} to {rule.applies_in.end:.0%} of every epoch"
 
 
 def _number(count: int) -> str:

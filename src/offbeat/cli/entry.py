@@ -26,14 +26,14 @@ def run(app: typer.Typer, program: str, arguments: Sequence[str] | None) -> int:
         program: its name, for usage messages.
         arguments: without the program's name; None for the process's own.
     """
-    columns = output.columns_max()
+    columns = output.terminal_columns()
     has_room = columns is None or columns >= _BOXED_HELP_FROM_COLUMNS
     app.rich_markup_mode = "rich" if has_room else None  # boxes would cut the names of options
-    with output.guarded():
+    with output.guarded_streams():
         try:
             code = _run_command(app, program, arguments)
             sys.stdout.flush()
-        except output.ReaderGoneError:
+        except output.ReaderClosedError:
             return 0
         except output.OutputError as error:
             return complain(str(error), FAILED)

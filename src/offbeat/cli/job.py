@@ -18,23 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.cli.timesheet import TimeSheet
-from offbeat.cli.trace_file import FOLDER as TRACE_FOLDER
-from offbeat.cli.training_worker import Settings, loss_of
-from offbeat.data import Progress, Splits, load
+from offbeat.cli.trace_file import TRACE_FOLDER as TRACE_FOLDER
+from offbeat.cli.training_worker import TrainingSettings, batch_loss
+from offbeat.data import DownloadProgress, Splits, load_data_set
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.models import build
-from offbeat.policies.stragglers.injection import Slowness, SlowRule, parse
+from offbeat.models import build_model
+from offbeat.policies.stragglers.injection import InjectedSlowness, SlowRule, parse_slow_rule
 from offbeat.runtime.control import environment
 from offbeat.runtime.data.equal_shards import EqualShards
-from offbeat.runtime.launch import launch, summary
+from offbeat.runtime.launch import launch, outcome_summary
 from offbeat.runtime.processes import child
-from offbeat.wire.record import finished_parts, from_plain
+from offbeat.wire.record import finished_log_parts, from_plain
 
 LOG_NAME: Final = "log.jsonl"
 OUTPUT_NAME: Final = "output.txt"
 _POLL_S: Final = 0.2
 _LOG_END_TIMEOUT_S: Final = 15.0
-STEP_S: Final = 0.02
+TARGET_STEP_S: Final = 0.02
 _REPEAT_MAX: Final = 2**16
 _TIMINGS: Final = 30  # another process on the core slows down some of them, but rarely all
 _RELEVANT: Final = tuple(f'{{"type":"{name}"'.encode() for name in ("StepTimed", "Evaluated", "Left"))
@@ -49,29 +49,29 @@ class Job:
         workers: number of local processes, at least 1.
         slow: slowness rules as on the command line (`--slow`), all of which apply.
         servers: number of servers, at least 1; used by strategies on a parameter server.
-        trace: first step that the workers trace, for `offbeat.tracefile`; None for no trace.
+        trace: first step that the workers trace, for `offbeat.cli.trace_file`; None for no trace.
 
     Raises:
         ValueError: a count is too small, or a rule is malformed or names a worker that does not exist.
     """
 
-    settings: Settings
+    settings: TrainingSettings
     workers: int
     slow: tuple[str, ...] = ()
     servers: int = 1
-    trace: int | None = None
+    trace_step: int | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ValueError(f"expected at least 1 worker, got {self.workers}")
         if self.servers < 1:
             raise ValueError(f"expected at least 1 server, got {self.servers}")
-        Slowness(self.rules, workers=self.workers, seed=self.settings.seed)
+        InjectedSlowness(self.slowness_rules, workers=self.workers, seed=self.settings.seed)
 
     @property
-    def rules(self) -> tuple[SlowRule, ...]:
+    def slowness_rules(self) -> tuple[SlowRule, ...]:
         """The parsed slowness rules."""
-        return tuple(parse(text) for text in self.slow)
+        return tuple(parse_slow_rule(text) for text in self.slow)
 
     @property
     def world(self) -> int:
@@ -94,29 +94,31 @@ class Job:
         ).steps
 
 
-def load_data(settings: Settings, *, download: bool = False, progress: Progress | None = None) -> Splits:
+def load_data(
+    settings: TrainingSettings, *, download: bool = False, progress: DownloadProgress | None = None
+) -> Splits:
     """Load the data once and check that the model accepts them, before any worker is started.
 
     Raises:
         OffbeatError: the data are missing.
         ValueError: the model does not accept them.
     """
-    splits = load(settings.data, settings.data_dir, download=download, progress=progress)
-    build(settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed)
+    splits = load_data_set(settings.data, settings.data_dir, download=download, progress=progress)
+    build_model(settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed)
     return splits
 
 
-def repeat_for(settings: Settings, splits: Splits, step_s: float = STEP_S) -> int:
+def calibrate_repeat(settings: TrainingSettings, splits: Splits, step_s: float = TARGET_STEP_S) -> int:
     """Return how often to repeat each sample in its batch for a step of `step_s` seconds on one idle core.
 
     It is 1 for a model whose step takes longer anyway. The result is rounded to one digit and depends on the
     machine.
     """
-    model = build(
+    model = build_model(
         settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed
     )
     inputs, labels = splits.train[: settings.batch_size]
-    with one_thread():
+    with single_threaded():
         repeat = 1
         while True:
             took_s = min(_step_s(model, inputs, labels, repeat) for _ in range(3))
@@ -127,7 +129,7 @@ def repeat_for(settings: Settings, splits: Splits, step_s: float = STEP_S) -> in
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """Limit torch to one thread, as when several workers share a machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -149,7 +151,7 @@ def open_run_dir(path: Path) -> Path:
         raise OffbeatError(
             f"{path}: this home folder does not exist; name another folder with --run-dir"
         ) from error
-    if (folder / LOG_NAME).exists() or finished_parts(folder / LOG_NAME):
+    if (folder / LOG_NAME).exists() or finished_log_parts(folder / LOG_NAME):
         raise OffbeatError(f"{path} holds the log of another run: name another folder with --run-dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +161,7 @@ def open_run_dir(path: Path) -> Path:
     return folder
 
 
-def run(
+def run_job(
     job: Job,
     run_dir: Path,
     on_progress: Callable[[TimeSheet], None] = lambda sheet: None,
@@ -175,37 +177,41 @@ def run(
             incomplete log is an error.
 
     Returns:
-        Times of all epochs of all workers, as far as the log goes; see `TimeSheet.left`.
+        Times of all epochs of all workers, as far as the log goes; see `TimeSheet.workers_left`.
 
     Raises:
         WorkerError: a worker failed; names it.
         OffbeatError: the log is incomplete, and there is no `on_note`.
     """
-    log = LogReader(run_dir / LOG_NAME)
+    log = RunLogReader(run_dir / LOG_NAME)
     sheet = TimeSheet()
-    command = child.program("offbeat.cli.training_worker", msgspec.json.encode(job.settings).decode())
+    command = child.module_command("offbeat.cli.training_worker", msgspec.json.encode(job.settings).decode())
     env = {
-        environment.SLOW: ";".join(job.slow),
-        environment.RUN_LOG: str(run_dir / LOG_NAME),
-        environment.RUN_LOG_BYTES_MAX: "",  # no limit: the complete log is read here
-        environment.SEED: str(job.settings.seed),
-        environment.SERVERS: str(job.servers),
-        environment.TRACE: "" if job.trace is None else f"{run_dir / TRACE_FOLDER}:{job.trace}",
+        environment.SLOW_VARIABLE: ";".join(job.slow),
+        environment.RUN_LOG_VARIABLE: str(run_dir / LOG_NAME),
+        environment.RUN_LOG_BYTES_MAX_VARIABLE: "",  # no limit: the complete log is read here
+        environment.SEED_VARIABLE: str(job.settings.seed),
+        environment.SERVERS_VARIABLE: str(job.servers),
+        environment.TRACE_VARIABLE: ""
+        if job.trace_step is None
+        else f"{run_dir / TRACE_FOLDER}:{job.trace_step}",
     }
-    with Output(run_dir / OUTPUT_NAME) as output:
-        with launch(command, job.workers, env=env, on_output=output.add) as workers:
-            while workers.running():
-                log.read_into(sheet)
+    with WorkerOutputFile(run_dir / OUTPUT_NAME) as output:
+        with launch(command, job.workers, env=env, on_output=output.write_line) as workers:
+            while workers.running_ranks():
+                log.read_new_lines(sheet)
                 on_progress(sheet)
                 time.sleep(_POLL_S)
             outcomes = workers.wait()
     if output.error is not None and on_note is not None:
         on_note(f"{output.path} does not hold all output of the workers: {output.error.strerror}")
-    if not all(outcome.is_good for outcome in outcomes):
-        first = min(outcomes, key=lambda o: (o.is_good, o.ended_because is not None, o.ended_s))
+    if not all(outcome.has_succeeded for outcome in outcomes):
+        first = min(outcomes, key=lambda o: (o.has_succeeded, o.end_reason is not None, o.ended_s))
         where = os.path.relpath(run_dir / OUTPUT_NAME)
-        raise WorkerError(f"{summary(outcomes)} (full output of the workers: {where})", worker=first.rank)
-    if missing := log.read_to_the_end(sheet, job.world):
+        raise WorkerError(
+            f"{outcome_summary(outcomes)} (full output of the workers: {where})", worker=first.rank
+        )
+    if missing := log.read_until_all_left(sheet, job.world):
         note = (
             f"{log.path} is incomplete: expected all workers to leave by its end, worker {missing[0]} is "
             "missing; is the disk full, or was the coordinator killed?"
@@ -217,7 +223,7 @@ def run(
     return sheet
 
 
-class Output:
+class WorkerOutputFile:
     """Writes the workers' output to a file; drops the rest after an error, so that the workers can go on."""
 
     def __init__(self, path: Path) -> None:
@@ -225,7 +231,7 @@ class Output:
         self.error: OSError | None = None
         self._file = path.open("wb", buffering=0)  # unbuffered: a failed write is not repeated on close
 
-    def add(self, rank: int, line: str) -> None:
+    def write_line(self, rank: int, line: str) -> None:
         """Write a line of one worker."""
         if self.error is not None:
             return
@@ -246,14 +252,14 @@ class Output:
             self.error = self.error or error
 
 
-class LogReader:
+class RunLogReader:
     """Reads the lines that were appended to a run log since the last read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
-    def read_into(self, sheet: TimeSheet) -> None:
+    def read_new_lines(self, sheet: TimeSheet) -> None:
         """Add the new, complete lines of the relevant types to the sheet."""
         try:
             with self.path.open("rb") as file:
@@ -267,7 +273,7 @@ class LogReader:
             if line.startswith(_RELEVANT):
                 sheet.add(from_plain(msgspec.json.decode(line)))
 
-    def read_to_the_end(
+    def read_until_all_left(
         self, sheet: TimeSheet, workers: int, limit_s: float = _LOG_END_TIMEOUT_S
     ) -> list[int]:
         """Read until all workers have left, which the coordinator logs shortly after they end.
@@ -277,14 +283,14 @@ class LogReader:
             coordinator was killed.
         """
         deadline_s = time.monotonic() + limit_s
-        self.read_into(sheet)
-        while (missing := sorted(set(range(workers)) - sheet.left)) and time.monotonic() < deadline_s:
+        self.read_new_lines(sheet)
+        while (missing := sorted(set(range(workers)) - sheet.workers_left)) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S / 10)
-            self.read_into(sheet)
+            self.read_new_lines(sheet)
         return missing
 
 
 def _step_s(model: nn.Module, inputs: Tensor, labels: Tensor, repeat: int) -> float:
     began_s = time.perf_counter()
-    loss_of(model, inputs, labels, repeat).backward()
+    batch_loss(model, inputs, labels, repeat).backward()
     return time.perf_counter() - began_s

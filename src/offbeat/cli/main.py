@@ -2,7 +2,7 @@
 
 Bad input ends with one line on standard error and exit code 2 before anything is started. A run that fails,
 or a result that cannot be written, ends with one line and exit code 1, Ctrl-C with 130. Progress goes to
-standard error, results to standard output, both through `offbeat.output`. torch is imported only when a
+standard error, results to standard output, both through `offbeat.cli.output`. torch is imported only when a
 command needs it, so that `--help` and a mistyped option are answered at once.
 """
 
@@ -28,10 +28,10 @@ from offbeat.errors import OffbeatError
 if TYPE_CHECKING:
     from offbeat.cli.job import Job
     from offbeat.cli.timesheet import TimeSheet
-    from offbeat.cli.training_worker import Settings
+    from offbeat.cli.training_worker import TrainingSettings
     from offbeat.data import Splits
     from offbeat.policies import Policy
-    from offbeat.policies.staleness.caches import Terms
+    from offbeat.policies.staleness.caches import PsOptions
 
 
 app = typer.Typer(
@@ -108,9 +108,9 @@ def train(
     """
     from offbeat.cli import job, tables, timesheet
     from offbeat.cli.result import Result, check_writable
-    from offbeat.cli.training_worker import Settings
+    from offbeat.cli.training_worker import TrainingSettings
 
-    settings = Settings(
+    settings = TrainingSettings(
         model=model,
         data=data,
         strategy=strategy,
@@ -125,7 +125,7 @@ def train(
         data_dir=_data_dir(data_dir, download),
     )
     training = job.Job(
-        settings=settings, workers=workers, slow=tuple(slow or ()), servers=servers, trace=trace
+        settings=settings, workers=workers, slow=tuple(slow or ()), servers=servers, trace_step=trace
     )
     if json is not None:
         check_writable(json)
@@ -133,16 +133,18 @@ def train(
     steps = training.steps_per_epoch(len(splits.train))
     folder = job.open_run_dir(run_dir or _new_run_folder(strategy))
     notes: list[str] = []
-    with output.progress() as progress:
+    with output.make_progress() as progress:
         shown = _EpochLines(progress, training.world)
         label = f"{model} on {data}, {strategy}"
         sheet = _run(training, folder, progress, label, steps * epochs, shown, notes.append)
     for note in notes:
         print(f"offbeat: {note}", file=sys.stderr)
     figures = timesheet.figures(sheet)
-    output.show(tables.parts(sheet), tables.findings(figures, _relative(folder / job.LOG_NAME)))
+    output.print_output(
+        tables.time_parts_table(sheet), tables.results_table(figures, _relative(folder / job.LOG_NAME))
+    )
     if json is not None:
-        rows = timesheet.plain_rows(sheet)
+        rows = timesheet.entries_as_dicts(sheet)
         result = Result(name="train", command=_command(), kind="real", seed=seed, figures=figures, rows=rows)
         result.write(json)
 
@@ -192,16 +194,16 @@ def compare(
     """
     from offbeat.cli import comparison, job, tables
     from offbeat.cli.result import Result, check_writable
-    from offbeat.cli.training_worker import Settings
+    from offbeat.cli.training_worker import TrainingSettings
 
-    cases = comparison.cases(strategy or ["bsp", "partial"], slow or ["none", "1:5"])
+    cases = comparison.comparison_cases(strategy or ["bsp", "partial"], slow or ["none", "1:5"])
     if epochs < 2:
         raise ValueError(
             f"epochs must be at least 2 to compare, since the first one is a warm-up; got {epochs}"
         )
 
-    def job_of(case: comparison.Case, repeat: int) -> job.Job:
-        settings = Settings(
+    def job_of(case: comparison.ComparisonCase, repeat: int) -> job.Job:
+        settings = TrainingSettings(
             model=model,
             data=data,
             strategy=case.strategy,
@@ -226,15 +228,15 @@ def compare(
     root = run_dir or _new_run_folder("compare")
     folders = [job.open_run_dir(root / case.label) for case in cases]
     if repeat is None:
-        repeat = job.repeat_for(jobs[0].settings, splits)
+        repeat = job.calibrate_repeat(jobs[0].settings, splits)
         jobs = [job_of(case, repeat) for case in cases]
     del splits
     rows = []
-    with output.progress() as progress:
+    with output.make_progress() as progress:
         for case, training, folder in zip(cases, jobs, folders, strict=True):
-            label = f"{case.strategy}, {comparison.in_words(case.slow)}"
+            label = f"{case.strategy}, {comparison.describe_slowness(case.slow)}"
             sheet = _run(training, folder, progress, label, steps * epochs)
-            rows.append(comparison.row(case, workers, sheet, threads_per_worker))
+            rows.append(comparison.comparison_row(case, workers, sheet, threads_per_worker))
     stand_in = f", every sample {repeat} times in its batch" if repeat > 1 else ""
     title = f"{model} on {data}, {workers} workers, batches of {batch_size}{stand_in}"
     result = Result(
@@ -243,10 +245,10 @@ def compare(
         kind="real",
         seed=seed,
         figures=comparison.figures(rows),
-        rows=comparison.plain_rows(rows),
+        rows=comparison.rows_as_dicts(rows),
     )
     notes = [Text(note, style="dim") for note in tables.comparison_notes(rows, result.machine["cores"])]
-    output.show(tables.comparison_table(rows, title), *notes, *comparison.sentences(rows))
+    output.print_output(tables.comparison_table(rows, title), *notes, *comparison.summary_sentences(rows))
     if json is not None:
         result.write(json)
 
@@ -297,33 +299,33 @@ def run(
     """
     from offbeat.cli import job
     from offbeat.cli.training_worker import SEED_MAX
-    from offbeat.policies.stragglers.injection import parse
+    from offbeat.policies.stragglers.injection import parse_slow_rule
     from offbeat.runtime.control import environment
-    from offbeat.runtime.control.run_log import check_bytes_max
+    from offbeat.runtime.control.run_log import check_log_bytes_max
 
     if not context.args:
         raise ValueError("expected a script to launch, as in: offbeat run --nproc-per-node 4 script.py")
     for rule in slow or ():
-        parse(rule)
+        parse_slow_rule(rule)
     if replace < 0:
         raise ValueError(f"expected at least 0 workers to replace others, got {replace}")
     if seed is not None and not 0 <= seed <= SEED_MAX:
         raise ValueError(f"the seed must be from 0 to {SEED_MAX}, got {seed}")
     if slow:
-        os.environ[environment.SLOW] = ";".join(slow)
+        os.environ[environment.SLOW_VARIABLE] = ";".join(slow)
     if servers is not None:
         if servers < 1:
             raise ValueError(f"expected at least 1 server, got {servers}")
-        os.environ[environment.SERVERS] = str(servers)
+        os.environ[environment.SERVERS_VARIABLE] = str(servers)
     if seed is not None:
-        os.environ[environment.SEED] = str(seed)
+        os.environ[environment.SEED_VARIABLE] = str(seed)
     if log_bytes_max is not None:
         if run_dir is None:
             raise ValueError("--log-bytes-max limits the run log: name its folder with --run-dir")
-        check_bytes_max(log_bytes_max)
-        os.environ[environment.RUN_LOG_BYTES_MAX] = str(log_bytes_max)
+        check_log_bytes_max(log_bytes_max)
+        os.environ[environment.RUN_LOG_BYTES_MAX_VARIABLE] = str(log_bytes_max)
     if run_dir is not None:
-        os.environ[environment.RUN_LOG] = str(job.open_run_dir(run_dir) / job.LOG_NAME)
+        os.environ[environment.RUN_LOG_VARIABLE] = str(job.open_run_dir(run_dir) / job.LOG_NAME)
     raise typer.Exit(_launch_locally(context.args, replace) if replace else _torchrun(context.args))
 
 
@@ -361,26 +363,26 @@ def serve(
     there: offbeat serve ps.json. The file grants access: keep it private. Programs connect with
     offbeat.PS("ps.json").
     """
-    from offbeat.runtime.ps.node import Cluster
-    from offbeat.runtime.ps.server import Server, ServerConfiguration
+    from offbeat.runtime.ps.node import ClusterFile
+    from offbeat.runtime.ps.server import ServerConfiguration, ServerProcess
     from offbeat.runtime.ps.server import serve as serve_until_stopped
 
     if new is not None:
-        from offbeat.runtime.ps.cluster import start_cluster
+        from offbeat.runtime.ps.cluster import start_manager
 
         if new < 1:
             raise ValueError(f"expected at least 1 server to begin with, got {new}")
-        found = start_cluster(new, host=host or "127.0.0.1", copies=copies)
+        found = start_manager(new, host=host or "127.0.0.1", copies=copies)
         found.write(cluster)
     else:
         try:
-            found = Cluster.read(cluster)
+            found = ClusterFile.read(cluster)
         except OSError as error:
             raise OffbeatError(f"cannot read {cluster}: {error.strerror or error}") from error
     configuration = ServerConfiguration(
         cluster=found, host=host or found.own_host(), functions=tuple(function or ())
     )
-    server = Server(configuration)
+    server = ServerProcess(configuration)
     serve_until_stopped(
         server, lambda: print(f"server {server.server} of {cluster}", file=sys.stderr, flush=True)
     )
@@ -404,10 +406,10 @@ def trace(
 
     from offbeat.cli import trace_file
 
-    traces = trace_file.read_traces(run / trace_file.FOLDER)
+    traces = trace_file.read_traces(run / trace_file.TRACE_FOLDER)
     path = out or run / "trace.json"
     try:
-        path.write_bytes(msgspec.json.encode(trace_file.chrome(traces)))
+        path.write_bytes(msgspec.json.encode(trace_file.to_chrome_trace(traces)))
     except OSError as error:
         raise OffbeatError(f"cannot write {path}: {error.strerror or error}") from error
     steps = f"steps {traces[0].first_step} and {traces[0].first_step + 1}"
@@ -446,7 +448,7 @@ def replay(
     before = next(iter(logs.values())).events_before
     if before:
         print(f"the log starts after {before} earlier events, and was replayed from the state at that time")
-    if any(log.cut_off for log in logs.values()):
+    if any(log.is_truncated for log in logs.values()):
         print(
             "the log ends in the middle of a line, which was skipped: the run was killed while writing it, "
             "or could not write any more"
@@ -463,13 +465,13 @@ def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
     return lambda: [build_policy(spec.path, dict(spec.arguments)) for spec in specs]
 
 
-def _server_arguments(strategy: str) -> tuple[Terms, dict[str, Any]] | None:
+def _server_arguments(strategy: str) -> tuple[PsOptions, dict[str, Any]] | None:
     """How a strategy uses a parameter server, and the arguments of its `BoundedStaleness`; else None."""
     from offbeat.strategies import parse_strategy
-    from offbeat.strategies.staleness import OnServers
+    from offbeat.strategies.staleness import ServerStrategy
 
     parsed = parse_strategy(strategy)
-    return (parsed.terms(), parsed.staleness()) if isinstance(parsed, OnServers) else None
+    return (parsed.ps_options(), parsed.staleness_arguments()) if isinstance(parsed, ServerStrategy) else None
 
 
 simulation.register(app, _policies, _server_arguments)
@@ -495,9 +497,9 @@ def _relative(path: Path) -> str:
 
 
 def _data_dir(given: Path | None, download: bool) -> str:
-    from offbeat.data import data_folder
+    from offbeat.data import resolve_data_dir
 
-    folder = data_folder(given)
+    folder = resolve_data_dir(given)
     if given is not None and not download and not Path(folder).is_dir():
         raise ValueError(f"the data folder {given} does not exist: name an existing one or add --download")
     return folder
@@ -516,7 +518,7 @@ def _new_run_folder(what: str) -> Path:
     return folder
 
 
-def _load(settings: Settings, download: bool) -> Splits:
+def _load(settings: TrainingSettings, download: bool) -> Splits:
     from offbeat.cli import job
 
     with contextlib.ExitStack() as stack:
@@ -525,7 +527,7 @@ def _load(settings: Settings, download: bool) -> Splits:
 
         def show(name: str, received_bytes: int, size_bytes: int) -> None:
             if not bars:
-                bars.append(stack.enter_context(output.progress()))
+                bars.append(stack.enter_context(output.make_progress()))
             if name not in tasks:
                 tasks[name] = bars[0].add_task(f"downloading {name}", total=size_bytes)
             bars[0].update(tasks[name], completed=received_bytes)
@@ -552,7 +554,7 @@ def _run(
         progress.update(task, completed=done, description=label if done else None)
         show(sheet)
 
-    return job.run(training, folder, update, on_note)
+    return job.run_job(training, folder, update, on_note)
 
 
 class _EpochLines:
@@ -576,7 +578,7 @@ def _launch_locally(arguments: list[str], replacements: int) -> int:
     """Start local workers without torchrun, and replacements for those that die; return the exit code."""
     from torch.distributed.run import determine_local_world_size, parse_args
 
-    from offbeat.runtime.launch import launch, summary
+    from offbeat.runtime.launch import launch, outcome_summary
 
     given, defaults = vars(parse_args(arguments)), vars(parse_args(["script"]))
     supported = {
@@ -613,10 +615,10 @@ def _launch_locally(arguments: list[str], replacements: int) -> int:
 
     with launch(command, workers, on_output=show, grace_s=None, replacements=replacements) as running:
         outcomes = running.wait()
-    if all(outcome.is_good or outcome.replaced_by is not None for outcome in outcomes):
-        print(f"offbeat: {summary(outcomes)}", file=sys.stderr)
+    if all(outcome.has_succeeded or outcome.replaced_by is not None for outcome in outcomes):
+        print(f"offbeat: {outcome_summary(outcomes)}", file=sys.stderr)
         return entry.FAILED if errors else 0
-    return entry.complain(summary(outcomes), entry.FAILED)
+    return entry.complain(outcome_summary(outcomes), entry.FAILED)
 
 
 def _torchrun(arguments: list[str]) -> int:

@@ -1,8 +1,8 @@
 """Output of the commands: tables that fit the terminal, and the handling of failed writes.
 
-Results go to standard output, progress and errors to standard error. `guarded` wraps every command: a result
-that cannot be written ends the command with an error of this module, progress that cannot be written is
-dropped, and no text fails over a character that the encoding lacks. Nothing here decides what is shown.
+Results go to standard output, progress and errors to standard error. `guarded_streams` wraps every command: a
+result that cannot be written ends the command with an error of this module, progress that cannot be written
+is dropped, and no text fails over a character that the encoding lacks. Nothing here decides what is shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.text import Text
 
 from offbeat.errors import OffbeatError
 
-NONE: Final = "-"  # for a cell without a value
+NO_VALUE: Final = "-"  # for a cell without a value
 _BAR_FROM_COLUMNS: Final = 80
 
 
@@ -40,7 +40,7 @@ class OutputError(OffbeatError):
         self.reason = reason
 
 
-class ReaderGoneError(Exception):
+class ReaderClosedError(Exception):
     """The reader of standard output has closed it."""
 
 
@@ -48,7 +48,7 @@ class ReaderGoneError(Exception):
 
 
 @contextmanager
-def guarded() -> Iterator[None]:
+def guarded_streams() -> Iterator[None]:
     """Route standard output and standard error through `_Guard` inside the context.
 
     Those of the three standard streams that are closed are opened on /dev/null, so that no file or socket
@@ -105,7 +105,7 @@ class _Guard:
         if not self._is_result:
             return
         if isinstance(error, BrokenPipeError):
-            raise ReaderGoneError from error
+            raise ReaderClosedError from error
         raise OutputError(error.strerror or str(error)) from error
 
 
@@ -125,7 +125,7 @@ def _open_closed_streams() -> None:
         setattr(sys, name, os.fdopen(os.open(os.devnull, mode), "r" if name == "stdin" else "w"))
 
 
-def columns_max() -> int | None:
+def terminal_columns() -> int | None:
     """Return the width of a line in columns, from COLUMNS or the terminal; None without a limit."""
     return shutil.get_terminal_size((0, 0)).columns or None
 
@@ -134,7 +134,7 @@ def columns_max() -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class TextTable:
     """Rows of text under heads.
 
     Attributes:
@@ -146,12 +146,12 @@ class Table:
     """
 
     title: str = ""
-    heads: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
     rows: Sequence[tuple[str, ...]]
-    words: frozenset[int] = frozenset({0})
+    text_columns: frozenset[int] = frozenset({0})
 
 
-def show(*shown: Table | str | Text) -> None:
+def print_output(*shown: TextTable | str | Text) -> None:
     """Write tables and lines to standard output.
 
     A table that does not fit into the terminal breaks its text between words; where that is not enough, each
@@ -163,14 +163,14 @@ def show(*shown: Table | str | Text) -> None:
         ReaderGoneError: the reader has closed standard output.
     """
     for item in shown:
-        if isinstance(item, Table):
-            _show_table(item, columns_max())
+        if isinstance(item, TextTable):
+            _show_table(item, terminal_columns())
         else:
             _console().print(item, soft_wrap=True)
     sys.stdout.flush()
 
 
-def _show_table(table: Table, columns: int | None) -> None:
+def _show_table(table: TextTable, columns: int | None) -> None:
     widths = _widths(table, columns)
     if table.title:
         _console().print(Text(table.title, style="italic"), soft_wrap=True)
@@ -184,14 +184,14 @@ def _console(columns: int = 80) -> Console:
     return Console(file=sys.stdout, width=columns, height=25, highlight=False, markup=False, emoji=False)
 
 
-def _widths(table: Table, columns: int | None) -> list[int] | None:
+def _widths(table: TextTable, columns: int | None) -> list[int] | None:
     """Return the widths of a table's columns; None where no table fits."""
-    cells = list(zip(*([table.heads] if table.heads else []), *table.rows, strict=True))
+    cells = list(zip(*([table.headers] if table.headers else []), *table.rows, strict=True))
     widths = [max(cell_len(line) for cell in column for line in [*cell.splitlines(), ""]) for column in cells]
     least = [max(cell_len(word) for cell in column for word in [*cell.split(), ""]) for column in cells]
     over = 0 if columns is None else _boxed_columns(widths) - columns
     for at in sorted(range(len(widths)), key=lambda at: least[at] - widths[at]):
-        if at in table.words and over > 0:
+        if at in table.text_columns and over > 0:
             cut = min(over, widths[at] - least[at])
             widths[at] -= cut
             over -= cut
@@ -202,21 +202,21 @@ def _boxed_columns(widths: list[int]) -> int:
     return sum(widths) + 3 * len(widths) + 1
 
 
-def _boxed(table: Table, widths: list[int]) -> rich_table.Table:
-    drawn = rich_table.Table(show_header=bool(table.heads))
+def _boxed(table: TextTable, widths: list[int]) -> rich_table.Table:
+    drawn = rich_table.Table(show_header=bool(table.headers))
     for at, width in enumerate(widths):
-        head = Text(table.heads[at]) if table.heads else ""
-        drawn.add_column(head, width=width, justify="left" if at in table.words else "right")
+        head = Text(table.headers[at]) if table.headers else ""
+        drawn.add_column(head, width=width, justify="left" if at in table.text_columns else "right")
     for row in table.rows:
         drawn.add_row(*map(Text, row))
     return drawn
 
 
-def _lines(table: Table) -> Iterator[str]:
-    if not table.heads:
+def _lines(table: TextTable) -> Iterator[str]:
+    if not table.headers:
         yield from (": ".join(row) for row in table.rows)
         return
-    heads = [" ".join(head.split()) for head in table.heads]
+    heads = [" ".join(head.split()) for head in table.headers]
     for number, row in enumerate(table.rows):
         if number:
             yield ""
@@ -226,7 +226,7 @@ def _lines(table: Table) -> Iterator[str]:
 # Progress ------------------------------------------------------------------------------------------------
 
 
-def progress() -> Progress:
+def make_progress() -> Progress:
     """Return a progress display on standard error that fits the terminal; descriptions are never cut."""
     console = Console(file=sys.stderr)
     what = TextColumn("{task.description}", markup=False, table_column=rich_table.Column(overflow="fold"))

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from offbeat.cli import output
 from offbeat.errors import OffbeatError
-from offbeat.runtime.control.environment import cores
+from offbeat.runtime.control.environment import available_cores
 
 Kind = Literal["real", "timed", "simulated"]
 UNITS = (
@@ -105,27 +105,27 @@ class Result:
         Raises:
             OutputError: they cannot be written.
         """
-        shown: list[output.Table | str | Text] = []
+        shown: list[output.TextTable | str | Text] = []
         if self.rows:
             shown.append(self._table_of_rows())
             if len(self.rows) > _SHOWN_ROWS:
                 shown.append(Text(f"and {len(self.rows) - _SHOWN_ROWS:,} more rows", style="dim"))
         if self.figures:
             figures = [(name, _shown(value)) for name, value in self.figures.items()]
-            shown.append(output.Table(title="" if self.rows else self.name, rows=figures))
+            shown.append(output.TextTable(title="" if self.rows else self.name, rows=figures))
         where = f"{self.machine.get('cores', '?')} cores, {self.machine.get('cpu', '?')}"
-        output.show(*shown, Text(f"{self.kind}, seed {self.seed}, {where}", style="dim"))
+        output.print_output(*shown, Text(f"{self.kind}, seed {self.seed}, {where}", style="dim"))
 
-    def _table_of_rows(self) -> output.Table:
+    def _table_of_rows(self) -> output.TextTable:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         words = {
             at for at, name in enumerate(names) if any(isinstance(row.get(name), str) for row in self.rows)
         }
-        return output.Table(
+        return output.TextTable(
             title=self.name,
-            heads=tuple(names),
+            headers=tuple(names),
             rows=[tuple(_shown(row.get(name)) for name in names) for row in self.rows[:_SHOWN_ROWS]],
-            words=frozenset(words),
+            text_columns=frozenset(words),
         )
 
 
@@ -142,7 +142,7 @@ def machine(**more: str | float | None) -> dict[str, Any]:
     import torch  # here, for workers that have no need of it: its import takes two seconds
 
     described: dict[str, Any] = {
-        "cores": cores(),
+        "cores": available_cores(),
         "cpu": _cpu(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -206,7 +206,7 @@ def _is_number(value: object) -> bool:
 
 def _shown(value: object) -> str:
     if value is None:
-        return output.NONE
+        return output.NO_VALUE
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
     if isinstance(value, int) and not isinstance(value, bool):

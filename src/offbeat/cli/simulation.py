@@ -23,25 +23,25 @@ from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
     from offbeat.policies import Policy
-    from offbeat.policies.staleness.caches import Terms
+    from offbeat.policies.staleness.caches import PsOptions
     from offbeat.simulator.core.times import ComputeTimes
-    from offbeat.simulator.staleness.cluster import BoundedCluster
-    from offbeat.simulator.training.cluster import Cluster, Setting
+    from offbeat.simulator.staleness.cluster import SimulatedPsCluster
+    from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
 
-Build = Callable[[str, int], Callable[[], Sequence["Policy"]]]
-OnServers = Callable[[str], "tuple[Terms, dict[str, Any]] | None"]
+PolicyFactory = Callable[[str, int], Callable[[], Sequence["Policy"]]]
+PsLookup = Callable[[str], "tuple[PsOptions, dict[str, Any]] | None"]
 
 _SEED_MAX = 2**63 - 1
 
 
-class What(StrEnum):
+class SimulationKind(StrEnum):
     """The system to simulate."""
 
     TRAINING = "training"
     PS = "ps"
 
 
-def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
+def register(app: typer.Typer, build: PolicyFactory, ps_use: PsLookup) -> None:
     """Add the command `simulate`.
 
     Args:
@@ -54,9 +54,9 @@ def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
     @app.command()
     def simulate(
         what: Annotated[
-            What,
+            SimulationKind,
             typer.Argument(help="Workers in training, or ps: clients and servers of a parameter server."),
-        ] = What.TRAINING,
+        ] = SimulationKind.TRAINING,
         workers: Annotated[int, typer.Option(help="Number of workers at the start.")] = 4,
         steps: Annotated[int, typer.Option(help="Optimizer steps of each worker.")] = 1000,
         steps_per_epoch: Annotated[int, typer.Option(help="Steps in an epoch.")] = 100,
@@ -116,24 +116,24 @@ def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
         if seeds is not None:
             if seeds < 1:
                 raise ValueError(f"expected at least 1 run, got --seeds {seeds}")
-            ps_use = on_servers(strategy)
-            if ps_use is not None:
-                train = partial(_run_seed_on_servers, strategy, *ps_use)
+            use = ps_use(strategy)
+            if use is not None:
+                train = partial(_run_seed_on_servers, strategy, *use)
             else:
                 train = partial(_run_seed, is_lockstep=_is_lockstep(build(strategy, workers)()))
-            figures = _campaign(_run_ps_trial if what is What.PS else train, seed, seeds)
-        elif what is What.PS:
+            figures = _campaign(_run_ps_trial if what is SimulationKind.PS else train, seed, seeds)
+        elif what is SimulationKind.PS:
             raise ValueError("expected --seeds N: how many trials of the parameter server to run")
         else:
             setting = _setting(
                 workers, steps, steps_per_epoch, compute, slow or [], fault or [],
                 size_mb, latency_ms, rate_mbit, seed,
             )  # fmt: skip
-            ps_use = on_servers(strategy)
-            if ps_use is None:
+            use = ps_use(strategy)
+            if use is None:
                 figures, rows = _run_training(setting, build(strategy, workers), strategy)
             else:
-                figures, rows = _run_on_servers(setting, build(strategy, workers), strategy, *ps_use)
+                figures, rows = _run_on_servers(setting, build(strategy, workers), strategy, *use)
         _report(figures, rows, seed, json)
 
 
@@ -148,20 +148,20 @@ def _setting(
     latency_ms: float,
     rate_mbit: float,
     seed: int,
-) -> Setting:
+) -> SimulationSetting:
     from offbeat.policies.stragglers import injection
     from offbeat.simulator.core import faults
-    from offbeat.simulator.core.network import Network
-    from offbeat.simulator.training.cluster import Setting
+    from offbeat.simulator.core.network import NetworkCosts
+    from offbeat.simulator.training.cluster import SimulationSetting
 
-    return Setting(
+    return SimulationSetting(
         world=workers,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
         times=_times(compute),
-        slow=tuple(injection.parse(rule) for rule in slow),
-        faults=tuple(faults.parse(text) for text in fault),
-        network=Network(latency_s=latency_ms / 1000, bytes_per_s=rate_mbit * 1e6 / 8),
+        slow=tuple(injection.parse_slow_rule(rule) for rule in slow),
+        faults=tuple(faults.parse_fault(text) for text in fault),
+        network=NetworkCosts(latency_s=latency_ms / 1000, bytes_per_s=rate_mbit * 1e6 / 8),
         size_bytes=int(size_mb * 1e6),
         seed=seed,
     )
@@ -172,21 +172,21 @@ def _times(compute: str) -> ComputeTimes:
     from offbeat.wire import record
 
     if not compute.startswith("log="):
-        return times.parse(compute)
+        return times.parse_times(compute)
     path = Path(compute.removeprefix("log="))
     try:
         logs = record.read_logs(path / "log.jsonl") if path.is_dir() else {path: record.read_log(path)}
-        return times.recorded([entry for log in logs.values() for entry in log.entries])
+        return times.recorded_times([entry for log in logs.values() for entry in log.entries])
     except OSError as error:
         raise OffbeatError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _run_training(
-    setting: Setting, build: Callable[[], Sequence[Policy]], strategy: str
+    setting: SimulationSetting, build: Callable[[], Sequence[Policy]], strategy: str
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    from offbeat.simulator.training.cluster import Cluster
+    from offbeat.simulator.training.cluster import SimulatedCluster
 
-    cluster = Cluster(setting, build)
+    cluster = SimulatedCluster(setting, build)
     begin_s = time.process_time()
     _run_with_progress(cluster, strategy, setting.steps)
     figures = {
@@ -212,24 +212,24 @@ def _run_training(
 
 
 def _run_on_servers(
-    setting: Setting,
+    setting: SimulationSetting,
     build: Callable[[], Sequence[Policy]],
     strategy: str,
-    terms: Terms,
+    terms: PsOptions,
     arguments: dict[str, Any],
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Simulate workers on servers without faults of the servers, which `offbeat simulate ps` simulates."""
-    from offbeat.policies.ps.manager import Manager
-    from offbeat.simulator.staleness.cluster import BoundedCluster, served_of
+    from offbeat.policies.ps.manager import PsManager
+    from offbeat.simulator.staleness.cluster import SimulatedPsCluster, ps_setting
 
     steps = setting.steps
-    if terms.is_dealt:
+    if terms.assigns_samples:
         setting = _with_dealt_samples(setting)
 
     def worker_policies() -> list[Policy]:
-        return [policy for policy in build() if not isinstance(policy, Manager)]
+        return [policy for policy in build() if not isinstance(policy, PsManager)]
 
-    cluster = BoundedCluster(setting, worker_policies, served_of(terms, arguments))
+    cluster = SimulatedPsCluster(setting, worker_policies, ps_setting(terms, arguments))
     begin_s = time.process_time()
     _run_with_progress(cluster, strategy, steps)
     rows = [_worker_row(cluster, worker) for worker in sorted(cluster.threads)]
@@ -246,50 +246,50 @@ def _run_on_servers(
     return figures, rows
 
 
-def _with_dealt_samples(setting: Setting) -> Setting:
+def _with_dealt_samples(setting: SimulationSetting) -> SimulationSetting:
     """Return a setting with the same work, dealt to workers as they request it: a sample is a batch."""
-    from offbeat.simulator.training.sample_loop import Samples
+    from offbeat.simulator.training.sample_loop import SampleSetting
 
     steps = setting.steps or 1
     epochs = max(1, round(steps / setting.steps_per_epoch))
-    samples = Samples(count=setting.world * steps // epochs, batch_size=1, epochs=epochs)
+    samples = SampleSetting(epoch_samples=setting.world * steps // epochs, batch_size=1, epochs=epochs)
     return replace(setting, steps=None, samples=samples)
 
 
-def _worker_row(cluster: BoundedCluster, worker: int) -> dict[str, Any]:
+def _worker_row(cluster: SimulatedPsCluster, worker: int) -> dict[str, Any]:
     """Return how a worker spent its time, and the staleness and the sources of what it read."""
     thread = cluster.threads[worker]
-    staleness = thread.staleness
+    staleness = thread.reads_by_staleness
     total = sum(age * count for age, count in staleness.items())
     return {
         "worker": worker,
-        "steps": thread.number,
+        "steps": thread.steps_finished,
         "compute_s": thread.spent_s["computing"],
         "wait_s": thread.spent_s["waiting"],
         "pull_s": thread.spent_s["pulling"],
         "push_s": thread.spent_s["pushing"],
         "pulls": thread.pulls,
-        "cached": thread.reads["thread"] + thread.reads["process"],
+        "cached": thread.reads_by_source["thread"] + thread.reads_by_source["process"],
         "staleness_mean": total / staleness.total() if staleness else None,
         "staleness_max": max(staleness, default=None),
     }
 
 
-def _run_with_progress(cluster: Cluster, what: str, steps: int | None) -> None:
+def _run_with_progress(cluster: SimulatedCluster, what: str, steps: int | None) -> None:
     """Run a cluster to its end, and show its progress."""
-    with output.progress() as progress:
+    with output.make_progress() as progress:
         task = progress.add_task(f"{what}, {cluster.setting.world} workers", total=steps)
 
         def show(_: Any = None) -> None:
             progress.update(task, completed=cluster.step)
             now_s = cluster.engine.now_s
-            cluster.engine.at(now_s + max(1.0, now_s / 20), show)
+            cluster.engine.schedule(now_s + max(1.0, now_s / 20), show)
 
-        cluster.engine.at(1.0, show)
+        cluster.engine.schedule(1.0, show)
         _run(cluster)
 
 
-def _run(cluster: Cluster) -> None:
+def _run(cluster: SimulatedCluster) -> None:
     from offbeat.simulator.training.cluster import ViolationError
 
     try:
@@ -307,30 +307,32 @@ def _is_lockstep(policies: Sequence[Policy]) -> bool:
 def _run_seed(seed: int, *, is_lockstep: bool) -> dict[str, int]:
     from offbeat.simulator.training import campaign
 
-    cluster = campaign.run_lockstep(seed) if is_lockstep else campaign.run(seed)
+    cluster = campaign.run_lockstep(seed) if is_lockstep else campaign.run_case(seed)
     steps = max(worker.follower.step for worker in cluster.workers.values())
     return {"faults_count": len(cluster.setting.faults), "steps": steps}
 
 
-def _run_seed_on_servers(strategy: str, terms: Terms, arguments: dict[str, Any], seed: int) -> dict[str, int]:
+def _run_seed_on_servers(
+    strategy: str, terms: PsOptions, arguments: dict[str, Any], seed: int
+) -> dict[str, int]:
     from offbeat.simulator.staleness import campaign as staleness
 
-    this = staleness.case(seed, terms, arguments)
+    this = staleness.draw_case(seed, terms, arguments)
     again = shlex.join(["offbeat", "simulate", "--strategy", strategy, "--seeds", "1", "--seed", str(seed)])
-    cluster = staleness.run(this, again)
-    steps = sum(thread.number for thread in cluster.threads.values())
+    cluster = staleness.run_case(this, again)
+    steps = sum(thread.steps_finished for thread in cluster.threads.values())
     return {"faults_count": len(this.setting.faults), "steps": steps}
 
 
 def _run_ps_trial(seed: int) -> dict[str, int]:
-    from offbeat.simulator.ps.cluster import Serving, trial_of
+    from offbeat.simulator.ps.cluster import PsSimulation, draw_trial
 
-    serving = Serving(trial_of(seed))
+    serving = PsSimulation(draw_trial(seed))
     serving.run()
     return {
         "faults_count": serving.trial.faults,
         "requests_count": serving.requests,
-        "views_count": len(serving.views),
+        "views_count": len(serving.published_views),
     }
 
 
@@ -339,7 +341,7 @@ def _campaign(run: Callable[[int], dict[str, int]], seed: int, count: int) -> di
 
     begin_s = time.process_time()
     totals: Counter[str] = Counter()
-    with output.progress() as progress:
+    with output.make_progress() as progress:
         task = progress.add_task(f"{count} runs from seed {seed}", total=count)
         for run_seed in range(seed, seed + count):
             try:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from offbeat.cli import comparison, timesheet
-from offbeat.cli.comparison import Row
-from offbeat.cli.output import NONE, Table
-from offbeat.cli.timesheet import PARTS, Entry, TimeSheet
+from offbeat.cli.comparison import ComparisonRow
+from offbeat.cli.output import NO_VALUE, TextTable
+from offbeat.cli.timesheet import TIME_PARTS, TimeSheet, TimeSheetEntry
 
 _NAMED_WORKERS_MAX: Final = 8
 _FINDINGS: Final = (
@@ -19,7 +19,7 @@ _FINDINGS: Final = (
 )
 
 
-def epoch_line(epoch: int, entries: Sequence[Entry]) -> str:
+def epoch_line(epoch: int, entries: Sequence[TimeSheetEntry]) -> str:
     """Return one line about an epoch that has ended: quality, throughput, and waiting time.
 
     Args:
@@ -38,18 +38,18 @@ def epoch_line(epoch: int, entries: Sequence[Entry]) -> str:
     return "  ".join(items)
 
 
-def parts(sheet: TimeSheet) -> Table:
+def time_parts_table(sheet: TimeSheet) -> TextTable:
     """Return the parts of each worker's wall time as shares of it; parts that are 0 for all are omitted."""
     totals = sheet.totals()
-    shown = [part for part in PARTS if any(entry.parts_s[part] for entry in totals)]
-    return Table(
+    shown = [part for part in TIME_PARTS if any(entry.parts_s[part] for entry in totals)]
+    return TextTable(
         title="where each worker's time went",
-        heads=("worker", *(part.replace("_", " ") for part in shown)),
+        headers=("worker", *(part.replace("_", " ") for part in shown)),
         rows=[(str(entry.worker), *(f"{entry.share(part):.1%}" for part in shown)) for entry in totals],
     )
 
 
-def findings(figures: Mapping[str, float], log: str) -> Table:
+def results_table(figures: Mapping[str, float], log: str) -> TextTable:
     """Return the results of a training.
 
     Args:
@@ -57,28 +57,28 @@ def findings(figures: Mapping[str, float], log: str) -> Table:
         log: path of the run log.
     """
     rows = [(title, form.format(figures[name])) for title, name, form in _FINDINGS if name in figures]
-    return Table(rows=[*rows, ("run log", log)], words=frozenset({0, 1}))
+    return TextTable(rows=[*rows, ("run log", log)], text_columns=frozenset({0, 1}))
 
 
-def comparison_table(rows: Sequence[Row], title: str) -> Table:
+def comparison_table(rows: Sequence[ComparisonRow], title: str) -> TextTable:
     """Return the cases of a comparison as one table."""
     base = comparison.baseline(rows)
     heads = ("strategy", "slowness", "seconds\nan epoch", "times\nslower", "time\nwaiting", "test\naccuracy")
     cells = [
         (
             row.case.strategy,
-            comparison.in_words(row.case.slow),
+            comparison.describe_slowness(row.case.slow),
             f"{row.epoch_s:.3g}",
-            NONE if (ratio := comparison.ratio(row, base)) is None else comparison.times(ratio),
+            NO_VALUE if (ratio := comparison.ratio(row, base)) is None else comparison.format_ratio(ratio),
             f"{row.wait_share:.0%}",
-            NONE if row.accuracy is None else f"{row.accuracy:.1%}",
+            NO_VALUE if row.accuracy is None else f"{row.accuracy:.1%}",
         )
         for row in rows
     ]
-    return Table(title=title, heads=heads, rows=cells, words=frozenset({0, 1}))
+    return TextTable(title=title, headers=heads, rows=cells, text_columns=frozenset({0, 1}))
 
 
-def comparison_notes(rows: Sequence[Row], cores: int) -> list[str]:
+def comparison_notes(rows: Sequence[ComparisonRow], cores: int) -> list[str]:
     """Return notes on the columns of a comparison, and on the machine's influence on them."""
     notes = ["Time waiting: for other workers, mean over those that are not slowed."]
     base = comparison.baseline(rows)
@@ -89,7 +89,7 @@ def comparison_notes(rows: Sequence[Row], cores: int) -> list[str]:
     return notes
 
 
-def _waits(entries: Sequence[Entry]) -> str:
+def _waits(entries: Sequence[TimeSheetEntry]) -> str:
     if len(entries) <= _NAMED_WORKERS_MAX:
         return ", ".join(f"worker {entry.worker} {entry.share('wait'):.0%}" for entry in entries)
     least, most = (pick(entries, key=lambda entry: entry.share("wait")) for pick in (min, max))

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from offbeat.events import Action, Evaluated, Event, Left, StepTimed
 
-PARTS: Final = tuple(
+TIME_PARTS: Final = tuple(
     field.name.removesuffix("_s")
     for field in fields(StepTimed)
     if field.name.endswith("_s") and field.name not in ("now_s", "wall_s")
@@ -21,14 +21,14 @@ PARTS: Final = tuple(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TimeSheetEntry:
     """One worker's work in one epoch, or in several.
 
     Attributes:
         steps: optimizer steps.
         samples: samples behind them.
         wall_s: their total duration in seconds.
-        parts_s: its parts in seconds: a key of `PARTS` each, summing to `wall_s`.
+        parts_s: its parts in seconds: a key of `TIME_PARTS` each, summing to `wall_s`.
         metrics: the metrics that the worker reported at the end.
     """
 
@@ -57,8 +57,8 @@ class TimeSheet:
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.left: set[int] = set()
+        self.entries: list[TimeSheetEntry] = []
+        self.workers_left: set[int] = set()
         self.steps_finished: dict[int, int] = {}
         self._unassigned: dict[int, list[StepTimed]] = {}
 
@@ -71,11 +71,11 @@ class TimeSheet:
             case Evaluated():
                 self.entries.append(_entry(event, self._unassigned.pop(event.worker, [])))
             case Left():
-                self.left.add(event.worker)
+                self.workers_left.add(event.worker)
             case _:
                 pass
 
-    def epoch(self, epoch: int) -> list[Entry]:
+    def epoch(self, epoch: int) -> list[TimeSheetEntry]:
         """Return the entries of one epoch, by worker."""
         return sorted((e for e in self.entries if e.epoch == epoch), key=lambda entry: entry.worker)
 
@@ -84,32 +84,32 @@ class TimeSheet:
         ended = [sum(entry.worker == worker for entry in self.entries) for worker in range(workers)]
         return min(ended, default=0)
 
-    def totals(self, first_epoch: int = 0) -> list[Entry]:
+    def totals(self, first_epoch: int = 0) -> list[TimeSheetEntry]:
         """Return one entry per worker over all epochs from `first_epoch` on, with its last metrics."""
         chosen = [entry for entry in self.entries if entry.epoch >= first_epoch]
         workers = sorted({entry.worker for entry in chosen})
         return [_sum([entry for entry in chosen if entry.worker == worker]) for worker in workers]
 
 
-def wall_s(entries: Iterable[Entry]) -> float:
+def wall_s(entries: Iterable[TimeSheetEntry]) -> float:
     """Return the wall time of the slowest worker, in seconds."""
     return max((entry.wall_s for entry in entries), default=0.0)
 
 
-def samples_per_s(entries: Sequence[Entry]) -> float:
+def samples_per_s(entries: Sequence[TimeSheetEntry]) -> float:
     """Return the throughput: the samples of all workers per second of the slowest worker's wall time."""
     took_s = wall_s(entries)
     return sum(entry.samples for entry in entries) / took_s if took_s else 0.0
 
 
-def loss(entries: Sequence[Entry]) -> float | None:
+def loss(entries: Sequence[TimeSheetEntry]) -> float | None:
     """Return the mean training loss over all workers' samples; None if no worker reported one."""
     reported = [entry for entry in entries if "loss" in entry.metrics and entry.samples]
     samples = sum(entry.samples for entry in reported)
     return sum(entry.metrics["loss"] * entry.samples for entry in reported) / samples if reported else None
 
 
-def accuracy(entries: Sequence[Entry]) -> float | None:
+def accuracy(entries: Sequence[TimeSheetEntry]) -> float | None:
     """Return the test accuracy; None if no worker reported one."""
     return next((entry.metrics["accuracy"] for entry in entries if "accuracy" in entry.metrics), None)
 
@@ -130,7 +130,7 @@ def figures(sheet: TimeSheet) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
-def plain_rows(sheet: TimeSheet) -> list[dict[str, Any]]:
+def entries_as_dicts(sheet: TimeSheet) -> list[dict[str, Any]]:
     """Return the entries as flat dicts; a number that diverged is None."""
     return [
         {
@@ -150,26 +150,26 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _entry(end: Evaluated, steps: Sequence[StepTimed]) -> Entry:
-    return Entry(
+def _entry(end: Evaluated, steps: Sequence[StepTimed]) -> TimeSheetEntry:
+    return TimeSheetEntry(
         worker=end.worker,
         epoch=end.epoch,
         steps=len(steps),
         samples=sum(step.samples for step in steps),
         wall_s=sum(step.wall_s for step in steps),
-        parts_s={part: sum(getattr(step, f"{part}_s") for step in steps) for part in PARTS},
+        parts_s={part: sum(getattr(step, f"{part}_s") for step in steps) for part in TIME_PARTS},
         metrics=end.metrics,
     )
 
 
-def _sum(entries: Sequence[Entry]) -> Entry:
+def _sum(entries: Sequence[TimeSheetEntry]) -> TimeSheetEntry:
     last = entries[-1]
-    return Entry(
+    return TimeSheetEntry(
         worker=last.worker,
         epoch=last.epoch,
         steps=sum(entry.steps for entry in entries),
         samples=sum(entry.samples for entry in entries),
         wall_s=sum(entry.wall_s for entry in entries),
-        parts_s={part: sum(entry.parts_s[part] for entry in entries) for part in PARTS},
+        parts_s={part: sum(entry.parts_s[part] for entry in entries) for part in TIME_PARTS},
         metrics=last.metrics,
     )

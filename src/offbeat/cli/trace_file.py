@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.training.tracing import Traced
+from offbeat.runtime.training.tracing import WorkerTrace
 
-FOLDER = "trace"
+TRACE_FOLDER = "trace"
 
 
-def read_traces(folder: Path) -> list[Traced]:
+def read_traces(folder: Path) -> list[WorkerTrace]:
     """Read the traces that the workers have written, in the order of their ids.
 
     Raises:
@@ -29,13 +29,13 @@ def read_traces(folder: Path) -> list[Traced]:
     found = []
     for path in paths:
         try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Traced))
+            found.append(msgspec.json.decode(path.read_bytes(), type=WorkerTrace))
         except (OSError, msgspec.DecodeError) as error:
             raise OffbeatError(f"cannot read {path}: {error}") from error
     return sorted(found, key=lambda traced: traced.worker)
 
 
-def chrome(traces: Sequence[Traced]) -> dict[str, Any]:
+def to_chrome_trace(traces: Sequence[WorkerTrace]) -> dict[str, Any]:
     """Return the traces as a Chrome trace: a process per worker, a track per thread.
 
     Times are relative to the first span. Workers on different hosts use the clocks of their hosts.
@@ -48,7 +48,7 @@ def chrome(traces: Sequence[Traced]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _events(traced: Traced, first_s: float) -> Iterator[dict[str, Any]]:
+def _events(traced: WorkerTrace, first_s: float) -> Iterator[dict[str, Any]]:
     worker = {"pid": traced.worker}
     yield {"ph": "M", "name": "process_name", "args": {"name": f"worker {traced.worker}"}, **worker}
     tracks = list(dict.fromkeys(["loop", *(span.track for span in traced.spans)]))

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 import offbeat
-from offbeat.data import DEFAULT_DIR, SETS, load
-from offbeat.models import MODELS, build
+from offbeat.data import DATA_SETS, DEFAULT_DIR, load_data_set
+from offbeat.models import MODELS, build_model
 from offbeat.strategies import parse_strategy
 
 SEED_MAX: Final = 2**32 - 1
-OPTIMIZERS: Final[Mapping[str, Callable[[Iterable[nn.Parameter], Settings], Optimizer]]] = {
+OPTIMIZERS: Final[Mapping[str, Callable[[Iterable[nn.Parameter], TrainingSettings], Optimizer]]] = {
     "sgd": lambda parameters, settings: torch.optim.SGD(
         parameters, lr=settings.lr, momentum=settings.momentum
     ),
@@ -42,12 +42,12 @@ _EVALUATION_BATCH: Final = 512
 _BETA_SQUARES: Final = 0.999
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a training, the same on every worker.
 
     Attributes:
         model: a key of `offbeat.models.MODELS`.
-        data: a key of `offbeat.data.SETS`.
+        data: a key of `offbeat.data.DATA_SETS`.
         strategy: as on the command line, `name` or `name:key=value,key=value`.
         epochs: passes over the data, at least 1.
         batch_size: samples per worker and step, at least 1.
@@ -75,7 +75,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lr: float
     momentum: float
     seed: int
-    decays: bool = False
+    decays_lr: bool = False
     repeat: int = 1
     optimizer: str = "sgd"
     threads: int = 1
@@ -85,12 +85,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise ValueError(f"unknown model {self.model!r}: expected one of {', '.join(MODELS)}")
-        if self.data not in SETS:
-            raise ValueError(f"unknown data set {self.data!r}: expected one of {', '.join(SETS)}")
+        if self.data not in DATA_SETS:
+            raise ValueError(f"unknown data set {self.data!r}: expected one of {', '.join(DATA_SETS)}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"unknown optimizer {self.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
         strategy = parse_strategy(self.strategy)
-        if self.threads > 1 and not strategy.needs_coordinator:
+        if self.threads > 1 and not strategy.always_needs_coordinator:
             raise ValueError(
                 f"expected one worker thread per process with the strategy {self.strategy}, got "
                 f"{self.threads}: more need a strategy on a parameter server"
@@ -106,7 +106,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"the seed must be from 0 to {SEED_MAX}, got {self.seed}")
 
 
-def train(settings: Settings, thread: int = 0) -> None:
+def train(settings: TrainingSettings, thread: int = 0) -> None:
     """Train as one worker of the job that the environment variables describe.
 
     After every epoch each worker that had a sample reports its mean training loss; rank 0 also reports the
@@ -115,8 +115,8 @@ def train(settings: Settings, thread: int = 0) -> None:
     Raises:
         OffbeatError: the data are missing, or the job failed.
     """
-    splits = load(settings.data, settings.data_dir)
-    model = build(
+    splits = load_data_set(settings.data, settings.data_dir)
+    model = build_model(
         settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed
     )
     optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), settings)
@@ -125,12 +125,12 @@ def train(settings: Settings, thread: int = 0) -> None:
         torch.manual_seed(settings.seed + session.worker)  # dropout masks differ between workers
         for epoch in session.epochs(settings.epochs):
             model.train()
-            for group in optimizer.param_groups if settings.decays else ():
+            for group in optimizer.param_groups if settings.decays_lr else ():
                 group["lr"] = settings.lr * (1 - epoch / settings.epochs)
             loss_sum, samples = torch.zeros(()), 0
             for inputs, labels in session.batches(splits.train, settings.batch_size):
                 optimizer.zero_grad()
-                loss = loss_of(model, inputs, labels, settings.repeat)
+                loss = batch_loss(model, inputs, labels, settings.repeat)
                 loss.backward()
                 session.observe(loss)
                 optimizer.step()
@@ -138,13 +138,13 @@ def train(settings: Settings, thread: int = 0) -> None:
                 samples += len(labels)
             metrics = {"loss": float(loss_sum) / samples} if samples else {}  # an epoch may have no samples
             is_last = epoch == settings.epochs - 1
-            if session.leads and (is_last or settings.evaluates_each_epoch):
+            if session.is_leader and (is_last or settings.evaluates_each_epoch):
                 session.refresh()
                 metrics["accuracy"] = accuracy(model, splits.test)
             session.report(**metrics)
 
 
-def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor, repeat: int = 1) -> Tensor:
+def batch_loss(model: nn.Module, inputs: Tensor, labels: Tensor, repeat: int = 1) -> Tensor:
     """Return the mean cross-entropy of a batch in which each sample is repeated `repeat` times.
 
     Args:
@@ -173,7 +173,7 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 def main(arguments: Sequence[str]) -> int:
     """Train with the settings given as JSON in the only argument."""
     (text,) = arguments
-    settings = msgspec.json.decode(text, type=Settings)
+    settings = msgspec.json.decode(text, type=TrainingSettings)
     with ThreadPoolExecutor(settings.threads, thread_name_prefix="offbeat worker") as workers:
         runs = [workers.submit(train, settings, thread) for thread in range(1, settings.threads)]
         train(settings)

@@ -7,8 +7,16 @@
 Nothing here shards, shuffles, augments or batches; the network is used only with `download`.
 """
 
-from offbeat.data.download import Progress
-from offbeat.data.sets import DEFAULT_DIR, SETS, Splits, data_folder, load
+from offbeat.data.download import DownloadProgress
+from offbeat.data.sets import DATA_SETS, DEFAULT_DIR, Splits, load_data_set, resolve_data_dir
 from offbeat.errors import DataError
 
-__all__ = ["DEFAULT_DIR", "SETS", "DataError", "Progress", "Splits", "data_folder", "load"]
+__all__ = [
+    "DATA_SETS",
+    "DEFAULT_DIR",
+    "DataError",
+    "DownloadProgress",
+    "Splits",
+    "load_data_set",
+    "resolve_data_dir",
+]

@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 from offbeat.errors import DataError
 
-Progress = Callable[[str, int, int], None]
+DownloadProgress = Callable[[str, int, int], None]
 """Called with a file's name, the bytes received so far and the bytes expected."""
 
 _CHUNK_BYTES = 1 << 18
@@ -34,7 +34,7 @@ _LOCK_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remote:
+class RemoteFile:
     """A file on the network and its expected size and checksum.
 
     Attributes:
@@ -52,11 +52,11 @@ class _InterruptedError(Exception):
     """The connection ended early; another attempt may succeed."""
 
 
-def fetch(
-    remote: Remote,
+def download_file(
+    remote: RemoteFile,
     target: Path,
     *,
-    progress: Progress | None = None,
+    progress: DownloadProgress | None = None,
     timeout_s: float = 30.0,
     attempts: int = 5,
     pause_s: float = 1.0,
@@ -64,7 +64,7 @@ def fetch(
     """Download a file unless it exists; afterwards it is there and complete, or an error is raised.
 
     After a wrong checksum of a resumed download the old part is deleted and the file downloaded once more
-    from the beginning. Where several processes may download the same file, hold `locked`.
+    from the beginning. Where several processes may download the same file, hold `lock_folder`.
 
     Args:
         remote: the file to download.
@@ -106,9 +106,9 @@ def fetch(
 
 
 def _complete(
-    remote: Remote,
+    remote: RemoteFile,
     part: Path,
-    progress: Progress | None,
+    progress: DownloadProgress | None,
     *,
     timeout_s: float,
     attempts: int,
@@ -137,7 +137,7 @@ def _complete(
 
 
 def _receive(
-    remote: Remote, part: Path, received_bytes: int, progress: Progress | None, timeout_s: float
+    remote: RemoteFile, part: Path, received_bytes: int, progress: DownloadProgress | None, timeout_s: float
 ) -> None:
     """Append what one connection yields, or start over if the server does not send only the rest."""
     with _open(remote.url, received_bytes, part, timeout_s) as response:
@@ -145,7 +145,7 @@ def _receive(
             received_bytes = 0
         elif _range_start(response) != received_bytes:
             part.unlink()
-            raise _InterruptedError(f"the server sent the range {response.headers.get('Content-Range')!r}")
+            raise _InterruptedError(f"the server sent the range {response.headers.get('Payload-Range')!r}")
         offered_bytes = None if response.length is None else received_bytes + response.length
         if offered_bytes not in (None, remote.size_bytes):
             raise DataError(
@@ -216,7 +216,7 @@ def _disk_errors(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, wait_s: float = 3600.0) -> Iterator[None]:
+def lock_folder(folder: Path, *, wait_s: float = 3600.0) -> Iterator[None]:
     """Lock a folder against other processes that lock it, so that one downloads and the rest find the files.
 
     The lock is the kernel's and is released when its holder ends, however it ends. The empty lock file
@@ -255,7 +255,7 @@ def _try_lock(file: BinaryIO) -> bool:
     return True
 
 
-def unpack(archive: Path, folder: Path, *, members: Collection[str], size_bytes: int) -> None:
+def extract_members(archive: Path, folder: Path, *, members: Collection[str], size_bytes: int) -> None:
     """Extract named plain files from a gzipped tar; no other member is written, whatever its path.
 
     The bytes are copied under names that the caller chose, so that paths, modes and links in the archive have

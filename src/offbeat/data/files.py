@@ -105,7 +105,7 @@ def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
             f"found {len(content):,}; {_REFETCH}"
         )
     records = torch.frombuffer(content, dtype=torch.uint8).reshape(-1, CIFAR_RECORD_BYTES)
-    labels = checked_labels(path, records[:, 0], classes=10)
+    labels = validate_labels(path, records[:, 0], classes=10)
     return records[:, 1:].reshape(-1, 3, 32, 32), labels
 
 
@@ -138,7 +138,7 @@ def read_digits(path: Path) -> tuple[Tensor, Tensor]:
     return records[:, :64].reshape(-1, 1, 8, 8), records[:, 64].to(torch.int64)
 
 
-def checked_labels(path: Path, labels: Tensor, *, classes: int) -> Tensor:
+def validate_labels(path: Path, labels: Tensor, *, classes: int) -> Tensor:
     """Return labels as int64 after checking their range.
 
     Args:

@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from offbeat.data import download as net
-from offbeat.data.download import Progress, Remote
+from offbeat.data.download import DownloadProgress, RemoteFile
 from offbeat.data.files import (
     CIFAR_RECORD_BYTES,
-    checked_labels,
     read_cifar_batch,
     read_digits,
     read_idx,
+    validate_labels,
 )
 from offbeat.errors import DataError
 
 DEFAULT_DIR = Path("~/.cache/offbeat")
 
-SETS: Mapping[str, str] = MappingProxyType(
+DATA_SETS: Mapping[str, str] = MappingProxyType(
     {
         "digits": "1,797 handwritten digits of 8x8 pixels that come with scikit-learn",
         "mnist": "60,000 + 10,000 handwritten digits of 28x28 pixels",
@@ -38,9 +38,9 @@ MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 _MNIST_HOME = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-MNIST_FILES: Mapping[str, Remote] = MappingProxyType(
+MNIST_FILES: Mapping[str, RemoteFile] = MappingProxyType(
     {
-        name: Remote(url=f"{_MNIST_HOME}{name}.gz", md5=md5, size_bytes=size_bytes)
+        name: RemoteFile(url=f"{_MNIST_HOME}{name}.gz", md5=md5, size_bytes=size_bytes)
         for name, md5, size_bytes in (
             ("train-images-idx3-ubyte", "f68b3c2dcbeaaa9fbdd348bbdeb94873", 9_912_422),
             ("train-labels-idx1-ubyte", "d53e105ee54ea40749a09fcbcd1e9432", 28_881),
@@ -51,7 +51,7 @@ MNIST_FILES: Mapping[str, Remote] = MappingProxyType(
 )
 """The four files of MNIST by their names without .gz; checksums as in torchvision's `MNIST`."""
 
-CIFAR10_ARCHIVE = Remote(
+CIFAR10_ARCHIVE = RemoteFile(
     url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
     md5="c32a1d4ab5d03f1284b67883e8d87530",
     size_bytes=170_052_171,
@@ -80,8 +80,9 @@ class Splits:
     sample_shape: tuple[int, ...]
 
 
-def data_folder(given: Path | None) -> str:
-    """Return the absolute path of the data folder; without a home folder `~` stays, and `load` raises.
+def resolve_data_dir(given: Path | None) -> str:
+    """Return the absolute path of the data folder; without a home folder `~` stays, and `load_data_set`
+    raises.
 
     Args:
         given: the folder; by default `DEFAULT_DIR`.
@@ -93,12 +94,12 @@ def data_folder(given: Path | None) -> str:
         return str(path)
 
 
-def load(
+def load_data_set(
     name: str,
     data_dir: str | Path = DEFAULT_DIR,
     *,
     download: bool = False,
-    progress: Progress | None = None,
+    progress: DownloadProgress | None = None,
 ) -> Splits:
     """Load a data set into memory; the same files give the same tensors in the same order.
 
@@ -107,7 +108,7 @@ def load(
     training pixels (`MNIST_MEAN`, `CIFAR10_MEAN`, ...). CIFAR-10 needs 737 MB of memory.
 
     Args:
-        name: a key of `SETS`.
+        name: a key of `DATA_SETS`.
         data_dir: folder with the files; `~` is the home folder. `digits` needs none.
         download: download the files that are missing from their public sources.
         progress: called as bytes of a download arrive.
@@ -119,8 +120,8 @@ def load(
         DataError: files are missing, damaged or cannot be downloaded, or scikit-learn is missing (`digits`).
         ValueError: unknown name.
     """
-    if name not in SETS:
-        raise ValueError(f"unknown data set {name!r}; expected one of {', '.join(SETS)}")
+    if name not in DATA_SETS:
+        raise ValueError(f"unknown data set {name!r}; expected one of {', '.join(DATA_SETS)}")
     if name == "digits":
         return _digits()
     try:
@@ -129,10 +130,10 @@ def load(
         raise DataError(f"{data_dir}: there is no home folder; name a folder with --data-dir") from error
     if name == "mnist":
         if download:
-            fetch_mnist(folder, progress=progress)
+            download_mnist(folder, progress=progress)
         return read_mnist(folder)
     if download:
-        fetch_cifar10(folder, progress=progress)
+        download_cifar10(folder, progress=progress)
     return read_cifar10(folder)
 
 
@@ -197,12 +198,12 @@ def _mnist_split(raw: Path, images_name: str, labels_name: str, count: int) -> T
     _check_shape(labels_path, "labels", tuple(labels.shape), (count,))
     return TensorDataset(
         _normalised(images.unsqueeze(1), MNIST_MEAN, MNIST_STD),
-        checked_labels(labels_path, labels, classes=10),
+        validate_labels(labels_path, labels, classes=10),
     )
 
 
-def fetch_mnist(
-    folder: Path, *, files: Mapping[str, Remote] = MNIST_FILES, progress: Progress | None = None
+def download_mnist(
+    folder: Path, *, files: Mapping[str, RemoteFile] = MNIST_FILES, progress: DownloadProgress | None = None
 ) -> None:
     """Download the missing MNIST files; of several processes one downloads, the others wait.
 
@@ -217,10 +218,10 @@ def fetch_mnist(
     raw = folder / "MNIST" / "raw"
     if all(_mnist_path(raw, name) for name in files):
         return
-    with net.locked(folder):
+    with net.lock_folder(folder):
         for name, remote in files.items():
             if _mnist_path(raw, name) is None:
-                net.fetch(remote, raw / f"{name}.gz", progress=progress)
+                net.download_file(remote, raw / f"{name}.gz", progress=progress)
 
 
 def read_cifar10(folder: Path, *, batch_count: int = 10_000) -> Splits:
@@ -260,12 +261,12 @@ def _cifar10_split(paths: list[Path], batch_count: int) -> TensorDataset:
     )
 
 
-def fetch_cifar10(
+def download_cifar10(
     folder: Path,
     *,
-    archive: Remote = CIFAR10_ARCHIVE,
+    archive: RemoteFile = CIFAR10_ARCHIVE,
     batch_count: int = 10_000,
-    progress: Progress | None = None,
+    progress: DownloadProgress | None = None,
 ) -> None:
     """Download and unpack CIFAR-10 unless its six files exist; of several processes one downloads.
 
@@ -285,13 +286,13 @@ def fetch_cifar10(
     if all((raw / name).exists() for name in names):
         return
     target = folder / "cifar-10-binary.tar.gz"
-    with net.locked(folder):
+    with net.lock_folder(folder):
         if all((raw / name).exists() for name in names):
             return  # another process has downloaded them
         given = target.exists()
-        net.fetch(archive, target, progress=progress)
+        net.download_file(archive, target, progress=progress)
         members = [f"{_CIFAR10_FOLDER}/{name}" for name in names]
-        net.unpack(target, raw, members=members, size_bytes=batch_count * CIFAR_RECORD_BYTES)
+        net.extract_members(target, raw, members=members, size_bytes=batch_count * CIFAR_RECORD_BYTES)
         if not given:
             target.unlink(missing_ok=True)
 

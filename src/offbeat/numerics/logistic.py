@@ -29,11 +29,11 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.numerics.sparse import SignedColumns, sums_at
+from offbeat.numerics.sparse import SignedColumns, sum_by_index
 
 Active: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # (D,) in and out
 
-WIDTH_FIRST = 1.0
+WIDTH_INITIAL = 1.0
 WIDTH_MAX = 5.0
 _BOUND_MIN = 1e-10
 _ROUNDING = float(np.finfo(np.float64).eps)
@@ -44,14 +44,14 @@ def loss(margins_N: NDArray[np.float64]) -> float:
     return float(np.logaddexp(0, -margins_N).sum())
 
 
-def mistrust(margins_N: NDArray[np.float64]) -> NDArray[np.float64]:
+def error_probability(margins_N: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the probability that each label is wrong, 1 / (1 + exp(m)), (N,): minus the loss's slope."""
     return np.exp(-np.logaddexp(0, margins_N))
 
 
 def gradient(columns: SignedColumns, margins_N: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the derivative of the loss with respect to each column's weight, (D,), without the penalty."""
-    return -columns.sums(columns.values * _per_value(columns, margins_N, mistrust))
+    return -columns.column_sums(columns.values * _per_value(columns, margins_N, error_probability))
 
 
 def curvature_bounds(
@@ -59,7 +59,7 @@ def curvature_bounds(
 ) -> NDArray[np.float64]:
     """Return an upper bound of the loss's second derivative in each weight, if only that weight moves.
 
-    sum_i min(p_i (1 - p_i) exp(|x_ij| width_j), 1/4) x_ij^2, with p_i from `mistrust`.
+    sum_i min(p_i (1 - p_i) exp(|x_ij| width_j), 1/4) x_ij^2, with p_i from `error_probability`.
 
     Args:
         columns: columns of the weights that may move.
@@ -71,7 +71,7 @@ def curvature_bounds(
     """
     sizes_Z = np.abs(columns.values)
     logs_Z = _per_value(columns, margins_N, _log_slope) + sizes_Z * widths_D[columns.column_numbers()]
-    return columns.sums(np.exp(np.minimum(logs_Z, np.log(0.25))) * sizes_Z * sizes_Z)
+    return columns.column_sums(np.exp(np.minimum(logs_Z, np.log(0.25))) * sizes_Z * sizes_Z)
 
 
 def _log_slope(margins_N: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -108,7 +108,7 @@ def violations(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class Optimality:
     """Quality of some weights.
 
     Attributes:
@@ -123,13 +123,13 @@ class Standing:
     violation: float
 
 
-def standing(columns: SignedColumns, weights_D: NDArray[np.float64], l1: float) -> Standing:
+def optimality(columns: SignedColumns, weights_D: NDArray[np.float64], l1: float) -> Optimality:
     """Return the objective at some weights, with a certified bound of its distance from the optimum.
 
-    Source: K. Koh, S.-J. Kim and S. Boyd, "An interior-point method for large-scale
-    l1-regularized logistic regression", JMLR 8, 2007, section 2: the vector of `mistrust`, scaled down until
-    no gradient is above l1, is a feasible point of the dual problem, whose value is a lower bound of every
-    objective. Deviation: there is no intercept.
+    Source: K. Koh, S.-J. Kim and S. Boyd, "An interior-point method for large-scale l1-regularized logistic
+    regression", JMLR 8, 2007, section 2: the vector of `error_probability`, scaled down until no gradient is
+    above l1, is a feasible point of the dual problem, whose value is a lower bound of every objective.
+    Deviation: there is no intercept.
 
     Args:
         columns: all examples.
@@ -139,13 +139,13 @@ def standing(columns: SignedColumns, weights_D: NDArray[np.float64], l1: float) 
     Returns:
         Objective, duality gap and largest violation.
     """
-    margins_N = columns.times(weights_D)
+    margins_N = columns.multiply(weights_D)
     gradients_D = gradient(columns, margins_N)
     objective = loss(margins_N) + l1 * float(np.abs(weights_D).sum())
     steepest = float(np.abs(gradients_D).max(initial=0))
     scale = min(1.0, l1 / steepest) if steepest else 1.0
-    dual_N = scale * mistrust(margins_N)
-    return Standing(
+    dual_N = scale * error_probability(margins_N)
+    return Optimality(
         objective=objective,
         gap=max(_ROUNDING * objective, objective - float(_entropies(dual_N).sum())),
         violation=float(violations(weights_D, gradients_D, l1).max(initial=0)),
@@ -215,7 +215,7 @@ class BlockPush:
         return np.stack([self.gradients, self.bounds], 1)
 
 
-def aggregated(pushes: Iterable[BlockPush]) -> BlockPush:
+def sum_pushes(pushes: Iterable[BlockPush]) -> BlockPush:
     """Return the sums of several pushes by key; the same pushes in the same order give the same bits.
 
     Raises:
@@ -229,8 +229,8 @@ def aggregated(pushes: Iterable[BlockPush]) -> BlockPush:
     bounds = np.concatenate([push.bounds for push in pushes])
     return BlockPush(
         keys=keys,
-        gradients=sums_at(index_of, gradients, len(keys)),
-        bounds=sums_at(index_of, bounds, len(keys)),
+        gradients=sum_by_index(index_of, gradients, len(keys)),
+        bounds=sum_by_index(index_of, bounds, len(keys)),
     )
 
 
@@ -246,7 +246,7 @@ class BlockProximal:
         rate: eta, above 0. Each bound holds for one weight that moves alone, but all weights of a block move
             at once, and delays hide changes of other blocks; therefore the more features are correlated, the
             smaller the rate must be. The paper's theorem needs about 1 / (L_var + tau L_cov);
-            `rate_that_descends` needs no search.
+            `descent_rate` needs no search.
 
     Raises:
         ValueError: a number is out of range.
@@ -275,7 +275,7 @@ class BlockProximal:
     ) -> None:
         """See `Update.apply`."""
         stored_D = states["widths"][:, 0]
-        widths_D = np.where(stored_D == 0, WIDTH_FIRST, stored_D)
+        widths_D = np.where(stored_D == 0, WIDTH_INITIAL, stored_D)
         self.step(values[:, 0], widths_D, pushed[:, 0], pushed[:, 1])
         stored_D[...] = widths_D
         values[:, 1] = pushed[:, 0]
@@ -291,7 +291,7 @@ class BlockProximal:
 
         Args:
             weights_D: weights of the pushed keys.
-            widths_D: how far each may move; `WIDTH_FIRST` before the first step.
+            widths_D: how far each may move; `WIDTH_INITIAL` before the first step.
             gradients_D: sum of all workers' gradients.
             bounds_D: sum of all workers' bounds.
         """
@@ -301,7 +301,7 @@ class BlockProximal:
         widths_D[...] = next_widths(weights_D - before_D)  # the same bits as on workers
 
 
-def slack_after(violation_max: float, rows: int) -> float:
+def kkt_margin_after(violation_max: float, rows: int) -> float:
     """Return the KKT filter's margin for the next pass: ten times this pass's largest violation, per row.
 
     Source: dmlc/parameter_server.
@@ -313,7 +313,7 @@ def slack_after(violation_max: float, rows: int) -> float:
     return 10 * violation_max / rows
 
 
-class Passes:
+class PassSchedule:
     """Passes through all blocks: their order, and what follows a pass; the same on all workers.
 
     If the objective has changed by at most `epsilon` of itself, all keys are active in the next pass; if it
@@ -362,23 +362,23 @@ class Passes:
         self._filtered, self._random = filtered, random.Random(seed)
         self._objective = math.inf
         self._is_final_pass = False
-        self.number, self.slack, self.is_over = 0, math.inf, False
+        self.passes_ended, self.kkt_margin, self.is_over = 0, math.inf, False
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         while not self.is_over:
             yield self._random.sample(self._blocks, len(self._blocks))
 
-    def ended(self, objective: float, violation_max: float) -> None:
+    def end_pass(self, objective: float, violation_max: float) -> None:
         """Record the end of a pass, with its objective and the largest violation among the active keys."""
         is_converged = abs(self._objective - objective) <= self._epsilon * abs(objective)
-        self.number += 1
-        self.is_over = (is_converged and self._is_final_pass) or self.number == self._passes_max
+        self.passes_ended += 1
+        self.is_over = (is_converged and self._is_final_pass) or self.passes_ended == self._passes_max
         self._objective, self._is_final_pass = objective, is_converged
         is_filtered = self._filtered and not is_converged
-        self.slack = slack_after(violation_max, self._rows) if is_filtered else math.inf
+        self.kkt_margin = kkt_margin_after(violation_max, self._rows) if is_filtered else math.inf
 
 
-def rate_that_descends(block: SignedColumns) -> float:
+def descent_rate(block: SignedColumns) -> float:
     """Return a rate with which a step on up-to-date gradients does not increase the objective.
 
     It is 1 / k, with k the largest number of values in a row. A row's loss is convex, and so at most the mean
@@ -413,7 +413,7 @@ class BlockWorker:
         self.weights_D = np.zeros(len(columns))
         self.margins_N = np.zeros(columns.height)
         self.violation = 0.0
-        self._widths_D = np.full(len(columns), WIDTH_FIRST)
+        self._widths_D = np.full(len(columns), WIDTH_INITIAL)
         self._l1 = l1
 
     @property
@@ -421,7 +421,7 @@ class BlockWorker:
         """The sum of the losses of its rows."""
         return loss(self.margins_N)
 
-    def push(self, first_key: int, stop_key: int, active: Active | None = None) -> BlockPush:
+    def compute_push(self, first_key: int, stop_key: int, active: Active | None = None) -> BlockPush:
         """Return gradients and bounds of a block's keys, at the worker's copy of the weights.
 
         Args:
@@ -429,18 +429,18 @@ class BlockWorker:
             stop_key: key after the block.
             active: returns a mask of the given keys that are active; by default all are.
         """
-        positions = self.columns.places(first_key, stop_key)
-        block, widths_D = self.columns.block(positions), self._widths_D[positions]
+        positions = self.columns.column_slice(first_key, stop_key)
+        block, widths_D = self.columns.slice_columns(positions), self._widths_D[positions]
         if active is not None:
             active_D = active(block.keys)
-            block, widths_D = block.chosen(active_D), widths_D[active_D]
+            block, widths_D = block.select(active_D), widths_D[active_D]
         return BlockPush(
             keys=block.keys,
             gradients=gradient(block, self.margins_N),
             bounds=curvature_bounds(block, self.margins_N, widths_D),
         )
 
-    def pull(
+    def apply_pull(
         self, keys_D: NDArray[np.int64], weights_D: NDArray[np.float64], gradients_D: NDArray[np.float64]
     ) -> None:
         """Set the weights that a step has changed; no step may be left out, or the widths would differ.
@@ -453,14 +453,14 @@ class BlockWorker:
         """
         if not len(keys_D):
             return
-        positions = self.columns.places(int(keys_D[0]), int(keys_D[-1]) + 1)
-        block = self.columns.block(positions)
+        positions = self.columns.column_slice(int(keys_D[0]), int(keys_D[-1]) + 1)
+        block = self.columns.slice_columns(positions)
         _, own, pulled = np.intersect1d(block.keys, keys_D, assume_unique=True, return_indices=True)
         weights_D, gradients_D = weights_D[pulled], gradients_D[pulled]
         before_D = self.weights_D[positions][own]
         changes_D = np.zeros(len(block))
         changes_D[own] = weights_D - before_D
-        self.margins_N += block.times(changes_D)
+        self.margins_N += block.multiply(changes_D)
         self.weights_D[positions][own] = weights_D
         self._widths_D[positions][own] = next_widths(changes_D[own])
         largest = violations(before_D, gradients_D, self._l1).max(initial=0.0)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError
 
-Value: TypeAlias = "int | float | Mergeable"
+MetricValue: TypeAlias = "int | float | MergeableMetric"
 
 
 @runtime_checkable
-class Mergeable(Protocol):
+class MergeableMetric(Protocol):
     """A metric that can merge the state of another one, as those of torchmetrics can."""
 
     def merge_state(self, incoming_state: Any) -> None:
@@ -27,7 +27,7 @@ class Mergeable(Protocol):
 
 
 @runtime_checkable
-class Tellable(Mergeable, Protocol):
+class SendableMetric(MergeableMetric, Protocol):
     """A metric whose state can be sent to another worker and merged there, as those of torchmetrics can.
 
     Attributes:
@@ -39,7 +39,7 @@ class Tellable(Mergeable, Protocol):
     device: torch.device
 
 
-def plain(metrics: object) -> dict[str, Value]:
+def validate_metrics(metrics: object) -> dict[str, MetricValue]:
     """Check what `evaluate` returned for a part, and convert one-element tensors to numbers.
 
     Raises:
@@ -50,15 +50,15 @@ def plain(metrics: object) -> dict[str, Value]:
             "expected evaluate to return a mapping from names to numbers, such as {'loss': 0.3}, got "
             f"{type(metrics).__name__}"
         )
-    values: dict[str, Value] = {}
+    values: dict[str, MetricValue] = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise OffbeatError(f"expected names of metrics to be strings, got {name!r}")
-        if isinstance(value, Tensor) or (hasattr(value, "item") and not isinstance(value, Mergeable)):
+        if isinstance(value, Tensor) or (hasattr(value, "item") and not isinstance(value, MergeableMetric)):
             if math.prod(value.shape) != 1:
                 raise OffbeatError(f"expected the metric {name!r} to be one number, got {tuple(value.shape)}")
             value = value.item()
-        if not isinstance(value, int | float | Mergeable):
+        if not isinstance(value, int | float | MergeableMetric):
             raise OffbeatError(
                 f"expected the metric {name!r} to be a number or to have merge_state and compute, got "
                 f"{type(value).__name__}"
@@ -67,7 +67,7 @@ def plain(metrics: object) -> dict[str, Value]:
     return values
 
 
-def joined(parts: Sequence[tuple[int, Mapping[str, Value]]]) -> dict[str, float]:
+def combine_parts(parts: Sequence[tuple[int, Mapping[str, MetricValue]]]) -> dict[str, float]:
     """Return the metrics of a set from those of its parts, in the order of the set.
 
     Integers are counts, and are added. Other numbers are means over a part's samples; the set's is their
@@ -77,7 +77,7 @@ def joined(parts: Sequence[tuple[int, Mapping[str, Value]]]) -> dict[str, float]
     only for parts of one size; here they are weighted.
 
     Args:
-        parts: number of samples, at least 1, and metrics, as `plain` returns them, of each part.
+        parts: number of samples, at least 1, and metrics, as `validate_metrics` returns them, of each part.
 
     Raises:
         OffbeatError: parts have different metrics, or a merged metric does not compute a single number.
@@ -91,9 +91,9 @@ def joined(parts: Sequence[tuple[int, Mapping[str, Value]]]) -> dict[str, float]
     return {name: _joined(name, [(samples, values[name]) for samples, values in parts]) for name in names}
 
 
-def _joined(name: str, values: Sequence[tuple[int, Value]]) -> float:
-    if any(isinstance(value, Mergeable) for _, value in values):
-        return merged(name, values[0][1], [value for _, value in values[1:]])
+def _joined(name: str, values: Sequence[tuple[int, MetricValue]]) -> float:
+    if any(isinstance(value, MergeableMetric) for _, value in values):
+        return merge_metric(name, values[0][1], [value for _, value in values[1:]])
     numbers = [(samples, value) for samples, value in values if isinstance(value, int | float)]
     if len(numbers) == 1:
         return numbers[0][1]
@@ -104,18 +104,18 @@ def _joined(name: str, values: Sequence[tuple[int, Value]]) -> float:
     return (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / samples
 
 
-def merged(name: str, first: Value, others: Sequence[Any]) -> float:
+def merge_metric(name: str, first: MetricValue, others: Sequence[Any]) -> float:
     """Return the value of a metric merged with others of its kind, or with their `metric_state`s.
 
     Raises:
         OffbeatError: it cannot be merged, or does not compute a single number.
     """
     merged_metric = copy.deepcopy(first)
-    if not isinstance(merged_metric, Mergeable):
+    if not isinstance(merged_metric, MergeableMetric):
         raise OffbeatError(f"expected the metric {name!r} of all parts to be of one kind")
     for other in others:
         merged_metric.merge_state(other)
-    computed = plain({name: merged_metric.compute()})[name]
-    if isinstance(computed, Mergeable):
+    computed = validate_metrics({name: merged_metric.compute()})[name]
+    if isinstance(computed, MergeableMetric):
         raise OffbeatError(f"expected the metric {name!r} to compute a number, got a metric")
     return computed

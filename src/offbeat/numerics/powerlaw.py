@@ -23,14 +23,14 @@ _INFORMATIVE_SHARE = 0.1
 _WEIGHT_STD = 2.0
 
 
-def power_law(
+def power_law_blocks(
     rows: int,
     features: int,
     seed: int,
     *,
     draws: int = 20,
     exponent: float = 1.1,
-    rows_of_block: int = 4096,
+    rows_per_block: int = 4096,
     part: int = 0,
     parts: int = 1,
 ) -> Iterator[SparseRows]:
@@ -60,16 +60,16 @@ def power_law(
         raise ValueError(f"expected 1 to {FEATURES_MAX} features, got {features}")
     if not exponent > 0:
         raise ValueError(f"expected an exponent above 0, got {exponent}")
-    if rows < 0 or seed < 0 or draws < 1 or rows_of_block < 1:
+    if rows < 0 or seed < 0 or draws < 1 or rows_per_block < 1:
         raise ValueError(
             "expected rows and seed of at least 0, draws and rows of a block of at least 1, "
-            f"got {rows}, {seed}, {draws} and {rows_of_block}"
+            f"got {rows}, {seed}, {draws} and {rows_per_block}"
         )
     if not 0 <= part < parts:
         raise ValueError(f"expected a part of 0 to {parts - 1}, got {part}")
     return (
-        _block(min(rows_of_block, rows - first), features, (seed, first // rows_of_block), draws, exponent)
-        for first in range(part * rows_of_block, rows, parts * rows_of_block)
+        _block(min(rows_per_block, rows - first), features, (seed, first // rows_per_block), draws, exponent)
+        for first in range(part * rows_per_block, rows, parts * rows_per_block)
     )
 
 

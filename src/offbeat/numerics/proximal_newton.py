@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.logistic import Standing, gradient, loss, mistrust, standing
+from offbeat.numerics.logistic import Optimality, error_probability, gradient, loss, optimality
 from offbeat.numerics.sparse import SignedColumns
 
 _PASSES_MAX = 100
@@ -35,7 +35,7 @@ class Optimum:
     """
 
     weights: NDArray[np.float64]
-    standing: Standing
+    optimality: Optimality
     passes: int
 
 
@@ -62,13 +62,13 @@ def solve(columns: SignedColumns, l1: float, *, relative_gap: float = 1e-9) -> O
         raise ValueError(f"expected l1 and a relative gap above 0, got {l1} and {relative_gap}")
     weights_D = np.zeros(len(columns))
     for passes in range(_PASSES_MAX):
-        reached = standing(columns, weights_D, l1)
+        reached = optimality(columns, weights_D, l1)
         if reached.gap <= relative_gap * reached.objective:
-            return Optimum(weights=weights_D, standing=reached, passes=passes)
-        margins_N = columns.times(weights_D)
+            return Optimum(weights=weights_D, optimality=reached, passes=passes)
+        margins_N = columns.multiply(weights_D)
         gradients_D = gradient(columns, margins_N)
         working_D = (weights_D != 0) | (np.abs(gradients_D) > l1)
-        working = columns.chosen(working_D)
+        working = columns.select(working_D)
         changes_S = _model_minimum(
             hessian(working, margins_N), gradients_D[working_D], weights_D[working_D], l1
         )
@@ -81,7 +81,7 @@ def solve(columns: SignedColumns, l1: float, *, relative_gap: float = 1e-9) -> O
     )
 
 
-def compare(
+def distance_from_optimum(
     columns: SignedColumns, weights_D: NDArray[np.float64], l1: float, *, relative_gap: float = 1e-10
 ) -> tuple[float, int]:
     """Return how far some weights are from the optimum.
@@ -100,13 +100,13 @@ def compare(
         OffbeatError: as for `solve`.
     """
     best = solve(columns, l1, relative_gap=relative_gap)
-    objective = standing(columns, weights_D, l1).objective
-    gap = objective / best.standing.objective - 1
+    objective = optimality(columns, weights_D, l1).objective
+    gap = objective / best.optimality.objective - 1
     return gap, int(np.count_nonzero((weights_D == 0) != (best.weights == 0)))
 
 
 def hessian(
-    columns: SignedColumns, margins_N: NDArray[np.float64], *, numbers_at_once: int = 1 << 22
+    columns: SignedColumns, margins_N: NDArray[np.float64], *, chunk_numbers: int = 1 << 22
 ) -> NDArray[np.float64]:
     """Return the second derivatives of the loss with respect to the weights of some columns.
 
@@ -118,11 +118,11 @@ def hessian(
     Returns:
         Dense, (S, S).
     """
-    error_N = mistrust(margins_N)
-    roots_N = np.sqrt(error_N * mistrust(-margins_N))
+    error_N = error_probability(margins_N)
+    roots_N = np.sqrt(error_N * error_probability(-margins_N))
     column_of_Z = columns.column_numbers()
     hessian_SS = np.zeros((len(columns), len(columns)))
-    height = max(1, numbers_at_once // max(1, len(columns)))
+    height = max(1, chunk_numbers // max(1, len(columns)))
     for first in range(0, columns.height, height):
         is_in_Z = (columns.rows >= first) & (columns.rows < first + height)
         dense_RS = np.zeros((min(height, columns.height - first), len(columns)))
@@ -185,7 +185,7 @@ def _step_length(
     l1: float,
 ) -> float:
     """Return the largest of 1, 1/2, 1/4, ... that decreases the objective enough, up to rounding."""
-    moved_N = columns.times(changes_S)
+    moved_N = columns.multiply(changes_S)
     penalty = l1 * float(np.abs(weights_S).sum())
     before = loss(margins_N) + penalty
     fall = float(gradients_S @ changes_S) + l1 * float(np.abs(weights_S + changes_S).sum()) - penalty

@@ -85,7 +85,7 @@ def rate_at(
     return decayed * ((1.0 - reached) / scale + reached)
 
 
-def factor_of_steps(
+def lr_lambda(
     steps_per_epoch: int,
     *,
     scale: float = 1.0,
@@ -142,7 +142,7 @@ def momentum_correction(rate: float, rate_before: float) -> float:
     return rate / rate_before
 
 
-def lr_follow_active(rate: float, *, active: int, world: int) -> float:
+def scale_to_active(rate: float, *, active: int, world: int) -> float:
     """Return the rate for a step in which only some workers took part: active / world of the full rate.
 
     Linear scaling, applied to a group that changes. Off by default: the mean over fewer workers estimates the

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.numerics.ps.entries import places_of
+from offbeat.numerics.ps.entries import key_slice
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class SparseRows:
         """Return the index of the row of each value, int64 (Z,)."""
         return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
-    def part(self, first: int, stop: int) -> SparseRows:
+    def row_range(self, first: int, stop: int) -> SparseRows:
         """Return rows `first` to `stop` - 1, such as a worker's shard; keys and values are not copied.
 
         Raises:
@@ -70,12 +70,12 @@ class SparseRows:
             values=self.values[begin:end],
         )
 
-    def share(self, rank: int, workers: int) -> SparseRows:
+    def shard(self, rank: int, workers: int) -> SparseRows:
         """Return the rows of worker `rank` of `workers`; all workers have equally many, or one more."""
-        return self.part(rank * len(self) // workers, (rank + 1) * len(self) // workers)
+        return self.row_range(rank * len(self) // workers, (rank + 1) * len(self) // workers)
 
 
-def joined(parts: Sequence[SparseRows]) -> SparseRows:
+def concatenate_rows(parts: Sequence[SparseRows]) -> SparseRows:
     """Return the rows of all parts, in order.
 
     Raises:
@@ -92,7 +92,7 @@ def joined(parts: Sequence[SparseRows]) -> SparseRows:
     )
 
 
-def sums_at(places: NDArray[np.int64], terms: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+def sum_by_index(places: NDArray[np.int64], terms: NDArray[np.float64], count: int) -> NDArray[np.float64]:
     """Return the sum of the terms of each position 0 to `count` - 1, added in order; 0 if it has none."""
     # Without any terms bincount returns integers, although its type annotation says floats.
     return np.bincount(places, terms, count).astype(np.float64, copy=False)
@@ -119,7 +119,7 @@ class SignedColumns:
     height: int
 
     @classmethod
-    def of(cls, rows: SparseRows) -> SignedColumns:
+    def from_rows(cls, rows: SparseRows) -> SignedColumns:
         """Return the columns of all keys that occur in some rows.
 
         Raises:
@@ -143,11 +143,11 @@ class SignedColumns:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def places(self, first_key: int, stop_key: int) -> slice:
+    def column_slice(self, first_key: int, stop_key: int) -> slice:
         """Return the slice of `keys` with the keys `first_key` to `stop_key` - 1, which are contiguous."""
-        return places_of(self.keys, first_key, stop_key)
+        return key_slice(self.keys, first_key, stop_key)
 
-    def block(self, places: slice) -> SignedColumns:
+    def slice_columns(self, places: slice) -> SignedColumns:
         """Return contiguous columns, not copied.
 
         Args:
@@ -162,7 +162,7 @@ class SignedColumns:
             height=self.height,
         )
 
-    def chosen(self, choice_D: NDArray[np.bool_]) -> SignedColumns:
+    def select(self, choice_D: NDArray[np.bool_]) -> SignedColumns:
         """Return the columns for which `choice_D` is true; without a copy if those are all."""
         if choice_D.all():
             return self
@@ -176,15 +176,15 @@ class SignedColumns:
             height=self.height,
         )
 
-    def times(self, vector_D: NDArray[np.float64]) -> NDArray[np.float64]:
+    def multiply(self, vector_D: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the sum of the columns times `vector_D`, (N,); columns with factor 0 cost nothing."""
-        nonzero = self.chosen(vector_D != 0)
+        nonzero = self.select(vector_D != 0)
         factors = np.repeat(vector_D[vector_D != 0], np.diff(nonzero.starts))
-        return sums_at(nonzero.rows, nonzero.values * factors, self.height)
+        return sum_by_index(nonzero.rows, nonzero.values * factors, self.height)
 
-    def sums(self, terms_Z: NDArray[np.float64]) -> NDArray[np.float64]:
+    def column_sums(self, terms_Z: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the sum of each column's terms, (D,); 0 for a column without any."""
-        return sums_at(self.column_numbers(), terms_Z, len(self))
+        return sum_by_index(self.column_numbers(), terms_Z, len(self))
 
     def column_numbers(self) -> NDArray[np.int64]:
         """Return the index of the column of each value, int64 (Z,)."""

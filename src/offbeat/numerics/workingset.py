@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.numerics.ps.entries import LAST_MAX, Entries, Keys, Rows, places_of, problem_of
-from offbeat.numerics.sparse import SignedColumns, SparseRows, sums_at
+from offbeat.numerics.ps.entries import KEY_STOP_MAX, Entries, Keys, Rows, find_problem, key_slice
+from offbeat.numerics.sparse import SignedColumns, SparseRows, sum_by_index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class WorkingSet:
     def __post_init__(self) -> None:
         if self.values.dtype not in (np.float32, np.float64) or self.values.ndim not in (1, 2):
             raise ValueError(f"expected rows of float32 or float64, got {_described(self.values)}")
-        if problem := problem_of(Entries(0, self.values, self.keys), 0, LAST_MAX):
+        if problem := find_problem(Entries(0, self.values, self.keys), 0, KEY_STOP_MAX):
             raise ValueError(problem)
 
     @classmethod
@@ -57,9 +57,9 @@ class WorkingSet:
         return cls(keys, np.zeros((len(keys), width) if width else len(keys), dtype))
 
     @classmethod
-    def of(cls, content: Entries) -> WorkingSet:
+    def from_entries(cls, content: Entries) -> WorkingSet:
         """Return a copy of pulled entries as a vector."""
-        return cls(content.listed(), content.values.copy())
+        return cls(content.key_array(), content.values.copy())
 
     def __len__(self) -> int:
         """The number of keys."""
@@ -69,7 +69,7 @@ class WorkingSet:
         """Return it as entries to push, not copied: do not `assign` until the push is done."""
         return Entries(int(self.keys[0]) if len(self) else 0, self.values, self.keys)
 
-    def at(self, keys: NDArray[np.int64]) -> Rows:
+    def values_at(self, keys: NDArray[np.int64]) -> Rows:
         """Return a copy of the values of any keys, in the given order, zero for keys that are not listed."""
         rows = np.zeros((len(keys), *self.values.shape[1:]), self.values.dtype)
         positions, is_listed = self._find(keys)
@@ -84,23 +84,23 @@ class WorkingSet:
         """
         self._check_like(content.values)
         if content.keys is None:
-            in_range = places_of(self.keys, content.first, content.first + len(content))
+            in_range = key_slice(self.keys, content.first, content.first + len(content))
             self.values[in_range] = content.values[self.keys[in_range] - content.first]
-        elif problem := problem_of(content, 0, LAST_MAX):
+        elif problem := find_problem(content, 0, KEY_STOP_MAX):
             raise ValueError(problem)
         else:
             positions, is_listed = self._find(content.keys)
             self.values[positions] = content.values[is_listed]
 
-    def cut(self, first: int, last: int) -> WorkingSet:
+    def key_range(self, first: int, last: int) -> WorkingSet:
         """Return the keys `first` to `last` - 1; the values are shared with it, also when assigned to."""
-        positions = places_of(self.keys, first, last)
+        positions = key_slice(self.keys, first, last)
         return WorkingSet(self.keys[positions], self.values[positions])
 
-    def united(self, keys: Keys) -> WorkingSet:
+    def with_keys(self, keys: Keys) -> WorkingSet:
         """Return a vector that also lists these keys, as zero where this one does not list them."""
         union = np.union1d(self.keys, keys)
-        return WorkingSet(union, self.at(union))
+        return WorkingSet(union, self.values_at(union))
 
     def astype(self, dtype: DTypeLike) -> WorkingSet:
         """Return it as float32 or float64."""
@@ -127,7 +127,7 @@ class WorkingSet:
         self._check_like(other.values)
         if np.array_equal(self.keys, other.keys):
             return WorkingSet(self.keys, self.values + float(factor) * other.values)
-        total = self.united(other.keys)
+        total = self.with_keys(other.keys)
         total.values[total.keys.searchsorted(other.keys)] += float(factor) * other.values
         return total
 
@@ -138,7 +138,7 @@ class WorkingSet:
             ValueError: rows of different type or width.
         """
         self._check_like(other.values)
-        theirs = other.values if np.array_equal(self.keys, other.keys) else other.at(self.keys)
+        theirs = other.values if np.array_equal(self.keys, other.keys) else other.values_at(self.keys)
         return float(np.vdot(self.values.astype(np.float64), theirs.astype(np.float64)))
 
     def norm(self) -> float:
@@ -161,7 +161,7 @@ class WorkingSet:
             )
 
 
-def times(examples: SparseRows | SignedColumns, weights: WorkingSet) -> NDArray[np.float64]:
+def multiply(examples: SparseRows | SignedColumns, weights: WorkingSet) -> NDArray[np.float64]:
     """Return X w: for each row, the sum of its values times the weights of their keys, float64 (N,).
 
     For `SignedColumns`, whose values include the labels, these are the margins.
@@ -177,13 +177,13 @@ def times(examples: SparseRows | SignedColumns, weights: WorkingSet) -> NDArray[
         raise ValueError(
             f"expected one weight per key, got {_described(weights.values)}; multiply by each column"
         )
-    weights_of = weights.at(examples.keys).astype(np.float64)
+    weights_of = weights.values_at(examples.keys).astype(np.float64)
     if isinstance(examples, SignedColumns):
-        return examples.times(weights_of)
-    return sums_at(examples.row_numbers(), examples.values * weights_of, len(examples))
+        return examples.multiply(weights_of)
+    return sum_by_index(examples.row_numbers(), examples.values * weights_of, len(examples))
 
 
-def times_transposed(examples: SparseRows | SignedColumns, terms_N: NDArray[np.float64]) -> WorkingSet:
+def multiply_transposed(examples: SparseRows | SignedColumns, terms_N: NDArray[np.float64]) -> WorkingSet:
     """Return X^T v: for each key that occurs, the sum of its values times the numbers of their rows, float64.
 
     Args:
@@ -197,10 +197,10 @@ def times_transposed(examples: SparseRows | SignedColumns, terms_N: NDArray[np.f
     if terms_N.shape != (height,):
         raise ValueError(f"expected one number for each of {height} rows, got {_described(terms_N)}")
     if isinstance(examples, SignedColumns):
-        return WorkingSet(examples.keys, examples.sums(examples.values * terms_N[examples.rows]))
+        return WorkingSet(examples.keys, examples.column_sums(examples.values * terms_N[examples.rows]))
     keys, place_of_Z = np.unique(examples.keys, return_inverse=True)
     terms_Z = examples.values * terms_N[examples.row_numbers()]
-    return WorkingSet(keys, sums_at(place_of_Z, terms_Z, len(keys)))
+    return WorkingSet(keys, sum_by_index(place_of_Z, terms_Z, len(keys)))
 
 
 def _described(array: Rows) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Event, Joined, Refuse, Stop
+from offbeat.events import AbortJob, Action, Event, Joined, RejectPeer
 
 
 class Policy(Protocol):
@@ -27,7 +27,7 @@ class Policy(Protocol):
         """Restores a `state_dict`."""
 
 
-def decide(policies: Sequence[Policy], event: Event) -> list[Action]:
+def dispatch_event(policies: Sequence[Policy], event: Event) -> list[Action]:
     """Passes one event to every policy, in order, and returns all actions; a ProtocolError stops the job.
 
     A Joined that one policy refuses is not passed to the policies after it. The coordinator, the simulator
@@ -38,8 +38,8 @@ def decide(policies: Sequence[Policy], event: Event) -> list[Action]:
         for policy in policies:
             answers = policy.handle(event)
             actions += answers
-            if isinstance(event, Joined) and any(isinstance(answer, Refuse) for answer in answers):
+            if isinstance(event, Joined) and any(isinstance(answer, RejectPeer) for answer in answers):
                 break
     except ProtocolError as error:
-        actions.append(Stop(worker=getattr(event, "worker", None), step=None, reason=str(error)))
+        actions.append(AbortJob(worker=getattr(event, "worker", None), step=None, reason=str(error)))
     return actions

@@ -39,11 +39,11 @@ from functools import partial
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
-from offbeat.errors import OffbeatError, explain
-from offbeat.runtime.control.environment import JOB, NEWCOMER
+from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.runtime.control.environment import JOB_VARIABLE, NEWCOMER_VARIABLE
 from offbeat.runtime.processes.child import start_tied
 from offbeat.runtime.processes.threads import start_thread
-from offbeat.runtime.processes.waiting import Condition, Flag
+from offbeat.runtime.processes.waiting import SignalSafeCondition, SignalSafeEvent
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -58,7 +58,7 @@ _FINISH_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class WorkerOutcome:
     """How one worker ended.
 
     Attributes:
@@ -74,16 +74,16 @@ class Outcome:
     returncode: int
     ended_s: float
     tail: tuple[str, ...]
-    ended_because: str | None = None
+    end_reason: str | None = None
     replaced_by: int | None = None
 
     @property
-    def is_good(self) -> bool:
+    def has_succeeded(self) -> bool:
         """Whether the worker ended with exit code 0, and not by the launcher."""
-        return self.returncode == 0 and self.ended_because is None
+        return self.returncode == 0 and self.end_reason is None
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a TCP port that is free now.
 
     It lies below the kernel's range of ephemeral ports, so that only another explicit request can take it
@@ -99,24 +99,24 @@ def free_port() -> int:
     raise OffbeatError("expected a free TCP port between 20000 and 32767, found none: pass master_port")
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def outcome_summary(outcomes: Sequence[WorkerOutcome]) -> str:
     """Return one line: success, or which worker failed first and the last line of its error."""
-    failed = [outcome for outcome in outcomes if not outcome.is_good and outcome.replaced_by is None]
+    failed = [outcome for outcome in outcomes if not outcome.has_succeeded and outcome.replaced_by is None]
     if not failed:
-        good = sum(outcome.is_good for outcome in outcomes)
+        good = sum(outcome.has_succeeded for outcome in outcomes)
         replaced = [
             f"; worker {outcome.rank} {_end_text(outcome)} and was replaced by worker {outcome.replaced_by}"
             for outcome in outcomes
             if outcome.replaced_by is not None
         ]
         return f"{good} worker{'s' * (good > 1)} ended well" + "".join(replaced)
-    by_itself = [outcome for outcome in failed if outcome.ended_because is None]
+    by_itself = [outcome for outcome in failed if outcome.end_reason is None]
     first = min(by_itself, key=lambda outcome: outcome.ended_s) if by_itself else failed[0]
     line = f"worker {first.rank} {_end_text(first)}"
     error_line = _error_line(first.tail)
     if error_line:
         line += f": {error_line}"
-    forced = [str(o.rank) for o in failed if o is not first and o.ended_because is not None]
+    forced = [str(o.rank) for o in failed if o is not first and o.end_reason is not None]
     if forced:
         ended = f"worker{'s' if len(forced) > 1 else ''} {', '.join(forced)}"
         line += f" (the launcher then had to end {ended})" if by_itself else f" (as {ended})"
@@ -137,7 +137,7 @@ def launch(
     grace_s: float | None = 10.0,
     term_s: float = 5.0,
     replacements: int = 0,
-) -> Workers:
+) -> LaunchedWorkers:
     """Start `workers` copies of `command` on this machine, each knowing its rank, and return at once.
 
     Args:
@@ -178,13 +178,13 @@ def launch(
     if not sys.platform.startswith("linux"):
         raise OffbeatError("starting workers here needs Linux: launch the script with torchrun instead")
     prefixes = [tuple(p) for p in prefix or [()] * workers]
-    foreign = ("TORCHELASTIC_", NEWCOMER)
+    foreign = ("TORCHELASTIC_", NEWCOMER_VARIABLE)
     common = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker))
     common.setdefault("PYTHONUNBUFFERED", "1")  # the last output of a killed worker is not lost
-    common.setdefault(JOB, secrets.token_hex(4))  # two launches may have drawn the same port
+    common.setdefault(JOB_VARIABLE, secrets.token_hex(4))  # two launches may have drawn the same port
     common |= dict(env or {})
-    port = free_port() if master_port is None else master_port
+    port = find_free_port() if master_port is None else master_port
     common |= {"WORLD_SIZE": str(workers), "MASTER_ADDR": master_addr, "MASTER_PORT": str(port)}
     spares = None
     if replacements:
@@ -202,13 +202,13 @@ def launch(
         )
         for rank in range(workers)
     ]
-    return Workers(
+    return LaunchedWorkers(
         starts,
         on_output=on_output,
         deadline_s=deadline_s,
         grace_s=grace_s,
         term_s=term_s,
-        spares=spares,
+        replacements=spares,
     )
 
 
@@ -216,7 +216,7 @@ def _host_store(master_addr: str, port: int) -> Store:
     from offbeat.runtime.control.rendezvous import open_store
 
     try:
-        return open_store(master_addr, port, hosts_it=True)
+        return open_store(master_addr, port, is_host=True)
     except RuntimeError as error:
         raise OffbeatError(f"cannot listen on port {port} for the store of the workers") from error
 
@@ -243,12 +243,12 @@ class _Replacements:
 
     def draw(self) -> int | None:
         """Draw the id of a replacement; None if none is left, or the job has not started."""
-        from offbeat.runtime.control.rendezvous import draw_id, has_started
+        from offbeat.runtime.control.rendezvous import draw_newcomer_id, has_job_started
 
-        if not self.left or not has_started(self.store):
+        if not self.left or not has_job_started(self.store):
             return None
         self.left -= 1
-        return draw_id(self.store, self.world)
+        return draw_newcomer_id(self.store, self.world)
 
 
 @dataclass(kw_only=True)
@@ -259,7 +259,7 @@ class _WorkerProcess:
     pidfd: int
     output: _OutputLines
     errors: _OutputLines
-    outcome: Outcome | None = None
+    outcome: WorkerOutcome | None = None
 
     def signal_group(self, number: int) -> None:
         # The worker leads its own process group, whose number is not reused until the worker is reaped.
@@ -267,7 +267,7 @@ class _WorkerProcess:
             os.killpg(self.process.pid, number)
 
 
-class Workers:
+class LaunchedWorkers:
     """The running workers of one launch; a context manager that ends all of them.
 
     Each worker is started in its own session and process group, so a Ctrl-C at the terminal reaches this
@@ -276,17 +276,17 @@ class Workers:
 
     def __init__(
         self,
-        starts: Sequence[_StartCommand],
+        commands: Sequence[_StartCommand],
         *,
         on_output: Callable[[int, str], None] | None,
         deadline_s: float | None,
         grace_s: float | None,
         term_s: float,
-        spares: _Replacements | None = None,
+        replacements: _Replacements | None = None,
     ) -> None:
         self._began_s = time.monotonic()
         self._grace_s = grace_s
-        self._replacements = spares
+        self._replacements = replacements
         self._term_s = term_s
         self._deadlines: list[tuple[float, str]] = []  # (monotonic time, why workers are ended then)
         self._ending_because: str | None = None
@@ -296,17 +296,17 @@ class Workers:
         self._is_over = False
         self._is_closed = False
         self._pid = os.getpid()
-        self._changed = Condition()
+        self._changed = SignalSafeCondition()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._delivery: _OutputThread | None = None
         if on_output is not None:
             self._delivery = _OutputThread(on_output, lambda: self._end_at(0.0, "reading its output failed"))
         if deadline_s is not None:
             self._end_at(deadline_s, f"it had not ended {deadline_s:g} s after its start")
-        started = Flag()
+        started = SignalSafeEvent()
         self._monitor_thread = start_thread(
             "offbeat-workers",
-            partial(self._monitor, starts, started),
+            partial(self._monitor, commands, started),
             partial(self._on_monitor_failed, started),
         )
         atexit.register(self.close)
@@ -329,12 +329,12 @@ class Workers:
         """The workers' process ids, by rank, replacements last."""
         return [worker.process.pid for worker in self._workers]
 
-    def running(self) -> list[int]:
+    def running_ranks(self) -> list[int]:
         """Return the ranks that have not ended."""
         with self._changed:
             return [worker.rank for worker in self._workers if worker.outcome is None]
 
-    def wait(self, deadline_s: float | None = None) -> list[Outcome]:
+    def wait(self, deadline_s: float | None = None) -> list[WorkerOutcome]:
         """Wait until every worker has ended and return the outcomes, by rank, replacements last.
 
         Args:
@@ -394,7 +394,7 @@ class Workers:
             self._delivery.finish()
         atexit.unregister(self.close)
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> LaunchedWorkers:
         return self
 
     def __exit__(
@@ -410,7 +410,7 @@ class Workers:
 
     # The methods below run in the monitoring thread.
 
-    def _monitor(self, starts: Sequence[_StartCommand], started: Flag) -> None:
+    def _monitor(self, starts: Sequence[_StartCommand], started: SignalSafeEvent) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
             try:
@@ -424,13 +424,13 @@ class Workers:
                     worker.errors.stream.close()
         self._release_waiters(started)
 
-    def _on_monitor_failed(self, started: Flag, error: BaseException) -> None:
+    def _on_monitor_failed(self, started: SignalSafeEvent, error: BaseException) -> None:
         self._error = _explained(error)
         for worker in self._workers:
             worker.signal_group(signal.SIGKILL)
         self._release_waiters(started)
 
-    def _release_waiters(self, started: Flag) -> None:
+    def _release_waiters(self, started: SignalSafeEvent) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -500,12 +500,12 @@ class Workers:
                     break
             lines.flush()
         returncode = _returncode(worker)
-        outcome = Outcome(
+        outcome = WorkerOutcome(
             rank=worker.rank,
             returncode=returncode,
             ended_s=time.monotonic() - self._began_s,
             tail=tuple(worker.errors.tail),
-            ended_because=self._ending_because,
+            end_reason=self._ending_because,
         )
         if returncode != 0 and self._ending_because is None:
             outcome = self._replace(worker, outcome, selector)
@@ -516,7 +516,9 @@ class Workers:
                 reason = f"it had not ended {self._grace_s:g} s after worker {worker.rank} failed"
                 self._deadlines.append((time.monotonic() + self._grace_s, reason))
 
-    def _replace(self, worker: _WorkerProcess, outcome: Outcome, selector: selectors.BaseSelector) -> Outcome:
+    def _replace(
+        self, worker: _WorkerProcess, outcome: WorkerOutcome, selector: selectors.BaseSelector
+    ) -> WorkerOutcome:
         """Starts a replacement for a worker that died, if one is left and other workers still run."""
         others = [other for other in self._workers if other.outcome is None and other is not worker]
         rank = self._replacements.draw() if self._replacements is not None and others else None
@@ -525,7 +527,7 @@ class Workers:
         if self._delivery is not None:
             note = f"(this worker replaces worker {worker.rank}, which {_end_text(outcome)})"
             self._delivery.put(rank, note)
-        env = worker.start.env | {"RANK": str(rank), NEWCOMER: "1"}
+        env = worker.start.env | {"RANK": str(rank), NEWCOMER_VARIABLE: "1"}
         self._start(rank, replace(worker.start, env=env), selector)
         return replace(outcome, replaced_by=rank)
 
@@ -581,7 +583,7 @@ class _OutputThread:
         self._lines: deque[tuple[int, str]] = deque()
         self._dropped: Counter[int] = Counter()
         self._is_finishing = False
-        self._changed = Condition()
+        self._changed = SignalSafeCondition()
         self._thread = start_thread("offbeat-output", self._run, self._fail)
 
     def put(self, rank: int, line: str) -> None:
@@ -628,7 +630,7 @@ def _explained(error: BaseException) -> BaseException:
     """Return the error to raise: one of the operating system is explained, with what to do."""
     if not isinstance(error, OSError):
         return error
-    explained = OffbeatError(f"the workers cannot be monitored: {explain(error)}")
+    explained = OffbeatError(f"the workers cannot be monitored: {describe_os_error(error)}")
     explained.__cause__ = error
     return explained
 
@@ -643,9 +645,9 @@ def _returncode(worker: _WorkerProcess) -> int:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def _end_text(outcome: Outcome) -> str:
-    if outcome.ended_because is not None:
-        return f"was ended by the launcher because {outcome.ended_because}"
+def _end_text(outcome: WorkerOutcome) -> str:
+    if outcome.end_reason is not None:
+        return f"was ended by the launcher because {outcome.end_reason}"
     if outcome.returncode >= 0:
         return f"failed with exit code {outcome.returncode}"
     try:

@@ -2,14 +2,14 @@
 
 Theory of operation. A `Session` puts hooks on the model and on each optimizer and passes what they observe to
 a `Synchronizer`, which the strategy makes and which keeps this worker's model in step with those of the other
-workers. It exchanges events and actions with the coordinator through a `Member`; a job of one worker
-may do without. One step of the user's loop:
+workers. It exchanges events and actions with the coordinator through a `CoordinatorClient`; a job of one
+worker may do without. One step of the user's loop:
 
-1. `batches` asks for a batch. If an optimizer has stepped, the step before ends here (6). `Pairing` takes the
-   next batch from `DealtBatches` or from this worker's equal shard, and counts it. `weigh` sets what the
-   gradients of this batch count, relative to a full batch.
+1. `batches` asks for a batch. If an optimizer has stepped, the step before ends here (6). `RoundPairing`
+   takes the next batch from `AssignedBatches` or from this worker's equal shard, and counts it. `weigh` sets
+   what the gradients of this batch count, relative to a full batch.
 2. Forward pass. In training mode a step that has not ended ends here. Where programs may skip batches,
-   `Pairing` finds out whether this batch stands in for one that was skipped; its weight is 0 then. The
+   `RoundPairing` finds out whether this batch stands in for one that was skipped; its weight is 0 then. The
    synchronizer's hooks follow, which may wait for parameters.
 3. Backward pass. The synchronizer's hooks collect the gradients and may begin to exchange them; it calls
    `computed`, which marks the batch as used and adds injected slowness.
@@ -54,28 +54,33 @@ from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.events import Evaluated, Event, Finished, Preempted, Saving, StepTimed
-from offbeat.policies.data.block_scheduler import batches_in_words
-from offbeat.policies.stragglers.injection import Slowness, parse
-from offbeat.runtime.control.client import Member
-from offbeat.runtime.control.coordinator import Configuration, PolicySpec
-from offbeat.runtime.control.environment import Environment, of_thread, read_environment
-from offbeat.runtime.control.rendezvous import Meeting, meet
-from offbeat.runtime.data.assigned_batches import DealtBatches
+from offbeat.events import CheckpointQuery, Evaluated, Event, Finished, Preempted, StepTimed
+from offbeat.policies.data.block_scheduler import describe_batches
+from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.control.coordinator import CoordinatorConfiguration, PolicySpec
+from offbeat.runtime.control.environment import Environment, environment_of_thread, read_environment
+from offbeat.runtime.control.rendezvous import RendezvousInfo, rendezvous
+from offbeat.runtime.data.assigned_batches import AssignedBatches
 from offbeat.runtime.data.equal_shards import EqualShards, epoch_order, load_batches
-from offbeat.runtime.data.pairing import Pairing
+from offbeat.runtime.data.pairing import RoundPairing
 from offbeat.runtime.processes.interrupts import check_between_steps
 from offbeat.runtime.processes.preemption_signals import PreemptionSignals
-from offbeat.runtime.training.checks import Watch, check_all_stepped, check_trainable, describe
-from offbeat.runtime.training.hooks import ForwardHook, Hook
-from offbeat.runtime.training.interface import Loop, Synchronizer
-from offbeat.runtime.training.partial_step import out_of_inference_mode, plainly
-from offbeat.runtime.training.state_copy import Place
+from offbeat.runtime.training.checks import (
+    ParameterSetCheck,
+    check_all_in_optimizers,
+    check_trainable,
+    describe_training,
+)
+from offbeat.runtime.training.hooks import SessionForwardHook, SessionHook
+from offbeat.runtime.training.interface import Synchronizer, TrainingLoop
+from offbeat.runtime.training.partial_step import optimizer_step_mode, out_of_inference_mode
+from offbeat.runtime.training.state_copy import TrainingPosition
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
-from offbeat.runtime.training.trained import Trained
+from offbeat.runtime.training.trained import TrainingState
 from offbeat.runtime.validation.evaluators import Evaluate
-from offbeat.runtime.validation.parts import Data
+from offbeat.runtime.validation.parts import ValidationData
 from offbeat.runtime.validation.result import Validation
 from offbeat.runtime.validation.shared_validator import SharedValidator
 from offbeat.runtime.validation.validator import Validator
@@ -84,7 +89,7 @@ _STATE_VERSION = 2
 _SILENT_S = 10.0
 _STAY_S = 10.0  # longest wait for other workers to finish where none of them needs this one
 _COUNT_EVERY_S = 0.005
-_SILENT_AND_TAKEN_BACK_S = 300.0
+_SILENT_RETURNING_S = 300.0
 _VALIDATION = PolicySpec(path="offbeat.policies.validation.shared_schedule:SharedValidation")
 _PREEMPTION = PolicySpec(path="offbeat.policies.membership.preemption:Preemption")
 _in_session: weakref.WeakSet[Optimizer | nn.Module] = weakref.WeakSet()
@@ -98,11 +103,11 @@ class Strategy(Protocol):
         """How long a worker may keep other workers waiting, in seconds."""
 
     @property
-    def survives(self) -> bool:
+    def survives_worker_loss(self) -> bool:
         """Whether training continues when a worker is lost."""
 
     @property
-    def takes_back(self) -> bool:
+    def readmits_workers(self) -> bool:
         """Whether a worker that falls silent may return, since no worker waits for it; else it is lost."""
 
     @property
@@ -110,7 +115,7 @@ class Strategy(Protocol):
         """Whether samples are assigned on demand ("dynamic") or split equally in advance ("equal")."""
 
     @property
-    def needs_coordinator(self) -> bool:
+    def always_needs_coordinator(self) -> bool:
         """Whether a job of one worker needs a coordinator, too."""
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
@@ -122,7 +127,7 @@ class Strategy(Protocol):
             servers: number of server processes of the parameter server, where the strategy has one.
         """
 
-    def synchronizer(self, loop: Loop, trained: Trained) -> Synchronizer:
+    def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> Synchronizer:
         """Makes the object that keeps this worker's model in step with those of other workers."""
 
 
@@ -173,8 +178,10 @@ def join(
     if run_log_bytes_max is not None:
         environment = replace(environment, run_log_bytes_max=run_log_bytes_max)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    with plainly():
-        return Session(Trained(model, optimizers), strategy, of_thread(environment, thread, threads))
+    with optimizer_step_mode():
+        return Session(
+            TrainingState(model, optimizers), strategy, environment_of_thread(environment, thread, threads)
+        )
 
 
 class Session:
@@ -185,7 +192,7 @@ class Session:
         world: how many workers the job started with.
         epoch: the epoch under way, from 0.
         is_newcomer: this worker joined when the job was running.
-        threads: the ids of the workers in this process, including this one.
+        local_workers: the ids of the workers in this process, including this one.
         servers: number of server processes at the start, where the strategy has a parameter server.
         timer: splits the wall time into parts.
         samples: number of samples taken from `batches` since the last optimizer step.
@@ -195,13 +202,13 @@ class Session:
 
     def __init__(
         self,
-        trained: Trained,
+        trained: TrainingState,
         strategy: Strategy,
         environment: Environment,
     ) -> None:
         check_trainable(trained)
-        if strategy.survives:
-            check_all_stepped(trained)
+        if strategy.survives_worker_loss:
+            check_all_in_optimizers(trained)
         self._held: list[Optimizer | nn.Module] = [
             *trained.optimizers,
             *_modules_with_parameters(trained.model),
@@ -212,7 +219,7 @@ class Session:
                 "joining again"
             )
         self.worker, self.world = environment.rank, environment.world
-        self.is_newcomer, self.threads = environment.is_newcomer, environment.threads
+        self.is_newcomer, self.local_workers = environment.is_newcomer, environment.threads
         self.servers = environment.servers
         self.epoch = 0
         self._steps_taken = 0  # by this worker alone, also while it is excluded from the group
@@ -223,12 +230,14 @@ class Session:
         self._seed, self._start_s = environment.seed, environment.start_s
         self._is_iterating = False
         self._slowness = _read_slowness(environment)
-        self._pairing = Pairing(lambda batch, left_out: self._synchronizer.batch_of_round(batch, left_out))
+        self._pairing = RoundPairing(
+            lambda batch, left_out: self._synchronizer.agree_on_batch(batch, left_out)
+        )
         self._batches_used = 0  # of the epoch, up to the last step that ended
         self._batches_in_epoch: int | None = None
         self._samples_in_epoch = self._batch_size = 0
         self._drop_last = False
-        self._joined_at: Place | None = None  # of a newcomer, until its first epoch begins
+        self._joined_at: TrainingPosition | None = None  # of a newcomer, until its first epoch begins
         # By epoch: ranges of positions that the loaded state has consumed.
         self._used: dict[int, tuple[tuple[int, int], ...]] = {}
         self._samples_loaded = 0  # per epoch, in the loaded state
@@ -244,19 +253,19 @@ class Session:
         self._has_sent_signal = self._is_preempted = self._has_seen_preemption = False
         self.validator: Validator | None = None
         self._validation_arguments: tuple[Any, ...] = ()
-        self._meeting: Meeting | None = None
-        self._member: Member | None = None
-        self._synchronizer = strategy.synchronizer(self, trained)
-        self._silent_s = _SILENT_AND_TAKEN_BACK_S if strategy.takes_back else _SILENT_S
+        self._meeting: RendezvousInfo | None = None
+        self._coordinator: CoordinatorClient | None = None
+        self._synchronizer = strategy.make_synchronizer(self, trained)
+        self._silent_s = _SILENT_RETURNING_S if strategy.readmits_workers else _SILENT_S
         self._handles: list[RemovableHandle] = []
         try:
             self._enter(environment)
         except BaseException as error:
-            if self._meeting is not None and self._member is None:
-                self._meeting.tell_failure(error)
+            if self._meeting is not None and self._coordinator is None:
+                self._meeting.publish_failure(error)
             self._leave(error)
             if self._meeting is not None and isinstance(error, OffbeatError):
-                self._meeting.outlast_the_late()
+                self._meeting.wait_for_late_workers()
             raise
         self._meeting = None
         _in_session.update(self._held)
@@ -265,47 +274,47 @@ class Session:
 
     def _enter(self, environment: Environment) -> None:
         has_log = environment.run_log is not None
-        if self.world > 1 or has_log or self.is_newcomer or self._strategy.needs_coordinator:
-            meeting = self._meeting = meet(environment, partial(self._configure, environment))
+        if self.world > 1 or has_log or self.is_newcomer or self._strategy.always_needs_coordinator:
+            meeting = self._meeting = rendezvous(environment, partial(self._configure, environment))
             self.worker, self.world = meeting.worker, meeting.world
             if self.is_newcomer:
-                self.threads = (self.worker,)
-            self._member = Member(
+                self.local_workers = (self.worker,)
+            self._coordinator = CoordinatorClient(
                 meeting,
                 self.worker,
                 self._abandon,
-                step=lambda: self.step,
-                survives=self._strategy.survives,
+                steps_finished=lambda: self.step,
+                survives_worker_loss=self._strategy.survives_worker_loss,
                 silent_s=self._silent_s,
             )
-            self._member.join(
+            self._coordinator.join(
                 world=self.world,
-                place=f"{socket.gethostname()}, process {os.getpid()}",
-                model=describe(self._trained),
+                location=f"{socket.gethostname()}, process {os.getpid()}",
+                model=describe_training(self._trained),
                 strategy=str(self._strategy),
             )
             if self.worker == 0:
-                meeting.announce()
-        self._synchronizer.enter(self._member, self._meeting)
+                meeting.publish_coordinator()
+        self._synchronizer.join_job(self._coordinator, self._meeting)
         if self.is_newcomer:
             self._steps_taken = self.step
-        self._watch = Watch(self._trained)
-        hook = ForwardHook(self._before_forward)  # before the synchronizer's hooks, which begin a step
+        self._watch = ParameterSetCheck(self._trained)
+        hook = SessionForwardHook(self._before_forward)  # before the synchronizer's hooks, which begin a step
         self._handles.append(self._trained.model.register_forward_pre_hook(hook))
         self._synchronizer.attach()
         self._handles += [
             handle
             for optimizer in self._trained.optimizers
             for handle in (
-                optimizer.register_step_pre_hook(Hook(self._before_step)),
-                optimizer.register_step_post_hook(Hook(self._after_step)),
+                optimizer.register_step_pre_hook(SessionHook(self._before_step)),
+                optimizer.register_step_post_hook(SessionHook(self._after_step)),
             )
         ]
         self.timer.lap()
         if environment.trace is not None:
             folder, first_step = environment.trace
             self.tracer = Tracer(folder, self.worker, first_step)
-            self.timer.on_part = partial(self.tracer.add, "loop")
+            self.timer.on_part = partial(self.tracer.add_span, "loop")
             self._trace()
 
     def _trace(self) -> None:
@@ -313,18 +322,20 @@ class Session:
         if self.tracer is None:
             return
         was_on = self.tracer.is_on
-        self.tracer.step(self.step)
-        if self.tracer.is_on and not was_on and self._member is not None:
-            self._member.endpoint.call(self._count_bytes)
+        self.tracer.on_step_start(self.step)
+        if self.tracer.is_on and not was_on and self._coordinator is not None:
+            self._coordinator.endpoint.call_soon(self._count_bytes)
 
     def _count_bytes(self) -> None:
         assert self.tracer is not None
-        assert self._member is not None
-        self.tracer.count(self._member.endpoint.bytes_sent)
+        assert self._coordinator is not None
+        self.tracer.record_bytes_sent(self._coordinator.endpoint.bytes_sent)
         if self.tracer.is_on:
-            self._member.endpoint.later(_COUNT_EVERY_S, self._count_bytes)
+            self._coordinator.endpoint.call_later(_COUNT_EVERY_S, self._count_bytes)
 
-    def _configure(self, environment: Environment, job: str, token: str, host: str) -> Configuration:
+    def _configure(
+        self, environment: Environment, job: str, token: str, host: str
+    ) -> CoordinatorConfiguration:
         log = environment.run_log
         about = {
             "world": self.world,
@@ -338,21 +349,21 @@ class Session:
             _VALIDATION,
             _PREEMPTION,
         )
-        return Configuration(
+        return CoordinatorConfiguration(
             job=job,
             token=token,
             host=host,
             policies=policies,
             log_path=None if log is None else os.path.abspath(log),
             log_bytes_max=environment.run_log_bytes_max,
-            about=about,
+            log_header=about,
             silent_s=self._silent_s,
-            stay_s=self._start_s,
+            linger_s=self._start_s,
         )
 
-    def place(self, round_: int) -> Place:
+    def position(self, round_: int) -> TrainingPosition:
         """The position in the training that this worker's state belongs to."""
-        return Place(
+        return TrainingPosition(
             round=round_,
             epoch=self.epoch,
             seed=self._seed,
@@ -361,7 +372,7 @@ class Session:
             drop_last=self._drop_last,
         )
 
-    def take_place(self, place: Place) -> None:
+    def restore_position(self, place: TrainingPosition) -> None:
         """Continues at the position that another worker's state belongs to."""
         self.epoch, self._seed = place.epoch, place.seed
         self._joined_at = place
@@ -383,9 +394,9 @@ class Session:
         return self._synchronizer.members
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker is the one to evaluate, print and save for the job."""
-        return self._synchronizer.leads
+        return self._synchronizer.is_leader
 
     @property
     def preempted(self) -> bool:
@@ -425,10 +436,10 @@ class Session:
         return self._is_preempted
 
     @property
-    def is_signalled(self) -> bool:
+    def has_preemption_signal(self) -> bool:
         """Whether this worker knows of a preemption signal, its own or another's; others may not know yet."""
-        is_announced = self._member is not None and self._member.preempt is not None
-        return self._signals.name is not None or is_announced
+        is_announced = self._coordinator is not None and self._coordinator.preempt is not None
+        return self._signals.signal_name is not None or is_announced
 
     def __enter__(self) -> Self:
         return self
@@ -458,9 +469,9 @@ class Session:
         self._left = True
         if error is None:
             self._finish()
-        if self._member is not None:
+        if self._coordinator is not None:
             has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
-            self._member.tell_end(error if has_failed else None, *self._timed)
+            self._coordinator.send_end(error if has_failed else None, *self._timed)
         self._tear_down()
 
     def _finish(self) -> None:
@@ -468,7 +479,7 @@ class Session:
         try:
             self._end_step()
             self._synchronizer.flush()
-            self._wait_for_the_others()
+            self._wait_for_other_workers()
             if self.validator is not None:
                 self.validator.finish()
         except BaseException as error:
@@ -476,22 +487,22 @@ class Session:
             self._leave(error)
             raise
 
-    def _wait_for_the_others(self) -> None:
+    def _wait_for_other_workers(self) -> None:
         """Waits until all workers have finished.
 
         Workers that are behind copy the final state from workers that are not. In lockstep none is, unless
         workers had different numbers of batches; a worker that had fewer learns of it during a short wait.
         """
-        is_alone = self.world == 1 and not self._strategy.needs_coordinator
-        if is_alone or self._member is None:
+        is_alone = self.world == 1 and not self._strategy.always_needs_coordinator
+        if is_alone or self._coordinator is None:
             return
-        if self._member.has_raised and not self._strategy.survives:
+        if self._coordinator.is_failure_raised and not self._strategy.survives_worker_loss:
             return  # the program caught the failure and leaves in order
         epoch = max(0, self.epoch - 1) if self._batches_in_epoch is None else self.epoch
-        self.tell(Finished(now_s=0.0, worker=self.worker, epoch=epoch, step=self.step))
-        if not self._strategy.survives:
+        self.send_event(Finished(now_s=0.0, worker=self.worker, epoch=epoch, step=self.step))
+        if not self._strategy.survives_worker_loss:
             until_s = time.monotonic() + _STAY_S
-            self._member.wait_for(
+            self._coordinator.wait_for(
                 lambda: self._is_dismissed() or time.monotonic() >= until_s,
                 2 * _STAY_S,
                 "all workers to finish",
@@ -499,11 +510,11 @@ class Session:
             return
         self._synchronizer.finish()
         what = "all workers to finish"
-        self._member.wait_for(self._is_dismissed, self._strategy.deadline_s, what)
-        self._synchronizer.settle()
+        self._coordinator.wait_for(self._is_dismissed, self._strategy.deadline_s, what)
+        self._synchronizer.receive_final_state()
 
     def _is_dismissed(self) -> bool:
-        return self._member is not None and self._member.is_dismissed
+        return self._coordinator is not None and self._coordinator.is_job_complete
 
     def _tear_down(self) -> None:
         if self.validator is not None:
@@ -518,13 +529,13 @@ class Session:
         try:
             self._synchronizer.detach()
         finally:
-            if self._member is not None:
-                self._member.close()
+            if self._coordinator is not None:
+                self._coordinator.close()
 
     def _abandon(self, error: WorkerError) -> None:
         self._synchronizer.abandon(error)
         if isinstance(self.validator, SharedValidator):
-            self.validator.abandon(error)
+            self.validator.fail_all(error)
 
     # The loop --------------------------------------------------------------------------------------------
 
@@ -547,7 +558,7 @@ class Session:
 
     def _finish_epoch(self) -> None:
         self.epoch += 1
-        self._pairing.begin(0)
+        self._pairing.begin_epoch(0)
         self._batches_used = 0
         self._batches_in_epoch = None
         self._is_used_up = False
@@ -622,27 +633,27 @@ class Session:
         self._batch_size, self._drop_last = batch_size, drop_last
         source = (
             self._assigned_batches(dataset, batch_size, shuffle, drop_last, loader_options)
-            if self._synchronizer.deals
+            if self._synchronizer.assigns_samples
             else self._equal_batches(dataset, shards, loader_options)
         )
         self._is_iterating = True
         try:
             self._begin_batch()
-            for batch, samples in self._pairing.each(source):
-                self.check()
+            for batch, samples in self._pairing.iterate(source):
+                self.raise_if_failed()
                 before = self.samples
                 self.samples += samples
-                self._synchronizer.weigh(samples / batch_size)
+                self._synchronizer.set_batch_weight(samples / batch_size)
                 self.timer.switch("compute")
                 yield batch
                 self._begin_batch()
-                if not self._pairing.is_used:
+                if not self._pairing.is_batch_used:
                     self.samples = before
-            self.check()
+            self.raise_if_failed()
             self._is_used_up = True
         finally:
             self._is_iterating = False
-            self._synchronizer.weigh(1.0)
+            self._synchronizer.set_batch_weight(1.0)
             self.timer.switch("other")
             if not self._is_used_up:
                 self._drop_rest_of_epoch()
@@ -662,8 +673,8 @@ class Session:
         if place is None or not place.samples or place.epoch != self.epoch:
             return
         if (samples, batch_size, drop_last) != (place.samples, place.batch_size, place.drop_last):
-            job_batches = batches_in_words(place.batch_size, place.drop_last)
-            own_batches = batches_in_words(batch_size, drop_last)
+            job_batches = describe_batches(place.batch_size, place.drop_last)
+            own_batches = describe_batches(batch_size, drop_last)
             raise OffbeatError(
                 f"expected the data of the job that worker {self.worker} joins, {place.samples} samples in "
                 f"batches of {job_batches}, got {samples} in batches of {own_batches}: start "
@@ -674,11 +685,11 @@ class Session:
         self, dataset: Dataset[Any], shards: EqualShards, loader_options: dict[str, Any]
     ) -> Iterator[tuple[Any, int]]:
         """Yields the batches of this worker's equal shard, with their sizes."""
-        indices = shards.batches(self.worker)[self._pairing.taken :]
+        indices = shards.batches(self.worker)[self._pairing.batches_taken :]
         seed = (self._seed, self.epoch, self.worker)
         loaded = load_batches(dataset, indices, seed=seed, loader_options=loader_options)
         for batch in indices:
-            if self._member is not None and self._member.epochs_ended > self.epoch:
+            if self._coordinator is not None and self._coordinator.epochs_ended > self.epoch:
                 break
             yield next(loaded), len(batch)
 
@@ -691,10 +702,10 @@ class Session:
         loader_options: dict[str, Any],
     ) -> Iterator[tuple[Any, int]]:
         """Yields the batches assigned to this worker, with their sizes."""
-        assert self._member is not None
+        assert self._coordinator is not None
         samples = len(dataset)  # type: ignore[arg-type]
-        assigned = DealtBatches(
-            self._member,
+        assigned = AssignedBatches(
+            self._coordinator,
             lambda epoch: epoch_order(samples, seed=self._seed, epoch=epoch, shuffle=shuffle),
             dataset,
             batch_size,
@@ -703,10 +714,10 @@ class Session:
             loader_options=loader_options,
             seed=(self._seed, self.epoch, self.worker),
             is_last=self._last_epoch is None or self.epoch >= self._last_epoch,
-            skips=self._has_left_epoch_early,
-            used=self._used.get(self.epoch, ()),
-            late=self._synchronizer.late,
-            is_clear=lambda: self._synchronizer.is_clear,
+            has_left_epoch_early=self._has_left_epoch_early,
+            consumed=self._used.get(self.epoch, ()),
+            late_gradients=self._synchronizer.late_gradients,
+            has_no_pending_gradient=lambda: self._synchronizer.has_no_pending_gradient,
             blocks_per_round=self._synchronizer.blocks_per_round,
             deadline_s=self._strategy.deadline_s,
         )
@@ -715,18 +726,18 @@ class Session:
 
     def _drop_rest_of_epoch(self) -> None:
         """Drops the rest of the epoch, which the loop has left early."""
-        if self._synchronizer.deals and self._member is not None:
+        if self._synchronizer.assigns_samples and self._coordinator is not None:
             self._has_left_epoch_early = True
-            with self._member.lock:
-                self._member.hand.throw_away()
-                self._synchronizer.give_up_the_rest()
+            with self._coordinator.lock:
+                self._coordinator.block_queue.discard()
+                self._synchronizer.on_epoch_left_early()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context backward passes only accumulate; the next one outside exchanges the sum.
 
         Without it accumulation gives the same result, at the cost of one exchange per backward pass.
         """
-        return self._synchronizer.quiet()
+        return self._synchronizer.no_sync()
 
     def observe(self, loss: float | Tensor) -> None:
         """Records the mean training loss of a batch, or its accuracy, for strategies that use it.
@@ -736,7 +747,7 @@ class Session:
         """
         self._losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
 
-    def take_loss(self) -> float | None:
+    def pop_mean_loss(self) -> float | None:
         """Returns the mean of the values observed since the last call, None if there are none."""
         losses, self._losses = self._losses, []
         return sum(losses) / len(losses) if losses else None
@@ -744,9 +755,9 @@ class Session:
     def report(self, **metrics: float) -> None:
         """Writes metrics of the current epoch (accuracy, loss, …) to the run log."""
         plain = {name: float(value) for name, value in metrics.items()}
-        self.tell(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
+        self.send_event(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
 
-    def validate(self, evaluate: Evaluate, dataset: Data, **options: Any) -> Validation:
+    def validate(self, evaluate: Evaluate, dataset: ValidationData, **options: Any) -> Validation:
         """Validates the epoch that ends now while the next one trains; all workers call it.
 
         With several workers each evaluates the parts of the set assigned to it, as many as it has time for,
@@ -781,38 +792,38 @@ class Session:
                 "expected session.validate to be called with the same evaluate, data set and options at "
                 "every epoch, got others: make them before the loop"
             )
-        self.check()
+        self.raise_if_failed()
         self._end_step()
         if self._has_model_to_validate():
-            self._synchronizer.refresh()
+            self._synchronizer.complete_state()
         return self.validator.validate(self.epoch)
 
-    def _validator(self, evaluate: Evaluate, dataset: Data, options: dict[str, Any]) -> Validator:
-        common = self._synchronizer.is_common
+    def _validator(self, evaluate: Evaluate, dataset: ValidationData, options: dict[str, Any]) -> Validator:
+        common = self._synchronizer.replicas_identical
         if options.get("decision") == "rollback" and options.get("plateau") is not None:
             raise ValueError(
                 "expected a decision of sync or lag with a plateau in a session, got 'rollback': the samples "
                 "of an epoch are assigned once"
             )
-        is_shared = self.world > 1 or self.is_newcomer or self._strategy.survives
-        if self._member is None or not is_shared:
+        is_shared = self.world > 1 or self.is_newcomer or self._strategy.survives_worker_loss
+        if self._coordinator is None or not is_shared:
             return Validator(self._trained.model, evaluate, dataset, **options)
         return SharedValidator(
             self._trained.model,
             evaluate,
             dataset,
-            member=self._member,
+            member=self._coordinator,
             is_current=self._has_model_to_validate,
-            goes_back=common and not self._strategy.survives,
-            has_rates=common,
-            is_alone=len(self.threads) == 1,
+            can_roll_back=common and not self._strategy.survives_worker_loss,
+            has_learning_rates=common,
+            is_only_thread=len(self.local_workers) == 1,
             **options,
         )
 
     def _has_model_to_validate(self) -> bool:
         """Whether to validate this worker's model: a current replica, or the leader's where copies differ."""
         synchronizer = self._synchronizer
-        return synchronizer.is_current if synchronizer.is_common else synchronizer.leads
+        return synchronizer.has_current_state if synchronizer.replicas_identical else synchronizer.is_leader
 
     @property
     def traffic(self) -> Mapping[str, float]:
@@ -823,31 +834,31 @@ class Session:
         """
         return self._synchronizer.traffic
 
-    def tell(self, event: Event) -> None:
+    def send_event(self, event: Event) -> None:
         """Sends an event to the coordinator, after the times of the steps since the last one."""
-        if self._member is not None:
-            self._member.tell(*self._timed, event)
+        if self._coordinator is not None:
+            self._coordinator.send_event(*self._timed, event)
             self._timed.clear()
 
     # What the synchronizer calls -------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises the job's failure, if there is one.
 
         Raises:
             WorkerError: names the worker that caused it.
         """
-        if self._member is not None:
-            self._member.check()
+        if self._coordinator is not None:
+            self._coordinator.raise_if_failed()
 
-    def computed(self, compute_s: float) -> None:
+    def on_computed(self, compute_s: float) -> None:
         """Marks the batch as used; waits a multiple of `compute_s` where slowness is configured."""
-        self._pairing.is_used = True
+        self._pairing.is_batch_used = True
         if self._slowness is None:
             return
         try:
             factor = self._slowness.factor(
-                self.worker // len(self.threads),
+                self.worker // len(self.local_workers),
                 self.epoch,
                 self._step_in_epoch(),
                 self._batches_in_epoch,
@@ -857,20 +868,24 @@ class Session:
             raise OffbeatError(
                 f"{error}; use session.batches, which provides it, instead of your own loader"
             ) from error
-        if factor > 1 and self._member is not None:
-            self._member.pause((factor - 1) * compute_s)
+        if factor > 1 and self._coordinator is not None:
+            self._coordinator.pause((factor - 1) * compute_s)
         elif factor > 1:
             time.sleep((factor - 1) * compute_s)
 
     def _step_in_epoch(self) -> int:
         """Steps of the epoch done; derived from the samples used where these are assigned on demand."""
-        if not self._synchronizer.deals or self._batches_in_epoch is None or self._member is None:
+        if (
+            not self._synchronizer.assigns_samples
+            or self._batches_in_epoch is None
+            or self._coordinator is None
+        ):
             return max(0, self._pairing.batch - 1)
-        return self._member.hand.used * self._batches_in_epoch // self._samples_in_epoch
+        return self._coordinator.block_queue.samples_used * self._batches_in_epoch // self._samples_in_epoch
 
     @out_of_inference_mode
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.check()
+        self.raise_if_failed()
         self._watch.check()
         if torch._C._current_graph_task_id() != -1:
             raise OffbeatError(
@@ -895,9 +910,9 @@ class Session:
             return
         if model.training:
             self._end_step()
-        if self._is_iterating and self._pairing.begins_to_stand_in():
+        if self._is_iterating and self._pairing.try_stand_in():
             self.samples = 0
-            self._synchronizer.weigh(0)
+            self._synchronizer.set_batch_weight(0)
 
     def _end_step(self) -> None:
         """Ends the current step, if an optimizer has stepped."""
@@ -908,11 +923,11 @@ class Session:
         self._send_signal()
         self._synchronizer.after_step()
         self._steps_taken += 1
-        self._pairing.is_used = True
+        self._pairing.is_batch_used = True
         self._batches_used = self._pairing.batch
         self._is_preempted |= self._synchronizer.is_preempted
         wall_s, parts_s = self.timer.lap()
-        if self._member is not None:
+        if self._coordinator is not None:
             self._timed.append(
                 StepTimed(
                     now_s=0.0,
@@ -929,10 +944,12 @@ class Session:
 
     def _send_signal(self) -> None:
         """Reports a signal that has arrived; not from its handler, which must not send."""
-        if self._signals.name is not None and not self._has_sent_signal:
+        if self._signals.signal_name is not None and not self._has_sent_signal:
             self._has_sent_signal = True
-            self.tell(
-                Preempted(now_s=0.0, worker=self.worker, step=self._steps_taken, signal=self._signals.name)
+            self.send_event(
+                Preempted(
+                    now_s=0.0, worker=self.worker, step=self._steps_taken, signal=self._signals.signal_name
+                )
             )
 
     # Saving and restoring --------------------------------------------------------------------------------
@@ -954,9 +971,9 @@ class Session:
 
     def _refresh(self) -> None:
         self._end_step()
-        if not self._synchronizer.is_current:
+        if not self._synchronizer.has_current_state:
             raise OffbeatError(self._outdated_message())
-        self._synchronizer.refresh()
+        self._synchronizer.complete_state()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that a run needs to continue: model, optimizers, and the position in the data.
@@ -972,7 +989,7 @@ class Session:
         check_between_steps("session.state_dict()", self.worker, self.step)
         self._refresh()
         whole = self._is_used_up or self._batches_used == self._batches_in_epoch
-        if self._synchronizer.deals:
+        if self._synchronizer.assigns_samples:
             epoch, used = self._query_consumed()
             taken = 0
         else:
@@ -980,7 +997,7 @@ class Session:
         return {
             "version": _STATE_VERSION,
             "model": self._trained.model.state_dict(),
-            "optimizers": self._trained.optimizers_state(),
+            "optimizers": self._trained.optimizer_states(),
             "epoch": epoch,
             "batches_taken": taken,
             "used": {str(epoch): list(map(list, ranges)) for epoch, ranges in used.items()},
@@ -992,22 +1009,22 @@ class Session:
 
     def _query_consumed(self) -> tuple[int, dict[int, tuple[tuple[int, int], ...]]]:
         """Returns the state's epoch, and the positions that it has consumed of that and later epochs."""
-        assert self._member is not None
-        if self._member.hand.epoch < 0:  # nothing since the start
+        assert self._coordinator is not None
+        if self._coordinator.block_queue.epoch < 0:  # nothing since the start
             return self.epoch, self._used
-        member, round_ = self._member, self._synchronizer.round
+        member, round_ = self._coordinator, self._synchronizer.round
 
         def has_heard() -> bool:
-            return member.used is not None and member.used.round == round_
+            return member.consumed_samples is not None and member.consumed_samples.round == round_
 
-        member.used = None
-        self.tell(Saving(now_s=0.0, worker=self.worker, round=round_))
+        member.consumed_samples = None
+        self.send_event(CheckpointQuery(now_s=0.0, worker=self.worker, round=round_))
         what = "the coordinator to report which samples the state has consumed"
         member.wait_for(has_heard, self._strategy.deadline_s, what)
-        assert member.used is not None
-        if not member.used.is_current:
+        assert member.consumed_samples is not None
+        if not member.consumed_samples.is_current:
             raise OffbeatError(self._outdated_message())
-        return member.used.epoch, dict(member.used.used)
+        return member.consumed_samples.epoch, dict(member.consumed_samples.used)
 
     def _outdated_message(self) -> str:
         return (
@@ -1034,10 +1051,10 @@ class Session:
                 f"the state was saved within an epoch with {state['world']} workers and there are "
                 f"{self.world} now: use as many, or a state from an epoch's end"
             )
-        if (state["batches_taken"] and self._synchronizer.deals) or (
-            any(state["used"].values()) and not self._synchronizer.deals
+        if (state["batches_taken"] and self._synchronizer.assigns_samples) or (
+            any(state["used"].values()) and not self._synchronizer.assigns_samples
         ):
-            how = "split equally" if self._synchronizer.deals else "assigned on demand"
+            how = "split equally" if self._synchronizer.assigns_samples else "assigned on demand"
             raise OffbeatError(
                 f"the state was saved within an epoch whose samples were {how}: use a strategy "
                 "that does the same, or a state from an epoch's end"
@@ -1045,12 +1062,12 @@ class Session:
         if self.is_newcomer:
             return
         self._trained.model.load_state_dict(state["model"])
-        self._trained.load_optimizers_state(state["optimizers"])
+        self._trained.load_optimizer_states(state["optimizers"])
         self.epoch = state["epoch"]
         self._steps_taken = state["step"]
-        self._synchronizer.resume(state["step"])
+        self._synchronizer.on_state_loaded(state["step"])
         self._batches_used = state["batches_taken"]
-        self._pairing.begin(self._batches_used)
+        self._pairing.begin_epoch(self._batches_used)
         self._seed = state["seed"]
         self._used = {
             int(epoch): tuple((start, stop) for start, stop in ranges)
@@ -1068,12 +1085,12 @@ def _modules_with_parameters(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _read_slowness(environment: Environment) -> Slowness | None:
-    if not environment.slow or environment.is_newcomer:  # rules cannot name it
+def _read_slowness(environment: Environment) -> InjectedSlowness | None:
+    if not environment.slowdowns or environment.is_newcomer:  # rules cannot name it
         return None
     try:
-        rules = [parse(text) for text in environment.slow]
+        rules = [parse_slow_rule(text) for text in environment.slowdowns]
         processes = environment.world // len(environment.threads)
-        return Slowness(rules, workers=processes, seed=environment.seed)
+        return InjectedSlowness(rules, workers=processes, seed=environment.seed)
     except ValueError as error:
         raise OffbeatError(str(error)) from error

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.runtime.control.coordinator import PolicySpec
-from offbeat.strategies.base import Averaging, check_deadline, lockstep
+from offbeat.strategies.base import GroupAveraging, check_deadline, lockstep_specs
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(Averaging):
+class AllReduce(GroupAveraging):
     """Ring all-reduce of all gradients over all workers, overlapped with the backward pass.
 
     After each step all replicas are bit-identical, and training equals training in one process on the
@@ -28,8 +28,8 @@ class AllReduce(Averaging):
     """
 
     name: ClassVar[str] = "bsp"
-    survives: ClassVar[bool] = False
-    takes_back: ClassVar[bool] = False
+    survives_worker_loss: ClassVar[bool] = False
+    readmits_workers: ClassVar[bool] = False
     shards = "equal"  # not annotated: an annotation would make it a constructor argument
 
     bucket_bytes: int = 25 * 2**20
@@ -41,4 +41,4 @@ class AllReduce(Averaging):
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
-        return lockstep(world, start_s, self.deadline_s)
+        return lockstep_specs(world, start_s, self.deadline_s)

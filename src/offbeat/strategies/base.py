@@ -6,15 +6,15 @@ import math
 from typing import ClassVar, Literal
 
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
-from offbeat.runtime.averaging.group_binding import Grouping
-from offbeat.runtime.averaging.interface import Host
+from offbeat.runtime.averaging.group_binding import GroupBinding
+from offbeat.runtime.averaging.interface import AveragerContext
 from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
 from offbeat.runtime.control.coordinator import PolicySpec
-from offbeat.runtime.training.interface import Loop
-from offbeat.runtime.training.trained import Trained
+from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.trained import TrainingState
 
 
-def assembly(world: int, start_s: float, shards: Literal["dynamic", "equal"]) -> PolicySpec:
+def assembly_spec(world: int, start_s: float, shards: Literal["dynamic", "equal"]) -> PolicySpec:
     """Return the policy that starts the job when all workers have joined.
 
     It fails if the last one does not join within `start_s` seconds of the first. With shards="dynamic",
@@ -26,10 +26,10 @@ def assembly(world: int, start_s: float, shards: Literal["dynamic", "equal"]) ->
     )
 
 
-def lockstep(world: int, start_s: float, deadline_s: float) -> tuple[PolicySpec, ...]:
+def lockstep_specs(world: int, start_s: float, deadline_s: float) -> tuple[PolicySpec, ...]:
     """Return the policies of one group of all workers, in which the loss of a worker ends the job."""
     return (
-        assembly(world, start_s, "equal"),
+        assembly_spec(world, start_s, "equal"),
         PolicySpec(
             path="offbeat.policies.membership.lockstep:Lockstep",
             arguments={"world": world, "deadline_s": deadline_s},
@@ -47,11 +47,11 @@ def check_deadline(deadline_s: float) -> None:
         raise ValueError(f"deadline_s must be finite and more than 0 s, got {deadline_s}")
 
 
-class Averaging:
+class GroupAveraging:
     """Base of the strategies that average gradients over the workers of one group."""
 
-    needs_coordinator: ClassVar[bool] = False
-    survives: ClassVar[bool]
+    always_needs_coordinator: ClassVar[bool] = False
+    survives_worker_loss: ClassVar[bool]
 
     shards: Literal["dynamic", "equal"]
     bucket_bytes: int
@@ -61,10 +61,10 @@ class Averaging:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
 
-    def synchronizer(self, loop: Loop, trained: Trained) -> GroupSynchronizer:
-        """See `Strategy.synchronizer`."""
+    def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> GroupSynchronizer:
+        """See `Strategy.make_synchronizer`."""
 
-        def averaging(grouping: Grouping | None, host: Host) -> GradientAverager:
+        def averaging(grouping: GroupBinding | None, host: AveragerContext) -> GradientAverager:
             return GradientAverager(
                 trained.model,
                 grouping,
@@ -77,8 +77,8 @@ class Averaging:
         return GroupSynchronizer(
             loop,
             trained,
-            averaging=averaging,
+            make_averager=averaging,
             deadline_s=self.deadline_s,
-            survives=self.survives,
-            is_dealt=self.shards == "dynamic",
+            survives_worker_loss=self.survives_worker_loss,
+            assigns_samples=self.shards == "dynamic",
         )

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-from offbeat.numerics.collectives.plans import POLICIES, Policy
+from offbeat.numerics.collectives.plans import ALGORITHM_POLICIES, AlgorithmPolicy
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
-from offbeat.runtime.averaging.group_binding import Grouping
-from offbeat.runtime.averaging.interface import Averager, Host
+from offbeat.runtime.averaging.group_binding import GroupBinding
+from offbeat.runtime.averaging.interface import Averager, AveragerContext
 from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
 from offbeat.runtime.control.coordinator import PolicySpec
 from offbeat.runtime.hybrid.layer_averager import LayerAverager, Overlap
-from offbeat.runtime.hybrid.layer_layout import Order
-from offbeat.runtime.training.interface import Loop
-from offbeat.runtime.training.trained import Trained
-from offbeat.strategies.base import check_deadline, lockstep
+from offbeat.runtime.hybrid.layer_layout import SendOrder
+from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.trained import TrainingState
+from offbeat.strategies.base import check_deadline, lockstep_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Hybrid:
 
     Args:
         policy: how an all-reduce algorithm is chosen for a layer: `cost_model`, `conv_butterfly_fc_ring`,
-            `table4` or `ring`; see `offbeat.numerics.plans.plan`.
+            `table4` or `ring`; see `offbeat.numerics.collectives.plans.plan_fused_buckets`.
         order: `priority`: the gradients that are needed first are sent first; `fifo`: in the order in which
             they are computed.
         overlap: `forward`: communication overlaps both passes; `backward`: the backward pass only; `none`.
@@ -57,21 +57,21 @@ class Hybrid:
     """
 
     name: ClassVar[str] = "hybrid"
-    survives: ClassVar[bool] = False
-    takes_back: ClassVar[bool] = False
-    needs_coordinator: ClassVar[bool] = False
+    survives_worker_loss: ClassVar[bool] = False
+    readmits_workers: ClassVar[bool] = False
+    always_needs_coordinator: ClassVar[bool] = False
     shards = "equal"  # not annotated: an annotation would make it a constructor argument
 
-    policy: Policy = "cost_model"
-    order: Order = "priority"
+    policy: AlgorithmPolicy = "cost_model"
+    order: SendOrder = "priority"
     overlap: Overlap = "forward"
     fuse_bytes: int | None = None
     deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
         for what, chosen, known in (
-            ("policy", self.policy, POLICIES),
-            ("order", self.order, get_args(Order)),
+            ("policy", self.policy, ALGORITHM_POLICIES),
+            ("order", self.order, get_args(SendOrder)),
             ("overlap", self.overlap, get_args(Overlap)),
         ):
             if chosen not in known:
@@ -82,12 +82,12 @@ class Hybrid:
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
-        return lockstep(world, start_s, self.deadline_s)
+        return lockstep_specs(world, start_s, self.deadline_s)
 
-    def synchronizer(self, loop: Loop, trained: Trained) -> GroupSynchronizer:
-        """See `Strategy.synchronizer`."""
+    def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> GroupSynchronizer:
+        """See `Strategy.make_synchronizer`."""
 
-        def averaging(grouping: Grouping | None, host: Host) -> Averager:
+        def averaging(grouping: GroupBinding | None, host: AveragerContext) -> Averager:
             if grouping is None:  # a single worker has nothing to overlap
                 return GradientAverager(
                     trained.model, None, host, workers=1, bucket_bytes=1, deadline_s=self.deadline_s
@@ -108,8 +108,8 @@ class Hybrid:
         return GroupSynchronizer(
             loop,
             trained,
-            averaging=averaging,
+            make_averager=averaging,
             deadline_s=self.deadline_s,
-            survives=False,
-            is_dealt=False,
+            survives_worker_loss=False,
+            assigns_samples=False,
         )

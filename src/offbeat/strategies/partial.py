@@ -6,16 +6,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from offbeat.policies.membership.partial_groups import Monitor, PartialGroups
+from offbeat.policies.membership.partial_groups import MonitoringMode, PartialGroups
 from offbeat.runtime.control.coordinator import PolicySpec
-from offbeat.strategies.base import Averaging, assembly
+from offbeat.strategies.base import GroupAveraging, assembly_spec
 
 
-class _PartialAveraging(Averaging, ABC):
+class _PartialAveraging(GroupAveraging, ABC):
     """Common part of the strategies that average in groups without the stragglers."""
 
-    survives: ClassVar[bool] = True
-    takes_back: ClassVar[bool] = True
+    survives_worker_loss: ClassVar[bool] = True
+    readmits_workers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -24,7 +24,7 @@ class _PartialAveraging(Averaging, ABC):
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return (
-            assembly(world, start_s, self.shards),
+            assembly_spec(world, start_s, self.shards),
             PolicySpec(
                 path="offbeat.policies.membership.partial_groups:PartialGroups",
                 arguments={"world": world, **self._group_arguments()},
@@ -85,7 +85,7 @@ class PartialAllReduce(_PartialAveraging):
     k: float | Literal["auto"] = 2.0
     n_profile: int = 5
     limit: int = 10
-    monitor: Monitor = "continuous"
+    monitor: MonitoringMode = "continuous"
     gate: Literal["throughput"] | None = None
     shards: Literal["dynamic", "equal"] = "dynamic"
     bucket_bytes: int = 25 * 2**20

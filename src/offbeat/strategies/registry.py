@@ -12,11 +12,11 @@ from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
-from offbeat.wire.known import make_known
+from offbeat.wire.known import prime_msgspec_types
 
 _KINDS = (AllReduce, Hybrid, PartialAllReduce, DPAR, ServerBSP, SSP, DTSSP, ASP, Downpour)
 STRATEGIES: dict[str, type[Any]] = {kind.name: kind for kind in _KINDS}
-make_known(*_KINDS)
+prime_msgspec_types(*_KINDS)
 
 
 def parse_strategy(text: str) -> Strategy:

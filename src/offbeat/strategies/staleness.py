@@ -7,23 +7,23 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from offbeat.policies.staleness.adaptive_bound import Signal
+from offbeat.policies.staleness.adaptive_bound import ProgressSignal
 from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
-from offbeat.policies.staleness.caches import Terms
+from offbeat.policies.staleness.caches import PsOptions
 from offbeat.runtime.control.coordinator import PolicySpec
 from offbeat.runtime.staleness.synchronizer import ServerSynchronizer
-from offbeat.runtime.training.interface import Loop
-from offbeat.runtime.training.trained import Trained
-from offbeat.strategies.base import assembly
+from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.trained import TrainingState
+from offbeat.strategies.base import assembly_spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnServers(ABC):
+class ServerStrategy(ABC):
     """Common part of the strategies on a parameter server; a policy permits each step of a worker."""
 
-    survives: ClassVar[bool] = True
-    takes_back: ClassVar[bool] = False
-    needs_coordinator: ClassVar[bool] = True
+    survives_worker_loss: ClassVar[bool] = True
+    readmits_workers: ClassVar[bool] = False
+    always_needs_coordinator: ClassVar[bool] = True
 
     shards: Literal["dynamic", "equal"] = "dynamic"
     copies: int = 2
@@ -32,15 +32,15 @@ class OnServers(ABC):
     def __post_init__(self) -> None:
         if self.copies < 0:
             raise ValueError(f"expected at least 0 replicas, got {self.copies}")
-        BoundedStaleness(1, **self.staleness())
+        BoundedStaleness(1, **self.staleness_arguments())
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return (
-            assembly(world, start_s, self.shards),
+            assembly_spec(world, start_s, self.shards),
             PolicySpec(
                 path="offbeat.policies.staleness.bounded_staleness:BoundedStaleness",
-                arguments={"world": world, **self.staleness()},
+                arguments={"world": world, **self.staleness_arguments()},
             ),
             PolicySpec(
                 path="offbeat.policies.ps.manager:Manager",
@@ -48,11 +48,11 @@ class OnServers(ABC):
             ),
         )
 
-    def synchronizer(self, loop: Loop, trained: Trained) -> ServerSynchronizer:
-        """See `Strategy.synchronizer`."""
-        return ServerSynchronizer(loop, trained, terms=self.terms())
+    def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> ServerSynchronizer:
+        """See `Strategy.make_synchronizer`."""
+        return ServerSynchronizer(loop, trained, options=self.ps_options())
 
-    def staleness(self) -> dict[str, Any]:
+    def staleness_arguments(self) -> dict[str, Any]:
         """Return the arguments of `BoundedStaleness` except the number of workers."""
         return {
             "s": self._bound(),
@@ -64,19 +64,19 @@ class OnServers(ABC):
     @abstractmethod
     def _bound(self) -> int | None: ...
 
-    def terms(self) -> Terms:
+    def ps_options(self) -> PsOptions:
         """Return how the strategy uses the parameter server."""
-        return Terms(
+        return PsOptions(
             is_versioned=True,
             is_bounded=True,
-            steps_locally=False,
-            is_dealt=self.shards == "dynamic",
+            applies_local_steps=False,
+            assigns_samples=self.shards == "dynamic",
             deadline_s=self.deadline_s,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Clocked(OnServers):
+class _Clocked(ServerStrategy):
     """Common part of the strategies that count clocks: how the gradients of a clock are applied."""
 
     server_step: Literal["mean", "sequential"] = "mean"
@@ -86,9 +86,9 @@ class _Clocked(OnServers):
             raise ValueError(f"expected server_step to be mean or sequential, got {self.server_step!r}")
         super().__post_init__()
 
-    def terms(self) -> Terms:
+    def ps_options(self) -> PsOptions:
         """Return how the strategy uses the parameter server."""
-        return replace(super().terms(), is_sequential=self.server_step == "sequential")
+        return replace(super().ps_options(), steps_per_process=self.server_step == "sequential")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +147,12 @@ class _Cached(_Clocked):
         """Whether the bound is ever above 0."""
         return self.s > 0
 
-    def terms(self) -> Terms:
+    def ps_options(self) -> PsOptions:
         """Return how the strategy uses the parameter server."""
         return replace(
-            super().terms(),
+            super().ps_options(),
             is_versioned=self.apply == "versioned",
-            steps_locally=self.apply == "eager" or self._may_lag,
+            applies_local_steps=self.apply == "eager" or self._may_lag,
             clears_thread_cache=self.thread_cache == "per_clock",
         )
 
@@ -166,7 +166,7 @@ class SSP(_Cached):
 
     Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
     NIPS 2013, section 3; the DTSSP paper's caches; specification 2.4. Deviations: see `ConsistencyGate`,
-    `ServedModel` and `ServerSynchronizer`.
+    `SharedModel` and `ServerSynchronizer`.
 
     Args:
         s: staleness bound, in clocks; 0 is bulk-synchronous.
@@ -220,7 +220,7 @@ class DTSSP(_Cached):
     s_max: int = 10
     limit: float = 5.0
     step: int = 1
-    signal: Signal = "loss"
+    signal: ProgressSignal = "loss"
     beta: float | None = None
     window: int = 1
     detector: Literal["on", "off"] = "off"
@@ -229,10 +229,10 @@ class DTSSP(_Cached):
     def _may_lag(self) -> bool:
         return self.s_max > 0
 
-    def staleness(self) -> dict[str, Any]:
+    def staleness_arguments(self) -> dict[str, Any]:
         """Return the arguments of `BoundedStaleness` except the number of workers."""
         return {
-            **super().staleness(),
+            **super().staleness_arguments(),
             "dynamic": {
                 "s_min": self.s_min,
                 "s_max": self.s_max,
@@ -247,15 +247,15 @@ class DTSSP(_Cached):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Unbounded(OnServers):
+class _Unbounded(ServerStrategy):
     """Common part of the strategies without a bound: no worker waits for another."""
 
     def _bound(self) -> None:
         return None
 
-    def terms(self) -> Terms:
+    def ps_options(self) -> PsOptions:
         """Return how the strategy uses the parameter server."""
-        return replace(super().terms(), is_versioned=False, is_bounded=False, steps_locally=True)
+        return replace(super().ps_options(), is_versioned=False, is_bounded=False, applies_local_steps=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,10 +305,10 @@ class Downpour(_Unbounded):
                 raise ValueError(f"expected {name} of at least {least} steps, got {getattr(self, name)}")
         super().__post_init__()
 
-    def staleness(self) -> dict[str, Any]:
+    def staleness_arguments(self) -> dict[str, Any]:
         """Return the arguments of `BoundedStaleness` except the number of workers."""
-        return {**super().staleness(), "warm_start": self.warm_start}
+        return {**super().staleness_arguments(), "warm_start": self.warm_start}
 
-    def terms(self) -> Terms:
+    def ps_options(self) -> PsOptions:
         """Return how the strategy uses the parameter server."""
-        return replace(super().terms(), push_every=self.n_push, fetch_every=self.n_fetch)
+        return replace(super().ps_options(), push_every=self.n_push, fetch_every=self.n_fetch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-def make_known(*types: type) -> None:
+def prime_msgspec_types(*types: type) -> None:
     """Build msgspec's information on `types` now; to be called at import time of a module.
 
     Otherwise msgspec builds it at a type's first use; if two threads are first at the same time, one of them

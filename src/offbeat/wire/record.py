@@ -29,9 +29,17 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, cast, get_args, ge
 import msgspec
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Clocked, Evaluated, Event, PartEvaluated, StatesMerged, Validated
-from offbeat.policies import Policy, decide
-from offbeat.wire.known import make_known
+from offbeat.events import (
+    Action,
+    Evaluated,
+    Event,
+    PartEvaluated,
+    StatesMerged,
+    StepFinished,
+    ValidationFinished,
+)
+from offbeat.policies import Policy, dispatch_event
+from offbeat.wire.known import prime_msgspec_types
 
 LOG_VERSION: Final = 1
 MESSAGE_BYTES_MAX: Final = 1024 * 1024  # maximum size of a control message on a link
@@ -39,7 +47,7 @@ _BUFFER_BYTES_MAX: Final = 64 * 1024
 _HEADER_BYTES_MAX: Final = 64 * 1024 * 1024  # a file that is no log may be one line of any length
 _VERSION_KEY: Final = "offbeat_log"
 _STATES_KEY: Final = "states"
-EVENTS_BEFORE: Final = "events_before"
+EVENTS_BEFORE_KEY: Final = "events_before"
 _POLICY_PATH: Final = re.compile(r"(offbeat\.policies(?:\.[a-z][a-z0-9_]*)+):([A-Z][A-Za-z0-9]*)")
 
 _NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]  # JSON has no such numbers; a diverged loss does
@@ -107,12 +115,12 @@ _METRICS: Final = {
     Evaluated: ("metrics",),
     PartEvaluated: ("means", "counts"),
     StatesMerged: ("means", "counts"),
-    Validated: ("means", "counts"),
+    ValidationFinished: ("means", "counts"),
 }
 _EVENT_STRUCTS: Final = [_struct_of(kind, without_clock=True) for kind in _EVENTS.values()]
 _ACTION_STRUCTS: Final = [_struct_of(kind) for kind in _ACTIONS.values()]
 _EntryStruct: Final = reduce(or_, [_struct_of(kind) for kind in _KINDS.values()])
-make_known(*_KINDS.values())
+prime_msgspec_types(*_KINDS.values())
 
 _event_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _EVENT_STRUCTS)])  # type: ignore[misc]
 _action_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _ACTION_STRUCTS)])  # type: ignore[misc]
@@ -131,7 +139,7 @@ def to_plain(entry: Event | Action) -> dict[str, Any]:
             del plain[name]
     for field in _METRICS.get(type(entry), ()):
         plain[field] = {name: _plain_metric(value) for name, value in plain[field].items()}
-    if isinstance(entry, Clocked) and entry.loss is not None:
+    if isinstance(entry, StepFinished) and entry.loss is not None:
         plain["loss"] = _plain_metric(entry.loss)
     return plain
 
@@ -148,7 +156,7 @@ def from_plain(plain: dict[str, Any]) -> Event | Action:
         raise ProtocolError(f"expected an event or action as plain data: {error}") from None
 
 
-def encode(events: Sequence[Event]) -> bytes:
+def encode_events(events: Sequence[Event]) -> bytes:
     """Return a control message with these events, without `now_s`, which the receiver sets."""
     plains = [to_plain(event) for event in events]
     for plain in plains:
@@ -172,13 +180,13 @@ def encode_actions(actions: Sequence[Action]) -> bytes:
     return _packed([to_plain(action) for action in actions])
 
 
-def messages_of(actions: Sequence[Action]) -> list[bytes]:
+def split_actions(actions: Sequence[Action]) -> list[bytes]:
     """Return control messages with these actions, in order: several where one would be too long."""
     whole = encode_actions(actions)
     if len(whole) <= MESSAGE_BYTES_MAX or len(actions) < 2:
         return [whole]
     half = len(actions) // 2
-    return [*messages_of(actions[:half]), *messages_of(actions[half:])]
+    return [*split_actions(actions[:half]), *split_actions(actions[half:])]
 
 
 def decode_actions(data: bytes) -> list[Action]:
@@ -257,7 +265,7 @@ class LogWriter:
         self.flush()
 
     @property
-    def is_full(self) -> bool:
+    def is_buffer_full(self) -> bool:
         """Whether the next event flushes the buffer."""
         return len(self._buffer) > _BUFFER_BYTES_MAX
 
@@ -272,7 +280,7 @@ class LogWriter:
         return os.fstat(self._file.fileno()).st_size
 
     @property
-    def waiting_bytes(self) -> int:
+    def buffered_bytes(self) -> int:
         """The size of the buffer."""
         return len(self._buffer)
 
@@ -282,7 +290,7 @@ class LogWriter:
         self._file.close()
         self._file = file
 
-    def cut(self, size_bytes: int, events: int) -> None:
+    def truncate(self, size_bytes: int, events: int) -> None:
         """Truncate the file to `size_bytes` and continue there; the buffer is dropped.
 
         A file that is not regular (a pipe, a device) keeps its content.
@@ -297,15 +305,15 @@ class LogWriter:
             self._file.truncate(size_bytes)
             self._file.seek(size_bytes)
 
-    def event(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         """Add an event that the policies handle."""
-        if self.is_full:
+        if self.is_buffer_full:
             self.flush()
         start = len(self._buffer)
         self._write(to_plain(event))
         self._starts.append(start)
 
-    def actions(self, actions: Sequence[Action]) -> None:
+    def add_actions(self, actions: Sequence[Action]) -> None:
         """Add the actions that answer the last event, in their order."""
         for action in actions:
             self._write(to_plain(action))
@@ -332,7 +340,7 @@ class LogWriter:
             finally:
                 self._file.close()
 
-    def abandon(self) -> None:
+    def close_unflushed(self) -> None:
         """Close the file without its buffer; for a file that cannot be written."""
         self._discard_buffer()
         with suppress(OSError):
@@ -373,12 +381,12 @@ def states_header(states: Sequence[dict[str, Any]]) -> dict[str, str]:
     return {_STATES_KEY: base64.b64encode(_msgpack.encode(states)).decode()}
 
 
-def part_path(path: Path, number: int) -> Path:
+def log_part_path(path: Path, number: int) -> Path:
     """Return the path of a log's finished part, numbered from 1."""
     return path.with_name(f"{path.stem}.{number:06d}{path.suffix}")
 
 
-def finished_parts(path: Path) -> dict[int, Path]:
+def finished_log_parts(path: Path) -> dict[int, Path]:
     """Return the existing finished parts of a log by number, oldest first.
 
     Files with such a name that are no run logs are skipped.
@@ -401,7 +409,7 @@ def _is_log(path: Path) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Log:
+class RunRecord:
     """A run log, or one part of it, as read from its file.
 
     Attributes:
@@ -413,29 +421,29 @@ class Log:
 
     header: dict[str, Any]
     entries: list[Event | Action]
-    cut_off: bool = False
+    is_truncated: bool = False
 
     @property
     def events_before(self) -> int:
         """Events in the parts before this one; 0 for a whole log."""
-        before = self.header.get(EVENTS_BEFORE, 0)
+        before = self.header.get(EVENTS_BEFORE_KEY, 0)
         return before if isinstance(before, int) else 0
 
 
-def read_logs(path: str | Path) -> dict[Path, Log]:
+def read_logs(path: str | Path) -> dict[Path, RunRecord]:
     """Read all existing parts of a run log, oldest first; most logs have one.
 
     Raises:
         FileNotFoundError, ValueError: see `read_log`.
     """
     path = Path(path)
-    parts = list(finished_parts(path).values())
+    parts = list(finished_log_parts(path).values())
     if path.exists() or not parts:
         parts.append(path)
     return {part: read_log(part) for part in parts}
 
 
-def read_log(path: str | Path) -> Log:
+def read_log(path: str | Path) -> RunRecord:
     """Read a run log, or one part of it; only its last line may be incomplete.
 
     Raises:
@@ -453,12 +461,12 @@ def read_log(path: str | Path) -> Log:
                 entry = _build(_line_decoder.decode(line))
             except _MALFORMED as error:
                 if not line.endswith(b"\n"):
-                    return Log(header=header, entries=entries, cut_off=True)
+                    return RunRecord(header=header, entries=entries, is_truncated=True)
                 raise ValueError(f"{path}, line {number}: expected an event or action: {error}") from None
             if not entries and type(entry).__name__ not in _EVENTS:
                 raise ValueError(f"{path}, line {number}: expected an event before the first action")
             entries.append(entry)
-    return Log(header=header, entries=entries, cut_off=bool(line) and not line.endswith(b"\n"))
+    return RunRecord(header=header, entries=entries, is_truncated=bool(line) and not line.endswith(b"\n"))
 
 
 def _header(path: Path, line: bytes) -> dict[str, Any]:
@@ -481,7 +489,7 @@ def _header(path: Path, line: bytes) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class ReplayDifference:
     """The first event of a log that a replay answers differently.
 
     Attributes:
@@ -504,7 +512,7 @@ class Difference:
         )
 
 
-def replay(log: Log) -> Difference | None:
+def replay(log: RunRecord) -> ReplayDifference | None:
     """Let policies handle every event of a log; return the first difference, if any.
 
     The policies are new, or have the state from the header of a part.
@@ -512,14 +520,14 @@ def replay(log: Log) -> Difference | None:
     Raises:
         ValueError: the header lacks the policies, or names something that is no policy.
     """
-    policies = policies_of(log.header)
+    policies = build_policies(log.header)
     events = list(_events_with_actions(log.entries))
     for index, (number, event, expected) in enumerate(events):
-        got = tuple(decide(policies, event))
-        if log.cut_off and index == len(events) - 1:
+        got = tuple(dispatch_event(policies, event))
+        if log.is_truncated and index == len(events) - 1:
             got = got[: len(expected)]
         if got != expected:
-            return Difference(entry=number, event=event, expected=expected, got=got)
+            return ReplayDifference(entry=number, event=event, expected=expected, got=got)
     return None
 
 
@@ -545,7 +553,7 @@ def build_policy(path: str, arguments: dict[str, Any]) -> Policy:
         raise ValueError(f"the policy {path} cannot be built with {arguments}: {error}") from None
 
 
-def policies_of(header: dict[str, Any]) -> list[Policy]:
+def build_policies(header: dict[str, Any]) -> list[Policy]:
     """Build the policies that a run log's header names, with their states if it has any.
 
     Raises:

@@ -63,10 +63,10 @@ def plan_buckets(
         entries.append(entry)
         open_by_dtype[dtype] = entries, filled + size, limit
     packed.sort(key=lambda entries: entries[0])
-    return tuple(bucket_of(entries[::-1], sizes, dtypes[entries[0]]) for entries in packed)
+    return tuple(make_bucket(entries[::-1], sizes, dtypes[entries[0]]) for entries in packed)
 
 
-def bucket_of(entries: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Bucket:
+def make_bucket(entries: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Bucket:
     """Return the bucket of the given entries, in the given order.
 
     Args:

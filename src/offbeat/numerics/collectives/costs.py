@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from offbeat.numerics.collectives.schedules import schedule, segments
+from offbeat.numerics.collectives.schedules import cut_segments, schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class LinkModel:
     """Transfer time of a message between two workers: `alpha_s` plus `beta_s` per byte.
 
     Attributes:
@@ -33,7 +33,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class AllReduceCost:
     """Cost of an all-reduce, independent of the vector's size and of the line.
 
     Attributes:
@@ -44,13 +44,13 @@ class Cost:
     rounds: int
     volume: float
 
-    def seconds(self, size_bytes: int, line: Line) -> float:
+    def seconds(self, size_bytes: int, link: LinkModel) -> float:
         """Return the time for a vector of `size_bytes` on idle lines, an upper bound."""
-        return self.rounds * line.alpha_s + self.volume * size_bytes * line.beta_s
+        return self.rounds * link.alpha_s + self.volume * size_bytes * link.beta_s
 
 
 @lru_cache(maxsize=256)
-def cost(algorithm: str, workers: int) -> Cost:
+def all_reduce_cost(algorithm: str, workers: int) -> AllReduceCost:
     """Return the cost of an algorithm for a number of workers.
 
     Each worker has one outgoing and one incoming line, which carry one message at a time. A message starts
@@ -61,13 +61,13 @@ def cost(algorithm: str, workers: int) -> Cost:
     appendix C of the specification for the figures. No deviation.
 
     Args:
-        algorithm: see `offbeat.numerics.schedules.schedule`.
+        algorithm: see `offbeat.numerics.collectives.schedules.schedule`.
         workers: p, at least 1.
 
     Raises:
         ValueError: unknown algorithm, or fewer than 1 worker.
     """
-    return Cost(
+    return AllReduceCost(
         rounds=round(_last_arrival_s(algorithm, workers, alpha_s=1.0, vector_s=0.0)),
         volume=_last_arrival_s(algorithm, workers, alpha_s=0.0, vector_s=1.0),
     )
@@ -76,7 +76,7 @@ def cost(algorithm: str, workers: int) -> Cost:
 def _last_arrival_s(algorithm: str, workers: int, *, alpha_s: float, vector_s: float) -> float:
     schedules = [schedule(algorithm, workers, rank) for rank in range(workers)]
     count = schedules[0].segments
-    segment_slices = segments(count, count)
+    segment_slices = cut_segments(count, count)
     segment_s = vector_s / count
     available_s = [[0.0] * len(segment_slices) for _ in schedules]
     out_s, in_s = [0.0] * workers, [0.0] * workers
@@ -98,7 +98,7 @@ def _last_arrival_s(algorithm: str, workers: int, *, alpha_s: float, vector_s: f
     return last_s
 
 
-def fit_line(samples: Sequence[tuple[Cost, int, float]]) -> Line:
+def fit_link_model(samples: Sequence[tuple[AllReduceCost, int, float]]) -> LinkModel:
     """Return the line for which the costs fit measured times best.
 
     Least squares of the relative errors, so that the smallest messages, which determine alpha, weigh as much
@@ -121,8 +121,8 @@ def fit_line(samples: Sequence[tuple[Cost, int, float]]) -> Line:
     if determinant > 0:
         alpha_s, beta_s = (x1 * yy - y1 * xy) / determinant, (y1 * xx - x1 * xy) / determinant
         if alpha_s >= 0 and beta_s >= 0:
-            return Line(alpha_s=alpha_s, beta_s=beta_s)
+            return LinkModel(alpha_s=alpha_s, beta_s=beta_s)
     by_latency, by_bytes = x1 * x1 / xx if xx else 0.0, y1 * y1 / yy if yy else 0.0
     if by_latency >= by_bytes:
-        return Line(alpha_s=x1 / xx, beta_s=0.0)
-    return Line(alpha_s=0.0, beta_s=y1 / yy)
+        return LinkModel(alpha_s=x1 / xx, beta_s=0.0)
+    return LinkModel(alpha_s=0.0, beta_s=y1 / yy)

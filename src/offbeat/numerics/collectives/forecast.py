@@ -1,6 +1,6 @@
 """Prediction of a step's duration under a policy: plan, cost of each fused bucket, and timeline of the step.
 
-Pure; it only combines `offbeat.numerics.plans`, `costs` and `timeline`.
+Pure; it only combines `offbeat.numerics.collectives.plans`, `costs` and `timeline`.
 """
 
 from __future__ import annotations
@@ -10,35 +10,42 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from offbeat.numerics.collectives import plans
-from offbeat.numerics.collectives.costs import Line, cost
-from offbeat.numerics.collectives.plans import Kind, Policy
-from offbeat.numerics.collectives.timeline import Layer, Message, Order, Overlap, Timeline, simulate
+from offbeat.numerics.collectives.costs import LinkModel, all_reduce_cost
+from offbeat.numerics.collectives.plans import AlgorithmPolicy, LayerKind
+from offbeat.numerics.collectives.timeline import (
+    LineOrder,
+    TimedLayer,
+    TimedMessage,
+    Timeline,
+    TimelineOverlap,
+    simulate_step,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class LayerWork:
     """Computation and communication of one layer.
 
     Attributes:
         layer: duration of its passes.
-        kind: see `offbeat.numerics.plans.Layer`.
+        kind: see `offbeat.numerics.collectives.plans.PlannedLayer`.
         size_bytes: size of its gradients; 0 if it has none.
     """
 
-    layer: Layer
-    kind: Kind
+    layer: TimedLayer
+    kind: LayerKind
     size_bytes: int
 
 
-def forecast(
-    works: Sequence[Work],
+def forecast_step(
+    works: Sequence[LayerWork],
     workers: int,
-    line: Line,
+    link: LinkModel,
     *,
-    policy: Policy = "cost_model",
+    policy: AlgorithmPolicy = "cost_model",
     algorithm: str | None = None,
-    order: Order = "priority",
-    overlap: Overlap = "both",
+    order: LineOrder = "priority",
+    overlap: TimelineOverlap = "both",
     fuse_bytes: int | None = None,
 ) -> Timeline:
     """Predict a training step in which all workers are equal.
@@ -50,35 +57,38 @@ def forecast(
     Args:
         works: in the order of the forward pass.
         workers: number of workers.
-        line: cost of a message.
-        policy, fuse_bytes: see `offbeat.numerics.plans.plan`.
-        algorithm: used for all buckets instead of the policy's; see `offbeat.numerics.schedules.schedule`.
-        order, overlap: see `offbeat.numerics.timeline.simulate`.
+        link: cost of a message.
+        policy, fuse_bytes: see `offbeat.numerics.collectives.plans.plan_fused_buckets`.
+        algorithm: used for all buckets instead of the policy's; see
+            `offbeat.numerics.collectives.schedules.schedule`.
+        order, overlap: see `offbeat.numerics.collectives.timeline.simulate_step`.
 
     Raises:
         ValueError: raised by these functions.
     """
     layers = [work.layer for work in works]
     if workers == 1:
-        return simulate(layers, [], order=order, overlap=overlap)
+        return simulate_step(layers, [], order=order, overlap=overlap)
     # Between a layer's backward pass and its next forward pass, all earlier layers compute both passes.
     slacks_s = accumulate((layer.forward_s + layer.backward_s for layer in layers), initial=0.0)
     sending = [
-        (index, plans.Layer(kind=work.kind, size_bytes=work.size_bytes, slack_s=slack_s))
+        (index, plans.PlannedLayer(kind=work.kind, size_bytes=work.size_bytes, slack_s=slack_s))
         for index, (work, slack_s) in enumerate(zip(works, slacks_s, strict=False))
         if work.size_bytes
     ]
-    parcels = plans.plan([layer for _, layer in sending], workers, line, policy=policy, fuse_bytes=fuse_bytes)
+    parcels = plans.plan_fused_buckets(
+        [layer for _, layer in sending], workers, link, policy=policy, fuse_bytes=fuse_bytes
+    )
     messages = []
     for parcel in parcels:
         size = sum(sending[place][1].size_bytes for place in parcel.layers)
-        price = cost(algorithm or parcel.algorithm, workers)
-        step_s = price.volume * size * line.beta_s / price.rounds
+        price = all_reduce_cost(algorithm or parcel.algorithm, workers)
+        step_s = price.volume * size * link.beta_s / price.rounds
         messages.append(
-            Message(
+            TimedMessage(
                 layer=sending[parcel.layers[0]][0],
                 steps_s=(step_s,) * price.rounds,
-                latency_s=line.alpha_s,
+                latency_s=link.alpha_s,
             )
         )
-    return simulate(layers, messages, order=order, overlap=overlap)
+    return simulate_step(layers, messages, order=order, overlap=overlap)

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-from offbeat.numerics.collectives.costs import Line, cost
+from offbeat.numerics.collectives.costs import LinkModel, all_reduce_cost
 from offbeat.numerics.collectives.schedules import ALGORITHMS
 
-Kind: TypeAlias = Literal["convolution", "dense", "other"]
-Policy: TypeAlias = Literal["cost_model", "conv_butterfly_fc_ring", "table4", "ring"]
+LayerKind: TypeAlias = Literal["convolution", "dense", "other"]
+AlgorithmPolicy: TypeAlias = Literal["cost_model", "conv_butterfly_fc_ring", "table4", "ring"]
 _WORTH_SWITCHING = 0.95
 _QUEUED_BYTES_MAX = 1 << 20
 _UNLIMITED_BYTES = 1 << 62
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+ALGORITHM_POLICIES: tuple[AlgorithmPolicy, ...] = get_args(AlgorithmPolicy)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class PlannedLayer:
     """A layer: the parameters that one module is the first to use, whose gradients are needed together.
 
     Attributes:
@@ -31,39 +31,39 @@ class Layer:
         slack_s: time from the end of its backward pass to the start of its next forward pass, in seconds.
     """
 
-    kind: Kind
+    kind: LayerKind
     size_bytes: int
     group: str = ""
     slack_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parcel:
+class FusedBucket:
     """Layers whose gradients are fused into one vector.
 
     Attributes:
         layers: their indices, in the order of the forward pass.
-        algorithm: see `offbeat.numerics.schedules.schedule`.
+        algorithm: see `offbeat.numerics.collectives.schedules.schedule`.
     """
 
     layers: tuple[int, ...]
     algorithm: str
 
 
-def kind_of(dimensions: Sequence[int]) -> Kind:
+def layer_kind(dimensions: Sequence[int]) -> LayerKind:
     """Return a layer's kind by its parameters' dimensions: above 2 for convolutions, 2 for tables."""
     most = max(dimensions)
     return "convolution" if most > 2 else "dense" if most == 2 else "other"
 
 
-def plan(
-    layers: Sequence[Layer],
+def plan_fused_buckets(
+    layers: Sequence[PlannedLayer],
     workers: int,
-    line: Line,
+    link: LinkModel,
     *,
-    policy: Policy = "cost_model",
+    policy: AlgorithmPolicy = "cost_model",
     fuse_bytes: int | None = None,
-) -> tuple[Parcel, ...]:
+) -> tuple[FusedBucket, ...]:
     """Plan the fused buckets of a step, in the order in which the forward pass needs them.
 
     Policies:
@@ -79,7 +79,7 @@ def plan(
       dominates, and an algorithm that saves less than a twentieth of the ring's time is not chosen.
 
     Layers that are adjacent in the forward pass are fused up to `fuse_bytes`: by default, as long as a
-    message waits longer for latency, on a line that the rest keeps `busy`, than for its bytes, with the
+    message waits longer for latency, on a line that the rest keeps `busy_link`, than for its bytes, with the
     cheapest algorithm. Algorithms are compared on an idle line: with busy latencies `direct` was chosen for
     ResNet-50's first layers, which made its step longer by a twentieth (4 workers on 2 cores, 1 Gbit/s).
 
@@ -97,20 +97,20 @@ def plan(
     Raises:
         ValueError: unknown policy, or a negative size.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"expected a policy of {', '.join(POLICIES)}, got {policy!r}")
+    if policy not in ALGORITHM_POLICIES:
+        raise ValueError(f"expected a policy of {', '.join(ALGORITHM_POLICIES)}, got {policy!r}")
     if fuse_bytes is None:
-        fuse_bytes = latency_bytes(workers, busy(line, sum(layer.size_bytes for layer in layers)))
+        fuse_bytes = latency_bound_bytes(workers, busy_link(link, sum(layer.size_bytes for layer in layers)))
     elif fuse_bytes < 0:
         raise ValueError(f"expected fuse_bytes of at least 0, got {fuse_bytes}")
     parcels = []
     for run in _runs(layers, fuse_bytes):
-        algorithm = _algorithm([layers[index] for index in run], workers, line, policy)
-        parcels.append(Parcel(layers=tuple(run), algorithm=algorithm))
+        algorithm = _algorithm([layers[index] for index in run], workers, link, policy)
+        parcels.append(FusedBucket(layers=tuple(run), algorithm=algorithm))
     return tuple(parcels)
 
 
-def busy(line: Line, filling_bytes: int) -> Line:
+def busy_link(link: LinkModel, filling_bytes: int) -> LinkModel:
     """Return the effective line for an urgent message when others, of so many bytes in all, keep it busy.
 
     Even an urgent message cannot overtake bytes that the kernels on its way have accepted or a frame that has
@@ -118,20 +118,22 @@ def busy(line: Line, filling_bytes: int) -> Line:
     1 Gbit/s, a round of the most urgent all-reduce took 9 to 15 ms, the time of about 1 MiB.
     """
     queued_bytes = min(filling_bytes, _QUEUED_BYTES_MAX)
-    return replace(line, alpha_s=line.alpha_s + queued_bytes * line.beta_s)
+    return replace(link, alpha_s=link.alpha_s + queued_bytes * link.beta_s)
 
 
-def latency_bytes(workers: int, line: Line) -> int:
+def latency_bound_bytes(workers: int, link: LinkModel) -> int:
     """Return the size in bytes of a vector whose all-reduce waits as long for latency as for its bytes."""
     if workers == 1:
         return 0
-    if not line.beta_s:
+    if not link.beta_s:
         return _UNLIMITED_BYTES
-    cheapest = min((cost(name, workers) for name in ALGORITHMS), key=lambda one: (one.volume, one.rounds))
-    return int(cheapest.rounds * line.alpha_s / (cheapest.volume * line.beta_s))
+    cheapest = min(
+        (all_reduce_cost(name, workers) for name in ALGORITHMS), key=lambda one: (one.volume, one.rounds)
+    )
+    return int(cheapest.rounds * link.alpha_s / (cheapest.volume * link.beta_s))
 
 
-def _runs(layers: Sequence[Layer], fuse_bytes: int) -> list[list[int]]:
+def _runs(layers: Sequence[PlannedLayer], fuse_bytes: int) -> list[list[int]]:
     """Group adjacent layers of one group and kind into runs of at most `fuse_bytes`."""
     runs: list[list[int]] = []
     open_runs: dict[tuple[str, bool], tuple[list[int], int]] = {}
@@ -146,7 +148,7 @@ def _runs(layers: Sequence[Layer], fuse_bytes: int) -> list[list[int]]:
     return runs
 
 
-def _algorithm(layers: Sequence[Layer], workers: int, line: Line, policy: Policy) -> str:
+def _algorithm(layers: Sequence[PlannedLayer], workers: int, line: LinkModel, policy: AlgorithmPolicy) -> str:
     is_dense = layers[0].kind == "dense"
     if policy == "ring" or policy == ("conv_butterfly_fc_ring" if is_dense else "table4"):
         return "ring"
@@ -154,12 +156,14 @@ def _algorithm(layers: Sequence[Layer], workers: int, line: Line, policy: Policy
         return "recursive_doubling"
     size = sum(layer.size_bytes for layer in layers)
     slack_s = min(layer.slack_s for layer in layers)
-    costs = {name: cost(name, workers) for name in ALGORITHMS}
+    costs = {name: all_reduce_cost(name, workers) for name in ALGORITHMS}
 
     def seconds(name: str) -> float:
         return costs[name].seconds(size, line)
 
-    candidates = [name for name in ALGORITHMS if name != "direct" or size <= latency_bytes(workers, line)]
+    candidates = [
+        name for name in ALGORITHMS if name != "direct" or size <= latency_bound_bytes(workers, line)
+    ]
     fastest = min(candidates, key=lambda name: (seconds(name), costs[name].rounds))
     is_worth_it = seconds("ring") > slack_s and seconds(fastest) < _WORTH_SWITCHING * seconds("ring")
     return fastest if is_worth_it else "ring"

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 Operation: TypeAlias = Literal["add", "copy"]
-Intra: TypeAlias = Literal["ring", "tree", "direct"]
+IntraGroup: TypeAlias = Literal["ring", "tree", "direct"]
 
 ALGORITHMS = ("ring", "recursive_doubling", "rabenseifner", "direct")
 """All-reduces that depend only on the number of ranks; see `schedule`."""
@@ -61,7 +61,7 @@ class Schedule:
     Attributes:
         workers: number of ranks.
         rank: the rank of this part, 0 to `workers` - 1.
-        segments: number of segments that the vector is cut into (by the function `segments`).
+        segments: number of segments that the vector is cut into (by the function `cut_segments`).
         steps: in order; equally many on every rank.
     """
 
@@ -70,20 +70,20 @@ class Schedule:
     segments: int
     steps: tuple[Step, ...]
 
-    def sent(self, length: int) -> int:
+    def elements_sent(self, length: int) -> int:
         """Return the number of elements that this rank sends for a vector of `length` elements."""
-        bounds = segments(length, self.segments)
-        spans = [span(bounds, step.send_segment, step.send_count) for step in self.steps]
+        bounds = cut_segments(length, self.segments)
+        spans = [segment_span(bounds, step.send_segment, step.send_count) for step in self.steps]
         return sum(stop - start for start, stop in spans)
 
-    def received(self, length: int) -> int:
+    def elements_received(self, length: int) -> int:
         """Return the number of elements that this rank receives for a vector of `length` elements."""
-        bounds = segments(length, self.segments)
-        spans = [span(bounds, step.recv_segment, step.recv_count) for step in self.steps]
+        bounds = cut_segments(length, self.segments)
+        spans = [segment_span(bounds, step.recv_segment, step.recv_count) for step in self.steps]
         return sum(stop - start for start, stop in spans)
 
 
-def segments(length: int, parts: int) -> list[tuple[int, int]]:
+def cut_segments(length: int, parts: int) -> list[tuple[int, int]]:
     """Cut `length` elements into `parts` contiguous (start, stop) segments whose sizes differ by at most 1.
 
     The longer segments come first; with fewer elements than parts the last segments are empty.
@@ -98,7 +98,7 @@ def segments(length: int, parts: int) -> list[tuple[int, int]]:
     return list(pairwise(starts))
 
 
-def span(bounds: list[tuple[int, int]], segment: int | None, count: int) -> tuple[int, int]:
+def segment_span(bounds: list[tuple[int, int]], segment: int | None, count: int) -> tuple[int, int]:
     """Return the (start, stop) elements of `count` contiguous segments; (0, 0) if `segment` is None."""
     return (0, 0) if segment is None else (bounds[segment][0], bounds[segment + count - 1][1])
 
@@ -138,7 +138,7 @@ def ring(workers: int, rank: int) -> Schedule:
 
     Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
     Journal of Parallel and Distributed Computing 69 (2009), section 4. No deviation; lengths that p does not
-    divide, which the paper leaves out, are cut by `segments`.
+    divide, which the paper leaves out, are cut by `cut_segments`.
 
     Args:
         workers: p, at least 1; a world of one has no steps.
@@ -263,7 +263,7 @@ def direct(workers: int, rank: int) -> Schedule:
     return Schedule(workers=workers, rank=rank, segments=workers, steps=tuple(steps))
 
 
-def hierarchical(workers: int, rank: int, group: int, intra: Intra = "ring") -> Schedule:
+def hierarchical(workers: int, rank: int, group: int, intra_group: IntraGroup = "ring") -> Schedule:
     """Sum a vector over all ranks: inside groups to their masters, over the masters in a ring, and back.
 
     A group is `group` adjacent ranks, fewer in the last one; its first rank is its master. Inside a group the
@@ -293,19 +293,19 @@ def hierarchical(workers: int, rank: int, group: int, intra: Intra = "ring") -> 
     _check_rank("rank", rank, workers)
     if group < 1:
         raise ValueError(f"expected groups of at least 1 rank, got {group}")
-    if intra not in _INTRA_STEPS:
-        raise ValueError(f"expected one of {', '.join(_INTRA_STEPS)} inside a group, got {intra!r}")
+    if intra_group not in _INTRA_STEPS:
+        raise ValueError(f"expected one of {', '.join(_INTRA_STEPS)} inside a group, got {intra_group!r}")
     group = min(group, workers)
     masters = -(-workers // group)
     fine = group * masters  # segments of both levels are unions of these
     master = rank // group * group
     size = min(group, workers - master)
-    reduce, broadcast = _INTRA_STEPS[intra]
+    reduce, broadcast = _INTRA_STEPS[intra_group]
     idle = [Step()] * (len(reduce(group, 0)) - len(reduce(size, 0)))  # for a smaller last group
-    runs = segments(fine, size if intra == "ring" else 1)
+    runs = cut_segments(fine, size if intra_group == "ring" else 1)
     steps = [_map_step(step, master, 1, runs) for step in reduce(size, rank - master)] + idle
     if rank == master:
-        runs_across = segments(fine, masters)
+        runs_across = cut_segments(fine, masters)
         steps += [_map_step(step, 0, group, runs_across) for step in ring(masters, rank // group).steps]
     else:
         steps += [Step()] * (2 * (masters - 1))
@@ -478,12 +478,12 @@ def _map_step(step: Step, first: int, stride: int, runs: list[tuple[int, int]]) 
     """Map a step to the ranks first, first + stride, …, with segments that are runs of finer ones."""
     mapped = Step(op=step.op)
     if step.send_to is not None:
-        start, stop = span(runs, step.send_segment, step.send_count)
+        start, stop = segment_span(runs, step.send_segment, step.send_count)
         mapped = replace(
             mapped, send_to=first + step.send_to * stride, send_segment=start, send_count=stop - start
         )
     if step.recv_from is not None:
-        start, stop = span(runs, step.recv_segment, step.recv_count)
+        start, stop = segment_span(runs, step.recv_segment, step.recv_count)
         mapped = replace(
             mapped, recv_from=first + step.recv_from * stride, recv_segment=start, recv_count=stop - start
         )

@@ -24,7 +24,7 @@ gradients:
 Source: specification 3.9 (`simulate_step`, one channel); the order of need is that of Jayarajan et al. 2019,
 "Priority-based parameter propagation for distributed DNN training", and the argument for it Jackson's rule
 for jobs with release dates and tails (J. Carlier, "The one-machine sequencing problem", European Journal of
-Operational Research 11 (1982)). Deviations: see `simulate`.
+Operational Research 11 (1982)). Deviations: see `simulate_step`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Literal, TypeAlias, get_args
 
-Order: TypeAlias = Literal["fifo", "priority", "shared"]
+LineOrder: TypeAlias = Literal["fifo", "priority", "shared"]
 """Which message has the line: the one that was ready first; the one needed first; all in equal shares."""
 
-Overlap: TypeAlias = Literal["none", "backward", "both"]
+TimelineOverlap: TypeAlias = Literal["none", "backward", "both"]
 """What communication overlaps: nothing; the backward pass (as in DDP); also the next forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class TimedLayer:
     """Computation of one layer.
 
     Computation without gradients to exchange (the loss, a resizing before the first layer) is a layer without
@@ -69,7 +69,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
+class TimedMessage:
     """One all-reduce of fused gradients, as it occupies one worker's line.
 
     Attributes:
@@ -98,7 +98,7 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Travel:
+class Transmission:
     """When one message is sent, in seconds from the start of the backward pass.
 
     Attributes:
@@ -127,15 +127,15 @@ class Timeline:
     step_s: float
     forward_starts_s: tuple[float, ...]
     exposed_s: tuple[float, ...]
-    travels: tuple[Travel, ...]
+    transmissions: tuple[Transmission, ...]
 
 
-def simulate(
-    layers: Sequence[Layer],
-    messages: Sequence[Message],
+def simulate_step(
+    layers: Sequence[TimedLayer],
+    messages: Sequence[TimedMessage],
     *,
-    order: Order = "priority",
-    overlap: Overlap = "both",
+    order: LineOrder = "priority",
+    overlap: TimelineOverlap = "both",
     in_flight_s: float = 0.0,
 ) -> Timeline:
     """Predict one step of training.
@@ -175,7 +175,7 @@ def simulate(
     return _forward(layers, backward_s, needed_by, travels)
 
 
-def least_step_s(layers: Sequence[Layer], messages: Sequence[Message]) -> float:
+def least_step_s(layers: Sequence[TimedLayer], messages: Sequence[TimedMessage]) -> float:
     """Return the least time of a step on this line in any order: a bound, which is reached without latency.
 
     Before the gradients of a layer and of all layers before it have arrived, that layer and all after it have
@@ -193,7 +193,7 @@ def least_step_s(layers: Sequence[Layer], messages: Sequence[Message]) -> float:
     return max(map(sum, zip(from_here_s, accumulate(transfers_s), strict=True)))
 
 
-def floor_s(layers: Sequence[Layer], messages: Sequence[Message]) -> float:
+def benchmark_floor_s(layers: Sequence[TimedLayer], messages: Sequence[TimedMessage]) -> float:
     """Return the floor of the benchmarks: all computation plus the first layer's transfers, or all transfers.
 
     The first layer's gradients are ready when the backward pass is over, and the forward pass needs them
@@ -252,7 +252,7 @@ def possible_saving(*, compute_s: float, forward_share: float, transfer_s: float
 
 
 def _forward(
-    layers: Sequence[Layer], backward_s: float, needed_by: list[int], travels: list[Travel]
+    layers: Sequence[TimedLayer], backward_s: float, needed_by: list[int], travels: list[Transmission]
 ) -> Timeline:
     """Start each layer when all before it are done and the messages that it needs have arrived."""
     arrived_s = [0.0] * len(layers)
@@ -264,7 +264,10 @@ def _forward(
         exposed_s.append(starts_s[-1] - now_s)
         now_s = starts_s[-1] + layer.forward_s
     return Timeline(
-        step_s=now_s, forward_starts_s=tuple(starts_s), exposed_s=tuple(exposed_s), travels=tuple(travels)
+        step_s=now_s,
+        forward_starts_s=tuple(starts_s),
+        exposed_s=tuple(exposed_s),
+        transmissions=tuple(travels),
     )
 
 
@@ -272,8 +275,11 @@ def _forward(
 
 
 def _serve_in_order(
-    messages: Sequence[Message], ready_s: list[float], priorities: list[tuple[int, int]], in_flight_s: float
-) -> list[Travel]:
+    messages: Sequence[TimedMessage],
+    ready_s: list[float],
+    priorities: list[tuple[int, int]],
+    in_flight_s: float,
+) -> list[Transmission]:
     """Serve the first waiting message in the order, whenever there is room in flight.
 
     Work that has been handed over is done in that order. It is therefore enough to know until when it keeps
@@ -311,7 +317,7 @@ def _serve_in_order(
     return _make_travels(ready_s, [start_s[index] for index in range(len(messages))], end_s)
 
 
-def _serve_shared(messages: Sequence[Message], ready_s: list[float]) -> list[Travel]:
+def _serve_shared(messages: Sequence[TimedMessage], ready_s: list[float]) -> list[Transmission]:
     """Serve all waiting messages in equal shares.
 
     `served_s` grows by the amount that each of them is served, so that the value at which a message will be
@@ -340,15 +346,19 @@ def _serve_shared(messages: Sequence[Message], ready_s: list[float]) -> list[Tra
     return _make_travels(ready_s, ready_s, end_s)
 
 
-def _make_travels(ready_s: list[float], start_s: list[float], end_s: list[float]) -> list[Travel]:
+def _make_travels(ready_s: list[float], start_s: list[float], end_s: list[float]) -> list[Transmission]:
     return [
-        Travel(ready_s=ready, start_s=start, end_s=end)
+        Transmission(ready_s=ready, start_s=start, end_s=end)
         for ready, start, end in zip(ready_s, start_s, end_s, strict=True)
     ]
 
 
 def _check(
-    layers: Sequence[Layer], messages: Sequence[Message], order: Order, overlap: Overlap, in_flight_s: float
+    layers: Sequence[TimedLayer],
+    messages: Sequence[TimedMessage],
+    order: LineOrder,
+    overlap: TimelineOverlap,
+    in_flight_s: float,
 ) -> None:
     if not layers:
         raise ValueError("expected at least one layer, got none")
@@ -357,10 +367,10 @@ def _check(
             raise ValueError(
                 f"expected messages of layers 0 to {len(layers) - 1}, got one of {message.layer}"
             )
-    if order not in get_args(Order) or overlap not in get_args(Overlap):
+    if order not in get_args(LineOrder) or overlap not in get_args(TimelineOverlap):
         raise ValueError(
-            f"expected an order of {', '.join(get_args(Order))} and an overlap of "
-            f"{', '.join(get_args(Overlap))}, got {order!r} and {overlap!r}"
+            f"expected an order of {', '.join(get_args(LineOrder))} and an overlap of "
+            f"{', '.join(get_args(TimelineOverlap))}, got {order!r} and {overlap!r}"
         )
     if not in_flight_s >= 0:
         raise ValueError(f"expected at least 0 s of work in flight, got {in_flight_s}")

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 Keys: TypeAlias = NDArray[np.int64]  # (K,), ascending, each once
 Rows: TypeAlias = NDArray[Any]  # (K,) or (K, width)
-Settings: TypeAlias = Mapping[str, float | Sequence[float]]  # numbers of an update, by field name
+UpdateSettings: TypeAlias = Mapping[str, float | Sequence[float]]  # numbers of an update, by field name
 
-LAST_MAX: Final = 2**63  # the end of a range that ends with the largest key
+KEY_STOP_MAX: Final = 2**63  # the end of a range that ends with the largest key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Terms:
+class PushMeta:
     """Optional metadata of a push.
 
     Attributes:
@@ -32,17 +32,17 @@ class Terms:
     """
 
     weight: float = 1.0
-    settings: Settings | None = None
+    settings: UpdateSettings | None = None
     states: Mapping[str, Rows] | None = None
 
-    def cut(self, places: slice) -> Terms:
+    def row_slice(self, places: slice) -> PushMeta:
         """Return the metadata of some of the rows."""
         if self.states is None:
             return self
         return replace(self, states={name: rows[places] for name, rows in self.states.items()})
 
 
-PLAIN: Final = Terms()
+DEFAULT_PUSH_META: Final = PushMeta()
 
 
 class Entries:
@@ -52,34 +52,34 @@ class Entries:
         first: key of the first row, if `keys` is None.
         values: one row per key.
         keys: ascending, each once; None if the keys are contiguous.
-        terms: metadata; usually None, which means `PLAIN`.
+        terms: metadata; usually None, which means `DEFAULT_PUSH_META`.
     """
 
-    __slots__ = ("first", "keys", "terms", "values")  # not a dataclass: it has its own wire format
+    __slots__ = ("first", "keys", "meta", "values")  # not a dataclass: it has its own wire format
 
     def __init__(
-        self, first: int, values: Rows, keys: Keys | None = None, terms: Terms | None = None
+        self, first: int, values: Rows, keys: Keys | None = None, meta: PushMeta | None = None
     ) -> None:
-        self.first, self.values, self.keys, self.terms = first, values, keys, terms
+        self.first, self.values, self.keys, self.meta = first, values, keys, meta
 
-    def cut(self, first: int, last: int) -> Entries:
+    def key_range(self, first: int, last: int) -> Entries:
         """Return the entries of keys `first` to `last` - 1, not copied."""
         if self.keys is None:
             begin = max(first, self.first)
             places = slice(begin - self.first, max(begin, last) - self.first)
             keys = None
         else:
-            begin, places = first, places_of(self.keys, first, last)
+            begin, places = first, key_slice(self.keys, first, last)
             keys = self.keys[places]
-        terms = None if self.terms is None else self.terms.cut(places)
+        terms = None if self.meta is None else self.meta.row_slice(places)
         return Entries(begin, self.values[places], keys, terms)
 
     @property
-    def replaces(self) -> bool:
+    def is_replacement(self) -> bool:
         """Whether pushing these entries replaces values and states."""
-        return self.terms is not None and self.terms.states is not None
+        return self.meta is not None and self.meta.states is not None
 
-    def listed(self) -> Keys:
+    def key_array(self) -> Keys:
         """Return all keys as an array, also if they are contiguous."""
         if self.keys is not None:
             return self.keys
@@ -90,7 +90,7 @@ class Entries:
         return len(self.values)
 
 
-def gathered(parts: list[Entries]) -> Entries:
+def concatenate_entries(parts: list[Entries]) -> Entries:
     """Concatenate entries that arrived in ascending parts: all with contiguous keys, or all with listed ones.
 
     Raises:
@@ -103,7 +103,7 @@ def gathered(parts: list[Entries]) -> Entries:
     return Entries(parts[0].first, values, np.concatenate(listed) if listed else None)
 
 
-def summed(parts: Sequence[Entries], first: int, last: int) -> Entries:
+def sum_entries(parts: Sequence[Entries], first: int, last: int) -> Entries:
     """Return the values of keys `first` to `last` - 1, summed by key in the order of the parts.
 
     If all parts list their keys, the result lists those of any part; otherwise it has all keys of the range.
@@ -114,7 +114,7 @@ def summed(parts: Sequence[Entries], first: int, last: int) -> Entries:
     """
     if not parts:
         raise ValueError("expected at least one part")
-    parts = [one.cut(first, last) for one in parts]
+    parts = [one.key_range(first, last) for one in parts]
     shape, dtype = parts[0].values.shape[1:], parts[0].values.dtype
     listed = [one.keys for one in parts if one.keys is not None]
     if len(listed) < len(parts):
@@ -130,24 +130,24 @@ def summed(parts: Sequence[Entries], first: int, last: int) -> Entries:
     return Entries(first, total, keys)
 
 
-def places_of(keys: Keys, first: int, last: int) -> slice:
+def key_slice(keys: Keys, first: int, last: int) -> slice:
     """Return the slice of ascending `keys` with the keys `first` to `last` - 1."""
     # Searches for first - 1 and last - 1: 2**63 is not an int64 and would make numpy compare floats.
     begin, end = keys.searchsorted((first - 1, last - 1), side="right").tolist()
     return slice(begin, end)
 
 
-def problem_of(content: Entries, first: int, last: int) -> str:
+def find_problem(content: Entries, first: int, last: int) -> str:
     """Return why entries are not one row for each key from `first` to `last` - 1, or for listed ones of them.
 
     Returns:
         A sentence for an error; empty if the entries are valid.
     """
-    problem = "" if content.keys is None else problem_of_keys(content.keys, first, last)
-    return problem or problem_of_rows(content, first, last)
+    problem = "" if content.keys is None else find_keys_problem(content.keys, first, last)
+    return problem or find_rows_problem(content, first, last)
 
 
-def problem_of_keys(keys: Keys, first: int, last: int) -> str:
+def find_keys_problem(keys: Keys, first: int, last: int) -> str:
     """Return why an array is not a valid list of keys from `first` to `last` - 1; empty if it is."""
     if keys.dtype != np.int64 or keys.ndim != 1:
         return f"expected keys as one row of int64, got {keys.dtype} of shape {keys.shape}"
@@ -160,7 +160,7 @@ def problem_of_keys(keys: Keys, first: int, last: int) -> str:
     return ""
 
 
-def problem_of_rows(content: Entries, first: int, last: int) -> str:
+def find_rows_problem(content: Entries, first: int, last: int) -> str:
     """Return why there is not one row for each key, empty if there is; listed keys are not validated."""
     if content.keys is None and content.first != first:
         return f"expected rows from key {first} on, got them from {content.first} on"

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.numerics.ps.entries import (
-    LAST_MAX,
+    KEY_STOP_MAX,
     Entries,
     Keys,
     Rows,
-    problem_of_keys,
-    problem_of_rows,
+    find_keys_problem,
+    find_rows_problem,
 )
 
 Mask: TypeAlias = NDArray[np.bool_]  # (K,)
@@ -54,7 +54,7 @@ class UnknownKeysError(OffbeatError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Message:
+class FilterMessage:
     """Values of some of the keys `first` to `last` - 1, before or after encoding.
 
     Attributes:
@@ -62,7 +62,7 @@ class Message:
         first, last: range of keys `first` to `last` - 1.
         time: the sender's time of this message, from which time-dependent thresholds are computed.
         keys: listed keys; None for all of the range, or if key caching has removed them.
-        known: in a response, the keys of its rows, which the requester knows; they are not sent.
+        known_keys: in a response, the keys of its rows, which the requester knows; they are not sent.
         values: one row per key, float32 or float64, or bytes after fixed point; None if they are in `body`.
         body: compressed values.
         notes: data that each filter needs to decode, by filter, as plain data.
@@ -73,28 +73,32 @@ class Message:
     last: int
     time: int = 0
     keys: Keys | None
-    known: Keys | None = None
+    known_keys: Keys | None = None
     values: Rows | None
     body: bytes | None = None
     notes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, namespace: str, first: int, last: int, content: Entries, *, time: int = 0) -> Message:
+    def from_entries(
+        cls, namespace: str, first: int, last: int, content: Entries, *, time: int = 0
+    ) -> FilterMessage:
         """Return a message to encode: values of keys `first` to `last` - 1, or of listed ones of them.
 
         Raises:
             ValueError: there is not one row per key.
         """
-        if problem := problem_of_rows(content, first, last):
+        if problem := find_rows_problem(content, first, last):
             raise ValueError(problem)
         return cls(
             namespace=namespace, first=first, last=last, time=time, keys=content.keys, values=content.values
         )
 
     @classmethod
-    def answering(cls, namespace: str, values: Rows, known: Keys | None) -> Message:
+    def response(cls, namespace: str, values: Rows, known_keys: Keys | None) -> FilterMessage:
         """Return a response to encode: rows by position, and their keys if they are known."""
-        return cls(namespace=namespace, first=0, last=len(values), keys=None, known=known, values=values)
+        return cls(
+            namespace=namespace, first=0, last=len(values), keys=None, known_keys=known_keys, values=values
+        )
 
     @property
     def entries(self) -> Entries:
@@ -126,13 +130,13 @@ class Filter(Protocol):
         """Properties that the message must have."""
 
     @property
-    def hides(self) -> frozenset[str]:
+    def removes(self) -> frozenset[str]:
         """Properties that the message no longer has for later filters."""
 
-    def encode(self, message: Message) -> Message:
+    def encode(self, message: FilterMessage) -> FilterMessage:
         """Return the encoded message; `message` is not changed."""
 
-    def decode(self, message: Message) -> Message:
+    def decode(self, message: FilterMessage) -> FilterMessage:
         """Undo `encode`, as far as that is possible.
 
         Raises:
@@ -140,7 +144,7 @@ class Filter(Protocol):
         """
 
 
-class Passed(NamedTuple):
+class FilterBytes(NamedTuple):
     """Bytes before and after a filter."""
 
     in_bytes: int
@@ -166,12 +170,12 @@ class FilterChain:
             for other in self._filters[:index]:
                 if one.name == other.name:
                     raise ValueError(f"expected {one.name} once, got it twice")
-                if missing := one.needs & other.hides:
+                if missing := one.needs & other.removes:
                     lacks = " and ".join(sorted(missing))
                     raise ValueError(f"expected no {one.name} behind {other.name}, which removes its {lacks}")
-        self._passed = {one.name: Passed(0, 0) for one in self._filters}
+        self._passed = {one.name: FilterBytes(0, 0) for one in self._filters}
 
-    def encode(self, message: Message) -> Message:
+    def encode(self, message: FilterMessage) -> FilterMessage:
         """Return the encoded message.
 
         Raises:
@@ -188,7 +192,7 @@ class FilterChain:
             message = encoded
         return message
 
-    def decode(self, message: Message) -> Message:
+    def decode(self, message: FilterMessage) -> FilterMessage:
         """Return what was given to the sender's chain, as far as its filters can be undone.
 
         Raises:
@@ -207,7 +211,7 @@ class FilterChain:
         _check_rows(message, ProtocolError)
         return message
 
-    def resend(self, encoded: Message) -> Message:
+    def resend(self, encoded: FilterMessage) -> FilterMessage:
         """Return a message from `encode` with its keys, for a receiver that does not know them.
 
         Encoding the content again would be wrong with filters that draw random numbers or remember entries.
@@ -227,13 +231,13 @@ class FilterChain:
             self._count(one, message.size_bytes, message.size_bytes)
         return message
 
-    def report(self) -> dict[str, Passed]:
+    def report(self) -> dict[str, FilterBytes]:
         """Return the bytes before and after each filter, by its name."""
         return dict(self._passed)
 
     def _count(self, one: Filter, in_bytes: int, out_bytes: int) -> None:
         before = self._passed[one.name]
-        self._passed[one.name] = Passed(before.in_bytes + in_bytes, before.out_bytes + out_bytes)
+        self._passed[one.name] = FilterBytes(before.in_bytes + in_bytes, before.out_bytes + out_bytes)
 
 
 class KeyCaching:
@@ -255,7 +259,7 @@ class KeyCaching:
 
     name: Final = "key caching"
     needs: Final = frozenset({"keys"})
-    hides: Final = frozenset({"keys"})
+    removes: Final = frozenset({"keys"})
 
     def __init__(self, entries: int) -> None:
         if entries < 1:
@@ -264,7 +268,7 @@ class KeyCaching:
         self._sent: OrderedDict[tuple[str, int, int, bytes], Keys] = OrderedDict()
         self._received: OrderedDict[tuple[str, int, int, bytes], Keys] = OrderedDict()
 
-    def encode(self, message: Message) -> Message:
+    def encode(self, message: FilterMessage) -> FilterMessage:
         """See `Filter.encode`."""
         if message.keys is None:
             return message
@@ -275,7 +279,7 @@ class KeyCaching:
         keys = None if is_known else message.keys
         return replace(message, keys=keys, notes={**message.notes, self.name: {"signature": signature}})
 
-    def decode(self, message: Message) -> Message:
+    def decode(self, message: FilterMessage) -> FilterMessage:
         """See `Filter.decode`.
 
         Raises:
@@ -297,7 +301,7 @@ class KeyCaching:
         self._remember(self._received, entry, keys)
         return replace(message, keys=self._received[entry], notes=_without(message, self.name))
 
-    def resend(self, encoded: Message) -> Message:
+    def resend(self, encoded: FilterMessage) -> FilterMessage:
         """See `FilterChain.resend`."""
         signature = encoded.notes.get(self.name, {}).get("signature")
         if encoded.keys is not None or signature is None:
@@ -340,7 +344,7 @@ class Compression:
 
     name: Final = "compression"
     needs: Final = frozenset({"bytes"})
-    hides: Final = frozenset({"bytes", "numbers"})
+    removes: Final = frozenset({"bytes", "numbers"})
 
     def __init__(self, level: int = 1, *, size_bytes_max: int = 1 << 30) -> None:
         if not 0 <= level <= 9:
@@ -350,7 +354,7 @@ class Compression:
         self._level = level
         self._size_bytes_max = size_bytes_max
 
-    def encode(self, message: Message) -> Message:
+    def encode(self, message: FilterMessage) -> FilterMessage:
         """See `Filter.encode`.
 
         Raises:
@@ -369,7 +373,7 @@ class Compression:
         body = zlib.compress(plain, self._level)
         return replace(message, values=None, body=body, notes={**message.notes, self.name: note})
 
-    def decode(self, message: Message) -> Message:
+    def decode(self, message: FilterMessage) -> FilterMessage:
         """See `Filter.decode`."""
         dtype, shape, is_sparse = _read_note(message, self.name, dtype=str, shape=list, sparse=bool)
         if dtype not in (*_FLOATS, "uint8"):
@@ -437,7 +441,7 @@ class SignificantlyModified:
 
     name: Final = "significantly modified"
     needs: Final = frozenset({"keys", "numbers", "states"})
-    hides: Final = frozenset({"sums"})
+    removes: Final = frozenset({"sums"})
 
     def __init__(self, threshold: float | Callable[[int], float]) -> None:
         self._threshold = threshold
@@ -446,14 +450,17 @@ class SignificantlyModified:
         if not callable(threshold):
             self._threshold_at(0)
 
-    def encode(self, message: Message) -> Message:
+    def encode(self, message: FilterMessage) -> FilterMessage:
         """See `Filter.encode`.
 
         Raises:
             ValueError: rows have another dtype or width than before, or the threshold is below 0.
         """
         threshold = self._threshold_at(message.time)
-        keys, values = message.entries.listed() if message.known is None else message.known, message.values
+        keys, values = (
+            message.entries.key_array() if message.known_keys is None else message.known_keys,
+            message.values,
+        )
         assert values is not None
         sent = self._sent.setdefault(message.namespace, _LastRows(values))
         if problem := sent.problem_of(values):
@@ -465,14 +472,14 @@ class SignificantlyModified:
         kept = ~is_known
         kept[is_known] = ~(is_near if is_near.ndim == 1 else is_near.all(axis=1))
         sent.put(keys[kept], values[kept])
-        if message.known is None or kept.all():
+        if message.known_keys is None or kept.all():
             return _keep_only(message, kept)
         note = {"kept": np.packbits(kept).tobytes()}
         return replace(message, values=values[kept], notes={**message.notes, self.name: note})
 
-    def decode(self, message: Message) -> Message:
+    def decode(self, message: FilterMessage) -> FilterMessage:
         """Fill in omitted rows if the keys are known; otherwise the receiver has kept its values."""
-        keys, values = message.known, message.values
+        keys, values = message.known_keys, message.values
         if keys is None:
             return message
         kept = np.ones(len(keys), np.bool_)
@@ -547,7 +554,7 @@ class RandomSkip:
 
     name: Final = "random skip"
     needs: Final = frozenset({"keys", "numbers", "sums"})
-    hides: Final = frozenset({"states"})
+    removes: Final = frozenset({"states"})
 
     def __init__(self, probability: float, seed: int) -> None:
         if not 0 < probability <= 1:
@@ -555,14 +562,14 @@ class RandomSkip:
         self._probability = float(probability)
         self._generator = np.random.default_rng(seed)
 
-    def encode(self, message: Message) -> Message:
+    def encode(self, message: FilterMessage) -> FilterMessage:
         """See `Filter.encode`."""
         assert message.values is not None
         kept = self._generator.random(len(message.values)) < self._probability
         note = {"probability": self._probability}
         return replace(_keep_only(message, kept), notes={**message.notes, self.name: note})
 
-    def decode(self, message: Message) -> Message:
+    def decode(self, message: FilterMessage) -> FilterMessage:
         """Divide the values that were kept by their probability; omitted ones stay omitted."""
         (probability,) = _read_note(message, self.name, probability=float)
         if not 0 < probability <= 1:
@@ -594,7 +601,7 @@ class FixedPoint:
 
     name: Final = "fixed point"
     needs: Final = frozenset({"numbers"})
-    hides: Final = frozenset({"numbers"})
+    removes: Final = frozenset({"numbers"})
 
     def __init__(self, bytes_per_value: int, seed: int) -> None:
         if bytes_per_value not in (1, 2, 3):
@@ -603,7 +610,7 @@ class FixedPoint:
         self._steps = 256**bytes_per_value - 1
         self._generator = np.random.default_rng(seed)
 
-    def encode(self, message: Message) -> Message:
+    def encode(self, message: FilterMessage) -> FilterMessage:
         """See `Filter.encode`.
 
         Raises:
@@ -627,7 +634,7 @@ class FixedPoint:
             notes={**message.notes, self.name: note},
         )
 
-    def decode(self, message: Message) -> Message:
+    def decode(self, message: FilterMessage) -> FilterMessage:
         """See `Filter.decode`."""
         low, high, dtype, width = _read_note(message, self.name, low=float, high=float, dtype=str, width=int)
         rows = message.values
@@ -662,7 +669,7 @@ class KKT:
 
     name: Final = "KKT"
     needs: Final = frozenset({"keys", "numbers"})
-    hides: Final[frozenset[str]] = frozenset()
+    removes: Final[frozenset[str]] = frozenset()
 
     def __init__(self, l1: float) -> None:
         if not 0 <= l1 < np.inf:
@@ -687,7 +694,7 @@ class KKT:
         if margin == np.inf:
             self._skipped = self._skipped[:0]
 
-    def learn(self, keys: Keys, weights: Rows, gradients: Rows) -> None:
+    def update_skipped(self, keys: Keys, weights: Rows, gradients: Rows) -> None:
         """Skip coordinates that fulfil the conditions; skipped ones stay skipped.
 
         Args:
@@ -701,7 +708,7 @@ class KKT:
         if keys.ndim != 1 or not keys.shape == weights.shape == gradients.shape:
             shapes = f"{keys.shape}, {weights.shape} and {gradients.shape}"
             raise ValueError(f"expected a weight and a gradient per key, got shapes {shapes}")
-        if problem := problem_of_keys(keys, 0, LAST_MAX):
+        if problem := find_keys_problem(keys, 0, KEY_STOP_MAX):
             raise ValueError(problem)
         found = keys[(weights == 0) & (np.abs(gradients) <= self._l1 - self._margin)]
         positions, is_found = _find(self._skipped, found)
@@ -713,23 +720,25 @@ class KKT:
         _, is_found = _find(self._skipped, keys)
         return ~is_found
 
-    def encode(self, message: Message) -> Message:
+    def encode(self, message: FilterMessage) -> FilterMessage:
         """See `Filter.encode`."""
-        return _keep_only(message, self.active(message.entries.listed()))
+        return _keep_only(message, self.active(message.entries.key_array()))
 
-    def decode(self, message: Message) -> Message:
+    def decode(self, message: FilterMessage) -> FilterMessage:
         """Return the message unchanged: keys that are not listed keep their values."""
         return message
 
 
-def _check(message: Message, error: type[Exception]) -> None:
+def _check(message: FilterMessage, error: type[Exception]) -> None:
     """Check the range, keys and values that any message must have, encoded or not."""
-    if not 0 <= message.first < message.last <= LAST_MAX:
-        raise error(f"expected a range of keys within 0 to {LAST_MAX}, got {message.first} to {message.last}")
+    if not 0 <= message.first < message.last <= KEY_STOP_MAX:
+        raise error(
+            f"expected a range of keys within 0 to {KEY_STOP_MAX}, got {message.first} to {message.last}"
+        )
     if not all(isinstance(note, dict) for note in message.notes.values()):
         raise error(f"expected notes by filter and name, got {str(message.notes)[:80]}")
     keys, values = message.keys, message.values
-    if keys is not None and (problem := problem_of_keys(keys, message.first, message.last)):
+    if keys is not None and (problem := find_keys_problem(keys, message.first, message.last)):
         raise error(problem)
     if values is not None and (
         values.dtype not in (np.float32, np.float64, np.uint8) or values.ndim not in (1, 2)
@@ -737,14 +746,14 @@ def _check(message: Message, error: type[Exception]) -> None:
         raise error(f"expected rows of floats or bytes in native byte order, got {_described(values)}")
 
 
-def _check_rows(message: Message, error: type[Exception]) -> None:
+def _check_rows(message: FilterMessage, error: type[Exception]) -> None:
     """Check that a message is valid before encoding or after decoding."""
     values = message.values
     if values is None or values.dtype.name not in _FLOATS or 0 in values.shape[1:]:
         raise error(f"expected values of float32 or float64, got {_described(values)}")
     if message.body is not None:
         raise error(f"expected a message without a body, got one of {len(message.body)} bytes")
-    if problem := problem_of_rows(message.entries, message.first, message.last):
+    if problem := find_rows_problem(message.entries, message.first, message.last):
         raise error(problem)
 
 
@@ -752,7 +761,7 @@ def _described(values: Rows | None) -> str:
     return "none" if values is None else f"{values.dtype} of shape {values.shape}"
 
 
-def _read_note(message: Message, name: str, **kinds: type) -> list[Any]:
+def _read_note(message: FilterMessage, name: str, **kinds: type) -> list[Any]:
     """Return the values of a filter's note, in the order of `kinds`, after checking their types."""
     note = message.notes.get(name)
     if note is None or note.keys() != kinds.keys() or any(type(note[k]) is not kinds[k] for k in kinds):
@@ -761,7 +770,7 @@ def _read_note(message: Message, name: str, **kinds: type) -> list[Any]:
     return [note[word] for word in kinds]
 
 
-def _without(message: Message, name: str) -> dict[str, Mapping[str, Any]]:
+def _without(message: FilterMessage, name: str) -> dict[str, Mapping[str, Any]]:
     return {other: note for other, note in message.notes.items() if other != name}
 
 
@@ -785,12 +794,12 @@ def _find(among: Keys, keys: Keys) -> tuple[NDArray[np.int64], Mask]:
     return positions, is_found
 
 
-def _keep_only(message: Message, kept: Mask) -> Message:
+def _keep_only(message: FilterMessage, kept: Mask) -> FilterMessage:
     """Return a message of only the entries to keep."""
     if kept.all():
         return message
     assert message.values is not None
-    return replace(message, keys=message.entries.listed()[kept], values=message.values[kept])
+    return replace(message, keys=message.entries.key_array()[kept], values=message.values[kept])
 
 
 def _bytes_of_rows(values: Rows) -> NDArray[np.uint8]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 _PAGE_BYTES: Final = 4096
 
 
-def page_aligned(size_bytes: int, make: Callable[..., NDArray[Any]] = np.empty) -> NDArray[np.uint8]:
+def allocate_page_aligned(size_bytes: int, make: Callable[..., NDArray[Any]] = np.empty) -> NDArray[np.uint8]:
     """Return memory that starts on a page boundary.
 
     Args:

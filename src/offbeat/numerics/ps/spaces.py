@@ -30,7 +30,7 @@ from offbeat.numerics.ps.filters import (
     RandomSkip,
     SignificantlyModified,
 )
-from offbeat.numerics.ps.tables import Aggregate, ArrayTable, Empty
+from offbeat.numerics.ps.tables import Aggregate, Allocate, ArrayTable
 from offbeat.numerics.ps.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, Update
 
 UPDATES: Final[Mapping[str, type]] = {
@@ -48,7 +48,7 @@ _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
-class Function:
+class UserFunction:
     """A user-defined update.
 
     Attributes:
@@ -84,46 +84,46 @@ class FilterSpec:
         if self.kind not in FILTERS:
             raise ValueError(f"expected one of the filters {', '.join(FILTERS)}, got {self.kind!r}")
         try:
-            self.make(0)
+            self.build(0)
         except TypeError as error:
             raise ValueError(f"expected valid arguments of {self.kind}: {error}") from error
 
-    def make(self, seed: int) -> Filter:
+    def build(self, seed: int) -> Filter:
         """Return a new filter; `seed` is used by filters that draw random numbers."""
         own = {"seed": seed} if self.kind in _RANDOM else {}
         filter_: Filter = FILTERS[self.kind](**self.arguments, **own)
         return filter_
 
 
-class Filters(NamedTuple):
+class NamespaceFilters(NamedTuple):
     """The filters of a namespace, in the order in which they encode."""
 
     push: tuple[FilterSpec, ...]
     pull: tuple[FilterSpec, ...]
 
     @property
-    def copy(self) -> tuple[FilterSpec, ...]:
+    def replica_filters(self) -> tuple[FilterSpec, ...]:
         """The lossless filters of pushes, for replicas."""
         return tuple(spec for spec in self.push if spec.kind in _LOSSLESS)
 
     @property
-    def caches_keys(self) -> bool:
+    def caches_pull_keys(self) -> bool:
         """Whether the key lists of pull requests are cached."""
         return any(spec.kind == "KeyCaching" for spec in self.pull)
 
     @property
-    def knows_keys(self) -> bool:
+    def needs_pull_keys(self) -> bool:
         """Whether filters of pull responses depend on the requested keys."""
         return any(spec.kind == "SignificantlyModified" for spec in self.pull)
 
-    def check(self, update: Update | Function) -> None:
+    def check(self, update: Update | UserFunction) -> None:
         """Check that the filters are compatible with each other and with the update.
 
         Raises:
             ValueError: they are not.
         """
-        FilterChain([spec.make(0) for spec in self.push])
-        FilterChain([spec.make(0) for spec in self.pull])
+        FilterChain([spec.build(0) for spec in self.push])
+        FilterChain([spec.build(0) for spec in self.pull])
         kinds = {spec.kind for spec in self.push}
         l1 = update.l1 if isinstance(update, BlockProximal) else None
         if any(spec.kind == "KKT" and spec.arguments["l1"] != l1 for spec in self.push):
@@ -138,16 +138,16 @@ class Filters(NamedTuple):
             )
 
 
-NO_FILTERS: Final = Filters((), ())
+NO_FILTERS: Final = NamespaceFilters((), ())
 
 
-def describe(
-    update: Update | Function,
+def encode_namespace(
+    update: Update | UserFunction,
     *,
     width: int,
     dtype: str,
     aggregate: Aggregate = "sum",
-    filters: Filters = NO_FILTERS,
+    filters: NamespaceFilters = NO_FILTERS,
     tensors: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the description of a namespace as text.
@@ -156,8 +156,8 @@ def describe(
         update: how a push changes values.
         width, dtype, aggregate: see `ArrayTable`.
         filters: filters of transfers.
-        tensors: table of the tensors that the keys belong to, from `Offsets.state_dict`; None if there are
-            none.
+        tensors: table of the tensors that the keys belong to, from `TensorTable.state_dict`; None if there
+            are none.
 
     Raises:
         ValueError: an update that servers do not know, one of another width, or, with aggregate="each", a
@@ -166,7 +166,7 @@ def describe(
     _check_width(update, width)
     if aggregate not in get_args(Aggregate):
         raise ValueError(f"expected aggregate to be sum, mean or each, got {aggregate!r}")
-    if isinstance(update, Function):
+    if isinstance(update, UserFunction):
         if aggregate == "each":
             raise ValueError("expected aggregate to be sum or mean with a function of your own, got each")
         description: dict[str, Any] = {"function": update.path, "arguments": dict(update.arguments)}
@@ -193,13 +193,13 @@ def _digest_if_long(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
 
 
-def load(path: str) -> Any:
+def import_function(path: str) -> Any:
     """Import an update that a server is to provide.
 
     Raises:
         OffbeatError: it cannot be imported.
     """
-    Function(path)
+    UserFunction(path)
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -207,35 +207,35 @@ def load(path: str) -> Any:
         raise OffbeatError(f"expected an update at {path} that can be imported: {error}") from error
 
 
-def make_filters(about: str) -> Filters:
+def decode_filters(description: str) -> NamespaceFilters:
     """Return the filters of a namespace.
 
     Args:
-        about: description from `describe`.
+        about: description from `encode_namespace`.
 
     Raises:
         ProtocolError: it has no filters, or invalid ones.
     """
     try:
-        push, pull = json.loads(about)["filters"]
-        filters = Filters(
+        push, pull = json.loads(description)["filters"]
+        filters = NamespaceFilters(
             tuple(FilterSpec(kind, arguments) for kind, arguments in push),
             tuple(FilterSpec(kind, arguments) for kind, arguments in pull),
         )
         for chain in filters:
-            FilterChain([spec.make(0) for spec in chain])
+            FilterChain([spec.build(0) for spec in chain])
         return filters
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ProtocolError(f"expected a namespace with filters, got {about}: {error}") from error
+        raise ProtocolError(f"expected a namespace with filters, got {description}: {error}") from error
 
 
-def make_table(
-    about: str, keys: int, block_keys: int, functions: Mapping[str, Any], empty: Empty = np.empty
+def build_table(
+    description: str, keys: int, block_keys: int, functions: Mapping[str, Any], empty: Allocate = np.empty
 ) -> ArrayTable:
     """Return an empty table for a namespace.
 
     Args:
-        about: description from `describe`.
+        about: description from `encode_namespace`.
         keys, block_keys: see `ArrayTable`.
         functions: user-defined updates by path.
         empty: see `ArrayTable`.
@@ -243,30 +243,30 @@ def make_table(
     Raises:
         ProtocolError: the description is invalid, or its function is not registered here.
     """
-    make_filters(about)
+    decode_filters(description)
     try:
-        description = json.loads(about)
-        arguments = dict(description["arguments"])
-        if "function" in description:
-            if description["function"] not in functions:
-                raise ValueError(f"the function {description['function']} is not registered on this server")
-            update = _build_update(description["function"], functions[description["function"]], arguments)
+        spec = json.loads(description)
+        arguments = dict(spec["arguments"])
+        if "function" in spec:
+            if spec["function"] not in functions:
+                raise ValueError(f"the function {spec['function']} is not registered on this server")
+            update = _build_update(spec["function"], functions[spec["function"]], arguments)
         else:
             numbers = {name: _numbers(value) for name, value in arguments.items()}
-            update = UPDATES[description["update"]](**numbers)
-        _check_width(update, description["width"])
+            update = UPDATES[spec["update"]](**numbers)
+        _check_width(update, spec["width"])
         return ArrayTable(
             keys,
             block_keys,
             update,
-            width=operator.index(description["width"]),
-            dtype=np.dtype(description["dtype"]),
-            aggregate=description["aggregate"],
-            may_fail="function" in description,
+            width=operator.index(spec["width"]),
+            dtype=np.dtype(spec["dtype"]),
+            aggregate=spec["aggregate"],
+            may_fail="function" in spec,
             empty=empty,
         )
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ProtocolError(f"expected a namespace that can be served, got {about}: {error}") from error
+        raise ProtocolError(f"expected a namespace that can be served, got {description}: {error}") from error
 
 
 def _build_update(path: str, function: Any, arguments: Mapping[str, Any]) -> Any:

@@ -12,12 +12,21 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.numerics.ps.entries import PLAIN, Entries, Keys, Rows, Terms, problem_of, problem_of_keys, summed
-from offbeat.numerics.ps.memory import page_aligned
+from offbeat.numerics.ps.entries import (
+    DEFAULT_PUSH_META,
+    Entries,
+    Keys,
+    PushMeta,
+    Rows,
+    find_keys_problem,
+    find_problem,
+    sum_entries,
+)
+from offbeat.numerics.ps.memory import allocate_page_aligned
 from offbeat.numerics.ps.updates import Update, with_settings
 
-Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
-Empty: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Rows]  # returns a new, uninitialised array
+BlockContents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
+Allocate: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Rows]  # returns a new, uninitialised array
 Aggregate: TypeAlias = Literal["sum", "mean", "each"]
 
 _READ_BYTES_MAX = 2**31  # in one message
@@ -60,7 +69,7 @@ class ArrayTable:
         dtype: DTypeLike = np.float32,
         aggregate: Aggregate = "sum",
         may_fail: bool = False,
-        empty: Empty = np.empty,
+        empty: Allocate = np.empty,
     ) -> None:
         if not 0 < block_keys <= keys:
             raise ValueError(f"expected blocks of 1 to {keys} keys, got {block_keys}")
@@ -78,7 +87,7 @@ class ArrayTable:
         self._empty = empty
 
     @property
-    def looks_once(self) -> bool:
+    def reads_pushes_once(self) -> bool:
         """Whether pushes are read only when they are applied, not by a rehearsal before."""
         return not self._may_fail
 
@@ -102,24 +111,24 @@ class ArrayTable:
             raise ValueError(
                 f"expected rows of {expected[0]} and shape {expected[1]}, got {actual[0]} and {actual[1]}"
             )
-        if problem := problem_of(content, first, last):
+        if problem := find_problem(content, first, last):
             raise ValueError(problem)
-        if content.terms is not None:
-            check_weight(content.terms.weight)
-            self._update_for(content.terms)
-            for name, one in (content.terms.states or {}).items():
+        if content.meta is not None:
+            check_weight(content.meta.weight)
+            self._update_for(content.meta)
+            for name, one in (content.meta.states or {}).items():
                 if one.dtype != rows.dtype or one.shape != rows.shape:
                     expected, actual = (rows.dtype, rows.shape), (one.dtype, one.shape)
                     raise ValueError(f"expected {name} as {expected}, like the values, got {actual}")
 
-    def rehearse(self, first: int, last: int, content: Entries) -> None:
+    def dry_run(self, first: int, last: int, content: Entries) -> None:
         """Try on copies whether the update accepts a push to keys `first` to `last` - 1.
 
         Raises:
             ValueError: the update raises an error, or has no such states.
         """
-        if content.terms is not None and content.terms.states is not None:
-            check_states(self._update, content.terms.states)
+        if content.meta is not None and content.meta.states is not None:
+            check_states(self._update, content.meta.states)
             return
         if not self._may_fail:
             return
@@ -139,15 +148,15 @@ class ArrayTable:
 
     def apply(self, first: int, last: int, content: Entries) -> None:
         """Apply a push to keys `first` to `last` - 1; keys that it does not list are unchanged."""
-        if content.keys is None and content.terms is None:
+        if content.keys is None and content.meta is None:
             self._apply_contiguous(content.first, content.values)
             return
-        update = self._update if content.terms is None else self._update_for(content.terms)
+        update = self._update if content.meta is None else self._update_for(content.meta)
         for number, part in self._parts(content):
             if not len(part):
                 continue
             run = self._run_of(number)
-            if content.replaces:
+            if content.is_replacement:
                 run.replace(part)
             else:
                 run.apply(update, part)
@@ -205,7 +214,9 @@ class ArrayTable:
             ValueError: invalid keys, or values of more than 2 GiB.
         """
         if keys is not None:
-            problem = problem_of_keys(keys, first, last) if isinstance(keys, np.ndarray) else "expected keys"
+            problem = (
+                find_keys_problem(keys, first, last) if isinstance(keys, np.ndarray) else "expected keys"
+            )
             if problem:
                 raise ValueError(problem)
         count = last - first if keys is None else len(keys)
@@ -216,7 +227,7 @@ class ArrayTable:
         result = self._read(first, count, keys, "values")
         if states:
             rows = {name: self._read(first, count, keys, name).values for name in names}
-            result.terms = Terms(states=rows)
+            result.meta = PushMeta(states=rows)
         return result
 
     def _read(self, first: int, count: int, keys: Keys | None, name: str) -> Entries:
@@ -229,11 +240,11 @@ class ArrayTable:
                 run.read_into(part, name)
         return result
 
-    def cut(self, content: Entries, first: int, last: int) -> Entries:
+    def key_range(self, content: Entries, first: int, last: int) -> Entries:
         """Return the entries of `content` for keys `first` to `last` - 1."""
-        return content.cut(first, last)
+        return content.key_range(first, last)
 
-    def aggregated(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
+    def combine(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
         """Combine pushes to keys `first` to `last` - 1 into one, according to `aggregate`.
 
         sum: their sum by key, added in their order. mean: that sum divided by the sum of the weights. Both
@@ -243,29 +254,29 @@ class ArrayTable:
         all weights are 0, there is nothing to apply, and the result has no keys. If some pushes replace
         values, the first of them is returned, and the rest are ignored.
         """
-        if self._aggregate != "each" and all(one.terms is None for one in contents):
-            total = summed(contents, first, last)
+        if self._aggregate != "each" and all(one.meta is None for one in contents):
+            total = sum_entries(contents, first, last)
             if self._aggregate == "mean":
                 total.values /= len(contents)
             return total
         for one in contents:
-            if one.replaces:
-                return one.cut(first, last)
-        weight = math.fsum((one.terms or PLAIN).weight for one in contents)
+            if one.is_replacement:
+                return one.key_range(first, last)
+        weight = math.fsum((one.meta or DEFAULT_PUSH_META).weight for one in contents)
         if not weight:
             return Entries(first, np.zeros((0, *self._shape), self._dtype), np.zeros(0, np.int64))
         if self._aggregate == "each":
             return self._aggregate_each(contents, first, last)
-        total = summed(contents, first, last)
+        total = sum_entries(contents, first, last)
         if self._aggregate == "mean":
             total.values /= weight
-        every = [one.terms or PLAIN for one in contents]
+        every = [one.meta or DEFAULT_PUSH_META for one in contents]
         settings = next(terms.settings for terms in every if terms.weight)
-        total.terms = None if settings is None else Terms(settings=settings)
+        total.meta = None if settings is None else PushMeta(settings=settings)
         return total
 
     def _aggregate_each(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
-        contents = [one.cut(first, last) for one in contents if (one.terms or PLAIN).weight]
+        contents = [one.key_range(first, last) for one in contents if (one.meta or DEFAULT_PUSH_META).weight]
         listed = [one.keys for one in contents if one.keys is not None]
         keys = np.unique(np.concatenate(listed)) if len(listed) == len(contents) else None
         count = last - first if keys is None else len(keys)
@@ -273,27 +284,27 @@ class ArrayTable:
         rows = {name: self._read(first, count, keys, name).values for name in names}
         scratch = _BlockRun(first, last, rows, keys)
         for one in contents:
-            terms = one.terms or PLAIN
+            terms = one.meta or DEFAULT_PUSH_META
             scratch.apply(self._update_for(terms), Entries(one.first, one.values / terms.weight, one.keys))
-        return Entries(first, rows.pop("values"), keys, Terms(states=rows))
+        return Entries(first, rows.pop("values"), keys, PushMeta(states=rows))
 
-    def copy_out(self, first: int, last: int) -> Contents | None:
+    def export_block(self, first: int, last: int) -> BlockContents | None:
         """Return a copy of the block of keys `first` to `last` - 1; None if it has never been pushed to."""
         run = self._runs.get(first // self._block_keys)
         return None if run is None else run.copy_out(first, last)
 
-    def copy_in(self, first: int, last: int, content: Contents | None) -> None:
+    def import_block(self, first: int, last: int, content: BlockContents | None) -> None:
         """Replace the block of keys `first` to `last` - 1."""
         number = first // self._block_keys
         self._remove_block(number)
         if content is not None:
             self._run_of(number).copy_in(content)
 
-    def drop(self, first: int, last: int) -> None:
+    def remove_block(self, first: int, last: int) -> None:
         """Remove the block of keys `first` to `last` - 1."""
         self._remove_block(first // self._block_keys)
 
-    def _update_for(self, terms: Terms) -> Update:
+    def _update_for(self, terms: PushMeta) -> Update:
         """Return the update with the settings of a push.
 
         Raises:
@@ -326,7 +337,7 @@ class ArrayTable:
         size_bytes = math.prod(shape) * self._dtype.itemsize
         if size_bytes < _PAGE_ALIGNED_BYTES_MIN:
             return make(shape, self._dtype)
-        rows: Rows = page_aligned(size_bytes, make).view(self._dtype).reshape(shape)
+        rows: Rows = allocate_page_aligned(size_bytes, make).view(self._dtype).reshape(shape)
         return rows
 
     def _range_of(self, number: int) -> tuple[int, int]:
@@ -352,7 +363,7 @@ class ArrayTable:
             number = begin // size
             run = self._runs.get(number)
             end = min(last, (number + 1) * size if run is None else run.last)
-            yield number, content.cut(begin, end)
+            yield number, content.key_range(begin, end)
             begin = end
 
 
@@ -407,7 +418,7 @@ class _BlockRun:
     def apply(self, update: Update, content: Entries) -> None:
         """Apply a push."""
         if self._keys is not None:
-            self._insert_keys(content.listed())
+            self._insert_keys(content.key_array())
         positions = self._positions(content)
         values = self.arrays["values"][positions]
         states = {name: self.arrays[name][positions] for name in update.states}
@@ -428,10 +439,10 @@ class _BlockRun:
     def replace(self, content: Entries) -> None:
         """Replace values and states by those of a push."""
         if self._keys is not None:
-            self._insert_keys(content.listed())
+            self._insert_keys(content.key_array())
         positions = self._positions(content)
-        assert content.terms is not None
-        given = {"values": content.values, **(content.terms.states or {})}
+        assert content.meta is not None
+        given = {"values": content.values, **(content.meta.states or {})}
         for name, rows in self.arrays.items():
             rows[positions] = given.get(name, 0)
 
@@ -441,7 +452,7 @@ class _BlockRun:
         if self._keys is None:
             result.values[...] = values[self._positions(result)]
         elif len(self._keys):
-            keys = result.listed()
+            keys = result.key_array()
             positions = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
             is_present = self._keys[positions] == keys
             result.values[...] = 0
@@ -449,13 +460,13 @@ class _BlockRun:
         else:
             result.values[...] = 0
 
-    def copy_out(self, first: int, last: int) -> Contents:
+    def copy_out(self, first: int, last: int) -> BlockContents:
         """Return a copy of a block."""
         if self._keys is None:
             return {name: rows.copy() for name, rows in self.rows_of(first, last).items()}
         return {name: rows.copy() for name, rows in self.arrays.items()} | {"keys": self._keys}
 
-    def copy_in(self, content: Contents) -> None:
+    def copy_in(self, content: BlockContents) -> None:
         """Replace all rows by a copy from `copy_out`."""
         self.arrays = {name: np.array(content[name]) for name in self.arrays}
         if self._keys is not None:
@@ -463,7 +474,7 @@ class _BlockRun:
 
     def _positions(self, content: Entries) -> slice | NDArray[np.int64]:
         if self._keys is not None:
-            return np.searchsorted(self._keys, content.listed())
+            return np.searchsorted(self._keys, content.key_array())
         if content.keys is None:
             return slice(content.first - self.first, content.first - self.first + len(content))
         return content.keys - self.first

@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offbeat.numerics.ps.entries import LAST_MAX, Entries, problem_of
+from offbeat.numerics.ps.entries import KEY_STOP_MAX, Entries, find_problem
 
 Tensor: TypeAlias = torch.Tensor | NDArray[Any]
 
 _DTYPES: Final = ("float32", "float64")
 
 
-class Offsets:
+class TensorTable:
     """The keys of tensors: one key per number, tensor after tensor from key 0 on, each in row-major order.
 
-    `Offsets(**offsets.state_dict())` is the same table.
+    `TensorTable(**offsets.state_dict())` is the same table.
 
     Args:
         shapes: names and shapes, in order.
@@ -51,11 +51,11 @@ class Offsets:
         self._names = list(self._shapes)
         self._indices = {name: index for index, name in enumerate(self._names)}
         self._firsts = list(accumulate((math.prod(shape) for shape in self._shapes.values()), initial=0))
-        if not 0 < self.keys <= LAST_MAX:
-            raise ValueError(f"expected tensors of 1 to {LAST_MAX} numbers in all, got {self.keys}")
+        if not 0 < self.keys <= KEY_STOP_MAX:
+            raise ValueError(f"expected tensors of 1 to {KEY_STOP_MAX} numbers in all, got {self.keys}")
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, Tensor]]) -> Offsets:
+    def from_tensors(cls, named: Iterable[tuple[str, Tensor]]) -> TensorTable:
         """Return the table of some tensors, such as `model.named_parameters()`.
 
         Raises:
@@ -78,7 +78,7 @@ class Offsets:
         """The dtype of all tensors."""
         return self._dtype.name
 
-    def range_of(self, name: str) -> tuple[int, int]:
+    def key_range_of(self, name: str) -> tuple[int, int]:
         """Return the first key of a tensor and the key after its last.
 
         Raises:
@@ -137,7 +137,7 @@ class Offsets:
         first, last = 0, self.keys
         if content.keys is None:
             first, last = content.first, content.first + len(content)
-        if problem := problem_of(content, first, last):
+        if problem := find_problem(content, first, last):
             raise ValueError(problem)
         if not 0 <= first <= last <= self.keys:
             raise ValueError(f"expected keys within 0 to {self.keys}, got {first} to {last}")
@@ -146,7 +146,7 @@ class Offsets:
         parts = [
             (self._checked_tensor(tensors, name), begin, part)
             for name, begin, end in self._tensors_in(first, last)
-            if len(part := content.cut(begin, end))
+            if len(part := content.key_range(begin, end))
         ]
         for tensor, begin, part in parts:
             _write(tensor, begin, part)
@@ -162,7 +162,7 @@ class Offsets:
 
     def _checked_tensor(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
         if name not in tensors:
-            begin, end = self.range_of(name)
+            begin, end = self.key_range_of(name)
             raise ValueError(
                 f"expected a tensor {name!r} for keys {begin} to {end - 1}, got none; "
                 "add it, or request a range without these keys"

@@ -34,7 +34,7 @@ _SUPPORTED: Final = (
 )
 
 
-def translate(group: Mapping[str, Any], kind: type[Optimizer]) -> updates.Update:
+def update_for_group(group: Mapping[str, Any], kind: type[Optimizer]) -> updates.Update:
     """Return the update that takes the same steps as an optimizer on one of its parameter groups.
 
     Args:
@@ -50,7 +50,7 @@ def translate(group: Mapping[str, Any], kind: type[Optimizer]) -> updates.Update
             raise ValueError(
                 f"expected one of {_SUPPORTED}, got {kind.__name__} with {option}={group[option]}"
             )
-    settings: dict[str, Any] = settings_of(group)
+    settings: dict[str, Any] = settings_of_group(group)
     if kind is SGD:
         return updates.SGD(**settings, nesterov=bool(group.get("nesterov")))
     if kind is Adagrad:
@@ -59,7 +59,7 @@ def translate(group: Mapping[str, Any], kind: type[Optimizer]) -> updates.Update
     return updates.Adam(**settings, decoupled=is_decoupled)
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, float | tuple[float, ...]]:
+def settings_of_group(group: Mapping[str, Any]) -> dict[str, float | tuple[float, ...]]:
     """Return the current numeric options of a parameter group, which schedulers change, to send with pushes.
 
     Momentum must stay zero or stay non-zero: servers reject a change between the two.
@@ -67,7 +67,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, float | tuple[float, ...]
     return {name: _plain(group[name]) for name in _SETTINGS if name in group}
 
 
-def states_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Rows]:
+def export_states(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Rows]:
     """Return an optimizer's state of one parameter, in the form of the corresponding update.
 
     Args:
@@ -90,7 +90,7 @@ def states_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Rows]:
     return states
 
 
-def take_states(optimizer: Optimizer, parameter: torch.Tensor, rows: Mapping[str, Rows]) -> None:
+def import_states(optimizer: Optimizer, parameter: torch.Tensor, rows: Mapping[str, Rows]) -> None:
     """Set an optimizer's state of one parameter to that of an update, in torch's form.
 
     The step count of torch's Adagrad has no effect without `lr_decay` and is left as it is.
@@ -135,7 +135,7 @@ def _check_kind(kind: type[Optimizer]) -> None:
 def _group_of(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
     for group in optimizer.param_groups:
         if any(one is parameter for one in group["params"]):
-            translate(group, type(optimizer))
+            update_for_group(group, type(optimizer))
             states: Mapping[str, Any] = group
             return states
     raise ValueError(f"expected a parameter of the optimizer, got a tensor of shape {tuple(parameter.shape)}")
@@ -143,7 +143,7 @@ def _group_of(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, Any
 
 def _names(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, str]:
     """The state of a parameter that its update has: torch's names to the update's."""
-    update_states = translate(_group_of(optimizer, parameter), type(optimizer)).states
+    update_states = update_for_group(_group_of(optimizer, parameter), type(optimizer)).states
     return {
         torch_name: update_name
         for torch_name, update_name in _STATES[type(optimizer)].items()

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.numerics.ps.entries import Settings
+from offbeat.numerics.ps.entries import UpdateSettings
 
 Rows: TypeAlias = NDArray[np.floating]  # (K,) or (K, width)
 
@@ -45,7 +45,7 @@ class Update(Protocol):
 _U = TypeVar("_U", bound=Update)
 
 
-def with_settings(update: _U, settings: Settings) -> _U:
+def with_settings(update: _U, settings: UpdateSettings) -> _U:
     """Return an update with some numbers replaced, and the same states.
 
     Args:

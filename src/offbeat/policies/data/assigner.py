@@ -1,6 +1,7 @@
 """Base of the assignment of samples to groups and to single workers.
 
-The subclasses decide which blocks a step has used; `offbeat.policies.work` cuts an epoch into blocks.
+The subclasses decide which blocks a step has used; `offbeat.policies.data.block_scheduler` cuts an epoch into
+blocks.
 """
 
 from __future__ import annotations
@@ -9,87 +10,93 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Block, Deal, Saving, Used, Wants
-from offbeat.policies.data.block_scheduler import WorkScheduler
+from offbeat.events import AssignBlocks, Block, CheckpointQuery, ConsumedSamples, SamplesRequested
+from offbeat.policies.data.block_scheduler import BlockScheduler
 
 
-class Dealer:
+class BlockAssigner:
     """Reports each worker's epoch to a block scheduler; builds the actions that assign and report samples."""
 
-    _why_awaited: ClassVar[str]  # why a worker has to continue without samples
+    _awaited_reason: ClassVar[str]  # why a worker has to continue without samples
 
     def __init__(self) -> None:
-        self._scheduler = WorkScheduler()
-        self._in: dict[int, tuple[int, int]] = {}  # each worker's epoch, and the samples of that epoch
-        self._anew: set[int] = set()  # workers whose next Deal clears the blocks that they have
-        self._saving: dict[int, int] = {}  # workers that save a checkpoint: rounds or clocks that it holds
+        self._scheduler = BlockScheduler()
+        self._epochs_of_workers: dict[
+            int, tuple[int, int]
+        ] = {}  # each worker's epoch, and the samples of that epoch
+        self._reset_workers: set[int] = set()  # workers whose next Deal clears the blocks that they have
+        self._checkpoint_queries: dict[
+            int, int
+        ] = {}  # workers that save a checkpoint: rounds or clocks that it holds
 
-    def saving(self, event: Saving) -> None:
+    def on_checkpoint_query(self, event: CheckpointQuery) -> None:
         """Note that a worker saves a checkpoint and needs to know which samples it holds.
 
         Raises:
             ProtocolError: the worker has never requested samples.
         """
-        if event.worker not in self._in:
+        if event.worker not in self._epochs_of_workers:
             raise ProtocolError(
                 f"expected worker {event.worker} to have begun an epoch before it saves a checkpoint"
             )
-        self._saving[event.worker] = event.round
+        self._checkpoint_queries[event.worker] = event.round
 
-    def _begin(self, event: Wants) -> bool:
+    def _begin_epoch(self, event: SamplesRequested) -> bool:
         """Move a worker to an epoch; return whether it has no untaken blocks."""
         worker, scheduler = event.worker, self._scheduler
-        if event.skips and worker in self._in:
-            scheduler.forgone(worker)
-            scheduler.cut(self._in[worker][0])
-            self._anew.add(worker)
-        scheduler.begin(
+        if event.abandons_previous and worker in self._epochs_of_workers:
+            scheduler.discard_blocks(worker)
+            scheduler.cut_epoch(self._epochs_of_workers[worker][0])
+            self._reset_workers.add(worker)
+        scheduler.begin_epoch(
             worker,
             event.epoch,
             event.samples,
             event.batch_size,
-            hold=event.is_last,
-            ahead=event.ahead,
-            early=event.skips,
-            used=event.used,
+            holds_until_used=event.is_last,
+            ahead=event.blocks_max,
+            ends_previous_early=event.abandons_previous,
+            used_ranges=event.consumed_ranges,
             drop_last=event.drop_last,
         )
-        self._in[worker] = (event.epoch, event.samples)
-        for block_id in event.taken:
-            scheduler.taken(worker, block_id)
-        return len(scheduler.held(worker)) == scheduler.taken_count(worker)
+        self._epochs_of_workers[worker] = (event.epoch, event.samples)
+        for block_id in event.started_blocks:
+            scheduler.mark_started(worker, block_id)
+        return len(scheduler.assigned_ids(worker)) == scheduler.started_count(worker)
 
-    def _deal(self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool) -> Deal:
-        epoch, samples = self._in[worker]
-        is_open = epoch in self._scheduler.unfinished()
-        reasons = [f"there is nothing for it, and {self._why_awaited}"] * is_awaited
-        reasons += ["its earlier blocks are not its own any more"] * (worker in self._anew)
+    def _assignment(
+        self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool
+    ) -> AssignBlocks:
+        epoch, samples = self._epochs_of_workers[worker]
+        is_open = epoch in self._scheduler.open_epochs()
+        reasons = [f"there is nothing for it, and {self._awaited_reason}"] * is_awaited
+        reasons += ["its earlier blocks are not its own any more"] * (worker in self._reset_workers)
         reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
-        return Deal(
+        return AssignBlocks(
             worker=worker,
             epoch=epoch,
-            anew=worker in self._anew,
+            replaces_queue=worker in self._reset_workers,
             blocks=blocks,
-            over=over,
+            is_last=over,
             is_awaited=is_awaited,
-            used=self._scheduler.used(epoch) if is_open else samples,
+            consumed=self._scheduler.used_count(epoch) if is_open else samples,
             reason="; ".join(reasons) or "progress of the epoch so far",
         )
 
-    def _used(
+    def _consumed_samples(
         self,
         worker: int,
         round_: int,
         used: Mapping[int, tuple[tuple[int, int], ...]],
         *,
         is_current: bool = True,
-    ) -> Used:
+    ) -> ConsumedSamples:
         """Build the answer to a checkpoint query: the ranges used in each epoch that is not used up."""
-        return Used(
+        return ConsumedSamples(
             worker=worker,
             round=round_,
             epoch=min(used, default=self._scheduler.next_epoch),
-            used=tuple(used.items()),
+            consumed=tuple(used.items()),
             is_current=is_current,
             reason="requested" if is_current else "other members have continued without it",
         )

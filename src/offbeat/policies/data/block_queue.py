@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
-from offbeat.events import Block, Deal
+from offbeat.events import AssignBlocks, Block
 
 
-class Hand:
+class BlockQueue:
     """Queue of the blocks that one worker was assigned and has not contributed.
 
     Attributes:
@@ -24,7 +24,7 @@ class Hand:
     def __init__(self) -> None:
         self.epoch = -1
         self.is_awaited = False
-        self.used = 0
+        self.samples_used = 0
         self._queue: deque[Block] = deque()
         self._loading = 0  # blocks being loaded, from the head of the queue
         self._taken: list[int] = []
@@ -32,13 +32,13 @@ class Hand:
         self._last_ended_epoch = -1
         self._ignores_deals = False  # Deals sent before the coordinator knew of an early exit
 
-    def begin(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Begins an epoch; blocks of the epoch before stay in the queue."""
-        self.epoch, self.used, self.is_awaited = epoch, 0, False
+        self.epoch, self.samples_used, self.is_awaited = epoch, 0, False
 
-    def hear(self, deal: Deal) -> None:
+    def on_assigned(self, deal: AssignBlocks) -> None:
         """Applies a Deal."""
-        if deal.anew:
+        if deal.replaces_queue:
             self._queue.clear()
             self._loading = 0
             self._ignores_deals = False
@@ -46,13 +46,13 @@ class Hand:
             return
         self._queue.extend(deal.blocks)
         self.is_awaited |= deal.is_awaited
-        if deal.over:
+        if deal.is_last:
             self._last_ended_epoch = max(self._last_ended_epoch, deal.epoch)
         if deal.epoch == self.epoch:
-            self.used = deal.used
+            self.samples_used = deal.consumed
 
-    def throw_away(self) -> None:
-        """Discards all blocks, and Deals until the next with `anew`: the loop left its epoch early."""
+    def discard(self) -> None:
+        """Discards all blocks, and Deals until the next with `replaces_queue`: the loop left its epoch early."""
         self._ignores_deals = True
         self._queue.clear()
         self._taken.clear()
@@ -60,7 +60,7 @@ class Hand:
         self._loading = 0
 
     @property
-    def is_deaf(self) -> bool:
+    def ignores_assignments(self) -> bool:
         """Whether Deals are ignored, because the loop has left the epoch that they are of."""
         return self._ignores_deals
 
@@ -69,22 +69,22 @@ class Hand:
         return len(self._queue)
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether nothing is left of the epoch for this worker."""
         return self._last_ended_epoch >= self.epoch and not self._queue
 
     @property
-    def taken(self) -> tuple[int, ...]:
+    def started(self) -> tuple[int, ...]:
         """Ids of the blocks taken since the last contribution."""
         return tuple(self._taken)
 
-    def load(self) -> Block | None:
+    def next_to_load(self) -> Block | None:
         """Returns the next block that is not being loaded yet, and marks it as being loaded."""
         block = next(islice(self._queue, self._loading, None), None)
         self._loading += block is not None
         return block
 
-    def take(self, block_id: int) -> bool:
+    def start(self, block_id: int) -> bool:
         """Takes the block that was loaded first; False if the worker does not have it any more."""
         if not self._queue or self._queue[0].id != block_id:
             return False
@@ -94,13 +94,13 @@ class Hand:
         self.is_awaited = False
         return True
 
-    def take_over(self, block_id: int) -> None:
+    def adopt(self, block_id: int) -> None:
         """Adds a block whose gradient another worker computed and this one has received."""
         self._late.append(block_id)
 
-    def contribute(self, counts: bool) -> tuple[int, ...]:
+    def pop_contribution(self, is_counted: bool) -> tuple[int, ...]:
         """Returns and clears the ids of the blocks taken since the last call; none if `counts` is False."""
-        taken = (*self._taken, *self._late) if counts else ()
+        taken = (*self._taken, *self._late) if is_counted else ()
         self._taken.clear()
         self._late.clear()
         return taken

@@ -20,11 +20,11 @@ Ways back:
 
 - to the pool: untaken blocks of a worker that leaves the group (`set_members`), all blocks of a worker that
   is revoked or lost, and what a lost worker contributed to a round that is abandoned;
-- to *taken*: what a living worker contributed to a round that is abandoned (`abandoned`), or to a round in
-  which it takes no part after all (`withdrawn`).
+- to *taken*: what a living worker contributed to a round that is abandoned (`abandon_round`), or to a round
+  in which it takes no part after all (`withdrawn`).
 
-Ways to *used* without a round: the worker gives its blocks up (`forgone`), its loop has ended (`retired`), or
-the rest of the epoch is not wanted (`cut`, and `drop_last` when the epoch is opened).
+Ways to *used* without a round: the worker gives its blocks up (`discard_blocks`), its loop has ended
+(`retire`), or the rest of the epoch is not wanted (`cut`, and `drop_last` when the epoch is opened).
 
 Order of assignment. A worker's *level* is the number of hands that it has had; a hand is one block for each
 member at the lowest level. `deal` repeats three actions: `_update_levels` updates which workers can be served
@@ -46,7 +46,7 @@ from offbeat.errors import ProtocolError
 from offbeat.events import Block
 
 
-class Dealt(NamedTuple):
+class BlockAssignment(NamedTuple):
     """What one worker is assigned.
 
     Attributes:
@@ -56,7 +56,7 @@ class Dealt(NamedTuple):
 
     worker: int
     blocks: tuple[Block, ...]
-    over: bool
+    is_epoch_over: bool
 
 
 @dataclass(slots=True)
@@ -126,11 +126,11 @@ class _WorkerBlocks:
         self.taken, self.untaken, self.adopted = {}, {}, {}
 
 
-class WorkScheduler:
+class BlockScheduler:
     """Assigns blocks so that each position of an epoch is used once, whichever workers are slow, die or join.
 
     A position is always in one place: in its epoch's pool, with one worker (untaken, then taken), in one
-    open round, or used. Only `completed` uses; `set_members`, `revoke`, `lost` and `abandoned` give back.
+    open round, or used. Only `completed` uses; `set_members`, `revoke`, `lost` and `abandon_round` give back.
     Positions that came back are assigned first.
 
     Members are served in hands: one block for each member that has had the fewest. A member without blocks is
@@ -184,7 +184,7 @@ class WorkScheduler:
         self._all_changed = False  # all, because a pool was emptied or filled or an epoch finished
         self._changed: set[int] = set()
         # Of the workers that have a level, by level: their count, and those that have room for a block.
-        self._count: dict[int, int] = {}
+        self._workers_at_level: dict[int, int] = {}
         self._with_room: dict[int, set[int]] = {}
         self._starving: set[int] = set()  # workers without an untaken block
 
@@ -194,11 +194,11 @@ class WorkScheduler:
         """Whether the worker is or was a member or has begun an epoch, and is not lost."""
         return worker in self._workers
 
-    def finished(self, epoch: int) -> bool:
+    def is_finished(self, epoch: int) -> bool:
         """Whether every position of the epoch is used."""
         return self._first is not None and self._first <= epoch < self._next and epoch not in self._epochs
 
-    def used(self, epoch: int) -> int:
+    def used_count(self, epoch: int) -> int:
         """Return how many positions of an open epoch completed rounds have used."""
         state = self._epochs[epoch]
         return state.samples - state.unused
@@ -208,8 +208,8 @@ class WorkScheduler:
         """The first epoch that no worker has begun."""
         return self._next
 
-    def used_before(
-        self, round_: int, besides: Sequence[tuple[Block, int]] = ()
+    def used_ranges(
+        self, round_: int, excluding: Sequence[tuple[Block, int]] = ()
     ) -> dict[int, tuple[tuple[int, int], ...]]:
         """Return the positions that rounds before this one have used, as ascending ranges by epoch.
 
@@ -224,8 +224,8 @@ class WorkScheduler:
         for other, contributions in self._rounds.items():
             if other >= round_:
                 blocks += [block for blocks_of_worker in contributions.values() for block in blocks_of_worker]
-        blocks += [block for block, _ in besides]
-        sizes = {block.epoch: samples for block, samples in besides}
+        blocks += [block for block, _ in excluding]
+        sizes = {block.epoch: samples for block, samples in excluding}
         usual = max(sizes.values(), default=0)  # for a finished epoch of unknown size
         used: dict[int, tuple[tuple[int, int], ...]] = {}
         for number in range(min([next(iter(self._epochs), self._next), *sizes]), self._next):
@@ -247,24 +247,24 @@ class WorkScheduler:
         """Return the rounds that have contributions and are neither completed nor abandoned, ascending."""
         return tuple(sorted(self._rounds))
 
-    def unfinished(self) -> tuple[int, ...]:
+    def open_epochs(self) -> tuple[int, ...]:
         """Return the open epochs, ascending."""
         return tuple(self._epochs)
 
-    def held(self, worker: int) -> tuple[int, ...]:
+    def assigned_ids(self, worker: int) -> tuple[int, ...]:
         """Return the ids of the blocks that a worker has and has not contributed, in the order of use."""
         record = self._blocks_of_worker(worker)
         return (*record.taken, *record.untaken)
 
-    def adopted(self, worker: int) -> tuple[int, ...]:
+    def adopted_ids(self, worker: int) -> tuple[int, ...]:
         """Return the ids of the blocks that a worker has adopted, in that order."""
         return tuple(self._blocks_of_worker(worker).adopted)
 
-    def taken_count(self, worker: int) -> int:
+    def started_count(self, worker: int) -> int:
         """Return how many blocks of a worker are known to be taken; 0 for an unknown worker."""
         return len(self._workers[worker].taken) if worker in self._workers else 0
 
-    def half_dealt(self) -> int:
+    def last_half_assigned_epoch(self) -> int:
         """Return the last open epoch of which at least half has been assigned; -1 if there is none."""
         return max(
             (number for number, state in self._epochs.items() if 2 * state.pooled <= state.samples),
@@ -286,17 +286,17 @@ class WorkScheduler:
 
     # Operations ------------------------------------------------------------------------------------------
 
-    def begin(
+    def begin_epoch(
         self,
         worker: int,
         epoch: int,
         samples: int,
         batch_size: int,
-        hold: bool = False,
+        holds_until_used: bool = False,
         ahead: int = 0,
         *,
-        early: bool = False,
-        used: Sequence[tuple[int, int]] = (),
+        ends_previous_early: bool = False,
+        used_ranges: Sequence[tuple[int, int]] = (),
         drop_last: bool = False,
     ) -> None:
         """Move a worker to an epoch; the first worker in an epoch opens it.
@@ -321,15 +321,17 @@ class WorkScheduler:
                 epoch out of turn, or a new one `epochs_open_max` after one that is not finished, unless
                 `early`.
         """
-        self._check_begin(worker, epoch, samples, batch_size, early, drop_last)
-        self._check_used(worker, epoch, samples, tuple(used))
+        self._check_begin(worker, epoch, samples, batch_size, ends_previous_early, drop_last)
+        self._check_used(worker, epoch, samples, tuple(used_ranges))
         if self._first is None:
             self._first = self._next = epoch
         if epoch == self._next:
             self._next += 1
-            gaps = _gaps(used, samples)
+            gaps = _gaps(used_ranges, samples)
             unused = sum(stop - start for start, stop in gaps)
-            opened = _Epoch(samples, batch_size, worker, unused, unused, gaps[::-1], used_before=tuple(used))
+            opened = _Epoch(
+                samples, batch_size, worker, unused, unused, gaps[::-1], used_before=tuple(used_ranges)
+            )
             if drop_last:
                 opened.drop_last = True
                 opened.keep_first(unused - unused % batch_size)
@@ -338,7 +340,7 @@ class WorkScheduler:
         record = self._workers.setdefault(worker, _WorkerBlocks())
         if record.epoch != epoch:
             record.epoch, record.over = epoch, False
-        record.hold, record.ahead = hold, ahead
+        record.hold, record.ahead = holds_until_used, ahead
         self._note_room(worker, record)
         self._changed.add(worker)
 
@@ -365,7 +367,7 @@ class WorkScheduler:
         self._put([block for blocks in returned.values() for block in blocks])
         return {worker: tuple(block.id for block in blocks) for worker, blocks in returned.items()}
 
-    def deal(self) -> list[Dealt]:
+    def assign(self) -> list[BlockAssignment]:
         """Assign what can be assigned now; each block and each `over` is returned once, ascending by worker.
 
         A worker's epoch is over when nothing of it or of an earlier one is left in a pool. For a worker with
@@ -383,9 +385,9 @@ class WorkScheduler:
             self._serve(workers, sizes, dealt)
         for worker in over:
             dealt.setdefault(worker, [])
-        return [Dealt(worker, tuple(dealt[worker]), worker in over) for worker in sorted(dealt)]
+        return [BlockAssignment(worker, tuple(dealt[worker]), worker in over) for worker in sorted(dealt)]
 
-    def lend(self, worker: int) -> Block | None:
+    def assign_late(self, worker: int) -> Block | None:
         """Assign one block to a worker that is no member and has none.
 
         None if only the last two hands are left of its epoch and earlier ones: members finish these sooner.
@@ -411,7 +413,7 @@ class WorkScheduler:
         self._lent.add(worker)
         return block
 
-    def adopt(self, worker: int, block_id: int, late: int) -> bool:
+    def adopt(self, worker: int, block_id: int, late_worker: int) -> bool:
         """Pass a lent block to the member that has received its gradient; return whether the gradient counts.
 
         If so, the member contributes the block like its own. It does not count if the late worker does not
@@ -420,14 +422,14 @@ class WorkScheduler:
         Raises:
             ProtocolError: one of the two workers is unknown.
         """
-        member, outsider = self._blocks_of_worker(worker), self._blocks_of_worker(late)
+        member, outsider = self._blocks_of_worker(worker), self._blocks_of_worker(late_worker)
         if block_id not in outsider.untaken or member.epoch is None or (member.over and member.hold):
             return False
         member.adopted[block_id] = outsider.untaken.pop(block_id)
-        self._clear_lent(late)
+        self._clear_lent(late_worker)
         return True
 
-    def taken(self, worker: int, block_id: int) -> bool:
+    def mark_started(self, worker: int, block_id: int) -> bool:
         """Mark a worker's blocks as taken up to this one; return whether the worker (still) has it.
 
         Blocks are taken in the order in which they were assigned. A block may be contributed without this.
@@ -448,16 +450,16 @@ class WorkScheduler:
         self._note_room(worker, record)
         return True
 
-    def taken_all(self, worker: int) -> None:
+    def mark_all_started(self, worker: int) -> None:
         """Mark all blocks of a worker as taken.
 
         Raises:
             ProtocolError: an unknown worker.
         """
         for block_id in list(self._blocks_of_worker(worker).untaken):
-            self.taken(worker, block_id)
+            self.mark_started(worker, block_id)
 
-    def contributed(self, worker: int, round_: int, block_ids: Sequence[int]) -> bool:
+    def contribute(self, worker: int, round_: int, block_ids: Sequence[int]) -> bool:
         """Add the gradient of a worker's blocks to a round; return whether it counts.
 
         It does not if the worker does not have one of the blocks any more; then nothing changes, and the
@@ -490,12 +492,12 @@ class WorkScheduler:
         self._note_room(worker, record)
         return True
 
-    def withdrawn(self, worker: int, round_: int) -> None:
+    def withdraw(self, worker: int, round_: int) -> None:
         """Remove a worker's contribution from a round; the worker has the blocks again, as taken."""
         for block in self._rounds.get(round_, {}).pop(worker, ()):
             self._blocks_of_worker(worker).taken[block.id] = block
 
-    def completed(self, round_: int) -> None:
+    def complete_round(self, round_: int) -> None:
         """Count the contributions to a round as used: its mean is applied.
 
         Raises:
@@ -510,7 +512,7 @@ class WorkScheduler:
         for blocks in self._rounds.pop(round_, {}).values():
             self._use(blocks)
 
-    def forgone(self, worker: int) -> None:
+    def discard_blocks(self, worker: int) -> None:
         """Count the blocks that a worker has as used, because it will not compute with them.
 
         Raises:
@@ -522,17 +524,17 @@ class WorkScheduler:
         self._clear_lent(worker)
         self._note_room(worker, record)
 
-    def retired(self, worker: int) -> None:
+    def retire(self, worker: int) -> None:
         """Assign nothing more to a worker whose loop has ended, and count what it has as used.
 
         Raises:
             ProtocolError: an unknown worker.
         """
-        self.forgone(worker)
+        self.discard_blocks(worker)
         self._blocks_of_worker(worker).epoch = None
         self._changed.add(worker)
 
-    def cut(self, epoch: int) -> None:
+    def cut_epoch(self, epoch: int) -> None:
         """Count the rest of an epoch as used: what is in its pool, and what comes back later."""
         state = self._epochs.get(epoch)
         if state is None:
@@ -540,7 +542,7 @@ class WorkScheduler:
         state.is_cut = True
         self._discard(epoch, state)
 
-    def abandoned(self, round_: int) -> dict[int, tuple[int, ...]]:
+    def abandon_round(self, round_: int) -> dict[int, tuple[int, ...]]:
         """Undo the contributions to a round that was not finished.
 
         Its number may be used for the repetition or skipped. What lost workers contributed goes back to the
@@ -585,7 +587,7 @@ class WorkScheduler:
         self._put(blocks)
         return tuple(block.id for block in blocks)
 
-    def lost(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """Remove a worker for good: its blocks go back to the pool; its contributions stay in their rounds.
 
         Raises:
@@ -626,15 +628,18 @@ class WorkScheduler:
                     "over": record.over,
                     "ahead": record.ahead,
                     "level": record.level,
-                    "untaken": plain_of(record.untaken.values()),
-                    "taken": plain_of(record.taken.values()),
-                    "adopted": plain_of(record.adopted.values()),
+                    "untaken": blocks_to_plain(record.untaken.values()),
+                    "taken": blocks_to_plain(record.taken.values()),
+                    "adopted": blocks_to_plain(record.adopted.values()),
                 }
                 for worker, record in sorted(self._workers.items())
             ],
             "members": sorted(self._members),
             "rounds": [
-                [round_, [[worker, plain_of(blocks)] for worker, blocks in sorted(contributions.items())]]
+                [
+                    round_,
+                    [[worker, blocks_to_plain(blocks)] for worker, blocks in sorted(contributions.items())],
+                ]
                 for round_, contributions in sorted(self._rounds.items())
             ],
             "last_completed": self._last_completed,
@@ -666,18 +671,21 @@ class WorkScheduler:
                 record["drop_last"],
             )
         self._rounds = {
-            round_: {worker: tuple(blocks_of(blocks).values()) for worker, blocks in contributions}
+            round_: {worker: tuple(blocks_from_plain(blocks).values()) for worker, blocks in contributions}
             for round_, contributions in state["rounds"]
         }
         self._members, self._lent = set(state["members"]), set(state["lent"])
         self._last_completed, self._next_id = state["last_completed"], state["next_id"]
         self._last_served = state["last_served"]
         self._all_changed, self._changed = state["stale"], set(state["changed"])
-        self._workers, self._count, self._with_room, self._starving = {}, {}, {}, set()
+        self._workers, self._workers_at_level, self._with_room, self._starving = {}, {}, {}, set()
         for record in state["workers"]:
             worker = _WorkerBlocks(record["epoch"], record["hold"], record["over"], record["ahead"])
-            worker.untaken, worker.taken = blocks_of(record["untaken"]), blocks_of(record["taken"])
-            worker.adopted = blocks_of(record["adopted"])
+            worker.untaken, worker.taken = (
+                blocks_from_plain(record["untaken"]),
+                blocks_from_plain(record["taken"]),
+            )
+            worker.adopted = blocks_from_plain(record["adopted"])
             self._workers[record["worker"]] = worker
             if record["level"] is not None:
                 self._enter(record["worker"], worker, record["level"])
@@ -731,7 +739,7 @@ class WorkScheduler:
 
     def _entry_level(self) -> int:
         """Return the level at which a worker without blocks gets as many as the other workers have."""
-        if not self._count:
+        if not self._workers_at_level:
             return self._lowest
         reference = self._workers.get(self._last_served) if self._last_served is not None else None
         if reference is None or reference.level is None:
@@ -741,11 +749,11 @@ class WorkScheduler:
         return reference.level - len(reference.untaken) - len(reference.taken)
 
     def _enter(self, worker: int, record: _WorkerBlocks, level: int) -> None:
-        self._lowest = min(self._lowest, level) if self._count else level
+        self._lowest = min(self._lowest, level) if self._workers_at_level else level
         record.level = level
-        if level not in self._count:
-            self._count[level], self._with_room[level] = 0, set()
-        self._count[level] += 1
+        if level not in self._workers_at_level:
+            self._workers_at_level[level], self._with_room[level] = 0, set()
+        self._workers_at_level[level] += 1
         self._note_room(worker, record)
 
     def _leave(self, worker: int, record: _WorkerBlocks) -> None:
@@ -754,10 +762,10 @@ class WorkScheduler:
             return
         record.level = None
         self._starving.discard(worker)
-        if self._count[level] == 1:
-            del self._count[level], self._with_room[level]
+        if self._workers_at_level[level] == 1:
+            del self._workers_at_level[level], self._with_room[level]
         else:
-            self._count[level] -= 1
+            self._workers_at_level[level] -= 1
             self._with_room[level].discard(worker)
 
     def _note_room(self, worker: int, record: _WorkerBlocks) -> None:
@@ -778,17 +786,17 @@ class WorkScheduler:
         position: layers that normalise over a batch need more than one sample.
         """
         number = self._source()
-        if number is None or not self._count:
+        if number is None or not self._workers_at_level:
             return [], []
         epoch = self._epochs[number]
-        while self._lowest not in self._count:
+        while self._lowest not in self._workers_at_level:
             self._lowest += 1
         # Members that cannot be served now (they have not begun yet) will need as many as the others had.
-        absent = len(self._members) - sum(self._count.values())
+        absent = len(self._members) - sum(self._workers_at_level.values())
         hands_missed = self._lowest - min(self._lowest, self._entry_level()) if absent else 0
-        lowest = self._count[self._lowest]
+        lowest = self._workers_at_level[self._lowest]
         this_hand = lowest + absent * (hands_missed + 1)
-        next_hand = this_hand + lowest + self._count.get(self._lowest + 1, 0) + absent
+        next_hand = this_hand + lowest + self._workers_at_level.get(self._lowest + 1, 0) + absent
         turn, extra = self._with_room[self._lowest], 0
         if not turn or epoch.pooled <= absent * hands_missed * epoch.batch_size:
             turn, extra = self._starving, len(self._starving)
@@ -833,12 +841,12 @@ class WorkScheduler:
             record.level = level + 1
             if len(record.untaken) < max(self._ahead, record.ahead):
                 above.add(worker)
-        self._count[level + 1] = self._count.get(level + 1, 0) + len(served)
+        self._workers_at_level[level + 1] = self._workers_at_level.get(level + 1, 0) + len(served)
         self._starving.difference_update(served)
-        if self._count[level] == len(served):
-            del self._count[level], self._with_room[level]
+        if self._workers_at_level[level] == len(served):
+            del self._workers_at_level[level], self._with_room[level]
         else:
-            self._count[level] -= len(served)
+            self._workers_at_level[level] -= len(served)
             self._with_room[level].difference_update(served)
 
     def _cut(self, number: int, epoch: _Epoch, size: int) -> Block:
@@ -885,7 +893,7 @@ class WorkScheduler:
     def _check_begin(
         self, worker: int, epoch: int, samples: int, batch_size: int, early: bool, drop_last: bool
     ) -> None:
-        batches = batches_in_words(batch_size, drop_last)
+        batches = describe_batches(batch_size, drop_last)
         description = f"worker {worker} begins epoch {epoch} with {samples} samples in batches of {batches}"
         if samples < 1 or batch_size < 1:
             raise ProtocolError(f"expected at least 1 sample in batches of at least 1, {description}")
@@ -901,7 +909,7 @@ class WorkScheduler:
             opened.batch_size,
             opened.drop_last,
         ):
-            batches = batches_in_words(opened.batch_size, opened.drop_last)
+            batches = describe_batches(opened.batch_size, opened.drop_last)
             raise ProtocolError(
                 f"worker {opened.opened_by} began it with {opened.samples} samples in batches of {batches}, "
                 f"but {description}: give every worker the same data set, batch size and drop_last"
@@ -952,7 +960,7 @@ class WorkScheduler:
         return record
 
 
-def batches_in_words(batch_size: int, drop_last: bool) -> str:
+def describe_batches(batch_size: int, drop_last: bool) -> str:
     """Describe the batches of an epoch, for a message."""
     return f"{batch_size}, the rest dropped" if drop_last else str(batch_size)
 
@@ -967,13 +975,13 @@ def _gaps(ranges: Iterable[tuple[int, int]], samples: int) -> list[tuple[int, in
     return found
 
 
-def plain_of(blocks: Iterable[Block]) -> list[list[Any]]:
+def blocks_to_plain(blocks: Iterable[Block]) -> list[list[Any]]:
     """Return blocks as plain data."""
     return [[block.id, block.epoch, [list(part) for part in block.ranges]] for block in blocks]
 
 
-def blocks_of(plain: list[list[Any]]) -> dict[int, Block]:
-    """Return the blocks, by id, from the plain data of `plain_of`."""
+def blocks_from_plain(plain: list[list[Any]]) -> dict[int, Block]:
+    """Return the blocks, by id, from the plain data of `blocks_to_plain`."""
     return {
         number: Block(number, epoch, tuple((start, stop) for start, stop in ranges))
         for number, epoch, ranges in plain

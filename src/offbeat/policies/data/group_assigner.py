@@ -1,6 +1,7 @@
 """Assigns samples to the members of groups that change; a component of group policies.
 
-The reasons why groups change are not known here; `offbeat.policies.work` cuts an epoch into blocks.
+The reasons why groups change are not known here; `offbeat.policies.data.block_scheduler` cuts an epoch into
+blocks.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Block, Brought, Ready, Recall, Recalled, Wants
-from offbeat.policies.data.assigner import Dealer
-from offbeat.policies.data.late_blocks import Lending
+from offbeat.events import (
+    Action,
+    Block,
+    ContributionQuery,
+    ContributionReport,
+    LateGradientArrived,
+    Ready,
+    SamplesRequested,
+)
+from offbeat.policies.data.assigner import BlockAssigner
+from offbeat.policies.data.late_blocks import LateBlockAssigner
 
 _QUERIED_MAX = 8  # members queried about one worker; an answer is lost only if all of them die
 _ALL_ROUNDS = 2**63  # rounds done, of a worker whose loop has ended
@@ -48,7 +57,7 @@ class _Unreported:
         return cls(last=last, is_lost=is_lost, asked=set(asked), rounds=rounds_by_number)
 
 
-class Dealing(Dealer):
+class GroupBlockAssigner(BlockAssigner):
     """Assigns samples so that each is used once, while rounds are repeated and workers leave.
 
     A round is completed once every member is known to have finished it, because then no member can repeat it.
@@ -63,7 +72,7 @@ class Dealing(Dealer):
 
     Args:
         staleness_steps_max: lend blocks to workers outside the group, whose gradients count if their
-            parameters are not older than this (see `Lending`); None lends nothing.
+            parameters are not older than this (see `LateBlockAssigner`); None lends nothing.
 
     Attributes:
         is_used: a worker has requested samples. Until then no rounds are recorded.
@@ -73,8 +82,10 @@ class Dealing(Dealer):
 
     def __init__(self, staleness_steps_max: int | None = None) -> None:
         super().__init__()
-        self.is_used = False
-        self._lending = None if staleness_steps_max is None else Lending(self._scheduler, staleness_steps_max)
+        self.is_active = False
+        self._lending = (
+            None if staleness_steps_max is None else LateBlockAssigner(self._scheduler, staleness_steps_max)
+        )
         self._members: frozenset[int] = frozenset()
         # Workers that left the group and have not acknowledged it: since when the new group is in force.
         self._leaving: dict[int, float | None] = {}
@@ -95,18 +106,18 @@ class Dealing(Dealer):
 
     # Samples ---------------------------------------------------------------------------------------------
 
-    def wants(self, event: Wants) -> None:
+    def on_samples_requested(self, event: SamplesRequested) -> None:
         """Process a worker's request for samples of an epoch.
 
         Raises:
             ProtocolError: an impossible epoch, size or block.
         """
         worker = event.worker
-        if event.skips and self._lending is not None:
-            self._lending.void(worker, f"worker {worker} leaves the epoch")
-        has_nothing = self._begin(event)
-        if not self.is_used:
-            self.is_used = True
+        if event.abandons_previous and self._lending is not None:
+            self._lending.revoke(worker, f"worker {worker} leaves the epoch")
+        has_nothing = self._begin_epoch(event)
+        if not self.is_active:
+            self.is_active = True
             self._scheduler.set_members(self._members)
             self._update_behind()
         if worker in self._members or worker in self._leaving:
@@ -114,16 +125,16 @@ class Dealing(Dealer):
                 self._waiting[worker] = event.round
             self._note_rounds_done(worker, event.round)
         elif self._lending is not None:
-            self._lending.wishes(worker)
+            self._lending.on_idle(worker)
             self._progress_due.add(worker)
 
-    def ready(self, event: Ready) -> None:
+    def on_ready(self, event: Ready) -> None:
         """Process the gradients of a worker that is in the group or in its last step there.
 
         Raises:
             ProtocolError: they are of blocks that the worker does not have.
         """
-        if not self.is_used:
+        if not self.is_active:
             return
         worker, round_ = event.worker, event.round
         unreported = self._unreported.get(worker)
@@ -132,9 +143,9 @@ class Dealing(Dealer):
             return
         is_late = event.step >= self._step or worker not in self._leaving
         if unreported is None and worker not in self._members and is_late:
-            self.has_followed(worker)
+            self.on_left_group(worker)
             return
-        if event.blocks and not self._scheduler.contributed(worker, round_, event.blocks):
+        if event.blocks and not self._scheduler.contribute(worker, round_, event.blocks):
             raise ProtocolError(
                 f"expected blocks that the worker has, got {list(event.blocks)}, "
                 f"which are not worker {worker}'s any more"
@@ -146,29 +157,29 @@ class Dealing(Dealer):
         self._latest_round = max(self._latest_round, round_)
         self._note_rounds_done(worker, round_)
 
-    def outside(self, worker: int) -> None:
+    def on_ready_outside(self, worker: int) -> None:
         """Note that a worker outside the group continues to compute."""
-        if self.is_used:
+        if self.is_active:
             self._progress_due.add(worker)
 
-    def brought(self, event: Brought, step: int) -> None:
+    def on_late_gradient(self, event: LateGradientArrived, step: int) -> None:
         """Process a late gradient that a member has received; `step` is the last that a member has begun."""
         if self._lending is not None:
-            self._lending.brought(event, step)
+            self._lending.on_late_gradient(event, step)
 
-    def finished(self, worker: int) -> None:
+    def on_finished(self, worker: int) -> None:
         """Retire a worker whose training loop has ended; its blocks count as used."""
         if self._lending is not None:
-            self._lending.ends(worker)
+            self._lending.on_gone(worker)
         if worker in self._scheduler:
-            self._scheduler.retired(worker)
+            self._scheduler.retire(worker)
         self._waiting.pop(worker, None)
         for known in (self._leaving, self._last_rounds, self._unreported):  # all its reports have arrived
             known.pop(worker, None)
         self._note_rounds_done(worker, _ALL_ROUNDS)
         self._complete_rounds()
 
-    def gone(self, worker: int, *, is_heard_out: bool) -> None:
+    def on_gone(self, worker: int, *, has_reported_all: bool) -> None:
         """Remove a worker that is gone; its blocks go to other workers.
 
         Args:
@@ -176,13 +187,13 @@ class Dealing(Dealer):
             is_heard_out: it has announced this itself, so that all its earlier reports have arrived.
         """
         if self._lending is not None:
-            self._lending.ends(worker)
+            self._lending.on_gone(worker)
         is_asked = worker in self._members or worker in self._leaving
         self._members -= {worker}
         self._behind.discard(worker)
         for unreported in self._unreported.values():
             unreported.asked.discard(worker)
-        is_done = is_heard_out or self._rounds_done.get(worker, -1) == _ALL_ROUNDS
+        is_done = has_reported_all or self._rounds_done.get(worker, -1) == _ALL_ROUNDS
         if is_done or worker not in self._scheduler:
             self._forget(worker)
         elif worker in self._unreported:
@@ -198,19 +209,19 @@ class Dealing(Dealer):
 
     def _forget(self, worker: int) -> None:
         if worker in self._scheduler:
-            self._scheduler.lost(worker)
+            self._scheduler.remove_worker(worker)
         for known in (
             self._rounds_done,
             self._last_contributed,
             self._waiting,
-            self._in,
+            self._epochs_of_workers,
             self._leaving,
             self._last_rounds,
-            self._saving,
+            self._checkpoint_queries,
             self._unreported,
         ):
             known.pop(worker, None)
-        for ids in (self._joining, self._anew, self._progress_due, self._lost):
+        for ids in (self._joining, self._reset_workers, self._progress_due, self._lost):
             ids.discard(worker)
 
     # Contributions that were not reported ----------------------------------------------------------------
@@ -227,7 +238,7 @@ class Dealing(Dealer):
             and self._last_contributed[worker][0] < last
         ):
             self._unreported[worker] = _Unreported(last=last, is_lost=is_lost)
-            self._scheduler.taken_all(worker)
+            self._scheduler.mark_all_started(worker)
         else:
             self._release(worker, is_lost=is_lost)
 
@@ -235,25 +246,30 @@ class Dealing(Dealer):
         if is_lost:
             self._forget(worker)
         else:
-            self.has_followed(worker)
+            self.on_left_group(worker)
 
-    def recalled(self, event: Recalled) -> None:
+    def on_contribution_report(self, event: ContributionReport) -> None:
         """Process a member's report of what another worker contributed."""
-        unreported = self._unreported.get(event.of)
+        unreported = self._unreported.get(event.lost_worker)
         if unreported is None:
             return
-        last_reported = self._last_contributed[event.of][0]
-        for round_, own, late in event.rounds:
+        last_reported = self._last_contributed[event.lost_worker][0]
+        for round_, own, late in event.contributions:
             if last_reported < round_ <= unreported.last:
                 unreported.rounds[round_] = (own, late)
         unreported.asked.discard(event.worker)
-        if unreported.asked and not (event.since <= last_reported + 1 and event.until > unreported.last):
+        if unreported.asked and not (
+            event.first_round <= last_reported + 1 and event.end_round > unreported.last
+        ):
             return
         for round_, (own, late) in sorted(unreported.rounds.items()):
-            blocks = self._scheduler.held(event.of)[:own] + self._scheduler.adopted(event.of)[:late]
-            self._scheduler.contributed(event.of, round_, blocks)
-        self._anew.add(event.of)
-        self._release(event.of, is_lost=unreported.is_lost)
+            blocks = (
+                self._scheduler.assigned_ids(event.lost_worker)[:own]
+                + self._scheduler.adopted_ids(event.lost_worker)[:late]
+            )
+            self._scheduler.contribute(event.lost_worker, round_, blocks)
+        self._reset_workers.add(event.lost_worker)
+        self._release(event.lost_worker, is_lost=unreported.is_lost)
         self._complete_rounds()
 
     def _queries(self) -> list[Action]:
@@ -268,14 +284,16 @@ class Dealing(Dealer):
                 f"worker {worker} did not report its part in rounds {last_reported + 1} to {unreported.last}"
             )
             queries += [
-                Recall(worker=member, of=worker, after=last_reported, reason=reason)
+                ContributionQuery(worker=member, lost_worker=worker, after_round=last_reported, reason=reason)
                 for member in sorted(unreported.asked)
             ]
         return queries
 
     # Groups ----------------------------------------------------------------------------------------------
 
-    def change(self, members: Iterable[int], joining: Iterable[int], step: int, ahead: int = 0) -> None:
+    def change_group(
+        self, members: Iterable[int], joining: Iterable[int], step: int, rounds_ahead_of_steps: int = 0
+    ) -> None:
         """Change the group from `step` on; exchanges of the group before it are finished first.
 
         Args:
@@ -284,51 +302,55 @@ class Dealing(Dealer):
             step: the first optimizer step of the new group.
             ahead: rounds less steps, used if no Ready has been received.
         """
-        round_ = step + (ahead if self._rounds_ahead_of_steps is None else self._rounds_ahead_of_steps)
+        round_ = step + (
+            rounds_ahead_of_steps if self._rounds_ahead_of_steps is None else self._rounds_ahead_of_steps
+        )
         members = frozenset(members)
         if self._lending is not None:
-            self._lending.move(members, joining)
+            self._lending.change_group(members, joining)
         for worker in self._members - members:
-            if not self.is_used:
+            if not self.is_active:
                 continue
             self._leaving[worker] = None
             self._last_rounds[worker] = round_ - 1
             last_round, last_step = self._last_contributed.get(worker, (-1, -1))
             if last_step >= step:
-                self._scheduler.withdrawn(worker, last_round)
-            self._scheduler.taken_all(worker)
+                self._scheduler.withdraw(worker, last_round)
+            self._scheduler.mark_all_started(worker)
         self._joining = set(joining)
         for worker in joining:
-            self.has_followed(worker)
+            self.on_left_group(worker)
             self._rounds_done[worker] = -1
-            is_new = worker not in self._in  # one that returns has no gradients for its first round
+            is_new = (
+                worker not in self._epochs_of_workers
+            )  # one that returns has no gradients for its first round
             self._last_contributed[worker] = (round_ - is_new, step - is_new)
         for worker in members - self._members - self._joining:
             self._last_contributed[worker] = (-1, -1)
         self._set_group(members, step)
 
-    def repeat(self, members: Iterable[int], round_: int, step: int) -> None:
+    def repeat_round(self, members: Iterable[int], round_: int, step: int) -> None:
         """Change the group at once; its members have finished all rounds before `round_` and repeat it."""
         members = frozenset(members)
         if self._lending is not None:
-            self._lending.move(members, ())
+            self._lending.change_group(members, ())
         self._joining.clear()
-        if self.is_used:
+        if self.is_active:
             for other in self._scheduler.open_rounds():
                 if other > round_:  # of a lost worker that had finished more rounds than any member
-                    self._scheduler.abandoned(other)
-            returned = self._scheduler.abandoned(round_)
+                    self._scheduler.abandon_round(other)
+            returned = self._scheduler.abandon_round(round_)
             for worker, ids in returned.items():
                 if worker in members:
-                    self._scheduler.contributed(worker, round_, ids)
+                    self._scheduler.contribute(worker, round_, ids)
             self._latest_round = round_ if members & returned.keys() else round_ - 1
-        for worker in sorted((self._in.keys() | self._lost) - members):
+        for worker in sorted((self._epochs_of_workers.keys() | self._lost) - members):
             self._release_when_reported(worker, round_ - 1, is_lost=worker in self._lost)
         for worker in members:
             self._rounds_done[worker] = max(self._rounds_done.get(worker, -1), round_)
         self._set_group(members, step)
 
-    def followed(self, now_s: float) -> None:
+    def on_group_in_force(self, now_s: float) -> None:
         """Note that all members of the group before have switched to this one."""
         for worker, since_s in self._leaving.items():
             if since_s is None:
@@ -336,21 +358,21 @@ class Dealing(Dealer):
         for worker in sorted(self._lost & self._last_rounds.keys()):
             self._release_when_reported(worker, self._last_rounds[worker], is_lost=True)
 
-    def has_followed(self, worker: int) -> None:
+    def on_left_group(self, worker: int) -> None:
         """Note that a worker knows that it is outside: its blocks, unless lent, go to other workers."""
         for known in (self._leaving, self._last_rounds, self._last_contributed, self._unreported):
             known.pop(worker, None)
         is_lent = self._lending is not None and worker in self._lending
         if worker in self._scheduler and not is_lent and self._scheduler.revoke(worker):
-            self._anew.add(worker)
+            self._reset_workers.add(worker)
         self._complete_rounds()
 
-    def wishes(self, worker: int) -> None:
+    def on_idle(self, worker: int) -> None:
         """Note that a worker outside the group can compute a lent block."""
-        if self._lending is not None and self.is_used:
-            self._lending.wishes(worker)
+        if self._lending is not None and self.is_active:
+            self._lending.on_idle(worker)
 
-    def tick(self, now_s: float, patience_s: float) -> None:
+    def on_tick(self, now_s: float, patience_s: float) -> None:
         """Stop waiting for workers that left the group and have sent nothing for `patience_s` since then."""
         for worker, since_s in list(self._leaving.items()):
             if since_s is not None and now_s - since_s > patience_s:
@@ -363,7 +385,7 @@ class Dealing(Dealer):
         for worker in members:
             self._leaving.pop(worker, None)
             self._last_rounds.pop(worker, None)
-        if self.is_used:
+        if self.is_active:
             self._scheduler.set_members(members)
             self._update_behind()
 
@@ -385,14 +407,14 @@ class Dealing(Dealer):
 
     def _complete_rounds(self) -> None:
         """Complete the rounds that all members have finished, once all contributions are known."""
-        is_clear = self.is_used and self._members and not (self._leaving or self._lost or self._unreported)
+        is_clear = self.is_active and self._members and not (self._leaving or self._lost or self._unreported)
         while is_clear and not self._behind:
             last = min(self._rounds_done[worker] for worker in self._members)
             if last == _ALL_ROUNDS:
                 last = self._latest_round + 1
             for round_ in self._scheduler.open_rounds():
                 if round_ < last:
-                    self._scheduler.completed(round_)
+                    self._scheduler.complete_round(round_)
             if last <= self._next_round:
                 return
             self._next_round = last
@@ -400,38 +422,40 @@ class Dealing(Dealer):
 
     # Actions ---------------------------------------------------------------------------------------------
 
-    def deals(self) -> list[Action]:
+    def pop_actions(self) -> list[Action]:
         """Return the actions to send now: first of lent blocks, then the assignments, ascending by worker."""
         dealt: dict[int, tuple[tuple[Block, ...], bool]] = {}
         self._assign_into(dealt)
         actions: list[Action] = []
         if self._lending is not None:
             is_waited_for = self._waiting and self._scheduler.is_drained()
-            if self._lending.call_in(None if is_waited_for else self._scheduler.half_dealt()):
+            if self._lending.revoke_overdue(
+                None if is_waited_for else self._scheduler.last_half_assigned_epoch()
+            ):
                 self._assign_into(dealt)
-            actions, freed_workers = self._lending.lend()
-            self._anew |= freed_workers
+            actions, freed_workers = self._lending.assign()
+            self._reset_workers |= freed_workers
         awaited = [
             worker
             for worker, round_ in self._waiting.items()
-            if round_ <= self._latest_round or self._joining or self._scheduler.taken_count(worker)
+            if round_ <= self._latest_round or self._joining or self._scheduler.started_count(worker)
         ]
         for worker in awaited:
             del self._waiting[worker]
-        recipients = sorted({*dealt, *awaited, *self._anew, *self._progress_due})
+        recipients = sorted({*dealt, *awaited, *self._reset_workers, *self._progress_due})
         deals = [
-            self._deal(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
+            self._assignment(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
             for worker in recipients
-            if worker in self._in
+            if worker in self._epochs_of_workers
         ]
-        self._anew.clear()
+        self._reset_workers.clear()
         self._progress_due.clear()
         return [*actions, *deals, *self._queries(), *self._checkpoint_answers()]
 
     def _checkpoint_answers(self) -> list[Action]:
         """Answer checkpoint queries, once all contributions to the rounds in the checkpoint are known."""
         answers: list[Action] = []
-        for worker, round_ in list(self._saving.items()):
+        for worker, round_ in list(self._checkpoint_queries.items()):
             is_current = worker in self._members and self._next_round <= round_
             if is_current and (
                 self._leaving
@@ -442,13 +466,13 @@ class Dealing(Dealer):
                 )
             ):
                 continue
-            del self._saving[worker]
-            used = self._scheduler.used_before(round_) if is_current else {}
-            answers.append(self._used(worker, round_, used, is_current=is_current))
+            del self._checkpoint_queries[worker]
+            used = self._scheduler.used_ranges(round_) if is_current else {}
+            answers.append(self._consumed_samples(worker, round_, used, is_current=is_current))
         return answers
 
     def _assign_into(self, dealt: dict[int, tuple[tuple[Block, ...], bool]]) -> None:
-        for worker, blocks, over in self._scheduler.deal():
+        for worker, blocks, over in self._scheduler.assign():
             before, was_over = dealt.get(worker, ((), False))
             dealt[worker] = ((*before, *blocks), over or was_over)
             if blocks or over:
@@ -459,7 +483,7 @@ class Dealing(Dealer):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain data."""
         return {
-            "is_used": self.is_used,
+            "is_used": self.is_active,
             "scheduler": self._scheduler.state_dict(),
             "members": sorted(self._members),
             "leaving": [list(entry) for entry in self._leaving.items()],
@@ -475,16 +499,16 @@ class Dealing(Dealer):
             "latest": self._latest_round,
             "waiting": [list(entry) for entry in self._waiting.items()],
             "joining": sorted(self._joining),
-            "in": [[worker, *entry] for worker, entry in self._in.items()],
-            "anew": sorted(self._anew),
+            "in": [[worker, *entry] for worker, entry in self._epochs_of_workers.items()],
+            "anew": sorted(self._reset_workers),
             "curious": sorted(self._progress_due),
-            "saving": [list(entry) for entry in self._saving.items()],
+            "saving": [list(entry) for entry in self._checkpoint_queries.items()],
             "lending": None if self._lending is None else self._lending.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
-        self.is_used = state["is_used"]
+        self.is_active = state["is_used"]
         self._scheduler.load_state_dict(state["scheduler"])
         self._members = frozenset(state["members"])
         self._leaving = dict(state["leaving"])
@@ -497,8 +521,8 @@ class Dealing(Dealer):
         self._unreported = {worker: _Unreported.from_plain(*plain) for worker, *plain in state["unclear"]}
         self._waiting = dict(state["waiting"])
         self._joining = set(state["joining"])
-        self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
-        self._anew, self._progress_due = set(state["anew"]), set(state["curious"])
-        self._saving = dict(state["saving"])
+        self._epochs_of_workers = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
+        self._reset_workers, self._progress_due = set(state["anew"]), set(state["curious"])
+        self._checkpoint_queries = dict(state["saving"])
         if self._lending is not None:
             self._lending.load_state_dict(state["lending"])

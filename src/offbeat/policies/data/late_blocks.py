@@ -1,6 +1,6 @@
 """Lends blocks to workers outside the group, each on behalf of a member; a component of group policies.
 
-No gradient is moved here; `offbeat.policies.work` cuts the blocks.
+No gradient is moved here; `offbeat.policies.data.block_scheduler` cuts the blocks.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from offbeat.events import Action, Brought, Lend, Settle
-from offbeat.policies.data.block_scheduler import WorkScheduler
+from offbeat.events import Action, AssignLateBlock, LateGradientArrived, ResolveLateBlock
+from offbeat.policies.data.block_scheduler import BlockScheduler
 
 
 class _Loan(NamedTuple):
@@ -20,7 +20,7 @@ class _Loan(NamedTuple):
     epoch: int
 
 
-class Lending:
+class LateBlockAssigner:
     """Assigns blocks to workers outside the group, and decides whether a late gradient counts.
 
     A worker outside the group computes one block at a time for a member, its *patron*. The block stays with
@@ -35,7 +35,7 @@ class Lending:
             including the step that applies it.
     """
 
-    def __init__(self, scheduler: WorkScheduler, staleness_steps_max: int) -> None:
+    def __init__(self, scheduler: BlockScheduler, staleness_steps_max: int) -> None:
         self._scheduler = scheduler
         self._staleness_steps_max = staleness_steps_max
         self._loans: dict[int, _Loan] = {}  # by the worker that computes
@@ -49,32 +49,32 @@ class Lending:
         """Whether a worker outside the group has a loan."""
         return worker in self._loans
 
-    def wishes(self, worker: int) -> None:
+    def on_idle(self, worker: int) -> None:
         """Note that a worker knows that it is outside the group, and continues to compute."""
         if worker not in self._loans:
             self._idle.add(worker)
 
-    def move(self, members: Iterable[int], joining: Iterable[int]) -> None:
+    def change_group(self, members: Iterable[int], joining: Iterable[int]) -> None:
         """Change the group: loans to its members end, and so do loans for workers that are no members."""
         members = frozenset(members)
         self._patrons = members.difference(joining)
         for worker, loan in list(self._loans.items()):
             if worker in members:
-                self.void(worker, f"worker {worker} joins the group")
+                self.revoke(worker, f"worker {worker} joins the group")
             elif loan.patron not in self._patrons:
-                self.void(worker, f"worker {loan.patron} is not a member any more")
+                self.revoke(worker, f"worker {loan.patron} is not a member any more")
         self._idle -= members
 
-    def ends(self, worker: int) -> None:
+    def on_gone(self, worker: int) -> None:
         """Remove a worker that is gone or whose training loop has ended."""
         self._patrons -= {worker}
         for late, loan in list(self._loans.items()):
             if worker in (late, loan.patron):
-                self.void(late, f"worker {worker} has left or finished")
+                self.revoke(late, f"worker {worker} has left or finished")
         self._idle.discard(worker)
         self._freed.discard(worker)
 
-    def void(self, worker: int, reason: str) -> None:
+    def revoke(self, worker: int, reason: str) -> None:
         """End a worker's loan, if it has one; the block goes back to the pool."""
         loan = self._loans.pop(worker, None)
         if loan is None:
@@ -84,7 +84,7 @@ class Lending:
         self._freed.add(worker)
         self._settle(worker, loan, counts=False, reason=reason)
 
-    def call_in(self, epoch: int | None) -> bool:
+    def revoke_overdue(self, epoch: int | None) -> bool:
         """Revoke loans of epochs before this one, all loans with None; return whether there were any.
 
         An epoch must not be unfinished at the end of the next one: then a worker that accumulates gradients
@@ -92,42 +92,42 @@ class Lending:
         """
         due = [worker for worker, loan in self._loans.items() if epoch is None or loan.epoch < epoch]
         for worker in due:
-            self.void(
+            self.revoke(
                 worker, "other members wait for the block" if epoch is None else "its epoch is long over"
             )
             self._idle.discard(worker)  # it may hang; otherwise it asks again soon
         return bool(due)
 
-    def brought(self, event: Brought, step: int) -> None:
+    def on_late_gradient(self, event: LateGradientArrived, step: int) -> None:
         """Process a late gradient that a patron has received: count it, or end the loan.
 
         Args:
             event: names the patron, the worker, the loan and the step of the gradient's parameters.
             step: the last that a member has begun.
         """
-        loan = self._loans.get(event.late)
-        if loan is None or (loan.number, loan.patron) != (event.number, event.worker):
+        loan = self._loans.get(event.late_worker)
+        if loan is None or (loan.number, loan.patron) != (event.assignment, event.worker):
             return  # the loan ended before the event came
         age = step + 1 - event.step
         if age > self._staleness_steps_max:
-            self.void(event.late, f"its parameters are {age} steps old")
+            self.revoke(event.late_worker, f"its parameters are {age} steps old")
             return
-        if self._scheduler.adopt(event.worker, loan.block, event.late):
-            del self._loans[event.late]
-            self._idle.add(event.late)
-            self._freed.add(event.late)
+        if self._scheduler.adopt(event.worker, loan.block, event.late_worker):
+            del self._loans[event.late_worker]
+            self._idle.add(event.late_worker)
+            self._freed.add(event.late_worker)
             reason = f"its parameters are {age} of at most {self._staleness_steps_max} steps old"
-            self._settle(event.late, loan, counts=True, reason=reason)
+            self._settle(event.late_worker, loan, counts=True, reason=reason)
         else:
-            self.void(event.late, "the block is not its own any more")
+            self.revoke(event.late_worker, "the block is not its own any more")
 
-    def lend(self) -> tuple[list[Action], set[int]]:
+    def assign(self) -> tuple[list[Action], set[int]]:
         """Lend what can be lent; return the actions to send, and the workers whose loans were not renewed."""
         loans_of_patron = Counter(loan.patron for loan in self._loans.values())
         for worker in sorted(self._idle):
             if not self._patrons or worker not in self._scheduler:
                 continue
-            block = self._scheduler.lend(worker)
+            block = self._scheduler.assign_late(worker)
             if block is None:
                 continue
             patron = min(self._patrons, key=lambda member: (loans_of_patron[member], member))
@@ -138,7 +138,7 @@ class Lending:
             self._freed.discard(worker)
             reason = f"worker {worker} is outside the group, member {patron} has the fewest loans"
             self._actions.append(
-                Lend(worker=worker, number=number, patron=patron, block=block, reason=reason)
+                AssignLateBlock(worker=worker, assignment=number, proxy=patron, block=block, reason=reason)
             )
         self._idle.clear()  # until their next event
         actions, self._actions = self._actions, []
@@ -162,5 +162,11 @@ class Lending:
 
     def _settle(self, late: int, loan: _Loan, *, counts: bool, reason: str) -> None:
         self._actions.append(
-            Settle(worker=loan.patron, late=late, number=loan.number, counts=counts, reason=reason)
+            ResolveLateBlock(
+                worker=loan.patron,
+                late_worker=late,
+                assignment=loan.number,
+                is_contributed=counts,
+                reason=reason,
+            )
         )

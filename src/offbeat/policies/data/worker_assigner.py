@@ -1,7 +1,7 @@
 """Assigns samples to workers without groups: the blocks of a finished step are used at once.
 
-A component of a policy, which decides when a worker may compute; `offbeat.policies.work` cuts an epoch into
-blocks.
+A component of a policy, which decides when a worker may compute; `offbeat.policies.data.block_scheduler` cuts
+an epoch into blocks.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 from typing import Any, ClassVar, Final
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Block, Wants
-from offbeat.policies.data.assigner import Dealer
-from offbeat.policies.data.block_scheduler import blocks_of, plain_of
+from offbeat.events import Action, Block, SamplesRequested
+from offbeat.policies.data.assigner import BlockAssigner
+from offbeat.policies.data.block_scheduler import blocks_from_plain, blocks_to_plain
 
 _RECENT: Final = 32  # clocks
 
 
-class SoloDealing(Dealer):
+class SoloBlockAssigner(BlockAssigner):
     """Assigns samples so that each is used once, while workers join and leave.
 
     A step is not repeated once its worker has reported it as finished, so its blocks count as used then. The
     blocks of a lost worker go to other workers. Without a group, no worker waits for another that has no
-    samples; but a worker that waits for more within a step has to continue without (`Deal.is_awaited`),
-    because other workers may wait for the blocks that it has taken. A worker that saves a checkpoint names
-    the clock up to which its state holds all workers' steps (`Saving.round`), and receives the samples used
-    at these clocks.
+    samples; but a worker that waits for more within a step has to continue without
+    (`AssignBlocks.is_awaited`), because other workers may wait for the blocks that it has taken. A worker
+    that saves a checkpoint names the clock up to which its state holds all workers' steps
+    (`CheckpointQuery.round`), and receives the samples used at these clocks.
     """
 
     _why_awaited: ClassVar[str] = "other workers wait for what it has begun"
@@ -37,35 +37,35 @@ class SoloDealing(Dealer):
         self._recent: list[tuple[int, Block, int]] = []  # clock, block used at it, positions of its epoch
 
     @property
-    def waiting(self) -> frozenset[int]:
+    def waiting_workers(self) -> frozenset[int]:
         """The workers that wait for samples."""
         return frozenset(self._waiting)
 
-    def may_compute(self, worker: int) -> bool:
+    def has_work(self, worker: int) -> bool:
         """Whether the worker has samples, or has never requested any."""
-        return worker not in self._in or bool(self._scheduler.held(worker))
+        return worker not in self._epochs_of_workers or bool(self._scheduler.assigned_ids(worker))
 
-    def holders(self) -> set[int]:
+    def blocking_workers(self) -> set[int]:
         """Return the workers with blocks of an epoch whose end a waiting worker needs."""
-        latest = max((self._in[worker][0] for worker in self._waiting), default=-1)
-        epochs = [epoch for epoch in self._scheduler.unfinished() if epoch <= latest]
+        latest = max((self._epochs_of_workers[worker][0] for worker in self._waiting), default=-1)
+        epochs = [epoch for epoch in self._scheduler.open_epochs() if epoch <= latest]
         return {worker for epoch in epochs for worker in self._scheduler.holders(epoch)}
 
-    def joined(self, worker: int) -> None:
+    def on_joined(self, worker: int) -> None:
         """Add a worker."""
         self._members.add(worker)
         self._scheduler.set_members(self._members)
 
-    def wants(self, event: Wants) -> None:
+    def on_samples_requested(self, event: SamplesRequested) -> None:
         """Process a worker's request for samples of an epoch.
 
         Raises:
             ProtocolError: an impossible epoch, size or block.
         """
-        if self._begin(event):
+        if self._begin_epoch(event):
             self._waiting.add(event.worker)
 
-    def stepped(self, worker: int, clock: int, blocks: tuple[int, ...]) -> None:
+    def on_step(self, worker: int, clock: int, blocks: tuple[int, ...]) -> None:
         """Count the blocks of a step as used, which a worker has finished at a clock.
 
         Raises:
@@ -73,18 +73,18 @@ class SoloDealing(Dealer):
         """
         if not blocks:
             return
-        if not self._scheduler.contributed(worker, self._steps, blocks):
+        if not self._scheduler.contribute(worker, self._steps, blocks):
             raise ProtocolError(
                 f"expected blocks that the worker has, got {list(blocks)}, "
                 f"which are not worker {worker}'s any more"
             )
-        _, samples = self._in[worker]
+        _, samples = self._epochs_of_workers[worker]
         contributed = self._scheduler.contribution(worker, self._steps)
         self._recent += [(clock, block, samples) for block in contributed]
-        self._scheduler.completed(self._steps)
+        self._scheduler.complete_round(self._steps)
         self._steps += 1
 
-    def passed(self, version: int) -> None:
+    def on_version(self, version: int) -> None:
         """Note that the parameters hold all steps at clocks before `version`.
 
         An idle worker may have fetched them up to 32 clocks earlier, and may query now which samples they
@@ -93,46 +93,48 @@ class SoloDealing(Dealer):
         if any(clock < version - _RECENT for clock, *_ in self._recent[:1]):
             self._recent = [entry for entry in self._recent if entry[0] >= version - _RECENT]
 
-    def finished(self, worker: int) -> None:
+    def on_finished(self, worker: int) -> None:
         """Retire a worker whose training loop has ended; its blocks count as used."""
-        if worker in self._in:
-            self._scheduler.retired(worker)
+        if worker in self._epochs_of_workers:
+            self._scheduler.retire(worker)
         self._forget(worker)
         self._scheduler.set_members(self._members)
 
-    def gone(self, worker: int) -> None:
+    def on_gone(self, worker: int) -> None:
         """Remove a worker that is gone; its blocks go to other workers."""
         self._forget(worker)
         if worker in self._scheduler:
-            self._scheduler.lost(worker)
+            self._scheduler.remove_worker(worker)
 
     def _forget(self, worker: int) -> None:
         self._members.discard(worker)
         self._waiting.discard(worker)
-        self._anew.discard(worker)
-        self._in.pop(worker, None)
-        self._saving.pop(worker, None)
+        self._reset_workers.discard(worker)
+        self._epochs_of_workers.pop(worker, None)
+        self._checkpoint_queries.pop(worker, None)
 
-    def deals(self) -> list[Action]:
+    def pop_actions(self) -> list[Action]:
         """Return the actions to send now, ascending by worker."""
-        dealt = {worker: (blocks, over) for worker, blocks, over in self._scheduler.deal()}
+        dealt = {worker: (blocks, over) for worker, blocks, over in self._scheduler.assign()}
         self._waiting -= {worker for worker, (blocks, over) in dealt.items() if blocks or over}
-        awaited = {worker for worker in self._waiting if self._scheduler.taken_count(worker)}
+        awaited = {worker for worker in self._waiting if self._scheduler.started_count(worker)}
         self._waiting -= awaited
         actions: list[Action] = [
-            self._deal(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
-            for worker in sorted({*dealt, *awaited, *self._anew})
+            self._assignment(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
+            for worker in sorted({*dealt, *awaited, *self._reset_workers})
         ]
-        self._anew.clear()
+        self._reset_workers.clear()
         return actions + self._checkpoint_answers()
 
     def _checkpoint_answers(self) -> list[Action]:
         """Answer checkpoint queries with the samples used at the clocks that each checkpoint holds."""
         answers: list[Action] = []
-        for worker, clock in sorted(self._saving.items()):
+        for worker, clock in sorted(self._checkpoint_queries.items()):
             later = [(block, samples) for block_clock, block, samples in self._recent if block_clock >= clock]
-            answers.append(self._used(worker, clock, self._scheduler.used_before(self._steps, later)))
-        self._saving.clear()
+            answers.append(
+                self._consumed_samples(worker, clock, self._scheduler.used_ranges(self._steps, later))
+            )
+        self._checkpoint_queries.clear()
         return answers
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,21 +142,21 @@ class SoloDealing(Dealer):
         return {
             "scheduler": self._scheduler.state_dict(),
             "members": sorted(self._members),
-            "in": [[worker, *entry] for worker, entry in self._in.items()],
+            "in": [[worker, *entry] for worker, entry in self._epochs_of_workers.items()],
             "waiting": sorted(self._waiting),
             "steps": self._steps,
-            "recent": [[clock, plain_of([block]), samples] for clock, block, samples in self._recent],
+            "recent": [[clock, blocks_to_plain([block]), samples] for clock, block, samples in self._recent],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`, which was taken with no action left to send."""
         self._scheduler.load_state_dict(state["scheduler"])
         self._members = set(state["members"])
-        self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
+        self._epochs_of_workers = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
         self._waiting, self._steps = set(state["waiting"]), state["steps"]
         self._recent = [
             (clock, block, samples)
             for clock, plain, samples in state["recent"]
-            for block in blocks_of(plain).values()
+            for block in blocks_from_plain(plain).values()
         ]
-        self._anew, self._saving = set(), {}
+        self._reset_workers, self._checkpoint_queries = set(), {}

@@ -10,33 +10,33 @@ from typing import Any, assert_never
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     Action,
-    Brought,
-    Clocked,
+    BatchesSkipped,
+    CheckpointQuery,
+    ContributionReport,
     Evaluated,
     Event,
     Failed,
     Finished,
     Halted,
     Joined,
+    LateGradientArrived,
     Left,
-    LeftOut,
     Lost,
     NodeEvent,
     Peer,
+    PeerList,
     PeerReachable,
     PeerUnreachable,
     Preempted,
     Ready,
-    Recalled,
-    Refuse,
-    Saving,
-    Start,
+    RejectPeer,
+    SamplesRequested,
+    StepFinished,
     StepTimed,
-    Stop,
     Tick,
     ValidationEvent,
-    Wants,
 )
 
 _NAMES_MAX = 16
@@ -61,14 +61,14 @@ class Assembly:
         ValueError: a world or deadline out of range.
     """
 
-    def __init__(self, world: int, deadline_s: float = 30.0, *, is_open: bool = False) -> None:
+    def __init__(self, world: int, deadline_s: float = 30.0, *, accepts_late_joiners: bool = False) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"expected a finite deadline of more than 0 seconds, got {deadline_s}")
         self._world = world
         self._deadline_s = deadline_s
-        self._is_open = is_open
+        self._is_open = accepts_late_joiners
         self._first_event_s: float | None = None
         self._present: dict[int, tuple[Peer, str]] = {}  # the peer and its place, in order of joining
         self._strategy = ""  # of the first worker that joined; all workers present have the same
@@ -89,12 +89,12 @@ class Assembly:
         match event:
             case (
                 Ready()
-                | LeftOut()
-                | Wants()
-                | Brought()
-                | Saving()
-                | Recalled()
-                | Clocked()
+                | BatchesSkipped()
+                | SamplesRequested()
+                | LateGradientArrived()
+                | CheckpointQuery()
+                | ContributionReport()
+                | StepFinished()
                 | StepTimed()
                 | Halted()
                 | Evaluated()
@@ -154,23 +154,23 @@ class Assembly:
             )
             return self._stop(event.worker, None, reason)
         if self._refusal_cause is not None:
-            return [Refuse(peer=event.peer, reason=self._refusal(event))]
+            return [RejectPeer(peer=event.peer, reason=self._refusal(event))]
         if self._has_started:
             return self._joined_later(event)
         mismatch = self._mismatch(event)
         if mismatch is not None:
             return self._stop(event.worker, None, mismatch)
         if not self._present:
-            self._strategy, self._model = event.strategy, event.model
+            self._strategy, self._model = event.strategy, event.model_signature
         peer = Peer(worker=event.worker, name=event.peer, addresses=event.addresses)
-        self._present[event.worker] = (peer, event.place)
+        self._present[event.worker] = (peer, event.location)
         if len(self._present) < self._world:
             return []
         self._has_started = True
         if not self._is_open:
             self._refusal_cause = "the job has started without it"
         peers = tuple(self._present[worker][0] for worker in range(self._world))
-        return [Start(peers=peers, reason=f"all {self._world} workers are here with the same model")]
+        return [PeerList(peers=peers, reason=f"all {self._world} workers are here with the same model")]
 
     def _joined_later(self, event: Joined) -> list[Action]:
         if event.worker in self._present or event.worker in self._gone_ids:
@@ -178,17 +178,17 @@ class Assembly:
                 f"its id, {event.worker}, has been used: give every new worker an unused id"
             )
         else:
-            mismatch = self._difference_to_present(event, f"worker {event.worker} ({event.place})")
+            mismatch = self._difference_to_present(event, f"worker {event.worker} ({event.location})")
         if mismatch is not None:
-            return [Refuse(peer=event.peer, reason=mismatch)]
+            return [RejectPeer(peer=event.peer, reason=mismatch)]
         peer = Peer(worker=event.worker, name=event.peer, addresses=event.addresses)
-        self._present[event.worker] = (peer, event.place)
+        self._present[event.worker] = (peer, event.location)
         peers = tuple(self._present[worker][0] for worker in sorted(self._present))
-        return [Start(peers=peers, reason=f"worker {event.worker} ({event.place}) is new")]
+        return [PeerList(peers=peers, reason=f"worker {event.worker} ({event.location}) is new")]
 
     def _mismatch(self, event: Joined) -> str | None:
         """Return why this worker cannot take part in the job, None if it can."""
-        newcomer = f"worker {event.worker} ({event.place})"
+        newcomer = f"worker {event.worker} ({event.location})"
         if event.world != self._world:
             return (
                 f"{newcomer} expects a world of {event.world} workers, this job has {self._world}: "
@@ -217,7 +217,7 @@ class Assembly:
     def _duplicate(self, event: Joined) -> str:
         return (
             f"two workers have the id {event.worker}, at {self._present[event.worker][1]} "
-            f"and at {event.place}: give every worker a RANK of its own"
+            f"and at {event.location}: give every worker a RANK of its own"
         )
 
     def _difference_to_present(self, event: Joined, newcomer: str) -> str | None:
@@ -231,7 +231,7 @@ class Assembly:
                 f"{newcomer} runs the strategy {event.strategy!r}, {first} runs {self._strategy!r}: "
                 "give every worker the same strategy"
             )
-        difference = _difference(first, self._model, newcomer, event.model)
+        difference = _difference(first, self._model, newcomer, event.model_signature)
         if difference is not None:
             return f"{difference}: build the same model on every worker"
         return None
@@ -239,10 +239,10 @@ class Assembly:
     def _refusal(self, event: Joined) -> str:
         if event.worker in self._present:
             return (
-                f"worker {event.worker} ({event.place}) cannot take part: its id is taken by the one at "
+                f"worker {event.worker} ({event.location}) cannot take part: its id is taken by the one at "
                 f"{self._present[event.worker][1]}, and {self._refusal_cause}"
             )
-        return f"worker {event.worker} ({event.place}) cannot take part: {self._refusal_cause}"
+        return f"worker {event.worker} ({event.location}) cannot take part: {self._refusal_cause}"
 
     def _gone(self, event: Lost | Failed | Left) -> list[Action]:
         if self._has_started and self._is_open:
@@ -296,7 +296,7 @@ class Assembly:
     def _stop(self, worker: int | None, step: int | None, reason: str) -> list[Action]:
         self._refusal_cause = f"the job has ended ({reason})"
         self._is_stopped = True
-        return [Stop(worker=worker, step=step, reason=reason)]
+        return [AbortJob(worker=worker, step=step, reason=reason)]
 
     def _count(self) -> str:
         present = sorted(self._present.items())

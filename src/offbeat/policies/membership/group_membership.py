@@ -2,7 +2,7 @@
 
 The runtime's session and the simulator's workers both use this object, so that what is tested in simulation
 is what runs. It sends nothing and reads no clock. The coordinator's side, with a description of the protocol,
-is `offbeat.policies.partial`.
+is `offbeat.policies.membership.partial_groups`.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from offbeat.events import Group, Halt, Halted, Recall, Recalled
+from offbeat.events import ContributionQuery, ContributionReport, Group, Halt, Halted
 
 # Rounds whose contributions are kept. A worker cut off from the coordinator is assigned no further blocks, so
 # the few that it has left go into the next few rounds.
 _ROUNDS_KEPT = 256
 
 
-class Turn(Enum):
+class ExchangeDecision(Enum):
     """What a worker that has gradients does with them."""
 
-    GO = auto()  # exchange them in `group`
+    EXCHANGE = auto()  # exchange them in `group`
     WAIT = auto()  # wait for the next Group
-    TAKE = auto()  # receive the state from `donor` first, then exchange in `group`
-    OUT = auto()  # keep them: the worker is outside the group
+    FETCH_STATE = auto()  # receive the state from `donor` first, then exchange in `group`
+    KEEP_LOCAL = auto()  # keep them: the worker is outside the group
 
 
-class Follower:
+class GroupMembership:
     """Membership of one worker in the groups of a job.
 
     Between a Halt and its Group the worker finishes the step whose exchange it has begun and begins no
@@ -69,17 +69,17 @@ class Follower:
         return self._is_inside and not self._needs_state
 
     @property
-    def is_void(self) -> bool:
+    def is_aborted(self) -> bool:
         """Whether exchanges under way have been abandoned and no group has come into force since."""
         return self._is_aborted
 
     @property
-    def will_change(self) -> bool:
+    def is_change_pending(self) -> bool:
         """Whether a Halt or a Group for another group has been received."""
         return self._halt is not None or bool(self._queued_groups)
 
     @property
-    def reason(self) -> str:
+    def change_reason(self) -> str:
         """Why the group is about to change, or has changed last; empty before the first."""
         latest = self._halt or self._latest_group
         return latest.reason if latest is not None else ""
@@ -96,13 +96,13 @@ class Follower:
         return next(member for member in self.group.members if member not in self.group.joining)
 
     @property
-    def joiners(self) -> tuple[int, ...]:
+    def state_recipients(self) -> tuple[int, ...]:
         """The workers to which this worker sends its state before its next exchange."""
         if self.group is None or not self.is_member or self.donor != self.worker:
             return ()
         return self.group.joining
 
-    def hear_halt(self, halt: Halt, now_s: float = 0.0) -> Halted | None:
+    def on_halt(self, halt: Halt, now_s: float = 0.0) -> Halted | None:
         """Applies a Halt; returns the answer, None for an outdated Halt."""
         last_group = self._latest_group
         latest = last_group.generation if last_group else 0
@@ -119,12 +119,12 @@ class Follower:
             generation=halt.generation,
             has_state=self.is_member,
             step=self.step,
-            has_begun=self._has_begun,
+            has_begun_exchange=self._has_begun,
             round=self.round,
             exchange_id=self.exchange_id,
         )
 
-    def hear_group(self, group: Group) -> None:
+    def on_group(self, group: Group) -> None:
         """Applies or queues the next Group; one that a later Halt supersedes is ignored."""
         if self._halt is not None and group.generation < self._halt.generation:
             return
@@ -135,7 +135,7 @@ class Follower:
         self._queued_groups.append(group)
         self._adopt()
 
-    def turn(self) -> Turn:
+    def begin_exchange(self) -> ExchangeDecision:
         """Decides what to do with gradients; after GO the worker counts as having begun its step's exchange.
 
         This is the commit point of the protocol: a Halt that comes before it stops the exchange, and one that
@@ -143,19 +143,19 @@ class Follower:
         """
         self._adopt()
         if self._halt is not None and self._halted_step != self.step:
-            return Turn.WAIT
+            return ExchangeDecision.WAIT
         if self.group is None:
-            return Turn.WAIT
+            return ExchangeDecision.WAIT
         if not self._is_inside:
-            return Turn.OUT
+            return ExchangeDecision.KEEP_LOCAL
         if self._needs_state:
-            return Turn.TAKE
+            return ExchangeDecision.FETCH_STATE
         if self._is_aborted:  # the next Group has not come
-            return Turn.WAIT
+            return ExchangeDecision.WAIT
         self._has_begun = True
-        return Turn.GO
+        return ExchangeDecision.EXCHANGE
 
-    def take(self, *, round: int) -> None:
+    def on_state_received(self, *, round: int) -> None:
         """Adopts the state received from the donor, which is that before step `group.step`."""
         assert self.group is not None
         self.step, self.round = self.group.step, round
@@ -177,22 +177,22 @@ class Follower:
         self.round += 1
         return True
 
-    def recall(self, recall: Recall, now_s: float = 0.0) -> Recalled:
+    def on_contribution_query(self, recall: ContributionQuery, now_s: float = 0.0) -> ContributionReport:
         """Reports what another worker contributed to the rounds that this one has finished."""
         since = self.round - len(self._contributions)
         rounds = []
         for round_, (members, contributions) in enumerate(self._contributions, since):
-            if round_ > recall.after and contributions and recall.of in members:
-                own, late = contributions[members.index(recall.of)]
+            if round_ > recall.after_round and contributions and recall.lost_worker in members:
+                own, late = contributions[members.index(recall.lost_worker)]
                 if own or late:
                     rounds.append((round_, own, late))
-        return Recalled(
+        return ContributionReport(
             now_s=now_s,
             worker=self.worker,
-            of=recall.of,
-            since=since,
-            until=self.round,
-            rounds=tuple(rounds),
+            lost_worker=recall.lost_worker,
+            first_round=since,
+            end_round=self.round,
+            contributions=tuple(rounds),
         )
 
     def finish_step(self) -> None:

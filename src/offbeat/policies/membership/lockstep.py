@@ -12,33 +12,33 @@ from typing import Any, assert_never
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     Action,
-    Brought,
-    Clocked,
-    Dismiss,
+    AssignRoundBatch,
+    BatchesSkipped,
+    CheckpointQuery,
+    ContributionReport,
     Evaluated,
     Event,
     Failed,
     Finished,
     Group,
     Halted,
+    JobComplete,
     Joined,
+    LateGradientArrived,
     Left,
-    LeftOut,
     Lost,
     NodeEvent,
     PeerReachable,
     PeerUnreachable,
     Preempted,
     Ready,
-    Recalled,
-    RoundNamed,
-    Saving,
+    SamplesRequested,
+    StepFinished,
     StepTimed,
-    Stop,
     Tick,
     ValidationEvent,
-    Wants,
 )
 from offbeat.policies.membership.reachability import Reachability
 
@@ -50,7 +50,7 @@ class _OpenRound:
     worker: int
     step: int
     epoch: int
-    batch: int
+    batches_fetched: int
     since_s: float
     count: int
 
@@ -64,10 +64,10 @@ class Lockstep:
 
     The policy stops the job, at most once, when a worker is lost or fails; when two workers are in different
     steps, or at different batches, in the same round; when a worker begins a round that can never complete
-    because another worker has finished; or when two workers that both reach the coordinator cannot reach
-    each other for too long. After a Stop it returns nothing. An outage that passes changes nothing: a worker
-    that is silent towards the coordinator is not late. `offbeat.policies.assembly` decides which workers may
-    join.
+    because another worker has finished; or when two workers that both reach the coordinator cannot reach each
+    other for too long. After a Stop it returns nothing. An outage that passes changes nothing: a worker that
+    is silent towards the coordinator is not late. `offbeat.policies.membership.assembly` decides which
+    workers may join.
 
     Source: L. G. Valiant, "A bridging model for parallel computation", Communications of the ACM 33(8),
     1990: supersteps that end when all have ended. Deviation: no message closes a superstep; a worker knows
@@ -92,7 +92,7 @@ class Lockstep:
         world: int,
         rounds_ahead_max: int = 1000,
         deadline_s: float = 600.0,
-        silent_s: float = 10.0,
+        unreachable_timeout_s: float = 10.0,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
@@ -100,10 +100,10 @@ class Lockstep:
             raise ValueError(f"expected at least 1 round ahead, got {rounds_ahead_max}")
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"expected a finite deadline of more than 0 s, got {deadline_s}")
-        if not 0 < silent_s < math.inf:
-            raise ValueError(f"expected a finite silent_s of more than 0 s, got {silent_s}")
+        if not 0 < unreachable_timeout_s < math.inf:
+            raise ValueError(f"expected a finite silent_s of more than 0 s, got {unreachable_timeout_s}")
         self._world = world
-        self._silent_s = silent_s
+        self._silent_s = unreachable_timeout_s
         self._deadline_s = deadline_s
         self._rounds_ahead_max = rounds_ahead_max
         self._joined: set[int] = set()
@@ -114,7 +114,7 @@ class Lockstep:
         # Workers that have finished, and stay until all have: their steps.
         self._finished_after: dict[int, int] = {}
         self._open_rounds: dict[int, _OpenRound] = {}
-        self._asking: dict[int, LeftOut] = {}  # workers that ask for the batch of their round
+        self._asking: dict[int, BatchesSkipped] = {}  # workers that ask for the batch of their round
         self._rounds_complete = 0
         self._reachability = Reachability()
         self._stopped = False
@@ -132,7 +132,7 @@ class Lockstep:
                 return self._handle_joined(event)
             case Ready():
                 return self._handle_ready(event)
-            case LeftOut():
+            case BatchesSkipped():
                 return self._handle_left_out(event)
             case Left():
                 return self._handle_left(event)
@@ -148,9 +148,16 @@ class Lockstep:
                 return []
             case Finished():
                 return self._handle_finished(event)
-            case Wants() | Brought() | Saving() | Recalled() | Evaluated() | Halted():
+            case (
+                SamplesRequested()
+                | LateGradientArrived()
+                | CheckpointQuery()
+                | ContributionReport()
+                | Evaluated()
+                | Halted()
+            ):
                 return []
-            case Clocked() | Preempted() | NodeEvent() | ValidationEvent():
+            case StepFinished() | Preempted() | NodeEvent() | ValidationEvent():
                 return []
             case _:
                 assert_never(event)
@@ -180,7 +187,7 @@ class Lockstep:
         self._left_after = dict(state["left"])
         self._finished_after = dict(state["done"])
         self._open_rounds = {round_: _OpenRound(*first) for round_, *first in state["open"]}
-        self._asking = {asked["worker"]: LeftOut(**asked) for asked in state["asking"]}
+        self._asking = {asked["worker"]: BatchesSkipped(**asked) for asked in state["asking"]}
         self._rounds_complete = state["rounds_complete"]
         self._reachability.load_state_dict(state["reachability"])
         self._stopped = state["stopped"]
@@ -213,9 +220,10 @@ class Lockstep:
         self._check_next(event)
         if (stop := self._stop_uneven(event)) is not None:
             return stop
-        first = _OpenRound(event.worker, event.step, event.epoch, event.batch, event.now_s, 0)
+        first = _OpenRound(event.worker, event.step, event.epoch, event.batches_fetched, event.now_s, 0)
         open_ = self._open_rounds.get(event.round, first)
-        if (open_.step, open_.epoch, open_.batch) != (event.step, event.epoch, event.batch):
+        position = (event.step, event.epoch, event.batches_fetched)
+        if (open_.step, open_.epoch, open_.batches_fetched) != position:
             return self._out_of_step(open_, event)
         self._asking.pop(event.worker, None)
         self._rounds[event.worker] += 1
@@ -226,7 +234,7 @@ class Lockstep:
             self._rounds_complete += 1
         return self._answer_asking(event.round)
 
-    def _handle_left_out(self, event: LeftOut) -> list[Action]:
+    def _handle_left_out(self, event: BatchesSkipped) -> list[Action]:
         self._check_next(event)
         if (stop := self._stop_uneven(event)) is not None:
             return stop
@@ -236,7 +244,7 @@ class Lockstep:
     def _answer_asking(self, round_: int) -> list[Action]:
         """Answer the workers that ask for the batch of a round, if it is known."""
         asking = [asked for asked in self._asking.values() if asked.round == round_]
-        first: _OpenRound | LeftOut | None = self._open_rounds.get(round_)
+        first: _OpenRound | BatchesSkipped | None = self._open_rounds.get(round_)
         if first is None and len(asking) == self._world:
             first = min(asking, key=_position_of)
         if first is None:
@@ -244,24 +252,31 @@ class Lockstep:
         answers: list[Action] = []
         for asked in asking:
             del self._asking[asked.worker]
-            if first.epoch != asked.epoch or not asked.batch - asked.count <= first.batch <= asked.batch:
+            if (
+                first.epoch != asked.epoch
+                or not asked.batches_fetched - asked.skipped <= first.batches_fetched <= asked.batches_fetched
+            ):
                 return self._out_of_step(first, asked)
             reason = f"worker {first.worker} takes part in the round with this batch"
-            answers.append(RoundNamed(worker=asked.worker, round=round_, batch=first.batch, reason=reason))
+            answers.append(
+                AssignRoundBatch(
+                    worker=asked.worker, round=round_, batch=first.batches_fetched, reason=reason
+                )
+            )
         return answers
 
-    def _stop_uneven(self, event: Ready | LeftOut) -> list[Action] | None:
+    def _stop_uneven(self, event: Ready | BatchesSkipped) -> list[Action] | None:
         """Stop if a worker begins a round in which another one, which has finished, takes no part."""
         for other, steps in (self._left_after | self._finished_after).items():
             if self._rounds[other] <= event.round:
                 return self._uneven(other, steps, event.worker, event.step)
         return None
 
-    def _out_of_step(self, first: _OpenRound | LeftOut, event: Ready | LeftOut) -> list[Action]:
+    def _out_of_step(self, first: _OpenRound | BatchesSkipped, event: Ready | BatchesSkipped) -> list[Action]:
         """Stop because the gradients of a round are of different steps or batches."""
         positions = {
-            first.worker: (first.epoch, first.batch, first.step),
-            event.worker: (event.epoch, event.batch, event.step),
+            first.worker: (first.epoch, first.batches_fetched, first.step),
+            event.worker: (event.epoch, event.batches_fetched, event.step),
         }
         behind, ahead = sorted(positions, key=positions.__getitem__)
         if positions[behind][:2] == positions[ahead][:2]:
@@ -287,7 +302,7 @@ class Lockstep:
         self._reachability.on_report(event)
         if event.worker is None and isinstance(event, PeerReachable):
             # Restart the timeouts: its connections to other workers may recover a little later.
-            self._reachability.restart(event.peer, event.now_s)
+            self._reachability.restart_timers(event.peer, event.now_s)
             self._open_rounds = {
                 round_: replace(first, since_s=event.now_s) for round_, first in self._open_rounds.items()
             }
@@ -299,7 +314,7 @@ class Lockstep:
 
     def _stop_unreachable(self, now_s: float) -> list[Action]:
         """Stop if two workers are alive, and only the connection between them has failed for too long."""
-        oldest = self._reachability.oldest()
+        oldest = self._reachability.oldest_outage()
         if oldest is None or now_s - oldest[0] <= self._silent_s:
             return []
         since_s, worker, peer, cause = oldest
@@ -312,7 +327,7 @@ class Lockstep:
         )
 
     def _stop_late(self, now_s: float) -> list[Action]:
-        waiting: list[tuple[int, float, _OpenRound | LeftOut]] = []
+        waiting: list[tuple[int, float, _OpenRound | BatchesSkipped]] = []
         waiting += [(round_, first.since_s, first) for round_, first in self._open_rounds.items()]
         waiting += [(asked.round, asked.now_s, asked) for asked in self._asking.values()]
         if not waiting:
@@ -325,7 +340,7 @@ class Lockstep:
             for other, rounds in enumerate(self._rounds)
             if rounds <= round_ and other not in self._asking
         ]
-        if self._reachability.unheard.intersection(late):
+        if self._reachability.silent_workers.intersection(late):
             return []
         return self._stop(
             late[0],
@@ -335,7 +350,7 @@ class Lockstep:
             "longer deadline",
         )
 
-    def _check_next(self, event: Ready | LeftOut) -> None:
+    def _check_next(self, event: Ready | BatchesSkipped) -> None:
         kind = type(event).__name__
         received = f"got {kind} for round {event.round} of worker {event.worker}"
         if not self._is_running():
@@ -367,7 +382,7 @@ class Lockstep:
         """Dismiss the workers that stay until all have finished, once all have."""
         if not self._finished_after or len(self._left_after | self._finished_after) < self._world:
             return []
-        return [Dismiss(reason="all workers have finished")]
+        return [JobComplete(reason="all workers have finished")]
 
     def _handle_left(self, event: Left) -> list[Action]:
         if not self._is_running() or event.worker in self._left_after:
@@ -443,7 +458,7 @@ class Lockstep:
 
     def _stop(self, worker: int | None, step: int | None, reason: str) -> list[Action]:
         self._stopped = True
-        return [Stop(worker=worker, step=step, reason=reason)]
+        return [AbortJob(worker=worker, step=step, reason=reason)]
 
 
 def _worker_names(ids: list[int]) -> str:
@@ -456,8 +471,8 @@ def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
 
 
-def _position_of(asked: LeftOut) -> tuple[int, int]:
-    return asked.epoch, asked.batch
+def _position_of(asked: BatchesSkipped) -> tuple[int, int]:
+    return asked.epoch, asked.batches_fetched
 
 
 def _position(epoch: int, batch: int) -> str:

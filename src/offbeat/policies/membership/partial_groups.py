@@ -1,7 +1,8 @@
 """Partial all-reduce: averages over the workers that keep up, and changes the group when that set changes.
 
-This module moves no tensor. The worker's side of the protocol is `offbeat.policies.follower`; stragglers are
-classified in `offbeat.policies.stragglers`.
+This module moves no tensor. The worker's side of the protocol is
+`offbeat.policies.membership.group_membership`; stragglers are classified in
+`offbeat.policies.stragglers.classifier`.
 
 **Theory of operation.** A *group* is the set of workers that average gradients with each other. It changes in
 two phases:
@@ -48,11 +49,12 @@ from typing import Any, Literal, TypeAlias, assert_never
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     Action,
-    Brought,
-    Clocked,
-    Dismiss,
-    EpochEnded,
+    BatchesSkipped,
+    CheckpointQuery,
+    ContributionReport,
+    EndEpoch,
     Evaluated,
     Event,
     Failed,
@@ -60,29 +62,28 @@ from offbeat.events import (
     Group,
     Halt,
     Halted,
+    JobComplete,
     Joined,
+    LateGradientArrived,
     Left,
-    LeftOut,
     Lost,
     NodeEvent,
     PeerReachable,
     PeerUnreachable,
     Preempted,
     Ready,
-    Recalled,
-    Refuse,
-    Saving,
+    RejectPeer,
+    SamplesRequested,
+    StepFinished,
     StepTimed,
-    Stop,
     Tick,
     ValidationEvent,
-    Wants,
 )
-from offbeat.policies.data.group_assigner import Dealing
+from offbeat.policies.data.group_assigner import GroupBlockAssigner
 from offbeat.policies.membership.reachability import Reachability
 from offbeat.policies.stragglers.classifier import StragglerClassifier
 
-Monitor: TypeAlias = Literal["continuous", "epoch_window"]
+MonitoringMode: TypeAlias = Literal["continuous", "epoch_window"]
 
 # Exchanges that members may still begin in the step under way when they answer a Halt, repetitions included.
 _EXCHANGES_IN_A_STEP_MAX = 2**16
@@ -176,11 +177,11 @@ class PartialGroups:
         world: int,
         *,
         detector: dict[str, Any] | None = None,
-        monitor: Monitor = "continuous",
-        answer_s: float = 2.0,
-        patience_s: float = 0.5,
-        join_s: float = 60.0,
-        deadline_s: float = 600.0,
+        monitor: MonitoringMode = "continuous",
+        halt_timeout_s: float = 2.0,
+        patience_min_s: float = 0.5,
+        join_timeout_s: float = 60.0,
+        round_timeout_s: float = 600.0,
         staleness_steps_max: int | None = None,
     ) -> None:
         if world < 1:
@@ -188,10 +189,10 @@ class PartialGroups:
         if monitor not in ("continuous", "epoch_window"):
             raise ValueError(f"expected monitor 'continuous' or 'epoch_window', got {monitor!r}")
         for name, value_s in {
-            "answer_s": answer_s,
-            "patience_s": patience_s,
-            "join_s": join_s,
-            "deadline_s": deadline_s,
+            "answer_s": halt_timeout_s,
+            "patience_s": patience_min_s,
+            "join_s": join_timeout_s,
+            "deadline_s": round_timeout_s,
         }.items():
             if not value_s > 0:
                 raise ValueError(f"expected {name} of more than 0 s, got {value_s}")
@@ -199,10 +200,10 @@ class PartialGroups:
             raise ValueError(f"expected staleness_steps_max of at least 1 step, got {staleness_steps_max}")
         self._world = world
         self._classifier = StragglerClassifier(**(detector or {}))
-        self._dealing = Dealing(staleness_steps_max)
+        self._assigner = GroupBlockAssigner(staleness_steps_max)
         self._monitor = monitor
-        self._answer_s, self._patience_s = answer_s, patience_s
-        self._join_s, self._deadline_s = join_s, deadline_s
+        self._answer_s, self._patience_s = halt_timeout_s, patience_min_s
+        self._join_s, self._deadline_s = join_timeout_s, round_timeout_s
         self._workers: dict[int, _WorkerStatus] = {}
         self._gone: set[int] = set()
         self._members: tuple[int, ...] = ()
@@ -249,8 +250,8 @@ class PartialGroups:
         if self._is_over:
             return _refuse(event) if isinstance(event, Joined) else []
         actions = self._dispatch(event)
-        if self._dealing.is_used and not self._is_over:
-            actions += self._dealing.deals()
+        if self._assigner.is_active and not self._is_over:
+            actions += self._assigner.pop_actions()
         return actions
 
     def _dispatch(self, event: Event) -> list[Action]:
@@ -259,22 +260,22 @@ class PartialGroups:
                 return self._handle_joined(event)
             case Ready():
                 return self._handle_ready(event)
-            case Wants():
+            case SamplesRequested():
                 self._state_of(event)
-                self._dealing.wants(event)
+                self._assigner.on_samples_requested(event)
                 return []
-            case Saving():
+            case CheckpointQuery():
                 self._state_of(event)
-                self._dealing.saving(event)
+                self._assigner.on_checkpoint_query(event)
                 return []
-            case Recalled():
+            case ContributionReport():
                 if event.worker not in self._gone:  # the answer crossed the worker's Left
                     self._state_of(event)
-                    self._dealing.recalled(event)
+                    self._assigner.on_contribution_report(event)
                 return []
-            case Brought():
+            case LateGradientArrived():
                 self._state_of(event)
-                self._dealing.brought(event, self._begun_step)
+                self._assigner.on_late_gradient(event, self._begun_step)
                 return []
             case Halted():
                 return self._handle_halted(event)
@@ -284,7 +285,7 @@ class PartialGroups:
                 return self._handle_tick(event.now_s)
             case Finished():
                 return self._handle_finished(event)
-            case LeftOut() | Clocked() | StepTimed() | Evaluated() | Preempted():
+            case BatchesSkipped() | StepFinished() | StepTimed() | Evaluated() | Preempted():
                 return []
             case NodeEvent() | ValidationEvent():
                 return []
@@ -298,7 +299,7 @@ class PartialGroups:
         change = self._pending_change
         return {
             "classifier": self._classifier.state_dict(),
-            "dealing": self._dealing.state_dict(),
+            "dealing": self._assigner.state_dict(),
             "workers": [[worker, asdict(state)] for worker, state in self._workers.items()],
             "gone": sorted(self._gone),
             "members": list(self._members),
@@ -343,7 +344,7 @@ class PartialGroups:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of a policy with the same arguments."""
         self._classifier.load_state_dict(state["classifier"])
-        self._dealing.load_state_dict(state["dealing"])
+        self._assigner.load_state_dict(state["dealing"])
         self._workers = {worker: _WorkerStatus(**known) for worker, known in state["workers"]}
         self._gone = set(state["gone"])
         self._members, self._previous_members = tuple(state["members"]), tuple(state["before"])
@@ -391,7 +392,7 @@ class PartialGroups:
         for state in self._workers.values():
             state.can_join = False
         self._set_groups(tuple(sorted(self._workers)), ())
-        self._dealing.change(self._members, (), 0)
+        self._assigner.change_group(self._members, (), 0)
         self._group_sent_s = self._last_received_s = self._ready_s = event.now_s
         reason = f"all {self._world} workers are here"
         return [self._group(step=0, joining=(), reason=reason)]
@@ -416,7 +417,7 @@ class PartialGroups:
                 self._not_switched.discard(worker)
                 if not self._not_switched:
                     self._set_groups(self._members, ())
-                    self._dealing.followed(event.now_s)
+                    self._assigner.on_group_in_force(event.now_s)
             self._ready_inside(event, state)
         elif worker not in self._joining and event.generation != self._generation:
             self._ready_inside(event, state)  # still in a step of the group before
@@ -433,7 +434,7 @@ class PartialGroups:
         """Stop the job: replicas differ once their steps consist of different rounds."""
         self._is_over = True
         return [
-            Stop(
+            AbortJob(
                 worker=None,
                 step=None,
                 reason=f"worker {event.worker} is in step {event.step} and others are not, all in round "
@@ -454,7 +455,7 @@ class PartialGroups:
             self._round = round_
         self._ready_s = self._last_received_s = event.now_s
         self._probe_after = _PROBE_FIRST
-        self._dealing.ready(event)
+        self._assigner.on_ready(event)
         self._begun_step = max(self._begun_step, event.step)
         if self._ended_after:
             self._overtaken |= {worker for worker, steps in self._ended_after.items() if steps <= event.step}
@@ -466,7 +467,7 @@ class PartialGroups:
                 del self._epoch_began[epoch]
         self._observe(event, max(0, round_ - began))
         if self._monitor == "epoch_window":
-            is_in_window = self._classifier.in_window(round_ - began + 1)
+            is_in_window = self._classifier.is_profiled(round_ - began + 1)
             if is_in_window != self._is_in_window:
                 self._is_in_window, self._is_settled = is_in_window, False
         if event.worker in self._member_set:
@@ -503,9 +504,9 @@ class PartialGroups:
             state.can_join = event.worker not in self._member_set
             self._is_settled = False
         if event.generation == self._generation and event.worker not in self._member_set:
-            self._dealing.has_followed(event.worker)
-            self._dealing.wishes(event.worker)
-        self._dealing.outside(event.worker)
+            self._assigner.on_left_group(event.worker)
+            self._assigner.on_idle(event.worker)
+        self._assigner.on_ready_outside(event.worker)
         state.iteration = state.iteration + 1 if state.epoch == event.epoch else 0
         state.epoch, state.is_new = event.epoch, False
         self._observe(event, state.iteration)
@@ -523,7 +524,7 @@ class PartialGroups:
         if state.is_hung or state.is_late:
             self._on_counted_again()
         state.has_finished, state.is_hung, state.is_late, state.is_missed = True, False, False, False
-        self._dealing.finished(event.worker)
+        self._assigner.on_finished(event.worker)
         state.can_join = event.worker not in self._halt_recipients
         self._is_settled = False
         if not state.can_join:
@@ -549,7 +550,7 @@ class PartialGroups:
         if count <= self._epochs_ended:
             return []
         self._epochs_ended = count
-        return [EpochEnded(epoch=count - 1, reason=f"a member is done with epoch {count - 1}")]
+        return [EndEpoch(epoch=count - 1, reason=f"a member is done with epoch {count - 1}")]
 
     def _handle_halted(self, event: Halted) -> list[Action]:
         if event.worker in self._gone:  # the answer crossed the worker's Left
@@ -588,7 +589,7 @@ class PartialGroups:
         del self._workers[event.worker]
         self._gone.add(event.worker)
         self._reachability.forget(event.worker)
-        self._dealing.gone(event.worker, is_heard_out=not isinstance(event, Lost))
+        self._assigner.on_gone(event.worker, has_reported_all=not isinstance(event, Lost))
         self._is_settled = False
         for verdict in self._classifier.remove(event.worker):
             self._reasons[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"
@@ -610,7 +611,7 @@ class PartialGroups:
             self._is_over = True
             if isinstance(event, Left):
                 return []
-            return [Stop(worker=event.worker, step=None, reason=f"{why}; no worker is left")]
+            return [AbortJob(worker=event.worker, step=None, reason=f"{why}; no worker is left")]
         self._update_unreachable(event.now_s)
         return self._review(event.now_s) or self._finish_if_answered(event.now_s)
 
@@ -622,7 +623,7 @@ class PartialGroups:
             actions = self._exclude_unreachable(now_s)
             if actions:
                 return actions
-        self._dealing.tick(now_s, self._answer_s)
+        self._assigner.on_tick(now_s, self._answer_s)
         return self._check_timeouts(now_s)
 
     def _have_all_begun(self) -> bool:
@@ -717,7 +718,7 @@ class PartialGroups:
 
     def _slow_s(self) -> float | None:
         """How long the group waits for a slow member until it is classed; None without a threshold."""
-        return self._classifier.wait_to_class_s(max(self._epoch_began, default=0))
+        return self._classifier.time_to_classify_s(max(self._epoch_began, default=0))
 
     # Reachability ----------------------------------------------------------------------------------------
 
@@ -745,7 +746,7 @@ class PartialGroups:
             self._reported_s = None
             return
         members = self._settled_members() - self._unreachable
-        out = self._reachability.kept_out(members, self._workers.keys() - members)
+        out = self._reachability.outside_exclusions(members, self._workers.keys() - members)
         self._set_unreachable(
             {worker for worker in out if worker in self._unreachable or worker not in self._halt_recipients},
             out,
@@ -755,7 +756,7 @@ class PartialGroups:
         """Decide which workers to exclude as unreachable, and begin a change if they have changed."""
         self._reported_s = None
         members = self._settled_members()
-        out = self._reachability.left_out(members, self._workers.keys() - members)
+        out = self._reachability.exclusions(members, self._workers.keys() - members)
         for worker in out.keys() & self._halt_recipients:
             self._workers[worker].is_missed = True
         self._set_unreachable(set(out), out)
@@ -778,7 +779,7 @@ class PartialGroups:
 
     def _are_most_silent(self) -> bool:
         """Whether most of the workers that were members when they were last received are silent."""
-        unheard = self._reachability.unheard
+        unheard = self._reachability.silent_workers
         if not unheard:
             return False
         missed = {worker for worker in unheard if worker in self._workers and self._workers[worker].is_missed}
@@ -901,7 +902,7 @@ class PartialGroups:
 
     def _dismiss(self) -> list[Action]:
         self._is_over = True
-        return [Dismiss(reason="all workers have finished")]
+        return [JobComplete(reason="all workers have finished")]
 
     def _halt(self, now_s: float, *, abandon: bool, workers: Any, reason: str = "") -> list[Action]:
         self._halted_generation += 1
@@ -956,7 +957,7 @@ class PartialGroups:
         if not kept:  # at least one member must hold the state
             kept = sorted(holders)
             members = sorted({*members, *kept})
-        step = max(answer.step + answer.has_begun for answer in answers)
+        step = max(answer.step + answer.has_begun_exchange for answer in answers)
         ended = [worker for worker, steps in self._ended_after.items() if steps < step]
         if ended:  # a step has begun that needs a worker that has ended
             return self._halt(now_s, abandon=True, workers=ended)
@@ -965,14 +966,14 @@ class PartialGroups:
         self._apply_group(answers, tuple(members), joining, now_s)
         group = self._group(step=step, joining=joining, reason=reason)
         ahead = min(answer.round - answer.step for answer in answers if answer.has_state)
-        self._dealing.change(self._members, joining, step, ahead)
+        self._assigner.change_group(self._members, joining, step, ahead)
         return [group, *self._dismiss()] if self._all_have_finished() else [group]
 
     def _repeat_step(self, answers: list[Halted], now_s: float) -> list[Action]:
         """Continue with the members that have finished most; the rest return with the next change."""
         if not any(answer.has_state for answer in answers):
             return self._stop_without_state()
-        begun = max(answer.step + answer.has_begun for answer in answers)
+        begun = max(answer.step + answer.has_begun_exchange for answer in answers)
         self._overtaken |= {worker for worker, steps in self._ended_after.items() if steps < begun}
         if any(answer.has_state and answer.worker not in self._unreachable for answer in answers):
             reach = [answer for answer in answers if answer.worker not in self._unreachable]
@@ -993,7 +994,7 @@ class PartialGroups:
         self._apply_group(answers, tuple(sorted(answer.worker for answer in members)), (), now_s)
         step = min(answer.step for answer in members)
         group = self._group(step=step, joining=(), reason=reason)
-        self._dealing.repeat(self._members, furthest, step)
+        self._assigner.repeat_round(self._members, furthest, step)
         self._set_groups(self._members, ())  # it is in force at once
         return [group, *self._review(now_s)]
 
@@ -1004,7 +1005,9 @@ class PartialGroups:
         """Stop the job: every worker that held the state is gone."""
         self._is_over = True
         reason = self._reason(self._halt_recipients) or "every member is gone"
-        return [Stop(worker=None, step=None, reason=f"{reason}; no worker holds the training state any more")]
+        return [
+            AbortJob(worker=None, step=None, reason=f"{reason}; no worker holds the training state any more")
+        ]
 
     def _apply_group(
         self, answers: list[Halted], members: tuple[int, ...], joining: tuple[int, ...], now_s: float
@@ -1048,7 +1051,14 @@ class PartialGroups:
         return "; ".join(self._reasons[worker] for worker in sorted(workers)[:8] if worker in self._reasons)
 
     def _state_of(
-        self, event: Ready | Wants | Saving | Recalled | Brought | Halted | Finished
+        self,
+        event: Ready
+        | SamplesRequested
+        | CheckpointQuery
+        | ContributionReport
+        | LateGradientArrived
+        | Halted
+        | Finished,
     ) -> _WorkerStatus:
         state = self._workers.get(event.worker)
         if state is None or not self._members:
@@ -1057,8 +1067,10 @@ class PartialGroups:
 
 
 def _refuse(event: Joined) -> list[Action]:
-    newcomer = f"worker {event.worker} ({event.place})"
-    return [Refuse(peer=event.peer, reason=f"{newcomer} cannot take part: it came when all others were done")]
+    newcomer = f"worker {event.worker} ({event.location})"
+    return [
+        RejectPeer(peer=event.peer, reason=f"{newcomer} cannot take part: it came when all others were done")
+    ]
 
 
 def _description(event: Event) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from offbeat.events import Action, Event, Joined, Preempt, Preempted
 
 
-class Preemption:
+class PreemptionBroadcast:
     """Announces the first preemption signal to all workers, and to every worker that joins later."""
 
     def __init__(self) -> None:

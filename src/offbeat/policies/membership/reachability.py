@@ -22,7 +22,7 @@ class Reachability:
     def __init__(self) -> None:
         # Reporter (None: the coordinator) and peer: since when, and the cause.
         self._reports: dict[tuple[int | None, int], tuple[float, str]] = {}
-        self.unheard: set[int] = set()
+        self.silent_workers: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._reports)
@@ -35,20 +35,20 @@ class Reachability:
         else:
             self._reports.pop(pair, None)
         if event.worker is None:
-            self.unheard = {peer for worker, peer in self._reports if worker is None}
+            self.silent_workers = {peer for worker, peer in self._reports if worker is None}
 
     def forget(self, worker: int) -> None:
         """Drop all reports by a worker and about it, because it is gone."""
         self._reports = {pair: report for pair, report in self._reports.items() if worker not in pair}
-        self.unheard.discard(worker)
+        self.silent_workers.discard(worker)
 
-    def restart(self, worker: int, now_s: float) -> None:
+    def restart_timers(self, worker: int, now_s: float) -> None:
         """Restart the timers of a worker's outages."""
         for (reporter, peer), (_, cause) in list(self._reports.items()):
             if reporter is not None and worker in (reporter, peer):
                 self._reports[reporter, peer] = (now_s, cause)
 
-    def oldest(self) -> tuple[float, int, int, str] | None:
+    def oldest_outage(self) -> tuple[float, int, int, str] | None:
         """Return the oldest outage between two workers neither of which is silent towards the coordinator.
 
         Returns:
@@ -57,16 +57,16 @@ class Reachability:
         found = [
             (since_s, worker, peer, cause)
             for (worker, peer), (since_s, cause) in self._reports.items()
-            if worker is not None and worker not in self.unheard and peer not in self.unheard
+            if worker is not None and worker not in self.silent_workers and peer not in self.silent_workers
         ]
         return min(found, default=None)
 
-    def left_out(self, members: Iterable[int], others: Iterable[int]) -> dict[int, str]:
+    def exclusions(self, members: Iterable[int], outside: Iterable[int]) -> dict[int, str]:
         """Return the workers to exclude so that all the rest can reach each other, each with the reason.
 
         First every worker that is silent towards the coordinator. Then, one after the other, the member that
         most of the remaining members cannot reach (of two such, the one with the higher id). Then those of
-        `others` that `kept_out` returns.
+        `others` that `outside_exclusions` returns.
 
         Args:
             members: workers that are preferred to `others`.
@@ -74,7 +74,7 @@ class Reachability:
         """
         out: dict[int, str] = {}
         kept = set(members)
-        for worker in sorted(kept & self.unheard):
+        for worker in sorted(kept & self.silent_workers):
             kept.discard(worker)
             out[worker] = self._reason(None, worker)
         reporters_of = self._reporters_of(kept)
@@ -83,16 +83,16 @@ class Reachability:
             out[worker] = self._reason(min(reporters_of[worker]), worker)
             kept.discard(worker)
             reporters_of = self._reporters_of(kept)
-        return out | self.kept_out(kept, others)
+        return out | self.outside_exclusions(kept, outside)
 
-    def kept_out(self, members: Iterable[int], others: Iterable[int]) -> dict[int, str]:
+    def outside_exclusions(self, members: Iterable[int], outside: Iterable[int]) -> dict[int, str]:
         """Return those of `others` that cannot reach all members, each with the reason.
 
         They are checked in the order of their ids; each that can counts as a member for those after it.
         """
         out: dict[int, str] = {}
         kept, pairs = set(members), self._pairs()
-        for worker in sorted(others):
+        for worker in sorted(outside):
             reason = self._obstacle(worker, kept, pairs[worker])
             if reason is None:
                 kept.add(worker)
@@ -119,7 +119,7 @@ class Reachability:
         return found
 
     def _obstacle(self, worker: int, kept: set[int], pairs: list[tuple[int, int]]) -> str | None:
-        if worker in self.unheard:
+        if worker in self.silent_workers:
             return self._reason(None, worker)
         outages = [pair for pair in pairs if kept.intersection(pair)]
         return self._reason(*min(outages)) if outages else None
@@ -135,4 +135,4 @@ class Reachability:
     def load_state_dict(self, state: list[list[Any]]) -> None:
         """Restore a `state_dict`."""
         self._reports = {(worker, peer): (since_s, cause) for worker, peer, since_s, cause in state}
-        self.unheard = {peer for worker, peer in self._reports if worker is None}
+        self.silent_workers = {peer for worker, peer in self._reports if worker is None}

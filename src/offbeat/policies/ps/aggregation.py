@@ -14,7 +14,7 @@ from offbeat.policies.ps.messages import Push
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class PushRequest:
     """A part of a client's push that waits for operations to reach all holders.
 
     Attributes:
@@ -22,11 +22,11 @@ class Request:
     """
 
     push: Push
-    waits_for: int = 0
-    refusal: str = ""
+    pending_count: int = 0
+    rejection: str = ""
 
 
-class Sum(NamedTuple):
+class CompleteSum(NamedTuple):
     """The pushes of all participants at one time for keys `first` to `last` - 1.
 
     Attributes:
@@ -36,7 +36,7 @@ class Sum(NamedTuple):
     time: int
     first: int
     last: int
-    requests: tuple[tuple[Request, ...], ...]
+    requests: tuple[tuple[PushRequest, ...], ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class _Cell:
 
     first: int
     last: int
-    rounds: dict[int, dict[int, tuple[Request, ...]]]
+    rounds: dict[int, dict[int, tuple[PushRequest, ...]]]
 
     def part(self, first: int, last: int) -> _Cell:
         return _Cell(first, last, {time: dict(pushed) for time, pushed in self.rounds.items()})
@@ -73,7 +73,7 @@ class Aggregation:
         self._ordered: dict[str, list[int]] = {}  # the same times, ascending
         self._cells: dict[str, list[_Cell]] = {}  # ascending, disjoint; no push waits for keys between them
 
-    def follow(self, begins: Mapping[str, Mapping[int, int]]) -> list[Push]:
+    def set_participants(self, begins: Mapping[str, Mapping[int, int]]) -> list[Push]:
         """Adopt the current participants; remove and return the pushes that wait, each client's in order.
 
         Args:
@@ -93,7 +93,7 @@ class Aggregation:
         pushes = [request.push for request in waiting]
         return sorted(pushes, key=lambda push: (push.time, push.client, push.namespace, push.first))
 
-    def add(self, request: Request, first: int, last: int) -> list[Sum]:
+    def add(self, request: PushRequest, first: int, last: int) -> list[CompleteSum]:
         """Add keys `first` to `last` - 1 of a push; return the sums that are complete, in order.
 
         A push of a client that does not take part is dropped: the client is gone, and no sum waits for it.
@@ -104,7 +104,7 @@ class Aggregation:
             return []
         cells = self._cells.setdefault(push.namespace, [])
         begin, end = _split_cells(cells, first, last)
-        sums: list[Sum] = []
+        sums: list[CompleteSum] = []
         for cell in cells[begin:end]:
             pushed = cell.rounds.setdefault(push.time, {})
             pushed[push.client] = (*pushed.get(push.client, ()), request)
@@ -112,7 +112,7 @@ class Aggregation:
                 if not self._is_complete(push.namespace, cell, time):
                     break
                 requests = tuple(by_client for _, by_client in sorted(cell.rounds.pop(time).items()))
-                sums.append(Sum(time, cell.first, cell.last, requests))
+                sums.append(CompleteSum(time, cell.first, cell.last, requests))
         if sums:
             cells[begin:end] = [cell for cell in cells[begin:end] if cell.rounds]
         return _merged(sums)
@@ -149,9 +149,9 @@ def _split_cells(cells: list[_Cell], first: int, last: int) -> tuple[int, int]:
     return begin, begin + len(covering)
 
 
-def _merged(sums: list[Sum]) -> list[Sum]:
+def _merged(sums: list[CompleteSum]) -> list[CompleteSum]:
     """Merge sums of the same pushes on adjacent ranges; in the order of times."""
-    merged: list[Sum] = []
+    merged: list[CompleteSum] = []
     for part in sorted(sums, key=lambda part: (part.time, part.first)):
         previous = merged[-1] if merged else None
         if previous and (previous.time, previous.last, previous.requests) == (

@@ -7,17 +7,18 @@ Theory of operation: pushes, pulls, and resending exactly once
 
 Parts. A program makes requests (`push`, `pull`), each of a range of keys of one namespace and with a number.
 A request stays in `_asked`, in the order of creation, until every key of its range is answered; `missing`
-lists the ranges that are not. Each call returns messages to send (`Send`) and completions (`Done`, `Failed`).
+lists the ranges that are not. Each call returns messages to send (`SendMessage`) and completions
+(`RequestDone`, `RequestFailed`).
 
-Sending. A range is split into spans with the same holders (`Ring.spans`), these into pieces (`pieces`), and
-each piece goes to its master with the epoch of the client's view. Without a view, or while the namespace is
-not in it, requests wait. Spans without a holder are skipped until a view names one.
+Sending. A range is split into spans with the same holders (`HashRing.spans`), these into pieces (`pieces`),
+and each piece goes to its master with the epoch of the client's view. Without a view, or while the namespace
+is not in it, requests wait. Spans without a holder are skipped until a view names one.
 
 Times. A push receives its time when it is first sent, not when it is made: the next one of the namespace, or
 the one that the program chose. From then on it keeps it. The push also carries, piece by piece, the times of
 the client's previous pushes to its keys (`after`), from a range vector clock. In a namespace that aggregates,
-a push first needs participation (`Enlist`, answered by a view) and waits while the namespace is paused; the
-client answers a pause with `Reached`, the latest time that it has sent.
+a push first needs participation (`JoinAggregation`, answered by a view) and waits while the namespace is
+paused; the client answers a pause with `PauseReached`, the latest time that it has sent.
 
 Exactly once. A new view of the same epoch changes nothing here. In a new epoch everything that is missing is
 split and sent again, in order and with the same times, before anything newer. A server whose clock is at
@@ -25,13 +26,13 @@ a push's time or later acknowledges it without applying it, so a push is applied
 sent; a server to which the previous push is missing notices that from `after`. Replies may come twice: only
 ranges that are still missing are used, and replies to unknown numbers are ignored.
 
-Stale. A server that is not the master of a part, or has a newer epoch, replies `Stale`. The client does
+Stale. A server that is not the master of a part, or has a newer epoch, replies `WrongMaster`. The client does
 nothing then: the view of that epoch makes it send again.
 
 Invariants. Pushes of a namespace are sent in ascending time. A push is done only when all holders of all its
-keys have it. A request ends once, with `Done` or `Failed`.
+keys have it. A request ends once, with `RequestDone` or `RequestFailed`.
 
-Failures. `Refused` for one part fails the whole request, though other parts may have been applied. Where the
+Failures. `Rejected` for one part fails the whole request, though other parts may have been applied. Where the
 view lists lost keys, requests that include them fail; so does the next new request if none failed for the
 loss.
 """
@@ -45,31 +46,31 @@ from typing import Final, NamedTuple
 
 from offbeat.errors import LostKeysError, OffbeatError, ProtocolError
 from offbeat.events import LostArc
-from offbeat.policies.ps.hash_ring import Space, Span, block_point
+from offbeat.policies.ps.hash_ring import KeySpan, NamespaceSpec, block_point
 from offbeat.policies.ps.messages import (
-    Content,
-    Enlist,
-    Inspect,
-    Inspected,
+    ClientMessage,
+    InspectPull,
+    InspectResult,
+    JoinAggregation,
+    LeaveAggregation,
+    PauseReached,
+    Payload,
+    PlacementView,
     Pull,
-    Pulled,
+    PullResult,
     Push,
-    Pushed,
-    Reached,
-    Refused,
-    Stale,
-    ToClient,
-    View,
-    Withdraw,
+    PushAck,
+    Rejected,
+    WrongMaster,
 )
-from offbeat.policies.ps.range_clock import Piece, RangeVectorClock
-from offbeat.policies.ps.server_node import MANAGER, Send
+from offbeat.policies.ps.range_clock import ClockRange, RangeVectorClock
+from offbeat.policies.ps.server_node import MANAGER, SendMessage
 
 _SPANS_MAX: Final = 4096
 _RANGES_MAX: Final = 8  # of lost keys named in an error
 
 
-class Done(NamedTuple):
+class RequestDone(NamedTuple):
     """A request is done: a push on all holders.
 
     Attributes:
@@ -78,19 +79,19 @@ class Done(NamedTuple):
         times: for a pull that wants them: of this client's pushes contained in the values, ascending.
     """
 
-    number: int
-    parts: tuple[tuple[int, int, Content], ...]
-    times: tuple[Piece, ...] = ()
+    request: int
+    parts: tuple[tuple[int, int, Payload], ...]
+    times: tuple[ClockRange, ...] = ()
 
 
-class Failed(NamedTuple):
+class RequestFailed(NamedTuple):
     """A request has failed: a server has refused a part of it; other parts may have been applied.
 
     Attributes:
         error: an error with more information than `reason`, if there is one.
     """
 
-    number: int
+    request: int
     reason: str
     error: OffbeatError | None = None
 
@@ -104,28 +105,28 @@ class _PendingRequest:
         missing: ranges of keys that have not been answered, ascending.
         time, after: of a push that has been sent; None of a pull.
         chosen_time: the time that the program chose for a push, None for the next one.
-        inspect_flags: of an `Inspect`: whether states, and whether times; None for other requests.
+        inspect_flags: of an `InspectPull`: whether states, and whether times; None for other requests.
         wants_values: of a push.
         times: received so far.
     """
 
     number: int
     namespace: str
-    content: Content
+    content: Payload
     first: int
     last: int
     missing: list[tuple[int, int]]
     is_push: bool
     time: int | None = None
-    after: tuple[Piece, ...] = ()
-    parts: list[tuple[int, int, Content]] = field(default_factory=list)
+    after: tuple[ClockRange, ...] = ()
+    parts: list[tuple[int, int, Payload]] = field(default_factory=list)
     chosen_time: int | None = None
     inspect_flags: tuple[bool, bool] | None = None
     wants_values: bool = False
-    times: tuple[Piece, ...] = ()
+    times: tuple[ClockRange, ...] = ()
 
 
-class Client:
+class PsClient:
     """One client: its pushes of a range are applied in the order in which it makes them, each exactly once.
 
     In a namespace that aggregates, the pushes of all participants at one time are one operation, and none of
@@ -148,34 +149,34 @@ class Client:
     def __init__(
         self,
         client: int,
-        cut: Callable[[Content, int, int], Content],
-        pieces: Callable[[str, Content, int, int], Iterable[tuple[int, int]]] | None = None,
+        cut: Callable[[Payload, int, int], Payload],
+        pieces: Callable[[str, Payload, int, int], Iterable[tuple[int, int]]] | None = None,
     ) -> None:
         self.client = client
         self._cut = cut
         self._pieces = pieces or (lambda _, __, first, last: ((first, last),))
         self._number = 0
-        self._asked: dict[int, _PendingRequest] = {}  # in the order of creation
+        self._pending: dict[int, _PendingRequest] = {}  # in the order of creation
         self._times: dict[str, int] = {}  # the latest that was sent
         self._chosen_times: dict[str, int] = {}  # the latest that was chosen
         self._clocks: dict[str, RangeVectorClock] = {}
-        self._view: View | None = None
+        self._view: PlacementView | None = None
         self._enlist_sent: set[str] = set()
         self._withdrawn: set[str] = set()
         self._reported_losses: dict[str, int] = {}  # by namespace: the latest loss that a request failed for
-        self._spans: dict[tuple[str, int, int], list[Span]] = {}  # of this epoch, cached
-        self._output: list[Send | Done | Failed] = []
+        self._spans: dict[tuple[str, int, int], list[KeySpan]] = {}  # of this epoch, cached
+        self._output: list[SendMessage | RequestDone | RequestFailed] = []
 
     def push(
         self,
         namespace: str,
-        content: Content,
+        content: Payload,
         first: int,
         last: int,
         time: int | None = None,
         *,
         wants_values: bool = False,
-    ) -> tuple[int, list[Send | Done | Failed]]:
+    ) -> tuple[int, list[SendMessage | RequestDone | RequestFailed]]:
         """Push what `content` has for keys `first` to `last` - 1; return the request's number and the output.
 
         Args:
@@ -202,11 +203,11 @@ class Client:
         namespace: str,
         first: int,
         last: int,
-        keys: Content | None = None,
+        keys: Payload | None = None,
         *,
         states: bool = False,
         times: bool = False,
-    ) -> tuple[int, list[Send | Done | Failed]]:
+    ) -> tuple[int, list[SendMessage | RequestDone | RequestFailed]]:
         """Pull the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
 
         Args:
@@ -218,7 +219,7 @@ class Client:
             request.inspect_flags = states, times
         return self._start(request)
 
-    def enlist(self, namespace: str) -> list[Send | Done | Failed]:
+    def join_aggregation(self, namespace: str) -> list[SendMessage | RequestDone | RequestFailed]:
         """Take part in a namespace that aggregates, from a time that a view gives.
 
         Clients that begin together enlist before the first of them pushes; otherwise the first push does it.
@@ -231,72 +232,72 @@ class Client:
         self._enlist(namespace)
         return self._drain_output()
 
-    def withdraw(self, namespace: str) -> list[Send | Done | Failed]:
+    def leave_aggregation(self, namespace: str) -> list[SendMessage | RequestDone | RequestFailed]:
         """Stop taking part in a namespace that aggregates, so that its sums do not wait for this client.
 
         Raises:
             ProtocolError: a push to it is not done.
         """
-        if any(request.is_push and request.namespace == namespace for request in self._asked.values()):
+        if any(request.is_push and request.namespace == namespace for request in self._pending.values()):
             raise ProtocolError(f"expected all pushes to {namespace} to be done before withdrawing from it")
         self._withdrawn.add(namespace)
-        self._output.append(Send(MANAGER, Withdraw(client=self.client, namespace=namespace)))
+        self._output.append(SendMessage(MANAGER, LeaveAggregation(client=self.client, namespace=namespace)))
         return self._drain_output()
 
-    def begins(self, namespace: str) -> int | None:
+    def first_time(self, namespace: str) -> int | None:
         """Return the time of this client's first push in a namespace that aggregates, None while unknown."""
         return None if self._view is None else self._view.participants.get(namespace, {}).get(self.client)
 
     def _new(
-        self, namespace: str, content: Content, first: int, last: int, *, is_push: bool
+        self, namespace: str, content: Payload, first: int, last: int, *, is_push: bool
     ) -> _PendingRequest:
         self._number += 1
         return _PendingRequest(self._number, namespace, content, first, last, [(first, last)], is_push)
 
-    def _start(self, request: _PendingRequest) -> tuple[int, list[Send | Done | Failed]]:
-        self._asked[request.number] = request
+    def _start(self, request: _PendingRequest) -> tuple[int, list[SendMessage | RequestDone | RequestFailed]]:
+        self._pending[request.number] = request
         if not self._fail_for_loss(request, is_new=True):
             self._send(request)
         return request.number, self._drain_output()
 
-    def waits_for(self, namespace: str, first: int, last: int) -> list[int]:
+    def unanswered_servers(self, namespace: str, first: int, last: int) -> list[int]:
         """Return the servers that have not answered for keys `first` to `last` - 1, ascending."""
         view = self._view
         if view is None or namespace not in view.spaces:
             return []
         missing = [
             part
-            for request in list(self._asked.values())
+            for request in list(self._pending.values())
             if request.namespace == namespace
             for part in _intersect(request.missing, first, last)
         ]
         spans = [span for part in missing for span in view.ring.spans(view.spaces[namespace], *part)]
         return sorted({span.holders[0] for span in spans if span.holders})
 
-    def hear(self, message: ToClient) -> list[Send | Done | Failed]:
+    def on_message(self, message: ClientMessage) -> list[SendMessage | RequestDone | RequestFailed]:
         """Process a server's reply.
 
         Raises:
             ProtocolError: it does not fit that request.
         """
-        request = self._asked.get(message.number)
+        request = self._pending.get(message.request)
         if request is not None:
             match message:
-                case Pushed():
+                case PushAck():
                     if request.wants_values or not request.is_push:
                         raise ProtocolError(f"expected values in answer to {request.number}, got none")
                     self._mark_answered(request, message.first, message.last)
-                case Pulled():
+                case PullResult():
                     self._add_values(request, message)
                     self._mark_answered(request, message.first, message.last)
-                case Refused():
-                    del self._asked[request.number]
-                    self._output.append(Failed(request.number, message.reason))
-                case Stale():
+                case Rejected():
+                    del self._pending[request.number]
+                    self._output.append(RequestFailed(request.number, message.reason))
+                case WrongMaster():
                     pass  # the view of that epoch makes it be sent again, if it has not yet
         return self._drain_output()
 
-    def see(self, view: View) -> list[Send | Done | Failed]:
+    def on_view(self, view: PlacementView) -> list[SendMessage | RequestDone | RequestFailed]:
         """Adopt a new view; in a new epoch, send again what has not been answered, in order."""
         if self._view is None or view.epoch > self._view.epoch:
             self._view = view
@@ -304,7 +305,7 @@ class Client:
             for namespace, pause in view.paused.items():
                 if self.client in view.participants.get(namespace, {}):
                     self._report_pause(namespace, pause)
-            for request in list(self._asked.values()):  # one may fail
+            for request in list(self._pending.values()):  # one may fail
                 if not self._fail_for_loss(request, is_new=False):
                     self._send(request)
         return self._drain_output()
@@ -319,21 +320,23 @@ class Client:
         if space is None or not arcs:
             return False
         reported = self._reported_losses.get(space.name, 0)
-        new_arcs = [arc for arc in arcs if is_new and arc.number > reported]
+        new_arcs = [arc for arc in arcs if is_new and arc.loss > reported]
         for span, relevant in (((0, space.keys), new_arcs), ((request.first, request.last), arcs)):
             ranges, found = _lost_ranges(space, relevant, *span)
             if ranges:
-                self._reported_losses[space.name] = max(reported, *(arc.number for arc in arcs))
-                del self._asked[request.number]
+                self._reported_losses[space.name] = max(reported, *(arc.loss for arc in arcs))
+                del self._pending[request.number]
                 error = _lost_keys_error(space.name, ranges, sorted({arc.server for arc in found}))
-                self._output.append(Failed(request.number, str(error), error))
+                self._output.append(RequestFailed(request.number, str(error), error))
                 return True
         return False
 
     def _enlist(self, namespace: str) -> None:
         if namespace not in self._enlist_sent:
             self._enlist_sent.add(namespace)
-            self._output.append(Send(MANAGER, Enlist(client=self.client, namespace=namespace)))
+            self._output.append(
+                SendMessage(MANAGER, JoinAggregation(client=self.client, namespace=namespace))
+            )
 
     def _check_not_withdrawn(self, namespace: str) -> None:
         if namespace in self._withdrawn:
@@ -343,16 +346,16 @@ class Client:
 
     def _report_pause(self, namespace: str, pause: int) -> None:
         time = self._times.get(namespace, 0)
-        reached = Reached(client=self.client, namespace=namespace, pause=pause, time=time)
-        self._output.append(Send(MANAGER, reached))
+        reached = PauseReached(client=self.client, namespace=namespace, pause=pause, time=time)
+        self._output.append(SendMessage(MANAGER, reached))
 
-    def _add_values(self, request: _PendingRequest, pulled: Pulled) -> None:
+    def _add_values(self, request: _PendingRequest, pulled: PullResult) -> None:
         """Store the parts of an answer that were missing: nearly always all of it."""
         for first, last in _intersect(request.missing, pulled.first, pulled.last):
             is_whole = first == pulled.first and last == pulled.last
             content = pulled.content if is_whole else self._cut(pulled.content, first, last)
             request.parts.append((first, last, content))
-            if isinstance(pulled, Inspected):
+            if isinstance(pulled, InspectResult):
                 request.times += _clip(pulled.times, first, last)
 
     def _mark_answered(self, request: _PendingRequest, first: int, last: int) -> None:
@@ -361,15 +364,17 @@ class Client:
         else:
             request.missing = _subtract(request.missing, first, last)
         if not request.missing:
-            del self._asked[request.number]
+            del self._pending[request.number]
             parts = tuple(sorted(request.parts, key=itemgetter(0)))
-            self._output.append(Done(request.number, parts, _merged(request.times) if request.times else ()))
+            self._output.append(
+                RequestDone(request.number, parts, _merged(request.times) if request.times else ())
+            )
 
     def _send(self, request: _PendingRequest) -> None:
         view = self._view
         if view is None or request.namespace not in view.spaces:
             return
-        if request.is_push and request.time is None and not self._stamp(request, view):
+        if request.is_push and request.time is None and not self._assign_time(request, view):
             return
         for begin, end in request.missing:
             for first, last, holders in self._spans_of(view, request.namespace, begin, end):
@@ -377,9 +382,9 @@ class Client:
                     continue
                 for piece in self._pieces(request.namespace, request.content, first, last):
                     part = self._message_for(request, view.epoch, *piece)
-                    self._output.append(Send(f"server-{holders[0]}", part))
+                    self._output.append(SendMessage(f"server-{holders[0]}", part))
 
-    def _spans_of(self, view: View, namespace: str, first: int, last: int) -> list[Span]:
+    def _spans_of(self, view: PlacementView, namespace: str, first: int, last: int) -> list[KeySpan]:
         """Return the spans of these keys by holders, cached, as the same ranges recur."""
         spans = self._spans.get((namespace, first, last))
         if spans is None:
@@ -389,7 +394,7 @@ class Client:
             self._spans[namespace, first, last] = spans
         return spans
 
-    def _stamp(self, request: _PendingRequest, view: View) -> bool:
+    def _assign_time(self, request: _PendingRequest, view: PlacementView) -> bool:
         """Assign a push its time, if it may have one now; return whether it may be sent."""
         namespace, begins = request.namespace, 1
         if view.spaces[namespace].aggregates:
@@ -403,8 +408,8 @@ class Client:
         time = earliest if request.chosen_time is None else request.chosen_time
         if time < earliest:
             reason = f"expected time {earliest} or a later one of {namespace}, got {time}"
-            del self._asked[request.number]
-            self._output.append(Failed(request.number, reason))
+            del self._pending[request.number]
+            self._output.append(RequestFailed(request.number, reason))
             return False
         self._times[namespace] = time
         clock = self._clocks.get(namespace)
@@ -423,21 +428,21 @@ class Client:
             after = _clip(after, first, last)
         if request.inspect_flags is not None:
             with_states, with_times = request.inspect_flags
-            return Inspect(
+            return InspectPull(
                 client=self.client,
-                number=request.number,
+                request=request.number,
                 epoch=epoch,
                 namespace=request.namespace,
                 first=first,
                 last=last,
                 keys=content,
-                with_states=with_states,
-                with_times=with_times,
+                returns_states=with_states,
+                returns_times=with_times,
             )
         if request.time is None:
             return Pull(
                 client=self.client,
-                number=request.number,
+                request=request.number,
                 epoch=epoch,
                 namespace=request.namespace,
                 first=first,
@@ -446,36 +451,36 @@ class Client:
             )
         return Push(
             client=self.client,
-            number=request.number,
+            request=request.number,
             epoch=epoch,
             namespace=request.namespace,
             first=first,
             last=last,
             time=request.time,
-            after=after,
+            previous_times=after,
             content=content,
-            wants_values=request.wants_values,
+            returns_values=request.wants_values,
         )
 
-    def _drain_output(self) -> list[Send | Done | Failed]:
+    def _drain_output(self) -> list[SendMessage | RequestDone | RequestFailed]:
         output, self._output = self._output, []
         return output
 
 
 def _lost_ranges(
-    space: Space, arcs: list[LostArc], first: int, last: int
+    space: NamespaceSpec, arcs: list[LostArc], first: int, last: int
 ) -> tuple[list[tuple[int, int]], list[LostArc]]:
     """Return which of these keys are lost, as at most _RANGES_MAX ranges, and in which arcs."""
     ranges: list[tuple[int, int]] = []
     found: list[LostArc] = []
     if not arcs:
         return ranges, found
-    for block in space.blocks(first, last):
+    for block in space.blocks_of_range(first, last):
         point = block_point(space.name, block)
-        arc = next((arc for arc in arcs if arc.first <= point < arc.last), None)
+        arc = next((arc for arc in arcs if arc.start <= point < arc.stop), None)
         if arc is None:
             continue
-        begin, end = space.range_of(block)
+        begin, end = space.block_range(block)
         if ranges and ranges[-1][1] == begin:
             ranges[-1] = ranges[-1][0], end
         elif len(ranges) == _RANGES_MAX:
@@ -509,20 +514,20 @@ def _intersect(ranges: list[tuple[int, int]], first: int, last: int) -> list[tup
     return [part for part in cut if part[0] < part[1]]
 
 
-def _clip(pieces: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
+def _clip(pieces: Iterable[ClockRange], first: int, last: int) -> tuple[ClockRange, ...]:
     return tuple(
-        Piece(max(first, piece.first), min(last, piece.last), piece.time)
+        ClockRange(max(first, piece.start), min(last, piece.stop), piece.time)
         for piece in pieces
-        if piece.first < last and first < piece.last
+        if piece.start < last and first < piece.stop
     )
 
 
-def _merged(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+def _merged(pieces: tuple[ClockRange, ...]) -> tuple[ClockRange, ...]:
     """Merge adjacent pieces of the same time; ascending."""
-    merged: list[Piece] = []
+    merged: list[ClockRange] = []
     for piece in sorted(pieces):
-        if merged and (merged[-1].last, merged[-1].time) == (piece.first, piece.time):
-            merged[-1] = merged[-1]._replace(last=piece.last)
+        if merged and (merged[-1].stop, merged[-1].time) == (piece.start, piece.time):
+            merged[-1] = merged[-1]._replace(stop=piece.stop)
         else:
             merged.append(piece)
     return tuple(merged)

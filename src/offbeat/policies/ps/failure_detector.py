@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Final, NamedTuple
 
-SILENT_S: Final = 10.0  # the same as for workers
+SILENCE_TIMEOUT_S: Final = 10.0  # the same as for workers
 
 
-class Verdict(NamedTuple):
+class NodeLoss(NamedTuple):
     """A lost node, and the cause as one clause."""
 
     node: str
@@ -39,10 +39,10 @@ class FailureDetector:
         ValueError: `silent_s` is not positive.
     """
 
-    def __init__(self, silent_s: float = SILENT_S) -> None:
-        if not silent_s > 0:
-            raise ValueError(f"expected silent_s of more than 0 s, got {silent_s}")
-        self._silent_s = silent_s
+    def __init__(self, silence_timeout_s: float = SILENCE_TIMEOUT_S) -> None:
+        if not silence_timeout_s > 0:
+            raise ValueError(f"expected silent_s of more than 0 s, got {silence_timeout_s}")
+        self._silent_s = silence_timeout_s
         self._silent: dict[str, float] = {}  # node: since when
         self._outages: dict[tuple[str, str], tuple[float, str]] = {}  # reporter and server: since when, cause
         self._counts_from_s = float("-inf")
@@ -51,18 +51,18 @@ class FailureDetector:
         """Record that the coordinator has received nothing from a node since `since_s`."""
         self._silent[node] = since_s
 
-    def on_heard(self, node: str, now_s: float) -> None:
+    def on_recovered(self, node: str, now_s: float) -> None:
         """Record that a node is received again; restart its outages, which may last a moment longer."""
         if self._silent.pop(node, None) is not None:
             for pair, (_, cause) in self._outages.items():
                 if node in pair:
                     self._outages[pair] = now_s, cause
 
-    def on_missed(self, reporter: str, server: str, now_s: float, cause: str) -> None:
+    def on_server_unreachable(self, reporter: str, server: str, now_s: float, cause: str) -> None:
         """Record that a server receives nothing from another one."""
         self._outages.setdefault((reporter, server), (now_s, cause))
 
-    def on_reached(self, reporter: str, server: str) -> None:
+    def on_server_reachable(self, reporter: str, server: str) -> None:
         """Record that a server receives from another one again."""
         self._outages.pop((reporter, server), None)
 
@@ -75,13 +75,13 @@ class FailureDetector:
         """Whether a node is silent towards the coordinator."""
         return node in self._silent
 
-    def is_cut_off(self, servers: Collection[str]) -> bool:
+    def is_coordinator_isolated(self, servers: Collection[str]) -> bool:
         """Whether the coordinator is isolated: more than half of the servers are silent."""
         return 2 * sum(server in self._silent for server in servers) > len(servers)
 
-    def next_lost(
-        self, now_s: float, servers: Collection[str], may_lose: Callable[[str], bool]
-    ) -> Verdict | None:
+    def next_loss(
+        self, now_s: float, servers: Collection[str], is_replicated: Callable[[str], bool]
+    ) -> NodeLoss | None:
         """Return a node that is lost now, or None; `forget` it before the next call.
 
         Args:
@@ -89,17 +89,19 @@ class FailureDetector:
             servers: ids of all servers.
             may_lose: whether another server that is not silent has a copy of all that a server holds.
         """
-        if self.is_cut_off(servers):
+        if self.is_coordinator_isolated(servers):
             self._counts_from_s = now_s
             return None
-        return self._next_silent(now_s, servers, may_lose) or self._next_apart(now_s, servers, may_lose)
+        return self._next_silent(now_s, servers, is_replicated) or self._next_apart(
+            now_s, servers, is_replicated
+        )
 
-    def standing(self, now_s: float, servers: Collection[str]) -> dict[str, str]:
+    def retained_servers(self, now_s: float, servers: Collection[str]) -> dict[str, str]:
         """Return the servers that are past the timeout and not lost, each with the reason."""
         found: dict[str, str] = {}
         why = (
             "more than half of the servers are silent, so none is declared lost"
-            if self.is_cut_off(servers)
+            if self.is_coordinator_isolated(servers)
             else "it has the last copy of something"
         )
         for server in sorted(servers, key=_id):
@@ -129,15 +131,15 @@ class FailureDetector:
 
     def _next_silent(
         self, now_s: float, servers: Collection[str], may_lose: Callable[[str], bool]
-    ) -> Verdict | None:
+    ) -> NodeLoss | None:
         for node, since_s in self._silent.items():
             if self._is_overdue(now_s, since_s) and (node not in servers or may_lose(node)):
-                return Verdict(node, f"nothing was received from it for {now_s - since_s:.1f} s")
+                return NodeLoss(node, f"nothing was received from it for {now_s - since_s:.1f} s")
         return None
 
     def _next_apart(
         self, now_s: float, servers: Collection[str], may_lose: Callable[[str], bool]
-    ) -> Verdict | None:
+    ) -> NodeLoss | None:
         pairs = self._overdue_pairs(now_s, servers)
         counts = self._counts(servers)
         for pair in sorted(pairs, key=lambda pair: max(counts[server] for server in pair), reverse=True):
@@ -150,7 +152,7 @@ class FailureDetector:
                         f"{lost} cannot reach {counts[lost]} of the servers and "
                         f"{stays} cannot reach {counts[stays]}"
                     )
-                    return Verdict(lost, f"{lost} and {stays} {how_long}, and {which}: {cause}")
+                    return NodeLoss(lost, f"{lost} and {stays} {how_long}, and {which}: {cause}")
         return None
 
     def _is_overdue(self, now_s: float, since_s: float) -> bool:

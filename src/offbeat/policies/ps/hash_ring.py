@@ -13,10 +13,10 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-POINTS: Final = 2**62  # places on the ring are 0 to POINTS - 1, the upper bits of a hash
+RING_SIZE: Final = 2**62  # places on the ring are 0 to POINTS - 1, the upper bits of a hash
 
 
-class Space(NamedTuple):
+class NamespaceSpec(NamedTuple):
     """A namespace: keys 0 to `keys` - 1, in blocks of `block_keys` neighbours that are stored together.
 
     Attributes:
@@ -30,16 +30,16 @@ class Space(NamedTuple):
     about: Any = None
     aggregates: bool = False
 
-    def blocks(self, first: int, last: int) -> range:
+    def blocks_of_range(self, first: int, last: int) -> range:
         """Return the numbers of the blocks that contain any of keys `first` to `last` - 1."""
         return range(first // self.block_keys, (last - 1) // self.block_keys + 1)
 
-    def range_of(self, block: int) -> tuple[int, int]:
+    def block_range(self, block: int) -> tuple[int, int]:
         """Return the first key of a block and the key after its last."""
         return block * self.block_keys, min((block + 1) * self.block_keys, self.keys)
 
 
-class Span(NamedTuple):
+class KeySpan(NamedTuple):
     """Keys `first` to `last` - 1 of a namespace, with the servers that hold them: master, then replicas."""
 
     first: int
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Move:
+class ArcMove:
     """Places `first` to `last` - 1 on the ring whose holders change."""
 
     first: int
@@ -57,7 +57,7 @@ class Move:
     after: tuple[int, ...]
 
 
-class Ring:
+class HashRing:
     """A consistent-hash ring; a block of keys belongs to the first point at or after its own place.
 
     Each server has many points. A block is a range of neighbouring keys of one namespace: hashing blocks
@@ -81,17 +81,17 @@ class Ring:
         ValueError: an argument out of range, or a server twice.
     """
 
-    def __init__(self, servers: Iterable[int], *, virtual_nodes: int = 16, copies: int = 2) -> None:
+    def __init__(self, servers: Iterable[int], *, virtual_nodes: int = 16, replicas: int = 2) -> None:
         self.servers = tuple(sorted(servers))
         if len(set(self.servers)) < len(self.servers):
             raise ValueError(f"expected every server once, got {self.servers}")
         for name, value, least in (
             ("virtual_nodes", virtual_nodes, 1),
-            ("copies", copies, 0),
+            ("copies", replicas, 0),
         ):
             if value < least:
                 raise ValueError(f"expected {name} of at least {least}, got {value}")
-        self.virtual_nodes, self.copies = virtual_nodes, copies
+        self.virtual_nodes, self.replicas = virtual_nodes, replicas
         nodes = sorted(
             (_virtual_node_point(server, v), server) for server in self.servers for v in range(virtual_nodes)
         )
@@ -112,11 +112,11 @@ class Ring:
             found = self._holders[index] = self._walk(index)
         return found
 
-    def holders(self, space: Space, key: int) -> tuple[int, ...]:
+    def holders(self, space: NamespaceSpec, key: int) -> tuple[int, ...]:
         """Return the servers that hold a key: the master first, then the replicas."""
         return self.holders_at(block_point(space.name, key // space.block_keys))
 
-    def spans(self, space: Space, first: int, last: int) -> Iterator[Span]:
+    def spans(self, space: NamespaceSpec, first: int, last: int) -> Iterator[KeySpan]:
         """Yield the keys `first` to `last` - 1 as maximal ranges with the same holders, ascending.
 
         Linear in the number of blocks.
@@ -129,43 +129,46 @@ class Ring:
                 f"expected a range of keys within 0 to {space.keys} in {space.name}, got {first} to {last}"
             )
         start, holders = first, self.holders(space, first)
-        for block in space.blocks(first, last)[1:]:
-            next_holders, (bound, _) = self.holders_at(block_point(space.name, block)), space.range_of(block)
+        for block in space.blocks_of_range(first, last)[1:]:
+            next_holders, (bound, _) = (
+                self.holders_at(block_point(space.name, block)),
+                space.block_range(block),
+            )
             if next_holders != holders:
-                yield Span(start, bound, holders)
+                yield KeySpan(start, bound, holders)
                 start, holders = bound, next_holders
-        yield Span(start, last, holders)
+        yield KeySpan(start, last, holders)
 
     @property
-    def bounds(self) -> tuple[int, ...]:
+    def stretch_starts(self) -> tuple[int, ...]:
         """Where stretches with the same holders begin, ascending; the last one continues at 0."""
         return tuple(point + 1 for point in self._points)
 
-    def with_server(self, server: int) -> Ring:
+    def with_server(self, server: int) -> HashRing:
         """Return the ring with one more server."""
         return self._with_servers((*self.servers, server))
 
-    def without_server(self, server: int) -> Ring:
+    def without_server(self, server: int) -> HashRing:
         """Return the ring without a server."""
         if server not in self.servers:
             raise ValueError(f"expected one of the servers {self.servers}, got {server}")
         return self._with_servers(other for other in self.servers if other != server)
 
-    def moves(self, after: Ring) -> list[Move]:
+    def moves(self, after: HashRing) -> list[ArcMove]:
         """Return the stretches whose holders differ between this ring and another, ascending.
 
         Neighbours with the same change are merged.
         """
-        bounds = sorted({0, *self.bounds, *after.bounds, POINTS})
-        found: list[Move] = []
+        bounds = sorted({0, *self.stretch_starts, *after.stretch_starts, RING_SIZE})
+        found: list[ArcMove] = []
         for first, last in pairwise(bounds):
             before, holders = self.holders_at(first), after.holders_at(first)
             if before == holders:
                 continue
             if found and (found[-1].last, found[-1].before, found[-1].after) == (first, before, holders):
-                found[-1] = Move(found[-1].first, last, before, holders)
+                found[-1] = ArcMove(found[-1].first, last, before, holders)
             else:
-                found.append(Move(first, last, before, holders))
+                found.append(ArcMove(first, last, before, holders))
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,11 +176,11 @@ class Ring:
         return {
             "servers": list(self.servers),
             "virtual_nodes": self.virtual_nodes,
-            "copies": self.copies,
+            "copies": self.replicas,
         }
 
     def _walk(self, index: int) -> tuple[int, ...]:
-        wanted = min(self.copies + 1, len(self.servers))
+        wanted = min(self.replicas + 1, len(self.servers))
         found: list[int] = []
         while len(found) < wanted:
             if self._owners[index] not in found:
@@ -185,8 +188,8 @@ class Ring:
             index = (index + 1) % len(self._owners)
         return tuple(found)
 
-    def _with_servers(self, servers: Iterable[int]) -> Ring:
-        return Ring(servers, virtual_nodes=self.virtual_nodes, copies=self.copies)
+    def _with_servers(self, servers: Iterable[int]) -> HashRing:
+        return HashRing(servers, virtual_nodes=self.virtual_nodes, replicas=self.replicas)
 
 
 @lru_cache(maxsize=2**16)

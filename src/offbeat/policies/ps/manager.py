@@ -10,48 +10,55 @@ from typing import Any
 from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
-    ClientEnlists,
-    ClientGone,
-    ClientPaused,
-    ClientWithdraws,
+    AggregationJoined,
+    AggregationLeft,
+    AggregationPaused,
+    ClusterView,
     Event,
-    Filling,
+    ForgetClient,
     Namespace,
+    NamespaceRequested,
     NodeEvent,
-    NodeHeard,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeResumed,
     NodeSilent,
     Participant,
     Pause,
-    ProgressWanted,
-    Refuse,
-    Server,
-    ServerFilled,
-    ServerLeaves,
-    ServerMissed,
-    ServerReached,
-    SpaceOpened,
-    SpaceRefused,
+    ProgressRequested,
+    RejectNamespace,
+    RejectPeer,
+    ServerAddress,
+    ServerReachable,
+    ServerRemovalRequested,
+    ServerTransfer,
+    ServerTransferDone,
+    ServerUnreachable,
     TaskDone,
-    TaskWanted,
+    TaskRequested,
     TauSet,
     Tick,
-    Viewed,
-    WorkerJoins,
-    WorkerLeaves,
+    WorkerGroupJoined,
+    WorkerGroupLeft,
 )
-from offbeat.policies.ps.failure_detector import SILENT_S, FailureDetector
-from offbeat.policies.ps.hash_ring import Ring, Space
-from offbeat.policies.ps.messages import Arc, Enlist, Filled, Reached, View, Withdraw
+from offbeat.policies.ps.failure_detector import SILENCE_TIMEOUT_S, FailureDetector
+from offbeat.policies.ps.hash_ring import HashRing, NamespaceSpec
+from offbeat.policies.ps.messages import (
+    JoinAggregation,
+    LeaveAggregation,
+    PauseReached,
+    PlacementView,
+    RingArc,
+    ServerFillDone,
+)
 from offbeat.policies.ps.server_group import ServerGroup
-from offbeat.policies.ps.worker_groups import Said, WorkerGroups
+from offbeat.policies.ps.worker_groups import WorkerGroupEvent, WorkerGroups
 
 _SERVER, _CLIENT = "server-", "client-"
 
 
-class Manager:
+class PsManager:
     """Publishes the views of a `ServerGroup` to all nodes, and actions of `WorkerGroups` to clients.
 
     A node is gone when it leaves, when its process is closed (`NodeLost`), or when `FailureDetector` decides
@@ -67,14 +74,14 @@ class Manager:
         silent_s: of the failure detector.
 
     Raises:
-        ValueError: no server, or arguments that `Ring` or `FailureDetector` rejects.
+        ValueError: no server, or arguments that `HashRing` or `FailureDetector` rejects.
     """
 
     def __init__(
-        self, servers: int, *, virtual_nodes: int = 16, copies: int = 2, silent_s: float = SILENT_S
+        self, servers: int, *, virtual_nodes: int = 16, copies: int = 2, silent_s: float = SILENCE_TIMEOUT_S
     ) -> None:
         self._detector = FailureDetector(silent_s)
-        self._standing: dict[str, str] = {}  # servers that are waited for, with the published reason
+        self._waited_for: dict[str, str] = {}  # servers that are waited for, with the published reason
         self._group = ServerGroup(servers, virtual_nodes=virtual_nodes, copies=copies)
         self._virtual_nodes, self._copies = virtual_nodes, copies
         self._workers = WorkerGroups()
@@ -92,23 +99,30 @@ class Manager:
             case NodeSilent():
                 self._detector.on_silent(event.node, event.now_s - event.silent_s)
                 return []
-            case NodeHeard():
-                self._detector.on_heard(event.node, event.now_s)
+            case NodeResumed():
+                self._detector.on_recovered(event.node, event.now_s)
                 return []
-            case SpaceOpened():
+            case NamespaceRequested():
                 return self._open(event)
-            case ClientEnlists() | ClientPaused() | ClientWithdraws():
+            case AggregationJoined() | AggregationPaused() | AggregationLeft():
                 return self._on_client(event)
-            case ServerLeaves():
+            case ServerRemovalRequested():
                 return self._on_server_leaves(event)
-            case ServerMissed() | ServerReached():
+            case ServerUnreachable() | ServerReachable():
                 return self._on_reachability(event)
-            case ServerFilled():
+            case ServerTransferDone():
                 return self._on_filled(event)
-            case WorkerJoins() | WorkerLeaves() | TaskWanted() | TaskDone() | TauSet() | ProgressWanted():
+            case (
+                WorkerGroupJoined()
+                | WorkerGroupLeft()
+                | TaskRequested()
+                | TaskDone()
+                | TauSet()
+                | ProgressRequested()
+            ):
                 return self._on_worker(event)
             case Tick():
-                return [*self._detect_losses(event.now_s), *self._workers.tick(event)]
+                return [*self._detect_losses(event.now_s), *self._workers.on_tick(event)]
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +136,7 @@ class Manager:
             ],
             "needed": sorted(self._needed),
             "detector": self._detector.state_dict(),
-            "standing": dict(self._standing),
+            "standing": dict(self._waited_for),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,60 +147,60 @@ class Manager:
         self._functions = {server: tuple(found) for server, _, found in state["servers"]}
         self._needed = set(state["needed"])
         self._detector.load_state_dict(state["detector"])
-        self._standing = dict(state["standing"])
+        self._waited_for = dict(state["standing"])
 
     def _join(self, event: NodeJoined) -> list[Action]:
-        if client_of(event.node) is not None:
+        if client_id(event.node) is not None:
             return self._publish(self._group.view, f"{event.node} has joined", node=event.node)
-        server = server_of(event.node)
+        server = server_id(event.node)
         if server is None:
             reason = f"expected a name such as server-3 or client-7, got {event.node}"
-            return [Refuse(peer=event.node, reason=reason)]
+            return [RejectPeer(peer=event.node, reason=reason)]
         if missing := self._needed - set(event.functions):
             reason = f"expected a server that was started with the function {min(missing)}, got none"
-            return [Refuse(peer=event.node, reason=reason)]
+            return [RejectPeer(peer=event.node, reason=reason)]
         try:
-            view = self._group.joined(server)
+            view = self._group.on_joined(server)
         except ProtocolError as error:
-            return [Refuse(peer=event.node, reason=str(error))]
+            return [RejectPeer(peer=event.node, reason=str(error))]
         self._addresses[server], self._functions[server] = event.addresses, event.functions
         return self._publish(view, f"server {server} has joined")
 
     def _remove(self, event: NodeLeft | NodeLost) -> list[Action]:
         how = f"was lost: {event.cause}" if isinstance(event, NodeLost) else "has left"
         self._detector.forget(event.node)
-        self._standing.pop(event.node, None)
-        server = server_of(event.node)
+        self._waited_for.pop(event.node, None)
+        server = server_id(event.node)
         if server is None:
-            client = client_of(event.node)
+            client = client_id(event.node)
             if client is None:
-                return self._workers.part(event)
-            gone = ClientGone(node=event.node, reason=f"{event.node} {how}")
+                return self._workers.on_node_gone(event)
+            gone = ForgetClient(node=event.node, reason=f"{event.node} {how}")
             return [
                 gone,
-                *self._publish(self._group.client_gone(client), gone.reason),
-                *self._workers.part(event),
+                *self._publish(self._group.on_client_gone(client), gone.reason),
+                *self._workers.on_node_gone(event),
             ]
         self._forget(server)
-        return self._publish(self._group.lost(server), f"server {server} {how}")
+        return self._publish(self._group.on_lost(server), f"server {server} {how}")
 
-    def _on_server_leaves(self, event: ServerLeaves) -> list[Action]:
+    def _on_server_leaves(self, event: ServerRemovalRequested) -> list[Action]:
         """Let a server leave; one that is silent and waited for cannot hand over its data and is removed."""
         name = f"{_SERVER}{event.server}"
-        if name in self._standing and self._detector.is_silent(name):
+        if name in self._waited_for and self._detector.is_silent(name):
             return self._lose(event.now_s, name, f"{event.node} has given it up")
-        return self._publish(self._group.leaves(event.server), f"server {event.server} is to leave")
+        return self._publish(self._group.on_leaving(event.server), f"server {event.server} is to leave")
 
     def _detect_losses(self, now_s: float) -> list[Action]:
         """Remove nodes that are lost by now, and publish which silent servers are waited for."""
         actions: list[Action] = []
-        while (lost := self._detector.next_lost(now_s, self._servers(), self._may_lose)) is not None:
+        while (lost := self._detector.next_loss(now_s, self._servers(), self._may_lose)) is not None:
             actions += self._lose(now_s, lost.node, lost.cause)
-        standing = self._detector.standing(now_s, self._servers())
-        if standing != self._standing:
-            ended = [f"{one} is no longer waited for" for one in self._standing.keys() - standing.keys()]
-            self._standing = standing
-            self._group.note_silent([one for one in self._silent() if f"{_SERVER}{one}" in standing])
+        standing = self._detector.retained_servers(now_s, self._servers())
+        if standing != self._waited_for:
+            ended = [f"{one} is no longer waited for" for one in self._waited_for.keys() - standing.keys()]
+            self._waited_for = standing
+            self._group.set_silent([one for one in self._silent() if f"{_SERVER}{one}" in standing])
             actions += self._publish(self._group.view, "; ".join([*standing.values(), *sorted(ended)]))
         return actions
 
@@ -197,94 +211,94 @@ class Manager:
         return [one for one in self._group.servers if self._detector.is_silent(f"{_SERVER}{one}")]
 
     def _may_lose(self, node: str) -> bool:
-        server = server_of(node)
+        server = server_id(node)
         assert server is not None
-        return self._group.may_lose(server, self._silent())
+        return self._group.has_other_copies(server, self._silent())
 
     def _lose(self, now_s: float, node: str, cause: str) -> list[Action]:
         """Remove a node that may be alive, and notify it."""
-        refuse = Refuse(peer=node, reason=f"{node} was lost: {cause}")
+        refuse = RejectPeer(peer=node, reason=f"{node} was lost: {cause}")
         return [refuse, *self._remove(NodeLost(now_s=now_s, node=node, cause=cause))]
 
-    def _on_filled(self, event: ServerFilled) -> list[Action]:
-        server = server_of(event.node)
+    def _on_filled(self, event: ServerTransferDone) -> list[Action]:
+        server = server_id(event.node)
         if server is None:
             reason = f"expected ServerFilled from a server, got it from {event.node}"
-            return [Refuse(peer=event.node, reason=reason)]
-        view = self._group.filled(Filled(server=server, view=event.view))
+            return [RejectPeer(peer=event.node, reason=reason)]
+        view = self._group.on_filled(ServerFillDone(server=server, view=event.view))
         return self._publish(view, "all servers have received what they gain")
 
-    def _on_reachability(self, event: ServerMissed | ServerReached) -> list[Action]:
+    def _on_reachability(self, event: ServerUnreachable | ServerReachable) -> list[Action]:
         """Record which servers cannot reach each other; reports of clients are ignored."""
-        server = server_of(event.node)
+        server = server_id(event.node)
         if server is None:
             return []
         other = f"{_SERVER}{event.server}"
-        if isinstance(event, ServerReached):
-            self._detector.on_reached(event.node, other)
+        if isinstance(event, ServerReachable):
+            self._detector.on_server_reachable(event.node, other)
         elif {server, event.server} <= set(self._group.servers):
-            self._detector.on_missed(event.node, other, event.now_s, event.cause)
+            self._detector.on_server_unreachable(event.node, other, event.now_s, event.cause)
         return []
 
-    def _open(self, event: SpaceOpened) -> list[Action]:
-        space = Space(event.name, event.keys, event.block_keys, event.about, event.aggregates)
+    def _open(self, event: NamespaceRequested) -> list[Action]:
+        space = NamespaceSpec(event.name, event.keys, event.block_keys, event.spec, event.aggregates)
         lacking = [server for server, found in self._functions.items() if event.function not in found]
         if event.function and lacking:
             reason = f"server {lacking[0]} was started without the function {event.function}"
-            return [SpaceRefused(node=event.node, name=event.name, reason=reason)]
+            return [RejectNamespace(node=event.node, name=event.name, reason=reason)]
         try:
-            view = self._group.opened(space, event.on_loss)
+            view = self._group.on_namespace_opened(space, event.on_loss)
         except ProtocolError as error:
-            return [SpaceRefused(node=event.node, name=event.name, reason=str(error))]
+            return [RejectNamespace(node=event.node, name=event.name, reason=str(error))]
         if event.function:
             self._needed.add(event.function)
         how = " and restarts from zero after losses" if event.on_loss == "reset" else ""
         return self._publish(view, f"the namespace {event.name} was opened{how}")
 
-    def _on_worker(self, event: Said) -> list[Action]:
-        return [_refuse_non_client(event)] if client_of(event.node) is None else self._workers.hear(event)
+    def _on_worker(self, event: WorkerGroupEvent) -> list[Action]:
+        return [_refuse_non_client(event)] if client_id(event.node) is None else self._workers.on_event(event)
 
-    def _on_client(self, event: ClientEnlists | ClientPaused | ClientWithdraws) -> list[Action]:
-        client, name = client_of(event.node), event.namespace
+    def _on_client(self, event: AggregationJoined | AggregationPaused | AggregationLeft) -> list[Action]:
+        client, name = client_id(event.node), event.namespace
         if client is None:
             return [_refuse_non_client(event)]
         match event:
-            case ClientEnlists():
+            case AggregationJoined():
                 try:
-                    view = self._group.enlisted(Enlist(client=client, namespace=name))
+                    view = self._group.on_join_aggregation(JoinAggregation(client=client, namespace=name))
                 except ProtocolError as error:
-                    return [SpaceRefused(node=event.node, name=name, reason=str(error))]
+                    return [RejectNamespace(node=event.node, name=name, reason=str(error))]
                 return self._publish(view, f"{event.node} takes part in {name}")
-            case ClientPaused():
-                reached = Reached(client=client, namespace=name, pause=event.pause, time=event.time)
-                return self._publish(self._group.reached(reached), f"all clients have paused {name}")
-            case ClientWithdraws():
-                view = self._group.withdrawn(Withdraw(client=client, namespace=name))
+            case AggregationPaused():
+                reached = PauseReached(client=client, namespace=name, pause=event.pause_view, time=event.time)
+                return self._publish(self._group.on_pause_reached(reached), f"all clients have paused {name}")
+            case AggregationLeft():
+                view = self._group.on_leave_aggregation(LeaveAggregation(client=client, namespace=name))
                 return self._publish(view, f"{event.node} no longer takes part in {name}")
 
     def _forget(self, server: int) -> None:
         self._addresses.pop(server, None)
         self._functions.pop(server, None)
 
-    def _publish(self, view: View | None, reason: str, *, node: str = "") -> list[Action]:
+    def _publish(self, view: PlacementView | None, reason: str, *, node: str = "") -> list[Action]:
         if view is None:
             return []
-        viewed = Viewed(
+        viewed = ClusterView(
             node=node,
-            number=view.number,
+            version=view.version,
             epoch=view.epoch,
             ring=view.ring.servers,
             virtual_nodes=self._virtual_nodes,
             copies=self._copies,
-            target=() if view.target is None else view.target.servers,
-            filling=tuple(
-                Filling(server=server, first=arc.first, last=arc.last)
+            next_ring=() if view.target is None else view.target.servers,
+            transfers=tuple(
+                ServerTransfer(server=server, start=arc.first, stop=arc.last)
                 for server, arcs in view.filling.items()
                 for arc in arcs
             ),
             namespaces=tuple(Namespace(**space._asdict()) for space in view.spaces.values()),
             participants=tuple(
-                Participant(namespace=namespace, client=client, begins=begins)
+                Participant(namespace=namespace, client=client, first_time=begins)
                 for namespace, clients in view.participants.items()
                 for client, begins in clients.items()
             ),
@@ -292,58 +306,59 @@ class Manager:
                 Pause(namespace=namespace, view=number) for namespace, number in view.paused.items()
             ),
             servers=tuple(
-                Server(server=server, addresses=found) for server, found in sorted(self._addresses.items())
+                ServerAddress(server=server, addresses=found)
+                for server, found in sorted(self._addresses.items())
             ),
             reason=reason,
             lost=view.lost,
-            emptied=tuple((arc.first, arc.last) for arc in view.emptied),
-            silent=view.silent,
+            lost_arcs_dropped=tuple((arc.first, arc.last) for arc in view.lost_arcs_dropped),
+            silent_servers=view.silent_servers,
         )
         return [viewed]
 
 
-def view_of(viewed: Viewed) -> View:
+def view_from_action(viewed: ClusterView) -> PlacementView:
     """Return the view that a manager has published."""
-    filling: dict[int, tuple[Arc, ...]] = {}
-    for one in viewed.filling:
-        filling[one.server] = (*filling.get(one.server, ()), Arc(first=one.first, last=one.last))
+    filling: dict[int, tuple[RingArc, ...]] = {}
+    for one in viewed.transfers:
+        filling[one.server] = (*filling.get(one.server, ()), RingArc(first=one.start, last=one.stop))
 
     participants: dict[str, dict[int, int]] = {}
     for participant in viewed.participants:
-        participants.setdefault(participant.namespace, {})[participant.client] = participant.begins
+        participants.setdefault(participant.namespace, {})[participant.client] = participant.first_time
 
-    def ring_of(servers: tuple[int, ...]) -> Ring:
-        return Ring(servers, virtual_nodes=viewed.virtual_nodes, copies=viewed.copies)
+    def ring_of(servers: tuple[int, ...]) -> HashRing:
+        return HashRing(servers, virtual_nodes=viewed.virtual_nodes, replicas=viewed.copies)
 
-    return View(
-        number=viewed.number,
+    return PlacementView(
+        version=viewed.version,
         epoch=viewed.epoch,
         ring=ring_of(viewed.ring),
         spaces={
-            space.name: Space(space.name, space.keys, space.block_keys, space.about, space.aggregates)
+            space.name: NamespaceSpec(space.name, space.keys, space.block_keys, space.spec, space.aggregates)
             for space in viewed.namespaces
         },
         filling=filling,
-        target=ring_of(viewed.target) if viewed.target else None,
+        target=ring_of(viewed.next_ring) if viewed.next_ring else None,
         participants=participants,
         paused={pause.namespace: pause.view for pause in viewed.paused},
         lost=viewed.lost,
-        emptied=tuple(Arc(first=first, last=last) for first, last in viewed.emptied),
-        silent=viewed.silent,
+        lost_arcs_dropped=tuple(RingArc(first=first, last=last) for first, last in viewed.lost_arcs_dropped),
+        silent_servers=viewed.silent_servers,
     )
 
 
-def server_of(node: str) -> int | None:
+def server_id(node: str) -> int | None:
     """Return a server's id from its node name; None if the node is no server."""
     return _number(node, _SERVER)
 
 
-def _refuse_non_client(event: NodeEvent) -> Refuse:
+def _refuse_non_client(event: NodeEvent) -> RejectPeer:
     reason = f"expected {type(event).__name__} from a client, got it from {event.node}"
-    return Refuse(peer=event.node, reason=reason)
+    return RejectPeer(peer=event.node, reason=reason)
 
 
-def client_of(node: str) -> int | None:
+def client_id(node: str) -> int | None:
     """Return a client's id from its node name; None if the node is no client."""
     return _number(node, _CLIENT)
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from offbeat.events import LostArc
-from offbeat.policies.ps.hash_ring import Ring, Space
-from offbeat.policies.ps.range_clock import Piece
+from offbeat.policies.ps.hash_ring import HashRing, NamespaceSpec
+from offbeat.policies.ps.range_clock import ClockRange
 
-Content: TypeAlias = Any
+Payload: TypeAlias = Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arc:
+class RingArc:
     """Places `first` to `last` - 1 on the ring."""
 
     first: int
@@ -28,7 +28,7 @@ class Arc:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class View:
+class PlacementView:
     """The assignment of keys to servers, as the manager publishes it to all nodes.
 
     Attributes:
@@ -50,17 +50,17 @@ class View:
             may change without another view.
     """
 
-    number: int
+    version: int
     epoch: int
-    ring: Ring
-    spaces: dict[str, Space]
-    filling: dict[int, tuple[Arc, ...]] = field(default_factory=dict)
-    target: Ring | None = None
+    ring: HashRing
+    spaces: dict[str, NamespaceSpec]
+    filling: dict[int, tuple[RingArc, ...]] = field(default_factory=dict)
+    target: HashRing | None = None
     participants: dict[str, dict[int, int]] = field(default_factory=dict)
     paused: dict[str, int] = field(default_factory=dict)
     lost: tuple[LostArc, ...] = ()
-    emptied: tuple[Arc, ...] = ()
-    silent: tuple[int, ...] = ()
+    lost_arcs_dropped: tuple[RingArc, ...] = ()
+    silent_servers: tuple[int, ...] = ()
 
 
 # Between clients and servers
@@ -80,15 +80,15 @@ class Push:
     """
 
     client: int
-    number: int
+    request: int
     epoch: int
     namespace: str
     first: int
     last: int
     time: int
-    after: tuple[Piece, ...]
-    content: Content
-    wants_values: bool = False
+    previous_times: tuple[ClockRange, ...]
+    content: Payload
+    returns_values: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,16 +96,16 @@ class Pull:
     """A client requests the values of keys `first` to `last` - 1, or of those of them that `keys` lists."""
 
     client: int
-    number: int
+    request: int
     epoch: int
     namespace: str
     first: int
     last: int
-    keys: Content | None
+    keys: Payload | None
 
 
 @dataclass(kw_only=True, slots=True)
-class Inspect(Pull):
+class InspectPull(Pull):
     """A client requests more than values.
 
     Attributes:
@@ -113,57 +113,57 @@ class Inspect(Pull):
         with_times: also the times of the client's own pushes that are contained in the values.
     """
 
-    with_states: bool
-    with_times: bool
+    returns_states: bool
+    returns_times: bool
 
 
 @dataclass(kw_only=True, slots=True)
-class Pushed:
+class PushAck:
     """All holders have applied this part of a push."""
 
-    number: int
+    request: int
     first: int
     last: int
 
 
 @dataclass(kw_only=True, slots=True)
-class Pulled:
+class PullResult:
     """The values of this part of a pull; or of a push that wants them, once all holders have applied it."""
 
-    number: int
+    request: int
     namespace: str
     first: int
     last: int
-    content: Content
+    content: Payload
 
 
 @dataclass(kw_only=True, slots=True)
-class Inspected(Pulled):
-    """The reply to this part of an `Inspect`.
+class InspectResult(PullResult):
+    """The reply to this part of an `InspectPull`.
 
     Attributes:
         times: of the client's own pushes that are contained in these values, ascending; empty if they were
             not requested, and without keys that the client has not pushed.
     """
 
-    times: tuple[Piece, ...]
+    times: tuple[ClockRange, ...]
 
 
 @dataclass(kw_only=True, slots=True)
-class Stale:
+class WrongMaster:
     """Another server is, or will be, the master of this part; the client needs a view of this epoch."""
 
-    number: int
+    request: int
     first: int
     last: int
     epoch: int
 
 
 @dataclass(kw_only=True, slots=True)
-class Refused:
+class Rejected:
     """This part of a request is invalid; the sender has applied nothing of it if it is a push."""
 
-    number: int
+    request: int
     first: int
     last: int
     reason: str
@@ -173,12 +173,12 @@ class Refused:
 
 
 @dataclass(kw_only=True, slots=True)
-class Mark:
+class PushStamp:
     """One client's push in an operation: its time and its previous times, for the whole range."""
 
     client: int
     time: int
-    after: tuple[Piece, ...]
+    previous_times: tuple[ClockRange, ...]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -188,12 +188,12 @@ class Operation:
     namespace: str
     first: int
     last: int
-    marks: tuple[Mark, ...]
-    content: Content
+    stamps: tuple[PushStamp, ...]
+    content: Payload
 
 
 @dataclass(kw_only=True, slots=True)
-class Copy:
+class Replicate:
     """An operation on its way down a replication chain.
 
     Attributes:
@@ -211,7 +211,7 @@ class Copy:
 
 
 @dataclass(kw_only=True, slots=True)
-class Copied:
+class ReplicateAck:
     """The receiver of a Copy and all holders after it have applied the operation."""
 
     view: int
@@ -220,7 +220,7 @@ class Copied:
 
 
 @dataclass(kw_only=True, slots=True)
-class Handed:
+class HandoffOperations:
     """Operations of earlier views that were not acknowledged to the sender, for the master of this view.
 
     Attributes:
@@ -233,7 +233,7 @@ class Handed:
 
 
 @dataclass(kw_only=True, slots=True)
-class Resent:
+class HandoffReplayed:
     """All operations that a holder has handed to the master have come down the chain before this message.
 
     Attributes:
@@ -243,18 +243,18 @@ class Resent:
 
     view: int
     chain: tuple[int, ...]
-    of: int
+    holder: int
 
 
 @dataclass(kw_only=True, slots=True)
-class HandEnd:
+class HandoffDone:
     """The sender has handed over all operations that it had for the receiver in this view, possibly none."""
 
     view: int
 
 
 @dataclass(kw_only=True, slots=True)
-class Fetch:
+class TransferRequest:
     """A server that is being filled requests the blocks that it gains in this view and does not have.
 
     Attributes:
@@ -262,11 +262,11 @@ class Fetch:
     """
 
     view: int
-    have: tuple[tuple[str, int], ...]
+    present_blocks: tuple[tuple[str, int], ...]
 
 
 @dataclass(kw_only=True, slots=True)
-class Chunk:
+class TransferChunk:
     """A block as the sender has it.
 
     Attributes:
@@ -279,20 +279,20 @@ class Chunk:
     view: int
     namespace: str
     block: int
-    content: Content
-    clocks: dict[int, list[Piece]]
+    content: Payload
+    clocks: dict[int, list[ClockRange]]
     pending: tuple[Operation, ...]
 
 
 @dataclass(kw_only=True, slots=True)
-class ChunkTaken:
+class TransferAck:
     """The receiver of a Chunk has stored it; the sender may send another."""
 
     view: int
 
 
 @dataclass(kw_only=True, slots=True)
-class FillEnd:
+class TransferDone:
     """The receiver has all blocks that it requested from the sender in this view."""
 
     view: int
@@ -302,7 +302,7 @@ class FillEnd:
 
 
 @dataclass(kw_only=True, slots=True)
-class Filled:
+class ServerFillDone:
     """A server has received all data that it was to be filled with in this view."""
 
     server: int
@@ -310,7 +310,7 @@ class Filled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Enlist:
+class JoinAggregation:
     """A client asks to take part in a namespace that aggregates."""
 
     client: int
@@ -318,7 +318,7 @@ class Enlist:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Withdraw:
+class LeaveAggregation:
     """A client stops pushing to a namespace that aggregates; all its pushes there are done."""
 
     client: int
@@ -326,7 +326,7 @@ class Withdraw:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reached:
+class PauseReached:
     """A participant has sent nothing after this time, and sends nothing after it during this pause.
 
     Attributes:
@@ -339,7 +339,18 @@ class Reached:
     time: int
 
 
-ToServer: TypeAlias = (
-    Push | Pull | Inspect | Copy | Copied | Handed | Resent | HandEnd | Fetch | Chunk | ChunkTaken | FillEnd
+ServerMessage: TypeAlias = (
+    Push
+    | Pull
+    | InspectPull
+    | Replicate
+    | ReplicateAck
+    | HandoffOperations
+    | HandoffReplayed
+    | HandoffDone
+    | TransferRequest
+    | TransferChunk
+    | TransferAck
+    | TransferDone
 )
-ToClient: TypeAlias = Pushed | Pulled | Inspected | Stale | Refused
+ClientMessage: TypeAlias = PushAck | PullResult | InspectResult | WrongMaster | Rejected

@@ -25,11 +25,11 @@ class Packet:
     """
 
     number: int
-    received: int
+    ack: int
     message: Any = None
 
 
-class Channel:
+class ReliableChannel:
     """One node's end of the exchange of messages with another node.
 
     Sent messages are kept until the peer acknowledges them. They are sent again after `resend_s` without an
@@ -59,7 +59,7 @@ class Channel:
         self._sent: deque[Any] = deque()  # messages that are not acknowledged
         self._first = 0  # the number of the first of these
         self._due_s: float | None = None  # when they are sent again
-        self.received = 0
+        self.received_count = 0
         self._early: dict[int, Any] = {}
 
     @property
@@ -76,16 +76,16 @@ class Channel:
             self._due_s = now_s + self._wait_s
         return self._packets(number, new)
 
-    def hear(self, packet: Packet, now_s: float) -> tuple[list[Any], list[Packet]]:
+    def on_packet(self, packet: Packet, now_s: float) -> tuple[list[Any], list[Packet]]:
         """Process a packet; return the messages to deliver now, in order, and the packets to send in reply.
 
         Raises:
             ProtocolError: it acknowledges messages that were never sent.
         """
-        self.acknowledge(packet.received, now_s)
+        self.acknowledge(packet.ack, now_s)
         if packet.number < 0:
             return [], []
-        return self.take(packet.number, packet.message), [Packet(number=-1, received=self.received)]
+        return self.accept(packet.number, packet.message), [Packet(number=-1, ack=self.received_count)]
 
     def acknowledge(self, received: int, now_s: float) -> None:
         """Process an acknowledgement: the peer has received so many messages.
@@ -103,20 +103,20 @@ class Channel:
             self._wait_s = self._resend_s
             self._due_s = now_s + self._wait_s if self._sent else None
 
-    def take(self, number: int, message: Any) -> list[Any]:
+    def accept(self, number: int, message: Any) -> list[Any]:
         """Accept the peer's message of this number; return the messages to deliver now, in order."""
-        if number == self.received and not self._early:  # nearly always
-            self.received += 1
+        if number == self.received_count and not self._early:  # nearly always
+            self.received_count += 1
             return [message]
-        if number == self.received or (number > self.received and len(self._early) < _EARLY_MAX):
+        if number == self.received_count or (number > self.received_count and len(self._early) < _EARLY_MAX):
             self._early[number] = message
         due: list[Any] = []
-        while self.received in self._early:
-            due.append(self._early.pop(self.received))
-            self.received += 1
+        while self.received_count in self._early:
+            due.append(self._early.pop(self.received_count))
+            self.received_count += 1
         return due
 
-    def tick(self, now_s: float) -> list[Packet]:
+    def on_tick(self, now_s: float) -> list[Packet]:
         """Return the packets to send again, if it is time."""
         if self._due_s is None or now_s < self._due_s:
             return []
@@ -124,7 +124,7 @@ class Channel:
         self._due_s = now_s + self._wait_s
         return self._packets(self._first, self._sent)
 
-    def again(self, now_s: float) -> list[Packet]:
+    def on_reconnected(self, now_s: float) -> list[Packet]:
         """Return all packets that may have been lost with a connection that broke."""
         self._wait_s = self._resend_s
         self._due_s = now_s + self._wait_s if self._sent else None
@@ -132,6 +132,6 @@ class Channel:
 
     def _packets(self, first: int, messages: Iterable[Any]) -> list[Packet]:
         return [
-            Packet(number=number, received=self.received, message=message)
+            Packet(number=number, ack=self.received_count, message=message)
             for number, message in enumerate(messages, first)
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Participants:
+class AggregationParticipants:
     """Fixes the participants of a time before any of them pushes at it; later only lost clients are removed.
 
     A client begins at time 1 if no other client takes part, or no servers are there yet. Otherwise the
@@ -19,19 +19,19 @@ class Participants:
     """
 
     def __init__(self) -> None:
-        self.begins: dict[str, dict[int, int]] = {}
-        self.paused: dict[str, int] = {}
+        self.first_times: dict[str, dict[int, int]] = {}
+        self.pauses: dict[str, int] = {}
         self._newcomers: dict[str, list[int]] = {}
         self._reached: dict[str, dict[int, int]] = {}  # in this pause
         self._gone: set[int] = set()
 
-    def enlist(self, client: int, namespace: str, view: int | None) -> bool:
+    def join(self, client: int, namespace: str, view: int | None) -> bool:
         """A client asks to take part; return whether a new view is needed.
 
         Args:
             view: the number of the view that would publish it, None if there is no view yet.
         """
-        begins = self.begins.setdefault(namespace, {})
+        begins = self.first_times.setdefault(namespace, {})
         newcomers = self._newcomers.setdefault(namespace, [])
         if client in self._gone or client in begins or client in newcomers:
             return False
@@ -39,39 +39,39 @@ class Participants:
             begins[client] = 1
             return True
         newcomers.append(client)
-        if namespace in self.paused:
+        if namespace in self.pauses:
             return False
-        self.paused[namespace], self._reached[namespace] = view, {}
+        self.pauses[namespace], self._reached[namespace] = view, {}
         return True
 
-    def reach(self, client: int, namespace: str, pause: int, time: int) -> bool:
+    def on_pause_reached(self, client: int, namespace: str, pause: int, time: int) -> bool:
         """A participant sends nothing after `time` in this pause; return whether all have paused."""
-        if self.paused.get(namespace) != pause or client not in self.begins[namespace]:
+        if self.pauses.get(namespace) != pause or client not in self.first_times[namespace]:
             return False
         self._reached[namespace][client] = time
         return self._end_pause(namespace)
 
-    def withdraw(self, client: int, namespace: str) -> bool:
+    def leave(self, client: int, namespace: str) -> bool:
         """A client stops taking part; return whether a new view is needed."""
-        if namespace not in self.begins:
+        if namespace not in self.first_times:
             return False
-        took_part = self.begins[namespace].pop(client, None) is not None
+        took_part = self.first_times[namespace].pop(client, None) is not None
         self._reached.get(namespace, {}).pop(client, None)
         if client in self._newcomers[namespace]:
             self._newcomers[namespace].remove(client)
         return self._end_pause(namespace) or took_part
 
-    def lose(self, client: int) -> bool:
+    def on_client_lost(self, client: int) -> bool:
         """A client is lost for good; return whether a new view is needed."""
         self._gone.add(client)
-        changed = [self.withdraw(client, namespace) for namespace in self.begins]
+        changed = [self.leave(client, namespace) for namespace in self.first_times]
         return any(changed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, as plain data."""
         return {
-            "begins": _listed(self.begins),
-            "paused": list(self.paused.items()),
+            "begins": _listed(self.first_times),
+            "paused": list(self.pauses.items()),
             "newcomers": [[namespace, list(clients)] for namespace, clients in self._newcomers.items()],
             "reached": _listed(self._reached),
             "gone": sorted(self._gone),
@@ -79,22 +79,22 @@ class Participants:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
-        self.begins, self._reached = _by_client(state["begins"]), _by_client(state["reached"])
-        self.paused = dict(state["paused"])
+        self.first_times, self._reached = _by_client(state["begins"]), _by_client(state["reached"])
+        self.pauses = dict(state["paused"])
         self._newcomers = {namespace: list(clients) for namespace, clients in state["newcomers"]}
         self._gone = set(state["gone"])
 
     def _end_pause(self, namespace: str) -> bool:
         """End the pause and let the newcomers begin, if all have paused or no newcomer is left."""
-        if namespace not in self.paused:
+        if namespace not in self.pauses:
             return False
-        begins, newcomers = self.begins[namespace], self._newcomers[namespace]
+        begins, newcomers = self.first_times[namespace], self._newcomers[namespace]
         reached = self._reached[namespace]
         if newcomers and not begins.keys() <= reached.keys():
             return False
         begins.update(dict.fromkeys(newcomers, 1 + max(reached.values(), default=0)))
         newcomers.clear()
-        del self.paused[namespace], self._reached[namespace]
+        del self.pauses[namespace], self._reached[namespace]
         return True
 
 

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-KEYS: Final = 2**63  # keys are 0 to KEYS - 1
+KEY_END: Final = 2**63  # keys are 0 to KEYS - 1
 
 
-class Piece(NamedTuple):
+class ClockRange(NamedTuple):
     """Keys `first` to `last` - 1, which have the same time."""
 
-    first: int
-    last: int
+    start: int
+    stop: int
     time: int
 
 
@@ -41,12 +41,12 @@ class RangeVectorClock:
         """The clients with a time other than 0 for any key, ascending."""
         return tuple(sorted(self._clients))
 
-    def at(self, client: int, key: int) -> int:
+    def time_of(self, client: int, key: int) -> int:
         """Return a client's time of a key."""
         starts, times = self._clients.get(client, ([0], [0]))
         return times[bisect_right(starts, key) - 1]
 
-    def pieces(self, client: int, first: int, last: int) -> list[Piece]:
+    def pieces(self, client: int, first: int, last: int) -> list[ClockRange]:
         """Return the client's times of keys `first` to `last` - 1 in the fewest pieces, ascending.
 
         Raises:
@@ -57,23 +57,23 @@ class RangeVectorClock:
         first_index = bisect_right(starts, first) - 1
         end_index = bisect_left(starts, last)
         if end_index == first_index + 1:
-            return [Piece(first, last, times[first_index])]
+            return [ClockRange(first, last, times[first_index])]
         bounds = [first, *starts[first_index + 1 : end_index], last]
         return [
-            Piece(start, stop, time)
+            ClockRange(start, stop, time)
             for (start, stop), time in zip(pairwise(bounds), times[first_index:end_index], strict=True)
         ]
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the ranges of keys for which any client has a time other than 0; they may overlap."""
         return [
-            (piece.first, piece.last)
+            (piece.start, piece.stop)
             for client in self._clients
-            for piece in self.pieces(client, 0, KEYS)
+            for piece in self.pieces(client, 0, KEY_END)
             if piece.time
         ]
 
-    def advance(self, client: int, first: int, last: int, time: int) -> list[Piece]:
+    def advance(self, client: int, first: int, last: int, time: int) -> list[ClockRange]:
         """Set the time of keys `first` to `last` - 1; return their previous times, as `pieces` does.
 
         Raises:
@@ -89,12 +89,12 @@ class RangeVectorClock:
                 if before <= time and is_apart:
                     # The usual case: a client that pushes the same ranges again and again.
                     times[index] = time
-                    return [Piece(first, last, before)]
+                    return [ClockRange(first, last, before)]
         pieces = self.pieces(client, first, last)
-        self.set(client, first, last, time)
+        self.set_time(client, first, last, time)
         return pieces
 
-    def set(self, client: int, first: int, last: int, time: int) -> None:
+    def set_time(self, client: int, first: int, last: int, time: int) -> None:
         """Set the time of keys `first` to `last` - 1.
 
         Raises:
@@ -107,9 +107,9 @@ class RangeVectorClock:
             raise ValueError(
                 f"expected times of client {client} to grow, got {time} after {latest} in {first} to {last}"
             )
-        self._replace(client, first, last, [Piece(first, last, time)])
+        self._replace(client, first, last, [ClockRange(first, last, time)])
 
-    def fresh(self, client: int, first: int, last: int, time: int) -> list[tuple[int, int]]:
+    def earlier_ranges(self, client: int, first: int, last: int, time: int) -> list[tuple[int, int]]:
         """Return the ranges within `first` to `last` - 1 that have an earlier time, where such a push is new.
 
         Raises:
@@ -121,10 +121,10 @@ class RangeVectorClock:
         ranges: list[tuple[int, int]] = []
         for piece in pieces:
             if piece.time < time:
-                if ranges and ranges[-1][1] == piece.first:
-                    ranges[-1] = (ranges[-1][0], piece.last)
+                if ranges and ranges[-1][1] == piece.start:
+                    ranges[-1] = (ranges[-1][0], piece.stop)
                 else:
-                    ranges.append((piece.first, piece.last))
+                    ranges.append((piece.start, piece.stop))
         return ranges
 
     def is_complete(self, clients: Iterable[int], first: int, last: int, time: int) -> bool:
@@ -133,9 +133,9 @@ class RangeVectorClock:
         Raises:
             ValueError: the range of keys is not valid.
         """
-        return not any(self.fresh(client, first, last, time) for client in clients)
+        return not any(self.earlier_ranges(client, first, last, time) for client in clients)
 
-    def cut_out(self, first: int, last: int) -> dict[int, list[Piece]]:
+    def extract(self, first: int, last: int) -> dict[int, list[ClockRange]]:
         """Return all times other than 0 in a range, for `adopt` elsewhere.
 
         Raises:
@@ -148,16 +148,16 @@ class RangeVectorClock:
                 cut[client] = pieces
         return cut
 
-    def adopt(self, cut: dict[int, list[Piece]]) -> None:
-        """Apply the result of `cut_out`; where a time here is later already, it stays.
+    def merge(self, cut: dict[int, list[ClockRange]]) -> None:
+        """Apply the result of `extract`; where a time here is later already, it stays.
 
         Raises:
             ValueError: a range of keys is not valid.
         """
         for client, pieces in cut.items():
             for first, last, time in pieces:
-                for start, stop in self.fresh(client, first, last, time):
-                    self._replace(client, start, stop, [Piece(start, stop, time)])
+                for start, stop in self.earlier_ranges(client, first, last, time):
+                    self._replace(client, start, stop, [ClockRange(start, stop, time)])
 
     def drop(self, first: int, last: int) -> None:
         """Set all times in a range back to 0.
@@ -167,7 +167,7 @@ class RangeVectorClock:
         """
         _check_range(first, last)
         for client in list(self._clients):
-            self._replace(client, first, last, [Piece(first, last, 0)])
+            self._replace(client, first, last, [ClockRange(first, last, 0)])
             if self._clients[client] == ([0], [0]):
                 del self._clients[client]
 
@@ -179,32 +179,34 @@ class RangeVectorClock:
         """Restore a `state_dict`."""
         self._clients = {client: (list(starts), list(times)) for client, starts, times in state["clients"]}
 
-    def _replace(self, client: int, first: int, last: int, pieces: list[Piece]) -> None:
+    def _replace(self, client: int, first: int, last: int, pieces: list[ClockRange]) -> None:
         starts, times = self._clients.setdefault(client, ([0], [0]))
         first_index = bisect_right(starts, first) - 1
         end_index = bisect_left(starts, last)
         replacement = (
-            [Piece(starts[first_index], first, times[first_index])] if starts[first_index] < first else []
+            [ClockRange(starts[first_index], first, times[first_index])]
+            if starts[first_index] < first
+            else []
         )
         replacement += pieces
-        following = starts[end_index] if end_index < len(starts) else KEYS
+        following = starts[end_index] if end_index < len(starts) else KEY_END
         if last < following:
-            replacement.append(Piece(last, following, times[end_index - 1]))
+            replacement.append(ClockRange(last, following, times[end_index - 1]))
         if first_index and times[first_index - 1] == replacement[0].time:  # merge with equal neighbours
             first_index -= 1
-            replacement.insert(0, Piece(starts[first_index], replacement[0].first, times[first_index]))
+            replacement.insert(0, ClockRange(starts[first_index], replacement[0].start, times[first_index]))
         if end_index < len(starts) and times[end_index] == replacement[-1].time:
-            replacement.append(Piece(following, KEYS, times[end_index]))
+            replacement.append(ClockRange(following, KEY_END, times[end_index]))
             end_index += 1
         kept = [
             piece
             for index, piece in enumerate(replacement)
             if not index or piece.time != replacement[index - 1].time
         ]
-        starts[first_index:end_index] = [piece.first for piece in kept]
+        starts[first_index:end_index] = [piece.start for piece in kept]
         times[first_index:end_index] = [piece.time for piece in kept]
 
 
 def _check_range(first: int, last: int) -> None:
-    if not 0 <= first < last <= KEYS:
-        raise ValueError(f"expected a range of keys within 0 to {KEYS}, got {first} to {last}")
+    if not 0 <= first < last <= KEY_END:
+        raise ValueError(f"expected a range of keys within 0 to {KEY_END}, got {first} to {last}")

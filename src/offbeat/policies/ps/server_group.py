@@ -13,10 +13,17 @@ from typing import Any
 
 from offbeat.errors import ProtocolError
 from offbeat.events import LostArc
-from offbeat.policies.ps.hash_ring import POINTS, Ring, Space
-from offbeat.policies.ps.messages import Arc, Enlist, Filled, Reached, View, Withdraw
-from offbeat.policies.ps.participants import Participants
-from offbeat.policies.ps.range_clock import KEYS
+from offbeat.policies.ps.hash_ring import RING_SIZE, HashRing, NamespaceSpec
+from offbeat.policies.ps.messages import (
+    JoinAggregation,
+    LeaveAggregation,
+    PauseReached,
+    PlacementView,
+    RingArc,
+    ServerFillDone,
+)
+from offbeat.policies.ps.participants import AggregationParticipants
+from offbeat.policies.ps.range_clock import KEY_END
 
 
 class ServerGroup:
@@ -41,7 +48,7 @@ class ServerGroup:
         losses: how many lost servers were the last ones to have some data.
 
     Raises:
-        ValueError: no server, or arguments that `Ring` rejects.
+        ValueError: no server, or arguments that `HashRing` rejects.
     """
 
     def __init__(self, servers: int, *, virtual_nodes: int = 16, copies: int = 2) -> None:
@@ -50,29 +57,29 @@ class ServerGroup:
         self._expected = servers
         self._virtual_nodes, self._copies = virtual_nodes, copies
         self._make_ring(())
-        self.view: View | None = None
-        self.losses = 0
+        self.view: PlacementView | None = None
+        self.data_losses = 0
         self._lost: list[LostArc] = []
         self._resets: set[str] = set()  # namespaces that restart from zero after losses
         self._silent: tuple[int, ...] = ()
-        self._spaces: dict[str, Space] = {}
+        self._spaces: dict[str, NamespaceSpec] = {}
         self._alive: set[int] = set()
         self._gone: set[int] = set()
         self._leaving: set[int] = set()
         self._filled: set[int] = set()  # in the view in force
-        self._participants = Participants()
+        self._participants = AggregationParticipants()
 
     @property
     def servers(self) -> Collection[int]:
         """All servers that have joined and have not left or been lost."""
         return self._alive
 
-    def opened(self, space: Space, on_loss: str = "") -> View | None:
+    def on_namespace_opened(self, space: NamespaceSpec, on_loss: str = "") -> PlacementView | None:
         """A client opens a namespace; return the next view if it is new, or lost keys of it are reset.
 
         Args:
             space: its definition.
-            on_loss: see `SpaceOpened`.
+            on_loss: see `NamespaceRequested`.
 
         Raises:
             ProtocolError: the name belongs to another namespace, or the definition is invalid.
@@ -82,8 +89,8 @@ class ServerGroup:
         known = self._spaces.get(space.name)
         if known is not None and known != space:
             raise ProtocolError(f"expected the namespace {space.name} as it was opened, {known}, got {space}")
-        if space.keys >= KEYS:
-            raise ProtocolError(f"expected less than {KEYS} keys, got {space}")
+        if space.keys >= KEY_END:
+            raise ProtocolError(f"expected less than {KEY_END} keys, got {space}")
         if not 0 < space.block_keys <= space.keys:
             raise ProtocolError(f"expected blocks of 1 to {space.keys} keys, got {space}")
         is_reset = self._set_on_loss(space.name, on_loss)
@@ -102,7 +109,7 @@ class ServerGroup:
         before, self._lost = self._lost, [arc for arc in self._lost if arc.namespace != namespace]
         return before != self._lost
 
-    def enlisted(self, enlist: Enlist) -> View | None:
+    def on_join_aggregation(self, enlist: JoinAggregation) -> PlacementView | None:
         """A client asks to take part in a namespace that aggregates; return the next view, if there is one.
 
         Raises:
@@ -111,25 +118,25 @@ class ServerGroup:
         space = self._spaces.get(enlist.namespace)
         if space is None or not space.aggregates:
             raise ProtocolError(f"expected a namespace that aggregates, got {space or enlist.namespace}")
-        number = None if self.view is None else self.view.number + 1
-        is_new = self._participants.enlist(enlist.client, enlist.namespace, number)
+        number = None if self.view is None else self.view.version + 1
+        is_new = self._participants.join(enlist.client, enlist.namespace, number)
         return self._next_epoch() if is_new else None
 
-    def reached(self, said: Reached) -> View | None:
+    def on_pause_reached(self, said: PauseReached) -> PlacementView | None:
         """A participant has paused; return the next view, if all have."""
-        is_over = self._participants.reach(said.client, said.namespace, said.pause, said.time)
+        is_over = self._participants.on_pause_reached(said.client, said.namespace, said.pause, said.time)
         return self._next_epoch() if is_over else None
 
-    def withdrawn(self, withdraw: Withdraw) -> View | None:
+    def on_leave_aggregation(self, withdraw: LeaveAggregation) -> PlacementView | None:
         """A client withdraws from a namespace; return the next view, if there is one."""
-        is_new = self._participants.withdraw(withdraw.client, withdraw.namespace)
+        is_new = self._participants.leave(withdraw.client, withdraw.namespace)
         return self._next_epoch() if is_new else None
 
-    def client_gone(self, client: int) -> View | None:
+    def on_client_gone(self, client: int) -> PlacementView | None:
         """A client is lost, or has left; return the next view, if there is one."""
-        return self._next_epoch() if self._participants.lose(client) else None
+        return self._next_epoch() if self._participants.on_client_lost(client) else None
 
-    def joined(self, server: int) -> View | None:
+    def on_joined(self, server: int) -> PlacementView | None:
         """A server joins; return the next view, if there is one.
 
         Raises:
@@ -144,14 +151,14 @@ class ServerGroup:
             return self._next_view(epoch=0, ring=self._make_ring(self._alive))
         return self._prepare(self.view)
 
-    def leaves(self, server: int) -> View | None:
+    def on_leaving(self, server: int) -> PlacementView | None:
         """A server asks to leave; return the next view. It may go once a view does not contain it."""
         if server not in self._alive or self.view is None:
             return None
         self._leaving.add(server)
         return self._prepare(self.view)
 
-    def lost(self, server: int) -> View | None:
+    def on_lost(self, server: int) -> PlacementView | None:
         """A server is lost; return the next view, if that changes anything."""
         if server not in self._alive:
             return None
@@ -167,10 +174,10 @@ class ServerGroup:
         emptied = self._lose(view, server)
         filling = self._filling_after(view, ring)
         return self._next_view(
-            epoch=view.number + 1, ring=ring, filling=filling, target=self._target(ring), emptied=emptied
+            epoch=view.version + 1, ring=ring, filling=filling, target=self._target(ring), emptied=emptied
         )
 
-    def may_lose(self, server: int, silent: Collection[int] = ()) -> bool:
+    def has_other_copies(self, server: int, silent: Collection[int] = ()) -> bool:
         """Whether another server, and one that is not silent, has all that a server has."""
         view = self.view
         if view is None:
@@ -180,16 +187,16 @@ class ServerGroup:
             for _, _, holders in self._stretches(view)
         )
 
-    def note_silent(self, servers: Iterable[int]) -> None:
+    def set_silent(self, servers: Iterable[int]) -> None:
         """Set the silent servers that the manager waits for in the view, which keeps its number."""
         self._silent = tuple(sorted(servers))
         if self.view is not None:
-            self.view = replace(self.view, silent=self._silent)
+            self.view = replace(self.view, silent_servers=self._silent)
 
-    def filled(self, said: Filled) -> View | None:
+    def on_filled(self, said: ServerFillDone) -> PlacementView | None:
         """A server reports that it has been filled; reports about older views are ignored."""
         view = self.view
-        if view is None or said.view != view.number or said.server not in self._alive:
+        if view is None or said.view != view.version or said.server not in self._alive:
             return None
         self._filled.add(said.server)
         gaining = set(view.filling)
@@ -208,15 +215,15 @@ class ServerGroup:
             "view": None
             if view is None
             else {
-                "number": view.number,
+                "number": view.version,
                 "epoch": view.epoch,
                 "servers": list(view.ring.servers),
                 "filling": [[one, [[a.first, a.last] for a in arcs]] for one, arcs in view.filling.items()],
                 "target": None if view.target is None else list(view.target.servers),
-                "emptied": [[arc.first, arc.last] for arc in view.emptied],
+                "emptied": [[arc.first, arc.last] for arc in view.lost_arcs_dropped],
             },
-            "losses": self.losses,
-            "lost": [[arc.number, arc.namespace, arc.first, arc.last, arc.server] for arc in self._lost],
+            "losses": self.data_losses,
+            "lost": [[arc.loss, arc.namespace, arc.start, arc.stop, arc.server] for arc in self._lost],
             "resets": sorted(self._resets),
             "silent": list(self._silent),
             "spaces": [list(space) for space in self._spaces.values()],
@@ -230,27 +237,27 @@ class ServerGroup:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of a group with the same arguments."""
         view = state["view"]
-        self._spaces = {space[0]: Space(*space) for space in state["spaces"]}
+        self._spaces = {space[0]: NamespaceSpec(*space) for space in state["spaces"]}
         self._participants.load_state_dict(state["participants"])
-        self.losses, self._silent = state["losses"], tuple(state["silent"])
+        self.data_losses, self._silent = state["losses"], tuple(state["silent"])
         self._lost = [
-            LostArc(number=number, namespace=namespace, first=first, last=last, server=server)
+            LostArc(loss=number, namespace=namespace, start=first, stop=last, server=server)
             for number, namespace, first, last, server in state["lost"]
         ]
         self._resets = set(state["resets"])
         self.view = None
         if view is not None:
-            self.view = View(
-                number=view["number"],
+            self.view = PlacementView(
+                version=view["number"],
                 epoch=view["epoch"],
                 ring=self._make_ring(view["servers"]),
                 spaces=dict(self._spaces),
                 filling={
-                    one: tuple(Arc(first=first, last=last) for first, last in arcs)
+                    one: tuple(RingArc(first=first, last=last) for first, last in arcs)
                     for one, arcs in view["filling"]
                 },
                 target=None if view["target"] is None else self._make_ring(view["target"]),
-                emptied=tuple(Arc(first=first, last=last) for first, last in view["emptied"]),
+                lost_arcs_dropped=tuple(RingArc(first=first, last=last) for first, last in view["emptied"]),
                 **self._common_fields(),
             )
         self._alive, self._gone = set(state["alive"]), set(state["gone"])
@@ -258,20 +265,20 @@ class ServerGroup:
 
     # Internal --------------------------------------------------------------------------------------------
 
-    def _next_epoch(self) -> View | None:
+    def _next_epoch(self) -> PlacementView | None:
         """Return the next view for a change other than of servers, in a new epoch."""
         view = self.view
         if view is None:
             return None
         return self._next_view(
-            epoch=view.number + 1, ring=view.ring, filling=view.filling, target=view.target
+            epoch=view.version + 1, ring=view.ring, filling=view.filling, target=view.target
         )
 
     def _common_fields(self) -> dict[str, Any]:
-        begins = {name: dict(times) for name, times in self._participants.begins.items() if times}
+        begins = {name: dict(times) for name, times in self._participants.first_times.items() if times}
         return {
             "participants": begins,
-            "paused": dict(self._participants.paused),
+            "paused": dict(self._participants.pauses),
             "lost": tuple(self._lost),
             "silent": tuple(one for one in self._silent if one in self._alive),
         }
@@ -280,39 +287,39 @@ class ServerGroup:
         self,
         *,
         epoch: int,
-        ring: Ring,
-        filling: dict[int, tuple[Arc, ...]] | None = None,
-        target: Ring | None = None,
-        emptied: tuple[Arc, ...] = (),
-    ) -> View:
-        number = 0 if self.view is None else self.view.number + 1
-        self.view = View(
-            number=number,
+        ring: HashRing,
+        filling: dict[int, tuple[RingArc, ...]] | None = None,
+        target: HashRing | None = None,
+        emptied: tuple[RingArc, ...] = (),
+    ) -> PlacementView:
+        number = 0 if self.view is None else self.view.version + 1
+        self.view = PlacementView(
+            version=number,
             epoch=epoch,
             ring=ring,
             spaces=dict(self._spaces),
             filling=filling or {},
             target=target,
-            emptied=emptied,
+            lost_arcs_dropped=emptied,
             **self._common_fields(),
         )
         self._filled.clear()
         return self.view
 
-    def _make_ring(self, servers: Iterable[int]) -> Ring:
-        return Ring(servers, virtual_nodes=self._virtual_nodes, copies=self._copies)
+    def _make_ring(self, servers: Iterable[int]) -> HashRing:
+        return HashRing(servers, virtual_nodes=self._virtual_nodes, replicas=self._copies)
 
-    def _target(self, ring: Ring) -> Ring | None:
+    def _target(self, ring: HashRing) -> HashRing | None:
         """The ring to prepare, None if it is the one in force."""
         wanted = tuple(sorted(self._alive - self._leaving)) or ring.servers
         return None if wanted == ring.servers else self._make_ring(wanted)
 
-    def _prepare(self, view: View) -> View:
+    def _prepare(self, view: PlacementView) -> PlacementView:
         return self._next_view(
             epoch=view.epoch, ring=view.ring, filling=view.filling, target=self._target(view.ring)
         )
 
-    def _after_filling(self, view: View) -> View:
+    def _after_filling(self, view: PlacementView) -> PlacementView:
         """Return the next view after filling: with the target as its ring, if there is one."""
         if view.target is None:
             return self._next_view(epoch=view.epoch, ring=view.ring)
@@ -320,29 +327,29 @@ class ServerGroup:
         self._alive -= left
         self._gone |= left
         self._leaving -= left
-        return self._next_view(epoch=view.number + 1, ring=view.target, target=self._target(view.target))
+        return self._next_view(epoch=view.version + 1, ring=view.target, target=self._target(view.target))
 
-    def _filling_after(self, view: View, ring: Ring) -> dict[int, tuple[Arc, ...]]:
+    def _filling_after(self, view: PlacementView, ring: HashRing) -> dict[int, tuple[RingArc, ...]]:
         """Which servers have to be filled with what after a loss; lost data are filled nowhere."""
-        found: dict[int, list[Arc]] = {}
-        for first, last, holders in self._stretches(view, *ring.bounds):
+        found: dict[int, list[RingArc]] = {}
+        for first, last, holders in self._stretches(view, *ring.stretch_starts):
             after = ring.holders_at(first)
             missing = [server for server in after if server not in holders]
             if len(missing) == len(after):
                 continue
             for server in missing:
-                found.setdefault(server, []).append(Arc(first=first, last=last))
+                found.setdefault(server, []).append(RingArc(first=first, last=last))
         return {server: tuple(arcs) for server, arcs in sorted(found.items())}
 
-    def _lose(self, view: View, server: int) -> tuple[Arc, ...]:
+    def _lose(self, view: PlacementView, server: int) -> tuple[RingArc, ...]:
         """Record what is lost with a server that was the last one to have it; return the places."""
-        bounds = [bound for arc in self._lost for bound in (arc.first, arc.last)]
+        bounds = [bound for arc in self._lost for bound in (arc.start, arc.stop)]
         stretches = [
             (first, last) for first, last, holders in self._stretches(view, *bounds) if holders == [server]
         ]
-        self.losses += bool(stretches)
+        self.data_losses += bool(stretches)
         lost = [
-            LostArc(number=self.losses, namespace=name, first=arc.first, last=arc.last, server=server)
+            LostArc(loss=self.data_losses, namespace=name, start=arc.first, stop=arc.last, server=server)
             for name in self._spaces
             if name not in self._resets
             for arc in _merged(stretch for stretch in stretches if not self._is_lost(name, stretch[0]))
@@ -351,11 +358,11 @@ class ServerGroup:
         return tuple(_merged(stretches))
 
     def _is_lost(self, namespace: str, point: int) -> bool:
-        return any(arc.namespace == namespace and arc.first <= point < arc.last for arc in self._lost)
+        return any(arc.namespace == namespace and arc.start <= point < arc.stop for arc in self._lost)
 
-    def _stretches(self, view: View, *bounds: int) -> Iterator[tuple[int, int, list[int]]]:
+    def _stretches(self, view: PlacementView, *bounds: int) -> Iterator[tuple[int, int, list[int]]]:
         """Yield stretches of the ring, each with the servers that have all of it."""
-        found = {0, POINTS, *view.ring.bounds, *bounds}
+        found = {0, RING_SIZE, *view.ring.stretch_starts, *bounds}
         found.update(
             bound for arcs in view.filling.values() for arc in arcs for bound in (arc.first, arc.last)
         )
@@ -368,16 +375,16 @@ class ServerGroup:
             )
 
 
-def _merged(stretches: Iterable[tuple[int, int]]) -> list[Arc]:
+def _merged(stretches: Iterable[tuple[int, int]]) -> list[RingArc]:
     """Merge adjacent stretches."""
-    arcs: list[Arc] = []
+    arcs: list[RingArc] = []
     for first, last in stretches:
         if arcs and arcs[-1].last == first:
-            arcs[-1] = Arc(first=arcs[-1].first, last=last)
+            arcs[-1] = RingArc(first=arcs[-1].first, last=last)
         else:
-            arcs.append(Arc(first=first, last=last))
+            arcs.append(RingArc(first=first, last=last))
     return arcs
 
 
-def _is_filled_at(view: View, server: int, point: int) -> bool:
+def _is_filled_at(view: PlacementView, server: int, point: int) -> bool:
     return any(arc.first <= point < arc.last for arc in view.filling.get(server, ()))

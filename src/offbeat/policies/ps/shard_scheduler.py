@@ -12,10 +12,17 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, GroupViewed, PassesEnded, TaskIssued, Worker, WorkerRefused
+from offbeat.events import (
+    Action,
+    AssignTask,
+    PassesEnded,
+    WorkerGroupMember,
+    WorkerGroupRejected,
+    WorkerGroupView,
+)
 
 SHARDS_MAX: Final = 2**16  # so that any assignment fits into a control message
-POLICIES: Final = ("replace", "continue", "drop_slowest")
+LOSS_POLICIES: Final = ("replace", "continue", "drop_slowest")
 
 
 class _Task(NamedTuple):
@@ -24,7 +31,7 @@ class _Task(NamedTuple):
     shards: tuple[int, ...]
 
 
-class _Want(NamedTuple):
+class _TaskRequest(NamedTuple):
     """A worker's request for a task that could not be answered yet."""
 
     passes: int
@@ -112,16 +119,16 @@ class ShardScheduler:
     def __init__(self, name: str, shards: int, on_loss: str, patience_s: float) -> None:
         if not 1 <= shards <= SHARDS_MAX:
             raise ProtocolError(f"expected 1 to {SHARDS_MAX} shards, got {shards}")
-        if on_loss not in POLICIES:
+        if on_loss not in LOSS_POLICIES:
             raise ProtocolError(
-                f"expected on_worker_loss to be one of {', '.join(POLICIES)}, got {on_loss!r}"
+                f"expected on_worker_loss to be one of {', '.join(LOSS_POLICIES)}, got {on_loss!r}"
             )
         self.name, self.shards, self.on_loss, self.patience_s = name, shards, on_loss, patience_s
         self.tau: int | None = None
         self._passes = [0] * shards  # completed by each shard
         self._count: Counter[int] = Counter({0: shards})  # of shards that are not lost, by their passes
         self._members: dict[str, _Member] = {}  # in the order of joining
-        self._wants: dict[str, _Want] = {}
+        self._task_requests: dict[str, _TaskRequest] = {}
         self._free = [_FreeShards(0.0, tuple(range(shards)))]  # the oldest first
         self._next = 0
         self._has_changed = False  # since the members received a view
@@ -130,28 +137,28 @@ class ShardScheduler:
         return node in self._members
 
     @property
-    def passes(self) -> int:
+    def completed_passes(self) -> int:
         """How many passes every shard that is not lost has completed."""
         return min(self._count, default=0)
 
     # Events ----------------------------------------------------------------------------------------------
 
-    def join(self, node: str, now_s: float) -> list[Action]:
+    def on_joined(self, node: str, now_s: float) -> list[Action]:
         """A worker joins that is not a member."""
         self._members[node] = _Member()
         self._has_changed = True
         return self._settle(now_s, f"{node} has joined")
 
-    def leave(self, node: str, now_s: float) -> list[Action]:
+    def on_left(self, node: str, now_s: float) -> list[Action]:
         """A member leaves in order."""
         return self._remove(node, now_s, now_s, f"{node} has left")
 
-    def lose(self, node: str, now_s: float, reason: str) -> list[Action]:
+    def on_lost(self, node: str, now_s: float, reason: str) -> list[Action]:
         """A member is lost."""
         due_s = {"replace": now_s + self.patience_s, "continue": None, "drop_slowest": now_s}[self.on_loss]
         return self._remove(node, due_s, now_s, reason)
 
-    def want(self, node: str, passes: int, shards_max: int, now_s: float) -> list[Action]:
+    def on_task_requested(self, node: str, passes_max: int, shards_max: int, now_s: float) -> list[Action]:
         """A member requests a task of at most `shards_max` shards, in the first `passes` passes.
 
         Raises:
@@ -159,17 +166,17 @@ class ShardScheduler:
         """
         if shards_max < 1:
             raise ProtocolError(f"expected a request for at least 1 shard, got {shards_max}")
-        since_s = self._wants[node].since_s if node in self._wants else now_s
-        self._wants[node] = _Want(passes, shards_max, since_s)
+        since_s = self._task_requests[node].since_s if node in self._task_requests else now_s
+        self._task_requests[node] = _TaskRequest(passes_max, shards_max, since_s)
         return self._serve([node])
 
-    def done(self, node: str, number: int, now_s: float) -> list[Action]:
+    def on_task_done(self, node: str, number: int, now_s: float) -> list[Action]:
         """A member has done a task.
 
         Raises:
             ProtocolError: it has no such task.
         """
-        member, before = self._members[node], self.passes
+        member, before = self._members[node], self.completed_passes
         task = member.tasks.pop(number, None)
         if task is None:
             raise ProtocolError(f"expected one of the {len(member.tasks)} tasks of {node}, got task {number}")
@@ -177,7 +184,7 @@ class ShardScheduler:
             self._set_passes(shard, task.pass_number + 1)
         member.done += len(task.shards)
         actions = self._settle(now_s, f"{node} has done task {number}")
-        return actions or self._serve(list(self._wants) if self.passes > before else [node])
+        return actions or self._serve(list(self._task_requests) if self.completed_passes > before else [node])
 
     def set_tau(self, tau: int | None, now_s: float) -> list[Action]:
         """Bound how many passes a shard may be ahead of another one, from now on."""
@@ -185,29 +192,32 @@ class ShardScheduler:
         self._has_changed = True
         return self._settle(now_s, f"tau is {tau}")
 
-    def tick(self, now_s: float) -> list[Action]:
+    def on_tick(self, now_s: float) -> list[Action]:
         """Time has passed: share overdue shards, or drop the slowest worker."""
         actions: list[Action] = []
         if self.on_loss == "drop_slowest":
             actions = self._drop_slowest(now_s)
         return actions or self._settle(now_s, f"no worker has joined for {self.patience_s:g} s")
 
-    def view(self, node: str, reason: str) -> GroupViewed:
+    def view(self, node: str, reason: str) -> WorkerGroupView:
         """Return the view of the group for a node, or for every member if `node` is empty."""
         lost = [parcel.shards for parcel in self._free if parcel.due_s is None]
         waiting = [parcel.shards for parcel in self._free if parcel.due_s is not None]
-        return GroupViewed(
+        return WorkerGroupView(
             node=node,
             group=self.name,
             tau=self.tau,
-            passes=self.passes,
+            passes=self.completed_passes,
             workers=tuple(
-                Worker(
-                    node=name, shards=_ranges(member.shards), passes=self._passes_of(member), done=member.done
+                WorkerGroupMember(
+                    node=name,
+                    shards=_ranges(member.shards),
+                    passes=self._passes_of(member),
+                    shard_passes_done=member.done,
                 )
                 for name, member in self._members.items()
             ),
-            waiting=_ranges(shard for shards in waiting for shard in shards),
+            unassigned=_ranges(shard for shards in waiting for shard in shards),
             lost=_ranges(shard for shards in lost for shard in shards),
             reason=reason,
         )
@@ -226,7 +236,7 @@ class ShardScheduler:
                 ]
                 for name, member in self._members.items()
             ],
-            "wants": [[name, *want] for name, want in self._wants.items()],
+            "wants": [[name, *want] for name, want in self._task_requests.items()],
             "parcels": [[due_s, list(shards)] for due_s, shards in self._free],
             "next": self._next,
         }
@@ -239,7 +249,7 @@ class ShardScheduler:
         for name, shards, tasks, done in state["members"]:
             held = {number: _Task(number, at, tuple(task_shards)) for number, at, task_shards in tasks}
             self._members[name] = _Member(set(shards), held, done)
-        self._wants = {name: _Want(*want) for name, *want in state["wants"]}
+        self._task_requests = {name: _TaskRequest(*want) for name, *want in state["wants"]}
         lost = {shard for due_s, shards in self._free if due_s is None for shard in shards}
         self._count = Counter(found for shard, found in enumerate(self._passes) if shard not in lost)
 
@@ -247,7 +257,7 @@ class ShardScheduler:
 
     def _remove(self, node: str, due_s: float | None, now_s: float, reason: str) -> list[Action]:
         shards = tuple(sorted(self._members.pop(node).shards))
-        self._wants.pop(node, None)
+        self._task_requests.pop(node, None)
         self._has_changed = True
         if shards:
             self._free.append(_FreeShards(due_s, shards))
@@ -270,11 +280,11 @@ class ShardScheduler:
             return []
         self._has_changed = False
         actions: list[Action] = [self.view("", reason)] if self._members else []
-        return actions + self._serve(list(self._wants))
+        return actions + self._serve(list(self._task_requests))
 
     def _adopt(self, member: _Member, free: _FreeShards) -> None:
         if free.due_s is None:
-            passes = self.passes
+            passes = self.completed_passes
             for shard in free.shards:
                 self._passes[shard] = max(self._passes[shard], passes)
                 self._count[self._passes[shard]] += 1
@@ -317,7 +327,7 @@ class ShardScheduler:
         """Drop the slowest member if one with shards and no task is overdue; then none for as long again."""
         overdue = [
             name
-            for name, want in self._wants.items()
+            for name, want in self._task_requests.items()
             if now_s - want.since_s >= self.patience_s
             and self._members[name].shards
             and not self._members[name].tasks
@@ -325,15 +335,17 @@ class ShardScheduler:
         behind = {
             name: member
             for name, member in self._members.items()
-            if member.shards and self._passes_of(member) == self.passes
+            if member.shards and self._passes_of(member) == self.completed_passes
         }
         if not overdue or not behind:
             return []
         slowest = min(behind, key=lambda name: behind[name].done)
-        self._wants = {name: want._replace(since_s=now_s) for name, want in self._wants.items()}
+        self._task_requests = {
+            name: want._replace(since_s=now_s) for name, want in self._task_requests.items()
+        }
         reason = f"{slowest} was dropped: it kept {overdue[0]} waiting for {self.patience_s:g} s"
-        refused = WorkerRefused(node=slowest, group=self.name, reason=reason)
-        return [refused, *self.lose(slowest, now_s, reason)]
+        refused = WorkerGroupRejected(node=slowest, group=self.name, reason=reason)
+        return [refused, *self.on_lost(slowest, now_s, reason)]
 
     # Tasks -----------------------------------------------------------------------------------------------
 
@@ -341,26 +353,28 @@ class ShardScheduler:
         """Answer the waiting requests of these members."""
         actions: list[Action] = []
         for node in nodes:
-            want = self._wants.get(node)
+            want = self._task_requests.get(node)
             answer = None if want is None else self._next_task(node, self._members[node], want)
             if answer is not None:
-                del self._wants[node]
+                del self._task_requests[node]
                 actions.append(answer)
         return actions
 
-    def _next_task(self, node: str, member: _Member, want: _Want) -> TaskIssued | PassesEnded | None:
-        if self.passes >= want.passes:
-            reason = f"all shards have completed {self.passes} passes"
-            return PassesEnded(node=node, group=self.name, passes=self.passes, reason=reason)
+    def _next_task(self, node: str, member: _Member, want: _TaskRequest) -> AssignTask | PassesEnded | None:
+        if self.completed_passes >= want.passes:
+            reason = f"all shards have completed {self.completed_passes} passes"
+            return PassesEnded(node=node, group=self.name, passes=self.completed_passes, reason=reason)
         idle = member.idle()
         pass_number = min((self._passes[shard] for shard in idle), default=want.passes)
-        if pass_number >= want.passes or (self.tau is not None and pass_number - self.passes > self.tau):
+        if pass_number >= want.passes or (
+            self.tau is not None and pass_number - self.completed_passes > self.tau
+        ):
             return None
         shards = [shard for shard in idle if self._passes[shard] == pass_number]
         task = _Task(self._next, pass_number, tuple(shards[: want.shards_max]))
         member.tasks[task.number] = task
         self._next += 1
-        return TaskIssued(
+        return AssignTask(
             node=node,
             group=self.name,
             task=task.number,
@@ -375,7 +389,7 @@ class ShardScheduler:
         self._count[passes] += 1
 
     def _passes_of(self, member: _Member) -> int:
-        return min((self._passes[shard] for shard in member.shards), default=self.passes)
+        return min((self._passes[shard] for shard in member.shards), default=self.completed_passes)
 
 
 def _ranges(shards: Iterable[int]) -> tuple[tuple[int, int], ...]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from offbeat.errors import ProtocolError
 
 
-class State(StrEnum):
+class CallState(StrEnum):
     """The state of a task at one callee."""
 
     ISSUED = "issued"  # waits for other tasks
@@ -23,10 +23,10 @@ class State(StrEnum):
     FINISHED = "finished"
 
 
-class Run(NamedTuple):
+class TaskRun(NamedTuple):
     """A task at one of its callees; as an action, it may run there now."""
 
-    number: int
+    task: int
     callee: str
 
 
@@ -36,19 +36,19 @@ class TaskFinished(NamedTuple):
     number: int
 
 
-class IssueAgain(NamedTuple):
+class TaskNeedsCallees(NamedTuple):
     """A task has lost all its callees before any finished it: it needs new ones, see `issue_again`."""
 
     number: int
 
 
-class Withdrawn(NamedTuple):
+class TaskWithdrawn(NamedTuple):
     """A subtask is cancelled, since the call that issued it is gone. It never finishes."""
 
     number: int
 
 
-Told: TypeAlias = Run | TaskFinished | IssueAgain | Withdrawn
+TaskAction: TypeAlias = TaskRun | TaskFinished | TaskNeedsCallees | TaskWithdrawn
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class _Call:
         subtasks: those that have not finished.
     """
 
-    state: State
+    state: CallState
     subtasks: set[int] = field(default_factory=set)
 
 
@@ -76,7 +76,7 @@ class _Task:
     """
 
     number: int
-    parent: Run | None
+    parent: TaskRun | None
     waits: set[int]
     calls: dict[str, _Call]
     unfinished: int
@@ -112,8 +112,8 @@ class TaskGraph:
         self._down: set[str] = set()
 
     def add(
-        self, callees: Iterable[str], *, after: Iterable[int] = (), parent: Run | None = None
-    ) -> tuple[int, list[Told]]:
+        self, callees: Iterable[str], *, after: Iterable[int] = (), parent: TaskRun | None = None
+    ) -> tuple[int, list[TaskAction]]:
         """Issue a task at these nodes; return its number and the actions that follow.
 
         Args:
@@ -131,7 +131,7 @@ class TaskGraph:
         calls = self._calls(callees)
         if parent is not None:
             parent_call = self._call(parent)
-            if parent_call is None or parent_call.state is not State.RUNNING:
+            if parent_call is None or parent_call.state is not CallState.RUNNING:
                 raise ValueError(
                     f"expected a parent that is running, got {parent}: {self._describe_state(parent)}"
                 )
@@ -142,7 +142,7 @@ class TaskGraph:
             self._tasks[earlier].followers.append(number)
         return number, self._run(task)
 
-    def issue_again(self, number: int, callees: Iterable[str]) -> list[Told]:
+    def reassign(self, number: int, callees: Iterable[str]) -> list[TaskAction]:
         """Give new callees to a task that has lost all of its own; return the actions that follow.
 
         Raises:
@@ -155,62 +155,62 @@ class TaskGraph:
         task.unfinished = len(task.calls)
         return self._run(task)
 
-    def started(self, number: int, callee: str) -> None:
+    def on_started(self, number: int, callee: str) -> None:
         """A task has begun to run at a callee; ignored if it was dropped or withdrawn.
 
         Raises:
             ProtocolError: it was not ready there.
         """
-        call = self._expect_call(Run(number, callee), State.READY)
+        call = self._expect_call(TaskRun(number, callee), CallState.READY)
         if call is not None:
-            call.state = State.RUNNING
+            call.state = CallState.RUNNING
 
-    def returned(self, number: int, callee: str) -> list[Told]:
+    def on_returned(self, number: int, callee: str) -> list[TaskAction]:
         """A call has returned; return the actions that follow. Ignored if it was dropped or withdrawn.
 
         Raises:
             ProtocolError: it was not running there.
         """
-        call = self._expect_call(Run(number, callee), State.RUNNING)
+        call = self._expect_call(TaskRun(number, callee), CallState.RUNNING)
         if call is None:
             return []
-        call.state = State.RETURNED
-        return self._settle(Run(number, callee))
+        call.state = CallState.RETURNED
+        return self._settle(TaskRun(number, callee))
 
-    def node_down(self, node: str) -> list[Told]:
+    def on_node_lost(self, node: str) -> list[TaskAction]:
         """A node is lost for good; return tasks to issue again, withdrawn tasks and the actions that follow.
 
         What the node has finished stays finished.
         """
         self._down.add(node)
-        actions: list[Told] = []
+        actions: list[TaskAction] = []
         affected = []
         for task in list(self._tasks.values()):  # parents before their subtasks
             call = task.calls.get(node)
-            if call is not None and call.state is not State.FINISHED and task.number in self._tasks:
+            if call is not None and call.state is not CallState.FINISHED and task.number in self._tasks:
                 actions += self._withdraw(call.subtasks)
                 del task.calls[node]
                 task.unfinished -= 1
                 affected.append(task)
         for task in affected:
             if not task.calls:
-                actions.append(IssueAgain(task.number))
+                actions.append(TaskNeedsCallees(task.number))
             elif not task.unfinished:
                 actions += self._finish(task)
         return actions
 
-    def is_open(self, number: int) -> bool:
+    def is_unfinished(self, number: int) -> bool:
         """Return whether a task exists that has not finished."""
         return number in self._tasks
 
-    def waits_for(self, number: int) -> tuple[int, ...]:
+    def pending_tasks(self, number: int) -> tuple[int, ...]:
         """Return the tasks that a task still waits for, ascending; none if it is over."""
         task = self._tasks.get(number)
         return () if task is None else tuple(sorted(task.waits))
 
-    def state(self, number: int, callee: str) -> State | None:
+    def state(self, number: int, callee: str) -> CallState | None:
         """Return the state of a task at a callee; None if the task is over, or not at this callee."""
-        call = self._call(Run(number, callee))
+        call = self._call(TaskRun(number, callee))
         return None if call is None else call.state
 
     def state_dict(self) -> dict[str, Any]:
@@ -232,16 +232,16 @@ class TaskGraph:
         self._down = set(state["down"])
         self._tasks = {}
         for number, parent, waits, states in state["tasks"]:
-            calls = {callee: _Call(State(one)) for callee, one in states}
-            unfinished = sum(call.state is not State.FINISHED for call in calls.values())
-            parent_run = None if parent is None else Run(*parent)
+            calls = {callee: _Call(CallState(one)) for callee, one in states}
+            unfinished = sum(call.state is not CallState.FINISHED for call in calls.values())
+            parent_run = None if parent is None else TaskRun(*parent)
             self._tasks[number] = _Task(number, parent_run, set(waits), calls, unfinished)
             for earlier in waits:
                 self._tasks[earlier].followers.append(number)
             if parent_run is not None:
-                self._tasks[parent_run.number].calls[parent_run.callee].subtasks.add(number)
+                self._tasks[parent_run.task].calls[parent_run.callee].subtasks.add(number)
 
-    def _unfinished(self, after: Iterable[int], parent: Run | None) -> set[int]:
+    def _unfinished(self, after: Iterable[int], parent: TaskRun | None) -> set[int]:
         waits = set()
         for earlier in after:
             if not 0 <= earlier < self._next:
@@ -260,18 +260,18 @@ class TaskGraph:
         return waits
 
     def _calls(self, callees: Iterable[str]) -> dict[str, _Call]:
-        calls = {callee: _Call(State.ISSUED) for callee in callees}
+        calls = {callee: _Call(CallState.ISSUED) for callee in callees}
         down = sorted(self._down & calls.keys())
         if not calls or down:
             raise ValueError(f"expected one callee or more that are up, got {', '.join(calls) or 'none'}")
         return calls
 
-    def _call(self, run: Run) -> _Call | None:
-        task = self._tasks.get(run.number)
+    def _call(self, run: TaskRun) -> _Call | None:
+        task = self._tasks.get(run.task)
         return None if task is None else task.calls.get(run.callee)
 
-    def _expect_call(self, run: Run, expected: State) -> _Call | None:
-        is_over = run.number < self._next and run.number not in self._tasks
+    def _expect_call(self, run: TaskRun, expected: CallState) -> _Call | None:
+        is_over = run.task < self._next and run.task not in self._tasks
         if is_over or run.callee in self._down:
             return None
         call = self._call(run)
@@ -279,52 +279,52 @@ class TaskGraph:
             raise ProtocolError(f"expected {run} to be {expected}: {self._describe_state(run)}")
         return call
 
-    def _describe_state(self, run: Run) -> str:
+    def _describe_state(self, run: TaskRun) -> str:
         state = self.state(*run)
         return "it is not there" if state is None else f"it is {state}"
 
-    def _run(self, task: _Task) -> list[Told]:
+    def _run(self, task: _Task) -> list[TaskAction]:
         if task.waits:
             return []
         for call in task.calls.values():
-            call.state = State.READY
-        return [Run(task.number, callee) for callee in task.calls]
+            call.state = CallState.READY
+        return [TaskRun(task.number, callee) for callee in task.calls]
 
-    def _settle(self, run: Run) -> list[Told]:
+    def _settle(self, run: TaskRun) -> list[TaskAction]:
         """Finish a call if it has returned and has no subtasks left, and with its last call the task."""
-        task = self._tasks[run.number]
+        task = self._tasks[run.task]
         call = task.calls[run.callee]
-        if call.state is not State.RETURNED or call.subtasks:
+        if call.state is not CallState.RETURNED or call.subtasks:
             return []
-        call.state = State.FINISHED
+        call.state = CallState.FINISHED
         task.unfinished -= 1
         return [] if task.unfinished else self._finish(task)
 
-    def _finish(self, task: _Task) -> list[Told]:
+    def _finish(self, task: _Task) -> list[TaskAction]:
         """Remove a finished task, make its followers ready, and settle the call that it was a subtask of."""
         del self._tasks[task.number]
-        actions: list[Told] = [TaskFinished(task.number)]
+        actions: list[TaskAction] = [TaskFinished(task.number)]
         for number in task.followers:
             follower = self._tasks[number]
             follower.waits.discard(task.number)
             actions += self._run(follower)
         if task.parent is not None:
-            parent_call = self._tasks[task.parent.number].calls[task.parent.callee]
+            parent_call = self._tasks[task.parent.task].calls[task.parent.callee]
             parent_call.subtasks.discard(task.number)
             actions += self._settle(task.parent)
         return actions
 
-    def _withdraw(self, subtasks: Iterable[int]) -> list[Told]:
+    def _withdraw(self, subtasks: Iterable[int]) -> list[TaskAction]:
         """Remove these tasks with their subtasks, recursively; only such tasks wait for them."""
-        actions: list[Told] = []
+        actions: list[TaskAction] = []
         for number in sorted(subtasks):
-            actions.append(Withdrawn(number))
+            actions.append(TaskWithdrawn(number))
             for call in self._tasks.pop(number).calls.values():
                 actions += self._withdraw(call.subtasks)
         return actions
 
 
-def _issued_by(parent: Run | None) -> str:
+def _issued_by(parent: TaskRun | None) -> str:
     return "which is nobody's subtask" if parent is None else f"issued by {parent}"
 
 
@@ -360,7 +360,7 @@ class IterationScheduler:
     def __init__(self, graph: TaskGraph, tau: int | None) -> None:
         self.graph = graph
         self.set_tau(tau)
-        self.issued = 0
+        self.issued_count = 0
         # By t: its task's number, and how many iterations, counted from 0, have to finish before it.
         self._open: dict[int, tuple[int, int]] = {}
 
@@ -374,20 +374,20 @@ class IterationScheduler:
             raise ValueError(f"expected a tau of at least 0 iterations, or None for no bound, got {tau}")
         self.tau = tau
 
-    def issue(self, callees: Iterable[str]) -> tuple[int, list[Told]]:
+    def issue(self, callees: Iterable[str]) -> tuple[int, list[TaskAction]]:
         """Issue the next iteration at these nodes; return its task's number and the actions that follow.
 
         Raises:
             ValueError: no callee, or one that is down.
         """
-        self._open = {t: known for t, known in self._open.items() if self.graph.is_open(known[0])}
-        t = self.issued
+        self._open = {t: known for t, known in self._open.items() if self.graph.is_unfinished(known[0])}
+        t = self.issued_count
         before = 0 if self.tau is None else max(0, t - self.tau)
         _, implied = self._open.get(before - 1, (0, 0))
         after = [number for earlier, (number, _) in self._open.items() if implied <= earlier < before]
         number, actions = self.graph.add(callees, after=after)
         self._open[t] = (number, before)
-        self.issued += 1
+        self.issued_count += 1
         return number, actions
 
     @property
@@ -396,16 +396,16 @@ class IterationScheduler:
         return {
             t: number
             for t, (number, _) in self._open.items()
-            if self.graph.is_open(number) and not self.graph.waits_for(number)
+            if self.graph.is_unfinished(number) and not self.graph.pending_tasks(number)
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state except the graph, as plain data."""
         held = [[t, *known] for t, known in self._open.items()]
-        return {"tau": self.tau, "issued": self.issued, "open": held}
+        return {"tau": self.tau, "issued": self.issued_count, "open": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`; the graph has its own."""
         self.tau = state["tau"]
-        self.issued = state["issued"]
+        self.issued_count = state["issued"]
         self._open = {t: (number, before) for t, number, before in state["open"]}

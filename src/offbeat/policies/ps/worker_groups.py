@@ -1,6 +1,6 @@
-"""The worker groups of a parameter server, by name; a part of `Manager`.
+"""The worker groups of a parameter server, by name; a part of `PsManager`.
 
-Nothing here decides which worker gets which data: see `offbeat.policies.shards`.
+Nothing here decides which worker gets which data: see `offbeat.policies.ps.shard_scheduler`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from offbeat.events import (
     Action,
     NodeLeft,
     NodeLost,
-    ProgressWanted,
+    ProgressRequested,
     TaskDone,
-    TaskWanted,
+    TaskRequested,
     TauSet,
     Tick,
-    WorkerJoins,
-    WorkerLeaves,
-    WorkerRefused,
+    WorkerGroupJoined,
+    WorkerGroupLeft,
+    WorkerGroupRejected,
 )
 from offbeat.policies.ps.shard_scheduler import ShardScheduler
 
-Said: TypeAlias = WorkerJoins | WorkerLeaves | TaskWanted | TaskDone | TauSet | ProgressWanted
+WorkerGroupEvent: TypeAlias = (
+    WorkerGroupJoined | WorkerGroupLeft | TaskRequested | TaskDone | TauSet | ProgressRequested
+)
 
 
 class WorkerGroups:
@@ -37,14 +39,14 @@ class WorkerGroups:
     def __init__(self) -> None:
         self._groups: dict[str, ShardScheduler] = {}
 
-    def hear(self, event: Said) -> list[Action]:
+    def on_event(self, event: WorkerGroupEvent) -> list[Action]:
         """Process an event of a client; return the actions that answer it."""
         try:
             return self._answer(event)
         except ProtocolError as error:
-            return [WorkerRefused(node=event.node, group=event.group, reason=str(error))]
+            return [WorkerGroupRejected(node=event.node, group=event.group, reason=str(error))]
 
-    def part(self, event: NodeLeft | NodeLost) -> list[Action]:
+    def on_node_gone(self, event: NodeLeft | NodeLost) -> list[Action]:
         """Remove a client that is gone from all its groups."""
         node, now_s = event.node, event.now_s
         return [
@@ -52,15 +54,15 @@ class WorkerGroups:
             for group in self._groups.values()
             if node in group
             for action in (
-                group.lose(node, now_s, f"{node} was lost: {event.cause}")
+                group.on_lost(node, now_s, f"{node} was lost: {event.cause}")
                 if isinstance(event, NodeLost)
-                else group.leave(node, now_s)
+                else group.on_left(node, now_s)
             )
         ]
 
-    def tick(self, event: Tick) -> list[Action]:
+    def on_tick(self, event: Tick) -> list[Action]:
         """Advance the time of all groups."""
-        return [action for group in self._groups.values() for action in group.tick(event.now_s)]
+        return [action for group in self._groups.values() for action in group.on_tick(event.now_s)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, as plain data."""
@@ -78,29 +80,29 @@ class WorkerGroups:
             self._groups[name] = ShardScheduler(name, shards, on_loss, patience_s)
             self._groups[name].load_state_dict(group)
 
-    def _answer(self, event: Said) -> list[Action]:
+    def _answer(self, event: WorkerGroupEvent) -> list[Action]:
         node, now_s = event.node, event.now_s
-        if isinstance(event, WorkerJoins):
+        if isinstance(event, WorkerGroupJoined):
             return self._join(event)
         group = self._groups.get(event.group)
-        if isinstance(event, WorkerLeaves):
+        if isinstance(event, WorkerGroupLeft):
             return [] if group is None else self._leave(group, node, now_s)
         if group is None or node not in group:
             raise ProtocolError(f"expected a member of the group {event.group}, got {node}, which is not one")
         match event:
-            case TaskWanted():
-                return group.want(node, event.passes, event.shards_max, now_s)
+            case TaskRequested():
+                return group.on_task_requested(node, event.passes_max, event.shards_max, now_s)
             case TaskDone():
-                return group.done(node, event.task, now_s)
+                return group.on_task_done(node, event.task, now_s)
             case TauSet():
                 return group.set_tau(event.tau, now_s)
-            case ProgressWanted():
+            case ProgressRequested():
                 return [group.view(node, f"{node} requested the progress")]
         assert_never(event)
 
-    def _join(self, event: WorkerJoins) -> list[Action]:
+    def _join(self, event: WorkerGroupJoined) -> list[Action]:
         group = self._groups.get(event.group)
-        wanted = (event.shards, event.on_loss, event.patience_s)
+        wanted = (event.shards, event.on_loss, event.wait_timeout_s)
         if group is None:
             group = ShardScheduler(event.group, *wanted)
         known = (group.shards, group.on_loss, group.patience_s)
@@ -112,11 +114,11 @@ class WorkerGroups:
         if event.node in group:
             raise ProtocolError(f"expected a newcomer in the group {event.group}, got {event.node}, a member")
         self._groups[event.group] = group
-        return group.join(event.node, event.now_s)
+        return group.on_joined(event.node, event.now_s)
 
     def _leave(self, group: ShardScheduler, node: str, now_s: float) -> list[Action]:
         """Remove a member; a client that was dropped may leave too, and receives the view either way."""
-        actions = group.leave(node, now_s) if node in group else []
+        actions = group.on_left(node, now_s) if node in group else []
         return [*actions, group.view(node, f"{node} has left")]
 
 

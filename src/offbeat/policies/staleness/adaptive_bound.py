@@ -9,7 +9,7 @@ import math
 from collections import deque
 from typing import Any, Literal, TypeAlias, get_args
 
-Signal: TypeAlias = Literal["loss", "accuracy"]
+ProgressSignal: TypeAlias = Literal["loss", "accuracy"]
 
 _LOSS_MIN = 1e-12  # divides in the place of a smaller loss
 
@@ -51,7 +51,7 @@ class LprController:
         s_max: int = 10,
         step: int = 1,
         limit: float | None = 5.0,
-        signal: Signal = "loss",
+        signal: ProgressSignal = "loss",
         beta: float | None = None,
         window: int = 1,
     ) -> None:
@@ -63,7 +63,7 @@ class LprController:
             raise ValueError(f"expected a finite limit of at least 0 percent, got {limit}")
         if beta is not None and not 0 < beta < 1:
             raise ValueError(f"expected beta above 0 and below 1, got {beta}")
-        if signal not in get_args(Signal):
+        if signal not in get_args(ProgressSignal):
             raise ValueError(f"expected a signal of loss or accuracy, got {signal!r}")
         if window < 1 or (window > 1 and beta is not None):
             raise ValueError(f"expected a window of at least 1 version, and 1 with beta, got {window}")
@@ -90,7 +90,7 @@ class LprController:
         """The last learning progress rate, in percent; None before the second version with a loss."""
         return self._lpr
 
-    def stepped(self, version: int, samples: int, loss: float) -> None:
+    def add_loss(self, version: int, samples: int, loss: float) -> None:
         """Add the loss of a step.
 
         Args:
@@ -102,7 +102,7 @@ class LprController:
             count, total = self._losses.get(version, (0, 0.0))
             self._losses[version] = (count + samples, total + samples * loss)
 
-    def completed(self, until: int) -> list[str]:
+    def complete_versions(self, until: int) -> list[str]:
         """Process all versions before `until` as complete, in order; return why the bound has changed."""
         reasons = []
         for version in sorted(version for version in self._losses if version < until):

@@ -3,15 +3,15 @@
 Theory of operation
 -------------------
 
-A worker reports each finished step (`Clocked`) and receives a `Grant`: the clock of its next step and whether
-that may start. The policy owns four parts and decides only what passes between them:
+A worker reports each finished step (`StepFinished`) and receives a `StepPermit`: the clock of its next step
+and whether that may start. The policy owns four parts and decides only what passes between them:
 
 - `ConsistencyGate`: the table of clocks, and the rule which clock may start;
 - `LprController` (optional): the bound s, which follows the training loss;
-- `SoloDealing` (with shards="dynamic"): the samples of the epoch, assigned to workers in blocks;
+- `SoloBlockAssigner` (with shards="dynamic"): the samples of the epoch, assigned to workers in blocks;
 - `StragglerClassifier` (optional): workers that hold others back only beyond s_max.
 
-A worker is *joined*, then *begun* (its first `Clocked`, without a clock: it has the parameters), then it
+A worker is *joined*, then *begun* (its first `StepFinished`, without a clock: it has the parameters), then it
 either *runs* or *rests* in the gate, and at last it has *finished* or is *gone*. It runs while it may
 compute: it has samples, or none are assigned by this policy, and no other worker takes the warm start's
 steps. Other workers wait for a running worker only.
@@ -48,49 +48,49 @@ from typing import Any, Final, Literal, TypeAlias, assert_never
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     Action,
-    Brought,
-    Clocked,
+    AssignBlocks,
+    BatchesSkipped,
+    CheckpointQuery,
     CloseServers,
-    Deal,
-    Dismiss,
+    ContributionReport,
     Evaluated,
     Event,
     Failed,
     Finished,
-    Grant,
     Halted,
+    JobComplete,
     Joined,
+    LateGradientArrived,
     Left,
-    LeftOut,
     Lost,
     NodeEvent,
     PeerReachable,
     PeerUnreachable,
     Preempted,
     Ready,
-    Recalled,
-    Refuse,
-    Saving,
-    ServerMissed,
-    ServerReached,
+    RejectPeer,
+    SamplesRequested,
+    ServerReachable,
+    ServerUnreachable,
+    StepFinished,
+    StepPermit,
     StepTimed,
-    Stop,
     Tick,
     ValidationEvent,
-    Wants,
 )
-from offbeat.policies.data.worker_assigner import SoloDealing
-from offbeat.policies.ps.manager import client_of
+from offbeat.policies.data.worker_assigner import SoloBlockAssigner
+from offbeat.policies.ps.manager import client_id
 from offbeat.policies.staleness.adaptive_bound import LprController
-from offbeat.policies.staleness.clock_gate import ConsistencyGate, Counts, Opened
+from offbeat.policies.staleness.clock_gate import ClockCounting, ConsistencyGate, OpenedStep
 from offbeat.policies.stragglers.classifier import StragglerClassifier
 
 _ROOT_WORKER: Final = 0  # all workers start with its parameters
 _CLOCK_MAX: Final = 2**62  # later than every clock
 _UNREACHABLE_S: Final = 15.0  # longer than the manager needs to exclude one of two servers that are apart
 
-Shards: TypeAlias = Literal["dynamic", "equal"]
+ShardMode: TypeAlias = Literal["dynamic", "equal"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -122,8 +122,8 @@ class BoundedStaleness:
     `dynamic` the bound follows the loss (DTSSP). When a version of the parameters is complete, its losses
     first change the bound; then the workers that the new bound admits may start.
 
-    A worker that asked for samples and has none rests (see `ConsistencyGate`): a worker without samples
-    holds no other back, nor does the end of an epoch, whose last blocks are with a slow worker. A `Grant`
+    A worker that asked for samples and has none rests (see `ConsistencyGate`): a worker without samples holds
+    no other back, nor does the end of an epoch, whose last blocks are with a slow worker. A `StepPermit`
     states that it rests, and another one comes with the next samples.
 
     The job goes on with the workers that are left, unless worker 0 goes before it has begun: all start with
@@ -135,8 +135,8 @@ class BoundedStaleness:
     without one, it is refused only if others wait for it.
 
     When a worker is about to be terminated, all go on up to the latest clock that is under way, and are
-    notified with the `Grant` of their next one (`Grant.is_preempted`); without a bound, with their next
-    `Grant`.
+    notified with the `StepPermit` of their next one (`StepPermit.is_preempted`); without a bound, with their
+    next `StepPermit`.
 
     With a *warm start* the worker with the lowest id takes the first steps alone while the others rest. It
     ends early if all samples that are left have been assigned to other workers.
@@ -164,9 +164,9 @@ class BoundedStaleness:
         world: int,
         *,
         s: int | None = 3,
-        counts: Counts = "own",
+        counts: ClockCounting = "own",
         deadline_s: float = 600.0,
-        shards: Shards = "dynamic",
+        shards: ShardMode = "dynamic",
         dynamic: dict[str, Any] | None = None,
         detector: dict[str, Any] | None = None,
         warm_start: int = 0,
@@ -187,7 +187,7 @@ class BoundedStaleness:
         self._controller = None if dynamic is None or s is None else LprController(s, **dynamic)
         s_max = None if self._controller is None else self._controller.s_max
         self._gate = ConsistencyGate(s, counts, s_max)
-        self._dealing = SoloDealing() if shards == "dynamic" else None
+        self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
         self._classifier = None if detector is None else StragglerClassifier(**detector)
         self._workers: dict[int, _WorkerState] = {}
         self._gone: set[int] = set()
@@ -199,7 +199,7 @@ class BoundedStaleness:
         self._is_over = False  # the job is complete, or all workers are gone
         self._warm_steps = warm_start  # left of the warm start
         self._warm_worker: int | None = None  # takes them; None outside the warm start
-        self._preempted_clock: int | None = None  # the last one without `Grant.is_preempted`
+        self._preempted_clock: int | None = None  # the last one without `StepPermit.is_preempted`
 
     def handle(self, event: Event) -> list[Action]:
         """Return Grants, Deals, a Refuse, a Dismiss, a CloseServers or nothing.
@@ -212,11 +212,11 @@ class BoundedStaleness:
         match event:
             case Joined():
                 return self._on_joined(event)
-            case Clocked():
+            case StepFinished():
                 return self._on_step_finished(event)
-            case Wants():
+            case SamplesRequested():
                 return self._on_samples_requested(event)
-            case Saving():
+            case CheckpointQuery():
                 return self._on_checkpoint_query(event)
             case Finished():
                 return self._on_finished(event)
@@ -224,18 +224,18 @@ class BoundedStaleness:
                 return self._on_gone(event)
             case Tick():
                 return self._on_tick(event.now_s)
-            case Ready() | Halted() | Recalled() | Brought():
+            case Ready() | Halted() | ContributionReport() | LateGradientArrived():
                 raise ProtocolError(
                     f"expected nothing about groups, which this job does not have, got {_describe(event)}"
                 )
-            case ServerMissed() | ServerReached():
-                self._note_whom_it_misses(event)
+            case ServerUnreachable() | ServerReachable():
+                self._on_server_reachability(event)
                 return []
             case Preempted():
                 if self._preempted_clock is None:
-                    self._preempted_clock = -1 if self._gate.s is None else self._gate.latest
+                    self._preempted_clock = -1 if self._gate.s is None else self._gate.latest_clock
                 return []
-            case LeftOut() | StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
+            case BatchesSkipped() | StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
                 return []
             case PeerUnreachable() | PeerReachable():
                 if event.worker is None and event.peer in self._workers:
@@ -249,7 +249,7 @@ class BoundedStaleness:
         return {
             "controller": None if self._controller is None else self._controller.state_dict(),
             "gate": self._gate.state_dict(),
-            "dealing": None if self._dealing is None else self._dealing.state_dict(),
+            "dealing": None if self._assigner is None else self._assigner.state_dict(),
             "classifier": None if self._classifier is None else self._classifier.state_dict(),
             "workers": [[worker, asdict(entry)] for worker, entry in self._workers.items()],
             "gone": sorted(self._gone),
@@ -269,7 +269,7 @@ class BoundedStaleness:
         for part, name in (
             (self._controller, "controller"),
             (self._gate, "gate"),
-            (self._dealing, "dealing"),
+            (self._assigner, "dealing"),
             (self._classifier, "classifier"),
         ):
             if part is not None:
@@ -290,9 +290,9 @@ class BoundedStaleness:
     def _on_joined(self, event: Joined) -> list[Action]:
         if event.worker in self._workers or event.worker in self._gone:
             return []  # the assembly policy answers it
-        self._workers[event.worker] = _WorkerState(peer=event.peer, place=event.place)
-        if self._dealing is not None:
-            self._dealing.joined(event.worker)
+        self._workers[event.worker] = _WorkerState(peer=event.peer, place=event.location)
+        if self._assigner is not None:
+            self._assigner.on_joined(event.worker)
         if not self._has_started and len(self._workers) == self._world:
             self._has_started = True
             self._awaited = set(self._workers)
@@ -302,8 +302,8 @@ class BoundedStaleness:
         entry = self._active(event)
         self._end_steps(event.worker, entry)
         entry.has_finished = True
-        if self._dealing is not None:
-            self._dealing.finished(event.worker)
+        if self._assigner is not None:
+            self._assigner.on_finished(event.worker)
         return self._proceed() + self._complete_job()
 
     def _on_gone(self, event: Left | Lost | Failed) -> list[Action]:
@@ -324,7 +324,7 @@ class BoundedStaleness:
         self._remove(_ROOT_WORKER)
         self._is_over = True
         reason = f"worker {_ROOT_WORKER} is out, and the others do not have its initial parameters: {cause}"
-        return [Stop(worker=_ROOT_WORKER, step=None, reason=reason)]
+        return [AbortJob(worker=_ROOT_WORKER, step=None, reason=reason)]
 
     def _remove(self, worker: int) -> None:
         self._end_steps(worker, self._workers.pop(worker))
@@ -333,8 +333,8 @@ class BoundedStaleness:
         self._missed_since_s = {
             pair: since_s for pair, since_s in self._missed_since_s.items() if pair[0] != worker
         }
-        if self._dealing is not None:
-            self._dealing.gone(worker)
+        if self._assigner is not None:
+            self._assigner.on_gone(worker)
 
     def _end_steps(self, worker: int, entry: _WorkerState) -> None:
         """Remove a worker that takes no further step from the gate."""
@@ -357,13 +357,13 @@ class BoundedStaleness:
         if not begun or not all(entry.has_finished for entry in begun):
             return []
         self._is_over = True
-        return [Dismiss(reason="everybody has finished")]
+        return [JobComplete(reason="everybody has finished")]
 
     def _after_end(self, event: Event) -> list[Action]:
         """Handle an event after the job is complete or all workers are gone."""
         if isinstance(event, Joined):
             return [_reject(event.worker, event.peer)]
-        if isinstance(event, Clocked) and event.worker in self._workers:
+        if isinstance(event, StepFinished) and event.worker in self._workers:
             refused = _reject(event.worker, self._workers.pop(event.worker).peer)
             return [refused] if self._workers else [refused, _close_servers()]
         if not isinstance(event, Left | Lost | Failed) or self._workers.pop(event.worker, None) is None:
@@ -372,42 +372,42 @@ class BoundedStaleness:
 
     # Steps and samples -----------------------------------------------------------------------------------
 
-    def _on_step_finished(self, event: Clocked) -> list[Action]:
+    def _on_step_finished(self, event: StepFinished) -> list[Action]:
         worker, entry = event.worker, self._active(event)
         if event.clock is None:
             if entry.has_begun:
                 raise ProtocolError(f"expected a clock from a worker that has begun, got {_describe(event)}")
             entry.has_begun = True
             self._awaited.discard(worker)
-            self._gate.enter(worker, event.version)
+            self._gate.enter(worker, event.parameter_version)
             if self._classifier is not None:
                 self._classifier.add(worker)
             return self._proceed(event)
         self._check_step(event, event.clock)
         self._holding_since_s.pop(worker, None)
-        if self._dealing is not None:
-            self._dealing.stepped(worker, event.clock, event.blocks)
+        if self._assigner is not None:
+            self._assigner.on_step(worker, event.clock, event.blocks)
         if self._controller is not None and event.loss is not None:
-            self._controller.stepped(event.clock, event.samples, event.loss)
+            self._controller.add_loss(event.clock, event.samples, event.loss)
         self._observe(event, entry)
         self._warm_steps = max(0, self._warm_steps - 1)
         return self._proceed(event)
 
-    def _check_step(self, event: Clocked, clock: int) -> None:
+    def _check_step(self, event: StepFinished, clock: int) -> None:
         worker, gate = event.worker, self._gate
-        required = gate.required(worker) if worker in gate and gate.runs(worker) else None
+        required = gate.required_version(worker) if worker in gate and gate.is_running(worker) else None
         if required is None or clock != gate.clock(worker):
             may = f"may start at {gate.clock(worker)}" if required is not None else "may not start"
             raise ProtocolError(f"expected no step at clock {clock} of worker {worker}, which {may}")
-        if event.version < required:
+        if event.parameter_version < required:
             raise ProtocolError(
                 f"expected worker {worker} to compute its step at clock {clock} with at least version "
-                f"{required} of the parameters, got {event.version}"
+                f"{required} of the parameters, got {event.parameter_version}"
             )
-        if event.blocks and self._dealing is None:
+        if event.blocks and self._assigner is None:
             raise ProtocolError(f"expected no blocks, because none are assigned, got {_describe(event)}")
 
-    def _observe(self, event: Clocked, entry: _WorkerState) -> None:
+    def _observe(self, event: StepFinished, entry: _WorkerState) -> None:
         if self._classifier is None:
             return
         entry.iteration = entry.iteration + 1 if entry.epoch == event.epoch else 0
@@ -418,51 +418,51 @@ class BoundedStaleness:
         if verdicts:
             self._gate.set_stragglers(self._classifier.stragglers)
 
-    def _on_samples_requested(self, event: Wants) -> list[Action]:
+    def _on_samples_requested(self, event: SamplesRequested) -> list[Action]:
         self._active(event)
-        self._require_dealing(event).wants(event)
+        self._require_dealing(event).on_samples_requested(event)
         return self._proceed(event)
 
-    def _on_checkpoint_query(self, event: Saving) -> list[Action]:
+    def _on_checkpoint_query(self, event: CheckpointQuery) -> list[Action]:
         self._active(event)
-        self._require_dealing(event).saving(event)
+        self._require_dealing(event).on_checkpoint_query(event)
         return self._proceed()
 
-    def _require_dealing(self, event: Wants | Saving) -> SoloDealing:
-        if self._dealing is None:
+    def _require_dealing(self, event: SamplesRequested | CheckpointQuery) -> SoloBlockAssigner:
+        if self._assigner is None:
             raise ProtocolError(
                 f"expected nothing about samples, because none are assigned, got {_describe(event)}"
             )
-        return self._dealing
+        return self._assigner
 
     # Permits ---------------------------------------------------------------------------------------------
 
-    def _proceed(self, event: Clocked | Wants | None = None) -> list[Action]:
+    def _proceed(self, event: StepFinished | SamplesRequested | None = None) -> list[Action]:
         """Assign samples and permit steps (see the theory of operation)."""
-        assignments = [] if self._dealing is None else self._dealing.deals()
-        affected = {deal.worker for deal in assignments if isinstance(deal, Deal)}
+        assignments = [] if self._assigner is None else self._assigner.pop_actions()
+        affected = {deal.worker for deal in assignments if isinstance(deal, AssignBlocks)}
         notified = set()
         if event is not None:
             affected.add(event.worker)
-        if (warm_worker := self._who_is_alone()) != self._warm_worker:
+        if (warm_worker := self._choose_warm_worker()) != self._warm_worker:
             self._warm_worker = warm_worker
             affected |= self._workers.keys()
-        if isinstance(event, Clocked):
+        if isinstance(event, StepFinished):
             notified.add(event.worker)
             if event.clock is not None and self._may_compute(event.worker):
                 self._gate.advance(event.worker)
         notified |= {worker for worker in sorted(affected) if self._update_running(worker)}
-        reasons = self._complete()
-        if self._dealing is not None:
-            self._dealing.passed(_CLOCK_MAX if self._gate.s is None else self._gate.version)
+        reasons = self._complete_versions()
+        if self._assigner is not None:
+            self._assigner.on_version(_CLOCK_MAX if self._gate.s is None else self._gate.version)
         return [*self._permits(notified, reasons), *assignments]
 
     def _update_running(self, worker: int) -> bool:
         """Let a worker run while it may compute, and rest otherwise; return whether that changed."""
         gate = self._gate
-        if worker not in gate or gate.runs(worker) == self._may_compute(worker):
+        if worker not in gate or gate.is_running(worker) == self._may_compute(worker):
             return False
-        if gate.runs(worker):
+        if gate.is_running(worker):
             gate.rest(worker)
         else:
             gate.enter(worker)
@@ -471,31 +471,35 @@ class BoundedStaleness:
     def _may_compute(self, worker: int) -> bool:
         if self._warm_worker is not None and worker != self._warm_worker:
             return False
-        return self._dealing is None or self._dealing.may_compute(worker)
+        return self._assigner is None or self._assigner.has_work(worker)
 
-    def _who_is_alone(self) -> int | None:
+    def _choose_warm_worker(self) -> int | None:
         """The worker that takes the steps of the warm start now; None once that is over."""
         if not self._warm_steps:
             return None
         first = min((worker for worker in self._workers if worker in self._gate), default=None)
-        if self._dealing is not None and first in self._dealing.waiting and self._dealing.holders():
+        if (
+            self._assigner is not None
+            and first in self._assigner.waiting_workers
+            and self._assigner.blocking_workers()
+        ):
             self._warm_steps = 0
             return None
         return first
 
-    def _complete(self) -> list[str]:
+    def _complete_versions(self) -> list[str]:
         """Let the losses of complete versions change the bound; return the reasons."""
         if self._controller is None:
             return []
-        reasons = self._controller.completed(self._gate.version)
+        reasons = self._controller.complete_versions(self._gate.version)
         if reasons:
             self._gate.set_bound(self._controller.s)
         return reasons
 
     def _permits(self, notified: set[int], reasons: list[str]) -> list[Action]:
         """Notify these workers, those that may start now, and those whose clock moved while they rest."""
-        opened = {entry.worker: entry for entry in self._gate.opened()} if self._may_open() else {}
-        notified = {*notified, *opened, *self._gate.moved()}
+        opened = {entry.worker: entry for entry in self._gate.open_steps()} if self._may_open() else {}
+        notified = {*notified, *opened, *self._gate.advance_resting()}
         return [
             self._permit(opened[worker], reasons) if worker in opened else self._hold(worker)
             for worker in sorted(notified)
@@ -504,41 +508,41 @@ class BoundedStaleness:
     def _may_open(self) -> bool:
         return self._has_started and not self._awaited
 
-    def _permit(self, opened: Opened, reasons: list[str]) -> Grant:
+    def _permit(self, opened: OpenedStep, reasons: list[str]) -> StepPermit:
         ahead = opened.clock - self._gate.version
         bound = "there is no bound" if opened.bound is None else f"the bound is {opened.bound}"
         if opened.bound != self._gate.s:
             bound += " for a straggler"
-        return Grant(
+        return StepPermit(
             worker=opened.worker,
             clock=opened.clock,
-            version=opened.version,
-            complete=self._gate.version,
-            bound=opened.bound,
+            version_min=opened.version,
+            complete_version=self._gate.version,
+            staleness_bound=opened.bound,
             may_start=True,
-            leads=self._leads(opened.worker),
+            is_leader=self._leads(opened.worker),
             is_preempted=self._is_preempted(opened.clock),
             reason="; ".join([f"it is {ahead} ahead of the slowest", bound, *reasons]),
         )
 
-    def _hold(self, worker: int) -> Grant:
+    def _hold(self, worker: int) -> StepPermit:
         gate, clock = self._gate, self._gate.clock(worker)
         if self._warm_worker is not None and worker != self._warm_worker:
             reason = f"worker {self._warm_worker} takes {self._warm_steps} more steps alone"
-        elif not gate.runs(worker):
+        elif not gate.is_running(worker):
             reason = "it has no samples"
         elif not self._may_open():
             reason = "not everybody is here yet"
         else:
             reason = f"it is {clock - gate.version} ahead of the slowest, and the bound is {gate.s}"
-        return Grant(
+        return StepPermit(
             worker=worker,
             clock=clock,
-            version=0 if gate.s is None else max(0, clock - gate.s),
-            complete=gate.version,
-            bound=gate.s,
+            version_min=0 if gate.s is None else max(0, clock - gate.s),
+            complete_version=gate.version,
+            staleness_bound=gate.s,
             may_start=False,
-            leads=self._leads(worker),
+            is_leader=self._leads(worker),
             is_preempted=self._is_preempted(clock),
             reason=reason,
         )
@@ -587,18 +591,18 @@ class BoundedStaleness:
         if self._lacks_initial_parameters(workers):
             return self._stop(reason)
         refused = [
-            Refuse(peer=self._workers[worker].peer, reason=f"worker {worker} is out: {reason}")
+            RejectPeer(peer=self._workers[worker].peer, reason=f"worker {worker} is out: {reason}")
             for worker in workers
         ]
         for worker in workers:
             self._remove(worker)
         return [*refused, *self._proceed(), *self._complete_job()]
 
-    def _note_whom_it_misses(self, event: ServerMissed | ServerReached) -> None:
-        worker = client_of(event.node)
+    def _on_server_reachability(self, event: ServerUnreachable | ServerReachable) -> None:
+        worker = client_id(event.node)
         if worker is None or worker not in self._workers:
             return
-        if isinstance(event, ServerMissed):
+        if isinstance(event, ServerUnreachable):
             self._missed_since_s.setdefault((worker, event.server), event.now_s)
         else:
             self._missed_since_s.pop((worker, event.server), None)
@@ -606,7 +610,7 @@ class BoundedStaleness:
     def _running_workers(self) -> set[int]:
         """Workers that take a step or wait to start one, without those that are silent."""
         reachable = self._workers.keys() - self._silent
-        return {worker for worker in reachable if worker in self._gate and self._gate.runs(worker)}
+        return {worker for worker in reachable if worker in self._gate and self._gate.is_running(worker)}
 
     def _least_connected(self, now_s: float, workers: set[int]) -> tuple[int, list[int]] | None:
         """Return which of these workers misses most servers, else the last one, with the servers.
@@ -630,13 +634,13 @@ class BoundedStaleness:
         """Workers whose next action others wait for: to begin, at the gate, for samples, or to finish."""
         if self._awaited:
             return self._awaited
-        holding = set(self._gate.holding())
+        holding = set(self._gate.blocking_workers())
         idle = set(self._gate.waiting)
         if self._warm_worker is not None:
             idle |= self._workers.keys() - {self._warm_worker}
-        if self._dealing is not None:
-            holding |= self._dealing.holders() - idle
-            idle |= self._dealing.waiting
+        if self._assigner is not None:
+            holding |= self._assigner.blocking_workers() - idle
+            idle |= self._assigner.waiting_workers
         if self._warm_worker is not None and len(self._workers) > 1:
             holding |= {self._warm_worker} - idle
         if any(entry.has_finished for entry in self._workers.values()):
@@ -648,7 +652,7 @@ class BoundedStaleness:
             holding |= working - idle
         return holding
 
-    def _active(self, event: Clocked | Wants | Saving | Finished) -> _WorkerState:
+    def _active(self, event: StepFinished | SamplesRequested | CheckpointQuery | Finished) -> _WorkerState:
         entry = self._workers.get(event.worker)
         if entry is None or not self._has_started or entry.has_finished:
             raise ProtocolError(f"expected a worker that takes part in a running job, got {_describe(event)}")
@@ -659,8 +663,10 @@ def _close_servers() -> CloseServers:
     return CloseServers(reason="all workers are gone")
 
 
-def _reject(worker: int, peer: str) -> Refuse:
-    return Refuse(peer=peer, reason=f"worker {worker} cannot take part: it came when all others were done")
+def _reject(worker: int, peer: str) -> RejectPeer:
+    return RejectPeer(
+        peer=peer, reason=f"worker {worker} cannot take part: it came when all others were done"
+    )
 
 
 def _departure_cause(event: Left | Lost | Failed) -> str:

@@ -10,22 +10,22 @@ owner moves the parameters and reports here what it did.
 
 Pushing. A thread adds each gradient with `give`, which returns the *time* of the push that carries it. With
 versions (`is_versioned`), all gradients of one clock travel in one push per process, and the time of a clock
-is `time_of(clock)`. A clock is pushed when no thread can add to it any more: `passed` and `leave` return the
-range of clocks for which this has just become true, empty clocks included, because a version is complete only
-once every process has pushed. Each clock is returned once, in order. Without versions every gradient is a
-push of its own, and times count these.
+is `push_time(clock)`. A clock is pushed when no thread can add to it any more: `passed` and `leave` return
+the range of clocks for which this has just become true, empty clocks included, because a version is complete
+only once every process has pushed. Each clock is returned once, in order. Without versions every gradient is
+a push of its own, and times count these.
 
 Reading, for a version v that the permit of the step requires:
 
 1. `read` names the nearest place that has v or a later version: thread, process, or server;
 2. before a pull from the servers, `has_pushed(v)` tells whether this process has contributed all that v
    needs; otherwise the pull would wait for the process's own threads;
-3. `pulled` records the version of the process cache, `installed` that of a thread's copy.
+3. `pulled` records the version of the process cache, `on_thread_copied` that of a thread's copy.
 
 A thread's own latest updates may be missing from what it reads, because they are not pushed or not yet
 applied. They are in its *log*, by the time of the push that carries them (`log`), ascending. `held(time)` is
 the number of leading entries contained in values that hold this process's pushes up to `time`; the entries
-after them are replayed on those values. `installed` forgets entries that every later read contains.
+after them are replayed on those values. `on_thread_copied` forgets entries that every later read contains.
 
 Invariants: a thread never adds to a clock that it has passed (`ProtocolError`); clocks are pushed in order,
 each once; an update is in the values that a thread reads or in its log. `drop` makes a thread's copy too old
@@ -44,13 +44,13 @@ from typing import Final, Literal, TypeAlias
 
 from offbeat.errors import ProtocolError
 
-Source: TypeAlias = Literal["thread", "process", "server"]
+ReadSource: TypeAlias = Literal["thread", "process", "server"]
 
 _TIME_OF_CLOCK_0: Final = 2  # times of a namespace begin at 1, the push of the initial parameters
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class PsOptions:
     """How a strategy uses the parameter server.
 
     Attributes:
@@ -70,22 +70,22 @@ class Terms:
 
     is_versioned: bool
     is_bounded: bool
-    is_dealt: bool
-    is_sequential: bool = False
+    assigns_samples: bool
+    steps_per_process: bool = False
     push_every: int = 1
     fetch_every: int | None = None
-    steps_locally: bool = True
+    applies_local_steps: bool = True
     clears_thread_cache: bool = False
     deadline_s: float = 600.0
 
 
-def time_of(clock: int) -> int:
+def push_time(clock: int) -> int:
     """Return the time of a process's push of a clock, where gradients are summed clock by clock."""
     return clock + _TIME_OF_CLOCK_0
 
 
-def clock_of(time: int) -> int:
-    """Return the clock whose push has this time: the inverse of `time_of`."""
+def push_clock(time: int) -> int:
+    """Return the clock whose push has this time: the inverse of `push_time`."""
     return time - _TIME_OF_CLOCK_0
 
 
@@ -137,7 +137,7 @@ class CacheDirectory:
         """The first clock that has not been pushed."""
         return self._next
 
-    def begin(self, clock: int, time: int = 0) -> None:
+    def start_at(self, clock: int, time: int = 0) -> None:
         """Set where the process begins.
 
         Args:
@@ -148,7 +148,7 @@ class CacheDirectory:
         for cache in self._threads.values():
             cache.clock = clock
 
-    def give(self, thread: int, clock: int) -> int:
+    def add_gradient(self, thread: int, clock: int) -> int:
         """Record that a thread has a gradient; return the time of the push that carries it.
 
         Raises:
@@ -160,22 +160,22 @@ class CacheDirectory:
         if clock < self._threads[thread].clock:
             raise ProtocolError(f"expected thread {thread} to add to clocks it has not passed, got {clock}")
         self._end = max(self._end, clock + 1)
-        return time_of(clock)
+        return push_time(clock)
 
-    def passed(self, thread: int, clock: int) -> range:
+    def finish_clocks(self, thread: int, clock: int) -> range:
         """Record that a thread adds nothing more to clocks before this one; return the clocks to push now."""
         if thread in self._active:
             cache = self._threads[thread]
             cache.clock = max(cache.clock, clock)
         return self._complete()
 
-    def leave(self, thread: int) -> range:
+    def remove_thread(self, thread: int) -> range:
         """Record that a thread adds nothing more at all; return the clocks to push now."""
         self._active.discard(thread)
         return self._complete()
 
     @property
-    def is_empty(self) -> bool:
+    def all_threads_left(self) -> bool:
         """Whether all threads have left."""
         return not self._active
 
@@ -193,17 +193,17 @@ class CacheDirectory:
 
     # Reading ---------------------------------------------------------------------------------------------
 
-    def read(self, thread: int, version: int) -> Source:
+    def read_source(self, thread: int, version: int) -> ReadSource:
         """Return the nearest place from which a thread can read this version or a later one."""
         if self._threads[thread].version >= version and not self._clears_threads:
             return "thread"
-        return "process" if self.holds(version) else "server"
+        return "process" if self.process_cache_has(version) else "server"
 
-    def holds(self, version: int) -> bool:
+    def process_cache_has(self, version: int) -> bool:
         """Whether the process cache has this version or a later one."""
         return self._version >= version
 
-    def pulled(self, version: int) -> None:
+    def on_pulled(self, version: int) -> None:
         """Record the version that the process cache has now."""
         self._version = version
 
@@ -211,7 +211,7 @@ class CacheDirectory:
         """Return the version of a thread's copy; -1 where it is too old for every read."""
         return self._threads[thread].version
 
-    def log(self, thread: int, time: int) -> None:
+    def log_update(self, thread: int, time: int) -> None:
         """Append a thread's own update to its log.
 
         Args:
@@ -220,14 +220,14 @@ class CacheDirectory:
         """
         self._threads[thread].log.append(time)
 
-    def held(self, thread: int, time: int) -> int:
+    def count_included(self, thread: int, time: int) -> int:
         """Return how many of the log's first updates are in values that hold this process's pushes to `time`.
 
         The other updates must be replayed on them.
         """
         return bisect_right(self._threads[thread].log, time)
 
-    def installed(self, thread: int, version: int, time: int) -> int:
+    def on_thread_copied(self, thread: int, version: int, time: int) -> int:
         """Record a thread's new copy; return how many of the log's first updates to forget.
 
         The forgotten updates are contained in everything that the thread can read from now on.
@@ -239,10 +239,10 @@ class CacheDirectory:
         """
         cache = self._threads[thread]
         cache.version = version
-        count = self.held(thread, time)
+        count = self.count_included(thread, time)
         del cache.log[:count]
         return count
 
-    def drop(self, thread: int) -> None:
+    def invalidate(self, thread: int) -> None:
         """Mark a thread's copy as too old for every read; its log stays, because it is replayed."""
         self._threads[thread].version = -1

@@ -1,7 +1,7 @@
 """Bounded staleness as a table of clocks: which worker may start its next step. A part that a policy owns.
 
 Nothing here knows what is computed, where parameters are, why a worker joins or leaves, or how the bound is
-chosen (see `offbeat.policies.learning`).
+chosen (see `offbeat.policies.staleness.adaptive_bound`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from offbeat.errors import ProtocolError
 
-Counts: TypeAlias = Literal["own", "common"]
+ClockCounting: TypeAlias = Literal["own", "common"]
 
 
-class Opened(NamedTuple):
+class OpenedStep(NamedTuple):
     """Permission for a worker to start its step.
 
     Attributes:
@@ -69,7 +69,7 @@ class ConsistencyGate:
         ValueError: an argument is out of range.
     """
 
-    def __init__(self, s: int | None, counts: Counts = "own", s_max: int | None = None) -> None:
+    def __init__(self, s: int | None, counts: ClockCounting = "own", s_max: int | None = None) -> None:
         if s is not None and s < 0:
             raise ValueError(f"expected a bound of at least 0 clocks, got {s}")
         if counts not in ("own", "common"):
@@ -106,7 +106,7 @@ class ConsistencyGate:
         return self._version
 
     @property
-    def latest(self) -> int:
+    def latest_clock(self) -> int:
         """The latest clock of a running worker; -1 where none runs. O(clocks at which a worker runs)."""
         return max(self._running_at, default=-1)
 
@@ -115,7 +115,7 @@ class ConsistencyGate:
         """The running workers that may not start yet."""
         return frozenset(self._waiting)
 
-    def runs(self, worker: int) -> bool:
+    def is_running(self, worker: int) -> bool:
         """Whether the worker runs, so that others wait for it."""
         return worker in self._running
 
@@ -129,7 +129,7 @@ class ConsistencyGate:
             return self._resting[worker]
         return self._get_running(worker).clock
 
-    def required(self, worker: int) -> int | None:
+    def required_version(self, worker: int) -> int | None:
         """Return the least version that a running worker's step needs; None before it may start.
 
         Raises:
@@ -137,7 +137,7 @@ class ConsistencyGate:
         """
         return self._get_running(worker).version
 
-    def holding(self) -> list[int]:
+    def blocking_workers(self) -> list[int]:
         """Return the workers that keep the first waiting worker from starting, ascending; O(workers)."""
         first = min((self._running[worker].clock for worker in self._waiting), default=None)
         if first is None or self._s is None:
@@ -230,7 +230,7 @@ class ConsistencyGate:
             )
         self._stragglers = stragglers
 
-    def opened(self) -> list[Opened]:
+    def open_steps(self) -> list[OpenedStep]:
         """Return the workers that may start now and could not before, ascending by worker."""
         checked = sorted(self._waiting if self._recheck_all or self._stragglers else self._unchecked)
         self._unchecked.clear()
@@ -242,10 +242,10 @@ class ConsistencyGate:
             if self._may_start(entry.clock, least):
                 entry.version, bound = self._required(entry.clock)
                 self._waiting.discard(worker)
-                opened.append(Opened(worker, entry.clock, entry.version, bound))
+                opened.append(OpenedStep(worker, entry.clock, entry.version, bound))
         return opened
 
-    def moved(self) -> list[int]:
+    def advance_resting(self) -> list[int]:
         """Move the clocks of resting workers with the version; return the workers concerned, ascending."""
         moved = sorted(worker for worker, clock in self._resting.items() if clock < self._version)
         for worker in moved:

@@ -1,7 +1,8 @@
 """Calibrates threshold and limit from measured times, so that normal workers are hardly ever called slow.
 
 The guarantee is a bound on the probability that a worker whose times are distributed like those measured is
-classed a straggler within an epoch. Workers and classes are handled in `offbeat.policies.stragglers`.
+classed a straggler within an epoch. Workers and classes are handled in
+`offbeat.policies.stragglers.classifier`.
 
 **The counter.** A time above the threshold has probability p and moves the counter up, any other down, and
 the class changes at the limit L. With odds q = (1 - p) / p, an excursion that has just left 0 reaches L
@@ -30,8 +31,8 @@ consecutive iterations *is* slow, and is found), and measured times that are exc
 The second is exact for one profiling window, and nearly so where r is not fixed beforehand but is the first
 rank below `k_max`. Times of earlier epochs are pooled relative to their epoch's pace; the pace of a new epoch
 is known from a few iterations only, so its threshold is raised by three standard errors of that pace
-(`pace_in_hand`). Without that, twice to four times as many false alarms as promised were seen in simulation;
-with it, and in first epochs, fewer than promised (`tests/test_calibration.py`).
+(`pace_margin_factor`). Without that, twice to four times as many false alarms as promised were seen in
+simulation; with it, and in first epochs, fewer than promised (`tests/test_calibration.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _PROFILE_ITERATIONS = range(3, 21)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class CalibratedThreshold:
     """A calibrated threshold and limit.
 
     Attributes:
@@ -133,7 +134,7 @@ def profile_iterations(*, workers: int, judged: int, bound: float) -> int:
     return min(_PROFILE_ITERATIONS, key=lambda profiled: (found_after(profiled), profiled))
 
 
-def pace_in_hand(minima_s: Sequence[float]) -> float:
+def pace_margin_factor(minima_s: Sequence[float]) -> float:
     """Return the factor by which a pace may exceed the mean of a window's minima: 3 standard errors.
 
     Args:
@@ -145,7 +146,7 @@ def pace_in_hand(minima_s: Sequence[float]) -> float:
     return 1.0 + STANDARD_ERRORS * stdev(minima_s) / math.sqrt(len(minima_s)) / mean_s
 
 
-def not_slow(ratios: Sequence[Sequence[float]], *, k_min: float, k_max: float) -> list[float]:
+def drop_slow_workers(ratios: Sequence[Sequence[float]], *, k_min: float, k_max: float) -> list[float]:
     """Return the times of a profile without those of workers that are clearly slow in all of it.
 
     Clearly slow: all times above `k_max`; or all above `k_min` and above every time of at least half of the
@@ -168,9 +169,9 @@ def not_slow(ratios: Sequence[Sequence[float]], *, k_min: float, k_max: float) -
     return [ratio for times in ascending if min(times) <= max(k_min, k_max) for ratio in times]
 
 
-def choose(
+def choose_threshold(
     ratios: Sequence[float], *, judged: int, bound: float, k_min: float, k_max: float
-) -> Choice | None:
+) -> CalibratedThreshold | None:
     """Choose threshold and limit from measured times; None if there are too few for any bound.
 
     Args:
@@ -195,4 +196,4 @@ def choose(
             break
         if false_alarm_bound(samples=samples, rank=lower + 1, limit=limit, judged=judged) > bound:
             break
-    return Choice(k=max(k_min, from_the_top[lower - 1]), limit=limit)
+    return CalibratedThreshold(k=max(k_min, from_the_top[lower - 1]), limit=limit)

@@ -17,15 +17,15 @@ from offbeat.errors import ProtocolError
 from offbeat.policies.stragglers import calibration
 from offbeat.policies.stragglers.throughput_gate import ThroughputGate, break_even_factor
 
-JUDGED_ASSUMED = 1000
-K_MAX = 2.0
-LIMIT_OF_THE_PAPER = 10
+ITERATIONS_PER_EPOCH_ASSUMED = 1000
+THRESHOLD_FACTOR_MAX = 2.0
+PAPER_LIMIT = 10
 _RATIOS_KEPT = 512
 _LAST_KEPT = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ClassChange:
     """A change of a worker's class.
 
     Attributes:
@@ -37,7 +37,7 @@ class Verdict:
     """
 
     worker: int
-    straggler: bool
+    is_straggler: bool
     epoch: int
     iteration: int
     reason: str
@@ -98,7 +98,7 @@ class StragglerClassifier:
     the newest threshold judges them. No profile waits for them: it consists of normal workers only. A worker
     that has recovered, or was added during the run, counts for profiles again from its first observation
     within one iteration of the others. The caller decides which workers take part: "epoch_window" monitoring
-    means to observe stragglers only while `in_window` returns True.
+    means to observe stragglers only while `is_profiled` returns True.
 
     *A slowdown of all workers* makes no stragglers. If a classification would bring the workers found in this
     epoch, including those about to be found, above `max_straggler_fraction` of all workers, none is classed:
@@ -108,12 +108,12 @@ class StragglerClassifier:
 
     *Automatic* (`k="auto"`): k, n_profile and limit follow the measured times such that a normal worker is
     classed with a probability of at most `false_alarm` an epoch, and a slow one as early as that allows; the
-    arguments `n_profile` and `limit` are not used. `offbeat.policies.calibration` has the derivation. k is at
-    most 2 unless such times are too common among normal workers, and at least the break-even factor
-    (`offbeat.policies.gate.break_even_factor`): below that, excluding a worker costs more than waiting for
-    it. The times are those of the first profile, without workers that are clearly slow in all of it, later
-    the last 512 judged ones whose counters came back to 0. With fewer times than any bound needs, k is 2 and
-    limit 10. Limits change with thresholds only.
+    arguments `n_profile` and `limit` are not used. `offbeat.policies.stragglers.calibration` has the
+    derivation. k is at most 2 unless such times are too common among normal workers, and at least the
+    break-even factor (`offbeat.policies.stragglers.throughput_gate.break_even_factor`): below that, excluding
+    a worker costs more than waiting for it. The times are those of the first profile, without workers that
+    are clearly slow in all of it, later the last 512 judged ones whose counters came back to 0. With fewer
+    times than any bound needs, k is 2 and limit 10. Limits change with thresholds only.
 
     *The gate* (`gate="throughput"`) decides when a normal worker's counter is at the limit: of all such
     workers, those are classed whose exclusion raises the predicted throughput by more than `gate_margin`,
@@ -158,7 +158,7 @@ class StragglerClassifier:
         *,
         n_profile: int = 5,
         k: float | Literal["auto"] = 2.0,
-        limit: int = LIMIT_OF_THE_PAPER,
+        limit: int = PAPER_LIMIT,
         limit_ratio: float | None = None,
         recover_gap: int = 1,
         window_judge: Literal["previous", "none"] = "previous",
@@ -202,7 +202,7 @@ class StragglerClassifier:
         self._is_gated = gate == "throughput"
         self._false_alarm = false_alarm
         self._iterations_per_epoch = iterations_per_epoch
-        self._iterations_seen = JUDGED_ASSUMED  # in the epoch before this
+        self._iterations_seen = ITERATIONS_PER_EPOCH_ASSUMED  # in the epoch before this
         self._is_static = threshold_s is not None
         self._newest: _Threshold | None = None
         if threshold_s is not None:
@@ -226,7 +226,7 @@ class StragglerClassifier:
         return self._limit
 
     @property
-    def last_s(self) -> dict[int, list[float]]:
+    def recent_compute_s(self) -> dict[int, list[float]]:
         """Compute times of each worker's last iterations, in seconds, the newest last.
 
         20 at most, and none without the gate, which alone needs them.
@@ -243,7 +243,7 @@ class StragglerClassifier:
                 return threshold.threshold_s
         return None
 
-    def wait_to_class_s(self, epoch: int) -> float | None:
+    def time_to_classify_s(self, epoch: int) -> float | None:
         """Return how long a worker just above the threshold delays others until it is classed, in seconds.
 
         By the threshold of `epoch`, or the newest; None while there is none. The pace within a static
@@ -256,7 +256,7 @@ class StragglerClassifier:
             None if threshold is None else self._limit * (threshold.threshold_s - (threshold.pace_s or 0.0))
         )
 
-    def in_window(self, iteration: int) -> bool:
+    def is_profiled(self, iteration: int) -> bool:
         """Return whether this iteration of the current or next epoch is profiled."""
         if self._is_static:
             return False
@@ -275,7 +275,7 @@ class StragglerClassifier:
             raise ProtocolError(f"expected a new worker, got worker {worker} a second time")
         self._workers[worker] = _WorkerTimes(takes_part=self._front is None)
 
-    def remove(self, worker: int) -> list[Verdict]:
+    def remove(self, worker: int) -> list[ClassChange]:
         """Remove a worker, and return the resulting changes of class of other workers.
 
         A profile that lacked only its times is complete. If only stragglers are left, they are normal again,
@@ -303,7 +303,7 @@ class StragglerClassifier:
             ]
         return self._close_window()
 
-    def observe(self, worker: int, *, epoch: int, iteration: int, compute_s: float) -> list[Verdict]:
+    def observe(self, worker: int, *, epoch: int, iteration: int, compute_s: float) -> list[ClassChange]:
         """Judge one computed iteration, and return the resulting changes of class.
 
         Args:
@@ -395,7 +395,7 @@ class StragglerClassifier:
             times_s=[{} for _ in range(self._n_profile)],
         )
 
-    def _close_window(self) -> list[Verdict]:
+    def _close_window(self) -> list[ClassChange]:
         """Set the threshold once all workers of the profile are through, and judge waiting observations."""
         window = self._window
         if window is None:
@@ -416,7 +416,7 @@ class StragglerClassifier:
             k = min(k, break_even_factor(len(self._workers), self._gate_margin))
         self._previous = self._newest
         self._newest = _Threshold(threshold_s=k * pace_s, pace_s=pace_s, epoch=window.epoch)
-        verdicts: list[Verdict] = []
+        verdicts: list[ClassChange] = []
         for worker, iteration, compute_s in window.waiting:
             if self._newest is not None and self._workers[worker].takes_part:
                 verdicts += self._judge(worker, window.epoch, iteration, compute_s, self._newest)
@@ -430,25 +430,29 @@ class StragglerClassifier:
         """Return k, and set the limit."""
         k_min = break_even_factor(len(self._workers), self._gate_margin)
         if not math.isfinite(k_min):  # a single worker is never left out
-            k_min = K_MAX
+            k_min = THRESHOLD_FACTOR_MAX
         margin_factor = 1.0
         if self._ratios:
-            margin_factor = calibration.pace_in_hand(minima_s)
+            margin_factor = calibration.pace_margin_factor(minima_s)
         elif pace_s > 0:
             ratios: dict[int, list[float]] = {}
             for times_s in window.times_s:
                 for worker, time_s in times_s.items():
                     ratios.setdefault(worker, []).append(time_s / pace_s)
-            self._ratios.extend(calibration.not_slow(list(ratios.values()), k_min=k_min, k_max=K_MAX))
-        choice = calibration.choose(
+            self._ratios.extend(
+                calibration.drop_slow_workers(list(ratios.values()), k_min=k_min, k_max=THRESHOLD_FACTOR_MAX)
+            )
+        choice = calibration.choose_threshold(
             self._ratios,
             judged=self._judged_per_epoch(),
             bound=self._false_alarm,
             k_min=k_min / margin_factor,
-            k_max=K_MAX / margin_factor,
+            k_max=THRESHOLD_FACTOR_MAX / margin_factor,
         )
         if choice is None:
-            choice = calibration.Choice(k=max(K_MAX, k_min) / margin_factor, limit=LIMIT_OF_THE_PAPER)
+            choice = calibration.CalibratedThreshold(
+                k=max(THRESHOLD_FACTOR_MAX, k_min) / margin_factor, limit=PAPER_LIMIT
+            )
         self._limit = choice.limit
         for record in self._workers.values():
             record.count = choice.limit if record.straggler else min(record.count, choice.limit - 1)
@@ -458,7 +462,7 @@ class StragglerClassifier:
 
     def _judge(
         self, worker: int, epoch: int, iteration: int, compute_s: float, threshold: _Threshold | None
-    ) -> list[Verdict]:
+    ) -> list[ClassChange]:
         if threshold is None:
             return []
         record = self._workers[worker]
@@ -480,17 +484,17 @@ class StragglerClassifier:
             return self._detect(worker, epoch, iteration, threshold)
         return []
 
-    def _detect(self, worker: int, epoch: int, iteration: int, threshold: _Threshold) -> list[Verdict]:
+    def _detect(self, worker: int, epoch: int, iteration: int, threshold: _Threshold) -> list[ClassChange]:
         leaving = {worker}
         gain = ""
         if self._is_gated:
-            last_s, stragglers = self.last_s, self.stragglers
+            last_s, stragglers = self.recent_compute_s, self.stragglers
             suspects = [
                 other
                 for other, record in self._workers.items()
                 if not record.straggler and record.count == self._limit
             ]
-            leaving = set(self._gate.choose(last_s, out=stragglers, suspects=suspects))
+            leaving = set(self._gate.workers_to_exclude(last_s, excluded=stragglers, candidates=suspects))
             if not leaving:
                 return []
             before, after = (
@@ -517,7 +521,7 @@ class StragglerClassifier:
         share = self._max_straggler_fraction * len(self._workers)
         return self._may_profile_again and len(slow | self._found_this_epoch) > share
 
-    def _profile_again(self, epoch: int, iteration: int, threshold: _Threshold) -> list[Verdict]:
+    def _profile_again(self, epoch: int, iteration: int, threshold: _Threshold) -> list[ClassChange]:
         """Make workers classed in this epoch normal again, and profile again."""
         reason = (
             f"more than {self._max_straggler_fraction:.0%} of {len(self._workers)} workers above "
@@ -539,18 +543,20 @@ class StragglerClassifier:
             self._open_window(front_epoch, front_iteration + 1, None)
         return verdicts
 
-    def _make_straggler(self, worker: int, epoch: int, iteration: int, reason: str) -> Verdict:
+    def _make_straggler(self, worker: int, epoch: int, iteration: int, reason: str) -> ClassChange:
         record = self._workers[worker]
         record.straggler, record.takes_part, record.count = True, False, self._limit
         record.held.clear()
         self._found_this_epoch.add(worker)
-        return Verdict(worker=worker, straggler=True, epoch=epoch, iteration=iteration, reason=reason)
+        return ClassChange(worker=worker, is_straggler=True, epoch=epoch, iteration=iteration, reason=reason)
 
-    def _make_normal(self, worker: int, epoch: int, iteration: int, reason: str, *, count: int) -> Verdict:
+    def _make_normal(
+        self, worker: int, epoch: int, iteration: int, reason: str, *, count: int
+    ) -> ClassChange:
         record = self._workers[worker]
         record.straggler, record.takes_part, record.count = False, False, count
         self._found_this_epoch.discard(worker)
-        return Verdict(worker=worker, straggler=False, epoch=epoch, iteration=iteration, reason=reason)
+        return ClassChange(worker=worker, is_straggler=False, epoch=epoch, iteration=iteration, reason=reason)
 
     # State -----------------------------------------------------------------------------------------------
 

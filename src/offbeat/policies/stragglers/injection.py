@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-FORMS = (
+RULE_SYNTAX = (
     "WORKER:FACTOR or random:FACTOR, and after it @START-END (parts of an epoch), @burst=SLOW/PERIOD (steps) "
     "or nothing"
 )
@@ -67,7 +67,7 @@ class SlowRule:
 
     worker: int | None
     factor: float
-    when: EpochPart | Burst | None = None
+    applies_in: EpochPart | Burst | None = None
 
     def __post_init__(self) -> None:
         if self.worker is not None and self.worker < 0:
@@ -76,7 +76,7 @@ class SlowRule:
             raise ValueError(f"expected a finite factor of at least 1 (1 = not slower), got {self.factor:g}")
 
 
-def parse(text: str) -> SlowRule:
+def parse_slow_rule(text: str) -> SlowRule:
     """Read one rule: `1:5`, `random:3`, `1:5@0.0-0.5`, `random:3@0.5-1`, `1:5@burst=20/100`.
 
     Raises:
@@ -85,7 +85,9 @@ def parse(text: str) -> SlowRule:
     quoted = repr(text[:_TEXT_LENGTH_MAX])
     match = _RULE.fullmatch(text) if len(text) <= _TEXT_LENGTH_MAX else None
     if match is None:
-        raise ValueError(f"slowness {quoted} is not understood: expected {FORMS}, e.g. 1:5, random:3@0.0-0.5")
+        raise ValueError(
+            f"slowness {quoted} is not understood: expected {RULE_SYNTAX}, e.g. 1:5, random:3@0.0-0.5"
+        )
     when: EpochPart | Burst | None = None
     try:
         if match["start"] is not None:
@@ -93,12 +95,12 @@ def parse(text: str) -> SlowRule:
         elif match["slow"] is not None:
             when = Burst(slow_steps=int(match["slow"]), period_steps=int(match["period"]))
         worker = None if match["worker"] == "random" else int(match["worker"])
-        return SlowRule(worker=worker, factor=float(match["factor"]), when=when)
+        return SlowRule(worker=worker, factor=float(match["factor"]), applies_in=when)
     except ValueError as error:
         raise ValueError(f"slowness {quoted}: {error}") from None
 
 
-class Slowness:
+class InjectedSlowness:
     """Evaluates slowness rules: the factor of each worker in each step.
 
     Rules that apply to the same worker and step multiply, like a temporary delay on a slow machine: `1:2` and
@@ -144,7 +146,7 @@ class Slowness:
         product = 1.0
         for index, rule in enumerate(self._rules):
             # The time is checked first, so that a missing steps_per_epoch raises on every worker.
-            if _applies(rule.when, step_in_epoch, steps_per_epoch, step) and worker == (
+            if _applies(rule.applies_in, step_in_epoch, steps_per_epoch, step) and worker == (
                 _drawn_worker(self._seed, epoch, index, self._workers) if rule.worker is None else rule.worker
             ):
                 product *= rule.factor

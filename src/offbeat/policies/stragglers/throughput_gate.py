@@ -1,6 +1,7 @@
 """Decides from measured times whether excluding workers raises throughput more than their samples are worth.
 
-It keeps no state; the counter of `offbeat.policies.stragglers` decides how long a worker must have been slow.
+It keeps no state; the counter of `offbeat.policies.stragglers.classifier` decides how long a worker must have
+been slow.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class ThroughputGate:
             raise ValueError(f"expected a finite margin of at least 0 (0.05 requires 5 % more), got {margin}")
         self._margin = margin
 
-    def batches_per_s(self, last_s: Mapping[int, Sequence[float]], out: Collection[int]) -> float:
+    def batches_per_s(
+        self, recent_compute_s: Mapping[int, Sequence[float]], excluded: Collection[int]
+    ) -> float:
         """Return the predicted throughput of all but `out`, in batches a second; 0 if no worker is left.
 
         Args:
@@ -55,14 +58,18 @@ class ThroughputGate:
                 worker with fewer times counts in the newest iterations only, one without any is ignored.
             out: the excluded workers.
         """
-        rest = [times_s for worker, times_s in last_s.items() if worker not in out and times_s]
+        rest = [times_s for worker, times_s in recent_compute_s.items() if worker not in excluded and times_s]
         slowest_s: list[float] = []
         for times_s in rest:
             _update_slowest(slowest_s, times_s)
         return _batches_per_s(len(rest), slowest_s)
 
-    def choose(
-        self, last_s: Mapping[int, Sequence[float]], *, out: Collection[int], suspects: Collection[int]
+    def workers_to_exclude(
+        self,
+        recent_compute_s: Mapping[int, Sequence[float]],
+        *,
+        excluded: Collection[int],
+        candidates: Collection[int],
     ) -> frozenset[int]:
         """Return which of `suspects` to exclude in addition to `out`: the best choice, or none.
 
@@ -75,20 +82,20 @@ class ThroughputGate:
             suspects: workers that may be excluded.
         """
         suspected = sorted(
-            (worker for worker in {*suspects} - {*out} if last_s.get(worker)),
-            key=lambda worker: (fmean(last_s[worker]), -worker),
+            (worker for worker in {*candidates} - {*excluded} if recent_compute_s.get(worker)),
+            key=lambda worker: (fmean(recent_compute_s[worker]), -worker),
         )
         slowest_s: list[float] = []
         members = 0
-        for worker, times_s in last_s.items():
-            if times_s and worker not in out and worker not in suspected:
+        for worker, times_s in recent_compute_s.items():
+            if times_s and worker not in excluded and worker not in suspected:
                 _update_slowest(slowest_s, times_s)
                 members += 1
         # Suspects are added back one by one, the fastest first, so that every time is visited once.
         best, stay = _batches_per_s(members, slowest_s), 0
         after = best
         for back, worker in enumerate(suspected, start=1):
-            _update_slowest(slowest_s, last_s[worker])
+            _update_slowest(slowest_s, recent_compute_s[worker])
             after = _batches_per_s(members + back, slowest_s)
             if after >= best:
                 best, stay = after, back

@@ -9,18 +9,18 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from offbeat.errors import OffbeatError
 
-Mode: TypeAlias = Literal["min", "max"]
+MetricMode: TypeAlias = Literal["min", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class EpochVerdict:
     """Result of one epoch: whether it `improved` on the best so far, and whether training should `stop`."""
 
-    improved: bool
-    stop: bool
+    has_improved: bool
+    should_stop: bool
 
 
-class Monitor:
+class EarlyStopping:
     """Watches one metric, for the best snapshot and for early stopping.
 
     An epoch improves on the best one if its metric is better by more than `delta_min`; NaN never does. After
@@ -44,9 +44,9 @@ class Monitor:
     """
 
     def __init__(
-        self, metric: str, *, mode: Mode = "min", patience: int | None = None, delta_min: float = 0.0
+        self, metric: str, *, mode: MetricMode = "min", patience: int | None = None, delta_min: float = 0.0
     ) -> None:
-        if mode not in get_args(Mode):
+        if mode not in get_args(MetricMode):
             raise ValueError(f"expected mode 'min' or 'max', got {mode!r}")
         if patience is not None and patience < 1:
             raise ValueError(f"expected a patience of at least 1 epoch, got {patience}")
@@ -77,7 +77,7 @@ class Monitor:
             raise OffbeatError(f"expected evaluate to return {self.metric!r}, which is watched, got {names}")
         return metrics[self.metric]
 
-    def observe(self, epoch: int, metrics: Mapping[str, float]) -> Verdict:
+    def observe(self, epoch: int, metrics: Mapping[str, float]) -> EpochVerdict:
         """Record the metrics of an epoch, and return the verdict; epochs come in order."""
         value = self.value_of(metrics)
         improved = not math.isnan(value) and (
@@ -87,9 +87,9 @@ class Monitor:
             self.best, self.best_epoch, self._epochs_without_improvement = value, epoch, 0
         else:
             self._epochs_without_improvement += 1
-        return Verdict(
-            improved=improved,
-            stop=self._patience is not None and self._epochs_without_improvement >= self._patience,
+        return EpochVerdict(
+            has_improved=improved,
+            should_stop=self._patience is not None and self._epochs_without_improvement >= self._patience,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat.policies.validation.throttle import Pace
+from offbeat.policies.validation.throttle import MinimumRate
 
 _MARGIN: Final = 0.05
 """The least predicted saving, as a share of an epoch, for which overlapping is tried."""
@@ -26,7 +26,7 @@ _CORES_FULL: Final = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spent:
+class EpochCost:
     """The cost of an epoch: seconds of wall time, and of core time of this machine that this process used.
 
     Attributes:
@@ -41,7 +41,7 @@ class Spent:
     train_cpu_s: float
     validate_s: float
     validate_cpu_s: float
-    held_up_share: float | None
+    contention_share: float | None
     calls: int
 
     @property
@@ -51,7 +51,7 @@ class Spent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class BackendChoice:
     """How epochs are validated from now on, and why."""
 
     backend: str
@@ -88,7 +88,7 @@ class OverlapChooser:
             raise ValueError(f"expected at least 1 core and 0 s to start, got {cores} and {start_s}")
         self._backends, self._cores, self._start_s = list(backends), cores, start_s
         self._exclusions: list[str] = []
-        self._spent: Spent | None = None
+        self._spent: EpochCost | None = None
         self._spent_s = 0.0  # on all epochs in line
 
     def exclude(self, backend: str, why: str) -> None:
@@ -97,7 +97,7 @@ class OverlapChooser:
             self._backends.remove(backend)
             self._exclusions.append(f"not {backend}: {why}")
 
-    def in_line(self, spent: Spent) -> Choice:
+    def after_inline_epoch(self, spent: EpochCost) -> BackendChoice:
         """Choose how to go on after an epoch that was validated in line."""
         self._spent = spent
         self._spent_s += spent.serial_s
@@ -106,7 +106,7 @@ class OverlapChooser:
         times = f"training took {spent.train_s:.2f} s, validation {spent.validate_s:.2f} s"
         exclusions = list(self._exclusions)
         for backend in self._backends:
-            held_up_s = 0.0 if backend == "process" else (spent.held_up_share or 0.0) * spent.validate_s
+            held_up_s = 0.0 if backend == "process" else (spent.contention_share or 0.0) * spent.validate_s
             saving_s = spent.serial_s - max(least_s, spent.train_s + held_up_s)
             if saving_s <= _MARGIN * spent.serial_s:
                 exclusions.append(f"not {backend}: it would save {max(0.0, saving_s):.2f} s an epoch at most")
@@ -116,32 +116,32 @@ class OverlapChooser:
                     f"{self._start_s:.1f} s"
                 )
             else:
-                return Choice(
+                return BackendChoice(
                     backend=backend, reason=f"{times}: {backend} should save {saving_s:.2f} s an epoch"
                 )
         usage = f"they used {cpu_s / (spent.serial_s * self._cores):.0%} of {self._cores} cores"
-        if spent.held_up_share is not None:
-            usage += f", and two threads that evaluate delay each other by {spent.held_up_share:.0%}"
-        return Choice(backend="inline", reason="; ".join([times, usage, *exclusions]))
+        if spent.contention_share is not None:
+            usage += f", and two threads that evaluate delay each other by {spent.contention_share:.0%}"
+        return BackendChoice(backend="inline", reason="; ".join([times, usage, *exclusions]))
 
-    def pace(self) -> Pace | None:
+    def minimum_rate(self) -> MinimumRate | None:
         """Return the minimum rate of threads during the next epoch; None without an estimate."""
         spent = self._spent
         if spent is None or spent.calls < _CALLS_MIN or not spent.validate_s:
             return None
-        return Pace(
-            look_after_s=_CHECK_SHARE * spent.validate_s,
+        return MinimumRate(
+            check_after_s=_CHECK_SHARE * spent.validate_s,
             calls_per_s_min=spent.calls / (_SLOW_FACTOR * spent.validate_s),
             rest_s=2 * spent.serial_s,
         )
 
-    def too_slow(self, backend: str) -> Choice:
+    def after_slow_threads(self, backend: str) -> BackendChoice:
         """Choose how to go on after evaluating threads were slower than the minimum rate."""
         why = f"during training, evaluating is more than {_SLOW_FACTOR:g} times as slow"
         self.exclude(backend, why)
-        return Choice(backend="inline", reason=why)
+        return BackendChoice(backend="inline", reason=why)
 
-    def overlapped(self, backend: str, epoch_s: float, cpu_s: float) -> Choice:
+    def after_overlapped_epoch(self, backend: str, epoch_s: float, cpu_s: float) -> BackendChoice:
         """Choose how to go on after an epoch during which another one was validated.
 
         Args:
@@ -153,9 +153,9 @@ class OverlapChooser:
         serial_s = self._spent.serial_s
         description = f"an epoch took {epoch_s:.2f} s overlapped and {serial_s:.2f} s in line"
         if epoch_s <= serial_s:
-            return Choice(backend=backend, reason=description)
+            return BackendChoice(backend=backend, reason=description)
         if cpu_s >= _CORES_FULL * self._cores * epoch_s:
             description += " and the cores were busy"
             self.exclude("process", description)
         self.exclude(backend, description)
-        return Choice(backend="inline", reason=description)
+        return BackendChoice(backend="inline", reason=description)

@@ -17,7 +17,7 @@ PENDING_MAX: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Take:
+class TakeSnapshot:
     """Take a snapshot of the model and evaluate its parts; `parts` are positions in the set."""
 
     epoch: int
@@ -25,14 +25,14 @@ class Take:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class WaitForValidation:
     """Wait until the validation of `epoch` has ended, and ask again."""
 
     epoch: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skip:
+class SkipValidation:
     """Do not validate this epoch: the largest allowed number of snapshots is in use."""
 
     epoch: int
@@ -92,19 +92,21 @@ class ValidationScheduler:
         self._pending: dict[int, _Pending] = {}  # by epoch, oldest first
 
     @property
-    def alive(self) -> tuple[int, ...]:
+    def live_epochs(self) -> tuple[int, ...]:
         """The epochs whose snapshots are still needed, oldest first."""
         return tuple(epoch for epoch, pending in self._pending.items() if pending.results is not None)
 
-    def missing(self, epoch: int) -> tuple[int, ...]:
+    def missing_parts(self, epoch: int) -> tuple[int, ...]:
         """The parts of an epoch that have not been evaluated, by number; empty where the epoch is over."""
         pending = self._pending.get(epoch)
         if pending is None or pending.results is None:
             return ()
         return tuple(part for part in range(pending.parts) if part not in pending.results)
 
-    def epoch_ended(self, epoch: int, parts: Sequence[range]) -> Take | Block | Skip:
-        """Decide what happens to the epoch that has ended; after `Block` it must be called again.
+    def on_epoch_ended(
+        self, epoch: int, parts: Sequence[range]
+    ) -> TakeSnapshot | WaitForValidation | SkipValidation:
+        """Decide what happens to the epoch that has ended; after `WaitForValidation` it must be called again.
 
         Args:
             epoch: later than those before, apart from dropped ones (see `forget`).
@@ -115,16 +117,16 @@ class ValidationScheduler:
         """
         if self._pending and epoch <= max(self._pending):
             raise ProtocolError(f"epoch {epoch} ends after epoch {max(self._pending)} has ended")
-        alive = self.alive
+        alive = self.live_epochs
         if len(alive) <= self._pending_max:
             self._pending[epoch] = _Pending(parts=len(parts))
-            return Take(epoch=epoch, parts=tuple(parts))
+            return TakeSnapshot(epoch=epoch, parts=tuple(parts))
         if self._when_full == "block":
-            return Block(epoch=alive[0])
+            return WaitForValidation(epoch=alive[0])
         self._pending[epoch] = _Pending(parts=0, results=None)
-        return Skip(epoch=epoch)
+        return SkipValidation(epoch=epoch)
 
-    def part_done(self, epoch: int, part: int, result: Any) -> tuple[Any, ...] | None:
+    def on_part_done(self, epoch: int, part: int, result: Any) -> tuple[Any, ...] | None:
         """Record the result of a part.
 
         Returns:
@@ -134,16 +136,16 @@ class ValidationScheduler:
             ProtocolError: there is no such part, or it has been evaluated.
         """
         pending = self._pending.get(epoch)
-        if pending is None or pending.results is None or part not in self.missing(epoch):
+        if pending is None or pending.results is None or part not in self.missing_parts(epoch):
             raise ProtocolError(f"expected a part that is being evaluated, got part {part} of epoch {epoch}")
         pending.results[part] = result
         return tuple(pending.results[index] for index in range(pending.parts)) if pending.is_over else None
 
-    def give_up(self, epoch: int) -> None:
+    def fail(self, epoch: int) -> None:
         """End an epoch under way without results, because a part has failed."""
         self._pending[epoch].results = None
 
-    def report(self) -> int | None:
+    def pop_finished(self) -> int | None:
         """Return the next epoch that has ended, each once and in order; None where there is none."""
         for epoch, pending in self._pending.items():
             if not pending.is_over:
@@ -152,7 +154,7 @@ class ValidationScheduler:
             return epoch
         return None
 
-    def forget(self, after: int) -> tuple[int, ...]:
+    def drop_after(self, after: int) -> tuple[int, ...]:
         """Drop the epochs after `after`, to which training has returned; return the dropped ones."""
         dropped = tuple(epoch for epoch in self._pending if epoch > after)
         for epoch in dropped:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     Action,
     EvaluatePart,
     Event,
@@ -19,17 +20,16 @@ from offbeat.events import (
     Finished,
     Joined,
     Left,
-    LendSnapshot,
     Lost,
     MergeStates,
     PartEvaluated,
+    RolledBack,
+    SendSnapshot,
     SnapshotTaken,
     StatesMerged,
-    Stop,
     Tick,
-    Validated,
-    Validating,
-    WentBack,
+    ValidationFinished,
+    ValidationStarted,
 )
 from offbeat.policies.validation.schedule import split_even
 
@@ -135,7 +135,7 @@ class SharedValidation:
     def __init__(self) -> None:
         self._last_epochs: dict[int, float] = {}  # by present worker: the epoch of its last snapshot
         self._epochs: dict[int, _EpochState] = {}  # by epoch, the unfinished ones
-        self._finished: dict[int, Validated] = {}  # by epoch
+        self._finished: dict[int, ValidationFinished] = {}  # by epoch
         self._transfers = 0
         self._has_stopped = False
 
@@ -157,7 +157,7 @@ class SharedValidation:
             case StatesMerged():
                 merged = self._on_states_merged(event)
                 return [*merged, *self._decide(event.now_s)]
-            case WentBack():
+            case RolledBack():
                 dropped = self._drop_after(event.epoch)
                 return [*dropped, *self._decide(event.now_s)]
             case Finished():
@@ -187,7 +187,7 @@ class SharedValidation:
         """Restore a `state_dict` of a policy with the same arguments."""
         self._last_epochs = {worker: math.inf if at is None else at for worker, at in state["last_epochs"]}
         self._epochs = {epoch: _epoch_from_plain(plain) for epoch, plain in state["epochs"]}
-        self._finished = {plain["epoch"]: Validated(**plain) for plain in state["finished"]}
+        self._finished = {plain["epoch"]: ValidationFinished(**plain) for plain in state["finished"]}
         self._transfers, self._has_stopped = state["transfers"], state["has_stopped"]
 
     # Events ----------------------------------------------------------------------------------------------
@@ -204,13 +204,15 @@ class SharedValidation:
         started: list[Action] = []
         state = self._epochs.get(event.epoch)
         if state is None:
-            state = _EpochState(samples=event.samples, terms=event.terms, deadline_s=event.deadline_s)
+            state = _EpochState(
+                samples=event.samples, terms=event.decision_rule, deadline_s=event.part_deadline_s
+            )
             self._epochs[event.epoch] = state
             reason = f"worker {event.worker} has finished the epoch"
-            started.append(Validating(worker=None, epoch=event.epoch, reason=reason))
+            started.append(ValidationStarted(worker=None, epoch=event.epoch, reason=reason))
         for what, expected, got in (
             ("validation set", f"{state.samples} samples", f"{event.samples} samples"),
-            ("decisions on metrics", state.terms, event.terms),
+            ("decisions on metrics", state.terms, event.decision_rule),
         ):
             if got != expected:
                 others = ", ".join(map(str, state.offers)) or "another one"
@@ -353,17 +355,17 @@ class SharedValidation:
 
     def _end(
         self, epoch: int, state: _EpochState, merged_means: dict[str, float], merged_counts: dict[str, float]
-    ) -> Validated:
+    ) -> ValidationFinished:
         """Finish the epoch with the means and counts over all parts and the merged metrics."""
         assert state.owner is not None
         results = [state.results[part] for part in range(state.parts)]
         sizes = list(map(len, split_even(state.samples, state.parts)))
         means = {name: _mean([found.means[name] for found in results], sizes) for name in results[0].means}
         counts = {name: math.fsum(found.counts[name] for found in results) for name in results[0].counts}
-        finished = Validated(
+        finished = ValidationFinished(
             worker=None,
             epoch=epoch,
-            owner=state.owner,
+            snapshot_owner=state.owner,
             digest=state.digest,
             means=means | merged_means,
             counts=counts | merged_counts,
@@ -373,11 +375,11 @@ class SharedValidation:
         del self._epochs[epoch]
         return finished
 
-    def _end_without_metrics(self, epoch: int, reason: str) -> Validated:
-        finished = Validated(
+    def _end_without_metrics(self, epoch: int, reason: str) -> ValidationFinished:
+        finished = ValidationFinished(
             worker=None,
             epoch=epoch,
-            owner=None,
+            snapshot_owner=None,
             digest="",
             means={},
             counts={},
@@ -391,10 +393,13 @@ class SharedValidation:
         """Send a new worker the validations that ended or began before it joined."""
         reason = "it began before the worker joined"
         finished = [
-            Validated(**{**asdict(state), "worker": worker, "reason": reason})
+            ValidationFinished(**{**asdict(state), "worker": worker, "reason": reason})
             for state in self._finished.values()
         ]
-        return [*finished, *(Validating(worker=worker, epoch=epoch, reason=reason) for epoch in self._epochs)]
+        return [
+            *finished,
+            *(ValidationStarted(worker=worker, epoch=epoch, reason=reason) for epoch in self._epochs),
+        ]
 
     def _check_deadlines(self, epoch: int, state: _EpochState, now_s: float) -> list[Action]:
         """Stop the job where a part, or merging, takes longer than the deadline on its first worker."""
@@ -408,7 +413,7 @@ class SharedValidation:
             if now_s - since_s > state.deadline_s:
                 self._has_stopped = True
                 return [
-                    Stop(
+                    AbortJob(
                         worker=worker,
                         step=None,
                         reason=f"worker {worker} did not {task} of epoch {epoch} within "
@@ -444,16 +449,16 @@ class SharedValidation:
             if not assigned:
                 return
 
-    def _send_snapshot(self, worker: int, epoch: int, state: _EpochState) -> LendSnapshot:
+    def _send_snapshot(self, worker: int, epoch: int, state: _EpochState) -> SendSnapshot:
         assert state.owner is not None
         state.snapshot_senders[worker] = state.owner
         self._transfers += 1
-        return LendSnapshot(
+        return SendSnapshot(
             worker=state.owner,
-            borrower=worker,
+            receiver=worker,
             epoch=epoch,
             digest=state.digest,
-            number=self._transfers - 1,
+            transfer=self._transfers - 1,
             reason=f"worker {state.owner}'s snapshot is evaluated, and worker {worker} has a different one",
         )
 

@@ -18,7 +18,7 @@ _GAIN_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class MinimumRate:
     """The minimum rate of torch calls of threads that evaluate during training.
 
     Attributes:
@@ -27,12 +27,12 @@ class Pace:
         rest_s: how long the threads rest at most if they are slower.
     """
 
-    look_after_s: float
+    check_after_s: float
     calls_per_s_min: float
     rest_s: float
 
 
-class Climb:
+class ThreadSearch:
     """Searches how many threads evaluate at once: 1, 2, 4 and so on, while the gain is large enough.
 
     `n` threads must call at least as many functions of torch per second as the `m` < `n` before them, plus
@@ -77,7 +77,7 @@ class Climb:
         self.threads = min(2 * self.threads, self._threads_max)
 
 
-class Turn:
+class EvaluatorTurn:
     """A thread that evaluates a part.
 
     Attributes:
@@ -85,19 +85,20 @@ class Turn:
         is_let: it may go on.
     """
 
-    __slots__ = ("calls", "is_freed", "is_let", "let_at")
+    __slots__ = ("calls", "calls_at_start", "is_forced", "may_run")
 
     def __init__(self) -> None:
-        self.calls = self.let_at = 0  # its calls when it was last allowed to go on
-        self.is_let = self.is_freed = False
+        self.calls = self.calls_at_start = 0  # its calls when it was last allowed to go on
+        self.may_run = self.is_forced = False
 
 
-class Pacing:
+class Throttle:
     """Decides which evaluating threads go on: the oldest ones, as many as make the evaluation faster.
 
-    The number is searched by the rate of calls of torch functions (`Climb`), separately for the time during
-    training and for the time when training waits. If the threads during training are slower than `pace`, all
-    of them rest until training waits: evaluating then contends with training, which is slowed just as much.
+    The number is searched by the rate of calls of torch functions (`ThreadSearch`), separately for the time
+    during training and for the time when training waits. If the threads during training are slower than
+    `pace`, all of them rest until training waits: evaluating then contends with training, which is slowed
+    just as much.
 
     Args:
         threads: number of threads that evaluate, at least 1.
@@ -108,55 +109,55 @@ class Pacing:
         look_s: when to call `look` next.
     """
 
-    def __init__(self, threads: int, pace: Pace | None) -> None:
-        self._pace = pace
-        self._beside, self._while_waiting = Climb(threads), Climb(threads)
-        self._turns: list[Turn] = []  # oldest first
+    def __init__(self, threads: int, minimum_rate: MinimumRate | None) -> None:
+        self._pace = minimum_rate
+        self._during_training, self._while_waiting = ThreadSearch(threads), ThreadSearch(threads)
+        self._turns: list[EvaluatorTurn] = []  # oldest first
         self._waiting_for = 0  # number of threads that wait for the evaluation
         self._is_unlimited = self._is_measuring = False
         self._ended_calls = 0
         self._began_s: float | None = None
         self._recorded_s, self._recorded_calls = 0.0, 0
         self.is_slow = False
-        self.look_s = 0.0
+        self.next_check_s = 0.0
 
     @property
     def calls(self) -> int:
         """All calls made so far."""
         return self._ended_calls + sum(turn.calls for turn in self._turns)
 
-    def begin(self, now_s: float) -> Turn:
+    def begin_part(self, now_s: float) -> EvaluatorTurn:
         """Register a thread that begins a part; it may have to rest at first."""
         self._record(now_s)
         self._began_s = now_s if self._began_s is None else self._began_s
-        turn = Turn()
+        turn = EvaluatorTurn()
         self._turns.append(turn)
         self._allow(now_s)
         return turn
 
-    def end(self, turn: Turn, now_s: float) -> None:
+    def end_part(self, turn: EvaluatorTurn, now_s: float) -> None:
         """Remove a thread that has evaluated its part."""
         self._record(now_s)
         self._ended_calls += turn.calls
         self._turns.remove(turn)
         self._allow(now_s)
 
-    def waiting(self, more: int, now_s: float) -> None:
+    def add_waiting(self, more: int, now_s: float) -> None:
         """Change the number of threads (training among them) that wait for the evaluation by `more`."""
         self._record(now_s)
         self._waiting_for += more
         self._allow(now_s)
 
-    def free(self, turn: Turn) -> None:
+    def force(self, turn: EvaluatorTurn) -> None:
         """Let a thread go on until its turn ends, whatever the other threads do."""
-        turn.is_freed = turn.is_let = True
+        turn.is_forced = turn.may_run = True
 
-    def open(self, now_s: float) -> None:
+    def lift_limit(self, now_s: float) -> None:
         """Let all threads go on from now on."""
         self._is_unlimited = True
         self._allow(now_s)
 
-    def look(self, now_s: float) -> None:
+    def check_rate(self, now_s: float) -> None:
         """Measure the rate of calls, and adjust the number of threads."""
         before = self._climb.threads
         self._record(now_s)
@@ -166,8 +167,8 @@ class Pacing:
             self._allow(now_s)
 
     @property
-    def _climb(self) -> Climb:
-        return self._while_waiting if self._waiting_for else self._beside
+    def _climb(self) -> ThreadSearch:
+        return self._while_waiting if self._waiting_for else self._during_training
 
     def _allow(self, now_s: float) -> None:
         """Let the allowed threads go on."""
@@ -177,15 +178,15 @@ class Pacing:
         elif self.is_slow and not self._waiting_for:
             allowed = 0
         for rank, turn in enumerate(self._turns):
-            was_let, turn.is_let = turn.is_let, turn.is_freed or rank < allowed
-            if turn.is_let and not was_let:
-                turn.let_at = turn.calls
+            was_let, turn.may_run = turn.may_run, turn.is_forced or rank < allowed
+            if turn.may_run and not was_let:
+                turn.calls_at_start = turn.calls
         self._schedule(now_s)
 
-    def _check_rate(self, pace: Pace, now_s: float) -> None:
+    def _check_rate(self, pace: MinimumRate, now_s: float) -> None:
         assert self._began_s is not None
         spent_s = now_s - self._began_s
-        if spent_s >= pace.look_after_s:
+        if spent_s >= pace.check_after_s:
             self.is_slow = self.calls < pace.calls_per_s_min * spent_s
             self._pace = None
 
@@ -200,9 +201,9 @@ class Pacing:
     def _schedule(self, now_s: float) -> None:
         """Decide whether to measure now (all allowed threads have made a call), and when to look."""
         climb = self._climb
-        running = [turn for turn in self._turns if turn.is_let]
+        running = [turn for turn in self._turns if turn.may_run]
         self._is_measuring = len(running) == climb.threads and all(
-            turn.calls > turn.let_at for turn in running
+            turn.calls > turn.calls_at_start for turn in running
         )
         is_over = climb.is_settled and (self._pace is None or self._waiting_for > 0)
-        self.look_s = math.inf if is_over else now_s + _CHECK_INTERVAL_S
+        self.next_check_s = math.inf if is_over else now_s + _CHECK_INTERVAL_S

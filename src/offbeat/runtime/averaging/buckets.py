@@ -4,19 +4,19 @@ Theory of operation
 -------------------
 
 A bucket is a 1-D tensor of one dtype that is all-reduced at once. Its entries are, in this order, parameters'
-gradients, model buffers and the trailer. A `Bank` is memory for one bucket, with a view for each entry. A
-`Slot` has three of them:
+gradients, model buffers and the trailer. A `BucketBuffer` is memory for one bucket, with a view for each
+entry. A `GradientBucket` has three of them:
 
 - `own`: this worker's contribution. Gradients are scaled by the worker's weight and packed here. An exchange
   does not change its values, so that a round can be repeated with them after an exchange was abandoned.
 - `bank`: receives the sum. It is divided by the sum of weights in place, and its views become `param.grad`,
   so nothing is copied out.
-- A second one for sums. `hand_out` exchanges the two, so that the next round does not overwrite this round's
-  gradients. Two rounds later, memory is written again, unless the program still has a reference to one of its
-  views (`Bank.is_kept`, by reference counts): then it is replaced by a new one.
+- A second one for sums. `swap_output` exchanges the two, so that the next round does not overwrite this
+  round's gradients. Two rounds later, memory is written again, unless the program still has a reference to
+  one of its views (`BucketBuffer.is_referenced`, by reference counts): then it is replaced by a new one.
 
 Workers on one host read each other's memory. After an exchange was abandoned, another worker may still be
-reading. `leave_to_readers` replaces memory that is read so; it must be called before anything is written.
+reading. `replace_read_buffers` replaces memory that is read so; it must be called before anything is written.
 
 Buffers need no mean: the first member contributes its values and all other members zeros, so the sum is the
 first member's value.
@@ -41,10 +41,10 @@ from torch import nn
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import Bucket
-from offbeat.runtime.collectives.interface import Pending
+from offbeat.runtime.collectives.interface import PendingExchange
 
 
-class BufferList:
+class ModelBuffers:
     """The buffers of a model, by module and name: layers may replace the tensors."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,14 +85,14 @@ class BufferList:
         return buffers
 
 
-Zeros = Callable[[int, torch.dtype], torch.Tensor]
+ZerosFactory = Callable[[int, torch.dtype], torch.Tensor]
 """(elements, dtype) -> a new tensor of zeros, in memory that suits the exchange."""
 
 
-class Bank:
+class BucketBuffer:
     """A bucket's memory: first gradients, then buffers, then the trailer."""
 
-    def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], zeros: Zeros) -> None:
+    def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], zeros: ZerosFactory) -> None:
         self.flat = zeros(bucket.elements, bucket.dtype)
         self.views = [
             self.flat[offset : offset + shapes[entry].numel()].view(shapes[entry])
@@ -100,7 +100,7 @@ class Bank:
         ]
         self._initial_references = self._references()
 
-    def is_kept(self) -> bool:
+    def is_referenced(self) -> bool:
         """Whether a view, or a view of one, is still referenced elsewhere."""
         return self._references() != self._initial_references
 
@@ -110,7 +110,7 @@ class Bank:
         return counts
 
 
-class Slot:
+class GradientBucket:
     """A bucket: this worker's contribution to a round, and memory for two sums, used in turn.
 
     The means of a round become the gradients where they were summed, without a copy. The next round
@@ -118,31 +118,33 @@ class Slot:
     gradient in that memory, it is replaced.
     """
 
-    def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, zeros: Zeros) -> None:
+    def __init__(
+        self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, zeros: ZerosFactory
+    ) -> None:
         self.entries, self.offsets = bucket.entries, bucket.offsets
-        self.parameters = sum(entry < parameters for entry in bucket.entries)
-        self.gradient_elements = sum(shapes[entry].numel() for entry in bucket.entries[: self.parameters])
-        self.missing = self.parameters
-        self.pending: Pending | None = None
+        self.gradient_count = sum(entry < parameters for entry in bucket.entries)
+        self.gradient_elements = sum(shapes[entry].numel() for entry in bucket.entries[: self.gradient_count])
+        self.missing_count = self.gradient_count
+        self.pending: PendingExchange | None = None
         self._bank_arguments = bucket, shapes, zeros
-        self.own, self.bank, self._other = (Bank(*self._bank_arguments) for _ in range(3))
+        self.contribution, self.output, self._spare = (BucketBuffer(*self._bank_arguments) for _ in range(3))
 
-    def leave_to_readers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
-        """Replaces memory that another worker may still read (`TensorMemory.is_read`).
+    def replace_read_buffers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
+        """Replaces memory that another worker may still read (`TensorMemory.may_be_read`).
 
         To be called after an exchange was abandoned, before anything is written. This worker's contribution
         keeps its values.
         """
-        if is_read(self.own.flat):
-            before, self.own = self.own, Bank(*self._bank_arguments)
-            self.own.flat.copy_(before.flat)
-        if is_read(self.bank.flat):
-            self.bank = Bank(*self._bank_arguments)
-        if is_read(self._other.flat):
-            self._other = Bank(*self._bank_arguments)
+        if is_read(self.contribution.flat):
+            before, self.contribution = self.contribution, BucketBuffer(*self._bank_arguments)
+            self.contribution.flat.copy_(before.flat)
+        if is_read(self.output.flat):
+            self.output = BucketBuffer(*self._bank_arguments)
+        if is_read(self._spare.flat):
+            self._spare = BucketBuffer(*self._bank_arguments)
 
-    def hand_out(self) -> None:
+    def swap_output(self) -> None:
         """Switches to the other memory for sums: the current one holds the gradients now."""
-        self.bank, self._other = self._other, self.bank
-        if self.bank.is_kept():
-            self.bank = Bank(*self._bank_arguments)
+        self.output, self._spare = self._spare, self.output
+        if self.output.is_referenced():
+            self.output = BucketBuffer(*self._bank_arguments)

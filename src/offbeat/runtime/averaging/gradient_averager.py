@@ -20,12 +20,23 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.numerics.collectives.buckets import plan_buckets
-from offbeat.runtime.averaging.buckets import BufferList, Slot
-from offbeat.runtime.averaging.group_binding import Grouping, RegroupedError, Seat
-from offbeat.runtime.averaging.interface import LANES, WORD_S, Host, gathered, spread
-from offbeat.runtime.training.backward import BackwardPass, Onlookers, check_can_average, watch
-from offbeat.runtime.training.checks import Forms
-from offbeat.runtime.training.hooks import ForwardHook, Hook, Scripting, do_nothing
+from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers
+from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError, GroupHandle
+from offbeat.runtime.averaging.interface import (
+    COORDINATOR_MARGIN_S,
+    FLOAT32_PER_FLOAT64,
+    AveragerContext,
+    join_float64,
+    split_float64,
+)
+from offbeat.runtime.training.backward import (
+    BackwardPass,
+    GradientObservers,
+    check_can_average,
+    on_output_gradient,
+)
+from offbeat.runtime.training.checks import ParameterFormCheck
+from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook, SessionHook, do_nothing
 from offbeat.runtime.training.writes import check_all_wrote
 
 # Sums at the start of a trailer: weights, members with a stale bucket, program writes, preempted members.
@@ -64,41 +75,41 @@ class GradientAverager:
     def __init__(
         self,
         model: nn.Module,
-        grouping: Grouping | None,
-        host: Host,
+        binding: GroupBinding | None,
+        context: AveragerContext,
         *,
         workers: int,
         bucket_bytes: int,
         deadline_s: float,
     ) -> None:
         self._model = model
-        self._binding = grouping
-        self._context = host
+        self._binding = binding
+        self._context = context
         self._workers = self._capacity = workers
         self._bucket_bytes = bucket_bytes
         self._deadline_s = deadline_s
-        self._group: Seat | None = None  # for the round under way, None before it is bound
+        self._group: GroupHandle | None = None  # for the round under way, None before it is bound
         self._exchange_id: int | None = None  # of the pass under way
         self._scale: float | None = None  # factor of the gradients of the round under way
         self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
-        self._forms = Forms(model)
-        self._buffers = BufferList(model)
+        self._forms = ParameterFormCheck(model)
+        self._buffers = ModelBuffers(model)
         self._make_buckets()
-        self._late = None if grouping is None else grouping.late
+        self._late = None if binding is None else binding.late_gradients
         if self._late is not None:
-            self._late.bind(self._parameters, self._buffers)
-        self._hook_handles: list[RemovableHandle | Scripting] = []
+            self._late.set_tensors(self._parameters, self._buffers)
+        self._hook_handles: list[RemovableHandle | HookFreeScripting] = []
         self._ready_entries: set[int] = set()
         self._launched = 0
         self._has_stale_bucket = False
         self._backward = BackwardPass(self._backward_ended)
         self._has_accumulated = False  # in the backward pass under way
-        self._observers: Onlookers  # from `attach` on
+        self._observers: GradientObservers  # from `attach` on
         self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
         self._skips_exchange = False
         self._unsent_weight = 0.0
-        self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")
-        self._round_end_s = host.timer.switch("other")
+        self._compute_mark_s = self._pass_mark_s = context.timer.total_s("compute")
+        self._round_end_s = context.timer.switch("other")
         # The means of the last round, by identity and version: other gradients were set by hand.
         self._averaged: list[tuple[Callable[[], torch.Tensor | None], int]] = [
             (do_nothing, 0) for _ in self._parameters
@@ -121,7 +132,7 @@ class GradientAverager:
         }
         # Buckets from here on are launched only after the backward pass: those that hold more than gradients
         # and, once a gradient has come twice in one pass, all from its bucket on.
-        self._launch_limit = sum(len(bucket.entries) == bucket.parameters for bucket in self._buckets)
+        self._launch_limit = sum(len(bucket.entries) == bucket.gradient_count for bucket in self._buckets)
 
     def _resize_trailer(self, capacity: int) -> None:
         """Makes buckets for another group size, and copies the packed gradients into them."""
@@ -133,11 +144,11 @@ class GradientAverager:
         for entry in self._ready_entries:
             (old_index, old_position), (index, position) = old_location_of[entry], self._location_of[entry]
             torch.mul(
-                old_buckets[old_index].own.views[old_position],
+                old_buckets[old_index].contribution.views[old_position],
                 old_capacity / capacity,
-                out=self._buckets[index].own.views[position],
+                out=self._buckets[index].contribution.views[position],
             )
-            self._buckets[index].missing -= 1
+            self._buckets[index].missing_count -= 1
 
     def _capacity_for(self, size: int) -> int:
         """Members that the trailer has room for: equal on all members, whatever groups they were in."""
@@ -148,8 +159,8 @@ class GradientAverager:
         """Length of the trailer's first part: the flags, and three lists with one number per member."""
         return _FLAGS + 3 * self._capacity
 
-    def _planned_buckets(self) -> list[Slot]:
-        shared = LANES * len(self._context.hyperparameters())
+    def _planned_buckets(self) -> list[GradientBucket]:
+        shared = FLOAT32_PER_FLOAT64 * len(self._context.hyperparameters())
         trailer = torch.Size([self._header_length + len(self._parameters) + shared])
         tensors = self._parameters + self._buffers.tensors()
         shapes = [t.shape for t in tensors] + [trailer]
@@ -159,17 +170,19 @@ class GradientAverager:
         plan = plan_buckets(sizes, dtypes, bucket_bytes=self._bucket_bytes)
         assert self._binding is not None
         zeros = partial(self._binding.memory.zeros, device=self._parameters[0].device)
-        return [Slot(bucket, shapes, len(self._parameters), zeros) for bucket in plan]
+        return [GradientBucket(bucket, shapes, len(self._parameters), zeros) for bucket in plan]
 
     def attach(self) -> None:
         """Registers the hooks on the model."""
         for entry, parameter in enumerate(self._parameters):
-            hook = Hook(partial(self._gradient_ready, entry))
+            hook = SessionHook(partial(self._gradient_ready, entry))
             self._hook_handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._hook_handles.append(self._model.register_forward_pre_hook(ForwardHook(self._before_forward)))
-        self._hook_handles.append(self._model.register_forward_hook(ForwardHook(self._after_forward)))
-        self._hook_handles.append(Scripting(self._model))
-        self._observers = Onlookers(self._model, self._parameters)
+        self._hook_handles.append(
+            self._model.register_forward_pre_hook(SessionForwardHook(self._before_forward))
+        )
+        self._hook_handles.append(self._model.register_forward_hook(SessionForwardHook(self._after_forward)))
+        self._hook_handles.append(HookFreeScripting(self._model))
+        self._observers = GradientObservers(self._model, self._parameters)
 
     def detach(self) -> None:
         """Removes all hooks from the model."""
@@ -178,7 +191,7 @@ class GradientAverager:
         self._hook_handles.clear()
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate without an exchange, which follows the next one outside."""
         before, self._skips_exchange = self._skips_exchange, True
         try:
@@ -186,7 +199,7 @@ class GradientAverager:
         finally:
             self._skips_exchange = before
 
-    def weigh(self, batches: float) -> None:
+    def set_batch_weight(self, batches: float) -> None:
         """Sets the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
         self._batch_weight = batches
         self._saved_gradients = None
@@ -199,12 +212,12 @@ class GradientAverager:
     # The backward pass ---------------------------------------------------------------------------------
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        self._context.check()
+        self._context.raise_if_failed()
         if model.training and torch.is_grad_enabled():
             self._context.timer.switch("compute")
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        watch(output, self._backward_begins)
+        on_output_gradient(output, self._backward_begins)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         self._forget_failed_pass()
@@ -215,19 +228,19 @@ class GradientAverager:
         """Resets after a backward pass that raised, and so never ends; its buckets are sent again."""
         if not self._backward.has_failed:
             return
-        self._backward.forget()
+        self._backward.cancel()
         self._has_accumulated = False
         self._ready_entries.clear()
         self._scale = None
         self._has_stale_bucket = self._launched > 0
         for bucket in self._buckets:
-            bucket.missing = bucket.parameters
+            bucket.missing_count = bucket.gradient_count
 
     def _bind_group(self, *, wait: bool) -> bool:
         """Binds the round under way to a group; returns whether there is one."""
         assert self._binding is not None
         if self._group is None:
-            self._group = self._binding.seat(wait=wait, may_take=not self.rounds_since_step)
+            self._group = self._binding.acquire(wait=wait, may_replace_state=not self.rounds_since_step)
             if self._group is not None and self._capacity != (
                 capacity := self._capacity_for(self._group.size)
             ):
@@ -237,14 +250,14 @@ class GradientAverager:
     def _gradient_ready(self, entry: int, parameter: torch.Tensor) -> None:
         if self._context.timer.part != "compute":
             self._context.timer.switch("compute")
-        self._context.check()
+        self._context.raise_if_failed()
         check_can_average(parameter.grad)
         self._forget_failed_pass()
         if not self._backward.is_under_way:
             self._backward.begin()
         if not self._has_accumulated:
             self._forms.check()
-            self._has_accumulated, self._leaves_gradients = True, self._observers.are_there
+            self._has_accumulated, self._leaves_gradients = True, self._observers.exist
         if self._leaves_gradients or parameter.grad is None:  # a hook may have removed it
             return
         if self._saved_gradients is not None:
@@ -270,8 +283,8 @@ class GradientAverager:
             self._launch_limit = min(self._launch_limit, index)
             return
         self._ready_entries.add(entry)
-        self._buckets[index].missing -= 1
-        while self._launched < self._launch_limit and not self._buckets[self._launched].missing:
+        self._buckets[index].missing_count -= 1
+        while self._launched < self._launch_limit and not self._buckets[self._launched].missing_count:
             self._launch_next()
 
     def _backward_ended(self) -> None:
@@ -284,7 +297,7 @@ class GradientAverager:
         self._unsent_weight += self._batch_weight
         timer = self._context.timer
         timer.switch("compute")
-        self._context.computed(timer.total_s("compute") - self._pass_mark_s)
+        self._context.on_computed(timer.total_s("compute") - self._pass_mark_s)
         timer.switch("compute")
         self._pass_mark_s = timer.total_s("compute")
         if self._skips_exchange:
@@ -305,7 +318,7 @@ class GradientAverager:
         """
         self._forget_failed_pass()
         self._forms.check()
-        self._written = self._context.writes.take()
+        self._written = self._context.writes.pop()
         if not self._unsent_weight and self._has_manual_gradients():
             self._unsent_weight = self._batch_weight
         began_s = self._context.timer.switch("communicate")
@@ -313,7 +326,7 @@ class GradientAverager:
         offset_s = began_s - self._round_end_s
         offsets_s: list[float] = []
         if self._binding is None:
-            self._context.ready(compute_s)
+            self._context.announce_gradients(compute_s)
         else:
             self._accept_late_gradients()
             trailer = self._exchange_until_success(offset_s, compute_s)
@@ -322,9 +335,9 @@ class GradientAverager:
                 self._apply_means(trailer)
                 offsets_s = trailer[_FLAGS : _FLAGS + self._group.size]
             else:
-                self._binding.late.bring(self._unsent_weight)
+                self._binding.late_gradients.send_gradient(self._unsent_weight)
         if self._group is None:
-            self.is_preempted |= self._context.is_signalled
+            self.is_preempted |= self._context.has_preemption_signal
         self._end_round(offset_s, offsets_s)
 
     def before_step(self, *, has_closure: bool) -> None:
@@ -333,38 +346,38 @@ class GradientAverager:
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
-        if self.exchange_is_due and not has_closure:
+        if self.is_exchange_due and not has_closure:
             self.exchange()
         if self.is_outside:
-            self.drop()
+            self.drop_gradients()
 
     def after_step(self) -> None:
         """See `Averager.after_step`."""
-        self._context.writes.note()
+        self._context.writes.mark()
         self.rounds_since_step = 0
 
     @property
-    def puts_off(self) -> bool:
-        """See `Averager.puts_off`."""
+    def has_deferred_step(self) -> bool:
+        """See `Averager.has_deferred_step`."""
         return False
 
-    def drain(self) -> None:
-        """See `Averager.drain`: nothing is deferred."""
+    def apply_deferred_step(self) -> None:
+        """See `Averager.apply_deferred_step`: nothing is deferred."""
 
     def flush(self) -> None:
         """See `Averager.flush`: nothing is deferred."""
 
-    def drop(self) -> None:
+    def drop_gradients(self) -> None:
         """Discards this worker's gradients."""
         if self._late is not None:
-            self._late.forget_guests()
+            self._late.clear_active()
         for parameter in self._parameters:
             parameter.grad = None
 
     def _accept_late_gradients(self) -> None:
         """Adds gradients that other workers computed for this one, in the first round of a step."""
         if self._late is not None and self._scale is None and not self.rounds_since_step:
-            self._late.take_in()
+            self._late.activate_accepted()
 
     def _exchange_until_success(self, offset_s: float, compute_s: float) -> list[float]:
         """Exchanges until a round succeeds; returns its trailer, empty where this worker is in no group."""
@@ -372,11 +385,11 @@ class GradientAverager:
         is_announced = False
         while True:
             if self._group is None and not is_announced:
-                self._contributed_blocks = self._context.ready(compute_s)
+                self._contributed_blocks = self._context.announce_gradients(compute_s)
                 is_announced = True
             if not self._bind_group(wait=True):
                 return []
-            if self._binding.has_taken:
+            if self._binding.was_state_replaced:
                 self._discard_replaced()
             try:
                 trailer = self._exchange_buckets(offset_s, None if is_announced else compute_s)
@@ -386,12 +399,12 @@ class GradientAverager:
                     trailer = self._exchange_buckets(offset_s, None)
                 if self._binding.finish_round(self._contributions(trailer)):
                     return trailer
-            except RegroupedError:
+            except GroupChangedError:
                 is_announced = True
             self._group = self._exchange_id = None
             self._launched = 0
             for bucket in self._buckets:
-                bucket.leave_to_readers(self._binding.memory.is_read)
+                bucket.replace_read_buffers(self._binding.memory.may_be_read)
 
     def _contributions(self, trailer: list[float]) -> list[tuple[int, int]]:
         """Numbers of blocks behind each member's gradients: its own, and other workers' for it."""
@@ -406,9 +419,9 @@ class GradientAverager:
     def _discard_replaced(self) -> None:
         """Discards gradients of replaced parameters; this worker contributes with weight zero."""
         assert self._binding is not None
-        self._binding.has_taken = False
+        self._binding.was_state_replaced = False
         self._ready_entries.clear()
-        self.drop()
+        self.drop_gradients()
         self._scale, self._contributed_blocks = 0.0, (0, 0)
 
     def _scale_for(self, batches: float) -> float:
@@ -420,7 +433,9 @@ class GradientAverager:
         if self._scale is None:
             assert self._group is not None
             exact = batches * self._group.weight / self._capacity
-            self._scale = float(torch.tensor(exact, dtype=self._buckets[-1].own.flat.dtype, device="cpu"))
+            self._scale = float(
+                torch.tensor(exact, dtype=self._buckets[-1].contribution.flat.dtype, device="cpu")
+            )
         return self._scale
 
     def _has_manual_gradients(self) -> bool:
@@ -438,40 +453,40 @@ class GradientAverager:
         while self._launched < len(self._buckets) - 1:
             self._launch_next()
         if compute_s is not None:  # before another member can finish the round
-            self._contributed_blocks = self._context.ready(compute_s)
+            self._contributed_blocks = self._context.announce_gradients(compute_s)
         self._write_contributed_blocks()
         self._launch_next()
         self._exchange_id = None
-        limit_s = time.monotonic() + self._deadline_s + WORD_S
+        limit_s = time.monotonic() + self._deadline_s + COORDINATOR_MARGIN_S
         for bucket in self._buckets:
             assert bucket.pending is not None
             bucket.pending.wait(max(0.0, limit_s - time.monotonic()))
-        return self._buckets[-1].bank.views[-1].tolist()
+        return self._buckets[-1].output.views[-1].tolist()
 
     def _fill_trailer(self, offset_s: float) -> None:
         assert self._group is not None
-        trailer = self._buckets[-1].own.views[-1]
+        trailer = self._buckets[-1].contribution.views[-1]
         values = [0.0] * trailer.numel()
-        late_gradients = [] if self._late is None else self._late.guests
+        late_gradients = [] if self._late is None else self._late.active
         values[0] = (
             self._scale_for(self._unsent_weight) + sum(one.weight for one in late_gradients) / self._capacity
         )
         values[1] = float(self._has_stale_bucket)
         values[2] = len(self._written)
-        values[3] = float(self._context.is_signalled)
+        values[3] = float(self._context.has_preemption_signal)
         values[_FLAGS + self._group.position] = offset_s
         first = self._header_length
         for entry, parameter in enumerate(self._parameters):
             is_there = entry in self._ready_entries or parameter.grad is not None
             values[first + entry] = float(is_there or any(one.has[entry] for one in late_gradients))
         if self._group.position == 0:
-            components = spread(self._context.hyperparameters())
+            components = split_float64(self._context.hyperparameters())
             values[first + len(self._parameters) :] = components
         trailer.copy_(torch.tensor(values, dtype=trailer.dtype, device="cpu"))
 
     def _write_contributed_blocks(self) -> None:
         assert self._group is not None
-        trailer = self._buckets[-1].own.views[-1]
+        trailer = self._buckets[-1].contribution.views[-1]
         position = _FLAGS + self._group.position
         for count in self._contributed_blocks:
             position += self._capacity
@@ -487,15 +502,15 @@ class GradientAverager:
         if self._exchange_id is None:
             self._exchange_id = self._binding.next_exchange_id()
         bucket.pending = self._group.exchange.all_reduce(
-            bucket.own.flat, bucket.bank.flat, exchange_id=self._exchange_id, index=self._launched
+            bucket.contribution.flat, bucket.output.flat, exchange_id=self._exchange_id, index=self._launched
         )
         self._launched += 1
 
-    def _pack(self, bucket: Slot) -> None:
+    def _pack(self, bucket: GradientBucket) -> None:
         """Packs what no hook has: gradients, and on the first member buffers."""
         assert self._group is not None
-        buffers = self._buffers.tensors() if len(bucket.entries) > bucket.parameters else []
-        for entry, view in zip(bucket.entries, bucket.own.views, strict=True):
+        buffers = self._buffers.tensors() if len(bucket.entries) > bucket.gradient_count else []
+        for entry, view in zip(bucket.entries, bucket.contribution.views, strict=True):
             if entry < len(self._parameters):
                 if entry not in self._ready_entries:
                     self._pack_gradient(entry, self._parameters[entry])
@@ -508,7 +523,7 @@ class GradientAverager:
     def _pack_gradient(self, entry: int, parameter: torch.Tensor, *, add: bool = False) -> None:
         """Writes or adds a scaled gradient to its bucket."""
         index, position = self._location_of[entry]
-        view = self._buckets[index].own.views[position]
+        view = self._buckets[index].contribution.views[position]
         scale = self._scale_for(self._unsent_weight + self._batch_weight)
         if add and parameter.grad is not None and scale:
             view.add_(parameter.grad, alpha=scale)
@@ -517,7 +532,7 @@ class GradientAverager:
         else:
             torch.mul(parameter.grad, scale, out=view)
         if not add and self._late is not None:
-            for guest in self._late.guests:
+            for guest in self._late.active:
                 if guest.has[entry]:
                     view.add_(guest.gradients[entry], alpha=guest.weight / self._capacity)
 
@@ -533,12 +548,12 @@ class GradientAverager:
         used = trailer[self._header_length :]
         components = used[len(self._parameters) :]
         if self._group.position:
-            self._context.take_hyperparameters(gathered(components))
+            self._context.apply_hyperparameters(join_float64(components))
         buffers = self._buffers.tensors()
         for bucket in self._buckets:
             if mean_weight not in (0.0, 1.0) and bucket.gradient_elements:
-                bucket.bank.flat[: bucket.gradient_elements].div_(mean_weight)
-            for entry, view in zip(bucket.entries, bucket.bank.views, strict=True):
+                bucket.output.flat[: bucket.gradient_elements].div_(mean_weight)
+            for entry, view in zip(bucket.entries, bucket.output.views, strict=True):
                 if entry < len(self._parameters):
                     if used[entry] and mean_weight:
                         self._set_gradient(entry, view)
@@ -546,7 +561,7 @@ class GradientAverager:
                     # Through .data: as with the layers' own writes, autograd does not count this as a change.
                     buffers[entry - len(self._parameters)].data.copy_(view)
             if mean_weight:
-                bucket.hand_out()
+                bucket.swap_output()
         if not mean_weight and self._saved_gradients is not None:  # no member had a sample
             for entry, parameter in enumerate(self._parameters):
                 parameter.grad = self._saved_gradients[entry]
@@ -569,9 +584,9 @@ class GradientAverager:
         self._launched, self._has_stale_bucket = 0, False
         self._ready_entries.clear()
         if self._late is not None:
-            self._late.forget_guests()
+            self._late.clear_active()
         for bucket in self._buckets:
-            bucket.missing = bucket.parameters
+            bucket.missing_count = bucket.gradient_count
         self.rounds_since_step += 1
         self._prepare_round()
         self._group = self._scale = None
@@ -580,23 +595,23 @@ class GradientAverager:
     @property
     def round(self) -> int:
         """Number of finished rounds."""
-        return self._round if self._binding is None else self._binding.follower.round
+        return self._round if self._binding is None else self._binding.membership.round
 
     def _prepare_round(self) -> None:
         """Prepares memory, so that other members can begin the next round before this worker does."""
-        if self._group is None or self._binding is None or not self._binding.stays:
+        if self._group is None or self._binding is None or not self._binding.is_stable:
             return
         for index, bucket in enumerate(self._buckets):
             self._group.exchange.prepare(
-                bucket.bank.flat, exchange_id=self._binding.follower.exchange_id, index=index
+                bucket.output.flat, exchange_id=self._binding.membership.exchange_id, index=index
             )
 
     @property
-    def is_clear(self) -> bool:
+    def has_no_pending_gradient(self) -> bool:
         """Whether no gradient has been computed since the last optimizer step."""
         return not self._unsent_weight and not self.rounds_since_step
 
     @property
-    def exchange_is_due(self) -> bool:
+    def is_exchange_due(self) -> bool:
         """Whether gradients were computed, or a step is about to be taken, without a round for it."""
         return self._unsent_weight > 0 or self.rounds_since_step == 0

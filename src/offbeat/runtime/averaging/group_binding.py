@@ -3,31 +3,32 @@
 Theory of operation
 -------------------
 
-The `Follower` is pure and decides what this worker may do. The links' thread passes it the coordinator's
-`Halt` and `Group` actions, under `Member.lock`. This module carries the decisions out in the worker's thread:
-it waits, opens exchanges and transfers state. It never decides on membership.
+The `GroupMembership` is pure and decides what this worker may do. The links' thread passes it the
+coordinator's `Halt` and `Group` actions, under `CoordinatorClient.lock`. This module carries the decisions
+out in the worker's thread: it waits, opens exchanges and transfers state. It never decides on membership.
 
-A handle (`Seat`) belongs to one group: an exchange over its members, with this worker's position and weight.
-It is current while its generation is the follower's. `Grouping.seat` asks `Follower.turn` before an exchange:
+A handle (`GroupHandle`) belongs to one group: an exchange over its members, with this worker's position and
+weight. It is current while its generation is the follower's. `GroupBinding.acquire` asks
+`GroupMembership.begin_exchange` before an exchange:
 
-- `Turn.GO`: return the handle, opened first if the group is new. The worker has begun its step's exchange: a
-  `Halt` that does not abandon the exchange lets it finish.
+- `Turn.EXCHANGE`: return the handle, opened first if the group is new. The worker has begun its step's
+  exchange: a `Halt` that does not abandon the exchange lets it finish.
 - `Turn.WAIT`: a change is under way; wait for the next `Group`.
-- `Turn.TAKE`: this worker joins; receive the donor's state, then ask again.
-- `Turn.OUT`: no group has this worker; it exchanges nothing.
+- `Turn.FETCH_STATE`: this worker joins; receive the donor's state, then ask again.
+- `Turn.KEEP_LOCAL`: no group has this worker; it exchanges nothing.
 
-A group names its first exchange id. The first `StateCopier.IDS` ids are for the transfer of state; the
-following ones are counted by `next_exchange_id`, in the same order on every member.
+A group names its first exchange id. The first `StateCopier.EXCHANGE_IDS` ids are for the transfer of state;
+the following ones are counted by `next_exchange_id`, in the same order on every member.
 
 State transfer: a new group takes effect at the step that it names. When the donor has finished the step
 before, it opens its handle of the new group and starts a thread that sends the state, over a separate
 exchange of the donor and the joining workers. The donor goes on, but no round of the new group can finish
 without the joining workers, so its state cannot change before they have received it. The receiver sets
-`has_taken`: gradients that it has are those of other parameters.
+`was_state_replaced`: gradients that it has are those of other parameters.
 
 Failures:
 
-- A `Halt` with `abandon` ends the handle's exchange and the transfer with a `RegroupedError`, and
+- A `Halt` with `abandon` ends the handle's exchange and the transfer with a `GroupChangedError`, and
   `finish_round` returns False: the caller repeats the round with the same gradients in the next group, and a
   joining worker waits for that group.
 - If the job has failed, or the group was abandoned, before a new exchange was registered here, the exchange
@@ -43,19 +44,19 @@ from dataclasses import dataclass
 
 from offbeat.errors import LinkError, WorkerError
 from offbeat.events import Group
-from offbeat.policies.membership.group_membership import Follower, Turn
+from offbeat.policies.membership.group_membership import ExchangeDecision, GroupMembership
 from offbeat.runtime.collectives.interface import Exchange, TensorMemory
-from offbeat.runtime.control.client import Member
+from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.data.late_gradients import LateGradients
 from offbeat.runtime.training.state_copy import StateCopier
 
 
-class RegroupedError(WorkerError):
+class GroupChangedError(WorkerError):
     """An exchange was abandoned because the group has changed; to be repeated in the next group."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class GroupHandle:
     """A worker's handle of one group.
 
     Attributes:
@@ -73,15 +74,15 @@ class Seat:
     generation: int
 
 
-class Grouping:
+class GroupBinding:
     """The binding of this worker to its group, across changes of the group.
 
     Args:
         member: the connection to the coordinator.
         open_exchange: makes an exchange over a list of workers.
         copy_state: copies the state of an exchange's first member to all other members, blocking; gets the
-            exchange, this worker's position in it, the first of `StateCopier.IDS` exchange ids and, at
-            position 0, the number of finished exchanges, which it returns on every member.
+            exchange, this worker's position in it, the first of `StateCopier.EXCHANGE_IDS` exchange ids and,
+            at position 0, the number of finished exchanges, which it returns on every member.
         deadline_s: the longest time to wait for a group, in seconds.
 
     Attributes:
@@ -92,36 +93,36 @@ class Grouping:
 
     def __init__(
         self,
-        member: Member,
+        member: CoordinatorClient,
         open_exchange: Callable[[Sequence[int]], Exchange],
         copy_state: Callable[[Exchange, int, int, int], int],
         deadline_s: float,
     ) -> None:
         self._member = member
-        self._follower: Follower = member.follower
+        self._follower: GroupMembership = member.membership
         self._open_exchange = open_exchange
         self._copy_state = copy_state
         self._deadline_s = deadline_s
-        self._handle: Seat | None = None
+        self._handle: GroupHandle | None = None
         self._handle_generation = -1
         self._exchange_id = 0  # the first unused one of this handle
         self._transfer: Exchange | None = None
         self._transfer_thread: threading.Thread | None = None
         self.memory = TensorMemory(member.endpoint)
-        self.has_taken = False
-        self.late = LateGradients(member)
-        member.on_abandon = self._on_abandon
+        self.was_state_replaced = False
+        self.late_gradients = LateGradients(member)
+        member.on_exchanges_aborted = self._on_abandon
 
     def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
-        """See `Member.start_thread`."""
+        """See `CoordinatorClient.start_thread`."""
         return self._member.start_thread(name, run)
 
     @property
-    def follower(self) -> Follower:
+    def membership(self) -> GroupMembership:
         """The state of the group protocol, to be read; `finish_round` and `finish_step` here advance it."""
         return self._follower
 
-    def seat(self, *, wait: bool, may_take: bool = False) -> Seat | None:
+    def acquire(self, *, wait: bool, may_replace_state: bool = False) -> GroupHandle | None:
         """Return this worker's handle for the next exchange, or None if no group has this worker.
 
         Args:
@@ -134,32 +135,34 @@ class Grouping:
         """
         while True:
             with self._member.lock:
-                turn, group = self._follower.turn(), self._follower.group
-            if turn is Turn.WAIT and wait:
+                turn, group = self._follower.begin_exchange(), self._follower.group
+            if turn is ExchangeDecision.WAIT and wait:
                 self._member.wait_for(
-                    lambda: self._follower.turn() is not Turn.WAIT, self._deadline_s, "the next group"
+                    lambda: self._follower.begin_exchange() is not ExchangeDecision.WAIT,
+                    self._deadline_s,
+                    "the next group",
                 )
-            elif turn is Turn.TAKE and wait and may_take:
+            elif turn is ExchangeDecision.FETCH_STATE and wait and may_replace_state:
                 self._receive_state()
-            elif turn is Turn.GO:
+            elif turn is ExchangeDecision.EXCHANGE:
                 assert group is not None
                 return self._enter(group)
             else:
                 return None
 
-    def first_seat(self, world: int) -> Seat | None:
+    def acquire_initial(self, world: int) -> GroupHandle | None:
         """Return the first handle of a worker that started with the job; None if one of the `world` is lost.
 
         Raises:
             WorkerError: the job failed, or no group was named within the deadline.
         """
-        handle = self.seat(wait=True)
+        handle = self.acquire(wait=True)
         with self._member.lock:
             group = self._follower.group
         is_complete = group is not None and group.members[:world] == tuple(range(world))
         return handle if is_complete else None
 
-    def seat_of_newcomer(self) -> Seat:
+    def acquire_as_newcomer(self) -> GroupHandle:
         """Return the first handle of a worker that joins a running job, after it has received the state.
 
         Raises:
@@ -167,11 +170,14 @@ class Grouping:
         """
 
         def is_accepted() -> bool:
-            return self._follower.turn() in (Turn.TAKE, Turn.GO)
+            return self._follower.begin_exchange() in (
+                ExchangeDecision.FETCH_STATE,
+                ExchangeDecision.EXCHANGE,
+            )
 
         while True:
             self._member.wait_for(
-                lambda: is_accepted() or self._member.is_dismissed,
+                lambda: is_accepted() or self._member.is_job_complete,
                 self._deadline_s,
                 "a group that accepts it",
             )
@@ -179,7 +185,7 @@ class Grouping:
                 if not is_accepted():
                     worker = self._follower.worker
                     raise WorkerError(f"worker {worker} joined too late: the job has ended without it")
-            handle = self.seat(wait=True, may_take=True)
+            handle = self.acquire(wait=True, may_replace_state=True)
             if handle is not None:
                 return handle
 
@@ -198,16 +204,16 @@ class Grouping:
             return self._exchange_id - 1
 
     @property
-    def stays(self) -> bool:
+    def is_stable(self) -> bool:
         """Whether no change of the group is known before the next exchange."""
         with self._member.lock:
-            return self._is_current() and not self._follower.will_change
+            return self._is_current() and not self._follower.is_change_pending
 
     def finish_round(self, contributions: Sequence[tuple[int, int]]) -> bool:
         """Counts an exchange as finished; returns False if it was abandoned and has to be repeated.
 
         Args:
-            contributions: see `Follower.finish_round`.
+            contributions: see `GroupMembership.finish_round`.
         """
         with self._member.lock:
             return self._is_current() and self._follower.finish_round(contributions)
@@ -216,7 +222,7 @@ class Grouping:
         """Counts an optimizer step, and starts the state transfer to workers that join after it."""
         with self._member.lock:
             self._follower.finish_step()
-        self.late.finish_step()
+        self.late_gradients.finish_step()
         with self._member.lock:
             group = self._follower.group
             if not self._follower.is_member or self._is_current():
@@ -224,9 +230,9 @@ class Grouping:
         assert group is not None
         self._enter(group)
 
-    def settle_at_the_end(self) -> None:
+    def transfer_final_state(self) -> None:
         """Sends or receives the final state if the last group requires it, and waits until that is done."""
-        self.seat(wait=True, may_take=True)
+        self.acquire(wait=True, may_replace_state=True)
         if self._transfer_thread is not None:
             self._transfer_thread.join(self._deadline_s)
 
@@ -242,15 +248,15 @@ class Grouping:
         """Whether the handle is one of the current generation."""
         return self._handle_generation == self._follower.generation
 
-    def _enter(self, group: Group) -> Seat:
+    def _enter(self, group: Group) -> GroupHandle:
         """Returns the handle of a group read under the lock just before; opens it if it is new."""
         if group.generation != self._handle_generation:
             self._close_handle()
             joiners: tuple[int, ...] = ()
             with self._member.lock:
                 if self._follower.group is group:
-                    self._follower.exchange_id += StateCopier.IDS
-                    joiners = self._follower.joiners
+                    self._follower.exchange_id += StateCopier.EXCHANGE_IDS
+                    joiners = self._follower.state_recipients
             if joiners:
                 self._send_state(group)
             self._open_handle(group)
@@ -262,7 +268,7 @@ class Grouping:
         size = len(group.members)
         exchange = self._open_exchange(group.members)
         weight = group.weights[position] * size
-        self._handle = Seat(
+        self._handle = GroupHandle(
             exchange=exchange, position=position, size=size, weight=weight, generation=group.generation
         )
         self._handle_generation = group.generation
@@ -299,12 +305,12 @@ class Grouping:
         self._fail_if_job_failed(exchange)
         self._fail_if_superseded(exchange, group)
         position = 1 + group.joining.index(self._follower.worker)
-        with suppress(RegroupedError):
+        with suppress(GroupChangedError):
             round_ = self._copy_state(exchange, position, group.exchange_id, 0)
             with self._member.lock:
                 if self._follower.group is group:
-                    self._follower.take(round=round_)
-                    self.has_taken = True
+                    self._follower.on_state_received(round=round_)
+                    self.was_state_replaced = True
         self._transfer = None
 
     def _fail_if_job_failed(self, exchange: Exchange) -> None:
@@ -315,7 +321,7 @@ class Grouping:
     def _fail_if_superseded(self, exchange: Exchange, group: Group) -> None:
         """Fails a new exchange if its group was abandoned before the exchange was registered."""
         with self._member.lock:
-            has_changed = self._follower.is_void or self._follower.group is not group
+            has_changed = self._follower.is_aborted or self._follower.group is not group
         if has_changed:
             exchange.abandon(_regrouped_error())
 
@@ -324,5 +330,5 @@ class Grouping:
         self.abandon(_regrouped_error())
 
 
-def _regrouped_error() -> RegroupedError:
-    return RegroupedError("the exchange was abandoned: the group has changed")
+def _regrouped_error() -> GroupChangedError:
+    return GroupChangedError("the exchange was abandoned: the group has changed")

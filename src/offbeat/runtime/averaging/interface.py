@@ -1,7 +1,7 @@
 """Interfaces of gradient averagers, and the encoding of float64 values in float32 tensors.
 
-`Averager` is the interface to the training loop, `Host` what an averager requires of its session. This module
-implements no averager and no exchange.
+`Averager` is the interface to the training loop, `AveragerContext` what an averager requires of its session.
+This module implements no averager and no exchange.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import torch
 
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
-from offbeat.runtime.training.writes import Writes
+from offbeat.runtime.training.writes import WriteDetector
 
-WORD_S = 5.0  # added to a deadline, so that the coordinator's error, which names the late worker, comes first
-LANES = 3  # float32 numbers that hold one float64
+COORDINATOR_MARGIN_S = (
+    5.0  # added to a deadline, so that the coordinator's error, which names the late worker, comes first
+)
+FLOAT32_PER_FLOAT64 = 3  # float32 numbers that hold one float64
 
 
-class Host(Protocol):
+class AveragerContext(Protocol):
     """What an averager requires of its session."""
 
     @property
@@ -32,20 +34,20 @@ class Host(Protocol):
         """Records a timeline; None where no tracing was requested."""
 
     @property
-    def writes(self) -> Writes:
+    def writes(self) -> WriteDetector:
         """Tracks what the program writes to parameters and optimizer state."""
 
     @property
-    def is_signalled(self) -> bool:
+    def has_preemption_signal(self) -> bool:
         """Whether this worker knows of a preemption signal, its own or another worker's."""
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises an error if the job has failed."""
 
-    def computed(self, compute_s: float) -> None:
+    def on_computed(self, compute_s: float) -> None:
         """Reports the compute time of a forward and backward pass; may block to inject slowness."""
 
-    def ready(self, compute_s: float) -> tuple[int, int]:
+    def announce_gradients(self, compute_s: float) -> tuple[int, int]:
         """Announces this worker's gradients, before it waits for any other member.
 
         Returns:
@@ -55,7 +57,7 @@ class Host(Protocol):
     def hyperparameters(self) -> list[float]:
         """This worker's hyperparameters; all members have equally many, and all use the first member's."""
 
-    def take_hyperparameters(
+    def apply_hyperparameters(
         self, values: list[float], groups: Sequence[dict[str, Any]] | None = None
     ) -> None:
         """Applies the first member's values to `groups`, by default the optimizer's parameter groups."""
@@ -69,7 +71,7 @@ class Averager(Protocol):
         """Number of finished rounds."""
 
     @property
-    def is_clear(self) -> bool:
+    def has_no_pending_gradient(self) -> bool:
         """Whether no gradient has been computed since the last optimizer step."""
 
     @property
@@ -82,10 +84,10 @@ class Averager(Protocol):
     def detach(self) -> None:
         """Removes all hooks from the model."""
 
-    def weigh(self, batches: float) -> None:
+    def set_batch_weight(self, batches: float) -> None:
         """Sets the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
 
-    def quiet(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate without an exchange, which follows the next one outside."""
 
     def before_step(self, *, has_closure: bool) -> None:
@@ -95,26 +97,30 @@ class Averager(Protocol):
         """Ends a step, in which one or several optimizers have stepped."""
 
     @property
-    def puts_off(self) -> bool:
+    def has_deferred_step(self) -> bool:
         """Whether the last step is still to be applied to some parameters."""
 
-    def drain(self) -> None:
+    def apply_deferred_step(self) -> None:
         """Applies the deferred part of the last step."""
 
     def flush(self) -> None:
         """Completes all outstanding work at the end of the loop."""
 
 
-def spread(values: Sequence[float]) -> list[float]:
-    """Splits float64 values into `LANES` float32 numbers each, whose sum is the value to its last bit."""
+def split_float64(values: Sequence[float]) -> list[float]:
+    """Splits float64 values into `FLOAT32_PER_FLOAT64` float32 numbers each, whose sum is the value to its
+    last bit.
+    """
     lanes = []
     for value in values:
-        for _ in range(LANES):
+        for _ in range(FLOAT32_PER_FLOAT64):
             lanes.append(float(torch.tensor(value, dtype=torch.float32, device="cpu")))
             value -= lanes[-1]
     return lanes
 
 
-def gathered(lanes: Sequence[float]) -> list[float]:
-    """Joins what `spread` split: sums each `LANES` numbers in float64."""
-    return [sum(lanes[lane : lane + LANES]) for lane in range(0, len(lanes), LANES)]
+def join_float64(parts: Sequence[float]) -> list[float]:
+    """Joins what `split_float64` split: sums each `FLOAT32_PER_FLOAT64` numbers in float64."""
+    return [
+        sum(parts[lane : lane + FLOAT32_PER_FLOAT64]) for lane in range(0, len(parts), FLOAT32_PER_FLOAT64)
+    ]

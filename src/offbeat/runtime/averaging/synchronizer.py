@@ -15,24 +15,24 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.events import LeftOut, Ready
-from offbeat.runtime.averaging.group_binding import Grouping, RegroupedError
-from offbeat.runtime.averaging.interface import WORD_S, Averager, Host
+from offbeat.events import BatchesSkipped, Ready
+from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError
+from offbeat.runtime.averaging.interface import COORDINATOR_MARGIN_S, Averager, AveragerContext
 from offbeat.runtime.collectives.interface import Exchange
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.collectives.torch_exchange import TorchExchange
-from offbeat.runtime.control.client import Member
-from offbeat.runtime.control.rendezvous import Meeting
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
-from offbeat.runtime.training.hyperparameters import Group, places_of_numbers, read_numbers, write_numbers
-from offbeat.runtime.training.interface import Loop
-from offbeat.runtime.training.state_copy import StateCopier, check_can_travel
+from offbeat.runtime.training.hyperparameters import ParameterGroup, find_numbers, read_numbers, write_numbers
+from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.state_copy import StateCopier, check_can_copy
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
-from offbeat.runtime.training.trained import Trained
-from offbeat.runtime.training.writes import Writes
+from offbeat.runtime.training.trained import TrainingState
+from offbeat.runtime.training.writes import WriteDetector
 
-Averaging: TypeAlias = Callable[[Grouping | None, Host], Averager]
+AveragerFactory: TypeAlias = Callable[[GroupBinding | None, AveragerContext], Averager]
 """(group binding, None in a world of one; session's interface) -> the averager."""
 
 
@@ -55,25 +55,25 @@ class GroupSynchronizer:
 
     def __init__(
         self,
-        loop: Loop,
-        trained: Trained,
+        loop: TrainingLoop,
+        trained: TrainingState,
         *,
-        averaging: Averaging,
+        make_averager: AveragerFactory,
         deadline_s: float,
-        survives: bool,
-        is_dealt: bool,
+        survives_worker_loss: bool,
+        assigns_samples: bool,
     ) -> None:
         self._loop, self._trained = loop, trained
-        self._make_averager, self._deadline_s = averaging, deadline_s
-        self._survives, self._is_dealt = survives, is_dealt
-        self._member: Member | None = None
-        self._meeting: Meeting | None = None
+        self._make_averager, self._deadline_s = make_averager, deadline_s
+        self._survives, self._is_dealt = survives_worker_loss, assigns_samples
+        self._member: CoordinatorClient | None = None
+        self._meeting: RendezvousInfo | None = None
         self._nccl: dist.ProcessGroup | None = None
         self._has_position = self._is_state_checked = False
         self._blocks_per_round = 0
-        self.grouping: Grouping | None = None
+        self.binding: GroupBinding | None = None
         self.averager: Averager
-        self.writes = Writes(trained)
+        self.writes = WriteDetector(trained)
 
     @property
     def timer(self) -> PartTimer:
@@ -86,27 +86,27 @@ class GroupSynchronizer:
         return self._loop.tracer
 
     @property
-    def is_signalled(self) -> bool:
+    def has_preemption_signal(self) -> bool:
         """See `averager.Host`."""
-        return self._loop.is_signalled
+        return self._loop.has_preemption_signal
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """See `averager.Host`."""
-        self._loop.check()
+        self._loop.raise_if_failed()
 
-    def computed(self, compute_s: float) -> None:
+    def on_computed(self, compute_s: float) -> None:
         """See `averager.Host`."""
-        self._loop.computed(compute_s)
+        self._loop.on_computed(compute_s)
 
     @property
-    def deals(self) -> bool:
-        """See `Synchronizer.deals`."""
-        return self.grouping is not None and self._is_dealt
+    def assigns_samples(self) -> bool:
+        """See `Synchronizer.assigns_samples`."""
+        return self.binding is not None and self._is_dealt
 
     @property
     def step(self) -> int | None:
         """See `Synchronizer.step`."""
-        return None if self.grouping is None else self.grouping.follower.step
+        return None if self.binding is None else self.binding.membership.step
 
     @property
     def round(self) -> int:
@@ -116,27 +116,27 @@ class GroupSynchronizer:
     @property
     def members(self) -> tuple[int, ...]:
         """See `Synchronizer.members`."""
-        group = None if self.grouping is None else self.grouping.follower.group
+        group = None if self.binding is None else self.binding.membership.group
         return (self._loop.worker,) if group is None else group.members
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker is the first member that had the parameters when the group was formed.
 
         After every step this is true on exactly one worker.
         """
-        if self.grouping is None or self.grouping.follower.group is None:
+        if self.binding is None or self.binding.membership.group is None:
             return True
-        return self.is_current and self.grouping.follower.donor == self._loop.worker
+        return self.has_current_state and self.binding.membership.donor == self._loop.worker
 
     @property
-    def is_current(self) -> bool:
-        """See `Synchronizer.is_current`."""
-        return self.grouping is None or self.grouping.follower.is_member
+    def has_current_state(self) -> bool:
+        """See `Synchronizer.has_current_state`."""
+        return self.binding is None or self.binding.membership.is_member
 
     @property
-    def is_common(self) -> bool:
-        """See `Synchronizer.is_common`."""
+    def replicas_identical(self) -> bool:
+        """See `Synchronizer.replicas_identical`."""
         return True
 
     @property
@@ -145,9 +145,9 @@ class GroupSynchronizer:
         return self.averager.is_preempted
 
     @property
-    def late(self) -> LateGradients | None:
-        """See `Synchronizer.late`."""
-        return None if self.grouping is None else self.grouping.late
+    def late_gradients(self) -> LateGradients | None:
+        """See `Synchronizer.late_gradients`."""
+        return None if self.binding is None else self.binding.late_gradients
 
     @property
     def blocks_per_round(self) -> int:
@@ -160,36 +160,36 @@ class GroupSynchronizer:
         return {}
 
     @property
-    def is_clear(self) -> bool:
-        """See `Synchronizer.is_clear`."""
-        return self.averager.is_clear
+    def has_no_pending_gradient(self) -> bool:
+        """See `Synchronizer.has_no_pending_gradient`."""
+        return self.averager.has_no_pending_gradient
 
     # Joining and leaving -------------------------------------------------------------------------------
 
-    def enter(self, member: Member | None, meeting: Meeting | None) -> None:
-        """See `Synchronizer.enter`."""
-        self._member, self._meeting = member, meeting
+    def join_job(self, member: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
+        """See `Synchronizer.join_job`."""
+        self._member, self._meeting = member, rendezvous
         # Before numbers that a scheduler has added are read:
-        self._shared_numbers = places_of_numbers(self._trained.groups)
+        self._shared_numbers = find_numbers(self._trained.groups)
         if self._loop.world > 1 and member is not None:
             self._join_group(member)
-        self.averager = self._make_averager(self.grouping, self)
+        self.averager = self._make_averager(self.binding, self)
         self._meeting = None
 
-    def _join_group(self, member: Member) -> None:
-        self.grouping = Grouping(member, self._open_exchange, self._copy_state, self._deadline_s)
+    def _join_group(self, member: CoordinatorClient) -> None:
+        self.binding = GroupBinding(member, self._open_exchange, self._copy_state, self._deadline_s)
         if self._loop.is_newcomer:
-            self.grouping.seat_of_newcomer()
-            self.grouping.has_taken = False
+            self.binding.acquire_as_newcomer()
+            self.binding.was_state_replaced = False
             self._has_position = True
             return
-        with suppress(RegroupedError):
-            handle = self.grouping.first_seat(self._loop.world)
+        with suppress(GroupChangedError):
+            handle = self.binding.acquire_initial(self._loop.world)
             if handle is not None:
                 self._copy_state(handle.exchange, handle.position, 0, 0)
                 return
         with member.lock:
-            reason = member.follower.reason
+            reason = member.membership.change_reason
         raise WorkerError(
             f"worker {self._loop.worker} could not receive the initial state before the first step: "
             f"{reason}; nothing was trained yet: start the job again"
@@ -200,7 +200,7 @@ class GroupSynchronizer:
         worker, world = self._loop.worker, self._loop.world
         device = self._trained.device
         if device.type == "cpu":
-            names = [self._member.name_of(one) for one in workers]
+            names = [self._member.link_name(one) for one in workers]
             return LinkExchange(self._member.endpoint, names, workers.index(worker))
         if device.type != "cuda" or not dist.is_nccl_available():
             raise OffbeatError(
@@ -233,16 +233,16 @@ class GroupSynchronizer:
             deadline_s=self._deadline_s,
             exchange_id=exchange_id,
         )
-        place = copier.copy(self._loop.place(round_))
+        place = copier.copy(self._loop.position(round_))
         if position:  # at 0 nothing has changed, and this may be another thread
-            self.writes.note()
+            self.writes.mark()
         if self._loop.is_newcomer and not self._has_position:
-            self._loop.take_place(place)
+            self._loop.restore_position(place)
         return place.round
 
     def attach(self) -> None:
         """See `Synchronizer.attach`."""
-        self.writes.note()
+        self.writes.mark()
         self.averager.attach()
 
     def detach(self) -> None:
@@ -259,16 +259,16 @@ class GroupSynchronizer:
     def finish(self) -> None:
         """See `Synchronizer.finish`."""
 
-    def settle(self) -> None:
-        """See `Synchronizer.settle`.
+    def receive_final_state(self) -> None:
+        """See `Synchronizer.receive_final_state`.
 
         Raises:
             WorkerError: this worker hung while the other members finished, and lacks the final state.
         """
-        assert self.grouping is not None
-        self.grouping.settle_at_the_end()
-        if not self.grouping.follower.is_member:
-            worker, step = self._loop.worker, self.grouping.follower.step
+        assert self.binding is not None
+        self.binding.transfer_final_state()
+        if not self.binding.membership.is_member:
+            worker, step = self._loop.worker, self.binding.membership.step
             raise WorkerError(
                 f"worker {worker} did not answer while the other workers finished: its model is that of step "
                 f"{step}, not the final one",
@@ -278,95 +278,95 @@ class GroupSynchronizer:
 
     def abandon(self, error: Exception) -> None:
         """See `Synchronizer.abandon`."""
-        if self.grouping is not None:
+        if self.binding is not None:
             assert isinstance(error, WorkerError)
-            self.grouping.abandon(error)
+            self.binding.abandon(error)
 
     # The loop ------------------------------------------------------------------------------------------
 
-    def weigh(self, batches: float) -> None:
-        """See `Synchronizer.weigh`."""
-        self.averager.weigh(batches)
+    def set_batch_weight(self, batches: float) -> None:
+        """See `Synchronizer.set_batch_weight`."""
+        self.averager.set_batch_weight(batches)
 
-    def batch_of_round(self, batch: int, left_out: int) -> int:
-        """See `Synchronizer.batch_of_round`: asks the coordinator where all are in every round."""
+    def agree_on_batch(self, batch: int, skipped: int) -> int:
+        """See `Synchronizer.agree_on_batch`: asks the coordinator where all are in every round."""
         member = self._member
-        if member is None or self.grouping is None or self._survives:
+        if member is None or self.binding is None or self._survives:
             return batch
-        round_, member.round_named = self.averager.round, None
-        self._loop.tell(
-            LeftOut(
+        round_, member.round_batch = self.averager.round, None
+        self._loop.send_event(
+            BatchesSkipped(
                 now_s=0.0,
                 worker=self._loop.worker,
                 epoch=self._loop.epoch,
                 step=self._loop.step,
                 round=round_,
-                batch=batch,
-                count=left_out,
+                batches_fetched=batch,
+                skipped=skipped,
             )
         )
-        what = f"the batch of round {round_}, after it left out {left_out} batches"
-        member.wait_for(lambda: member.round_named is not None, self._deadline_s + WORD_S, what)
-        answer = member.round_named
+        what = f"the batch of round {round_}, after it left out {skipped} batches"
+        member.wait_for(lambda: member.round_batch is not None, self._deadline_s + COORDINATOR_MARGIN_S, what)
+        answer = member.round_batch
         assert answer is not None
         return answer.batch
 
-    def quiet(self) -> AbstractContextManager[None]:
-        """See `Synchronizer.quiet`."""
-        return self.averager.quiet() if self.grouping is not None else nullcontext()
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See `Synchronizer.no_sync`."""
+        return self.averager.no_sync() if self.binding is not None else nullcontext()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """See `Synchronizer.before_step`."""
-        if not self.averager.puts_off:
+        if not self.averager.has_deferred_step:
             self.writes.collect(optimizer)
         self.averager.before_step(has_closure=has_closure)
 
     def after_step(self) -> None:
         """See `Synchronizer.after_step`."""
-        if self.grouping is not None:
+        if self.binding is not None:
             if self._survives and not self._is_state_checked:
-                check_can_travel(self._trained)  # after the first step the optimizers' state is complete
+                check_can_copy(self._trained)  # after the first step the optimizers' state is complete
                 self._is_state_checked = True
-            self.grouping.finish_step()
+            self.binding.finish_step()
         self.averager.after_step()
 
-    def resume(self, step: int) -> None:
-        """See `Synchronizer.resume`."""
-        self.averager.drain()
-        if self.grouping is not None:
-            self.grouping.follower.step = step
+    def on_state_loaded(self, step: int) -> None:
+        """See `Synchronizer.on_state_loaded`."""
+        self.averager.apply_deferred_step()
+        if self.binding is not None:
+            self.binding.membership.step = step
 
-    def refresh(self) -> None:
-        """See `Synchronizer.refresh`."""
-        self.averager.drain()
+    def complete_state(self) -> None:
+        """See `Synchronizer.complete_state`."""
+        self.averager.apply_deferred_step()
 
-    def give_up_the_rest(self) -> None:
-        """See `Synchronizer.give_up_the_rest`."""
-        if self.grouping is not None:
-            self.grouping.late.throw_away()
+    def on_epoch_left_early(self) -> None:
+        """See `Synchronizer.on_epoch_left_early`."""
+        if self.binding is not None:
+            self.binding.late_gradients.drop_all()
 
-    def ready(self, compute_s: float) -> tuple[int, int]:
+    def announce_gradients(self, compute_s: float) -> tuple[int, int]:
         """Announces this worker's gradients to the coordinator; see `averager.Host`."""
         blocks: tuple[int, ...] = ()
         own_blocks = 0
-        if self.deals and self._member is not None:
+        if self.assigns_samples and self._member is not None:
             with self._member.lock:
-                own_blocks = len(self._member.hand.taken)
-                blocks = self._member.hand.contribute(self._member.follower.is_member)
+                own_blocks = len(self._member.block_queue.started)
+                blocks = self._member.block_queue.pop_contribution(self._member.membership.is_member)
             own_blocks = min(own_blocks, len(blocks))
             self._blocks_per_round = max(self._blocks_per_round, own_blocks)
-        self._loop.tell(
+        self._loop.send_event(
             Ready(
                 now_s=0.0,
                 worker=self._loop.worker,
-                generation=0 if self.grouping is None else self.grouping.follower.generation,
+                generation=0 if self.binding is None else self.binding.membership.generation,
                 epoch=self._loop.epoch,
                 step=self._loop.step,
                 round=self.averager.round,
                 compute_s=compute_s,
                 samples=self._loop.samples,
                 blocks=blocks,
-                batch=self._loop.batch,
+                batches_fetched=self._loop.batch,
             )
         )
         return own_blocks, len(blocks) - own_blocks
@@ -378,6 +378,8 @@ class GroupSynchronizer:
         """
         return read_numbers(self._trained.groups, self._shared_numbers)
 
-    def take_hyperparameters(self, values: list[float], groups: Sequence[Group] | None = None) -> None:
+    def apply_hyperparameters(
+        self, values: list[float], groups: Sequence[ParameterGroup] | None = None
+    ) -> None:
         """Applies the first member's hyperparameters; see `averager.Host`."""
         write_numbers(self._trained.groups if groups is None else groups, self._shared_numbers, values)

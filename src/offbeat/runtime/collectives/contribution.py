@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class InPlaceElements:
     """Elements of a contribution that lie outside the send buffer.
 
     Attributes:
@@ -40,16 +40,16 @@ class Contribution:
         parts: its elements that lie elsewhere, without overlap.
     """
 
-    def __init__(self, flat: torch.Tensor, parts: Sequence[Part] = ()) -> None:
+    def __init__(self, flat: torch.Tensor, parts: Sequence[InPlaceElements] = ()) -> None:
         self.flat = flat
         self._parts = sorted(parts, key=lambda part: part.start)
 
     @property
-    def is_settled(self) -> bool:
+    def is_materialized(self) -> bool:
         """Whether all elements lie in `flat`."""
         return not self._parts
 
-    def settle(self, start: int = 0, stop: int | None = None) -> None:
+    def materialize(self, start: int = 0, stop: int | None = None) -> None:
         """Write elements `start` to `stop` to `flat`; by default all, and `parts` are dropped."""
         last = len(self.flat) if stop is None else stop
         for first, end, part in self._runs(start, last):
@@ -67,7 +67,7 @@ class Contribution:
             else:
                 torch.add(received[span], _values_of(part, first, end), alpha=part.factor, out=out[span])
 
-    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, Part | None]]:
+    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, InPlaceElements | None]]:
         """Yield elements `start` to `stop` as runs that lie in one part, or in `flat` (None)."""
         for part in self._parts:
             first, end = max(start, part.start), min(stop, part.start + len(part.values))
@@ -80,5 +80,5 @@ class Contribution:
             yield start, stop, None
 
 
-def _values_of(part: Part, first: int, end: int) -> torch.Tensor:
+def _values_of(part: InPlaceElements, first: int, end: int) -> torch.Tensor:
     return part.values[first - part.start : end - part.start]

@@ -1,8 +1,8 @@
 """Interface of the collectives over a group's members, and the memory that suits them.
 
 There are two implementations: `LinkExchange` runs schedules over links, `TorchExchange` calls
-`torch.distributed`. Both work in the background: a call returns a `Pending` at once. This module imports
-neither, computes and sends nothing, and never decides on membership.
+`torch.distributed`. Both work in the background: a call returns a `PendingExchange` at once. This module
+imports neither, computes and sends nothing, and never decides on membership.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from offbeat.errors import WorkerError
-from offbeat.runtime.collectives.contribution import Part
+from offbeat.runtime.collectives.contribution import InPlaceElements
 from offbeat.runtime.transport.endpoint import Endpoint
 
 
-class Pending(Protocol):
+class PendingExchange(Protocol):
     """One exchange under way.
 
     Attributes:
@@ -46,8 +46,8 @@ class Exchange(Protocol):
         index: int = 0,
         algorithm: str = "ring",
         priority: int = 0,
-        parts: Sequence[Part] = (),
-    ) -> Pending:
+        in_place: Sequence[InPlaceElements] = (),
+    ) -> PendingExchange:
         """Sums the 1-D tensor `flat` over the members, into a tensor of the same shape and dtype.
 
         `flat` is only read, so that the call can be repeated with the same values if it fails; but elements
@@ -56,13 +56,14 @@ class Exchange(Protocol):
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
             index: distinguishes the tensors of one exchange id, less than 2**20.
-            algorithm: a name of `offbeat.numerics.schedules.schedule`, the same on all members. Torch chooses
-                its own.
+            algorithm: a name of `offbeat.numerics.collectives.schedules.schedule`, the same on all members.
+                Torch chooses its own.
             priority: exchanges with a lower number overtake those under way. Torch keeps the order of the
                 calls.
 
         Raises:
-            ValueError: a member may still read `into` (`TensorMemory.is_read`), or the algorithm is unknown.
+            ValueError: a member may still read `into` (`TensorMemory.may_be_read`), or the algorithm is
+                unknown.
         """
 
     def prepare(
@@ -73,7 +74,9 @@ class Exchange(Protocol):
         Data from faster members is then received into the tensor; otherwise it is buffered and copied later.
         """
 
-    def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
+    def broadcast(
+        self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0
+    ) -> PendingExchange:
         """Copies the 1-D tensor `flat` of the member at position `root` to all other members, in place."""
 
     def abandon(self, error: WorkerError) -> None:
@@ -96,15 +99,15 @@ class TensorMemory:
             return torch.zeros(elements, dtype=dtype, device=device)
         return torch.frombuffer(self._endpoint.allocate(elements * dtype.itemsize), dtype=dtype)
 
-    def is_read(self, flat: torch.Tensor) -> bool:
+    def may_be_read(self, flat: torch.Tensor) -> bool:
         """Whether another worker may still read this tensor, because an exchange was abandoned.
 
         If so, it must not be written any more: allocate another one.
         """
-        return flat.device.type == "cpu" and self._endpoint.is_read(bytes_of(flat))
+        return flat.device.type == "cpu" and self._endpoint.has_readers(memory_of(flat))
 
 
-def bytes_of(flat: torch.Tensor) -> memoryview:
+def memory_of(flat: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous 1-D tensor on the CPU as a writable view."""
     raw: Any = flat.view(torch.uint8).numpy()
     return memoryview(raw)

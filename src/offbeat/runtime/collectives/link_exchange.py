@@ -1,4 +1,4 @@
-"""Collectives over links: runs the schedules of `offbeat.numerics.schedules`, piece by piece.
+"""Collectives over links: runs the schedules of `offbeat.numerics.collectives.schedules`, piece by piece.
 
 `LinkExchange` is called from a worker's threads, and its schedules run in the links' thread. This module
 decides neither on membership nor on the algorithm.
@@ -16,10 +16,16 @@ from functools import partial
 import torch
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
-from offbeat.numerics.collectives.schedules import Schedule, chain_broadcast, schedule, segments, span
-from offbeat.runtime.collectives.contribution import Contribution, Part
-from offbeat.runtime.collectives.interface import Pending, bytes_of
-from offbeat.runtime.processes.waiting import Flag
+from offbeat.numerics.collectives.schedules import (
+    Schedule,
+    chain_broadcast,
+    cut_segments,
+    schedule,
+    segment_span,
+)
+from offbeat.runtime.collectives.contribution import Contribution, InPlaceElements
+from offbeat.runtime.collectives.interface import PendingExchange, memory_of
+from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.transport.endpoint import Endpoint
 
 _STEP_BITS = 12
@@ -59,13 +65,13 @@ class LinkExchange:
         index: int = 0,
         algorithm: str = "ring",
         priority: int = 0,
-        parts: Sequence[Part] = (),
-    ) -> Pending:
+        in_place: Sequence[InPlaceElements] = (),
+    ) -> PendingExchange:
         """See `Exchange.all_reduce`."""
         run = self._prepared.pop(_tag(exchange_id, index), None)
         if run is None:
             run = self._new_run(into, algorithm, exchange_id, index)
-        return self._begin(run, Contribution(flat, parts), priority)
+        return self._begin(run, Contribution(flat, in_place), priority)
 
     def prepare(
         self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
@@ -75,9 +81,11 @@ class LinkExchange:
             run = self._prepared[_tag(exchange_id, index)] = self._new_run(
                 into, algorithm, exchange_id, index
             )
-            self._endpoint.call(run.prepare)
+            self._endpoint.call_soon(run.prepare)
 
-    def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
+    def broadcast(
+        self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0
+    ) -> PendingExchange:
         """See `Exchange.broadcast`: pieces are forwarded along a chain that begins at the root."""
         return self._begin(self._new_run(flat, root, exchange_id, index), Contribution(flat), 0)
 
@@ -89,7 +97,7 @@ class LinkExchange:
         for one in pending:
             one.is_abandoned = True
         with suppress(LinkError):  # the links may be closed already
-            self._endpoint.forget(0, self._first_unused_tag)
+            self._endpoint.cancel(0, self._first_unused_tag)
         for one in pending:
             one.fail(self._error)
 
@@ -113,13 +121,13 @@ class LinkExchange:
     def _new_run(
         self, into: torch.Tensor, operation: str | int, exchange_id: int, index: int
     ) -> _ScheduleRun:
-        if operation != self._position and self._endpoint.is_read(bytes_of(into)):
+        if operation != self._position and self._endpoint.has_readers(memory_of(into)):
             raise ValueError("expected memory that no member reads, got memory that a member may still read")
         self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
         plan = self._plan(operation, into.numel())
         return _ScheduleRun(self._endpoint, self._names, plan, into, _tag(exchange_id, index))
 
-    def _begin(self, run: _ScheduleRun, own: Contribution, priority: int) -> Pending:
+    def _begin(self, run: _ScheduleRun, own: Contribution, priority: int) -> PendingExchange:
         pending = _LinkPending(self._discard)
         with self._lock:
             if self._error is None:
@@ -127,7 +135,7 @@ class LinkExchange:
         if self._error is not None:
             pending.fail(self._error)
         else:
-            self._endpoint.call(partial(run.begin, own, priority, pending))
+            self._endpoint.call_soon(partial(run.begin, own, priority, pending))
         return pending
 
     def _discard(self, pending: _LinkPending) -> None:
@@ -146,7 +154,7 @@ class _LinkPending:
         self._on_end = on_end
         self.is_abandoned = False
         self.ended_s: float | None = None
-        self._done = Flag()
+        self._done = SignalSafeEvent()
         self._error: WorkerError | None = None
 
     def wait(self, deadline_s: float) -> None:
@@ -211,12 +219,12 @@ class _Plan:
     """
 
     def __init__(self, schedule: Schedule, length: int) -> None:
-        bounds = segments(length, schedule.segments)
+        bounds = cut_segments(length, schedule.segments)
         self.steps = schedule.steps
-        self.received = schedule.received(length)
-        self.sent = schedule.sent(length)
-        self.spans = [span(bounds, step.recv_segment, step.recv_count) for step in self.steps]
-        sent = [span(bounds, step.send_segment, step.send_count) for step in self.steps]
+        self.received = schedule.elements_received(length)
+        self.sent = schedule.elements_sent(length)
+        self.spans = [segment_span(bounds, step.recv_segment, step.recv_count) for step in self.steps]
+        sent = [segment_span(bounds, step.send_segment, step.send_count) for step in self.steps]
         self.sizes = [stop - start for start, stop in sent]
         self.own_sends: list[_Forward] = []
         self.forwards_after: list[list[_Forward]] = [[] for _ in self.steps]
@@ -280,9 +288,9 @@ class _ScheduleRun:
         self._names = names
         self._plan = plan
         self._into = into
-        self._into_bytes = bytes_of(into)
+        self._into_bytes = memory_of(into)
         self._scratch = into.new_empty(plan.scratch_elements)
-        self._scratch_bytes = bytes_of(self._scratch)
+        self._scratch_bytes = memory_of(self._scratch)
         self._itemsize = into.element_size()
         self._tag = tag
         self._to_receive = plan.received
@@ -303,13 +311,13 @@ class _ScheduleRun:
             if step.recv_from is not None and start < stop:
                 peer, tag = self._names[step.recv_from], self._tag + number
                 on_data, on_shared = partial(self._on_data, number), partial(self._on_shared, number)
-                self._endpoint.expect(peer, tag, self._bytes(number, start, stop), on_data, on_shared)
+                self._endpoint.post_receive(peer, tag, self._bytes(number, start, stop), on_data, on_shared)
 
     def begin(self, own: Contribution, priority: int, pending: _LinkPending) -> None:
         """Adds and sends this worker's own contribution; `pending` is finished at the end."""
         self._priority, self._pending = priority, pending
         if self._plan.adds_to_sent or not self._plan.steps:
-            own.settle()
+            own.materialize()
         if not self._plan.steps:
             self._into.copy_(own.flat)
         self._send_own(own, [*reversed(self._plan.own_sends)])
@@ -323,17 +331,17 @@ class _ScheduleRun:
     def _send_own(self, own: Contribution, forwards: list[_Forward]) -> None:
         """Sends own elements, last entry first; yields to other callbacks while it settles large ones."""
         size = self._itemsize
-        whole = bytes_of(own.flat)
+        whole = memory_of(own.flat)
         step = max(1, _SETTLE_BYTES_MAX // size)
         while forwards and not self._pending.is_abandoned:
             forward = forwards.pop()
-            stop = forward.stop if own.is_settled else min(forward.stop, forward.start + step)
-            own.settle(forward.start, stop)
+            stop = forward.stop if own.is_materialized else min(forward.stop, forward.start + step)
+            own.materialize(forward.start, stop)
             self._send(forward, whole[forward.start * size : stop * size], forward.start)
             if stop < forward.stop:
                 forwards.append(replace(forward, start=stop, offset=forward.offset + stop - forward.start))
-            if forwards and not own.is_settled:
-                self._endpoint.call(self._send_own, own, forwards)
+            if forwards and not own.is_materialized:
+                self._endpoint.call_soon(self._send_own, own, forwards)
                 return
 
     def _on_data(self, number: int, offset: int, length: int) -> None:
@@ -351,7 +359,7 @@ class _ScheduleRun:
         addends = self._plan.addends[number]
         if self._own is not None and addends and all(addend.previous is None for addend in addends):
             self._own.add(values, first, last, out=self._values(number, first, last))
-            self._arrived(number, first, last)
+            self._on_complete(number, first, last)
         else:
             self._values(number, first, last).copy_(values)
             self._on_data(number, offset, len(source))
@@ -378,7 +386,7 @@ class _ScheduleRun:
         self._received[number].append((first, last))
         addends = self._plan.addends[number]
         if not addends:
-            self._arrived(number, first, last)
+            self._on_complete(number, first, last)
         for addend in addends:
             start, stop = max(first, addend.start), min(last, addend.stop)
             if start >= stop:
@@ -386,13 +394,13 @@ class _ScheduleRun:
             if addend.previous is None:
                 values = self._values(number, start, stop)
                 self._own.add(values, start, stop, out=values)
-                self._arrived(number, start, stop)
+                self._on_complete(number, start, stop)
                 continue
             for low, high in _overlaps(self._complete[addend.previous], start, stop):
                 self._values(number, low, high).add_(self._values(addend.previous, low, high))
-                self._arrived(number, low, high)
+                self._on_complete(number, low, high)
 
-    def _arrived(self, number: int, first: int, last: int) -> None:
+    def _on_complete(self, number: int, first: int, last: int) -> None:
         """Forwards elements that a step has completed, and adds them to data that later steps received."""
         due = [(number, first, last)]
         for number, first, last in due:  # grows in the loop
@@ -412,14 +420,14 @@ class _ScheduleRun:
     def _send(self, forward: _Forward, data: memoryview, start: int) -> None:
         receiver = self._plan.steps[forward.step].send_to
         assert receiver is not None
-        self._endpoint.put(
+        self._endpoint.send_tensor(
             self._names[receiver],
             self._tag + forward.step,
             data,
             offset=(forward.offset + start - forward.start) * self._itemsize,
             total=self._plan.sizes[forward.step] * self._itemsize,
             priority=self._priority,
-            done=partial(self._on_sent, len(data) // self._itemsize),
+            on_done=partial(self._on_sent, len(data) // self._itemsize),
         )
 
     def _on_sent(self, elements: int) -> None:

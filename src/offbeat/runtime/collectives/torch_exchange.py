@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import WorkerError
-from offbeat.runtime.collectives.contribution import Contribution, Part
-from offbeat.runtime.collectives.interface import Pending
-from offbeat.runtime.processes.waiting import Flag
+from offbeat.runtime.collectives.contribution import Contribution, InPlaceElements
+from offbeat.runtime.collectives.interface import PendingExchange
+from offbeat.runtime.processes.waiting import SignalSafeEvent
 
 _POLL_S = 0.001
 _REASON_TIMEOUT_S = 2.0  # torch's error may precede the coordinator's, which names the worker
@@ -33,7 +33,7 @@ class TorchExchange:
         self._group = group
         self._is_nccl = dist.get_backend(group) == "nccl"
         self._error: WorkerError | None = None
-        self._abandoned = Flag()
+        self._abandoned = SignalSafeEvent()
 
     def all_reduce(
         self,
@@ -44,10 +44,10 @@ class TorchExchange:
         index: int = 0,
         algorithm: str = "ring",
         priority: int = 0,
-        parts: Sequence[Part] = (),
-    ) -> Pending:
+        in_place: Sequence[InPlaceElements] = (),
+    ) -> PendingExchange:
         """See `Exchange.all_reduce`; the process group keeps the order of the calls."""
-        Contribution(flat, parts).settle()
+        Contribution(flat, in_place).materialize()
         into.copy_(flat)
         return self._run(partial(dist.all_reduce, into, group=self._group, async_op=True))
 
@@ -56,7 +56,9 @@ class TorchExchange:
     ) -> None:
         """See `Exchange.prepare`: nothing to do with torch."""
 
-    def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
+    def broadcast(
+        self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0
+    ) -> PendingExchange:
         """See `Exchange.broadcast`."""
         source = dist.get_global_rank(self._group, root)
         return self._run(partial(dist.broadcast, flat, source, group=self._group, async_op=True))
@@ -68,13 +70,13 @@ class TorchExchange:
         if self._is_nccl:
             self._group.abort()
 
-    def _run(self, start: Callable[[], Any]) -> Pending:
+    def _run(self, start: Callable[[], Any]) -> PendingExchange:
         if self._error is not None:
             return _TorchPending(self, None, self._error)
         try:
             return _TorchPending(self, start(), None)
         except RuntimeError as error:
-            return _TorchPending(self, None, self.explained(error))
+            return _TorchPending(self, None, self.explain(error))
 
     @property
     def error(self) -> WorkerError | None:
@@ -86,7 +88,7 @@ class TorchExchange:
         """Whether results are ordered by a GPU stream, so that the host need not wait."""
         return self._is_nccl
 
-    def explained(self, error: RuntimeError) -> WorkerError:
+    def explain(self, error: RuntimeError) -> WorkerError:
         """Returns the error of `abandon`, waiting for it briefly, or else one with torch's message."""
         self._abandoned.wait(_REASON_TIMEOUT_S)
         message = (str(error).splitlines() or [type(error).__name__])[0]
@@ -112,7 +114,7 @@ class _TorchPending:
             else:
                 self._poll(deadline_s)
         except RuntimeError as error:
-            self._error = self._exchange.explained(error)
+            self._error = self._exchange.explain(error)
             raise self._error from error
         if self._exchange.error is not None:
             raise self._exchange.error

@@ -2,7 +2,7 @@
 
 Each end counts the messages that it sends and receives. A worker keeps its events until the coordinator has
 written them to its journal. When the connection breaks, because the coordinator was killed and is restarted,
-the two resynchronize by exchanging their counts, each in a `Tally`:
+the two resynchronize by exchanging their counts, each in a `SequenceAck`:
 
     worker                                              coordinator
     Tally: connection 2, received 3, sent 10      ──►
@@ -12,8 +12,8 @@ the two resynchronize by exchanging their counts, each in a `Tally`:
     Tally: connection 2, received 5, sent 10      ──►   the worker counts as connected again
 
 A Tally names its connection, so that one still queued from an earlier connection is recognized and ignored.
-Every `TALLY_EVERY` messages, and before it leaves, a worker sends a Tally, which the coordinator answers with
-its own.
+Every `SEQUENCE_ACK_INTERVAL` messages, and before it leaves, a worker sends a Tally, which the coordinator
+answers with its own.
 
 This module never decides what is sent, and never opens a connection: the endpoint does.
 """
@@ -30,11 +30,13 @@ import msgspec
 
 from offbeat.errors import LinkError, LinkFailure, ProtocolError
 from offbeat.events import Action, Event
-from offbeat.runtime.processes.waiting import Condition
+from offbeat.runtime.processes.waiting import SignalSafeCondition
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.wire.record import decode_actions, encode
+from offbeat.wire.record import decode_actions, encode_events
 
-TALLY_EVERY: Final = 256  # events or actions; about as many are kept for retransmission at either end
+SEQUENCE_ACK_INTERVAL: Final = (
+    256  # events or actions; about as many are kept for retransmission at either end
+)
 # Why the coordinator cannot be reached and what to do, by how dialling it failed.
 _ADVICE: Final[dict[LinkFailure, str]] = {
     "ended": "its process has ended, because the job is over or because it failed: see the output of rank 0",
@@ -46,7 +48,7 @@ _ADVICE: Final[dict[LinkFailure, str]] = {
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Tally(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SequenceAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one end of a control channel has received and sent.
 
     Attributes:
@@ -57,20 +59,20 @@ class Tally(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     connection: _Count
-    heard: _Count
-    said: _Count
+    received: _Count
+    sent: _Count
 
 
-_decoder: Final = msgspec.msgpack.Decoder(Tally)
-_FIRST_BYTE: Final = msgspec.msgpack.encode(Tally(0, 0, 0))[0]
+_decoder: Final = msgspec.msgpack.Decoder(SequenceAck)
+_FIRST_BYTE: Final = msgspec.msgpack.encode(SequenceAck(0, 0, 0))[0]
 
 
-def encode_tally(tally: Tally) -> bytes:
+def encode_sequence_ack(ack: SequenceAck) -> bytes:
     """Return the control message that holds this tally."""
-    return msgspec.msgpack.encode(tally)
+    return msgspec.msgpack.encode(ack)
 
 
-def decode_tally(data: bytes) -> Tally | None:
+def decode_sequence_ack(data: bytes) -> SequenceAck | None:
     """Return the tally in a control message; None if the message holds something else.
 
     Raises:
@@ -95,7 +97,7 @@ class _EventBatch:
         return self.first + len(self.events)
 
 
-class ControlLine:
+class ControlChannel:
     """The worker's end of the control channel, over successive connections.
 
     Args:
@@ -106,42 +108,49 @@ class ControlLine:
     """
 
     def __init__(
-        self, endpoint: Endpoint, peer: str, addresses: Sequence[str], *, on_gone: Callable[[str], None]
+        self,
+        endpoint: Endpoint,
+        peer: str,
+        addresses: Sequence[str],
+        *,
+        on_coordinator_gone: Callable[[str], None],
     ) -> None:
         self._endpoint, self._peer, self._addresses = endpoint, peer, tuple(addresses)
-        self._on_gone = on_gone
-        self._changed = Condition()  # guards what follows
+        self._on_gone = on_coordinator_gone
+        self._changed = SignalSafeCondition()  # guards what follows
         self._unsent: deque[_EventBatch] = deque()
-        self._unrecorded: deque[_EventBatch] = deque()  # sent on this connection, not acknowledged
+        self._unacked: deque[_EventBatch] = deque()  # sent on this connection, not acknowledged
         self._sent = self._acked = 0
         self._is_gone = False
         # The links' thread alone uses what follows.
         self._received = self._reported_received = self._reported_sent = 0
         self._connection = 0
         self._is_open = True  # the coordinator has answered on this connection
-        self._owed: int | None = None  # count of received actions at which resynchronization is complete
+        self._caught_up_at: int | None = (
+            None  # count of received actions at which resynchronization is complete
+        )
         self._tally_requested = False  # send a tally after the queued events
         self._loss_cause = ""
-        endpoint.introduce(peer, self._addresses, lasting=True)
+        endpoint.add_peer(peer, self._addresses, has_fixed_addresses=True)
 
     @property
-    def is_open(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether the coordinator is connected, as far as this worker knows."""
         return self._is_open
 
-    def tell(self, *events: Event) -> None:
+    def send(self, *events: Event) -> None:
         """Sends events to the coordinator, now or after a reconnect; never blocks. Any thread may call it."""
-        payload, count = encode(events), len(events)
+        payload, count = encode_events(events), len(events)
         with self._changed:
             message = _EventBatch(self._sent, events, payload)
             self._sent += count
             self._unsent.append(message)  # same call: a signal handler may raise between calls
-        self._endpoint.call(self._send)  # in queue order, whichever thread called
+        self._endpoint.call_soon(self._send_queued)  # in queue order, whichever thread called
 
-    def settle(self, timeout_s: float) -> None:
+    def wait_until_acked(self, timeout_s: float) -> None:
         """Waits until the coordinator has recorded all events sent, is gone, or `timeout_s` has passed."""
         until_s = time.monotonic() + timeout_s
-        self._endpoint.call(self._request_tally)
+        self._endpoint.call_soon(self._request_tally)
         with self._changed:
             while not (self._is_gone or self._acked == self._sent):
                 left_s = until_s - time.monotonic()
@@ -151,13 +160,13 @@ class ControlLine:
 
     # In the links' thread --------------------------------------------------------------------------------
 
-    def hear(self, payload: bytes) -> list[Action]:
+    def receive(self, payload: bytes) -> list[Action]:
         """Processes a message from the coordinator; returns its actions, each exactly once.
 
         Raises:
             ProtocolError: the message is not one that a coordinator sends.
         """
-        tally = decode_tally(payload)
+        tally = decode_sequence_ack(payload)
         if tally is not None:
             if tally.connection == self._connection:
                 self._on_tally(tally)
@@ -166,12 +175,12 @@ class ControlLine:
             return []  # of an earlier connection; the coordinator sends it again
         actions = decode_actions(payload)
         self._received += len(actions)
-        if self._received - self._reported_received >= TALLY_EVERY:
+        if self._received - self._reported_received >= SEQUENCE_ACK_INTERVAL:
             self._request_tally()
-        self._report_back()
+        self._confirm_resync()
         return actions
 
-    def lost(self, error: LinkError) -> None:
+    def on_connection_lost(self, error: LinkError) -> None:
         """Reconnects after a lost connection; gives up if the coordinator could not be reached."""
         if self._is_gone:
             return
@@ -181,63 +190,63 @@ class ControlLine:
             return
         self._loss_cause = str(error)
         self._is_open = False
-        self._owed = None
+        self._caught_up_at = None
         self._connection += 1
         with self._changed:
-            self._unsent.extendleft(reversed(self._unrecorded))
-            self._unrecorded.clear()
-        self._endpoint.introduce(self._peer, self._addresses, lasting=True)
+            self._unsent.extendleft(reversed(self._unacked))
+            self._unacked.clear()
+        self._endpoint.add_peer(self._peer, self._addresses, has_fixed_addresses=True)
         self._send_tally()
 
-    def left(self) -> None:
+    def on_peer_closed(self) -> None:
         """The coordinator has closed its end in order: it will not be restarted."""
         if not self._is_gone:
             self._give_up("it ended before the job did; see the output of rank 0")
 
-    def abandon(self) -> None:
+    def fail(self) -> None:
         """Stops waiting for acknowledgements: the links have failed. Any thread may call it."""
         with self._changed:
             self._is_gone = True
             self._changed.notify_all()
 
     def _give_up(self, cause: str) -> None:
-        self.abandon()
+        self.fail()
         self._on_gone(cause)
 
-    def _on_tally(self, tally: Tally) -> None:
+    def _on_tally(self, tally: SequenceAck) -> None:
         with self._changed:
-            if not self._acked <= tally.heard <= self._sent:
+            if not self._acked <= tally.received <= self._sent:
                 raise ProtocolError(
                     f"expected an acknowledgement of between {self._acked} and {self._sent} events, "
-                    f"got {tally.heard}"
+                    f"got {tally.received}"
                 )
-            self._acked = tally.heard
-            for queue in (self._unrecorded, self._unsent):
-                while queue and queue[0].last <= tally.heard:
+            self._acked = tally.received
+            for queue in (self._unacked, self._unsent):
+                while queue and queue[0].last <= tally.received:
                     queue.popleft()
-            if not self._is_open and self._unsent and self._unsent[0].first < tally.heard:
+            if not self._is_open and self._unsent and self._unsent[0].first < tally.received:
                 partial = self._unsent.popleft()
-                rest = partial.events[tally.heard - partial.first :]
-                self._unsent.appendleft(_EventBatch(tally.heard, rest, encode(rest)))
+                rest = partial.events[tally.received - partial.first :]
+                self._unsent.appendleft(_EventBatch(tally.received, rest, encode_events(rest)))
             self._changed.notify_all()
         if not self._is_open:
             self._is_open = True
             self._loss_cause = ""
-            self._owed = tally.said
-            self._report_back()
-            self._endpoint.call(self._send)
+            self._caught_up_at = tally.sent
+            self._confirm_resync()
+            self._endpoint.call_soon(self._send_queued)
 
-    def _report_back(self) -> None:
+    def _confirm_resync(self) -> None:
         """Sends a tally, after the replies to missed actions, once all of these have been received."""
-        if self._owed is not None and self._received >= self._owed:
-            self._owed = None
+        if self._caught_up_at is not None and self._received >= self._caught_up_at:
+            self._caught_up_at = None
             self._request_tally()
 
     def _request_tally(self) -> None:
         self._tally_requested = True
-        self._endpoint.call(self._send)
+        self._endpoint.call_soon(self._send_queued)
 
-    def _send(self) -> None:
+    def _send_queued(self) -> None:
         if not self._is_open:
             return
         while True:
@@ -245,13 +254,13 @@ class ControlLine:
                 if not self._unsent:
                     break
                 message = self._unsent.popleft()
-                self._unrecorded.append(message)
+                self._unacked.append(message)
             self._endpoint.send(self._peer, message.payload)
-        if self._tally_requested or self._sent - self._reported_sent >= TALLY_EVERY:
+        if self._tally_requested or self._sent - self._reported_sent >= SEQUENCE_ACK_INTERVAL:
             self._tally_requested = False
             self._send_tally()
 
     def _send_tally(self) -> None:
         self._reported_received, self._reported_sent = self._received, self._sent
-        tally = Tally(self._connection, self._received, self._sent)
-        self._endpoint.send(self._peer, encode_tally(tally))
+        tally = SequenceAck(self._connection, self._received, self._sent)
+        self._endpoint.send(self._peer, encode_sequence_ack(tally))

@@ -1,8 +1,9 @@
 """A worker's client of the coordinator: sends events, applies the actions that come back.
 
 Theory of operation. An `Endpoint` holds the connections to the coordinator and to other workers and serves
-them in one thread, the links' thread. A `ControlLine` makes the connections to the coordinator one reliable
-channel. A `Member` holds the state that actions change, and on which the training loop waits.
+them in one thread, the links' thread. A `ControlChannel` makes the connections to the coordinator one
+reliable channel. A `CoordinatorClient` holds the state that actions change, and on which the training loop
+waits.
 
 Threads. The training loop calls `tell`, `check`, `pause` and `wait_for`, which touch no socket. Messages and
 lost connections are processed in the links' thread, which notifies all waiting threads after every message.
@@ -28,7 +29,7 @@ Failures. The first one wins: `_fail` sets `failure` once and calls `on_failure`
   A violation of the protocol, which only this worker has seen, it reports and raises at once.
 - The links' thread, or another thread of this worker (`start_thread`), raises.
 
-Leaving. `tell_end` sends Left or Failed, once. `close` waits until the coordinator has recorded it, and then
+Leaving. `send_end` sends Left or Failed, once. `close` waits until the coordinator has recorded it, and then
 closes all connections.
 """
 
@@ -45,43 +46,43 @@ from functools import partial
 
 from offbeat.errors import LinkError, OffbeatError, ProtocolError, WorkerError
 from offbeat.events import (
-    Deal,
-    Dismiss,
-    EpochEnded,
+    AbortJob,
+    AnnounceWorkerLost,
+    AssignBlocks,
+    AssignLateBlock,
+    AssignRoundBatch,
+    ConsumedSamples,
+    ContributionQuery,
+    EndEpoch,
     EvaluatePart,
     Event,
     Failed,
-    Grant,
     Group,
     Halt,
+    JobComplete,
     Joined,
     Left,
-    Lend,
-    LendSnapshot,
     MergeStates,
     Peer,
+    PeerList,
     PeerReachable,
     PeerUnreachable,
     Preempt,
-    Recall,
-    Refuse,
-    RoundNamed,
-    Settle,
-    Start,
-    Stop,
-    Used,
-    Validated,
-    Validating,
-    WorkerLost,
+    RejectPeer,
+    ResolveLateBlock,
+    SendSnapshot,
+    StepPermit,
+    ValidationFinished,
+    ValidationStarted,
 )
-from offbeat.policies.data.block_queue import Hand
-from offbeat.policies.membership.group_membership import Follower
-from offbeat.runtime.control.channel import ControlLine
+from offbeat.policies.data.block_queue import BlockQueue
+from offbeat.policies.membership.group_membership import GroupMembership
+from offbeat.runtime.control.channel import ControlChannel
 from offbeat.runtime.control.coordinator import Coordinator
-from offbeat.runtime.control.outages import OutageNotes
-from offbeat.runtime.control.rendezvous import Meeting
+from offbeat.runtime.control.outages import OutageLog
+from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.processes.threads import start_thread
-from offbeat.runtime.processes.waiting import Condition
+from offbeat.runtime.processes.waiting import SignalSafeCondition
 from offbeat.runtime.transport.endpoint import Endpoint
 
 _log = logging.getLogger("offbeat")
@@ -97,7 +98,7 @@ _POLL_S = 0.5  # between looks into the store, for failures of workers that have
 _FLUSH_S = 20.0  # the coordinator may be silent for 10 s, and reconnecting may take another 10 s
 
 
-class Member:
+class CoordinatorClient:
     """A worker's client of the coordinator.
 
     Every failure of the job is reported in one place: `failure` is set once, naming the worker that caused
@@ -132,83 +133,92 @@ class Member:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: RendezvousInfo,
         worker: int,
         on_failure: Callable[[WorkerError], None],
         *,
-        step: Callable[[], int],
-        survives: bool = False,
+        steps_finished: Callable[[], int],
+        survives_worker_loss: bool = False,
         silent_s: float = 10.0,
     ) -> None:
         self.worker, self._pid = worker, os.getpid()
-        self.follower = Follower(worker)
-        self.hand = Hand()
+        self.membership = GroupMembership(worker)
+        self.block_queue = BlockQueue()
         self.epochs_ended = 0
-        self.used: Used | None = None
+        self.consumed_samples: ConsumedSamples | None = None
         self.preempt: Preempt | None = None
-        self.is_dismissed = False
-        self.grant: Grant | None = None
-        self.round_named: RoundNamed | None = None
-        self.on_grant: Callable[[Grant], None] = _do_nothing
-        self.on_abandon: Callable[[], None] = _do_nothing
-        self.on_loan: Callable[[Lend | Settle | Deal], None] = _do_nothing
-        self.on_validation: Callable[[LendSnapshot | EvaluatePart | MergeStates | Validated], None] = (
+        self.is_job_complete = False
+        self.permit: StepPermit | None = None
+        self.round_batch: AssignRoundBatch | None = None
+        self.on_permit: Callable[[StepPermit], None] = _do_nothing
+        self.on_exchanges_aborted: Callable[[], None] = _do_nothing
+        self.on_late_block_action: Callable[[AssignLateBlock | ResolveLateBlock | AssignBlocks], None] = (
             _do_nothing
         )
-        self.validated: dict[int, Validated | None] = {}
-        self._survives = survives
+        self.on_validation_action: Callable[
+            [SendSnapshot | EvaluatePart | MergeStates | ValidationFinished], None
+        ] = _do_nothing
+        self.validation_results: dict[int, ValidationFinished | None] = {}
+        self._survives = survives_worker_loss
         self._is_closing = False
         self.failure: WorkerError | None = None
-        self.coordinator_knows = False
+        self.is_failure_reported = False
         self._has_sent_end = False
-        self._on_failure, self._step = on_failure, step
-        self._changed = Condition()
-        self._start: Start | None = None
+        self._on_failure, self._step = on_failure, steps_finished
+        self._changed = SignalSafeCondition()
+        self._start: PeerList | None = None
         self._worker_of_peer: dict[str, int] = {}
         self._name_of_worker: dict[int, str] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._reported_unreachable: set[str] = set()  # peers reported to the coordinator
         self._silent_s = silent_s
-        self._host, self._start_s, self._meeting_failure = meeting.host, meeting.start_s, meeting.failure
+        self._host, self._start_s, self._meeting_failure = (
+            rendezvous.host,
+            rendezvous.start_s,
+            rendezvous.published_failure,
+        )
         self.endpoint = Endpoint(
             f"worker-{worker}.{secrets.token_hex(2)}",
-            job=meeting.job,
-            token=meeting.token,
+            job=rendezvous.job,
+            token=rendezvous.token,
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_left=self._on_left,
             on_unreachable=self._report_unreachable,
             on_reachable=self._report_reachable,
             on_error=self._on_links_failed,
-            host=meeting.host,
+            host=rendezvous.host,
             silent_s=silent_s,
         )
-        self._notes = OutageNotes(f"worker {worker}", self.endpoint.later)
-        self._line = ControlLine(
-            self.endpoint, Coordinator.NAME, meeting.coordinator, on_gone=self._on_coordinator_gone
+        self._notes = OutageLog(f"worker {worker}", self.endpoint.call_later)
+        self._channel = ControlChannel(
+            self.endpoint,
+            Coordinator.NAME,
+            rendezvous.coordinator,
+            on_coordinator_gone=self._on_coordinator_gone,
         )
 
-    def join(self, *, world: int, place: str, model: tuple[str, ...], strategy: str) -> Start:
+    def join(self, *, world: int, location: str, model: tuple[str, ...], strategy: str) -> PeerList:
         """Joins the job and waits until all workers have joined.
 
         Raises:
             WorkerError: the job did not start; names the workers that are missing or what does not match.
         """
-        self.tell(
+        self.send_event(
             Joined(
                 now_s=0.0,
                 worker=self.worker,
                 world=world,
                 peer=self.endpoint.name,
-                place=place,
+                location=location,
                 addresses=self.endpoint.addresses,
-                model=model,
+                model_signature=model,
                 strategy=strategy,
             )
         )
         deadline_s = self._start_s + _ANSWER_MARGIN_S
         limit_s = time.monotonic() + deadline_s
-        while not self._has_started(min(_POLL_S, limit_s - time.monotonic())):
+        while not self._wait_for_start(min(_POLL_S, limit_s - time.monotonic())):
             if (cause := self._meeting_failure()) is not None:
                 raise WorkerError(cause)
             if time.monotonic() > limit_s:
@@ -219,45 +229,47 @@ class Member:
         assert self._start is not None
         return self._start
 
-    def _has_started(self, wait_s: float) -> bool:
+    def _wait_for_start(self, wait_s: float) -> bool:
         """Waits up to `wait_s` seconds for the start; returns whether the job has started."""
         with self._changed:
             self._changed.wait_for(lambda: self._start is not None or self.failure is not None, wait_s)
-        self.check()
+        self.raise_if_failed()
         return self._start is not None
 
     @property
-    def lock(self) -> Condition:
+    def lock(self) -> SignalSafeCondition:
         """To be held while `follower` or `hand` is used."""
         return self._changed
 
-    def name_of(self, worker: int) -> str:
+    def link_name(self, worker: int) -> str:
         """The link name of a worker that has joined."""
         return self._name_of_worker[worker]
 
-    def tell(self, *events: Event) -> None:
+    def send_event(self, *events: Event) -> None:
         """Sends events to the coordinator, which sets their time; never blocks."""
-        self._line.tell(*events)
+        self._channel.send(*events)
 
-    def tell_end(self, error: BaseException | None, *before: Event) -> None:
+    def send_end(self, error: BaseException | None, *events_before: Event) -> None:
         """Sends the coordinator, once, that this worker has finished, or the error with which it ends.
 
-        Any thread may call it. Nothing is sent if `coordinator_knows`.
+        Any thread may call it. Nothing is sent if `is_failure_reported`.
 
         Args:
             error: None if the worker has finished.
             before: events to send first.
         """
         with self._changed:
-            if self.coordinator_knows or self._has_sent_end:
+            if self.is_failure_reported or self._has_sent_end:
                 return
             self._has_sent_end = True
         with suppress(LinkError):
             if error is None:
-                self.tell(*before, Left(now_s=0.0, worker=self.worker, step=self._step()))
+                self.send_event(*events_before, Left(now_s=0.0, worker=self.worker, step=self._step()))
             else:
-                text = in_one_line(error)
-                self.tell(*before, Failed(now_s=0.0, worker=self.worker, step=self._step(), error=text))
+                text = one_line_error(error)
+                self.send_event(
+                    *events_before, Failed(now_s=0.0, worker=self.worker, step=self._step(), error=text)
+                )
 
     def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
         """Starts a thread of this worker whose exceptions fail the job, as those of the training loop do.
@@ -265,20 +277,20 @@ class Member:
         The training loop ends with a WorkerError that names the thread and the error. The coordinator is
         informed at once, whatever the loop is doing.
         """
-        return start_thread(name, run, partial(self.fail_in, name))
+        return start_thread(name, run, partial(self.on_thread_failed, name))
 
-    def fail_in(self, thread: str, error: BaseException) -> None:
+    def on_thread_failed(self, thread: str, error: BaseException) -> None:
         """Fails the job with the error that ended a thread of this worker; see `start_thread`."""
-        self.tell_end(error)
+        self.send_end(error)
         failure = WorkerError(
-            f"worker {self.worker} failed in its thread {thread!r}: {in_one_line(error)}",
+            f"worker {self.worker} failed in its thread {thread!r}: {one_line_error(error)}",
             worker=self.worker,
             step=self._step(),
         )
         failure.__cause__ = error
         self._fail(failure)
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises the job's failure, if there is one.
 
         Raises:
@@ -300,18 +312,18 @@ class Member:
         """
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, duration_s)
-        self.check()
+        self.raise_if_failed()
 
     def close(self) -> None:
-        """Sends what is queued, unless `coordinator_knows`, and closes every link in order."""
+        """Sends what is queued, unless `is_failure_reported`, and closes every link in order."""
         self._is_closing = True
-        if not self.coordinator_knows:
-            self._line.settle(_FLUSH_S)
+        if not self.is_failure_reported:
+            self._channel.wait_until_acked(_FLUSH_S)
             self.endpoint.flush(_CLOSE_S)
         self.endpoint.close()
 
     @property
-    def has_raised(self) -> bool:
+    def is_failure_raised(self) -> bool:
         """Whether the job's failure has been raised in the program already."""
         return self.failure is not None and self.failure.__traceback__ is not None
 
@@ -329,7 +341,7 @@ class Member:
         limit_s = time.monotonic() + deadline_s
         with self._changed:
             while not condition():
-                self.check()
+                self.raise_if_failed()
                 left_s = limit_s - time.monotonic()
                 if left_s <= 0:
                     raise WorkerError(
@@ -341,59 +353,59 @@ class Member:
         if peer != Coordinator.NAME:
             return
         try:
-            actions = self._line.hear(payload)
+            actions = self._channel.receive(payload)
         except ProtocolError as error:
             self._fail(WorkerError(f"the coordinator sent a message that cannot be decoded: {error}"))
             return
         for action in actions:
             match action:
-                case Start():
+                case PeerList():
                     self._add_peers(action.peers)
                     self._start = action
                 case Halt():
                     self._on_halt(action)
                 case Group():
                     with self._changed:
-                        self.follower.hear_group(action)
-                case Deal():
+                        self.membership.on_group(action)
+                case AssignBlocks():
                     with self._changed:
-                        self.hand.hear(action)
-                    if action.anew or not self.follower.is_member:
-                        self.on_loan(action)
-                case Grant():
-                    self.grant = action
-                    self.on_grant(action)
-                case RoundNamed():
-                    self.round_named = action
-                case Recall():
+                        self.block_queue.on_assigned(action)
+                    if action.replaces_queue or not self.membership.is_member:
+                        self.on_late_block_action(action)
+                case StepPermit():
+                    self.permit = action
+                    self.on_permit(action)
+                case AssignRoundBatch():
+                    self.round_batch = action
+                case ContributionQuery():
                     with self._changed:
-                        recalled = self.follower.recall(action)
-                    self.tell(recalled)
-                case Used():
-                    self.used = action
-                case Lend() | Settle():
-                    self.on_loan(action)
-                case Validating():
-                    self.validated.setdefault(action.epoch, None)
-                case LendSnapshot() | EvaluatePart() | MergeStates() | Validated():
-                    if isinstance(action, Validated):
-                        self.validated[action.epoch] = action
-                    self.on_validation(action)
+                        recalled = self.membership.on_contribution_query(action)
+                    self.send_event(recalled)
+                case ConsumedSamples():
+                    self.consumed_samples = action
+                case AssignLateBlock() | ResolveLateBlock():
+                    self.on_late_block_action(action)
+                case ValidationStarted():
+                    self.validation_results.setdefault(action.epoch, None)
+                case SendSnapshot() | EvaluatePart() | MergeStates() | ValidationFinished():
+                    if isinstance(action, ValidationFinished):
+                        self.validation_results[action.epoch] = action
+                    self.on_validation_action(action)
                 case Preempt():
                     self.preempt = action
-                case EpochEnded():
+                case EndEpoch():
                     self.epochs_ended = action.epoch + 1
-                case Dismiss():
-                    self.is_dismissed = True
-                case Stop():
-                    self.coordinator_knows = True
+                case JobComplete():
+                    self.is_job_complete = True
+                case AbortJob():
+                    self.is_failure_reported = True
                     self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))
-                case WorkerLost():
+                case AnnounceWorkerLost():
                     self._forget_peer(self._name_of_worker.get(action.worker, ""))
-                    if self.failure is None and not (self.is_dismissed or self._is_closing):
+                    if self.failure is None and not (self.is_job_complete or self._is_closing):
                         _log.warning(action.reason)
-                case Refuse():
-                    self.coordinator_knows = True
+                case RejectPeer():
+                    self.is_failure_reported = True
                     self._fail(WorkerError(action.reason, worker=self.worker))
         with self._changed:
             self._changed.notify_all()
@@ -411,56 +423,56 @@ class Member:
     def _introduce(self, peer: str) -> None:
         """Lets the links dial another worker; the coordinator is the first to declare it lost."""
         silent_s = _PEER_SILENCE_FACTOR * self._silent_s
-        self.endpoint.introduce(peer, self._addresses[peer], lasting=True, silent_s=silent_s)
+        self.endpoint.add_peer(peer, self._addresses[peer], has_fixed_addresses=True, silent_s=silent_s)
 
     def _report_unreachable(self, peer: str, cause: str) -> None:
         """Logs that a peer is unreachable; reports it to the coordinator if the peer is a worker."""
         with self._changed:
-            cause = f"{cause}, in step {self.follower.step}"
+            cause = f"{cause}, in step {self.membership.step}"
         if not self._is_closing and (peer == Coordinator.NAME or peer in self._addresses):
-            self._notes.begin(self._display_name(peer), cause)
+            self._notes.on_unreachable(self._display_name(peer), cause)
         if peer in self._addresses and peer not in self._reported_unreachable:
             self._reported_unreachable.add(peer)
-            self.tell(
+            self.send_event(
                 PeerUnreachable(now_s=0.0, worker=self.worker, peer=self._worker_of_peer[peer], cause=cause)
             )
 
     def _report_reachable(self, peer: str) -> None:
-        self._notes.end(self._display_name(peer))
+        self._notes.on_reachable(self._display_name(peer))
         if peer in self._reported_unreachable:
             self._reported_unreachable.remove(peer)
-            self.tell(PeerReachable(now_s=0.0, worker=self.worker, peer=self._worker_of_peer[peer]))
+            self.send_event(PeerReachable(now_s=0.0, worker=self.worker, peer=self._worker_of_peer[peer]))
 
     def _reconnect(self, peer: str) -> None:
         """Dials a worker again, unless it has left the job."""
         if peer in self._addresses and not self._is_closing:
             self._introduce(peer)
-            self.endpoint.reach(peer)
+            self.endpoint.connect(peer)
 
     def _on_halt(self, halt: Halt) -> None:
         with self._changed:
-            answer = self.follower.hear_halt(halt)
+            answer = self.membership.on_halt(halt)
         if answer is not None:
-            self.tell(answer)
+            self.send_event(answer)
             if halt.abandon:
-                self.on_abandon()
+                self.on_exchanges_aborted()
 
     def _on_lost(self, error: LinkError) -> None:
         if error.peer == Coordinator.NAME:
-            self._line.lost(error)
+            self._channel.on_connection_lost(error)
         elif error.failure == "no files":  # a limit of this process: the peer is not at fault
             failure = OffbeatError(f"worker {self.worker}: {error}")
-            self.tell_end(failure)
+            self.send_end(failure)
             self._fail(WorkerError(str(failure), worker=self.worker))
         elif error.peer in self._addresses and self._survives:
             self._report_unreachable(error.peer, str(error))
-            self.endpoint.later(_RECONNECT_S, partial(self._reconnect, error.peer))
+            self.endpoint.call_later(_RECONNECT_S, partial(self._reconnect, error.peer))
         elif error.peer in self._worker_of_peer and not self._survives:
             worker = self._worker_of_peer[error.peer]
             text = f"worker {worker} was lost: {error} (noticed by worker {self.worker})"
             failure = WorkerError(text, worker=worker)
             if error.failure == "protocol":  # only this worker has seen it
-                self.tell_end(failure)
+                self.send_end(failure)
                 self._fail(failure)
             else:
                 self._fail_soon(failure)
@@ -469,17 +481,17 @@ class Member:
         """Fails unless the coordinator reports the cause first; waits while that restarts."""
 
         def fail() -> None:
-            if self._line.is_open:
+            if self._channel.is_connected:
                 self._fail(error)
             elif self.failure is None:
                 self._fail_soon(error)
 
-        self.endpoint.later(_COORDINATOR_REPORT_S, fail)
+        self.endpoint.call_later(_COORDINATOR_REPORT_S, fail)
 
     def _on_left(self, peer: str) -> None:
         """Handles a link closed in order; the coordinator closes before its workers only if it fails."""
         if peer == Coordinator.NAME:
-            self._line.left()
+            self._channel.on_peer_closed()
         else:
             self._forget_peer(peer)
 
@@ -487,7 +499,7 @@ class Member:
         """Forgets a worker that has left the job: it is not dialled again."""
         self._addresses.pop(peer, None)
         self._reported_unreachable.discard(peer)
-        self._notes.forget(self._display_name(peer))
+        self._notes.on_gone(self._display_name(peer))
 
     def _display_name(self, peer: str) -> str:
         return f"worker {self._worker_of_peer[peer]}" if peer in self._worker_of_peer else "the coordinator"
@@ -495,11 +507,11 @@ class Member:
     def _on_coordinator_gone(self, cause: str) -> None:
         if self._is_closing:  # the coordinator ends once the last worker has left
             return
-        self.coordinator_knows = True
+        self.is_failure_reported = True
         self._fail(WorkerError(f"worker {self.worker} lost the coordinator: {cause}"))
 
     def _on_links_failed(self, error: BaseException) -> None:
-        self._line.abandon()
+        self._channel.fail()
         self._fail(WorkerError(f"worker {self.worker}: its links failed: {error!r}"))
 
     def _fail(self, error: WorkerError) -> None:
@@ -511,7 +523,7 @@ class Member:
         self._on_failure(error)
 
 
-def in_one_line(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """Returns the type of an error and the first line of its message, to send to other workers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])[:_ERROR_CHARACTERS_MAX]

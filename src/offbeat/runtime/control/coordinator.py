@@ -5,7 +5,7 @@ recorded. Run as `python -m offbeat.runtime.coordinator`: it reads its configura
 standard input, answers with its addresses on standard output and then serves until the job is over.
 
 An event is written to a journal before any action that follows from it is sent, so that a coordinator that
-is killed can be restarted (see `offbeat.runtime.supervisor`) and continue in the same state.
+is killed can be restarted (see `offbeat.runtime.processes.supervisor`) and continue in the same state.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ import msgspec
 
 from offbeat.errors import LinkError, OffbeatError, ProtocolError
 from offbeat.events import (
+    AbortJob,
     Action,
-    ClientGone,
+    AnnounceWorkerLost,
+    AssignBlocks,
+    AssignLateBlock,
+    AssignRoundBatch,
+    AssignTask,
     CloseServers,
-    Deal,
+    ClusterView,
+    ConsumedSamples,
+    ContributionQuery,
     EvaluatePart,
     Event,
     Failed,
-    Grant,
-    GroupViewed,
+    ForgetClient,
     Joined,
     Left,
-    Lend,
-    LendSnapshot,
     Lost,
     MergeStates,
-    NodeHeard,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeResumed,
     NodeSilent,
     PassesEnded,
+    PeerList,
     PeerReachable,
     PeerUnreachable,
     Preempt,
-    Recall,
-    Refuse,
-    RoundNamed,
-    Settle,
-    SpaceRefused,
-    Start,
-    Stop,
-    TaskIssued,
+    RejectNamespace,
+    RejectPeer,
+    ResolveLateBlock,
+    SendSnapshot,
+    StepPermit,
     Tick,
-    Used,
-    Validated,
-    Validating,
-    Viewed,
-    WorkerLost,
-    WorkerRefused,
+    ValidationFinished,
+    ValidationStarted,
+    WorkerGroupRejected,
+    WorkerGroupView,
 )
-from offbeat.policies import decide
-from offbeat.runtime.control.channel import Tally, decode_tally, encode_tally
+from offbeat.policies import dispatch_event
+from offbeat.runtime.control.channel import SequenceAck, decode_sequence_ack, encode_sequence_ack
 from offbeat.runtime.control.journal import Journal
-from offbeat.runtime.control.run_log import LogPlace, RunLog
-from offbeat.runtime.control.starting import failure, given, say
+from offbeat.runtime.control.run_log import LogPosition, RunLog
+from offbeat.runtime.control.starting import failure_answer, read_configuration, write_answer
 from offbeat.runtime.processes.supervisor import supervise
 from offbeat.runtime.transport import addresses as places
 from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
@@ -78,7 +78,7 @@ from offbeat.wire.record import (
     decode_events,
     encode_actions,
     from_plain,
-    messages_of,
+    split_actions,
     to_plain,
 )
 
@@ -90,7 +90,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any] = {}
 
 
-class Configuration(msgspec.Struct, frozen=True, kw_only=True):
+class CoordinatorConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of a coordinator.
 
     Attributes:
@@ -112,11 +112,11 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[PolicySpec, ...]
     log_path: str | None = None
     log_bytes_max: int | None = None
-    about: dict[str, Any] = {}
+    log_header: dict[str, Any] = {}
     tick_s: float = 0.25
     silent_s: float = 10.0
-    stay_s: float = 30.0
-    journal_events: int = 10_000
+    linger_s: float = 30.0
+    journal_events_max: int = 10_000
 
 
 _RECONNECT_S = 15.0  # reaching a worker may take 10 s, and it then has to receive what it has missed
@@ -171,7 +171,7 @@ class Coordinator:
     in another child if that one is killed. Each begins by replaying the journal.
 
     Args:
-        configuration: see `Configuration`.
+        configuration: see `CoordinatorConfiguration`.
 
     Attributes:
         addresses: where workers reach it, best first.
@@ -184,7 +184,7 @@ class Coordinator:
 
     NAME = "coordinator"
 
-    def __init__(self, configuration: Configuration) -> None:
+    def __init__(self, configuration: CoordinatorConfiguration) -> None:
         self._configuration = configuration
         self._policies = [build_policy(spec.path, spec.arguments) for spec in configuration.policies]
         self._inbox: queue.SimpleQueue[_Received | _SilenceChange | BaseException] = queue.SimpleQueue()
@@ -200,7 +200,7 @@ class Coordinator:
         self._endpoint: Endpoint | None = None
         self.journal = Journal()
         self._log = self._open_log()
-        self._log_start = self._log.place
+        self._log_start = self._log.position
         self._listeners = places.listen(configuration.host)
         self.addresses = tuple(address for _, address in self._listeners)
 
@@ -240,7 +240,7 @@ class Coordinator:
         except Exception as error:
             with suppress(LinkError):
                 text = f"the coordinator failed: {type(error).__name__}: {error}"[:_TEXT_MAX]
-                self._dispatch([Stop(worker=None, step=None, reason=text)])
+                self._dispatch([AbortJob(worker=None, step=None, reason=text)])
             raise
         finally:
             self._endpoint.close()
@@ -251,7 +251,7 @@ class Coordinator:
         return (
             self._has_started
             or have_all_joined
-            or time.monotonic() - self._opened_s > self._configuration.stay_s
+            or time.monotonic() - self._opened_s > self._configuration.linger_s
         )
 
     # Receiving events ------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class Coordinator:
         match item:
             case _Received() if item.peer not in self._rejected:
                 try:
-                    tally = decode_tally(item.payload)
+                    tally = decode_sequence_ack(item.payload)
                     if tally is not None:
                         self._on_tally(item.peer, tally)
                         return
@@ -358,7 +358,7 @@ class Coordinator:
         if isinstance(sender, str):
             if cause:
                 return NodeSilent(now_s=now_s, node=sender, silent_s=UNREACHABLE_S)
-            return NodeHeard(now_s=now_s, node=sender)
+            return NodeResumed(now_s=now_s, node=sender)
         if cause:
             return PeerUnreachable(now_s=now_s, worker=None, peer=sender, cause=cause)
         return PeerReachable(now_s=now_s, worker=None, peer=sender)
@@ -369,9 +369,9 @@ class Coordinator:
             self._handle(self._lost_event(peer, f"it broke the protocol: {reason}"), peer)
         elif peer not in self._peers:
             self._rejected.add(peer)
-            self._send(peer, encode_actions([Refuse(peer=peer, reason=reason)]))
+            self._send(peer, encode_actions([RejectPeer(peer=peer, reason=reason)]))
         elif not self._peers[peer].is_refused:
-            self._dispatch([Refuse(peer=peer, reason=reason)])
+            self._dispatch([RejectPeer(peer=peer, reason=reason)])
 
     # Processing events -----------------------------------------------------------------------------------
 
@@ -380,17 +380,20 @@ class Coordinator:
             event = replace(event, peer=peer)
         actions = self._decide(event, peer)
         answers = encode_actions(actions) if actions else b""
-        self.journal.add(msgspec.msgpack.encode((peer, to_plain(event), answers)))
+        self.journal.append(msgspec.msgpack.encode((peer, to_plain(event), answers)))
         self._write(event, actions)
         if self._dispatch(self._outgoing(event, peer, actions)):
             self._flush()
-        if self.journal.records >= self._configuration.journal_events or self._log.is_part_over:
+        if (
+            self.journal.records_since_snapshot >= self._configuration.journal_events_max
+            or self._log.is_part_due
+        ):
             self._compact()
 
     def _decide(self, event: Event, peer: str) -> list[Action]:
         self._track(event, peer)
-        actions = decide(self._policies, event)
-        self._has_started |= any(isinstance(action, Start | Viewed) for action in actions)
+        actions = dispatch_event(self._policies, event)
+        self._has_started |= any(isinstance(action, PeerList | ClusterView) for action in actions)
         return actions
 
     def _track(self, event: Event, peer: str) -> None:
@@ -408,7 +411,7 @@ class Coordinator:
                 self._mark_gone(peer)
             case PeerUnreachable(worker=None) | NodeSilent():
                 self._peers[peer].is_silent = True
-            case PeerReachable(worker=None) | NodeHeard():
+            case PeerReachable(worker=None) | NodeResumed():
                 self._peers[peer].is_silent = False
         if not _is_observed(event):
             self._peers[peer].recorded += 1
@@ -428,26 +431,26 @@ class Coordinator:
         out = list(actions)
         if isinstance(event, Lost | NodeLost) and not self._peers[peer].is_refused:
             lost = _display_name(self._peers[peer].sender)
-            out.append(Refuse(peer=peer, reason=f"{lost} was lost: {event.cause}"))
-        if isinstance(event, Lost | Failed) and not any(isinstance(action, Stop) for action in actions):
+            out.append(RejectPeer(peer=peer, reason=f"{lost} was lost: {event.cause}"))
+        if isinstance(event, Lost | Failed) and not any(isinstance(action, AbortJob) for action in actions):
             out.append(self._worker_lost(event))
         return out
 
-    def _worker_lost(self, event: Lost | Failed) -> WorkerLost:
+    def _worker_lost(self, event: Lost | Failed) -> AnnounceWorkerLost:
         cause = (
             event.cause if isinstance(event, Lost) else f"it failed after {event.step} steps: {event.error}"
         )
         senders = (self._peers[peer].sender for peer in self._present)
         others = sorted(sender for sender in senders if isinstance(sender, int))
         reason = f"worker {event.worker} was lost: {cause}; training continues with {_list_workers(others)}"
-        return WorkerLost(worker=event.worker, reason=reason)
+        return AnnounceWorkerLost(worker=event.worker, reason=reason)
 
     def _dispatch(self, actions: Sequence[Action]) -> bool:
         """Sends each peer the actions that are for it; returns whether there are any actions."""
         if not actions:
             return False
         for action in actions:
-            if isinstance(action, Refuse) and action.peer in self._peers:
+            if isinstance(action, RejectPeer) and action.peer in self._peers:
                 self._mark_gone(action.peer)
                 self._peers[action.peer].is_refused = True
         common: list[Action] = []
@@ -460,42 +463,42 @@ class Coordinator:
             member.sent += len(mine)
             member.unacked.extend(mine)
             if mine != common:
-                common, payloads = mine, messages_of(mine)
+                common, payloads = mine, split_actions(mine)
             for payload in payloads:
                 self._send(peer, payload)
         return True
 
     def _is_for(self, action: Action, peer: str) -> bool:
         """Whether an action is to be sent to a peer."""
-        if isinstance(action, Refuse):
+        if isinstance(action, RejectPeer):
             return action.peer == peer
         if peer not in self._present:
             return False
         sender = self._peers[peer].sender
         match action:
-            case Viewed() | SpaceRefused():
+            case ClusterView() | RejectNamespace():
                 return action.node == sender or (not action.node and isinstance(sender, str))
             case CloseServers():
                 return isinstance(sender, str)
-            case ClientGone():
+            case ForgetClient():
                 return isinstance(sender, str) and sender.startswith("server-")
-            case TaskIssued() | PassesEnded() | WorkerRefused():
+            case AssignTask() | PassesEnded() | WorkerGroupRejected():
                 return action.node == sender
-            case GroupViewed():
+            case WorkerGroupView():
                 return sender in (
                     [action.node] if action.node else [member.node for member in action.workers]
                 )
-            case Deal() | Used() | Grant() | Recall() | RoundNamed():
+            case AssignBlocks() | ConsumedSamples() | StepPermit() | ContributionQuery() | AssignRoundBatch():
                 return action.worker == sender
-            case Settle() | EvaluatePart() | MergeStates():
+            case ResolveLateBlock() | EvaluatePart() | MergeStates():
                 return action.worker == sender
-            case LendSnapshot():
-                return sender in (action.worker, action.borrower)
-            case Preempt() | Validating() | Validated():
+            case SendSnapshot():
+                return sender in (action.worker, action.receiver)
+            case Preempt() | ValidationStarted() | ValidationFinished():
                 return isinstance(sender, int) and action.worker in (None, sender)
-            case Lend():
-                return sender in (action.worker, action.patron)
-        return isinstance(sender, int) or isinstance(action, Stop)
+            case AssignLateBlock():
+                return sender in (action.worker, action.proxy)
+        return isinstance(sender, int) or isinstance(action, AbortJob)
 
     def _send(self, peer: str, payload: bytes) -> None:
         """Sends a message, after flushing the journal; sends nothing during a replay."""
@@ -511,7 +514,7 @@ class Coordinator:
         self._reconnecting[peer] = time.monotonic() + _RECONNECT_S
         self._introduce(peer)
         worker = self._peers[peer]
-        self._send(peer, encode_tally(Tally(0, worker.recorded, worker.sent)))
+        self._send(peer, encode_sequence_ack(SequenceAck(0, worker.recorded, worker.sent)))
 
     def _introduce(self, peer: str) -> None:
         """Lets the links dial a peer that has joined; a policy, not the links, judges a silent node."""
@@ -519,9 +522,9 @@ class Coordinator:
         if self._endpoint is not None:
             silent_s = math.inf if isinstance(member.sender, str) else None
             with suppress(ValueError):  # invalid addresses: the peer has to connect by itself
-                self._endpoint.introduce(peer, member.addresses, lasting=True, silent_s=silent_s)
+                self._endpoint.add_peer(peer, member.addresses, has_fixed_addresses=True, silent_s=silent_s)
 
-    def _on_tally(self, peer: str, tally: Tally) -> None:
+    def _on_tally(self, peer: str, tally: SequenceAck) -> None:
         """Acknowledges recorded events of a peer; on a new connection also sends the actions that it missed.
 
         Raises:
@@ -530,18 +533,18 @@ class Coordinator:
         worker = self._peers.get(peer)
         recorded, sent = (worker.recorded, worker.sent) if worker is not None else (0, 0)
         unacked = worker.unacked if worker is not None else deque[Action]()
-        if not sent - len(unacked) <= tally.heard <= sent:
+        if not sent - len(unacked) <= tally.received <= sent:
             raise ProtocolError(
                 f"expected an acknowledgement of between {sent - len(unacked)} and {sent} actions, "
-                f"got {tally.heard}"
+                f"got {tally.received}"
             )
-        while len(unacked) > sent - tally.heard:
+        while len(unacked) > sent - tally.received:
             unacked.popleft()
         before = self._connections.get(peer, 0)
         if tally.connection < before:
             return
         self._connections[peer] = tally.connection
-        self._send(peer, encode_tally(Tally(tally.connection, recorded, sent)))
+        self._send(peer, encode_sequence_ack(SequenceAck(tally.connection, recorded, sent)))
         if tally.connection > before:
             for action in unacked:
                 self._send(peer, encode_actions([action]))
@@ -554,7 +557,7 @@ class Coordinator:
         snapshot, records = self.journal.read()
         if snapshot or records:
             log_place = self._load(snapshot) if snapshot else self._log_start
-            self._log.go_on(None if _LOG_ENDED in records else log_place)
+            self._log.resume(None if _LOG_ENDED in records else log_place)
         for record in records:
             if record == _LOG_ENDED:
                 continue
@@ -576,7 +579,7 @@ class Coordinator:
         """Replaces the journal by a snapshot of the state, and begins a new part of the log if one is due."""
         self._flush()
         policies = [policy.state_dict() for policy in self._policies]
-        if self._log.is_part_over:
+        if self._log.is_part_due:
             self._log.begin_part(policies)
         workers = [
             {
@@ -591,11 +594,11 @@ class Coordinator:
             "expected": self._expected_workers,
             "has_started": self._has_started,
             "policies": policies,
-            "log": self._log.place,
+            "log": self._log.position,
         }
-        self.journal.renew(msgspec.msgpack.encode(state))
+        self.journal.replace_by_snapshot(msgspec.msgpack.encode(state))
 
-    def _load(self, snapshot: bytes) -> LogPlace | None:
+    def _load(self, snapshot: bytes) -> LogPosition | None:
         """Restores the snapshot that `_compact` wrote; returns the position of the run log at that time."""
         state = msgspec.msgpack.decode(snapshot)
         for plain in state["workers"]:
@@ -606,7 +609,7 @@ class Coordinator:
         self._expected_workers, self._has_started = state["expected"], state["has_started"]
         for policy, state_dict in zip(self._policies, state["policies"], strict=True):
             policy.load_state_dict(state_dict)
-        return None if state["log"] is None else LogPlace(*state["log"])
+        return None if state["log"] is None else LogPosition(*state["log"])
 
     # The run log -----------------------------------------------------------------------------------------
 
@@ -615,21 +618,21 @@ class Coordinator:
         header = {
             "job": configuration.job,
             "policies": [msgspec.to_builtins(spec) for spec in configuration.policies],
-            **configuration.about,
+            **configuration.log_header,
         }
         return RunLog(
             configuration.log_path, header, bytes_max=configuration.log_bytes_max, on_end=self._end_log
         )
 
     def _end_log(self) -> None:
-        self.journal.add(_LOG_ENDED)
+        self.journal.append(_LOG_ENDED)
         self.journal.flush()
 
     def _write(self, event: Event, actions: Sequence[Action]) -> None:
         """Adds to the log, which must not get ahead of the journal."""
-        if self._log.is_full:
+        if self._log.is_buffer_full:
             self.journal.flush()
-        self._log.write(event, actions)
+        self._log.write_event(event, actions)
 
     def _flush(self) -> None:
         self.journal.flush()
@@ -639,7 +642,7 @@ class Coordinator:
 def _is_observed(event: Event) -> bool:
     """Whether only the coordinator observes such an event, so that no peer may send it."""
     match event:
-        case Tick() | Lost() | NodeLost() | NodeSilent() | NodeHeard():
+        case Tick() | Lost() | NodeLost() | NodeSilent() | NodeResumed():
             return True
         case PeerUnreachable() | PeerReachable():
             return event.worker is None
@@ -676,13 +679,13 @@ def _texts(event: Event) -> Iterator[str]:
 def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
     """Reads the configuration, answers with addresses or an error, and serves, restarted if killed."""
     try:
-        coordinator = Coordinator(given(source, Configuration))
+        coordinator = Coordinator(read_configuration(source, CoordinatorConfiguration))
     except (OffbeatError, ValueError, OSError) as error:
-        say(answer, failure(error))
+        write_answer(answer, failure_answer(error))
         return 1
-    say(answer, {"addresses": coordinator.addresses})
+    write_answer(answer, {"addresses": coordinator.addresses})
     answer.close()
-    return supervise(coordinator.serve, lambda: coordinator.journal.size_bytes, name="the coordinator")
+    return supervise(coordinator.serve, lambda: coordinator.journal.file_sizes_bytes, name="the coordinator")
 
 
 if __name__ == "__main__":

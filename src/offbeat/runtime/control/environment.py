@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 from offbeat.errors import OffbeatError
 
-SLOW = "OFFBEAT_SLOW"
-RUN_LOG = "OFFBEAT_RUN_LOG"
-RUN_LOG_BYTES_MAX = "OFFBEAT_RUN_LOG_BYTES_MAX"
-SEED = "OFFBEAT_SEED"
-NEWCOMER = "OFFBEAT_NEWCOMER"
-JOB = "OFFBEAT_JOB"
-START_S = "OFFBEAT_START_S"
-SERVERS = "OFFBEAT_SERVERS"
-TRACE = "OFFBEAT_TRACE"
+SLOW_VARIABLE = "OFFBEAT_SLOW"
+RUN_LOG_VARIABLE = "OFFBEAT_RUN_LOG"
+RUN_LOG_BYTES_MAX_VARIABLE = "OFFBEAT_RUN_LOG_BYTES_MAX"
+SEED_VARIABLE = "OFFBEAT_SEED"
+NEWCOMER_VARIABLE = "OFFBEAT_NEWCOMER"
+JOB_VARIABLE = "OFFBEAT_JOB"
+START_S_VARIABLE = "OFFBEAT_START_S"
+SERVERS_VARIABLE = "OFFBEAT_SERVERS"
+TRACE_VARIABLE = "OFFBEAT_TRACE"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _NO_RUN_ID = "none"  # torchrun's id of every job without a --rdzv-id
 
@@ -56,7 +56,7 @@ class Environment:
     servers: int = 1
     attempt: int = 0
     job_name: str | None = None
-    slow: tuple[str, ...] = ()
+    slowdowns: tuple[str, ...] = ()
     run_log: str | None = None
     run_log_bytes_max: int | None = None
     seed: int = 0
@@ -90,7 +90,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
             if name not in environ:
                 why, what = f"WORLD_SIZE is {world}", "rank 0's address"
                 if is_newcomer:
-                    why, what = f"{NEWCOMER} is set", "its value in the job"
+                    why, what = f"{NEWCOMER_VARIABLE} is set", "its value in the job"
                 raise OffbeatError(
                     f"{name} is not set although {why}: "
                     f"start the script with torchrun or 'offbeat run', or set it to {what}"
@@ -110,16 +110,18 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         servers=_servers(environ),
         attempt=_int(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         job_name=_job_name(environ),
-        slow=tuple(text for text in environ.get(SLOW, "").split(";") if text),
-        run_log=environ.get(RUN_LOG) or None,
-        run_log_bytes_max=_int(environ, RUN_LOG_BYTES_MAX, 0) if environ.get(RUN_LOG_BYTES_MAX) else None,
-        seed=_int(environ, SEED, 0),
+        slowdowns=tuple(text for text in environ.get(SLOW_VARIABLE, "").split(";") if text),
+        run_log=environ.get(RUN_LOG_VARIABLE) or None,
+        run_log_bytes_max=_int(environ, RUN_LOG_BYTES_MAX_VARIABLE, 0)
+        if environ.get(RUN_LOG_BYTES_MAX_VARIABLE)
+        else None,
+        seed=_int(environ, SEED_VARIABLE, 0),
         trace=_trace(environ),
-        start_s=_seconds(environ, START_S, Environment.start_s),
+        start_s=_seconds(environ, START_S_VARIABLE, Environment.start_s),
     )
 
 
-def of_thread(environment: Environment, thread: int, threads: int) -> Environment:
+def environment_of_thread(environment: Environment, thread: int, threads: int) -> Environment:
     """Return the environment of one of a process's worker threads.
 
     Args:
@@ -146,31 +148,33 @@ def of_thread(environment: Environment, thread: int, threads: int) -> Environmen
 
 
 def _is_newcomer(environ: Mapping[str, str]) -> bool:
-    text = environ.get(NEWCOMER, "0")
+    text = environ.get(NEWCOMER_VARIABLE, "0")
     if text not in ("", "0", "1"):
-        raise OffbeatError(f"{NEWCOMER} must be 1 or unset, got {text!r}")
+        raise OffbeatError(f"{NEWCOMER_VARIABLE} must be 1 or unset, got {text!r}")
     return text == "1"
 
 
 def _job_name(environ: Mapping[str, str]) -> str | None:
     run_id = environ.get(_RUN_ID)
-    return environ.get(JOB) or (None if run_id == _NO_RUN_ID else run_id) or None
+    return environ.get(JOB_VARIABLE) or (None if run_id == _NO_RUN_ID else run_id) or None
 
 
 def _trace(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    text = environ.get(TRACE)
+    text = environ.get(TRACE_VARIABLE)
     if not text:
         return None
     folder, colon, step = text.rpartition(":")
     if not (folder and colon and step.isdecimal()):
-        raise OffbeatError(f"{TRACE} must be FOLDER:STEP, with the first step to trace, got {text!r}")
+        raise OffbeatError(
+            f"{TRACE_VARIABLE} must be FOLDER:STEP, with the first step to trace, got {text!r}"
+        )
     return folder, int(step)
 
 
 def _servers(environ: Mapping[str, str]) -> int:
-    servers = _int(environ, SERVERS, 1)
+    servers = _int(environ, SERVERS_VARIABLE, 1)
     if servers < 1:
-        raise OffbeatError(f"expected {SERVERS} of at least 1, got {servers}")
+        raise OffbeatError(f"expected {SERVERS_VARIABLE} of at least 1, got {servers}")
     return servers
 
 
@@ -197,6 +201,6 @@ def _int(environ: Mapping[str, str], name: str, default: int) -> int:
         raise OffbeatError(f"{name} must be a whole number, got {text!r}") from None
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,8 +7,8 @@ Two anonymous files, of which one is valid:
 A record is complete or ignored. A new snapshot is written to the other file; its serial, the higher one, is
 written last and makes it valid. So a process may be killed between any two bytes, and the journal stays small
 however long a job runs. The files belong to the kernel, not to the process that writes: nothing is synced,
-because the journal has to survive the end of a process, not of its host. `offbeat.runtime.supervisor` has the
-whole procedure.
+because the journal has to survive the end of a process, not of its host.
+`offbeat.runtime.processes.supervisor` has the whole procedure.
 
 This module never interprets a snapshot or a record.
 """
@@ -41,12 +41,12 @@ class Journal:
         self._records = 0
 
     @property
-    def records(self) -> int:
+    def records_since_snapshot(self) -> int:
         """How many records were added since the last snapshot."""
         return self._records
 
     @property
-    def size_bytes(self) -> tuple[int, ...]:
+    def file_sizes_bytes(self) -> tuple[int, ...]:
         """The lengths of the files; they change whenever any process writes to the journal."""
         return tuple(os.fstat(file).st_size for file in self._files)
 
@@ -72,7 +72,7 @@ class Journal:
         os.ftruncate(file, place)
         return snapshot, records
 
-    def add(self, record: bytes) -> None:
+    def append(self, record: bytes) -> None:
         """Add a record; it outlives this process from the next `flush` on."""
         self._buffer += _LENGTH.pack(len(record))
         self._buffer += record
@@ -87,7 +87,7 @@ class Journal:
             self._end += written
             del self._buffer[:written]
 
-    def renew(self, snapshot: bytes) -> None:
+    def replace_by_snapshot(self, snapshot: bytes) -> None:
         """Replace the whole journal by a snapshot."""
         old, new = self._files[self._active], self._files[1 - self._active]
         os.ftruncate(new, 0)

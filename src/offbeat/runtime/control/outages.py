@@ -11,7 +11,7 @@ _GATHER_S: Final = 0.25  # peers cut off by one outage fall silent within this t
 _NAMED_MAX: Final = 8
 
 
-class OutageNotes:
+class OutageLog:
     """Writes one line for all peers that become unreachable together, and one when they can be reached again.
 
     Args:
@@ -19,23 +19,23 @@ class OutageNotes:
         later: calls a function after so many seconds, in the thread in which the other methods are called.
     """
 
-    def __init__(self, speaker: str, later: Callable[[float, Callable[[], None]], None]) -> None:
-        self._speaker, self._later = speaker, later
+    def __init__(self, node: str, call_later: Callable[[float, Callable[[], None]], None]) -> None:
+        self._speaker, self._later = node, call_later
         self._unreachable: dict[str, str] = {}  # cause by peer
         self._written: set[str] = set()  # peers reported as unreachable
         self._is_due = False
 
-    def begin(self, peer: str, cause: str) -> None:
+    def on_unreachable(self, peer: str, cause: str) -> None:
         """Record that a peer, such as "the coordinator", cannot be reached."""
         self._unreachable.setdefault(peer, cause)
         self._schedule()
 
-    def end(self, peer: str) -> None:
+    def on_reachable(self, peer: str) -> None:
         """Record that a peer can be reached again."""
         if self._unreachable.pop(peer, None) is not None:
             self._schedule()
 
-    def forget(self, peer: str) -> None:
+    def on_gone(self, peer: str) -> None:
         """Write nothing more about a peer that is gone."""
         self._unreachable.pop(peer, None)
         self._written.discard(peer)

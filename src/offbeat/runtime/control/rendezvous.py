@@ -28,14 +28,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from offbeat.errors import OffbeatError, explain
-from offbeat.runtime.control.coordinator import Configuration
+from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.runtime.control.coordinator import CoordinatorConfiguration
 from offbeat.runtime.control.environment import Environment
-from offbeat.runtime.control.starting import new_secrets, start_coordinator
+from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.transport import descriptors
 from offbeat.runtime.transport.addresses import own_address
-from offbeat.runtime.transport.descriptors import is_none_left
+from offbeat.runtime.transport.descriptors import is_out_of_descriptors
 
 _COORDINATOR = "meeting"
 _FAILED = "failed"  # why a worker that has reached the store cannot join
@@ -57,7 +57,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class RendezvousInfo:
     """The result of a worker's rendezvous.
 
     Attributes:
@@ -83,10 +83,10 @@ class Meeting:
     store: Store | None
     hosts_store: bool
     start_s: float
-    limit_s: float
+    deadline_s: float
     job_name: str | None = None
 
-    def announce(self) -> None:
+    def publish_coordinator(self) -> None:
         """Publishes the coordinator's address of the started job, for newcomers."""
         if self.store is not None:
             place = {
@@ -98,12 +98,12 @@ class Meeting:
             for key in {_RUNNING, _running_key(self.job_name)}:
                 _root(self.store).set(key, json.dumps(place))
 
-    def tell_failure(self, error: BaseException) -> None:
+    def publish_failure(self, error: BaseException) -> None:
         """Publishes why this worker cannot join, for workers that wait for the start; see `failure`."""
         if self.store is not None:
             _set_failed(self.store, self.worker, error)
 
-    def failure(self) -> str | None:
+    def published_failure(self) -> str | None:
         """Why a worker that could not reach the coordinator cannot join; None while none has failed."""
         with suppress(RuntimeError):
             if self.store is not None and self.store.check([_FAILED]):
@@ -111,17 +111,19 @@ class Meeting:
                 return reason
         return None
 
-    def outlast_the_late(self) -> None:
+    def wait_for_late_workers(self) -> None:
         """Waits until every worker knows the coordinator, if this process hosts the store.
 
         Rank 0 does this before it fails, so that workers that come later learn from the coordinator why the
         job cannot start, instead of finding no store.
         """
         if self.hosts_store and self.store is not None:
-            _wait_for_all_workers(self.store, self.limit_s, self.start_s)
+            _wait_for_all_workers(self.store, self.deadline_s, self.start_s)
 
 
-def meet(environment: Environment, configure: Callable[[str, str, str], Configuration]) -> Meeting:
+def rendezvous(
+    environment: Environment, make_configuration: Callable[[str, str, str], CoordinatorConfiguration]
+) -> RendezvousInfo:
     """Finds the coordinator of a worker's job; rank 0 starts it first.
 
     Args:
@@ -143,14 +145,14 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
             _list_job(store, environment, hosts_store)
         host = own_address(environment.master_addr)
         if environment.rank == 0:
-            job, token = new_secrets()
+            job, token = new_job_id_and_token()
             found = {
                 "job": job,
                 "token": token,
-                "coordinator": start_coordinator(configure(job, token, host)),
+                "coordinator": start_coordinator(make_configuration(job, token, host)),
             }
     except Exception as error:
-        reported = as_told(error)
+        reported = as_offbeat_error(error)
         if store is not None:
             _publish_failure(store, environment, reported, limit_s)
         raise reported from error
@@ -160,10 +162,10 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
             _record_arrival(store, environment)
     else:
         assert store is not None
-        found = _ask(store, environment, limit_s)
+        found = _wait_for_coordinator(store, environment, limit_s)
     if "error" in found:
         raise OffbeatError(f"rank 0 could not open the job: {found['error']}")
-    return Meeting(
+    return RendezvousInfo(
         worker=environment.rank,
         world=environment.world,
         job=found["job"],
@@ -173,7 +175,7 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
         store=store,
         hosts_store=hosts_store,
         start_s=environment.start_s,
-        limit_s=limit_s,
+        deadline_s=limit_s,
         job_name=environment.job_name,
     )
 
@@ -185,11 +187,11 @@ def _check_files(environment: Environment, limit_s: float) -> None:
         OffbeatError: it may not; the reason is published in the store, if that can be reached.
     """
     try:
-        descriptors.check(_files_needed(environment))
+        descriptors.require_descriptors(_descriptors_needed(environment))
     except OffbeatError as error:
         if environment.world > 1 and not environment.is_newcomer:
-            with descriptors.as_many_as_allowed(), suppress(OffbeatError):  # the store cannot be reached
-                descriptors.check(_files_of_store(environment))
+            with descriptors.raised_descriptor_limit(), suppress(OffbeatError):  # the store cannot be reached
+                descriptors.require_descriptors(_files_of_store(environment))
                 store = _open_store(environment, _hosts_store(environment), limit_s)
                 if environment.rank == 0:
                     _list_job(store, environment, _hosts_store(environment))
@@ -198,21 +200,32 @@ def _check_files(environment: Environment, limit_s: float) -> None:
         raise OffbeatError(f"{name} cannot start: {error}") from error
 
 
-def _files_needed(environment: Environment) -> int:
+def _descriptors_needed(environment: Environment) -> int:
     """Number of files that this process, or one that it starts, has to open for a start."""
     world, threads = environment.world, len(environment.threads)
     # As a member of a group; or with servers, which it starts before it opens its client.
-    rest = max(min(world - 1, descriptors.PEERS), descriptors.CHILD, descriptors.NODE + environment.servers)
-    own = _files_of_store(environment) + descriptors.NODE * threads + rest + descriptors.START
+    rest = max(
+        min(world - 1, descriptors.PEER_DESCRIPTORS),
+        descriptors.CHILD_DESCRIPTORS,
+        descriptors.NODE_DESCRIPTORS + environment.servers,
+    )
+    own = (
+        _files_of_store(environment)
+        + descriptors.NODE_DESCRIPTORS * threads
+        + rest
+        + descriptors.START_DESCRIPTORS
+    )
     if environment.rank:
         return own
-    return max(own, descriptors.NODE + descriptors.COORDINATOR + world)
+    return max(own, descriptors.NODE_DESCRIPTORS + descriptors.COORDINATOR_DESCRIPTORS + world)
 
 
 def _files_of_store(environment: Environment) -> int:
     """Number of files that this process has to open for the job's store."""
     is_hosted = _hosts_store(environment) and len(environment.threads) < environment.world
-    return descriptors.STORE + (descriptors.HOSTED_STORE + environment.world if is_hosted else 0)
+    return descriptors.STORE_DESCRIPTORS + (
+        descriptors.HOSTED_STORE_DESCRIPTORS + environment.world if is_hosted else 0
+    )
 
 
 def _hosts_store(environment: Environment) -> bool:
@@ -220,36 +233,38 @@ def _hosts_store(environment: Environment) -> bool:
     return environment.rank == 0 and not environment.agent_hosts_store and not dist.is_initialized()
 
 
-def as_told(error: Exception) -> OffbeatError:
+def as_offbeat_error(error: Exception) -> OffbeatError:
     """Return an error in the form that all workers of a job receive."""
     if isinstance(error, OffbeatError):
         return error
-    return OffbeatError(explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
+    return OffbeatError(
+        describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    )
 
 
-def open_store(host: str, port: int, *, hosts_it: bool, timeout_s: float = Environment.start_s) -> Store:
+def open_store(host: str, port: int, *, is_host: bool, timeout_s: float = Environment.start_s) -> Store:
     """Connects to a job's store, or hosts it; each operation on it times out after `timeout_s` seconds."""
     return TCPStore(
         host,
         port,
-        is_master=hosts_it,
+        is_master=is_host,
         timeout=datetime.timedelta(seconds=timeout_s),
         wait_for_workers=False,
         multi_tenant=True,
     )
 
 
-def has_started(store: Store) -> bool:
+def has_job_started(store: Store) -> bool:
     """Whether a job that uses this store has started."""
     return bool(store.check([_RUNNING]))
 
 
-def draw_id(store: Store, world: int) -> int:
+def draw_newcomer_id(store: Store, world: int) -> int:
     """Draws an id for a newcomer, unique within this store."""
     return world + int(store.add(_NEWCOMERS, 1)) - 1
 
 
-def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -> Meeting:
+def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -> RendezvousInfo:
     """Finds the running job, the number of workers that it started with, and an id for this worker.
 
     Without a job's name it joins the job started last.
@@ -262,7 +277,7 @@ def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -
     def find() -> tuple[Store, dict[str, Any], int]:
         store = _reach_store(environment, hosts_it=False)
         found = _wait_for(store, _running_key(environment.job_name), environment, limit_s)
-        worker = draw_id(store, found["world"]) if environment.rank < 0 else environment.rank
+        worker = draw_newcomer_id(store, found["world"]) if environment.rank < 0 else environment.rank
         return store, found, worker
 
     try:
@@ -273,7 +288,7 @@ def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -
             "workers joined, is the process alive that hosts its store (the launcher, or rank 0), and are "
             "MASTER_ADDR and MASTER_PORT those of the job?"
         ) from error
-    return Meeting(
+    return RendezvousInfo(
         worker=worker,
         world=found["world"],
         job=found["job"],
@@ -283,7 +298,7 @@ def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -
         store=store,
         hosts_store=False,
         start_s=environment.start_s,
-        limit_s=limit_s,
+        deadline_s=limit_s,
         job_name=environment.job_name,
     )
 
@@ -297,7 +312,7 @@ def _root(store: Store) -> Store:
 
 def _reach_store(environment: Environment, *, hosts_it: bool) -> Store:
     return open_store(
-        environment.master_addr, environment.master_port, hosts_it=hosts_it, timeout_s=environment.start_s
+        environment.master_addr, environment.master_port, is_host=hosts_it, timeout_s=environment.start_s
     )
 
 
@@ -313,8 +328,8 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
     try:
         store = _run_with_deadline(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s)
     except (RuntimeError, TimeoutError) as error:
-        if is_none_left(error):
-            cause = explain(OSError(errno.EMFILE, ""))
+        if is_out_of_descriptors(error):
+            cause = describe_os_error(OSError(errno.EMFILE, ""))
             raise OffbeatError(f"rank {environment.rank} cannot open the job's store: {cause}") from error
         if hosts_it:
             raise OffbeatError(_why_port_unusable(environment, limit_s)) from error
@@ -328,7 +343,7 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
     return PrefixStore(prefix, store)
 
 
-def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, Any]:
+def _wait_for_coordinator(store: Store, environment: Environment, limit_s: float) -> dict[str, Any]:
     """Waits for what rank 0 publishes in the store, and returns it."""
 
     def wait() -> dict[str, Any]:

@@ -34,13 +34,13 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from offbeat.events import Action, Event
-from offbeat.wire.record import EVENTS_BEFORE, LogWriter, finished_parts, part_path, states_header
+from offbeat.wire.record import EVENTS_BEFORE_KEY, LogWriter, finished_log_parts, log_part_path, states_header
 
-LOG_BYTES_LEAST: Final = 1024 * 1024
+LOG_BYTES_MIN: Final = 1024 * 1024
 _PARTS: Final = 16  # the newest, the event being written and up to 14 finished ones
 
 
-class LogPlace(NamedTuple):
+class LogPosition(NamedTuple):
     """The position up to which a log has been written.
 
     Attributes:
@@ -62,7 +62,7 @@ class RunLog:
     Args:
         path: the file; an existing log is replaced, with all its parts. None for no log.
         header: see `LogWriter`.
-        bytes_max: size limit in bytes of all parts together, at least `LOG_BYTES_LEAST`; None for one file
+        bytes_max: size limit in bytes of all parts together, at least `LOG_BYTES_MIN`; None for one file
             without a limit. Kept as long as no event with its actions takes a sixteenth of it.
         on_end: called when the log cannot be written any more.
 
@@ -80,7 +80,7 @@ class RunLog:
         on_end: Callable[[], None],
     ) -> None:
         if bytes_max is not None:
-            check_bytes_max(bytes_max)
+            check_log_bytes_max(bytes_max)
         self._header, self._bytes_max, self._on_end = header, bytes_max, on_end
         self._part = 1
         self._events_before = 0  # in the parts before this one
@@ -93,7 +93,7 @@ class RunLog:
     def _create(self, path: str) -> LogWriter:
         try:
             writer = LogWriter(self._path, self._header)
-            for old in finished_parts(self._path).values():
+            for old in finished_log_parts(self._path).values():
                 old.unlink()
         except OSError as error:
             if error.filename is None:  # an error of a write
@@ -106,16 +106,16 @@ class RunLog:
     # Writing ---------------------------------------------------------------------------------------------
 
     @property
-    def is_full(self) -> bool:
+    def is_buffer_full(self) -> bool:
         """Whether the next event causes all buffered lines to be written to the file."""
-        return self._writer is not None and self._writer.is_full
+        return self._writer is not None and self._writer.is_buffer_full
 
-    def write(self, event: Event, actions: Sequence[Action]) -> None:
+    def write_event(self, event: Event, actions: Sequence[Action]) -> None:
         """Add an event and the actions that the policies returned for it."""
 
         def add(writer: LogWriter) -> None:
-            writer.event(event)
-            writer.actions(actions)
+            writer.add_event(event)
+            writer.add_actions(actions)
 
         self._attempt(add)
 
@@ -131,7 +131,7 @@ class RunLog:
     # Parts -----------------------------------------------------------------------------------------------
 
     @property
-    def is_part_over(self) -> bool:
+    def is_part_due(self) -> bool:
         """Whether `begin_part` is due."""
         if self._writer is None or self._bytes_max is None:
             return False
@@ -149,9 +149,9 @@ class RunLog:
         assert self._bytes_max is not None
         writer.flush()
         events = self._events_before + writer.events
-        about = {"part": self._part + 1, EVENTS_BEFORE: events, **states_header(states)}
+        about = {"part": self._part + 1, EVENTS_BEFORE_KEY: events, **states_header(states)}
         self._remove_oldest(self._bytes_max - self._bytes_max // _PARTS * 2 - writer.size_bytes)
-        temporary, finished = self._next_path(), part_path(self._path, self._part)
+        temporary, finished = self._next_path(), log_part_path(self._path, self._part)
         try:
             new = LogWriter(temporary, {**self._header, **about})
             self._check_size(new.size_bytes)
@@ -179,7 +179,7 @@ class RunLog:
 
     def _remove_oldest(self, finished_bytes_max: int) -> None:
         """Remove the oldest finished parts, until the rest takes at most `finished_bytes_max`."""
-        sizes = {path: path.stat().st_size for path in finished_parts(self._path).values()}
+        sizes = {path: path.stat().st_size for path in finished_log_parts(self._path).values()}
         left_bytes = sum(sizes.values())
         for path, size_bytes in sizes.items():
             if left_bytes <= finished_bytes_max:
@@ -194,18 +194,18 @@ class RunLog:
     # A successor -----------------------------------------------------------------------------------------
 
     @property
-    def place(self) -> LogPlace | None:
+    def position(self) -> LogPosition | None:
         """Where a successor has to continue, if all is flushed; None once the log has ended."""
         if self._writer is None:
             return None
-        return LogPlace(
+        return LogPosition(
             part=self._part,
             events_before=self._events_before,
             size_bytes=self._writer.size_bytes,
             events=self._writer.events,
         )
 
-    def go_on(self, place: LogPlace | None) -> None:
+    def resume(self, place: LogPosition | None) -> None:
         """Continue at an earlier coordinator's position; what follows it in the file is dropped."""
         if place is None:
             self._writer = None
@@ -217,14 +217,14 @@ class RunLog:
             if self._bytes_max is not None:
                 self._rename_back()
                 writer.reopen(self._path)
-            writer.cut(place.size_bytes, place.events)
+            writer.truncate(place.size_bytes, place.events)
 
         self._attempt(cut, "at least ")  # if it cannot be cut, it has more
 
     def _rename_back(self) -> None:
         """Undo the beginning of a part that is not in the journal."""
-        if self._part in finished_parts(self._path):
-            os.replace(part_path(self._path, self._part), self._path)
+        if self._part in finished_log_parts(self._path):
+            os.replace(log_part_path(self._path, self._part), self._path)
         self._next_path().unlink(missing_ok=True)
 
     # The end ---------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class RunLog:
             act(self._writer)
         except OSError as error:
             writer, self._writer = self._writer, None
-            writer.abandon()
+            writer.close_unflushed()
             events = self._events_before + writer.events
             _print_error(
                 f"the run log {self._path} cannot be written any more ({error.strerror or error}): "
@@ -245,14 +245,14 @@ class RunLog:
             self._on_end()
 
     def _total_bytes(self, writer: LogWriter) -> int:
-        return writer.size_bytes + writer.waiting_bytes
+        return writer.size_bytes + writer.buffered_bytes
 
 
-def check_bytes_max(bytes_max: int) -> None:
+def check_log_bytes_max(bytes_max: int) -> None:
     """Raise a ValueError for a size limit that is too small."""
-    if bytes_max < LOG_BYTES_LEAST:
+    if bytes_max < LOG_BYTES_MIN:
         raise ValueError(
-            f"expected a size limit of at least {LOG_BYTES_LEAST} bytes for the run log, got {bytes_max}"
+            f"expected a size limit of at least {LOG_BYTES_MIN} bytes for the run log, got {bytes_max}"
         )
 
 

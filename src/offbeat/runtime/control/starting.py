@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
 
-from offbeat.errors import OffbeatError, explain
+from offbeat.errors import OffbeatError, describe_os_error
 from offbeat.runtime.processes import child
 
 if TYPE_CHECKING:
-    from offbeat.runtime.control.coordinator import Configuration
+    from offbeat.runtime.control.coordinator import CoordinatorConfiguration
     from offbeat.runtime.ps.server import ServerConfiguration
 
 _COORDINATOR_S = 20.0
@@ -32,12 +32,12 @@ _Configuration = TypeVar("_Configuration", bound=msgspec.Struct)
 _detached: list[subprocess.Popen[bytes]] = []  # started here; those that ended are reaped at the next start
 
 
-def new_secrets() -> tuple[str, str]:
+def new_job_id_and_token() -> tuple[str, str]:
     """Return a random job id and a secret token."""
     return secrets.token_hex(8), secrets.token_hex(32)
 
 
-def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
+def start_coordinator(configuration: CoordinatorConfiguration) -> tuple[str, ...]:
     """Start a coordinator as a process that outlives this one, and return its addresses.
 
     Raises:
@@ -52,7 +52,7 @@ def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
     return tuple(_wait_for_answer(process, configuration, name, _COORDINATOR_S, kill)["addresses"])
 
 
-def start_server(configuration: ServerConfiguration, *, outlives: bool = False) -> subprocess.Popen[bytes]:
+def start_server(configuration: ServerConfiguration, *, is_detached: bool = False) -> subprocess.Popen[bytes]:
     """Start a server as a process of its own.
 
     Args:
@@ -64,7 +64,11 @@ def start_server(configuration: ServerConfiguration, *, outlives: bool = False) 
     """
     module = "offbeat.runtime.ps.server"
     name = "a server" if configuration.server is None else f"server {configuration.server}"
-    process = _detach(module, name) if outlives else child.start(child.tied(child.program(module)), name)
+    process = (
+        _detach(module, name)
+        if is_detached
+        else child.start_child(child.tied_command(child.module_command(module)), name)
+    )
     _wait_for_answer(process, configuration, name, _SERVER_S, process.kill)
     return process
 
@@ -72,12 +76,12 @@ def start_server(configuration: ServerConfiguration, *, outlives: bool = False) 
 def _detach(module: str, name: str) -> subprocess.Popen[bytes]:
     """Start a module as a process that outlives this one."""
     _detached[:] = [one for one in _detached if one.poll() is None]
-    process = child.start(child.program(module), name, is_detached=True)
+    process = child.start_child(child.module_command(module), name, is_detached=True)
     _detached.append(process)
     return process
 
 
-def given(source: TextIO, kind: type[_Configuration]) -> _Configuration:
+def read_configuration(source: TextIO, kind: type[_Configuration]) -> _Configuration:
     """Return this process's configuration, read from standard input; see `_wait_for_answer`.
 
     Raises:
@@ -86,15 +90,15 @@ def given(source: TextIO, kind: type[_Configuration]) -> _Configuration:
     return msgspec.convert(json.loads(source.readline()), kind)
 
 
-def say(answer: TextIO, said: dict[str, Any]) -> None:
+def write_answer(stream: TextIO, answer: dict[str, Any]) -> None:
     """Answer the process that started this one."""
-    answer.write(json.dumps(said) + "\n")
-    answer.flush()
+    stream.write(json.dumps(answer) + "\n")
+    stream.flush()
 
 
-def failure(error: Exception) -> dict[str, str]:
+def failure_answer(error: Exception) -> dict[str, str]:
     """Return the answer of a process that cannot start."""
-    return {"error": explain(error) if isinstance(error, OSError) else str(error)}
+    return {"error": describe_os_error(error) if isinstance(error, OSError) else str(error)}
 
 
 def _wait_for_answer(

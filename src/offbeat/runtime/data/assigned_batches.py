@@ -6,16 +6,16 @@ an epoch, with an id that is never used again.
 1. Requested. `_request` sends Wants: the epoch, how many blocks this worker can hold at once, and the ids
    that it has taken since it last announced a contribution. It is sent as the epoch begins, and when there is
    nothing to yield; once, until a batch has been yielded.
-2. Assigned. A Deal appends blocks to the `Hand`, in the links' thread. If its `anew` is set, the blocks
-   queued before are not this worker's any more.
+2. Assigned. A Deal appends blocks to the `BlockQueue`, in the links' thread. If its `replaces_queue` is set,
+   the blocks queued before are not this worker's any more.
 3. Loaded. The sampler of a DataLoader fetches the next block that is not being loaded yet and turns its
    positions into samples. The loader's processes work ahead of the loop. A loader cannot wait for samples
    without holding back those that it has loaded, so where no block is queued it gets an empty item.
 4. Taken. The loaded batch is yielded if its block still heads the queue, else dropped: it was withdrawn
    while it was loading. The id is now among those taken.
-5. Contributed. When a gradient is ready, the synchronizer calls `Hand.contribute` and sends the ids to the
-   coordinator, which counts the blocks as used once the contribution is final. If the worker is lost before
-   that, the positions go to another worker, as a block with another id.
+5. Contributed. When a gradient is ready, the synchronizer calls `BlockQueue.pop_contribution` and sends the
+   ids to the coordinator, which counts the blocks as used once the contribution is final. If the worker is
+   lost before that, the positions go to another worker, as a block with another id.
 
 What is yielded where no block is at hand, by `_choose`:
 - A placeholder, with 0 samples: the batch yielded last, or the first of the data set. This worker is excluded
@@ -27,10 +27,10 @@ What is yielded where no block is at hand, by `_choose`:
   the group has finished the epoch.
 Else the worker waits, for a limited time, until a Deal changes that.
 
-A loop that leaves its epoch early discards its queue, and ignores assignments until one has `anew` set; the
-next Wants has `skips` set.
+A loop that leaves its epoch early discards its queue, and ignores assignments until one has `replaces_queue`
+set; the next Wants has `skips` set.
 
-Nothing here decides which worker gets which samples, nor computes with them. `Hand` is used under the
+Nothing here decides which worker gets which samples, nor computes with them. `BlockQueue` is used under the
 member's lock only.
 """
 
@@ -45,9 +45,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from offbeat.events import Block, Wants
-from offbeat.runtime.control.client import Member
-from offbeat.runtime.data.equal_shards import check_options, loader_generator
+from offbeat.events import Block, SamplesRequested
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.data.equal_shards import check_loader_options, loader_generator
 from offbeat.runtime.data.late_gradients import LateGradients
 
 _PARAMETERS_S = 10.0  # how long an excluded worker waits for parameters before it computes to be timed
@@ -61,7 +61,7 @@ class _Source(Enum):
     END = auto()
 
 
-class DealtBatches:
+class AssignedBatches:
     """Yields (batch, samples) until nothing is left of the epoch for this worker.
 
     With 0 samples the batch is a placeholder and has weight 0. The samples of a late block (see
@@ -90,7 +90,7 @@ class DealtBatches:
 
     def __init__(
         self,
-        member: Member,
+        coordinator: CoordinatorClient,
         order: Callable[[int], Tensor],
         dataset: Dataset[Any],
         batch_size: int,
@@ -100,20 +100,24 @@ class DealtBatches:
         loader_options: dict[str, Any],
         seed: tuple[int, ...],
         is_last: bool,
-        skips: bool,
-        used: tuple[tuple[int, int], ...],
-        late: LateGradients | None,
-        is_clear: Callable[[], bool],
+        has_left_epoch_early: bool,
+        consumed: tuple[tuple[int, int], ...],
+        late_gradients: LateGradients | None,
+        has_no_pending_gradient: Callable[[], bool],
         blocks_per_round: int,
         deadline_s: float,
     ) -> None:
-        check_options(loader_options)
-        self._member, self._hand, self._follower = member, member.hand, member.follower
+        check_loader_options(loader_options)
+        self._member, self._hand, self._follower = (
+            coordinator,
+            coordinator.block_queue,
+            coordinator.membership,
+        )
         self._order = order
         self._orders: dict[int, Tensor] = {}
         self._batch_size, self._drop_last, self._epoch = batch_size, drop_last, epoch
-        self._is_last, self._skips, self._used = is_last, skips, used
-        self._late, self._is_clear = late, is_clear
+        self._is_last, self._skips, self._used = is_last, has_left_epoch_early, consumed
+        self._late, self._is_clear = late_gradients, has_no_pending_gradient
         self._deadline_s = deadline_s
         options = dict(loader_options)
         processes = options.get("num_workers", 0)
@@ -127,7 +131,7 @@ class DealtBatches:
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         with self._member.lock:
-            self._hand.begin(self._epoch)
+            self._hand.begin_epoch(self._epoch)
         self._request()
         # A local, so that it ends with this generator: processes of a DataLoader that the garbage collector
         # has to end, in a cycle with their sampler, do not get its message to stop; each then costs 5 s.
@@ -148,14 +152,14 @@ class DealtBatches:
                 continue
             if source is _Source.LATE_BLOCK:
                 assert self._late is not None
-                block = self._late.begin()
+                block = self._late.begin_block()
                 if block is not None:
                     _, samples, self._last_batch = self._dataset[block.id, self._samples_of(block)]
                     yield self._last_batch, samples
                 continue
             block_id, samples, batch = next(loaded)
             with self._member.lock:
-                is_mine = block_id is not None and self._hand.take(block_id)
+                is_mine = block_id is not None and self._hand.start(block_id)
             if is_mine:
                 self._has_requested = False
                 self._last_batch = batch
@@ -194,13 +198,13 @@ class DealtBatches:
                 is_over = self._is_over() or self._member.epochs_ended > self._epoch
                 if is_over or not self._is_clear():
                     return _Source.END if is_over else _Source.PLACEHOLDER
-                if self._late.is_awaited:
+                if self._late.is_expecting:
                     return None
-                return _Source.LATE_BLOCK if self._late.is_lent else _Source.PLACEHOLDER
+                return _Source.LATE_BLOCK if self._late.has_block else _Source.PLACEHOLDER
             if len(self._hand):
                 return _Source.BLOCK
-            has_brought = self._late is not None and self._late.has_brought
-            if has_brought and (self._is_last or not self._hand.is_over):
+            has_brought = self._late is not None and self._late.has_accepted
+            if has_brought and (self._is_last or not self._hand.is_exhausted):
                 return _Source.PLACEHOLDER
             if self._is_over():
                 return _Source.END
@@ -208,29 +212,29 @@ class DealtBatches:
 
     def _is_over(self) -> bool:
         """Whether no more of the epoch will be assigned: it is used up, or all workers have finished."""
-        return self._hand.is_over or self._member.is_dismissed
+        return self._hand.is_exhausted or self._member.is_job_complete
 
     def _request(self) -> None:
         if self._has_requested:
             return
         self._has_requested = True
         with self._member.lock:
-            taken, round_ = self._hand.taken, self._follower.round
+            taken, round_ = self._hand.started, self._follower.round
             if self._late is not None and self._is_excluded:
-                self._late.ask()
-        self._member.tell(
-            Wants(
+                self._late.on_samples_requested()
+        self._member.send_event(
+            SamplesRequested(
                 now_s=0.0,
                 worker=self._member.worker,
                 epoch=self._epoch,
                 samples=self._samples,
                 batch_size=self._batch_size,
                 is_last=self._is_last,
-                skips=self._skips,
-                ahead=self._ahead,
-                taken=taken,
+                abandons_previous=self._skips,
+                blocks_max=self._ahead,
+                started_blocks=taken,
                 round=round_,
-                used=self._used,
+                consumed_ranges=self._used,
                 drop_last=self._drop_last,
             )
         )
@@ -240,7 +244,7 @@ class DealtBatches:
         """Yields ids and samples of blocks, and (None, []) where no block is assigned."""
         while True:
             with self._member.lock:
-                block = self._hand.load()
+                block = self._hand.next_to_load()
             if block is None:
                 yield None, []
                 continue

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.collectives.schedules import segments
+from offbeat.numerics.collectives.schedules import cut_segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class EqualShards:
         sizes = self._sizes()
         batches = []
         for step in order[: sum(sizes)].split(sizes):
-            start, stop = segments(len(step), self.workers)[worker]
+            start, stop = cut_segments(len(step), self.workers)[worker]
             batches.append(step[start:stop].tolist())
         return batches
 
@@ -78,7 +78,7 @@ class EqualShards:
             return [stride] * whole
         if left >= least or not whole:
             return [stride] * whole + [left]
-        last = segments(stride + left, 2 if stride + left >= 2 * least else 1)
+        last = cut_segments(stride + left, 2 if stride + left >= 2 * least else 1)
         return [stride] * (whole - 1) + [stop - start for start, stop in last]
 
 
@@ -110,7 +110,7 @@ def load_batches(
     Raises:
         OffbeatError: an option is one that the session sets itself.
     """
-    check_options(loader_options)
+    check_loader_options(loader_options)
     if type(dataset) is TensorDataset and not loader_options:
         for batch in batches:
             yield dataset[batch]
@@ -118,7 +118,7 @@ def load_batches(
     yield from DataLoader(dataset, batch_sampler=batches, generator=loader_generator(seed), **loader_options)
 
 
-def check_options(loader_options: dict[str, Any]) -> None:
+def check_loader_options(loader_options: dict[str, Any]) -> None:
     """Refuses options of a DataLoader that the session sets itself.
 
     Raises:

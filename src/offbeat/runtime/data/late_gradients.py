@@ -1,7 +1,8 @@
 """Sends parameters to workers outside the group, and late gradients back to the members they are for.
 
 The coordinator assigns late blocks to workers outside, each with a member as proxy, and decides whether a
-late gradient counts (see `offbeat.policies.lending`). Nothing here waits for a member, or delays one.
+late gradient counts (see `offbeat.policies.data.late_blocks`). Nothing here waits for a member, or delays
+one.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat.errors import LinkError
-from offbeat.events import Block, Brought, Deal, Lend, Settle
+from offbeat.events import AssignBlocks, AssignLateBlock, Block, LateGradientArrived, ResolveLateBlock
 
 if TYPE_CHECKING:
-    from offbeat.runtime.averaging.buckets import BufferList
-    from offbeat.runtime.control.client import Member
+    from offbeat.runtime.averaging.buckets import ModelBuffers
+    from offbeat.runtime.control.client import CoordinatorClient
 
 _FIRST_TAG = 1 << 63  # exchanges use the tags below
 _WORKER_SHIFT, _NUMBER_SHIFT = 33, 1
@@ -66,8 +67,8 @@ class _LateGradient:
         gradients: one per parameter.
     """
 
-    def __init__(self, lend: Lend, message: _TensorMessage) -> None:
-        self.number, self.block, self.message = lend.number, lend.block.id, message
+    def __init__(self, lend: AssignLateBlock, message: _TensorMessage) -> None:
+        self.number, self.block, self.message = lend.assignment, lend.block.id, message
         self.is_due = True
         self.gradients = message.tensors
         self.weight, self.has = 0.0, [False] * len(message.tensors)
@@ -89,7 +90,7 @@ class _LateBlock:
         is_sent: its gradient has been sent.
     """
 
-    lend: Lend
+    lend: AssignLateBlock
     message: _TensorMessage
     is_here: bool = False
     is_begun: bool = False
@@ -111,7 +112,7 @@ class LateGradients:
         guests: the late gradients that count in the round under way.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: CoordinatorClient) -> None:
         self._member = member
         self._parameters: list[torch.Tensor] = []
         self._buffers: Callable[[], list[torch.Tensor]] = list
@@ -120,35 +121,35 @@ class LateGradients:
         self._is_requesting = False
         self._awaited: dict[int, _LateGradient] = {}  # by worker, until resolved
         self._accepted: list[_LateGradient] = []  # accepted, for the next round
-        self.guests: list[_LateGradient] = []
-        member.on_loan = self._on_action
+        self.active: list[_LateGradient] = []
+        member.on_late_block_action = self._on_action
 
-    def bind(self, parameters: Sequence[torch.Tensor], buffers: BufferList) -> None:
+    def set_tensors(self, parameters: Sequence[torch.Tensor], buffers: ModelBuffers) -> None:
         """Sets the tensors to send: the same, in the same order, on every worker."""
         self._parameters, self._buffers = list(parameters), buffers.tensors
 
     # Actions of the coordinator, in the links' thread ---------------------------------------------------
 
-    def _on_action(self, action: Lend | Settle | Deal) -> None:
+    def _on_action(self, action: AssignLateBlock | ResolveLateBlock | AssignBlocks) -> None:
         with self._member.lock:
             match action:
-                case Lend() if action.worker == self._member.worker:
-                    self._borrow(action)
-                case Lend():
-                    self._look_after(action)
-                case Settle():
-                    self._settle(action)
-                case Deal(anew=True):
+                case AssignLateBlock() if action.worker == self._member.worker:
+                    self._accept_block(action)
+                case AssignLateBlock():
+                    self._expect_gradient(action)
+                case ResolveLateBlock():
+                    self._resolve(action)
+                case AssignBlocks(replaces_queue=True):
                     self._is_requesting = False
                     self._late_block = None
                     self._accepted = []
-                case Deal():
+                case AssignBlocks():
                     self._is_requesting = False
 
-    def _borrow(self, lend: Lend) -> None:
+    def _accept_block(self, lend: AssignLateBlock) -> None:
         self._has_had_late_block, self._is_requesting = True, False
-        self._forget(lend.worker, lend.number)
-        if self._member.hand.is_deaf:
+        self._forget(lend.worker, lend.assignment)
+        if self._member.block_queue.ignores_assignments:
             self._late_block = None
             return
         message = _TensorMessage(1, [*self._parameters, *self._buffers()])
@@ -160,71 +161,71 @@ class LateGradients:
                     late_block.is_here = True
                     self._member.lock.notify_all()
 
-        self._expect(lend.patron, _tag(lend.worker, lend.number), message, on_data)
+        self._expect(lend.proxy, _tag(lend.worker, lend.assignment), message, on_data)
 
-    def _look_after(self, lend: Lend) -> None:
-        self._forget(lend.worker, lend.number)
+    def _expect_gradient(self, lend: AssignLateBlock) -> None:
+        self._forget(lend.worker, lend.assignment)
         message = _TensorMessage(2 + len(self._parameters), self._parameters)
         self._awaited[lend.worker] = _LateGradient(lend, message)
 
         def on_data(_: int, length: int) -> None:
             if message.add_received(length):
-                self._member.tell(
-                    Brought(
+                self._member.send_event(
+                    LateGradientArrived(
                         now_s=0.0,
                         worker=self._member.worker,
-                        late=lend.worker,
-                        number=lend.number,
+                        late_worker=lend.worker,
+                        assignment=lend.assignment,
                         step=int(message.numbers_N[0]),
                     )
                 )
 
-        self._expect(lend.worker, _tag(lend.worker, lend.number) + 1, message, on_data)
+        self._expect(lend.worker, _tag(lend.worker, lend.assignment) + 1, message, on_data)
 
-    def _settle(self, settle: Settle) -> None:
-        late_gradient = self._awaited.get(settle.late)
-        if late_gradient is None or late_gradient.number != settle.number:
+    def _resolve(self, settle: ResolveLateBlock) -> None:
+        late_gradient = self._awaited.get(settle.late_worker)
+        if late_gradient is None or late_gradient.number != settle.assignment:
             return
-        del self._awaited[settle.late]
-        self._forget(settle.late, settle.number + 1)
-        if settle.counts and not self._member.hand.is_deaf:
+        del self._awaited[settle.late_worker]
+        self._forget(settle.late_worker, settle.assignment + 1)
+        if settle.is_contributed and not self._member.block_queue.ignores_assignments:
             late_gradient.open()
             self._accepted.append(late_gradient)
 
     def _expect(
         self, worker: int, tag: int, message: _TensorMessage, on_data: Callable[[int, int], None]
     ) -> None:
-        self._member.endpoint.expect(self._member.name_of(worker), tag, message.memory, on_data)
+        self._member.endpoint.post_receive(self._member.link_name(worker), tag, message.memory, on_data)
 
     def _forget(self, worker: int, number: int) -> None:
         """Discards messages of a worker's assignments before this one."""
-        self._member.endpoint.forget(_tag(worker, 0), _tag(worker, number))
+        self._member.endpoint.cancel(_tag(worker, 0), _tag(worker, number))
 
     # On the worker outside -------------------------------------------------------------------------------
 
     @property
-    def is_lent(self) -> bool:
+    def has_block(self) -> bool:
         """Whether a block and its parameters are there, and its computation has not begun."""
         return self._late_block is not None and self._late_block.is_here and not self._late_block.is_begun
 
     @property
-    def is_awaited(self) -> bool:
+    def is_expecting(self) -> bool:
         """Whether an assignment, its parameters, or the decision on a sent gradient is to arrive soon."""
         late_block = self._late_block
         if late_block is None:
             return self._is_requesting
         return late_block.is_sent if late_block.is_begun else not late_block.is_here
 
-    def ask(self) -> None:
+    def on_samples_requested(self) -> None:
         """Records that samples were requested; the coordinator answers a worker with late blocks."""
         self._is_requesting = self._has_had_late_block
 
     @torch.no_grad()
-    def begin(self) -> Block | None:
+    def begin_block(self) -> Block | None:
         """Loads the received parameters; returns the block to compute, or None if it was revoked."""
         with self._member.lock:
             late_block = self._late_block
-            if late_block is None or not self.is_lent or self._member.follower.is_member:
+            if late_block is None or not self.has_block or self._member.membership.is_member:
                 return None
             late_block.is_begun = True
         targets = [*self._parameters, *self._buffers()]
@@ -233,7 +234,7 @@ class LateGradients:
         return late_block.lend.block
 
     @torch.no_grad()
-    def bring(self, weight: float) -> None:
+    def send_gradient(self, weight: float) -> None:
         """Sends the gradients of the late block, if any, to the proxy."""
         with self._member.lock:
             late_block = self._late_block
@@ -252,12 +253,12 @@ class LateGradients:
             if gradient is not None:
                 tensor.copy_(gradient)
         lend = late_block.lend
-        self._send(lend.patron, _tag(lend.worker, lend.number) + 1, message)
+        self._send(lend.proxy, _tag(lend.worker, lend.assignment) + 1, message)
 
     # On the proxy ----------------------------------------------------------------------------------------
 
     @property
-    def has_brought(self) -> bool:
+    def has_accepted(self) -> bool:
         """Whether a late gradient waits for this worker's next round."""
         return bool(self._accepted)
 
@@ -271,48 +272,48 @@ class LateGradients:
                 for worker, late_gradient in self._awaited.items()
                 if late_gradient.is_due
             ]
-        if due and self._member.follower.is_member:
-            self._give(due)
+        if due and self._member.membership.is_member:
+            self._send_parameters(due)
 
     @torch.no_grad()
-    def _give(self, due: list[tuple[int, _LateGradient]]) -> None:
+    def _send_parameters(self, due: list[tuple[int, _LateGradient]]) -> None:
         tensors = [*self._parameters, *self._buffers()]
         message = _TensorMessage(1, tensors)
-        message.numbers_N[0] = self._member.follower.step
+        message.numbers_N[0] = self._member.membership.step
         for section, tensor in zip(message.tensors, tensors, strict=True):
             section.copy_(tensor)
         for worker, late_gradient in due:
             late_gradient.is_due = False
             self._send(worker, _tag(worker, late_gradient.number), message)
 
-    def take_in(self) -> None:
+    def activate_accepted(self) -> None:
         """Adds the accepted late gradients to the round that begins."""
         if not self._accepted:
             return
         with self._member.lock:
-            self.guests += self._accepted
+            self.active += self._accepted
             for late_gradient in self._accepted:
-                self._member.hand.take_over(late_gradient.block)
+                self._member.block_queue.adopt(late_gradient.block)
             self._accepted = []
 
-    def forget_guests(self) -> None:
+    def clear_active(self) -> None:
         """Drops the round's late gradients: it is over, or this worker is not part of it."""
-        if self.guests:
-            self.guests = []
+        if self.active:
+            self.active = []
 
-    def throw_away(self) -> None:
+    def drop_all(self) -> None:
         """Drops the late block and the accepted late gradients: the loop has left its epoch early."""
         self._late_block = None
         self._accepted = []
 
     def _send(self, worker: int, tag: int, message: _TensorMessage) -> None:
         with suppress(LinkError):  # then the job has failed, which is reported elsewhere
-            self._member.endpoint.put(
-                self._member.name_of(worker),
+            self._member.endpoint.send_tensor(
+                self._member.link_name(worker),
                 tag,
                 message.memory,
                 priority=_LOW_PRIORITY,
-                done=partial(_keep_alive, message),
+                on_done=partial(_keep_alive, message),
             )
 
 

@@ -10,15 +10,15 @@ nothing. The step is applied to a bucket's parameters later, by one of two threa
 
 - The loop calls `reach` before a module uses a bucket, from the module's forward pre-hook. It waits for the
   means and applies the step if the other thread has not. Whatever reads all parameters (evaluation,
-  `state_dict`, the next step) calls `reach_all` first.
-- `StepsAhead` is a thread that applies the buckets in order as they arrive, while the forward pass is under
-  way: a step with the largest layers takes as long as their forward pass. It begins once the forward pass has
-  reached a module that waits for a bucket, and stops at `end_ahead`, when the pass is over. Outside a forward
-  pass, the program sees no change that it did not ask for.
+  `state_dict`, the next step) calls `wait_and_apply_all` first.
+- `DeferredStepThread` is a thread that applies the buckets in order as they arrive, while the forward pass is
+  under way: a step with the largest layers takes as long as their forward pass. It begins once the forward
+  pass has reached a module that waits for a bucket, and stops at `stop_ahead`, when the pass is over. Outside
+  a forward pass, the program sees no change that it did not ask for.
 
 Invariants:
 
-- A lock makes applying a bucket exclusive, and each bucket is applied once. When `end_ahead` has returned,
+- A lock makes applying a bucket exclusive, and each bucket is applied once. When `stop_ahead` has returned,
   the thread applies nothing more.
 - A step uses the means of one round and the hyperparameters of the time of `optimizer.step()`. Only
   parameters are stepped that a member has a gradient of and that the optimizer holds.
@@ -28,7 +28,7 @@ Invariants:
 Failures: if an exchange fails, the thread stops, and the loop gets the WorkerError when it waits for the
 bucket. An error while the thread applies a bucket is kept, and raised by the loop's next `reach`. A parameter
 that the forward pass has used without a hook, while the thread may have stepped it, is found by the caller
-from what `end_ahead` returns.
+from what `stop_ahead` returns.
 
 This module never decides whether a step may be deferred, nor when a pass begins and ends.
 """
@@ -41,8 +41,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.hybrid.layer_rounds import LayerRounds, Round
-from offbeat.runtime.training.partial_step import PartialSteps
+from offbeat.runtime.hybrid.layer_rounds import GradientRound, LayerRounds
+from offbeat.runtime.training.partial_step import PartialOptimizer
 
 _JOIN_TIMEOUT_S = 1.0  # if the job has failed, the thread may still wait for an exchange
 
@@ -62,25 +62,29 @@ class DeferredStep:
     """
 
     def __init__(
-        self, steps: PartialSteps, rounds: LayerRounds, round_: Round, is_held: Sequence[bool]
+        self,
+        steps: PartialOptimizer,
+        rounds: LayerRounds,
+        gradient_round: GradientRound,
+        is_held: Sequence[bool],
     ) -> None:
         self._steps, self._rounds, self._is_held = steps, rounds, is_held
         self._parameters = rounds.parameters
-        self.round = round_
-        round_.settings = steps.settings()
+        self.round = gradient_round
+        gradient_round.settings = steps.settings()
         # By parameter, its version now, and after its step then:
         self._versions = [parameter._version for parameter in self._parameters]
-        self._is_applied = [False] * len(rounds.slots)  # by bucket
-        self._is_reached = [False] * len(rounds.slots)  # by bucket, whether the loop has called `reach`
+        self._is_applied = [False] * len(rounds.buckets)  # by bucket
+        self._is_reached = [False] * len(rounds.buckets)  # by bucket, whether the loop has called `reach`
         self._failure: Exception | None = None  # the thread's
         self._apply_lock = threading.Lock()
         self.is_ahead = False
 
-    def is_reached(self, index: int) -> bool:
+    def was_waited_for(self, index: int) -> bool:
         """Whether the loop has called `reach` for this bucket."""
         return self._is_reached[index]
 
-    def reach(self, index: int) -> None:
+    def wait_and_apply(self, index: int) -> None:
         """Waits for a bucket that the loop needs, and applies the step to it if the thread has not.
 
         Raises:
@@ -90,20 +94,20 @@ class DeferredStep:
         if self._is_reached[index]:
             return
         self.round.wait(index)
-        if index < self._rounds.layout.parcels and self.round.weight:
-            self._rounds.host.timer.switch("apply")
+        if index < self._rounds.layout.gradient_buckets and self.round.weight:
+            self._rounds.context.timer.switch("apply")
             with self._apply_lock:
                 if self._failure is not None:
                     raise self._failure
                 self._apply(index)
         self._is_reached[index] = True
 
-    def reach_all(self) -> None:
+    def wait_and_apply_all(self) -> None:
         """Calls `reach` for every bucket of gradients."""
-        for index in range(self._rounds.layout.parcels):
-            self.reach(index)
+        for index in range(self._rounds.layout.gradient_buckets):
+            self.wait_and_apply(index)
 
-    def end_ahead(self) -> list[int]:
+    def stop_ahead(self) -> list[int]:
         """Stops the thread's work on this step; returns stepped parameters that the loop has not reached."""
         with self._apply_lock:
             self.is_ahead = False
@@ -114,10 +118,10 @@ class DeferredStep:
             for entry in self._entries(index)
         ]
 
-    def take_ahead(self) -> None:
-        """Applies the step to buckets as they arrive, until `end_ahead`; runs in the thread."""
-        for index in range(self._rounds.layout.parcels):
-            if not self.round.comes(index):
+    def apply_ahead(self) -> None:
+        """Applies the step to buckets as they arrive, until `stop_ahead`; runs in the thread."""
+        for index in range(self._rounds.layout.gradient_buckets):
+            if not self.round.wait_for_bucket(index):
                 return  # the loop gets the error when it waits for it
             with self._apply_lock:
                 if not self.is_ahead:
@@ -130,9 +134,9 @@ class DeferredStep:
                 except Exception as error:
                     self._failure = error
                     return
-            if self._rounds.host.tracer is not None:
-                name = self._rounds.names[self._rounds.slots[index].entries[0]]
-                self._rounds.host.tracer.add("steps ahead", name, began_s, time.perf_counter())
+            if self._rounds.context.tracer is not None:
+                name = self._rounds.names[self._rounds.buckets[index].entries[0]]
+                self._rounds.context.tracer.add_span("steps ahead", name, began_s, time.perf_counter())
 
     def _apply(self, index: int) -> None:
         """Applies the step to a bucket that has arrived, if that has not been done."""
@@ -146,8 +150,8 @@ class DeferredStep:
                 )
         if self._is_applied[index]:
             return
-        self.round.settle(index)
-        self._steps.take(
+        self.round.finalize(index)
+        self._steps.apply(
             [self._parameters[entry] for entry in entries],
             [self.round.mean(entry) for entry in entries],
             self.round.settings,
@@ -158,15 +162,15 @@ class DeferredStep:
 
     def _entries(self, index: int) -> list[int]:
         """The parameters of a bucket that are stepped."""
-        entries = self._rounds.slots[index].entries
+        entries = self._rounds.buckets[index].entries
         return [entry for entry in entries if self.round.used[entry] and self._is_held[entry]]
 
 
-class StepsAhead:
+class DeferredStepThread:
     """The thread that applies deferred steps ahead of the forward pass.
 
     Args:
-        start: starts a thread, as `Member.start_thread` does.
+        start: starts a thread, as `CoordinatorClient.start_thread` does.
     """
 
     def __init__(self, start: Callable[[str, Callable[[], object]], threading.Thread]) -> None:
@@ -174,16 +178,16 @@ class StepsAhead:
         self._thread = start("offbeat steps ahead", self._run)
 
     def begin(self, step: DeferredStep) -> None:
-        """Lets the thread apply a step until `DeferredStep.end_ahead`."""
+        """Lets the thread apply a step until `DeferredStep.stop_ahead`."""
         step.is_ahead = True
         self._queue.put(step)
 
     def stop(self) -> None:
-        """Ends the thread; the step under way must have got `end_ahead`."""
+        """Ends the thread; the step under way must have got `stop_ahead`."""
         self._queue.put(None)
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
         while (step := self._queue.get()) is not None:
-            step.take_ahead()
+            step.apply_ahead()
             del step  # frees its memory

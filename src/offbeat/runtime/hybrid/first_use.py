@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.runtime.training.hooks import ForwardHook
+from offbeat.runtime.training.hooks import SessionForwardHook
 
 
 class _ParameterWatcher(TorchFunctionMode):
@@ -29,7 +29,7 @@ class _ParameterWatcher(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class Uses:
+class FirstUseTracker:
     """Observes forward passes for the first use of each parameter.
 
     A parameter need not belong to the module that uses it: heads share the weights of embeddings. Its first
@@ -57,17 +57,17 @@ class Uses:
         self._running: list[tuple[nn.Module, float]] = []
         self._handles: list[RemovableHandle] = []
         self._count = len(parameters)
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discards all observations."""
-        self.modules: list[nn.Module] = [self._model] * self._count
-        self.began_s = [0.0] * self._count
+        self.first_modules: list[nn.Module] = [self._model] * self._count
+        self.first_use_s = [0.0] * self._count
         self._used_order: list[int] = []
         self._begin_s: float | None = None
 
     @property
-    def order(self) -> list[int]:
+    def use_order(self) -> list[int]:
         """Indices of the parameters in the order of their first use, those without one first."""
         used = set(self._used_order)
         return [index for index in range(self._count) if index not in used] + self._used_order
@@ -75,8 +75,12 @@ class Uses:
     def attach(self) -> None:
         """Registers the hooks that observe."""
         for module in self._model.modules():
-            self._handles.append(module.register_forward_pre_hook(ForwardHook(partial(self._enter, module))))
-            self._handles.append(module.register_forward_hook(ForwardHook(self._leave), always_call=True))
+            self._handles.append(
+                module.register_forward_pre_hook(SessionForwardHook(partial(self._enter, module)))
+            )
+            self._handles.append(
+                module.register_forward_hook(SessionForwardHook(self._leave), always_call=True)
+            )
 
     def detach(self) -> None:
         """Removes the hooks; the last observations stay."""
@@ -114,4 +118,4 @@ class Uses:
             assert self._begin_s is not None
             module, began_s = self._running[-1]
             self._used_order.append(index)
-            self.modules[index], self.began_s[index] = module, began_s - self._begin_s
+            self.first_modules[index], self.first_use_s[index] = module, began_s - self._begin_s

@@ -2,8 +2,8 @@
 
 A layer's gradients are sent as soon as the backward pass has computed them. Their mean is waited for when the
 next forward pass reaches the layer, and the step is then applied to this layer alone (`DeferredStep`). A read
-of a gradient before that waits for all of them (`Promise`). This module never decides on membership, nor
-which layers share a bucket, nor by which all-reduce it is averaged.
+of a gradient before that waits for all of them (`PendingGradient`). This module never decides on membership,
+nor which layers share a bucket, nor by which all-reduce it is averaged.
 """
 
 from __future__ import annotations
@@ -22,18 +22,35 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.collectives.plans import Policy
-from offbeat.runtime.averaging.group_binding import Grouping
-from offbeat.runtime.averaging.interface import Host
-from offbeat.runtime.hybrid.deferred_step import DeferredStep, StepsAhead
-from offbeat.runtime.hybrid.first_use import Uses
-from offbeat.runtime.hybrid.layer_layout import Order, Plan, check_layers, plan_by_layer, plan_by_type
-from offbeat.runtime.hybrid.layer_rounds import LayerRounds, Round
-from offbeat.runtime.hybrid.pending_gradient import Promise
-from offbeat.runtime.training.backward import BackwardPass, Onlookers, check_can_average, leads_to, watch
-from offbeat.runtime.training.checks import Forms
-from offbeat.runtime.training.hooks import ForwardHook, Hook, Scripting, of_this_process
-from offbeat.runtime.training.partial_step import PartialSteps
+from offbeat.numerics.collectives.plans import AlgorithmPolicy
+from offbeat.runtime.averaging.group_binding import GroupBinding
+from offbeat.runtime.averaging.interface import AveragerContext
+from offbeat.runtime.hybrid.deferred_step import DeferredStep, DeferredStepThread
+from offbeat.runtime.hybrid.first_use import FirstUseTracker
+from offbeat.runtime.hybrid.layer_layout import (
+    BucketPlan,
+    SendOrder,
+    check_layers,
+    plan_by_layer,
+    plan_by_type,
+)
+from offbeat.runtime.hybrid.layer_rounds import GradientRound, LayerRounds
+from offbeat.runtime.hybrid.pending_gradient import PendingGradient
+from offbeat.runtime.training.backward import (
+    BackwardPass,
+    GradientObservers,
+    check_can_average,
+    find_used_parameter,
+    on_output_gradient,
+)
+from offbeat.runtime.training.checks import ParameterFormCheck
+from offbeat.runtime.training.hooks import (
+    HookFreeScripting,
+    SessionForwardHook,
+    SessionHook,
+    only_in_this_process,
+)
+from offbeat.runtime.training.partial_step import PartialOptimizer
 
 Overlap: TypeAlias = Literal["none", "backward", "forward"]
 
@@ -60,7 +77,7 @@ class LayerAverager:
         grouping: the binding to the group, which has more than one member.
         host: the session.
         workers: the number of workers.
-        policy, fuse_bytes: see `offbeat.numerics.plans.plan`.
+        policy, fuse_bytes: see `offbeat.numerics.collectives.plans.plan_fused_buckets`.
         order: `priority`: buckets that the forward pass needs first overtake others; `fifo`: first come,
             first served.
         overlap: `forward`: a mean is waited for when it is needed; `backward`: all means before the optimizer
@@ -76,38 +93,38 @@ class LayerAverager:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        grouping: Grouping,
-        host: Host,
+        binding: GroupBinding,
+        context: AveragerContext,
         *,
         workers: int,
-        policy: Policy,
+        policy: AlgorithmPolicy,
         fuse_bytes: int | None,
-        order: Order,
+        order: SendOrder,
         overlap: Overlap,
         deadline_s: float,
     ) -> None:
-        self._model, self._optimizers, self._context = model, optimizers, host
+        self._model, self._optimizers, self._context = model, optimizers, context
         self._workers = workers
         self._policy, self._fuse_bytes, self._order, self._overlap = policy, fuse_bytes, order, overlap
         self._defers_steps = overlap == "forward" and len(optimizers) == 1
-        self._steps = PartialSteps(optimizers[0])
+        self._steps = PartialOptimizer(optimizers[0])
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._forms = Forms(model)
-        self._rounds = LayerRounds(model, self._parameters, grouping, host, deadline_s=deadline_s)
+        self._forms = ParameterFormCheck(model)
+        self._rounds = LayerRounds(model, self._parameters, binding, context, deadline_s=deadline_s)
         check_layers(model)
-        self._uses = Uses(model, self._parameters, time.perf_counter)
-        self._hook_handles: list[RemovableHandle | Scripting] = []
+        self._uses = FirstUseTracker(model, self._parameters, time.perf_counter)
+        self._hook_handles: list[RemovableHandle | HookFreeScripting] = []
         self._is_planned = False
         self._batch_weight, self._unsent_weight = 1.0, 0.0
         self._skips_exchange = False
         self._rounds_finished = 0  # rounds
         self._rounds_since_step = self._steps_taken = 0
-        self._round: Round | None = None  # under way, or the last one
+        self._round: GradientRound | None = None  # under way, or the last one
         self._deferred: DeferredStep | None = None  # until it is applied to all parameters
-        self._step_thread: StepsAhead | None = None  # after planning, where steps are deferred
+        self._step_thread: DeferredStepThread | None = None  # after planning, where steps are deferred
         self._is_in_forward = self.is_preempted = False
         count = len(self._parameters)
-        self._pending_gradients: list[Promise | None] = [None] * count
+        self._pending_gradients: list[PendingGradient | None] = [None] * count
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         held = {id(one) for group in groups for one in group["params"]}
         self._is_held = [id(parameter) in held for parameter in self._parameters]
@@ -115,35 +132,35 @@ class LayerAverager:
         self._ready_s, self._ended_s = [0.0] * count, 0.0
         self._backward = BackwardPass(self._end_pass)
         self._has_accumulated = False
-        self._observers: Onlookers  # from `attach` on
+        self._observers: GradientObservers  # from `attach` on
         self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
-        self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")
-        self.line = self._rounds.measured_line(workers)
-        self._rounds.adopt(plan_by_type(self._parameters), order)
+        self._compute_mark_s = self._pass_mark_s = context.timer.total_s("compute")
+        self.message_cost = self._rounds.measure_message_cost(workers)
+        self._rounds.apply_plan(plan_by_type(self._parameters), order)
 
     # The plan ------------------------------------------------------------------------------------------
 
-    def _make_plan(self) -> Plan:
+    def _make_plan(self) -> BucketPlan:
         """Makes the plan for all members from this worker's measurements."""
         return plan_by_layer(
             self._parameters,
-            self._uses.order,
-            self._uses.modules,
+            self._uses.use_order,
+            self._uses.first_modules,
             [
                 self._ended_s - ready_s + began_s
-                for ready_s, began_s in zip(self._ready_s, self._uses.began_s, strict=True)
+                for ready_s, began_s in zip(self._ready_s, self._uses.first_use_s, strict=True)
             ],
             workers=self._workers,
-            line=self.line,
+            line=self.message_cost,
             policy=self._policy,
             fuse_bytes=self._fuse_bytes,
         )
 
     def _adopt_shared_plan(self) -> None:
         """Replaces the initial plan by that of the first member."""
-        plan = self._rounds.plan_of_the_first(self._make_plan)
+        plan = self._rounds.broadcast_plan(self._make_plan)
         self._uses.detach()
-        self._rounds.adopt(plan, self._order)
+        self._rounds.apply_plan(plan, self._order)
         self._is_planned = True
         if self._defers_steps:
             self._hook_modules()
@@ -153,31 +170,33 @@ class LayerAverager:
     def attach(self) -> None:
         """Registers the hooks on the model."""
         for entry, parameter in enumerate(self._parameters):
-            self._hook_handles.append(parameter.register_hook(Hook(partial(self._before_accumulate, entry))))
-            after_accumulate = Hook(partial(self._after_accumulate, entry))
+            self._hook_handles.append(
+                parameter.register_hook(SessionHook(partial(self._before_accumulate, entry)))
+            )
+            after_accumulate = SessionHook(partial(self._after_accumulate, entry))
             self._hook_handles.append(parameter.register_post_accumulate_grad_hook(after_accumulate))
-        drain = Hook(self._drain_hook)
+        drain = SessionHook(self._drain_hook)
         stateful: list[Any] = [*self._model.modules(), *self._optimizers]
         for one in stateful:
             self._hook_handles.append(one.register_state_dict_pre_hook(drain))
             self._hook_handles.append(one.register_load_state_dict_pre_hook(drain))
-        before = ForwardHook(self._before_forward, self._on_shown)
+        before = SessionForwardHook(self._before_forward, self._on_shown)
         self._hook_handles.append(self._model.register_forward_pre_hook(before))
-        after = ForwardHook(self._after_forward)
+        after = SessionForwardHook(self._after_forward)
         self._hook_handles.append(self._model.register_forward_hook(after, always_call=True))
         self._uses.attach()
-        self._hook_handles.append(Scripting(self._model, self.drain))
-        self._observers = Onlookers(self._model, self._parameters)
-        _drains[self._model] = of_this_process(self.drain)
-        self._model.train = MethodType(train, self._model)  # type: ignore[method-assign]
+        self._hook_handles.append(HookFreeScripting(self._model, self.apply_deferred_step))
+        self._observers = GradientObservers(self._model, self._parameters)
+        _drains[self._model] = only_in_this_process(self.apply_deferred_step)
+        self._model.train = MethodType(train_after_deferred_step, self._model)  # type: ignore[method-assign]
 
     def _drain_hook(self, *_: Any) -> None:
-        self.drain()
+        self.apply_deferred_step()
 
     def detach(self) -> None:
         """Removes all hooks from the model."""
         if self._deferred is not None:
-            self._deferred.end_ahead()
+            self._deferred.stop_ahead()
         if self._step_thread is not None:
             self._step_thread.stop()
         self._uses.detach()
@@ -192,16 +211,16 @@ class LayerAverager:
 
     def _hook_modules(self) -> None:
         """Makes each module wait for its own tensors and the parameters that it is the first to use."""
-        needs = self._rounds.layout.needs(self._model, self._parameters, self._uses.modules)
+        needs = self._rounds.layout.buckets_needed(self._model, self._parameters, self._uses.first_modules)
         for module, indices in needs.items():
-            hook = ForwardHook(partial(self._before_module, indices), self._on_shown)
+            hook = SessionForwardHook(partial(self._before_module, indices), self._on_shown)
             self._hook_handles.append(module.register_forward_pre_hook(hook))
-        self._step_thread = StepsAhead(self._rounds.grouping.start_thread)
+        self._step_thread = DeferredStepThread(self._rounds.binding.start_thread)
 
     # The backward pass ---------------------------------------------------------------------------------
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate without an exchange, which follows the next one outside."""
         before, self._skips_exchange = self._skips_exchange, True
         try:
@@ -209,18 +228,18 @@ class LayerAverager:
         finally:
             self._skips_exchange = before
 
-    def weigh(self, batches: float) -> None:
+    def set_batch_weight(self, batches: float) -> None:
         """Sets the weight of the next backward passes, 1 for a whole batch."""
         self._batch_weight = batches
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        self._rounds.check()
+        self._rounds.raise_if_failed()
         self._forms.check()
         if torch.is_grad_enabled():
             self._is_in_forward = True
             self._context.timer.switch("compute")
         else:
-            self.drain()
+            self.apply_deferred_step()
 
     def _on_shown(self) -> None:
         """Raises an error if a tool records the forward pass while a step is deferred."""
@@ -234,14 +253,14 @@ class LayerAverager:
         """Applies the deferred step to the buckets that a module needs, before its forward pass."""
         if self._context.tracer is not None:
             now_s = time.perf_counter()
-            for index in [one for one in indices if one < self._rounds.layout.parcels]:
-                name = self._rounds.names[self._rounds.slots[index].entries[0]]
-                self._context.tracer.add("the forward pass comes to", name, now_s, now_s)
+            for index in [one for one in indices if one < self._rounds.layout.gradient_buckets]:
+                name = self._rounds.names[self._rounds.buckets[index].entries[0]]
+                self._context.tracer.add_span("the forward pass comes to", name, now_s, now_s)
         step = self._deferred
         if step is not None:
             part = self._context.timer.part
             for index in indices:
-                step.reach(index)
+                step.wait_and_apply(index)
             self._context.timer.switch(part)
             # Outside a forward pass, the program may change hyperparameters and parameters.
             if self._is_in_forward and step.round.weight and not step.is_ahead:
@@ -251,11 +270,11 @@ class LayerAverager:
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """Ends the forward pass; one that raised has no output."""
         self._is_in_forward = False
-        watch(output, self._backward_begins)
+        on_output_gradient(output, self._backward_begins)
         if self._deferred is not None and self._deferred.is_ahead:
-            passed = {id(self._parameters[entry]): entry for entry in self._deferred.end_ahead()}
+            passed = {id(self._parameters[entry]): entry for entry in self._deferred.stop_ahead()}
             if passed:
-                used = leads_to(output, [self._parameters[entry] for entry in passed.values()])
+                used = find_used_parameter(output, [self._parameters[entry] for entry in passed.values()])
                 if used is not None:
                     raise self._early_use_error(passed[id(used)])
 
@@ -275,13 +294,13 @@ class LayerAverager:
         """Begins the next round; completes the previous one if no step with it is deferred."""
         if not self._is_deferred(self._round):
             self._complete_means(self._round)
-        self._round = Round(self._rounds, weight / self._workers, self._steps_taken)
+        self._round = GradientRound(self._rounds, weight / self._workers, self._steps_taken)
 
     def _forget_failed_pass(self) -> None:
         """Resets after a backward pass that raised, and so never ends."""
         if not self._backward.has_failed:
             return
-        self._backward.forget()
+        self._backward.cancel()
         self._has_accumulated = False
         if self._round is not None and not self._round.is_sent:
             if self._round.has_begun:
@@ -299,24 +318,24 @@ class LayerAverager:
     def _after_accumulate(self, entry: int, parameter: torch.Tensor) -> None:
         if self._context.timer.part != "compute":
             self._context.timer.switch("compute")
-        self._rounds.check()
+        self._rounds.raise_if_failed()
         check_can_average(parameter.grad)
         self._begin_pass()
         if not self._has_accumulated:
             self._forms.check()
-            self._has_accumulated, self._leaves_gradients = True, self._observers.are_there
-        index, _ = self._rounds.layout.place_of[entry]
-        if self._deferred is not None and not self._deferred.is_reached(index):
+            self._has_accumulated, self._leaves_gradients = True, self._observers.exist
+        index, _ = self._rounds.layout.location_of[entry]
+        if self._deferred is not None and not self._deferred.was_waited_for(index):
             raise self._early_use_error(entry)
         if self._skips_exchange:
             return
         assert self._round is not None
         if self._leaves_gradients or parameter.grad is None:  # a hook may have removed it
-            self._round.leave(entry)
+            self._round.count_gradient(entry)
             return
         now_s = self._ready_s[entry] = time.perf_counter()
         if self._context.tracer is not None:
-            self._context.tracer.add("the backward pass has", self._rounds.names[entry], now_s, now_s)
+            self._context.tracer.add_span("the backward pass has", self._rounds.names[entry], now_s, now_s)
         self._context.timer.switch("communicate")
         self._pack_early(entry)
         self._context.timer.switch("compute")
@@ -330,7 +349,7 @@ class LayerAverager:
     def _pack_early(self, entry: int) -> None:
         """Packs a gradient during the backward pass, and launches the bucket that this completes."""
         assert self._round is not None
-        bucket_index = self._round.take(entry)
+        bucket_index = self._round.add_gradient(entry)
         self._parameters[entry].grad = None  # its memory can hold the next layer's gradient
         if bucket_index is not None and self._is_planned and self._overlap != "none":
             self._round.launch(bucket_index)
@@ -342,7 +361,7 @@ class LayerAverager:
         self._ended_s = time.perf_counter()
         timer = self._context.timer
         timer.switch("compute")
-        self._context.computed(timer.total_s("compute") - self._pass_mark_s)
+        self._context.on_computed(timer.total_s("compute") - self._pass_mark_s)
         timer.switch("compute")
         self._pass_mark_s = timer.total_s("compute")
         if self._skips_exchange:
@@ -359,7 +378,7 @@ class LayerAverager:
         return self._rounds_finished
 
     @property
-    def is_clear(self) -> bool:
+    def has_no_pending_gradient(self) -> bool:
         """Whether no gradient has been computed since the last optimizer step."""
         return not self._unsent_weight and not self._rounds_since_step
 
@@ -380,52 +399,54 @@ class LayerAverager:
         round_, timer = self._round, self._context.timer
         assert round_ is not None
         compute_s = timer.total_s("compute") - self._compute_mark_s
-        self.drain()  # where no forward pass applied it
+        self.apply_deferred_step()  # where no forward pass applied it
         timer.switch("communicate")
         round_.send_rest(compute_s)
         self._rounds_finished += 1
         self._rounds_since_step += 1
         if not self._is_planned:
-            self._rounds.fires = [max(1, fired) for fired in round_.fired]
+            self._rounds.gradients_per_pass = [max(1, fired) for fired in round_.gradient_counts]
             if self._rounds_finished < _WATCHED_ROUNDS:
-                self._uses.forget()
+                self._uses.reset()
         self._unsent_weight = 0.0
         self._set_pending_gradients(round_)
-        self._rounds.turn_banks(are_prepared=self._is_planned)
+        self._rounds.swap_buffers(prepare_next=self._is_planned)
         self._compute_mark_s = timer.total_s("compute")
         timer.switch("other")
 
-    def _set_pending_gradients(self, round_: Round) -> None:
+    def _set_pending_gradients(self, round_: GradientRound) -> None:
         """Sets the gradients to pending ones, before the means have arrived."""
-        used = round_.learn_used()
+        used = round_.wait_for_used()
         for entry, parameter in enumerate(self._parameters):
             self._pending_gradients[entry] = parameter.grad = None
             if used[entry]:
                 wait = partial(self._complete_means, round_)
-                self._pending_gradients[entry] = parameter.grad = Promise.of(round_.mean(entry), wait)
+                self._pending_gradients[entry] = parameter.grad = PendingGradient.create(
+                    round_.mean(entry), wait
+                )
 
-    def _complete_means(self, round_: Round | None) -> None:
+    def _complete_means(self, round_: GradientRound | None) -> None:
         """Waits for all means of a round, one of which the program reads.
 
         A deferred step with them is applied first, as the program may also write them.
         """
-        if round_ is None or round_.was_looked_at or not round_.is_sent:
+        if round_ is None or round_.was_read or not round_.is_sent:
             return
         if self._is_deferred(round_):
-            self.drain()
+            self.apply_deferred_step()
         part = self._context.timer.part
-        for index in range(self._rounds.layout.parcels):
+        for index in range(self._rounds.layout.gradient_buckets):
             round_.wait(index)
-            round_.settle(index)
+            round_.finalize(index)
         self._context.timer.switch(part)
-        round_.was_looked_at = True
+        round_.was_read = True
 
     def _resolve_gradient(self, entry: int) -> None:
         """Replaces a pending gradient by a plain tensor; waits for it."""
         pending, self._pending_gradients[entry] = self._pending_gradients[entry], None
         parameter = self._parameters[entry]
         if pending is not None and parameter.grad is pending:
-            parameter.grad = pending.kept()
+            parameter.grad = pending.wait()
 
     # The step ------------------------------------------------------------------------------------------
 
@@ -438,7 +459,7 @@ class LayerAverager:
         self._forget_failed_pass()
         if has_closure:
             return
-        self.drain()  # there may be another step before the next pass
+        self.apply_deferred_step()  # there may be another step before the next pass
         if self._unsent_weight or not self._rounds_since_step:
             self._exchange_now()
         round_ = self._round
@@ -451,13 +472,13 @@ class LayerAverager:
             for entry in range(len(self._parameters)):
                 self._resolve_gradient(entry)
 
-    def _can_defer(self, round_: Round) -> bool:
+    def _can_defer(self, round_: GradientRound) -> bool:
         """Whether the step can be deferred: the program has read no gradient and replaced none."""
         return (
             self._is_planned
             and self._defers_steps
-            and not round_.was_looked_at
-            and self._steps.are_possible
+            and not round_.was_read
+            and self._steps.is_possible
             and self._rounds_since_step == 1
             and all(
                 parameter.grad is pending
@@ -465,7 +486,7 @@ class LayerAverager:
             )
         )
 
-    def _is_deferred(self, round_: Round | None) -> bool:
+    def _is_deferred(self, round_: GradientRound | None) -> bool:
         """Whether the step with a round's means is still to be applied to some parameters."""
         return self._deferred is not None and self._deferred.round is round_
 
@@ -480,20 +501,22 @@ class LayerAverager:
                     parameter.grad = pending
         else:
             self._complete_means(self._round)
-            self._context.writes.note()
+            self._context.writes.mark()
         self._round = None
-        first, self._steps_taken = self._rounds.signalled_step, self._steps_taken + 1
+        first, self._steps_taken = self._rounds.preemption_step, self._steps_taken + 1
         # Trailers of this step's rounds may not have arrived; those of the step before have, on all members.
         self.is_preempted = first is not None and first < self._steps_taken - 1
         if not self._is_planned and self._rounds_finished >= _WATCHED_ROUNDS:
             self._adopt_shared_plan()
 
     @property
-    def puts_off(self) -> bool:
-        """See `Averager.puts_off`; parameters that the step is still to be applied to must not change."""
+    def has_deferred_step(self) -> bool:
+        """See `Averager.has_deferred_step`; parameters that the step is still to be applied to must not
+        change.
+        """
         return self._deferred is not None
 
-    def drain(self) -> None:
+    def apply_deferred_step(self) -> None:
         """Applies the rest of the deferred step.
 
         Raises:
@@ -503,9 +526,9 @@ class LayerAverager:
         if self._deferred is not None:
             self._forms.check()
             part = self._context.timer.part
-            self._deferred.reach_all()
+            self._deferred.wait_and_apply_all()
             self._deferred = None
-            self._context.writes.note()
+            self._context.writes.mark()
             self._context.timer.switch(part)
 
     def flush(self) -> None:
@@ -515,7 +538,7 @@ class LayerAverager:
             WorkerError: a member was lost, which has not been raised here before.
         """
         if not self._rounds.has_failed:
-            self.drain()
+            self.apply_deferred_step()
             for entry in range(len(self._parameters)):
                 self._resolve_gradient(entry)
 
@@ -523,10 +546,10 @@ class LayerAverager:
 _drains: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
 
 
-def train(module: nn.Module, mode: bool = True) -> nn.Module:
+def train_after_deferred_step(module: nn.Module, mode: bool = True) -> nn.Module:
     """Replaces `module.train`, and so `eval`, in a session: applies a deferred step first.
 
-    A copy of the module has no session, and only the original `train` is called.
+    A copy of the module has no session, and only the original `train_after_deferred_step` is called.
     """
     drain = _drains.get(module)
     if drain is not None:

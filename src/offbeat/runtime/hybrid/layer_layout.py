@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.collectives.buckets import bucket_of, plan_buckets
-from offbeat.numerics.collectives.costs import Line
-from offbeat.numerics.collectives.plans import Layer, Policy, kind_of, plan
+from offbeat.numerics.collectives.buckets import make_bucket, plan_buckets
+from offbeat.numerics.collectives.costs import LinkModel
+from offbeat.numerics.collectives.plans import AlgorithmPolicy, PlannedLayer, layer_kind, plan_fused_buckets
 
-Order: TypeAlias = Literal["priority", "fifo"]
+SendOrder: TypeAlias = Literal["priority", "fifo"]
 
 _AUXILIARY_ALGORITHM = "direct"
 _AUXILIARY_BUCKET_BYTES = 25 << 20
@@ -46,13 +46,13 @@ def check_layers(model: nn.Module) -> None:
         )
 
 
-class Plan(msgspec.Struct, array_like=True):
+class BucketPlan(msgspec.Struct, array_like=True):
     """A plan as sent to all workers: by bucket, its parameters and its all-reduce algorithm."""
 
-    parcels: list[tuple[list[int], str]]
+    buckets: list[tuple[list[int], str]]
 
 
-def plan_by_type(parameters: Sequence[torch.Tensor]) -> Plan:
+def plan_by_type(parameters: Sequence[torch.Tensor]) -> BucketPlan:
     """Return the initial plan, without knowledge of layers: one ring per dtype, last gradients first.
 
     Args:
@@ -61,7 +61,7 @@ def plan_by_type(parameters: Sequence[torch.Tensor]) -> Plan:
     groups: dict[torch.dtype, list[int]] = {}
     for entry, parameter in enumerate(parameters):
         groups.setdefault(parameter.dtype, []).append(entry)
-    return Plan([([*reversed(group)], "ring") for group in groups.values()])
+    return BucketPlan([([*reversed(group)], "ring") for group in groups.values()])
 
 
 def plan_by_layer(
@@ -71,10 +71,10 @@ def plan_by_layer(
     slacks_s: Sequence[float],
     *,
     workers: int,
-    line: Line,
-    policy: Policy,
+    line: LinkModel,
+    policy: AlgorithmPolicy,
     fuse_bytes: int | None,
-) -> Plan:
+) -> BucketPlan:
     """Return the plan in which a layer is the set of parameters of one dtype that one module is first to use.
 
     Args:
@@ -82,7 +82,7 @@ def plan_by_layer(
         order: parameters in the order of their first use.
         modules: by parameter, the first module to use it.
         slacks_s: by parameter, the time from its gradient to the next forward pass's use of it, in seconds.
-        workers, line, policy, fuse_bytes: see `offbeat.numerics.plans.plan`.
+        workers, line, policy, fuse_bytes: see `offbeat.numerics.collectives.plans.plan_fused_buckets`.
 
     Raises:
         ValueError: the policy is unknown, or a size is negative.
@@ -91,8 +91,8 @@ def plan_by_layer(
     for entry in order:
         layers.setdefault((modules[entry], parameters[entry].dtype), []).append(entry)
     descriptions = [
-        Layer(
-            kind=kind_of([parameters[entry].dim() for entry in entries]),
+        PlannedLayer(
+            kind=layer_kind([parameters[entry].dim() for entry in entries]),
             size_bytes=sum(parameters[entry].nbytes for entry in entries),
             group=str(dtype),
             slack_s=min(slacks_s[entry] for entry in entries),
@@ -100,8 +100,8 @@ def plan_by_layer(
         for (_, dtype), entries in layers.items()
     ]
     entries_by_layer = [*layers.values()]
-    parcels = plan(descriptions, workers, line, policy=policy, fuse_bytes=fuse_bytes)
-    return Plan(
+    parcels = plan_fused_buckets(descriptions, workers, line, policy=policy, fuse_bytes=fuse_bytes)
+    return BucketPlan(
         [
             ([entry for layer in one.layers for entry in entries_by_layer[layer]], one.algorithm)
             for one in parcels
@@ -109,7 +109,7 @@ def plan_by_layer(
     )
 
 
-class Layout:
+class BucketLayout:
     """The buckets of a round: gradient buckets in the order of need, then auxiliary buckets.
 
     The auxiliary buckets hold the buffers by dtype, and a trailer: the sum of weights, the amount of program
@@ -133,40 +133,40 @@ class Layout:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BucketPlan,
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         *,
-        lanes: int,
-        order: Order,
+        hyperparameter_length: int,
+        order: SendOrder,
     ) -> None:
         tensors, count = [*parameters, *buffers], len(parameters)
         is_precise = any(parameter.dtype == torch.float64 for parameter in parameters)
         dtypes = [one.dtype for one in tensors] + [torch.float64 if is_precise else torch.float32]
-        self.shapes = [one.shape for one in tensors] + [torch.Size([3 + count + lanes])]
+        self.shapes = [one.shape for one in tensors] + [torch.Size([3 + count + hyperparameter_length])]
         sizes = [shape.numel() for shape in self.shapes]
         auxiliary = [
             [count + entry for entry in one.entries]
             for one in plan_buckets(sizes[count:], dtypes[count:], bucket_bytes=_AUXILIARY_BUCKET_BYTES)
         ]
-        self.parcels = len(plan.parcels)
+        self.gradient_buckets = len(plan.buckets)
         self.buckets = [
-            bucket_of(entries, sizes, dtypes[entries[0]])
-            for entries in [*(entries for entries, _ in plan.parcels), *auxiliary]
+            make_bucket(entries, sizes, dtypes[entries[0]])
+            for entries in [*(entries for entries, _ in plan.buckets), *auxiliary]
         ]
-        self.algorithms = [algorithm for _, algorithm in plan.parcels] + [_AUXILIARY_ALGORITHM] * len(
+        self.algorithms = [algorithm for _, algorithm in plan.buckets] + [_AUXILIARY_ALGORITHM] * len(
             auxiliary
         )
         self.priorities = [0] * len(self.buckets)
         if order == "priority":
-            self.priorities[: self.parcels] = range(1, self.parcels + 1)
-        self.place_of = {
+            self.priorities[: self.gradient_buckets] = range(1, self.gradient_buckets + 1)
+        self.location_of = {
             entry: (index, place)
             for index, bucket in enumerate(self.buckets)
             for place, entry in enumerate(bucket.entries)
         }
 
-    def needs(
+    def buckets_needed(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]
     ) -> dict[nn.Module, list[int]]:
         """Return by module the buckets it waits for: those of tensors that it owns or is the first to use.
@@ -181,9 +181,9 @@ class Layout:
         for module in model.modules():
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) in entry_of:
-                    needs.setdefault(module, set()).add(self.place_of[entry_of[id(parameter)]][0])
+                    needs.setdefault(module, set()).add(self.location_of[entry_of[id(parameter)]][0])
             if any(buffer is not None for buffer in module._buffers.values()):
-                needs.setdefault(module, set()).add(self.parcels)
+                needs.setdefault(module, set()).add(self.gradient_buckets)
         for entry, module in enumerate(modules):
-            needs.setdefault(module, set()).add(self.place_of[entry][0])
+            needs.setdefault(module, set()).add(self.location_of[entry][0])
         return {module: sorted(indices) for module, indices in needs.items()}

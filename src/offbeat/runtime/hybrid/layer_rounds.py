@@ -1,7 +1,7 @@
 """Rounds in which layers' gradients are packed, sent and waited for bucket by bucket.
 
-This module never decides when a bucket is sent or waited for, nor what is in it (`Layout`), and never touches
-the optimizer.
+This module never decides when a bucket is sent or waited for, nor what is in it (`BucketLayout`), and never
+touches the optimizer.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ import torch
 from torch import nn
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.numerics.collectives.costs import Line, cost, fit_line
-from offbeat.runtime.averaging.buckets import BufferList, Slot
-from offbeat.runtime.averaging.group_binding import Grouping
-from offbeat.runtime.averaging.interface import LANES, WORD_S, Host, gathered, spread
-from offbeat.runtime.collectives.contribution import Contribution, Part
-from offbeat.runtime.collectives.interface import Pending
-from offbeat.runtime.hybrid.layer_layout import Layout, Order, Plan
-from offbeat.runtime.training.partial_step import Settings, plainly
+from offbeat.numerics.collectives.costs import LinkModel, all_reduce_cost, fit_link_model
+from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers
+from offbeat.runtime.averaging.group_binding import GroupBinding
+from offbeat.runtime.averaging.interface import (
+    COORDINATOR_MARGIN_S,
+    FLOAT32_PER_FLOAT64,
+    AveragerContext,
+    join_float64,
+    split_float64,
+)
+from offbeat.runtime.collectives.contribution import Contribution, InPlaceElements
+from offbeat.runtime.collectives.interface import PendingExchange
+from offbeat.runtime.hybrid.layer_layout import BucketLayout, BucketPlan, SendOrder
+from offbeat.runtime.training.partial_step import OptimizerSettings, optimizer_step_mode
 from offbeat.runtime.training.writes import check_all_wrote
 
 _PROBE_BYTES = tuple(1 << power for power in range(12, 20))
@@ -57,39 +63,41 @@ class LayerRounds:
         self,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        grouping: Grouping,
-        host: Host,
+        grouping: GroupBinding,
+        host: AveragerContext,
         *,
         deadline_s: float,
     ) -> None:
-        self.parameters, self.grouping, self.host = parameters, grouping, host
-        self.patience_s = deadline_s + WORD_S
-        handle = grouping.seat(wait=True)
+        self.parameters, self.binding, self.context = parameters, grouping, host
+        self.timeout_s = deadline_s + COORDINATOR_MARGIN_S
+        handle = grouping.acquire(wait=True)
         assert handle is not None  # the group is complete
         self.exchange, self.position, self.size = handle.exchange, handle.position, handle.size
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         self.names = [name_of[id(parameter)] for parameter in parameters]
-        self.buffers = BufferList(model)
+        self.buffers = ModelBuffers(model)
         self._zeros = partial(grouping.memory.zeros, device=torch.device("cpu"))
-        self.layout: Layout
-        self.slots: list[Slot] = []
-        self.fires = [0] * len(parameters)
+        self.layout: BucketLayout
+        self.buckets: list[GradientBucket] = []
+        self.gradients_per_pass = [0] * len(parameters)
         self.has_failed = False
-        self.signalled_step: int | None = None
+        self.preemption_step: int | None = None
 
-    def adopt(self, plan: Plan, order: Order) -> None:
+    def apply_plan(self, plan: BucketPlan, order: SendOrder) -> None:
         """Allocates the buckets of a plan; while no round is under way, and on all members at once.
 
         Args:
-            order: see `Layout`.
+            order: see `BucketLayout`.
         """
-        lanes = LANES * len(self.host.hyperparameters())
-        self.layout = Layout(plan, self.parameters, self.buffers.tensors(), lanes=lanes, order=order)
-        self.slots = []  # frees their memory
+        lanes = FLOAT32_PER_FLOAT64 * len(self.context.hyperparameters())
+        self.layout = BucketLayout(
+            plan, self.parameters, self.buffers.tensors(), hyperparameter_length=lanes, order=order
+        )
+        self.buckets = []  # frees their memory
         for bucket in self.layout.buckets:
-            self.slots.append(Slot(bucket, self.layout.shapes, len(self.parameters), self._zeros))
+            self.buckets.append(GradientBucket(bucket, self.layout.shapes, len(self.parameters), self._zeros))
 
-    def measured_line(self, workers: int) -> Line:
+    def measure_message_cost(self, workers: int) -> LinkModel:
         """Return the cost of a message, fitted to the shortest times of ring all-reduces of several sizes.
 
         All members have to call it at once.
@@ -97,19 +105,19 @@ class LayerRounds:
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
-        ring = cost("ring", workers)
+        ring = all_reduce_cost("ring", workers)
         samples = []
         for size in _PROBE_BYTES:
             own, into = (self._zeros(size // 4, torch.float32) for _ in range(2))
             durations_s = []
             for _ in range(_PROBES):
                 began_s = time.perf_counter()
-                self.wait(self.exchange.all_reduce(own, into, exchange_id=self.grouping.next_exchange_id()))
+                self.wait(self.exchange.all_reduce(own, into, exchange_id=self.binding.next_exchange_id()))
                 durations_s.append(time.perf_counter() - began_s)
             samples.append((ring, size, min(durations_s)))
-        return fit_line(samples)
+        return fit_link_model(samples)
 
-    def plan_of_the_first(self, make: Callable[[], Plan]) -> Plan:
+    def broadcast_plan(self, make: Callable[[], BucketPlan]) -> BucketPlan:
         """Return the plan that the first member makes; all members have to call it at once.
 
         Raises:
@@ -122,54 +130,54 @@ class LayerRounds:
         if content:
             flat.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         self._broadcast(flat)
-        return msgspec.msgpack.decode(flat.numpy().tobytes(), type=Plan)
+        return msgspec.msgpack.decode(flat.numpy().tobytes(), type=BucketPlan)
 
     def _broadcast(self, flat: torch.Tensor) -> None:
-        exchange_id = self.grouping.next_exchange_id()
+        exchange_id = self.binding.next_exchange_id()
         self.wait(self.exchange.broadcast(flat, root=0, exchange_id=exchange_id))
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: PendingExchange) -> None:
         """Waits for an exchange.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
         try:
-            pending.wait(self.patience_s)
+            pending.wait(self.timeout_s)
         except WorkerError:
             self.has_failed = True
             raise
 
-    def check(self) -> None:
-        """See `Host.check`.
+    def raise_if_failed(self) -> None:
+        """See `Host.raise_if_failed`.
 
         Raises:
             WorkerError: the job has failed.
         """
         try:
-            self.host.check()
+            self.context.raise_if_failed()
         except WorkerError:
             self.has_failed = True
             raise
 
-    def turn_banks(self, *, are_prepared: bool) -> None:
+    def swap_buffers(self, *, prepare_next: bool) -> None:
         """Switches to the other memory for sums: that of the last round holds its means.
 
         Args:
             are_prepared: the next round has the same layout, so other members may send for it already.
         """
-        for index, slot in enumerate(self.slots):
-            slot.hand_out()
-            if are_prepared:
+        for index, slot in enumerate(self.buckets):
+            slot.swap_output()
+            if prepare_next:
                 self.exchange.prepare(
-                    slot.bank.flat,
-                    exchange_id=self.grouping.follower.exchange_id,
+                    slot.output.flat,
+                    exchange_id=self.binding.membership.exchange_id,
                     index=index,
                     algorithm=self.layout.algorithms[index],
                 )
 
 
-class Round:
+class GradientRound:
     """The exchange of one backward pass's gradients.
 
     Args:
@@ -186,14 +194,16 @@ class Round:
         settings: by parameter group, the hyperparameters when the optimizer stepped; empty before.
     """
 
-    def __init__(self, rounds: LayerRounds, share: float, step: int) -> None:
-        self._rounds, self._scale, self._step = rounds, share, step
-        slots = rounds.slots
+    def __init__(self, rounds: LayerRounds, scale: float, step: int) -> None:
+        self._rounds, self._scale, self._step = rounds, scale, step
+        slots = rounds.buckets
         self._exchange_id: int | None = None  # None before anything is sent
-        self._outputs = [slot.bank for slot in slots]  # memory of the means
-        self._in_place: list[dict[int, Part]] = [{} for _ in slots]  # gradients sent without a copy, by entry
+        self._outputs = [slot.output for slot in slots]  # memory of the means
+        self._in_place: list[dict[int, InPlaceElements]] = [
+            {} for _ in slots
+        ]  # gradients sent without a copy, by entry
         self._missing = [len(slot.entries) for slot in slots]  # gradients still to be computed
-        self._pending: list[Pending | None] = [None] * len(slots)
+        self._pending: list[PendingExchange | None] = [None] * len(slots)
         self._launched_s = [0.0] * len(slots)
         self._has_arrived = [False] * len(slots)
         self._is_final = [False] * len(slots)
@@ -201,12 +211,12 @@ class Round:
         self._has_gradient: list[bool] = []  # by parameter, whether this worker has a gradient
         self._copies: dict[int, torch.Tensor] = {}  # of means whose strides differ from their parameters'
         self._is_packed = [False] * len(rounds.parameters)
-        self.fired = [0] * len(rounds.parameters)
+        self.gradient_counts = [0] * len(rounds.parameters)
         self.is_sent = False
         self.weight: float | None = None
         self.used: list[bool] = []
-        self.was_looked_at = False
-        self.settings: Settings = []
+        self.was_read = False
+        self.settings: OptimizerSettings = []
 
     # Sending -------------------------------------------------------------------------------------------
 
@@ -215,7 +225,7 @@ class Round:
         """Whether a bucket has been launched."""
         return any(pending is not None for pending in self._pending)
 
-    def take(self, entry: int) -> int | None:
+    def add_gradient(self, entry: int) -> int | None:
         """Packs a parameter's new gradient, or keeps it in place to be sent from there.
 
         Returns:
@@ -225,7 +235,7 @@ class Round:
             OffbeatError: its bucket has been launched already.
         """
         rounds = self._rounds
-        index, _ = rounds.layout.place_of[entry]
+        index, _ = rounds.layout.location_of[entry]
         if self._pending[index] is not None:
             raise OffbeatError(
                 f"a gradient of {rounds.names[entry]} was computed after its bucket had been sent: it is "
@@ -234,34 +244,34 @@ class Round:
         with torch.no_grad():
             if not self._keep_in_place(entry):
                 self._pack(entry, add=self._is_packed[entry])
-        self.fired[entry] += 1
+        self.gradient_counts[entry] += 1
         self._is_packed[entry] = True
-        if self.fired[entry] != rounds.fires[entry]:
+        if self.gradient_counts[entry] != rounds.gradients_per_pass[entry]:
             return None
         self._missing[index] -= 1
         return None if self._missing[index] else index
 
-    def leave(self, entry: int) -> None:
+    def count_gradient(self, entry: int) -> None:
         """Counts a new gradient, which stays in `param.grad` until `send_rest`."""
-        self.fired[entry] += 1
+        self.gradient_counts[entry] += 1
 
     def _keep_in_place(self, entry: int) -> bool:
         """Keeps a large gradient in place, if it is computed once per pass and can be sent from there."""
         rounds = self._rounds
-        gradient, (index, position) = rounds.parameters[entry].grad, rounds.layout.place_of[entry]
+        gradient, (index, position) = rounds.parameters[entry].grad, rounds.layout.location_of[entry]
         assert gradient is not None
-        slot, in_place = rounds.slots[index], self._in_place[index]
+        slot, in_place = rounds.buckets[index], self._in_place[index]
         if entry in in_place:  # computed more often than in the first steps
-            Contribution(slot.own.flat, [in_place.pop(entry)]).settle()
+            Contribution(slot.contribution.flat, [in_place.pop(entry)]).materialize()
         stays_in_place = (
-            rounds.fires[entry] == 1
+            rounds.gradients_per_pass[entry] == 1
             and not self._is_packed[entry]
             and gradient.nbytes >= _IN_PLACE_BYTES_MIN
             and gradient.is_contiguous()
             and self._scale != 0.0
         )
         if stays_in_place:
-            in_place[entry] = Part(slot.offsets[position], gradient.detach().view(-1), self._scale)
+            in_place[entry] = InPlaceElements(slot.offsets[position], gradient.detach().view(-1), self._scale)
         return stays_in_place
 
     def _pack(self, entry: int, *, add: bool = False) -> None:
@@ -269,8 +279,11 @@ class Round:
 
         Dividing before the sum avoids overflow in half precision.
         """
-        index, position = self._rounds.layout.place_of[entry]
-        view, gradient = self._rounds.slots[index].own.views[position], self._rounds.parameters[entry].grad
+        index, position = self._rounds.layout.location_of[entry]
+        view, gradient = (
+            self._rounds.buckets[index].contribution.views[position],
+            self._rounds.parameters[entry].grad,
+        )
         if add:
             assert gradient is not None
             view.add_(gradient, alpha=self._scale)
@@ -281,18 +294,18 @@ class Round:
 
     def launch(self, index: int) -> None:
         """Starts the all-reduce of a bucket."""
-        rounds, slot = self._rounds, self._rounds.slots[index]
+        rounds, slot = self._rounds, self._rounds.buckets[index]
         if self._exchange_id is None:
-            self._exchange_id = rounds.grouping.next_exchange_id()
+            self._exchange_id = rounds.binding.next_exchange_id()
         self._launched_s[index] = time.perf_counter()
         self._pending[index] = rounds.exchange.all_reduce(
-            slot.own.flat,
-            slot.bank.flat,
+            slot.contribution.flat,
+            slot.output.flat,
             exchange_id=self._exchange_id,
             index=index,
             algorithm=rounds.layout.algorithms[index],
             priority=rounds.layout.priorities[index],
-            parts=[*self._in_place[index].values()],
+            in_place=[*self._in_place[index].values()],
         )
         self._in_place[index].clear()
 
@@ -303,34 +316,34 @@ class Round:
             compute_s: this worker's compute time for the round, in seconds.
         """
         rounds = self._rounds
-        self._written = rounds.host.writes.take()
+        self._written = rounds.context.writes.pop()
         self._has_gradient = [
             bool(self._scale) and (is_packed or parameter.grad is not None)
             for is_packed, parameter in zip(self._is_packed, rounds.parameters, strict=True)
         ]
         with torch.no_grad():
-            for index in range(rounds.layout.parcels):
+            for index in range(rounds.layout.gradient_buckets):
                 if self._pending[index] is None:
-                    for entry in rounds.slots[index].entries:
+                    for entry in rounds.buckets[index].entries:
                         if not self._is_packed[entry]:
                             self._pack(entry)
                     self.launch(index)
             self._send_auxiliary()
-        rounds.host.ready(compute_s)
+        rounds.context.announce_gradients(compute_s)
         self.is_sent = True
-        rounds.grouping.finish_round([])
+        rounds.binding.finish_round([])
 
     def _send_auxiliary(self) -> None:
         """Launches the auxiliary buckets: buffers, zero on all but the first member, and the trailer."""
         rounds = self._rounds
         buffers, count = rounds.buffers.tensors(), len(rounds.parameters)
-        for index in range(rounds.layout.parcels, len(rounds.slots)):
-            slot = rounds.slots[index]
-            for entry, view in zip(slot.entries, slot.own.views, strict=True):
+        for index in range(rounds.layout.gradient_buckets, len(rounds.buckets)):
+            slot = rounds.buckets[index]
+            for entry, view in zip(slot.entries, slot.contribution.views, strict=True):
                 if entry == count + len(buffers):
-                    lanes = spread(rounds.host.hyperparameters())
+                    lanes = split_float64(rounds.context.hyperparameters())
                     shared = [0.0] * len(lanes) if rounds.position else lanes
-                    flags = [self._scale, len(self._written), rounds.host.is_signalled]
+                    flags = [self._scale, len(self._written), rounds.context.has_preemption_signal]
                     view.copy_(
                         torch.tensor([*flags, *self._has_gradient, *shared], dtype=view.dtype, device="cpu")
                     )
@@ -351,30 +364,30 @@ class Round:
         if self._has_arrived[index]:
             return
         rounds = self._rounds
-        rounds.host.timer.switch("communicate")
+        rounds.context.timer.switch("communicate")
         self._wait_for_auxiliary()
-        if index < rounds.layout.parcels:
+        if index < rounds.layout.gradient_buckets:
             self._wait(index)
             self._has_arrived[index] = True
 
-    def comes(self, index: int) -> bool:
+    def wait_for_bucket(self, index: int) -> bool:
         """Waits for a bucket's sum; returns False where that failed. Thread-safe."""
         pending = self._pending[index]
         assert pending is not None
         try:
-            pending.wait(self._rounds.patience_s)
+            pending.wait(self._rounds.timeout_s)
         except WorkerError:
             return False
         return True
 
-    def settle(self, index: int) -> None:
+    def finalize(self, index: int) -> None:
         """Turns a bucket's sum, once it has arrived, into means."""
         if self._is_final[index]:
             return
         assert self.weight is not None
         rounds = self._rounds
-        output, entries = self._outputs[index], rounds.slots[index].entries
-        with plainly():
+        output, entries = self._outputs[index], rounds.buckets[index].entries
+        with optimizer_step_mode():
             if self.weight not in (0.0, 1.0):
                 output.flat.div_(self.weight)
             for entry, view in zip(entries, output.views, strict=True):
@@ -382,7 +395,7 @@ class Round:
                     self._copies[entry].copy_(view)
         self._is_final[index] = True
 
-    def learn_used(self) -> list[bool]:
+    def wait_for_used(self) -> list[bool]:
         """Return by parameter whether a member has a gradient.
 
         If this worker lacks one, it waits for the trailer, which has the other members' flags.
@@ -397,7 +410,7 @@ class Round:
 
     def mean(self, entry: int) -> torch.Tensor:
         """Return the tensor for a parameter's mean, with the parameter's strides; filled by `settle`."""
-        index, position = self._rounds.layout.place_of[entry]
+        index, position = self._rounds.layout.location_of[entry]
         view, parameter = self._outputs[index].views[position], self._rounds.parameters[entry]
         if view.stride() == parameter.stride():
             return view
@@ -406,7 +419,7 @@ class Round:
         return self._copies[entry]
 
     def _wait_for_auxiliary(self) -> None:
-        for index in range(self._rounds.layout.parcels, len(self._rounds.slots)):
+        for index in range(self._rounds.layout.gradient_buckets, len(self._rounds.buckets)):
             self._apply_auxiliary(index)
 
     def _apply_auxiliary(self, index: int) -> None:
@@ -417,18 +430,18 @@ class Round:
         self._has_arrived[index] = True
         rounds = self._rounds
         count, buffers = len(rounds.parameters), rounds.buffers.tensors()
-        for entry, view in zip(rounds.slots[index].entries, self._outputs[index].views, strict=True):
+        for entry, view in zip(rounds.buckets[index].entries, self._outputs[index].views, strict=True):
             if entry == count + len(buffers):
                 weight, written, signalled, *rest = view.tolist()
                 check_all_wrote(self._written, written, rounds.size)
-                if signalled and rounds.signalled_step is None:
-                    rounds.signalled_step = self._step
+                if signalled and rounds.preemption_step is None:
+                    rounds.preemption_step = self._step
                 self.weight, self.used = weight, [bool(one) for one in rest[:count]]
                 if rounds.position:
-                    rounds.host.take_hyperparameters(gathered(rest[count:]), self.settings or None)
+                    rounds.context.apply_hyperparameters(join_float64(rest[count:]), self.settings or None)
             elif rounds.position:
                 # Through .data: as with the layers' own writes, autograd does not count this as a change.
-                with plainly():
+                with optimizer_step_mode():
                     buffers[entry - count].data.copy_(view)
 
     def _wait(self, index: int) -> None:
@@ -436,10 +449,10 @@ class Round:
         rounds, pending = self._rounds, self._pending[index]
         assert pending is not None
         rounds.wait(pending)
-        if rounds.host.tracer is not None and pending.ended_s is not None:
+        if rounds.context.tracer is not None and pending.ended_s is not None:
             what = "buffers and trailer"
-            if index < rounds.layout.parcels:
-                slot = rounds.slots[index]
-                size = f"{slot.own.flat.nbytes / 1e6:.2f} MB"
+            if index < rounds.layout.gradient_buckets:
+                slot = rounds.buckets[index]
+                size = f"{slot.contribution.flat.nbytes / 1e6:.2f} MB"
                 what = f"{rounds.names[slot.entries[0]]}, {size} by {rounds.layout.algorithms[index]}"
-            rounds.host.tracer.add(what, what, self._launched_s[index], pending.ended_s)
+            rounds.context.tracer.add_span(what, what, self._launched_s[index], pending.ended_s)

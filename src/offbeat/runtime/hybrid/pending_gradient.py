@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 
-class Promise(torch.Tensor):
+class PendingGradient(torch.Tensor):
     """A gradient whose mean is still being computed; any operation on it waits for the mean.
 
     So code that needs gradients before the optimizer steps (clipping, a gradient scaler, a print) gets the
@@ -19,7 +19,7 @@ class Promise(torch.Tensor):
     _wait: Callable[[], None]
 
     @classmethod
-    def of(cls, mean: torch.Tensor, wait: Callable[[], None]) -> Self:
+    def create(cls, mean: torch.Tensor, wait: Callable[[], None]) -> Self:
         """Return a pending gradient whose value is in the memory of `mean` once `wait` has returned.
 
         Args:
@@ -35,10 +35,10 @@ class Promise(torch.Tensor):
     ) -> Any:
         """Wait, and call the function with plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = tree_map_only(cls, cls.kept, (args, kwargs or {}))
+            args, kwargs = tree_map_only(cls, cls.wait, (args, kwargs or {}))
             return function(*args, **kwargs)
 
-    def kept(self) -> torch.Tensor:
+    def wait(self) -> torch.Tensor:
         """Wait, and return the gradient as a plain tensor."""
         self._wait()
         with torch._C.DisableTorchFunctionSubclass():

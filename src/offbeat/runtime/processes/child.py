@@ -14,7 +14,8 @@ of `offbeat train`) is started by this Python interpreter and imports what this 
 - Of descriptors it gets standard input, output and error, and those passed by number. Where this process has
   no standard error, the child's is the null device: otherwise it would be the first file it opens.
 
-A user's own command is started as it is (`tied`): `offbeat run` runs a script as `python script.py` does.
+A user's own command is started as it is (`tied_command`): `offbeat run` runs a script as `python script.py`
+does.
 
 This module never waits for a child and never reads its output.
 """
@@ -28,7 +29,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from offbeat.errors import OffbeatError, explain
+from offbeat.errors import OffbeatError, describe_os_error
 
 _NOT_INHERITED: Final = ("PYTHONWARNINGS", "PYTHONINSPECT")
 _PR_SET_PDEATHSIG: Final = 1
@@ -48,7 +49,7 @@ except OSError as error:
 """
 
 
-def program(module: str, *arguments: str) -> list[str]:
+def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of offbeat, as `python -m` would, with this process's path.
 
     Raises:
@@ -59,7 +60,7 @@ def program(module: str, *arguments: str) -> list[str]:
     return [*_interpreter(), "-c", code, *arguments]
 
 
-def evaluation(code: str, *arguments: str) -> list[str]:
+def evaluation_command(code: str, *arguments: str) -> list[str]:
     """Return the command for Python code that runs the user's; it gets this process's options for warnings.
 
     Raises:
@@ -68,7 +69,7 @@ def evaluation(code: str, *arguments: str) -> list[str]:
     return [*_interpreter(warns=True), "-c", _path_code() + code, *arguments]
 
 
-def tied(command: Sequence[str]) -> list[str]:
+def tied_command(command: Sequence[str]) -> list[str]:
     """Return `command` changed so that the kernel kills it as soon as the thread that started it is gone.
 
     For a process that must not outlive its parent. Start it from a thread that lives as long as the process
@@ -80,11 +81,11 @@ def tied(command: Sequence[str]) -> list[str]:
     return [*_interpreter(), "-S", "-c", _TIED_CODE, str(os.getpid()), *command]
 
 
-def start(command: Sequence[str], name: str, *, is_detached: bool = False) -> subprocess.Popen[bytes]:
-    """Start a command made by `program`, with pipes to its standard input and from its output.
+def start_child(command: Sequence[str], name: str, *, is_detached: bool = False) -> subprocess.Popen[bytes]:
+    """Start a command made by `module_command`, with pipes to its standard input and from its output.
 
     Args:
-        command: to run; perhaps `tied`.
+        command: to run; perhaps `tied_command`.
         name: of the child, for errors.
         is_detached: it leads a session of its own, and gets no signals of this process's terminal.
 
@@ -105,7 +106,7 @@ def start(command: Sequence[str], name: str, *, is_detached: bool = False) -> su
 def start_evaluation(
     command: Sequence[str], name: str, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a command made by `evaluation`; its output goes where this process's output goes.
+    """Start a command made by `evaluation_command`; its output goes where this process's output goes.
 
     Args:
         command: to run.
@@ -127,7 +128,8 @@ def start_evaluation(
 
 
 def start_tied(command: Sequence[str], name: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a user's command `tied` to this thread, in a session of its own, with pipes from its output.
+    """Start a user's command `tied_command` to this thread, in a session of its own, with pipes from its
+    output.
 
     Args:
         command: to run.
@@ -138,7 +140,7 @@ def start_tied(command: Sequence[str], name: str, env: Mapping[str, str]) -> sub
         OffbeatError: it cannot be started; the text gives the cause and what to do.
     """
     return _popen(
-        tied(command),
+        tied_command(command),
         name,
         env,
         stdin=subprocess.DEVNULL,
@@ -155,7 +157,7 @@ def _popen(
     try:
         return subprocess.Popen(command, env=env, **options)
     except OSError as error:
-        raise OffbeatError(f"{name} did not start: {explain(error)}") from error
+        raise OffbeatError(f"{name} did not start: {describe_os_error(error)}") from error
 
 
 def _interpreter(*, warns: bool = False) -> list[str]:

@@ -28,7 +28,7 @@ _ACTIVITIES: Final = {
 }
 
 
-class Held:
+class DeferredSignals:
     """Context manager that defers the handlers of signals that usually end a program to the end of its block.
 
     In threads other than the main one, where no handler runs, nothing is deferred.
@@ -46,11 +46,11 @@ class Held:
         self._deferred: list[tuple[int, FrameType | None]] = []
 
     @property
-    def has_come(self) -> bool:
+    def has_signal(self) -> bool:
         """Whether a signal has arrived."""
         return bool(self._deferred)
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is threading.main_thread():
             try:
                 for number in _NUMBERS:

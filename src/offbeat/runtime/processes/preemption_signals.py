@@ -15,7 +15,7 @@ from typing import Any, Final
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 
-Handler = Callable[[int, FrameType | None], Any]
+SignalHandler = Callable[[int, FrameType | None], Any]
 
 
 class PreemptionSignals:
@@ -29,9 +29,9 @@ class PreemptionSignals:
     """
 
     def __init__(self) -> None:
-        self.name: str | None = None
+        self.signal_name: str | None = None
         self._pid = os.getpid()
-        self._before: dict[int, Handler | int] = {}
+        self._before: dict[int, SignalHandler | int] = {}
         self._is_restored = False
 
     def install(self) -> None:
@@ -58,8 +58,8 @@ class PreemptionSignals:
         is_recorded = (
             os.getpid() == self._pid and not self._is_restored
         )  # else in a forked process, or called by a handler of the program
-        if is_recorded and self.name is None:
-            self.name = signal.Signals(number).name
+        if is_recorded and self.signal_name is None:
+            self.signal_name = signal.Signals(number).name
         before = self._before[number]
         if callable(before):
             before(number, frame)

@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 
-A coordinator survives being killed in this way, together with `offbeat.runtime.journal`:
+A coordinator survives being killed in this way, together with `offbeat.runtime.control.journal`:
 
 1. The supervisor process opens what must survive: the listening sockets, the journal's files, the run log.
    It starts no thread, so that it can fork. Every child inherits these descriptors and they stay open as long

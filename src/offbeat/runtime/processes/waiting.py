@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 _RLock: Final[Any] = type(threading.RLock())
 
 
-class Condition(_RLock):  # type: ignore[misc]
+class SignalSafeCondition(_RLock):  # type: ignore[misc]
     """A reentrant lock and a condition, as `threading.Condition`."""
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class Condition(_RLock):  # type: ignore[misc]
             self._sleepers.popleft().release()
 
 
-class Flag:
+class SignalSafeEvent:
     """An event that is set once, as `threading.Event`."""
 
     def __init__(self) -> None:
-        self._changed = Condition()
+        self._changed = SignalSafeCondition()
         self._is_set = False
 
     def is_set(self) -> bool:

@@ -26,28 +26,28 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 
 from offbeat.errors import OffbeatError
-from offbeat.events import GroupAction, ServerLeaves, SpaceOpened
-from offbeat.numerics.ps.spaces import Filters, FilterSpec, Function, describe
+from offbeat.events import NamespaceRequested, ServerRemovalRequested, WorkerGroupAction
+from offbeat.numerics.ps.spaces import FilterSpec, NamespaceFilters, UserFunction, encode_namespace
 from offbeat.numerics.ps.tables import DENSE_KEYS_MAX, Aggregate
 from offbeat.numerics.ps.updates import Sum, Update
-from offbeat.policies.ps.hash_ring import Space
-from offbeat.runtime.ps.cluster import SILENT_S, LocalServers
+from offbeat.policies.ps.hash_ring import NamespaceSpec
+from offbeat.runtime.ps.cluster import SILENT_S_DEFAULT, LocalServers
 from offbeat.runtime.ps.future import TIMEOUT_S, Future
 from offbeat.runtime.ps.namespace import Namespace
-from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.ps.node import ClusterFile
 from offbeat.runtime.ps.packing import ARRAY_BYTES_MAX
-from offbeat.runtime.ps.requests import Requests
+from offbeat.runtime.ps.requests import InflightRequests
 from offbeat.runtime.ps.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from offbeat.numerics.ps.tensors import Tensor
-    from offbeat.runtime.ps.tensors import Tensors
+    from offbeat.runtime.ps.tensors import PsTensors
 
 _START_S: Final = 30.0
 _BLOCKS: Final = 64  # of a namespace, by default
 _NUMBERS: Final = 2**62  # of clients
 
-OnLoss: TypeAlias = Literal["error", "reset"]
+OnDataLoss: TypeAlias = Literal["error", "reset"]
 
 
 class PS:
@@ -77,38 +77,38 @@ class PS:
 
     def __init__(
         self,
-        cluster: Cluster | str | Path,
+        cluster: ClusterFile | str | Path,
         *,
         host: str | None = None,
         start_s: float = _START_S,
-        number: int | None = None,
+        client_id: int | None = None,
     ) -> None:
-        if number is not None and not 0 <= number < _NUMBERS:
-            raise ValueError(f"expected a client number from 0 to 2**62 - 1, got {number}")
-        self.cluster = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+        if client_id is not None and not 0 <= client_id < _NUMBERS:
+            raise ValueError(f"expected a client number from 0 to 2**62 - 1, got {client_id}")
+        self.cluster = cluster if isinstance(cluster, ClusterFile) else ClusterFile.read(cluster)
         self._local_servers: LocalServers | None = None
         self._pid = os.getpid()
-        self.number = secrets.randbelow(_NUMBERS) if number is None else operator.index(number)
+        self.client_id = secrets.randbelow(_NUMBERS) if client_id is None else operator.index(client_id)
         self._groups: dict[str, WorkerGroup] = {}
-        self._requests = Requests(
-            self.number,
+        self._requests = InflightRequests(
+            self.client_id,
             self.cluster,
             host=host or self.cluster.own_host(),
             start_s=start_s,
             on_group=self._on_group,
             on_end=self._end_groups,
         )
-        self._node, self._views = self._requests.node, self._requests.views
+        self._node, self._cluster_state = self._requests.node, self._requests.cluster_state
 
     @classmethod
     def local(
         cls,
         servers: int = 2,
         *,
-        copies: int = 2,
+        replicas: int = 2,
         functions: Sequence[str] = (),
         run_log: str | None = None,
-        silent_s: float = SILENT_S,
+        silent_s: float = SILENT_S_DEFAULT,
     ) -> PS:
         """Start a parameter server on this machine, which ends with this client; return the client.
 
@@ -124,7 +124,9 @@ class PS:
             ValueError: an argument out of range.
             OffbeatError: it does not start.
         """
-        owned = LocalServers(servers, copies=copies, functions=functions, run_log=run_log, silent_s=silent_s)
+        owned = LocalServers(
+            servers, copies=replicas, functions=functions, run_log=run_log, silent_s=silent_s
+        )
         try:
             ps = cls(owned.cluster, host="127.0.0.1")
         except BaseException:
@@ -136,13 +138,13 @@ class PS:
     @property
     def servers(self) -> list[int]:
         """The servers that hold data, by id, ascending."""
-        view = self._views.latest
+        view = self._cluster_state.latest
         return [] if view is None else list(view.ring.servers)
 
     @property
-    def is_settled(self) -> bool:
+    def is_rebalanced(self) -> bool:
         """Whether all servers have all data that they are to hold, and none is being added or removed."""
-        view = self._views.latest
+        view = self._cluster_state.latest
         return view is not None and not view.filling and view.target is None
 
     @property
@@ -163,14 +165,14 @@ class PS:
         name: str,
         keys: int,
         *,
-        update: Update | Function | None = None,
+        update: Update | UserFunction | None = None,
         aggregate: Aggregate | None = None,
         width: int = 0,
         dtype: Literal["float32", "float64"] = "float32",
         block_keys: int | None = None,
         push_filters: Iterable[FilterSpec] = (),
         pull_filters: Iterable[FilterSpec] = (),
-        on_loss: OnLoss | None = None,
+        on_loss: OnDataLoss | None = None,
     ) -> Namespace:
         """Open a namespace, or create it: keys 0 to `keys` - 1, all of them zero.
 
@@ -187,7 +189,7 @@ class PS:
             dtype: of the numbers.
             block_keys: neighbouring keys that are held together, and that one server sends to another in one
                 transfer; by default a 64th of all keys, or fewer if rows are long.
-            push_filters: applied to pushes, in this order: see `offbeat.numerics.filters`.
+            push_filters: applied to pushes, in this order: see `offbeat.numerics.ps.filters`.
             pull_filters: applied to the values of pulls, in this order.
             on_loss: what happens to keys when all servers that had them are gone: "error", every request for
                 them raises `LostKeysError`; "reset", they start again from zero, including those that are
@@ -200,14 +202,14 @@ class PS:
         """
         if not 1 <= keys < 2**63:
             raise ValueError(f"expected 1 to 2**63 - 1 keys, got {keys}")
-        filters = Filters(tuple(push_filters), tuple(pull_filters))
-        about = describe(
+        filters = NamespaceFilters(tuple(push_filters), tuple(pull_filters))
+        about = encode_namespace(
             update or Sum(), width=width, dtype=dtype, aggregate=aggregate or "sum", filters=filters
         )
         block_keys = _block_keys(keys, block_keys, np.dtype(dtype).itemsize * max(width, 1))
-        space = Space(name, keys, block_keys, about, aggregate is not None)
+        space = NamespaceSpec(name, keys, block_keys, about, aggregate is not None)
         self._open(space, update, on_loss)
-        combines = aggregate is None and not filters.push and not isinstance(update, Function)
+        combines = aggregate is None and not filters.push and not isinstance(update, UserFunction)
         return Namespace(self._requests, space, update or Sum(), width=width, dtype=dtype, combines=combines)
 
     def tensors(
@@ -215,10 +217,10 @@ class PS:
         name: str,
         named: Iterable[tuple[str, Tensor]],
         *,
-        update: Update | Function | None = None,
+        update: Update | UserFunction | None = None,
         aggregate: Aggregate | None = None,
-        on_loss: OnLoss | None = None,
-    ) -> Tensors:
+        on_loss: OnDataLoss | None = None,
+    ) -> PsTensors:
         """Open a namespace for dense tensors, or create it: one key per number, all of them zero.
 
         Args:
@@ -231,11 +233,11 @@ class PS:
             ValueError: tensors of different types, or of a type that servers do not store.
             OffbeatError: the name belongs to a different namespace.
         """
-        from offbeat.numerics.ps.tensors import Offsets  # these import torch, which takes a second
-        from offbeat.runtime.ps.tensors import Tensors
+        from offbeat.numerics.ps.tensors import TensorTable  # these import torch, which takes a second
+        from offbeat.runtime.ps.tensors import PsTensors
 
-        offsets = Offsets.of(named)
-        about = describe(
+        offsets = TensorTable.from_tensors(named)
+        about = encode_namespace(
             update or Sum(),
             width=0,
             dtype=offsets.dtype,
@@ -243,13 +245,13 @@ class PS:
             tensors=offsets.state_dict(),
         )
         block_keys = _block_keys(offsets.keys, None, np.dtype(offsets.dtype).itemsize)
-        space = Space(name, offsets.keys, block_keys, about, aggregate is not None)
+        space = NamespaceSpec(name, offsets.keys, block_keys, about, aggregate is not None)
         self._open(space, update, on_loss)
-        combines = aggregate is None and not isinstance(update, Function)
+        combines = aggregate is None and not isinstance(update, UserFunction)
         namespace = Namespace(
             self._requests, space, update or Sum(), width=0, dtype=offsets.dtype, combines=combines
         )
-        return Tensors(self._requests, namespace, offsets)
+        return PsTensors(self._requests, namespace, offsets)
 
     def join_group(
         self,
@@ -284,10 +286,10 @@ class PS:
         def leave() -> None:
             self._groups.pop(name, None)
 
-        group = WorkerGroup(name, self._node.name, self._node.tell, self.when_done, leave)
+        group = WorkerGroup(name, self._node.name, self._node.send_event, self.when_done, leave)
         self._groups[name] = group
-        if self._views.failure is not None:
-            group.end(self._views.failure)
+        if self._cluster_state.failure is not None:
+            group.on_end(self._cluster_state.failure)
         try:
             group.join(shards, on_worker_loss, patience_s, timeout_s)
         except BaseException:
@@ -355,8 +357,10 @@ class PS:
         """
         if self.servers == [server]:
             raise OffbeatError(f"expected a server that others can replace, got {server}, the only one")
-        self._node.tell(ServerLeaves(now_s=0.0, node=self._node.name, server=server))
-        self._views.wait_for(lambda: server not in self.servers, f"server {server} to leave", timeout_s)
+        self._node.send_event(ServerRemovalRequested(now_s=0.0, node=self._node.name, server=server))
+        self._cluster_state.wait_for(
+            lambda: server not in self.servers, f"server {server} to leave", timeout_s
+        )
 
     def wait_for_servers(self, count: int, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until so many servers hold data.
@@ -364,17 +368,17 @@ class PS:
         Raises:
             OffbeatError: that took longer than `timeout_s` seconds.
         """
-        self._views.wait_for(lambda: len(self.servers) >= count, f"{count} servers", timeout_s)
+        self._cluster_state.wait_for(lambda: len(self.servers) >= count, f"{count} servers", timeout_s)
 
-    def wait_until_settled(self, servers: Collection[int], timeout_s: float = TIMEOUT_S) -> None:
+    def wait_until_rebalanced(self, servers: Collection[int], timeout_s: float = TIMEOUT_S) -> None:
         """Wait until exactly these servers hold data, and all of them have all data that they are to hold.
 
         Raises:
             OffbeatError: that took longer than `timeout_s` seconds.
         """
         wanted = sorted(servers)
-        self._views.wait_for(
-            lambda: self.servers == wanted and self.is_settled, f"servers {wanted}", timeout_s
+        self._cluster_state.wait_for(
+            lambda: self.servers == wanted and self.is_rebalanced, f"servers {wanted}", timeout_s
         )
 
     def close(self) -> None:
@@ -396,13 +400,15 @@ class PS:
     ) -> None:
         self.close()
 
-    def _open(self, space: Space, update: Update | Function | None, on_loss: OnLoss | None) -> None:
-        views, name = self._views, space.name
+    def _open(
+        self, space: NamespaceSpec, update: Update | UserFunction | None, on_loss: OnDataLoss | None
+    ) -> None:
+        views, name = self._cluster_state, space.name
         views.forget_refusal(name)
         if views.space(name) != space or on_loss is not None:
-            function = update.path if isinstance(update, Function) else ""
-            self._node.tell(
-                SpaceOpened(
+            function = update.path if isinstance(update, UserFunction) else ""
+            self._node.send_event(
+                NamespaceRequested(
                     now_s=0.0,
                     node=self._node.name,
                     function=function,
@@ -412,7 +418,7 @@ class PS:
             )
         views.wait_unless_refused(
             name,
-            lambda: views.space(name) == space and not (on_loss == "reset" and views.has_lost(name)),
+            lambda: views.space(name) == space and not (on_loss == "reset" and views.has_lost_keys(name)),
             f"the namespace {name}",
             _START_S,
             problem=f"the namespace {name} cannot be opened",
@@ -420,14 +426,14 @@ class PS:
 
     # In the links' thread --------------------------------------------------------------------------------
 
-    def _on_group(self, action: GroupAction) -> None:
+    def _on_group(self, action: WorkerGroupAction) -> None:
         group = self._groups.get(action.group)
         if group is not None:
-            group.hear(action)
+            group.on_action(action)
 
     def _end_groups(self, cause: str) -> None:
         for group in list(self._groups.values()):
-            group.end(cause)
+            group.on_end(cause)
 
 
 def _block_keys(keys: int, block_keys: int | None, row_bytes: int) -> int:

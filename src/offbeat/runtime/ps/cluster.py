@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from offbeat.runtime.control.coordinator import Configuration, PolicySpec
-from offbeat.runtime.control.starting import new_secrets, start_coordinator, start_server
-from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.control.coordinator import CoordinatorConfiguration, PolicySpec
+from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator, start_server
+from offbeat.runtime.ps.node import ClusterFile
 from offbeat.runtime.ps.server import ServerConfiguration
 
-SILENT_S: Final = 10.0  # the same limit as for a worker
+SILENT_S_DEFAULT: Final = 10.0  # the same limit as for a worker
 _SILENT_S_MIN: Final = 2.0  # two intervals of the heartbeats that an idle node sends
 
 
@@ -31,13 +31,13 @@ class LocalServers:
         copies: int,
         functions: Sequence[str],
         run_log: str | None = None,
-        silent_s: float = SILENT_S,
+        silent_s: float = SILENT_S_DEFAULT,
     ) -> None:
         if servers < 1:
             raise ValueError(f"expected at least 1 server, got {servers}")
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._functions = tuple(functions)
-        self.cluster = start_cluster(
+        self.cluster = start_manager(
             servers, host="127.0.0.1", copies=copies, run_log=run_log, silent_s=silent_s
         )
         # Its thread lives as long as the servers: the kernel ends them with the thread that started them.
@@ -69,15 +69,15 @@ class LocalServers:
         self._starter.shutdown()
 
 
-def start_cluster(
+def start_manager(
     servers: int,
     *,
     host: str,
     copies: int = 2,
     virtual_nodes: int = 16,
     run_log: str | None = None,
-    silent_s: float = SILENT_S,
-) -> Cluster:
+    silent_s: float = SILENT_S_DEFAULT,
+) -> ClusterFile:
     """Start the manager of a parameter server that begins with so many servers.
 
     It runs for as long as there is a server or a client. A node from which it receives nothing for `silent_s`
@@ -89,7 +89,7 @@ def start_cluster(
     """
     if not silent_s > _SILENT_S_MIN:
         raise ValueError(f"expected silent_s to be more than {_SILENT_S_MIN:g} s, got {silent_s:g} s")
-    job, token = new_secrets()
+    job, token = new_job_id_and_token()
     arguments = {
         "servers": servers,
         "copies": copies,
@@ -97,7 +97,7 @@ def start_cluster(
         "silent_s": silent_s,
     }
     addresses = start_coordinator(
-        Configuration(
+        CoordinatorConfiguration(
             job=job,
             token=token,
             host=host,
@@ -106,4 +106,4 @@ def start_cluster(
             silent_s=silent_s,
         )
     )
-    return Cluster(job=job, token=token, manager=addresses)
+    return ClusterFile(job=job, token=token, manager=addresses)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from offbeat.errors import OffbeatError
-from offbeat.events import SpaceRefused
-from offbeat.policies.ps.hash_ring import Space
-from offbeat.policies.ps.messages import View
-from offbeat.runtime.processes.waiting import Condition
+from offbeat.events import RejectNamespace
+from offbeat.policies.ps.hash_ring import NamespaceSpec
+from offbeat.policies.ps.messages import PlacementView
+from offbeat.runtime.processes.waiting import SignalSafeCondition
 
 
-class Views:
+class ClusterState:
     """The manager's latest view, its refusals, and whether this client is still connected.
 
     Methods may be called by any thread.
@@ -25,12 +25,12 @@ class Views:
     """
 
     def __init__(self) -> None:
-        self.latest: View | None = None
+        self.latest: PlacementView | None = None
         self.failure: str | None = None
         self._refused: dict[str, str] = {}  # reason by namespace
-        self._changed = Condition()
+        self._changed = SignalSafeCondition()
 
-    def space(self, name: str) -> Space | None:
+    def space(self, name: str) -> NamespaceSpec | None:
         """Return the definition of the namespace of this name; None if there is none."""
         view = self.latest
         return None if view is None else view.spaces.get(name)
@@ -40,18 +40,18 @@ class Views:
         view = self.latest
         return {} if view is None else view.participants.get(name, {})
 
-    def has_lost(self, name: str) -> bool:
+    def has_lost_keys(self, name: str) -> bool:
         """Whether keys of a namespace are lost."""
         view = self.latest
         return view is not None and any(arc.namespace == name for arc in view.lost)
 
-    def unanswered(self, servers: Sequence[int]) -> str:
+    def describe_unanswered(self, servers: Sequence[int]) -> str:
         """Return that these servers have not answered, and which servers are silent, as text for errors."""
         text = f"{_named(servers)} {'has' if len(servers) == 1 else 'have'} not answered"
-        silent = () if self.latest is None else self.latest.silent
+        silent = () if self.latest is None else self.latest.silent_servers
         return f"{text}; the manager receives nothing from {_named(silent)}, and waits" if silent else text
 
-    def masters(self, name: str, first: int, last: int) -> str:
+    def describe_masters(self, name: str, first: int, last: int) -> str:
         """Return the masters of keys `first` to `last` - 1 of a namespace, as text for errors."""
         view = self.latest
         if view is None or name not in view.spaces:
@@ -107,19 +107,19 @@ class Views:
 
     # In the links' thread --------------------------------------------------------------------------------
 
-    def see(self, view: View) -> None:
+    def set_view(self, view: PlacementView) -> None:
         """Store a new view."""
         with self._changed:
             self.latest = view
             self._changed.notify_all()
 
-    def refuse(self, refused: SpaceRefused) -> None:
+    def set_refusal(self, refused: RejectNamespace) -> None:
         """Store the manager's refusal of a request for a namespace."""
         with self._changed:
             self._refused[refused.name] = refused.reason
             self._changed.notify_all()
 
-    def end(self, cause: str) -> bool:
+    def set_failure(self, cause: str) -> bool:
         """This client is out of the parameter server; return whether it was not before."""
         with self._changed:
             if self.failure is not None:

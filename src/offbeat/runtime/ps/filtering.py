@@ -18,23 +18,32 @@ from offbeat.numerics.ps.entries import Entries, Keys
 from offbeat.numerics.ps.filters import (
     KKT,
     Filter,
+    FilterBytes,
     FilterChain,
+    FilterMessage,
     KeyCaching,
-    Message,
-    Passed,
     UnknownKeysError,
 )
-from offbeat.numerics.ps.spaces import NO_FILTERS, Filters, make_filters
-from offbeat.policies.ps.hash_ring import Space
-from offbeat.policies.ps.messages import Copy, Inspected, Operation, Pull, Pulled, Push, Refused, Stale
-from offbeat.runtime.ps.packing import Encoded
+from offbeat.numerics.ps.spaces import NO_FILTERS, NamespaceFilters, decode_filters
+from offbeat.policies.ps.hash_ring import NamespaceSpec
+from offbeat.policies.ps.messages import (
+    InspectResult,
+    Operation,
+    Pull,
+    PullResult,
+    Push,
+    Rejected,
+    Replicate,
+    WrongMaster,
+)
+from offbeat.runtime.ps.packing import EncodedValues
 
 _RequestPart: TypeAlias = tuple[int, int, int]  # of a request: its number, first key and last key + 1
 
 _LISTS_MAX: Final = 256  # of keys that pulls list, remembered for each node and namespace
 
 
-class Filtering:
+class NodeFilters:
     """The filter chains of one node.
 
     Clients' pushes go through the namespace's filters for pushes, and their copies from servers to replicas
@@ -55,18 +64,18 @@ class Filtering:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._definitions: dict[str, Any] = {}  # by namespace
-        self._filters: dict[str, Filters] = {}  # by namespace, created on first use
+        self._filters: dict[str, NamespaceFilters] = {}  # by namespace, created on first use
         self._chains: dict[tuple[str, str, str], FilterChain] = {}  # by node, namespace and kind
         self._kkts: dict[str, KKT] = {}  # by namespace, where it is among the filters
         self._cachings: dict[tuple[str, str, str], KeyCaching] = {}  # by node, namespace and kind
         # By node, the requests that it has not answered: the namespace, and the keys that are listed.
-        self._asked: dict[str, dict[_RequestPart, list[tuple[str, Keys | None]]]] = {}
+        self._unanswered: dict[str, dict[_RequestPart, list[tuple[str, Keys | None]]]] = {}
         self._bytes_passed: dict[
-            tuple[str, str], dict[str, Passed]
+            tuple[str, str], dict[str, FilterBytes]
         ] = {}  # of removed chains and of key caching
         self._recreated = 0
 
-    def learn(self, spaces: Mapping[str, Space]) -> None:
+    def add_namespaces(self, spaces: Mapping[str, NamespaceSpec]) -> None:
         """Store the definitions of namespaces; invalid filters raise on first use, not here."""
         for name in spaces.keys() - self._definitions.keys():
             self._definitions[name] = spaces[name].about
@@ -86,7 +95,7 @@ class Filtering:
             raise ValueError(f"expected a namespace with a KKT filter of pushes, got {namespace}")
         return self._kkts[namespace]
 
-    def observe(self, message: Pulled) -> None:
+    def update_kkt(self, message: PullResult) -> None:
         """Update a KKT filter, if there is one, from the weights and gradients in an answer.
 
         Raises:
@@ -97,17 +106,17 @@ class Filtering:
             return
         if pulled.values.shape[1:] != (2,):
             raise ProtocolError(f"expected rows of weight and gradient, got values of {pulled.values.shape}")
-        kkt.learn(pulled.listed(), pulled.values[:, 0], pulled.values[:, 1])
+        kkt.update_skipped(pulled.listed(), pulled.values[:, 0], pulled.values[:, 1])
 
-    def forget(self, node: str) -> None:
+    def on_node_gone(self, node: str) -> None:
         """Drop the state kept for a node that is gone."""
         for key in [key for key in self._chains if key[0] == node]:
             self._end(key)
         for key in [key for key in self._cachings if key[0] == node]:
             del self._cachings[key]
-        self._asked.pop(node, None)
+        self._unanswered.pop(node, None)
 
-    def report(self, namespace: str) -> dict[str, dict[str, Passed]]:
+    def report(self, namespace: str) -> dict[str, dict[str, FilterBytes]]:
         """Return the bytes before and after each filter of a namespace at this node, by kind and name."""
         found = {
             kind: dict(passed) for (name, kind), passed in self._bytes_passed.items() if name == namespace
@@ -117,104 +126,110 @@ class Filtering:
                 _accumulate(found.setdefault(kind, {}), chain.report())
         return found
 
-    def encoded(self, node: str, message: Any) -> Any:
+    def encode(self, node: str, message: Any) -> Any:
         """Return a message as it is to be sent."""
-        if isinstance(message, Push) and message.wants_values:
+        if isinstance(message, Push) and message.returns_values:
             self._note_request(node, message, None)
         match message:
             case Push() if self._of(message.namespace).push:
                 return replace(message, content=self._encode_values(node, "push", message, message.time))
-            case Copy() if self._of(message.operation.namespace).copy:
+            case Replicate() if self._of(message.operation.namespace).replica_filters:
                 one = message.operation
                 content = self._encode_values(node, "copy", one, 0)
                 return replace(message, operation=replace(one, content=content))
             case Pull():
                 self._note_request(node, message, message.keys)
-                if message.keys is not None and self._of(message.namespace).caches_keys:
+                if message.keys is not None and self._of(message.namespace).caches_pull_keys:
                     return replace(message, keys=self._encode_keys(node, message, message.keys))
-            case Pulled() if message.content.keys is not None or self._of(message.namespace).pull:
+            case PullResult() if message.content.keys is not None or self._of(message.namespace).pull:
                 return _with_content(message, self._encode_answer(node, message))
         return message
 
-    def decoded(self, node: str, message: Any) -> Any:
+    def decode(self, node: str, message: Any) -> Any:
         """Return a received message with its filters undone, as far as they can be.
 
         Raises:
             ProtocolError: no node with the same filters sends such a message.
         """
         match message:
-            case Push() if isinstance(message.content, Encoded):
+            case Push() if isinstance(message.content, EncodedValues):
                 chain = self._chain(node, message.namespace, "push heard")
                 return replace(message, content=_decode(chain, message, message.content, message.time))
-            case Copy() if isinstance(message.operation.content, Encoded):
+            case Replicate() if isinstance(message.operation.content, EncodedValues):
                 one = message.operation
                 content = _decode(self._chain(node, one.namespace, "copy heard"), one, one.content, 0)
                 return replace(message, operation=replace(one, content=content))
-            case Pull() if isinstance(message.keys, Encoded):
-                if not self._of(message.namespace).caches_keys:
+            case Pull() if isinstance(message.keys, EncodedValues):
+                if not self._of(message.namespace).caches_pull_keys:
                     raise ProtocolError(f"expected unencoded keys of {message.namespace}, got encoded ones")
                 return replace(message, keys=self._decode_keys(node, message, message.keys))
-            case Pulled():
+            case PullResult():
                 return _with_content(message, self._decode_answer(node, message))
-            case Stale() | Refused():
+            case WrongMaster() | Rejected():
                 self._pop_request(node, message)
         return message
 
-    def _encode(self, key: tuple[str, str, str], message: Message) -> Encoded | Entries:
+    def _encode(self, key: tuple[str, str, str], message: FilterMessage) -> EncodedValues | Entries:
         try:
             return _encoded_from(self._chain(*key).encode(message))
         except ValueError:  # its filters may count unsent data as sent; a new chain starts empty
             self._end(key)
             return message.entries
 
-    def _encode_values(self, node: str, kind: str, part: Push | Operation, time: int) -> Encoded | Entries:
+    def _encode_values(
+        self, node: str, kind: str, part: Push | Operation, time: int
+    ) -> EncodedValues | Entries:
         key = node, part.namespace, kind
         content: Entries = part.content
-        if content.replaces:
+        if content.is_replacement:
             if key in self._chains:  # the receiver no longer has part its filters count as sent
                 self._end(key)
             return content
-        encoded = self._encode(key, Message.of(part.namespace, part.first, part.last, content, time=time))
-        encoded.terms = content.terms
+        encoded = self._encode(
+            key, FilterMessage.from_entries(part.namespace, part.first, part.last, content, time=time)
+        )
+        encoded.meta = content.meta
         return encoded
 
-    def _encode_answer(self, node: str, message: Pulled) -> Encoded | Entries:
+    def _encode_answer(self, node: str, message: PullResult) -> EncodedValues | Entries:
         content, filters = message.content, self._of(message.namespace)
         if not filters.pull or not len(content) or content.terms is not None:
             return Entries(message.first, content.values, None, content.terms)
-        known = content.listed() if filters.knows_keys else None
-        answer = Message.answering(message.namespace, content.values, known)
+        known = content.listed() if filters.needs_pull_keys else None
+        answer = FilterMessage.response(message.namespace, content.values, known)
         return self._encode((node, message.namespace, "pull"), answer)
 
-    def _decode_answer(self, node: str, message: Pulled) -> Entries:
+    def _decode_answer(self, node: str, message: PullResult) -> Entries:
         namespace, keys = self._pop_request(node, message)
         if namespace != message.namespace:
             raise ProtocolError(f"expected rows that were requested, got rows of {message.namespace}")
         content = message.content
         rows = message.last - message.first if keys is None else len(keys)
-        if isinstance(content, Encoded):
+        if isinstance(content, EncodedValues):
             known = None
-            if self._of(message.namespace).knows_keys:
+            if self._of(message.namespace).needs_pull_keys:
                 known = np.arange(message.first, message.last) if keys is None else keys
             arrived = _message_from(message.namespace, 0, max(1, rows), 0, content, known)
             content = _decode_with(self._chain(node, message.namespace, "pull heard"), arrived).entries
         if not isinstance(content, Entries) or len(content) != rows:
             raise ProtocolError(f"expected {rows} rows of {message.namespace}, got {content}")
-        states = {} if content.terms is None else content.terms.states or {}
+        states = {} if content.meta is None else content.meta.states or {}
         if any(one.shape != content.values.shape for one in states.values()):
             raise ProtocolError(
                 f"expected states of {message.namespace} with the shape of its values, got another shape"
             )
-        return Entries(message.first, content.values, keys, content.terms)
+        return Entries(message.first, content.values, keys, content.meta)
 
     def _note_request(self, node: str, message: Push | Pull, keys: Keys | None) -> None:
-        part = message.number, message.first, message.last
-        self._asked.setdefault(node, {}).setdefault(part, []).append((message.namespace, keys))
+        part = message.request, message.first, message.last
+        self._unanswered.setdefault(node, {}).setdefault(part, []).append((message.namespace, keys))
 
-    def _pop_request(self, node: str, message: Pulled | Stale | Refused) -> tuple[str | None, Keys | None]:
+    def _pop_request(
+        self, node: str, message: PullResult | WrongMaster | Rejected
+    ) -> tuple[str | None, Keys | None]:
         """Return the namespace and the keys of the request that this answers, if any; each once."""
-        requests = self._asked.get(node, {})
-        part = message.number, message.first, message.last
+        requests = self._unanswered.get(node, {})
+        part = message.request, message.first, message.last
         if part not in requests:
             return None, None
         request = requests[part].pop(0)
@@ -222,36 +237,40 @@ class Filtering:
             del requests[part]
         return request
 
-    def _encode_keys(self, node: str, pull: Pull, keys: Keys) -> Encoded:
+    def _encode_keys(self, node: str, pull: Pull, keys: Keys) -> EncodedValues:
         caching = self._caching(node, pull.namespace, "asked")
-        listing = Message(namespace=pull.namespace, first=pull.first, last=pull.last, keys=keys, values=None)
+        listing = FilterMessage(
+            namespace=pull.namespace, first=pull.first, last=pull.last, keys=keys, values=None
+        )
         encoded = caching.encode(listing)
         self._count_bytes(pull.namespace, "ask", caching, listing, encoded)
         return _encoded_from(encoded)
 
-    def _decode_keys(self, node: str, pull: Pull, keys: Encoded) -> Keys | None:
+    def _decode_keys(self, node: str, pull: Pull, keys: EncodedValues) -> Keys | None:
         caching = self._caching(node, pull.namespace, "asked here")
         arrived = _message_from(pull.namespace, pull.first, pull.last, 0, keys)
         listing = _decode_with(caching, arrived)
         self._count_bytes(pull.namespace, "ask heard", caching, arrived, listing)
         return listing.keys
 
-    def _count_bytes(self, namespace: str, kind: str, one: Filter, before: Message, after: Message) -> None:
+    def _count_bytes(
+        self, namespace: str, kind: str, one: Filter, before: FilterMessage, after: FilterMessage
+    ) -> None:
         _accumulate(
             self._bytes_passed.setdefault((namespace, kind), {}),
-            {one.name: Passed(before.size_bytes, after.size_bytes)},
+            {one.name: FilterBytes(before.size_bytes, after.size_bytes)},
         )
 
     def _end(self, key: tuple[str, str, str]) -> None:
         _accumulate(self._bytes_passed.setdefault(key[1:], {}), self._chains.pop(key).report())
         self._recreated += 1
 
-    def _of(self, namespace: str) -> Filters:
+    def _of(self, namespace: str) -> NamespaceFilters:
         found = self._filters.get(namespace)
         if found is None:
             if namespace not in self._definitions:
                 return NO_FILTERS
-            found = self._filters[namespace] = make_filters(self._definitions[namespace])
+            found = self._filters[namespace] = decode_filters(self._definitions[namespace])
             for spec in found.push:
                 if spec.kind == "KKT":
                     self._kkts[namespace] = KKT(**spec.arguments)
@@ -276,30 +295,30 @@ class Filtering:
         return caching
 
 
-def _accumulate(totals: dict[str, Passed], more: Mapping[str, Passed]) -> None:
+def _accumulate(totals: dict[str, FilterBytes], more: Mapping[str, FilterBytes]) -> None:
     for name, passed in more.items():
-        before = totals.get(name, Passed(0, 0))
-        totals[name] = Passed(before.in_bytes + passed.in_bytes, before.out_bytes + passed.out_bytes)
+        before = totals.get(name, FilterBytes(0, 0))
+        totals[name] = FilterBytes(before.in_bytes + passed.in_bytes, before.out_bytes + passed.out_bytes)
 
 
-def _decode(chain: FilterChain, part: Push | Operation, content: Encoded, time: int) -> Entries:
+def _decode(chain: FilterChain, part: Push | Operation, content: EncodedValues, time: int) -> Entries:
     entries = _decode_with(chain, _message_from(part.namespace, part.first, part.last, time, content)).entries
-    entries.terms = content.terms
+    entries.meta = content.meta
     return entries
 
 
-def _decode_with(filters: FilterChain | KeyCaching, arrived: Message) -> Message:
+def _decode_with(filters: FilterChain | KeyCaching, arrived: FilterMessage) -> FilterMessage:
     try:
         return filters.decode(arrived)
     except UnknownKeysError as error:  # channels lose nothing, so the peer never sent these keys
         raise ProtocolError(str(error)) from error
 
 
-def _with_content(message: Pulled, content: Encoded | Entries) -> Pulled:
-    if isinstance(message, Inspected):
+def _with_content(message: PullResult, content: EncodedValues | Entries) -> PullResult:
+    if isinstance(message, InspectResult):
         return replace(message, content=content)
-    return Pulled(
-        number=message.number,
+    return PullResult(
+        request=message.request,
         namespace=message.namespace,
         first=message.first,
         last=message.last,
@@ -307,21 +326,21 @@ def _with_content(message: Pulled, content: Encoded | Entries) -> Pulled:
     )
 
 
-def _encoded_from(message: Message) -> Encoded:
-    return Encoded(message.keys, message.values, message.body, message.notes)
+def _encoded_from(message: FilterMessage) -> EncodedValues:
+    return EncodedValues(message.keys, message.values, message.body, message.notes)
 
 
 def _message_from(
-    namespace: str, first: int, last: int, time: int, content: Encoded, known: Keys | None = None
-) -> Message:
+    namespace: str, first: int, last: int, time: int, content: EncodedValues, known: Keys | None = None
+) -> FilterMessage:
     try:
-        return Message(
+        return FilterMessage(
             namespace=namespace,
             first=first,
             last=last,
             time=time,
             keys=content.keys,
-            known=known,
+            known_keys=known,
             values=content.values,
             body=content.body,
             notes=content.notes,

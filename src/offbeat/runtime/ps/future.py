@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.processes.waiting import Flag
+from offbeat.runtime.processes.waiting import SignalSafeEvent
 
 TIMEOUT_S: Final = 60.0
 _CHECK_EVERY_S: Final = 0.25
@@ -18,7 +18,7 @@ _flag_creation: Final = threading.Lock()
 RunUntil = Callable[[Callable[[float], bool], Callable[[], bool], float], bool]
 """As `Loop.run_until`."""
 
-Span = tuple[str, int, int]
+NamespaceRange = tuple[str, int, int]
 """A namespace, and its keys `first` to `last` - 1."""
 
 
@@ -45,27 +45,27 @@ class Future:
         "_run_until",
         "_unanswered",
         "_value",
+        "callbacks",
         "error",
-        "followers",
         "is_done",
         "is_sent_push",
+        "label",
         "span",
-        "what",
     )
 
     def __init__(
         self,
-        what: str,
-        who: Callable[..., str],
+        label: str,
+        unanswered: Callable[..., str],
         run_until: RunUntil,
-        span: Span | None = None,
+        span: NamespaceRange | None = None,
     ) -> None:
         self.is_done = self.is_sent_push = False
-        self.what, self._unanswered, self._run_until, self.span = what, who, run_until, span
+        self.label, self._unanswered, self._run_until, self.span = label, unanswered, run_until, span
         self._value: Any = None
         self.error: Exception | None = None
-        self.followers: list[Callable[[], None]] = []
-        self._flag: Flag | None = None  # created when a thread blocks
+        self.callbacks: list[Callable[[], None]] = []
+        self._flag: SignalSafeEvent | None = None  # created when a thread blocks
 
     def result(self, timeout_s: float = TIMEOUT_S) -> Any:
         """Wait until the request is done, and return its result: for a pull the rows.
@@ -97,26 +97,26 @@ class Future:
     def _wait_on_flag(self, timeout_s: float) -> bool:
         with _flag_creation:
             if self._flag is None:
-                self._flag = Flag()
+                self._flag = SignalSafeEvent()
         if self.is_done:  # perhaps before the flag existed
             return True
         return self._flag.wait(timeout_s)
 
     def _overdue(self, timeout_s: float) -> OffbeatError:
-        return OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")
+        return OffbeatError(f"{self.label} is not done after {timeout_s:g} s: {self.describe_waiting()}")
 
-    def waits_for(self) -> str:
+    def describe_waiting(self) -> str:
         """Return which servers have not answered, as text for errors."""
         return self._unanswered() if self.span is None else self._unanswered(*self.span)
 
-    def finish(self, value: Any, error: Exception | None = None) -> None:
+    def set_result(self, value: Any, error: Exception | None = None) -> None:
         """Set the result or the error, and call the followers; in the links' thread."""
         if not self.is_done:
             self._value, self.error = value, error
             self.is_done = True
             if self._flag is not None:
                 self._flag.set()
-            if self.followers:
-                followers, self.followers = self.followers, []
+            if self.callbacks:
+                followers, self.callbacks = self.callbacks, []
                 for follow in followers:
                     follow()

@@ -15,7 +15,7 @@ from typing import Any, Final
 REQUEST_BYTES: Final = 512  # approximate memory of a request on a server, without its data
 
 
-class Window:
+class RequestWindow:
     """A limit of the bytes of unanswered requests.
 
     Each request belongs to an *account*. A request is admitted if the total stays within `bytes_max` bytes,
@@ -39,7 +39,7 @@ class Window:
         self._held: dict[str, deque[tuple[int, Any]]] = {}  # bytes and requests, by account
 
     @property
-    def holds(self) -> bool:
+    def has_held(self) -> bool:
         """Whether any request is held."""
         return bool(self._held)
 

@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.ps.ordered_channel import Channel, Packet
+from offbeat.policies.ps.ordered_channel import Packet, ReliableChannel
 from offbeat.runtime.ps.packing import Array, Packed, Packer, Unpacker
-from offbeat.runtime.transport.endpoint import STRETCH_S, Endpoint
+from offbeat.runtime.transport.endpoint import PROCESSING_SLICE_S, Endpoint
 from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES
 from offbeat.runtime.transport.inbox import OnData, OnShared
-from offbeat.runtime.transport.staging import MIN_STAGED_BYTES, Staging
+from offbeat.runtime.transport.staging import MIN_STAGED_BYTES, SlabSender
 
 _BATCH_BYTES: Final = MAX_MESSAGE_BYTES // 2  # of messages in a batch
 _LONG_BATCH_BYTES_MAX: Final = 2**31
@@ -82,7 +82,9 @@ class _IncomingBatch:
 class _PeerState:
     """The state kept for one peer."""
 
-    channel: Channel = field(default_factory=lambda: Channel(resend_s=_NEVER_S, resend_max_s=_NEVER_S))
+    channel: ReliableChannel = field(
+        default_factory=lambda: ReliableChannel(resend_s=_NEVER_S, resend_max_s=_NEVER_S)
+    )
     outgoing: deque[Any] = field(default_factory=deque)  # messages that are in no batch yet
     announced: dict[int, int] = field(default_factory=dict)  # bytes of arrays to be written, by tag
     announced_bytes: int = 0
@@ -94,23 +96,23 @@ class _PeerState:
     unacked_bytes: int = 0
 
 
-Place = Callable[[str, Any, Array], Array | None]
+PlaceArray = Callable[[str, Any, Array], Array | None]
 
 
-def nowhere(node: str, message: Any, array: Array) -> Array | None:
+def place_nowhere(node: str, message: Any, array: Array) -> Array | None:
     """Leave an array in its own memory."""
     return None
 
 
-Show = Callable[[str, Any, Array, Array], bool]
+ShareArray = Callable[[str, Any, Array, Array], bool]
 
 
-def never(node: str, message: Any, array: Array, shown: Array) -> bool:
+def share_never(node: str, message: Any, array: Array, shown: Array) -> bool:
     """Let every array be copied."""
     return False
 
 
-class Post:
+class Messenger:
     """The messages between a node and its peers.
 
     Args:
@@ -130,20 +132,20 @@ class Post:
         endpoint: Endpoint,
         kinds: Collection[type],
         on_message: Callable[[str, Any], None],
-        place: Place = nowhere,
+        place: PlaceArray = place_nowhere,
         gather: Callable[[], None] = lambda: None,
-        show: Show = never,
+        share: ShareArray = share_never,
     ) -> None:
         self._endpoint, self._on_message = endpoint, on_message
-        self._place, self._gather, self._show = place, gather, show
+        self._place, self._gather, self._share = place, gather, share
         self._packer, self._unpacker = Packer(), Unpacker(kinds)
         self._encoder = msgspec.msgpack.Encoder()
-        self._known: dict[str, _PeerState] = {}
+        self._peers: dict[str, _PeerState] = {}
         self._to_write: list[str] = []
         self._is_about_to_write = False
-        self._staging = Staging(endpoint)
+        self._staging = SlabSender(endpoint)
         self._tag = 0
-        self._stretch_s = STRETCH_S
+        self._delivery_limit_s = PROCESSING_SLICE_S
 
     def send(self, to: str, message: Any) -> None:
         """Queue a message; it is sent in a batch when the links' thread has nothing else to do."""
@@ -156,9 +158,9 @@ class Post:
         """Gather and write as soon as no received data are waiting."""
         if not self._is_about_to_write:
             self._is_about_to_write = True
-            self._endpoint.when_idle(self._write_all)
+            self._endpoint.call_when_idle(self._write_all)
 
-    def hear(self, peer: str, payload: bytes) -> None:
+    def on_message(self, peer: str, payload: bytes) -> None:
         """Process a control message of a peer other than the coordinator.
 
         Raises:
@@ -175,7 +177,7 @@ class Post:
         if batch.connection > state.connection:
             state.connection = batch.connection
             state.incoming.clear()
-            self._write(peer, state, state.channel.again(_NOW_S))
+            self._write(peer, state, state.channel.on_reconnected(_NOW_S))
         if batch.number < 0:
             return
         if batch.long_bytes:
@@ -191,32 +193,32 @@ class Post:
         else:
             self._deliver(peer, state)
 
-    def lost(self, peer: str) -> None:
+    def on_lost(self, peer: str) -> None:
         """A connection broke; incomplete batches on it will be received again."""
-        self._staging.lost(peer)
-        state = self._known.get(peer)
+        self._staging.on_peer_lost(peer)
+        state = self._peers.get(peer)
         if state is not None:
             state.incoming.clear()
             state.announced.clear()
             state.announced_bytes = 0
 
-    def again(self, peer: str) -> None:
+    def on_reconnected(self, peer: str) -> None:
         """Send again, on a new connection, all batches that may have been lost; the peer does the same."""
         state = self._peer_state(peer)
         state.connection += 1
-        self._write(peer, state, state.channel.again(_NOW_S))
+        self._write(peer, state, state.channel.on_reconnected(_NOW_S))
 
-    def forget(self, peer: str) -> None:
+    def on_peer_gone(self, peer: str) -> None:
         """Drop everything that is kept for a peer that is gone."""
-        self._known.pop(peer, None)
-        self._staging.lost(peer)
+        self._peers.pop(peer, None)
+        self._staging.on_peer_lost(peer)
 
     # Sending ---------------------------------------------------------------------------------------------
 
     def _peer_state(self, peer: str) -> _PeerState:
-        state = self._known.get(peer)
+        state = self._peers.get(peer)
         if state is None:
-            state = self._known[peer] = _PeerState()
+            state = self._peers[peer] = _PeerState()
         return state
 
     def _write_soon(self, peer: str) -> None:
@@ -228,7 +230,7 @@ class Post:
         self._is_about_to_write = False
         peers, self._to_write = self._to_write, []
         for peer in peers:
-            state = self._known.get(peer)
+            state = self._peers.get(peer)
             if state is None:
                 continue
             if state.outgoing and state.announced_bytes < _ANNOUNCED_BYTES_MAX:
@@ -243,12 +245,12 @@ class Post:
         """Send batches; without any, a standalone acknowledgement."""
         state.unacked = state.unacked_bytes = 0
         if not packets:
-            batch = _Batch(state.connection, state.channel.received, -1, 0, 0, _NONE)
+            batch = _Batch(state.connection, state.channel.received_count, -1, 0, 0, _NONE)
             self._endpoint.send(peer, self._encoder.encode(batch))
         for packet in packets:
             packed: Packed = packet.message
-            arrays: list[Array | bytes] = list(packed.beside)
-            batch = _Batch(state.connection, packet.received, packet.number, self._tag, 0, packed.messages)
+            arrays: list[Array | bytes] = list(packed.attachments)
+            batch = _Batch(state.connection, packet.ack, packet.number, self._tag, 0, packed.messages)
             long_bytes = len(memoryview(packed.messages))
             if long_bytes > _BATCH_BYTES:
                 batch.long_bytes, batch.messages = long_bytes, _NONE
@@ -263,10 +265,10 @@ class Post:
         state.announced_bytes += len(data)
         done = partial(self._on_written, peer, state, tag)
         is_shared = len(data) >= MIN_STAGED_BYTES and self._endpoint.shares_memory(peer)
-        if is_shared and not self._endpoint.is_lent(data):
-            self._staging.put(peer, tag, data, done)
+        if is_shared and not self._endpoint.is_exported(data):
+            self._staging.send_tensor(peer, tag, data, done)
         else:
-            self._endpoint.put(peer, tag, data, done=done, whole=True)
+            self._endpoint.send_tensor(peer, tag, data, on_done=done, uses_long_frames=True)
 
     def _on_written(self, peer: str, state: _PeerState, tag: int) -> None:
         """An array has been written."""
@@ -326,7 +328,7 @@ class Post:
         if is_next:
             view = np.frombuffer(source, array.dtype).reshape(array.shape)
             view.flags.writeable = False
-        if not (is_next and self._show(peer, incoming.messages[-1], array, view)):
+        if not (is_next and self._share(peer, incoming.messages[-1], array, view)):
             memoryview(array).cast("B")[offset : offset + len(source)] = source  # type: ignore[arg-type]
         if not incoming.missing_bytes:
             self._deliver(peer, state, at_once=is_next)
@@ -335,7 +337,7 @@ class Post:
         self, peer: str, tag: int, into: memoryview, on_data: OnData, shown: OnShared | None = None
     ) -> None:
         try:
-            self._endpoint.expect(peer, tag, into, on_data, shown)
+            self._endpoint.post_receive(peer, tag, into, on_data, shown)
         except ValueError as error:  # the tag was chosen by the peer
             raise ProtocolError(str(error)) from None
 
@@ -347,13 +349,13 @@ class Post:
         """
         while state.incoming and not state.incoming[0].missing_bytes:
             incoming = state.incoming.popleft()
-            for messages in state.channel.take(incoming.number, incoming.messages):
+            for messages in state.channel.accept(incoming.number, incoming.messages):
                 state.due.extend(messages)
             state.unacked += 1
             state.unacked_bytes += incoming.size_bytes
         rejection: ProtocolError | None = None
-        limit_s = monotonic() + self._stretch_s
-        while state.due and self._known.get(peer) is state:
+        limit_s = monotonic() + self._delivery_limit_s
+        while state.due and self._peers.get(peer) is state:
             try:
                 self._on_message(peer, state.due.popleft())
             except ProtocolError as error:
@@ -373,14 +375,14 @@ class Post:
         self._write_all()
         if not state.is_deferred:
             state.is_deferred = True
-            self._endpoint.call(self._resume, peer, state)
+            self._endpoint.call_soon(self._resume, peer, state)
 
     def _resume(self, peer: str, state: _PeerState) -> None:
         state.is_deferred = False
         try:
             self._deliver(peer, state)
         except ProtocolError as error:
-            self._endpoint.accuse(peer, error)
+            self._endpoint.fail_peer(peer, error)
 
 
 def _drained(messages: deque[Any]) -> Iterator[Any]:

@@ -17,21 +17,21 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.ps.entries import (
     Entries,
     Keys,
+    PushMeta,
     Rows,
-    Settings,
-    Terms,
-    problem_of,
-    problem_of_rows,
+    UpdateSettings,
+    find_problem,
+    find_rows_problem,
 )
-from offbeat.numerics.ps.filters import Passed
-from offbeat.numerics.ps.spaces import Function
+from offbeat.numerics.ps.filters import FilterBytes
+from offbeat.numerics.ps.spaces import UserFunction
 from offbeat.numerics.ps.tables import check_states, check_weight
 from offbeat.numerics.ps.updates import Update, with_settings
-from offbeat.policies.ps.hash_ring import Space
+from offbeat.policies.ps.hash_ring import NamespaceSpec
 from offbeat.runtime.ps.future import TIMEOUT_S, Future
 from offbeat.runtime.ps.packing import ARRAY_BYTES_MAX
 from offbeat.runtime.ps.push_coalescer import SMALL_BYTES_MAX
-from offbeat.runtime.ps.requests import Requests
+from offbeat.runtime.ps.requests import InflightRequests
 
 
 class Namespace:
@@ -43,9 +43,9 @@ class Namespace:
 
     def __init__(
         self,
-        requests: Requests,
-        space: Space,
-        update: Update | Function,
+        requests: InflightRequests,
+        space: NamespaceSpec,
+        update: Update | UserFunction,
         *,
         width: int,
         dtype: str,
@@ -69,7 +69,7 @@ class Namespace:
         first: int = 0,
         last: int | None = None,
         weight: float = 1.0,
-        settings: Settings | None = None,
+        settings: UpdateSettings | None = None,
         time: int | None = None,
         after: Iterable[Future] = (),
         may_wait: bool = True,
@@ -114,7 +114,7 @@ class Namespace:
         if is_plain and may_wait and after == () and self._combines and rows.nbytes <= SMALL_BYTES_MAX:
             is_within = 0 <= first < first + len(rows) <= self.keys
             if is_within and not self._requests.is_in_iteration:  # the fast path: such pushes are many
-                return self._requests.push_at_once(self._push_label, self.name, Entries(first, rows))
+                return self._requests.push_fast(self._push_label, self.name, Entries(first, rows))
         self._check_size(1 if keys is None else len(rows))
         listed = None if keys is None else self._listed(keys)
         if listed is not None and len(listed) != len(rows):
@@ -126,7 +126,7 @@ class Namespace:
         begin, end = self._range(first, last)
         content = Entries(begin, rows, listed)
         if listed is None:
-            problem = problem_of_rows(content, begin, end)
+            problem = find_rows_problem(content, begin, end)
         elif not len(listed) or (begin <= listed[0] and listed[-1] < end):
             problem = ""
         else:
@@ -134,7 +134,7 @@ class Namespace:
         if problem:
             raise ValueError(problem)
         if weight != 1.0 or settings is not None:
-            content.terms = self._terms(weight, settings)
+            content.meta = self._terms(weight, settings)
         return self._push(content, begin, end, time, after, may_wait=may_wait)
 
     def put(
@@ -170,12 +170,12 @@ class Namespace:
         for name, one in given.items():
             if one.shape != rows.shape:
                 raise ValueError(f"expected {name} of shape {rows.shape}, like the values, got {one.shape}")
-        if not isinstance(self._update, Function):
+        if not isinstance(self._update, UserFunction):
             check_states(self._update, given)
         if not len(rows):
             return self._finished(None, after)
         begin, end = self._range(first, first + len(rows))
-        return self._push(Entries(begin, rows, None, Terms(states=given)), begin, end, time, after)
+        return self._push(Entries(begin, rows, None, PushMeta(states=given)), begin, end, time, after)
 
     def pull(
         self,
@@ -234,13 +234,13 @@ class Namespace:
             size_bytes=(end - begin if listed is None else len(listed)) * arrays * self._values_bytes,
         )
 
-    def report(self) -> dict[str, dict[str, Passed]]:
+    def filter_report(self) -> dict[str, dict[str, FilterBytes]]:
         """Return the bytes before and after each filter at this client, by kind of message and filter.
 
         The kinds are "push"; "ask" for the keys that pulls list; "pull heard" for filters that are undone
         here.
         """
-        found: dict[str, dict[str, Passed]] = self._requests.in_order(
+        found: dict[str, dict[str, FilterBytes]] = self._requests.call_in_order(
             lambda: self._requests.node.filtering.report(self.name)
         )
         return found
@@ -259,9 +259,9 @@ class Namespace:
             ValueError: the namespace has no such filter, or the margin is invalid.
             OffbeatError: this client is out of the parameter server.
         """
-        self._requests.in_order(lambda: self._requests.node.filtering.kkt(self.name).set_margin(margin))
+        self._requests.call_in_order(lambda: self._requests.node.filtering.kkt(self.name).set_margin(margin))
 
-    def active(self, keys: ArrayLike) -> NDArray[np.bool_]:
+    def active_keys(self, keys: ArrayLike) -> NDArray[np.bool_]:
         """Return which keys the KKT filter does not skip in pushes; the others need no computation.
 
         Keys that are not pushed at all do not count as skipped in the report.
@@ -274,12 +274,12 @@ class Namespace:
             OffbeatError: this client is out of the parameter server.
         """
         listed = self._listed(keys)
-        found: NDArray[np.bool_] = self._requests.in_order(
+        found: NDArray[np.bool_] = self._requests.call_in_order(
             lambda: self._requests.node.filtering.kkt(self.name).active(listed)
         )
         return found
 
-    def take_part(self, clients: int = 1, timeout_s: float = TIMEOUT_S) -> int:
+    def join_aggregation(self, clients: int = 1, timeout_s: float = TIMEOUT_S) -> int:
         """Take part in a namespace that aggregates, and wait for so many participants, this one included.
 
         A client that pushes without this call takes part from then on. Clients that are to begin together
@@ -293,13 +293,13 @@ class Namespace:
             OffbeatError: the namespace does not aggregate, this client has withdrawn, or there were fewer
                 participants after `timeout_s` seconds.
         """
-        requests, views, name = self._requests, self._requests.views, self.name
+        requests, views, name = self._requests, self._requests.cluster_state, self.name
 
         def is_complete() -> bool:
             participants = views.participants(name)
-            return requests.number in participants and len(participants) >= clients
+            return requests.client_id in participants and len(participants) >= clients
 
-        requests.enlist(name).result(timeout_s)
+        requests.join_aggregation(name).result(timeout_s)
         views.wait_unless_refused(
             name,
             is_complete,
@@ -307,28 +307,28 @@ class Namespace:
             timeout_s,
             problem=f"cannot take part in {name}",
         )
-        return views.participants(name)[requests.number]
+        return views.participants(name)[requests.client_id]
 
     @property
     def participants(self) -> tuple[int, ...]:
         """The numbers of the clients that take part in a namespace that aggregates, ascending."""
-        return tuple(sorted(self._requests.views.participants(self.name)))
+        return tuple(sorted(self._requests.cluster_state.participants(self.name)))
 
-    def wait_until_left(self, timeout_s: float = TIMEOUT_S) -> None:
+    def wait_for_all_left(self, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until no participant is left: everything that was pushed is done then.
 
         Raises:
             OffbeatError: that took longer than `timeout_s` seconds; names the participants that are left.
         """
         try:
-            self._requests.views.wait_for(
+            self._requests.cluster_state.wait_for(
                 lambda: not self.participants, f"all participants to leave {self.name}", timeout_s
             )
         except OffbeatError as error:
             left = ", ".join(f"client {one}" for one in self.participants)
             raise OffbeatError(f"{error}; participants left: {left or 'none'}") from None
 
-    def withdraw(self, timeout_s: float = TIMEOUT_S) -> None:
+    def leave_aggregation(self, timeout_s: float = TIMEOUT_S) -> None:
         """Stop pushing to a namespace that aggregates, so that its sums no longer wait for this client.
 
         It cannot take part again.
@@ -336,11 +336,11 @@ class Namespace:
         Raises:
             OffbeatError: pushes to it are not done.
         """
-        self._requests.withdraw(self.name).result(timeout_s)
+        self._requests.leave_aggregation(self.name).result(timeout_s)
 
-    def withdraw_after(self, requests: Iterable[Future]) -> Future:
+    def leave_aggregation_after(self, requests: Iterable[Future]) -> Future:
         """Withdraw once these requests are done, without blocking; the future fails if one of them fails."""
-        return self._requests.withdraw(self.name, requests)
+        return self._requests.leave_aggregation(self.name, requests)
 
     def _push(
         self,
@@ -363,7 +363,7 @@ class Namespace:
             last,
             chosen,
             after,
-            may_combine=self._combines and chosen is None and content.keys is None and content.terms is None,
+            may_combine=self._combines and chosen is None and content.keys is None and content.meta is None,
             may_wait=may_wait,
         )
 
@@ -373,16 +373,16 @@ class Namespace:
             raise ValueError(f"expected rows of shape {self._shape}, got values of {rows.shape}")
         return rows
 
-    def _terms(self, weight: float, settings: Settings | None) -> Terms:
+    def _terms(self, weight: float, settings: UpdateSettings | None) -> PushMeta:
         check_weight(weight)
         if weight != 1.0 and not self._aggregates:
             raise ValueError(f"expected no weight where pushes are not aggregated, got {weight}")
         if settings is None:
-            return Terms(float(weight))
-        if isinstance(self._update, Function):
+            return PushMeta(float(weight))
+        if isinstance(self._update, UserFunction):
             raise ValueError(f"expected no settings for a user-defined function, got {dict(settings)}")
         changed = with_settings(self._update, settings)
-        return Terms(float(weight), {name: getattr(changed, name) for name in settings})
+        return PushMeta(float(weight), {name: getattr(changed, name) for name in settings})
 
     def _check_size(self, rows: int) -> None:
         """Check that so many rows, or their keys, fit into one array; ranges travel in pieces anyway."""
@@ -397,7 +397,7 @@ class Namespace:
         if found.dtype.kind not in "iu" and len(found):
             raise ValueError(f"expected integers as keys, got {found.dtype}")
         listed: Keys = found.astype(np.int64, copy=False)
-        if problem := problem_of(Entries(0, listed, listed), 0, self.keys):
+        if problem := find_problem(Entries(0, listed, listed), 0, self.keys):
             raise ValueError(f"{problem}; sort the keys, and add up rows of equal keys")
         return listed
 
@@ -409,7 +409,7 @@ class Namespace:
     @property
     def _states(self) -> tuple[str, ...]:
         """Names of the states that the update keeps; none for a function, whose states are unknown here."""
-        return () if isinstance(self._update, Function) else tuple(self._update.states)
+        return () if isinstance(self._update, UserFunction) else tuple(self._update.states)
 
     def _finished(self, value: Any, after: Iterable[Future]) -> Future:
         return self._requests.when_done(after, lambda: value)

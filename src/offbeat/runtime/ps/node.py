@@ -18,35 +18,35 @@ import numpy as np
 
 from offbeat.errors import LinkError, OffbeatError
 from offbeat.events import (
-    ClientGone,
+    AbortJob,
+    AssignTask,
     CloseServers,
+    ClusterView,
     Event,
-    GroupAction,
-    GroupViewed,
+    ForgetClient,
     NodeJoined,
     NodeLeft,
     PassesEnded,
-    Refuse,
-    ServerMissed,
-    ServerReached,
-    SpaceRefused,
-    Stop,
-    TaskIssued,
-    Viewed,
-    WorkerRefused,
+    RejectNamespace,
+    RejectPeer,
+    ServerReachable,
+    ServerUnreachable,
+    WorkerGroupAction,
+    WorkerGroupRejected,
+    WorkerGroupView,
 )
-from offbeat.policies.ps.manager import view_of
-from offbeat.policies.ps.messages import View
-from offbeat.runtime.control.channel import ControlLine
+from offbeat.policies.ps.manager import view_from_action
+from offbeat.policies.ps.messages import PlacementView
+from offbeat.runtime.control.channel import ControlChannel
 from offbeat.runtime.control.coordinator import Coordinator
-from offbeat.runtime.control.outages import OutageNotes
-from offbeat.runtime.ps.filtering import Filtering
-from offbeat.runtime.ps.messenger import Place, Post, Show, never, nowhere
+from offbeat.runtime.control.outages import OutageLog
+from offbeat.runtime.ps.filtering import NodeFilters
+from offbeat.runtime.ps.messenger import Messenger, PlaceArray, ShareArray, place_nowhere, share_never
 from offbeat.runtime.ps.packing import TO_CLIENT, TO_SERVER, Array
 from offbeat.runtime.transport import addresses as places
-from offbeat.runtime.transport.buffer_pool import Buffer, Buffers
+from offbeat.runtime.transport.buffer_pool import Buffer, BufferPool
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.runtime.transport.shared_memory import MAX_UNREAD_BYTES, UNREAD_BYTES
+from offbeat.runtime.transport.shared_memory import MAX_UNACKED_BYTES, UNACKED_BYTES
 from offbeat.runtime.transport.staging import MIN_STAGED_BYTES
 
 # The manager decides which nodes are lost: nodes keep their sessions with servers for as long as these are in
@@ -57,7 +57,7 @@ _RETRY_S: Final = 0.2  # after which a node that refused a connection is tried a
 _GOODBYE_S: Final = 5.0
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
     """The location and the credentials of a parameter server. They permit everything on it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     manager: tuple[str, ...]
 
     @classmethod
-    def read(cls, path: str | Path) -> Cluster:
+    def read(cls, path: str | Path) -> ClusterFile:
         """Read a cluster file.
 
         Raises:
@@ -87,7 +87,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     def own_host(self) -> str:
         """Return this host's address as the cluster's nodes reach it."""
-        hosts = [address.host for address in map(places.parse, self.manager) if address.host]
+        hosts = [address.host for address in map(places.parse_address, self.manager) if address.host]
         return places.own_address(hosts[0]) if hosts else "127.0.0.1"
 
     def write(self, path: str | Path) -> None:
@@ -97,7 +97,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             file.write(msgspec.json.encode(self) + b"\n")
 
 
-class Node:
+class PsNode:
     """A server or a client.
 
     All callbacks run in the links' thread, and all methods except `close` must be called there.
@@ -110,7 +110,7 @@ class Node:
         on_message: (node, message) from a server or a client; may raise ProtocolError.
         on_refused: the manager has refused a namespace that this node requested.
         on_group: the manager has sent an action for a group of workers.
-        place, gather, show: see `Post`.
+        place, gather, show: see `Messenger`.
         on_close: the job to which the servers belong is over.
         on_gone: this node is no longer part of the cluster, with the cause; called once.
         functions: import paths of the user-defined updates that a server has.
@@ -120,18 +120,18 @@ class Node:
     def __init__(
         self,
         name: str,
-        cluster: Cluster,
+        cluster: ClusterFile,
         *,
         host: str,
-        on_view: Callable[[View], None],
+        on_view: Callable[[PlacementView], None],
         on_message: Callable[[str, Any], None],
         on_gone: Callable[[str], None],
-        on_refused: Callable[[SpaceRefused], None] = lambda refused: None,
-        on_group: Callable[[GroupAction], None] = lambda said: None,
+        on_refused: Callable[[RejectNamespace], None] = lambda refused: None,
+        on_group: Callable[[WorkerGroupAction], None] = lambda said: None,
         on_close: Callable[[], None] = lambda: None,
-        place: Place = nowhere,
+        place: PlaceArray = place_nowhere,
         gather: Callable[[], None] = lambda: None,
-        show: Show = never,
+        share: ShareArray = share_never,
         functions: tuple[str, ...] = (),
         unix: bool = True,
     ) -> None:
@@ -147,52 +147,54 @@ class Node:
             name,
             job=cluster.job,
             token=cluster.token,
-            on_message=self._hear,
-            on_lost=self._lost,
+            on_message=self._on_control,
+            on_lost=self._on_lost,
             on_left=self._on_left,
             on_unreachable=self._unreachable,
             on_reachable=self._reachable,
-            on_error=lambda error: self._end(f"the links of {name} failed: {error!r}"),
+            on_error=lambda error: self._disconnect(f"the links of {name} failed: {error!r}"),
             host=host,
             unix=unix,
             silent_s=_MANAGER_SILENT_S,
-            spins=is_server,
-            unread_bytes=MAX_UNREAD_BYTES if is_server else UNREAD_BYTES,
+            busy_polls=is_server,
+            unacked_bytes=MAX_UNACKED_BYTES if is_server else UNACKED_BYTES,
         )
-        self._notes = OutageNotes(name, self.endpoint.later)
+        self._notes = OutageLog(name, self.endpoint.call_later)
         kinds = TO_SERVER if is_server else TO_CLIENT
-        self.post = Post(self.endpoint, kinds, on_message, place, gather, show)
-        self.filtering = Filtering(crc32(name.encode()))
-        self._buffers = Buffers(self._allocate, lambda buffer: self.endpoint.is_read(buffer.data))
-        self._control = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
+        self.messenger = Messenger(self.endpoint, kinds, on_message, place, gather, share)
+        self.filtering = NodeFilters(crc32(name.encode()))
+        self._buffers = BufferPool(self._allocate, lambda buffer: self.endpoint.has_readers(buffer.data))
+        self._control = ControlChannel(
+            self.endpoint, Coordinator.NAME, cluster.manager, on_coordinator_gone=self._disconnect
+        )
         self._functions = functions
 
     def join(self) -> None:
         """Report this node to the manager; no callback is called before."""
         addresses = self.endpoint.addresses
-        self.tell(NodeJoined(now_s=0.0, node=self.name, addresses=addresses, functions=self._functions))
+        self.send_event(NodeJoined(now_s=0.0, node=self.name, addresses=addresses, functions=self._functions))
 
-    def tell(self, *events: Event) -> None:
+    def send_event(self, *events: Event) -> None:
         """Send events to the manager; never blocks."""
-        self._control.tell(*events)
+        self._control.send(*events)
 
     def send(self, to: str, message: Any) -> None:
         """Send a message to a server or a client, encoded by its namespace's filters."""
-        self.post.send(to, self.filtering.encoded(to, message))
+        self.messenger.send(to, self.filtering.encode(to, message))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an uninitialized array for data that will be sent.
 
         If it is large, nodes on this host read it in place.
         """
-        return self._buffers.array(shape, dtype)
+        return self._buffers.allocate_array(shape, dtype)
 
     def close(self) -> None:
         """Leave the cluster and close the links."""
         if not self._is_over:
             self._is_over = True
-            self.tell(NodeLeft(now_s=0.0, node=self.name))
-            self._control.settle(_GOODBYE_S)
+            self.send_event(NodeLeft(now_s=0.0, node=self.name))
+            self._control.wait_until_acked(_GOODBYE_S)
         self.endpoint.close()
 
     # In the links' thread --------------------------------------------------------------------------------
@@ -202,94 +204,96 @@ class Node:
             return np.empty(size_bytes, np.uint8)
         return np.frombuffer(self.endpoint.allocate(size_bytes), np.uint8)
 
-    def _hear(self, peer: str, payload: bytes) -> None:
+    def _on_control(self, peer: str, payload: bytes) -> None:
         if peer != Coordinator.NAME:
             if peer not in self._gone:
                 if self._reported_missing:
                     self._reachable(peer)
-                self.post.hear(peer, payload)
+                self.messenger.on_message(peer, payload)
             return
-        for action in self._control.hear(payload):
+        for action in self._control.receive(payload):
             match action:
-                case Viewed():
+                case ClusterView():
                     self._on_view_action(action)
-                case SpaceRefused():
+                case RejectNamespace():
                     self._on_refused(action)
-                case ClientGone():
+                case ForgetClient():
                     self._gone.add(action.node)
                     self._forget(action.node)
-                case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused():
+                case WorkerGroupView() | AssignTask() | PassesEnded() | WorkerGroupRejected():
                     self._on_group(action)
                 case CloseServers():
                     self._on_close()
-                case Refuse() | Stop():
-                    self._end(action.reason)
+                case RejectPeer() | AbortJob():
+                    self._disconnect(action.reason)
 
-    def _on_view_action(self, viewed: Viewed) -> None:
+    def _on_view_action(self, viewed: ClusterView) -> None:
         servers = {f"server-{one.server}": one.addresses for one in viewed.servers}
         for name in self._addresses.keys() - servers.keys():
             self._gone.add(name)
             self._reachable(name)
-            self._notes.forget(name)
+            self._notes.on_gone(name)
             self._forget(name)
             if name != self.name:
-                self.endpoint.introduce(name, self._addresses[name], lasting=True, silent_s=_GONE_S)
+                self.endpoint.add_peer(
+                    name, self._addresses[name], has_fixed_addresses=True, silent_s=_GONE_S
+                )
         for name in servers.keys() - self._addresses.keys():
             if name != self.name:
-                self.endpoint.introduce(name, servers[name], lasting=True, silent_s=inf)
+                self.endpoint.add_peer(name, servers[name], has_fixed_addresses=True, silent_s=inf)
         self._addresses = servers
-        view = view_of(viewed)
-        self.filtering.learn(view.spaces)
+        view = view_from_action(viewed)
+        self.filtering.add_namespaces(view.spaces)
         self._on_view(view)
 
-    def _lost(self, error: LinkError) -> None:
+    def _on_lost(self, error: LinkError) -> None:
         peer = error.peer
         if peer == Coordinator.NAME:
-            self._control.lost(error)
+            self._control.on_connection_lost(error)
             return
         if error.failure == "no files":  # a limit of this process, not the peer's fault
-            self._end(str(error))
+            self._disconnect(str(error))
             return
-        self.post.lost(peer)  # messages to a client are kept until the manager reports it gone
+        self.messenger.on_lost(peer)  # messages to a client are kept until the manager reports it gone
         if peer in self._addresses:
             self._unreachable(peer, str(error))
             if error.was_open:
                 self._reconnect(peer)
             else:
-                self.endpoint.later(_RETRY_S, partial(self._reconnect, peer))
+                self.endpoint.call_later(_RETRY_S, partial(self._reconnect, peer))
 
     def _on_left(self, peer: str) -> None:
         if peer == Coordinator.NAME:
-            self._control.left()
+            self._control.on_peer_closed()
         else:
             self._forget(peer)
 
     def _reconnect(self, peer: str) -> None:
         """Connect to a server again."""
         if peer in self._addresses and not self._is_over:
-            self.endpoint.introduce(peer, self._addresses[peer], lasting=True, silent_s=inf)
-            self.post.again(peer)
+            self.endpoint.add_peer(peer, self._addresses[peer], has_fixed_addresses=True, silent_s=inf)
+            self.messenger.on_reconnected(peer)
 
     def _unreachable(self, peer: str, cause: str) -> None:
         """Report a server of the view, or note the manager, from which nothing is received."""
         if not self._is_over and (peer in self._addresses or peer == Coordinator.NAME):
-            self._notes.begin(_display_name(peer), cause)
+            self._notes.on_unreachable(_display_name(peer), cause)
         if peer in self._addresses and peer not in self._reported_missing:
             self._reported_missing.add(peer)
-            self.tell(ServerMissed(now_s=0.0, node=self.name, server=_number(peer), cause=cause))
+            self.send_event(ServerUnreachable(now_s=0.0, node=self.name, server=_number(peer), cause=cause))
 
     def _reachable(self, peer: str) -> None:
         """End the outage of a server: something was received, or it is no longer in the view."""
-        self._notes.end(_display_name(peer))
+        self._notes.on_reachable(_display_name(peer))
         if peer in self._reported_missing:
             self._reported_missing.discard(peer)
-            self.tell(ServerReached(now_s=0.0, node=self.name, server=_number(peer)))
+            self.send_event(ServerReachable(now_s=0.0, node=self.name, server=_number(peer)))
 
     def _forget(self, peer: str) -> None:
-        self.post.forget(peer)
-        self.filtering.forget(peer)
+        self.messenger.on_peer_gone(peer)
+        self.filtering.on_node_gone(peer)
 
-    def _end(self, cause: str) -> None:
+    def _disconnect(self, cause: str) -> None:
         if not self._is_over:
             self._is_over = True
             self._on_gone(cause)

@@ -18,20 +18,20 @@ from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from offbeat.errors import ProtocolError
-from offbeat.numerics.ps.entries import Entries, Terms
-from offbeat.policies.ps.messages import ToClient, ToServer
-from offbeat.runtime.transport.buffer_pool import Buffers
-from offbeat.wire.known import make_known
+from offbeat.numerics.ps.entries import Entries, PushMeta
+from offbeat.policies.ps.messages import ClientMessage, ServerMessage
+from offbeat.runtime.transport.buffer_pool import BufferPool
+from offbeat.wire.known import prime_msgspec_types
 
 INLINE_BYTES: Final = 32 * 1024  # smaller arrays are included in the message
 ARRAY_BYTES_MAX: Final = 2**31
 _BATCH_BYTES: Final = 256 * 1024
 _SEPARATE_BYTES_MAX: Final = 2**33  # of all arrays of a message
 
-TO_SERVER: Final[tuple[type, ...]] = get_args(ToServer)
-TO_CLIENT: Final[tuple[type, ...]] = get_args(ToClient)
+TO_SERVER: Final[tuple[type, ...]] = get_args(ServerMessage)
+TO_CLIENT: Final[tuple[type, ...]] = get_args(ClientMessage)
 _CODES: Final = {kind: code for code, kind in enumerate((*TO_SERVER, *TO_CLIENT))}
-make_known(*_CODES)
+prime_msgspec_types(*_CODES)
 _DTYPES: Final = tuple(
     np.dtype(name) for name in ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
 )
@@ -47,14 +47,14 @@ _MALFORMED: Final = (
 Array = NDArray[Any]
 
 
-class Encoded:
+class EncodedValues:
     """Values encoded by filters: the keys and rows that remain, and what is needed to decode the rest.
 
     Attributes:
         terms: of the `Entries` that were encoded; no filter changes them.
     """
 
-    __slots__ = ("body", "keys", "notes", "terms", "values")
+    __slots__ = ("body", "keys", "meta", "notes", "values")
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class Encoded:
         values: Array | None,
         body: bytes | None,
         notes: Mapping[str, Mapping[str, Any]],
-        terms: Terms | None = None,
+        terms: PushMeta | None = None,
     ) -> None:
-        self.keys, self.values, self.body, self.notes, self.terms = keys, values, body, notes, terms
+        self.keys, self.values, self.body, self.notes, self.meta = keys, values, body, notes, terms
 
 
 class Packed(NamedTuple):
     """Messages as bytes, and the arrays whose bytes follow, in order."""
 
     messages: msgspec.Raw
-    beside: list[Array]
+    attachments: list[Array]
 
 
 class Packer:
@@ -81,7 +81,7 @@ class Packer:
         self._separate: list[Array] = []
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._extend)
 
-    def pack(self, messages: Iterable[ToServer | ToClient]) -> Iterator[Packed]:
+    def pack(self, messages: Iterable[ServerMessage | ClientMessage]) -> Iterator[Packed]:
         """Yield batches of serialized messages, each up to a size limit.
 
         A message with separate arrays is the last one of its batch, so that no other message waits for its
@@ -111,18 +111,18 @@ class Packer:
                 self._append_array(value.keys, pieces)
             self._append_array(value.values, pieces)
             entries = Ext(_ENTRIES, b"".join(pieces))
-            return entries if value.terms is None else self._with_terms(entries, value.terms)
+            return entries if value.meta is None else self._with_terms(entries, value.meta)
         if isinstance(value, np.ndarray):
             pieces = []
             self._append_array(value, pieces)
             return Ext(_ARRAY, b"".join(pieces))
-        if isinstance(value, Encoded):
+        if isinstance(value, EncodedValues):
             plain = (value.keys, value.values, value.body, value.notes)
             encoded = Ext(_ENCODED, self._encoder.encode(plain))
-            return encoded if value.terms is None else self._with_terms(encoded, value.terms)
+            return encoded if value.meta is None else self._with_terms(encoded, value.meta)
         raise TypeError(f"expected plain data, arrays and Entries, got {type(value).__name__}")
 
-    def _with_terms(self, content: Ext, terms: Terms) -> Ext:
+    def _with_terms(self, content: Ext, terms: PushMeta) -> Ext:
         plain = (content, terms.weight, terms.settings, terms.states)
         return Ext(_WITH_TERMS, self._encoder.encode(plain))
 
@@ -151,7 +151,7 @@ class Unpacker:
 
     def __init__(self, kinds: Collection[type]) -> None:
         self._separate: list[Array] = []
-        self._buffers = Buffers()
+        self._buffers = BufferPool()
         self._encoded = msgspec.msgpack.Decoder(
             tuple[Any, Any, bytes | None, dict[str, dict[str, Any]]], ext_hook=self._extend
         )
@@ -196,7 +196,7 @@ class Unpacker:
                 raise ValueError(
                     "expected the notes of filters to be numbers, strings, bytes or lists of integers"
                 )
-            return Encoded(keys, values, body, notes)
+            return EncodedValues(keys, values, body, notes)
         if code == _WITH_TERMS:
             return self._decode_with_terms(data)
         if code != _ENTRIES:
@@ -208,13 +208,13 @@ class Unpacker:
             raise ValueError(f"expected Entries in {end} bytes, got {len(data)}")
         return Entries(first, values, keys)
 
-    def _decode_with_terms(self, data: memoryview) -> Entries | Encoded:
+    def _decode_with_terms(self, data: memoryview) -> Entries | EncodedValues:
         content, weight, settings, states = self._with_terms_decoder.decode(data)
-        if not isinstance(content, Entries | Encoded) or content.terms is not None:
+        if not isinstance(content, Entries | EncodedValues) or content.meta is not None:
             raise ValueError("expected values with the terms of a push, got another object")
         if not all(isinstance(rows, np.ndarray) for rows in (states or {}).values()):
             raise ValueError("expected arrays as states")
-        content.terms = Terms(weight, settings, states)
+        content.meta = PushMeta(weight, settings, states)
         return content
 
     def _array(self, data: memoryview, begin: int) -> tuple[Array, int]:
@@ -231,7 +231,7 @@ class Unpacker:
             self._separate_bytes += size
             if self._separate_bytes > _SEPARATE_BYTES_MAX:
                 raise ValueError(f"expected arrays of at most {_SEPARATE_BYTES_MAX} bytes in a message")
-            array = self._buffers.array(shape, dtype)
+            array = self._buffers.allocate_array(shape, dtype)
             self._separate.append(array)
             return array, begin
         if begin + size > len(data):

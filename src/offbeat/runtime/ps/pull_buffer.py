@@ -6,16 +6,16 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from offbeat.numerics.ps.entries import Entries, Keys, Rows, gathered, places_of
-from offbeat.policies.ps.range_clock import Piece
-from offbeat.runtime.transport.buffer_pool import Buffers
+from offbeat.numerics.ps.entries import Entries, Keys, Rows, concatenate_entries, key_slice
+from offbeat.policies.ps.range_clock import ClockRange
+from offbeat.runtime.transport.buffer_pool import BufferPool
 
-States: TypeAlias = dict[str, Rows]  # "values", and the states that the update keeps
+RowsByState: TypeAlias = dict[str, Rows]  # "values", and the states that the update keeps
 
 _LAND_BYTES_MIN: Final = 64 * 1024
 
 
-class Answer:
+class PullBuffer:
     """The result of one pull while it arrives; used in the links' thread only.
 
     Args:
@@ -35,7 +35,7 @@ class Answer:
         keys: Keys | None,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        buffers: Buffers,
+        buffers: BufferPool,
         *,
         states: bool = False,
         times: bool = False,
@@ -49,19 +49,19 @@ class Answer:
         self._landing: set[tuple[int, int]] = set()  # of these, ranges that have not arrived completely
 
     @property
-    def is_plain(self) -> bool:
+    def is_whole_range(self) -> bool:
         """Whether the pull is for all keys of a range, and for rows only."""
         return self._keys is None and not (self._wants_states or self._wants_times)
 
-    def part(self, rows: Rows, first: int, last: int) -> Rows:
+    def rows_of(self, rows: Rows, first: int, last: int) -> Rows:
         """Return the rows of keys `first` to `last` - 1, out of all rows."""
         return rows[self._slice_of(first, last)]
 
-    def like(self, first: int, last: int) -> Answer:
-        """Return an `Answer` with rows of the same kind, for all keys `first` to `last` - 1."""
-        return Answer(first, last, None, self._shape, self._dtype, self._buffers)
+    def for_range(self, first: int, last: int) -> PullBuffer:
+        """Return an `PullBuffer` with rows of the same kind, for all keys `first` to `last` - 1."""
+        return PullBuffer(first, last, None, self._shape, self._dtype, self._buffers)
 
-    def place(self, first: int, last: int, coming: Rows) -> Rows | None:
+    def place_for(self, first: int, last: int, coming: Rows) -> Rows | None:
         """Return the memory into which a server's rows are to be received; None for memory of their own.
 
         Memory is given once only, as two arrivals could not be told apart: an answer that arrives again, even
@@ -85,22 +85,22 @@ class Answer:
         self._landing.add((first, last))
         return self._all_rows()[where]
 
-    def came(self, first: int, last: int, values: Rows) -> None:
+    def on_received(self, first: int, last: int, values: Rows) -> None:
         """Rows have arrived, in place or elsewhere."""
         if self._is_in_place(values):
             self._landing.discard((first, last))
 
     def result(
-        self, parts: tuple[tuple[int, int, Entries], ...], times: tuple[Piece, ...]
-    ) -> Rows | States | tuple[Rows | States, tuple[Piece, ...]]:
+        self, parts: tuple[tuple[int, int, Entries], ...], times: tuple[ClockRange, ...]
+    ) -> Rows | RowsByState | tuple[Rows | RowsByState, tuple[ClockRange, ...]]:
         """Return the result from parts in ascending order: rows, or rows by state, and times."""
         rows = self._states(parts) if self._wants_states else self.rows(parts)
         return (rows, times) if self._wants_times else rows
 
-    def _states(self, parts: tuple[tuple[int, int, Entries], ...]) -> States:
+    def _states(self, parts: tuple[tuple[int, int, Entries], ...]) -> RowsByState:
         contents = [content for _, _, content in parts]
-        states_of_parts = [one.terms.states or {} for one in contents if one.terms is not None]
-        return {"values": gathered(contents).values} | {
+        states_of_parts = [one.meta.states or {} for one in contents if one.meta is not None]
+        return {"values": concatenate_entries(contents).values} | {
             name: np.concatenate([states[name] for states in states_of_parts]) for name in states_of_parts[0]
         }
 
@@ -113,7 +113,7 @@ class Answer:
         if self._rows is None:
             if len(parts) == 1 and parts[0][2].values.flags.writeable:
                 return parts[0][2].values
-            return gathered([part for _, _, part in parts]).values
+            return concatenate_entries([part for _, _, part in parts]).values
         for first, last, content in parts:
             if not self._is_in_place(content.values):
                 self._rows[self._slice_of(first, last)] = content.values
@@ -127,10 +127,10 @@ class Answer:
     def _all_rows(self) -> Rows:
         if self._rows is None:
             count = self._last - self._first if self._keys is None else len(self._keys)
-            self._rows = self._buffers.array((count, *self._shape), self._dtype)
+            self._rows = self._buffers.allocate_array((count, *self._shape), self._dtype)
         return self._rows
 
     def _slice_of(self, first: int, last: int) -> slice:
         if self._keys is None:
             return slice(first - self._first, last - self._first)
-        return places_of(self._keys, first, last)
+        return key_slice(self._keys, first, last)

@@ -11,21 +11,21 @@ from typing import Final
 import numpy as np
 
 from offbeat.numerics.ps.entries import Entries
-from offbeat.numerics.ps.tables import Empty
+from offbeat.numerics.ps.tables import Allocate
 from offbeat.runtime.ps.future import Future
 
 COMBINED_BYTES_MAX: Final = 4 * 1024 * 1024  # of numbers: as much as a server processes at a time anyway
 SMALL_BYTES_MAX: Final = COMBINED_BYTES_MAX // 16  # of a push that may be merged with others
 
 
-class Combiner:
+class PushCoalescer:
     """Pushes waiting to be sent as one, each adjacent to those before it.
 
     Args:
         empty: (shape, dtype): returns memory for the merged push, as `np.empty` does.
     """
 
-    def __init__(self, empty: Empty = np.empty) -> None:
+    def __init__(self, empty: Allocate = np.empty) -> None:
         self._empty = empty
         self._name = ""
         self._pushes: deque[tuple[Entries, Future]] = deque()  # by their keys, ascending
@@ -36,7 +36,7 @@ class Combiner:
         """How many pushes are waiting."""
         return len(self._pushes)
 
-    def take(self, content: Entries, future: Future) -> bool:
+    def try_add(self, content: Entries, future: Future) -> bool:
         """Add a push of adjacent keys if it can be merged with those waiting; return whether it was added.
 
         If it was not, those waiting have to be sent before it.
@@ -63,7 +63,7 @@ class Combiner:
         self._bytes += size_bytes
         return True
 
-    def give(self, count: int | None = None) -> tuple[str, Entries, int, list[Future]]:
+    def pop_merged(self, count: int | None = None) -> tuple[str, Entries, int, list[Future]]:
         """Remove the first pushes, by keys; return namespace, merged content, last key + 1, futures.
 
         Args:

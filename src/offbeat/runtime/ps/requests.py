@@ -19,20 +19,26 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.events import ClientEnlists, ClientPaused, ClientWithdraws, Event, GroupAction
-from offbeat.numerics.ps.entries import Entries, Keys, places_of
-from offbeat.policies.ps.client import Client, Done, Failed
-from offbeat.policies.ps.messages import Enlist, Pulled, Reached, View, Withdraw
-from offbeat.policies.ps.server_node import MANAGER, Send
-from offbeat.policies.ps.task_graph import IterationScheduler, Run, TaskGraph, Told
-from offbeat.runtime.ps.cluster_state import Views
-from offbeat.runtime.ps.future import TIMEOUT_S, Future, Span
-from offbeat.runtime.ps.inflight_window import REQUEST_BYTES, Window
-from offbeat.runtime.ps.node import Cluster, Node
+from offbeat.events import AggregationJoined, AggregationLeft, AggregationPaused, Event, WorkerGroupAction
+from offbeat.numerics.ps.entries import Entries, Keys, key_slice
+from offbeat.policies.ps.client import PsClient, RequestDone, RequestFailed
+from offbeat.policies.ps.messages import (
+    JoinAggregation,
+    LeaveAggregation,
+    PauseReached,
+    PlacementView,
+    PullResult,
+)
+from offbeat.policies.ps.server_node import MANAGER, SendMessage
+from offbeat.policies.ps.task_graph import IterationScheduler, TaskAction, TaskGraph, TaskRun
+from offbeat.runtime.ps.cluster_state import ClusterState
+from offbeat.runtime.ps.future import TIMEOUT_S, Future, NamespaceRange
+from offbeat.runtime.ps.inflight_window import REQUEST_BYTES, RequestWindow
+from offbeat.runtime.ps.node import ClusterFile, PsNode
 from offbeat.runtime.ps.packing import Array
-from offbeat.runtime.ps.pull_buffer import Answer
-from offbeat.runtime.ps.push_coalescer import Combiner
-from offbeat.runtime.transport.buffer_pool import Buffers
+from offbeat.runtime.ps.pull_buffer import PullBuffer
+from offbeat.runtime.ps.push_coalescer import PushCoalescer
+from offbeat.runtime.transport.buffer_pool import BufferPool
 
 # Neighbouring rows travel in pieces. Pulled rows are copied twice, and the smaller a piece, the more of it is
 # still in a cache the second time; pushes have a higher cost per piece. Over shared memory, with pieces of
@@ -41,8 +47,9 @@ _PUSHED_BYTES: Final = 4 * 1024 * 1024
 _PULLED_BYTES: Final = 2 * 1024 * 1024
 _SMALL_PUSHES_TO_HALVE_MIN: Final = 32  # small pushes that are sent in two halves
 _CALLEE: Final = "servers"
-# Of pushes that are not acknowledged, and of answers to pulls that have not arrived. `Post` announces 8 MiB
-# of arrays to a node at a time, so this keeps a chain of servers busy, and servers keep no more for a client.
+# Of pushes that are not acknowledged, and of answers to pulls that have not arrived. `Messenger`
+# announces 8 MiB of arrays to a node at a time, so this keeps a chain of servers busy, and servers keep no
+# more for a client.
 _UNACKED_BYTES_MAX: Final = 128 * 1024 * 1024
 _SHARED_ACCOUNT: Final = ""  # the account of requests that wait for no other client
 
@@ -62,9 +69,9 @@ class _Iteration:
 
 
 class _Room(NamedTuple):
-    """What a request occupies of a window; see `Window`."""
+    """What a request occupies of a window; see `RequestWindow`."""
 
-    window: Window
+    window: RequestWindow
     account: str
     size_bytes: int
 
@@ -85,11 +92,11 @@ class _Request:
         no_wait: done once it does not wait for room; None if no thread waits for that.
     """
 
-    make: Callable[[], tuple[int, list[Send | Done | Failed]]] | None
+    make: Callable[[], tuple[int, list[SendMessage | RequestDone | RequestFailed]]] | None
     future: Future
     iteration: _Iteration | None
     before: list[Future]
-    answer: Answer | None = None
+    answer: PullBuffer | None = None
     part: Entries | None = None
     finish: Callable[[], Any] = lambda: None
     room: _Room | None = None
@@ -117,12 +124,12 @@ class _Sent(NamedTuple):
 
     futures: Sequence[Future]
     room: _Room
-    answer: Answer | None = None
+    answer: PullBuffer | None = None
     behind: Sequence[Future] = ()
     pulls: Sequence[_Request] = ()
 
 
-class Requests:
+class InflightRequests:
     """All requests of one client, and the node that sends them.
 
     Methods may be called by any thread.
@@ -148,45 +155,45 @@ class Requests:
     def __init__(
         self,
         number: int,
-        cluster: Cluster,
+        cluster: ClusterFile,
         *,
         host: str,
         start_s: float,
-        on_group: Callable[[GroupAction], None],
+        on_group: Callable[[WorkerGroupAction], None],
         on_end: Callable[[str], None],
     ) -> None:
-        self.number, self._on_end = number, on_end
-        self.views = Views()
-        self._client = Client(number, _cut, self._pieces)
+        self.client_id, self._on_end = number, on_end
+        self.cluster_state = ClusterState()
+        self._client = PsClient(number, _cut, self._pieces)
         self._piece_keys: dict[str, tuple[int, int]] = {}  # by namespace: keys per piece, pushed and pulled
-        self._asked: dict[int, _Sent] = {}  # by the client's number
-        self._buffers = Buffers()  # for pulled rows; reused once the program has released them
-        self._coalescer = Combiner(lambda shape, dtype: self.node.empty(shape, dtype))
+        self._sent: dict[int, _Sent] = {}  # by the client's number
+        self._buffers = BufferPool()  # for pulled rows; reused once the program has released them
+        self._coalescer = PushCoalescer(lambda shape, dtype: self.node.empty(shape, dtype))
         self._pulls_behind: list[_Request] = []  # to be sent right after the combined pushes
         self._waiting: set[Future] = set()  # for other requests, their iteration, or room
-        self._pushed, self._pulled = Window(_UNACKED_BYTES_MAX), Window(_UNACKED_BYTES_MAX)
-        self._room_s = TIMEOUT_S  # how long a caller waits for room
+        self._pushed, self._pulled = RequestWindow(_UNACKED_BYTES_MAX), RequestWindow(_UNACKED_BYTES_MAX)
+        self._room_timeout_s = TIMEOUT_S  # how long a caller waits for room
         self._graph = TaskGraph()
         self.tau: int | None = None
         self._scheduler = IterationScheduler(self._graph, None)
         self._iterations: dict[int, _Iteration] = {}  # by their task's number
         self._current = _Current()
-        self.node = Node(
+        self.node = PsNode(
             f"client-{number}",
             cluster,
             host=host,
             on_view=self._on_view,
-            on_message=self._hear,
-            on_gone=self._end,
-            on_refused=self.views.refuse,
+            on_message=self._on_message,
+            on_gone=self._on_gone,
+            on_refused=self.cluster_state.set_refusal,
             on_group=on_group,
             place=self._place,
             gather=self._send_some,
         )
-        self._call, self._run_until = self.node.endpoint.call, self.node.endpoint.run_until
+        self._call, self._run_until = self.node.endpoint.call_soon, self.node.endpoint.run_until
         self.node.join()
         try:
-            views = self.views
+            views = self.cluster_state
             views.wait_for(lambda: views.latest is not None, "all initial servers", start_s)
         except BaseException:
             self.node.close()
@@ -225,7 +232,7 @@ class Requests:
             OffbeatError: this client is out of the parameter server; or there was no room in time, and
                 nothing was pushed. Names the servers that have not answered.
         """
-        space = self.views.space(name)
+        space = self.cluster_state.space(name)
         account = name if space is not None and space.aggregates else _SHARED_ACCOUNT
         return self._request(
             lambda: self._client.push(name, content, first, last, time),
@@ -237,18 +244,18 @@ class Requests:
             may_wait=may_wait,
         )
 
-    def push_at_once(self, what: str, name: str, content: Entries) -> Future:
+    def push_fast(self, what: str, name: str, content: Entries) -> Future:
         """Push as `push` does with `may_combine` and without `after`, at a lower cost: such pushes are many.
 
         Raises:
             OffbeatError: as for `push`.
         """
-        if self.views.failure is not None:
-            raise OffbeatError(f"{what} failed: {self.views.failure}")
+        if self.cluster_state.failure is not None:
+            raise OffbeatError(f"{what} failed: {self.cluster_state.failure}")
         first = content.first
         last = first + len(content.values)
         size_bytes = content.values.nbytes + REQUEST_BYTES
-        if self.node.endpoint.inside or not self._pushed.admit(_SHARED_ACCOUNT, size_bytes):
+        if self.node.endpoint.is_io_thread or not self._pushed.admit(_SHARED_ACCOUNT, size_bytes):
             return self.push(what, name, content, first, last, None, (), may_combine=True)
         future = Future(what, self._unanswered, self._run_until, (name, first, last))
         self._call(self._admit_part, content, future)
@@ -279,11 +286,11 @@ class Requests:
             first, last, keys: listed keys are (K,), ascending, without duplicates; None for all of the range.
             after: requests that have to be done before it is sent.
             shape, dtype: of a row, and of its numbers.
-            states, times: see `Answer`.
+            states, times: see `PullBuffer`.
             size_bytes: of the expected result.
 
         Returns:
-            A future of the value of `Answer.result`.
+            A future of the value of `PullBuffer.result`.
 
         Raises:
             OffbeatError: as for `push`.
@@ -294,20 +301,20 @@ class Requests:
             (name, first, last),
             after,
             _Room(self._pulled, _SHARED_ACCOUNT, size_bytes + REQUEST_BYTES),
-            Answer(first, last, keys, shape, dtype, self._buffers, states=states, times=times),
+            PullBuffer(first, last, keys, shape, dtype, self._buffers, states=states, times=times),
         )
 
     def set_row_bytes(self, name: str, row_bytes: int) -> None:
         """Enable sending neighbouring rows of a namespace, of so many bytes each, in pieces."""
         self._piece_keys[name] = max(1, _PUSHED_BYTES // row_bytes), max(1, _PULLED_BYTES // row_bytes)
 
-    def enlist(self, name: str) -> Future:
+    def join_aggregation(self, name: str) -> Future:
         """Take part in a namespace that aggregates; the future is done once the manager was asked."""
-        return self.when_done([], lambda: self._take_up(self._client.enlist(name)))
+        return self.when_done([], lambda: self._emit(self._client.join_aggregation(name)))
 
-    def withdraw(self, name: str, after: Iterable[Future] = ()) -> Future:
+    def leave_aggregation(self, name: str, after: Iterable[Future] = ()) -> Future:
         """Stop taking part once these requests are done; the future fails if pushes are not done."""
-        return self.when_done(after, lambda: self._take_up(self._client.withdraw(name)))
+        return self.when_done(after, lambda: self._emit(self._client.leave_aggregation(name)))
 
     def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
         """Return a future of the result of a function that is called when all these requests are done.
@@ -320,13 +327,17 @@ class Requests:
 
         def first_of_them() -> str:
             first = next((one for one in before if not one.is_done), None)
-            return "all of them are done" if first is None else f"{first.what} is not: {first.waits_for()}"
+            return (
+                "all of them are done"
+                if first is None
+                else f"{first.label} is not: {first.describe_waiting()}"
+            )
 
         future = Future("what follows other requests", first_of_them, self._run_until)
         self._call(self._admit, _Request(None, future, None, before, finish=function))
         return future
 
-    def in_order(self, function: Callable[[], Any]) -> Any:
+    def call_in_order(self, function: Callable[[], Any]) -> Any:
         """Call a function in the links' thread, after all requests made before; return its result.
 
         Args:
@@ -370,40 +381,46 @@ class Requests:
     def close(self) -> None:
         """Leave the parameter server; requests that are not done fail."""
         self.node.close()
-        self._end("this client was closed")
+        self._on_gone("this client was closed")
 
     def _unanswered(self, name: str, first: int, last: int) -> str:
         """Return which servers have not answered for keys `first` to `last` - 1, as text for errors."""
-        servers = self._client.waits_for(name, first, last)
-        return self.views.unanswered(servers) if servers else self.views.masters(name, first, last)
+        servers = self._client.unanswered_servers(name, first, last)
+        return (
+            self.cluster_state.describe_unanswered(servers)
+            if servers
+            else self.cluster_state.describe_masters(name, first, last)
+        )
 
     @property
     def _iteration(self) -> _Iteration | None:
         """The iteration to which requests of the calling thread belong."""
         iteration = self._current.iteration
-        if iteration is not None and self.node.endpoint.inside:
+        if iteration is not None and self.node.endpoint.is_io_thread:
             return None  # the waiting thread is running the links, for requests of other threads
         return iteration
 
     def _request(
         self,
-        make: Callable[[], tuple[int, list[Send | Done | Failed]]],
+        make: Callable[[], tuple[int, list[SendMessage | RequestDone | RequestFailed]]],
         what: str,
-        span: Span,
+        span: NamespaceRange,
         after: Iterable[Future],
         room: _Room,
-        answer: Answer | None = None,
+        answer: PullBuffer | None = None,
         part: Entries | None = None,
         *,
         may_wait: bool = True,
     ) -> Future:
-        if self.views.failure is not None:
-            raise OffbeatError(f"{what} failed: {self.views.failure}")
+        if self.cluster_state.failure is not None:
+            raise OffbeatError(f"{what} failed: {self.cluster_state.failure}")
         future = Future(what, self._unanswered, self._run_until, span)
         iteration = self._iteration
         before = list(after) if iteration is None else [*after, iteration.begins]
         request = _Request(make, future, iteration, before, answer, part, room=room)
-        if may_wait and not self.node.endpoint.inside:  # else, it might overtake one that waits for room
+        if (
+            may_wait and not self.node.endpoint.is_io_thread
+        ):  # else, it might overtake one that waits for room
             window, account, size_bytes = room
             if all(one.is_done for one in before) and window.admit(account, size_bytes):
                 request.is_admitted = True
@@ -419,13 +436,13 @@ class Requests:
         Raises:
             OffbeatError: there was no room in time; the request will not be sent.
         """
-        request.no_wait = no_wait = Future(f"room for {request.future.what}", lambda: "", self._run_until)
-        request.future.followers.append(partial(no_wait.finish, None))
+        request.no_wait = no_wait = Future(f"room for {request.future.label}", lambda: "", self._run_until)
+        request.future.callbacks.append(partial(no_wait.set_result, None))
         self._call(self._admit, request)
         try:
-            no_wait.result(self._room_s)
+            no_wait.result(self._room_timeout_s)
         except OffbeatError:
-            error = self.in_order(partial(self._give_up, request))
+            error = self.call_in_order(partial(self._give_up, request))
             if error is not None:
                 raise error from None
         except BaseException:
@@ -438,21 +455,21 @@ class Requests:
         iteration = request.iteration
         if iteration is not None:
             iteration.open_count += 1
-            request.future.followers.append(lambda: self._finish_one(iteration))
-        if self.views.failure is not None:
-            request.future.finish(None, OffbeatError(self.views.failure))
+            request.future.callbacks.append(lambda: self._finish_one(iteration))
+        if self.cluster_state.failure is not None:
+            request.future.set_result(None, OffbeatError(self.cluster_state.failure))
         else:
             self._advance(request)
         if request.no_wait is not None and not request.is_held:
-            request.no_wait.finish(None)
+            request.no_wait.set_result(None)
 
     def _release(self, room: _Room, count: int = 1) -> None:
         """Release the room of requests that have been answered, or will not be sent."""
         room.window.release(room.account, room.size_bytes, count)
-        if room.window.holds:
+        if room.window.has_held:
             self._call(self._admit_held, room.window)
 
-    def _admit_held(self, window: Window) -> None:
+    def _admit_held(self, window: RequestWindow) -> None:
         """Send the requests for which there is room now."""
         for request in window.admit_held():
             request.is_held, request.is_admitted = False, True
@@ -469,23 +486,23 @@ class Requests:
         self._call(self._admit_held, window)
         self._waiting.discard(request.future)
         error = OffbeatError(
-            f"{request.future.what} was not sent: timed out after {self._room_s:g} s waiting for room; of "
-            f"{window.bytes_max} bytes that may be in flight, {self._unacked(window)}"
+            f"{request.future.label} was not sent: timed out after {self._room_timeout_s:g} s waiting for room; "
+            f"of {window.bytes_max} bytes that may be in flight, {self._unacked(window)}"
         )
-        request.future.finish(None, error)
+        request.future.set_result(None, error)
         return error
 
-    def _unacked(self, window: Window) -> str:
+    def _unacked(self, window: RequestWindow) -> str:
         """Bytes in flight, and what the first request in flight waits for, as text for errors."""
         is_push = window is self._pushed
-        futures = (sent.futures[0] for sent in self._asked.values())
+        futures = (sent.futures[0] for sent in self._sent.values())
         first = next((one for one in futures if one.is_sent_push == is_push), None)
         text = f"{window.unacked_bytes} {'are not acknowledged' if is_push else 'have not arrived'}"
-        return text if first is None else f"{text}; the first is {first.what}: {first.waits_for()}"
+        return text if first is None else f"{text}; the first is {first.label}: {first.describe_waiting()}"
 
     def _admit_part(self, content: Entries, future: Future) -> None:
-        if self.views.failure is not None:
-            future.finish(None, OffbeatError(self.views.failure))
+        if self.cluster_state.failure is not None:
+            future.set_result(None, OffbeatError(self.cluster_state.failure))
         else:
             self._combine(content, future)
 
@@ -507,16 +524,16 @@ class Requests:
                     behind.append(one)
                     continue
                 self._waiting.add(future)
-                one.followers.append(lambda: self._advance(request))
+                one.callbacks.append(lambda: self._advance(request))
                 return
             if one.error is not None:
                 self._fail(request, one.error)
                 return
         if request.make is None:
             try:
-                future.finish(request.finish())
+                future.set_result(request.finish())
             except Exception as error:
-                future.finish(None, error)
+                future.set_result(None, error)
             return
         if not request.is_admitted and not self._has_room(request):
             return
@@ -535,14 +552,14 @@ class Requests:
             return
         future.is_sent_push = request.answer is None
         assert request.room is not None
-        self._asked[number] = _Sent((future,), request.room, request.answer, behind)
-        self._take_up(actions)
+        self._sent[number] = _Sent((future,), request.room, request.answer, behind)
+        self._emit(actions)
 
     def _fail(self, request: _Request, error: Exception) -> None:
         """Fail a request that has not been sent."""
         if request.room is not None and request.is_admitted:
             self._release(request.room)
-        request.future.finish(None, error)
+        request.future.set_result(None, error)
 
     def _has_room(self, request: _Request) -> bool:
         """Admit a request that is to be sent now if there is room for it; else hold it until there is."""
@@ -563,21 +580,21 @@ class Requests:
         assert request.future.span is not None
         assert push.span is not None
         (name, first, last), (of, begin, end) = request.future.span, push.span
-        space = self.views.space(name)
+        space = self.cluster_state.space(name)
         return of == name and begin <= first and last <= end and space is not None and not space.aggregates
 
     def _combine(self, content: Entries, future: Future) -> None:
         """Queue a push to be merged with adjacent ones; if it cannot be, send those queued first."""
         future.is_sent_push = True
-        if not self._coalescer.take(content, future):
+        if not self._coalescer.try_add(content, future):
             self._send_combined()
-            self._coalescer.take(content, future)
-        self.node.post.write_soon()
+            self._coalescer.try_add(content, future)
+        self.node.messenger.write_soon()
 
     def _send_some(self) -> None:
         """Send the combined pushes; in two halves if nothing is in flight, so that sending overlaps."""
         count = len(self._coalescer)
-        if not self._asked and count >= _SMALL_PUSHES_TO_HALVE_MIN:
+        if not self._sent and count >= _SMALL_PUSHES_TO_HALVE_MIN:
             self._call(self._send_combined)
             count //= 2
         self._send_combined(count)
@@ -586,15 +603,15 @@ class Requests:
         """Send the combined pushes, or the first `count`; their values answer the pulls that follow them."""
         if not len(self._coalescer):  # they were sent already
             return
-        name, content, last, futures = self._coalescer.give(count)
+        name, content, last, futures = self._coalescer.pop_merged(count)
         behind, self._pulls_behind = self._pulls_behind, []
         pulls, rest = _split_covering((name, content.first, last), behind)
         self._waiting.difference_update(pull.future for pull in pulls)
         answer = _joint_answer(pulls, content.first, last) if pulls else None
         number, actions = self._client.push(name, content, content.first, last, wants_values=bool(pulls))
         room = _Room(self._pushed, _SHARED_ACCOUNT, content.values.nbytes + len(futures) * REQUEST_BYTES)
-        self._asked[number] = _Sent(futures, room, answer, pulls=pulls)
-        self._take_up(actions)
+        self._sent[number] = _Sent(futures, room, answer, pulls=pulls)
+        self._emit(actions)
         for request in rest:
             self._advance(request)
 
@@ -612,30 +629,30 @@ class Requests:
             return ((first, last),)
         return [(begin, min(begin + step, last)) for begin in range(first, last, step)]
 
-    def _take_up(self, actions: Iterable[Send | Done | Failed]) -> None:
+    def _emit(self, actions: Iterable[SendMessage | RequestDone | RequestFailed]) -> None:
         for action in actions:
-            if isinstance(action, Done):
-                self._finish(self._asked.pop(action.number), action)
-            elif isinstance(action, Failed):
-                sent = self._asked.pop(action.number)
+            if isinstance(action, RequestDone):
+                self._finish(self._sent.pop(action.request), action)
+            elif isinstance(action, RequestFailed):
+                sent = self._sent.pop(action.request)
                 self._release(sent.room, len(sent.futures))
                 for future in sent.futures:
-                    refused = OffbeatError(f"{future.what} was refused: {action.reason}")
-                    future.finish(None, action.error or refused)
+                    refused = OffbeatError(f"{future.label} was refused: {action.reason}")
+                    future.set_result(None, action.error or refused)
                 for pull in sent.pulls:  # it fails for the same reason, or is sent alone
                     self._advance(pull)
             elif action.to == MANAGER:
-                self.node.tell(self._manager_event(action.message))
+                self.node.send_event(self._manager_event(action.message))
             else:
                 self.node.send(action.to, action.message)
 
-    def _finish(self, sent: _Sent, done: Done) -> None:
+    def _finish(self, sent: _Sent, done: RequestDone) -> None:
         """Complete a request that has been answered."""
         futures, room, answer, behind, pulls = sent
         self._release(room, len(futures))
         if answer is None or pulls:
             for future in futures:
-                future.finish(None)
+                future.set_result(None)
         if pulls and answer is not None:
             rows = answer.rows(done.parts)
             for pull in pulls:
@@ -643,7 +660,7 @@ class Requests:
                 assert pull.future.span is not None
                 self._release(pull.room)
                 _, first, last = pull.future.span
-                self._finish_behind(pull.future, answer.part(rows, first, last), pull.before)
+                self._finish_behind(pull.future, answer.rows_of(rows, first, last), pull.before)
         elif answer is not None:
             self._finish_behind(futures[0], answer.result(done.parts, done.times), behind)
 
@@ -651,70 +668,74 @@ class Requests:
         """Complete a pull that has been answered, once the pushes sent before it are done."""
         for push in behind:
             if not push.is_done:
-                push.followers.append(lambda: self._finish_behind(future, value, behind))
+                push.callbacks.append(lambda: self._finish_behind(future, value, behind))
                 return
             if push.error is not None:
-                future.finish(None, push.error)
+                future.set_result(None, push.error)
                 return
-        future.finish(value)
+        future.set_result(value)
 
     def _manager_event(self, message: object) -> Event:
         """Return the event that reports a message of the client's policy to the manager."""
         node = self.node.name
         match message:
-            case Enlist():
-                return ClientEnlists(now_s=0.0, node=node, namespace=message.namespace)
-            case Reached():
-                return ClientPaused(
-                    now_s=0.0, node=node, namespace=message.namespace, pause=message.pause, time=message.time
+            case JoinAggregation():
+                return AggregationJoined(now_s=0.0, node=node, namespace=message.namespace)
+            case PauseReached():
+                return AggregationPaused(
+                    now_s=0.0,
+                    node=node,
+                    namespace=message.namespace,
+                    pause_view=message.pause,
+                    time=message.time,
                 )
-            case Withdraw():
-                return ClientWithdraws(now_s=0.0, node=node, namespace=message.namespace)
+            case LeaveAggregation():
+                return AggregationLeft(now_s=0.0, node=node, namespace=message.namespace)
         raise AssertionError(f"a client sends no {type(message).__name__} to the manager")
 
-    def _on_view(self, view: View) -> None:
-        self._take_up(self._client.see(view))
-        self.views.see(view)
+    def _on_view(self, view: PlacementView) -> None:
+        self._emit(self._client.on_view(view))
+        self.cluster_state.set_view(view)
 
-    def _hear(self, peer: str, message: Any) -> None:
-        message = self.node.filtering.decoded(peer, message)
-        if isinstance(message, Pulled):
-            sent = self._asked.get(message.number)
+    def _on_message(self, peer: str, message: Any) -> None:
+        message = self.node.filtering.decode(peer, message)
+        if isinstance(message, PullResult):
+            sent = self._sent.get(message.request)
             if sent is not None and sent.answer is not None:  # else it is a duplicate
-                sent.answer.came(message.first, message.last, message.content.values)
-                self.node.filtering.observe(message)
-        self._take_up(self._client.hear(message))
+                sent.answer.on_received(message.first, message.last, message.content.values)
+                self.node.filtering.update_kkt(message)
+        self._emit(self._client.on_message(message))
 
     def _place(self, peer: str, message: Any, coming: Array) -> Array | None:
         """Return the memory into which pulled rows are to be received."""
-        if not isinstance(message, Pulled) or not isinstance(message.content, Entries):
+        if not isinstance(message, PullResult) or not isinstance(message.content, Entries):
             return None
-        sent = self._asked.get(message.number)
+        sent = self._sent.get(message.request)
         if sent is None or sent.answer is None:
             return None
-        place = sent.answer.place(message.first, message.last, coming)
+        place = sent.answer.place_for(message.first, message.last, coming)
         if place is not None:
-            message.content = Entries(message.first, place, None, message.content.terms)
+            message.content = Entries(message.first, place, None, message.content.meta)
         return place
 
-    def _end(self, cause: str) -> None:
-        if not self.views.end(cause):
+    def _on_gone(self, cause: str) -> None:
+        if not self.cluster_state.set_failure(cause):
             return
         self._on_end(cause)
         error = OffbeatError(f"this client is out of the parameter server: {cause}")
-        asked = self._asked.values()
+        asked = self._sent.values()
         waiting = [*chain.from_iterable(sent.futures for sent in asked), *self._waiting]
         waiting += (pull.future for sent in asked for pull in sent.pulls)
         if len(self._coalescer):
-            waiting += self._coalescer.give()[-1]
-        self._asked.clear()
+            waiting += self._coalescer.pop_merged()[-1]
+        self._sent.clear()
         self._waiting.clear()
         for future in waiting:
-            future.finish(None, error)
+            future.set_result(None, error)
 
     def _issue_iteration(self, iteration: _Iteration) -> None:
-        if self.views.failure is not None:
-            iteration.begins.finish(None, OffbeatError(self.views.failure))
+        if self.cluster_state.failure is not None:
+            iteration.begins.set_result(None, OffbeatError(self.cluster_state.failure))
             return
         self._waiting.add(iteration.begins)
         iteration.number, runs = self._scheduler.issue([_CALLEE])
@@ -723,24 +744,24 @@ class Requests:
 
     def _finish_one(self, iteration: _Iteration) -> None:
         iteration.open_count -= 1
-        if not iteration.open_count and iteration.begins.is_done and self.views.failure is None:
+        if not iteration.open_count and iteration.begins.is_done and self.cluster_state.failure is None:
             self._finish_iteration(iteration)
 
     def _finish_iteration(self, iteration: _Iteration) -> None:
-        self._run(self._graph.returned(iteration.number, _CALLEE))
+        self._run(self._graph.on_returned(iteration.number, _CALLEE))
 
-    def _run(self, runs: list[Told]) -> None:
+    def _run(self, runs: list[TaskAction]) -> None:
         for run in runs:
-            if isinstance(run, Run):
-                iteration = self._iterations.pop(run.number)
-                self._graph.started(run.number, _CALLEE)
+            if isinstance(run, TaskRun):
+                iteration = self._iterations.pop(run.task)
+                self._graph.on_started(run.task, _CALLEE)
                 self._waiting.discard(iteration.begins)
-                iteration.begins.finish(None)
+                iteration.begins.set_result(None)
                 if not iteration.open_count:
                     self._finish_iteration(iteration)
 
 
-def _split_covering(span: Span, requests: list[_Request]) -> tuple[list[_Request], list[_Request]]:
+def _split_covering(span: NamespaceRange, requests: list[_Request]) -> tuple[list[_Request], list[_Request]]:
     """Split requests: pulls, ascending, that cover each key of a span exactly once, and all the rest.
 
     If the pulls within the span do not cover it so, there are none of the former.
@@ -749,7 +770,7 @@ def _split_covering(span: Span, requests: list[_Request]) -> tuple[list[_Request
     inside: list[tuple[int, int, _Request]] = []
     rest: list[_Request] = []
     for request in requests:
-        if request.future.span is not None and request.answer is not None and request.answer.is_plain:
+        if request.future.span is not None and request.answer is not None and request.answer.is_whole_range:
             of, begin, stop = request.future.span
             if of == name and end <= begin and stop <= last:
                 inside.append((begin, stop, request))
@@ -763,21 +784,23 @@ def _split_covering(span: Span, requests: list[_Request]) -> tuple[list[_Request
     return ([pull for _, _, pull in inside], rest) if end == last else ([], requests)
 
 
-def _joint_answer(pulls: list[_Request], first: int, last: int) -> Answer:
+def _joint_answer(pulls: list[_Request], first: int, last: int) -> PullBuffer:
     """The answer of pulls that cover each of these keys exactly once."""
     answer = pulls[0].answer
     assert answer is not None
-    return answer if len(pulls) == 1 else answer.like(first, last)
+    return answer if len(pulls) == 1 else answer.for_range(first, last)
 
 
 def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:
     return (
-        content.cut(first, last) if isinstance(content, Entries) else content[places_of(content, first, last)]
+        content.key_range(first, last)
+        if isinstance(content, Entries)
+        else content[key_slice(content, first, last)]
     )
 
 
 def _size_bytes(content: Entries) -> int:
     """Bytes of the keys, rows and states of a push."""
-    states = {} if content.terms is None else content.terms.states or {}
+    states = {} if content.meta is None else content.meta.states or {}
     arrays = [content.values, *states.values()] if content.keys is None else [content.values, content.keys]
     return sum(array.nbytes for array in arrays)

@@ -16,19 +16,19 @@ from typing import Any, Final, TextIO
 import msgspec
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.events import ServerFilled, ServerLeaves
+from offbeat.events import ServerRemovalRequested, ServerTransferDone
 from offbeat.numerics.ps.entries import Entries
-from offbeat.numerics.ps.spaces import load, make_table
-from offbeat.numerics.ps.tables import ArrayTable, Empty
-from offbeat.policies.ps.hash_ring import Space
-from offbeat.policies.ps.manager import server_of
-from offbeat.policies.ps.messages import Copy, Filled, Pull, Push, View
-from offbeat.policies.ps.server_node import MANAGER, OF_CLIENTS, Send, ServerNode, refused
-from offbeat.runtime.control.starting import failure, given, say
+from offbeat.numerics.ps.spaces import build_table, import_function
+from offbeat.numerics.ps.tables import Allocate, ArrayTable
+from offbeat.policies.ps.hash_ring import NamespaceSpec
+from offbeat.policies.ps.manager import server_id
+from offbeat.policies.ps.messages import PlacementView, Pull, Push, Replicate, ServerFillDone
+from offbeat.policies.ps.server_node import CLIENT_REQUESTS, MANAGER, SendMessage, ServerNode, rejection
+from offbeat.runtime.control.starting import failure_answer, read_configuration, write_answer
 from offbeat.runtime.processes.threads import start_thread
-from offbeat.runtime.processes.waiting import Condition
-from offbeat.runtime.ps.node import Cluster, Node
-from offbeat.runtime.ps.packing import Array, Encoded
+from offbeat.runtime.processes.waiting import SignalSafeCondition
+from offbeat.runtime.ps.node import ClusterFile, PsNode
+from offbeat.runtime.ps.packing import Array, EncodedValues
 
 _LEAVE_S: Final = 60.0  # how long a leaving server waits until other servers have all data that it holds
 
@@ -44,14 +44,14 @@ class ServerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         unix: nodes on this host may reach it over Unix sockets, instead of TCP.
     """
 
-    cluster: Cluster
+    cluster: ClusterFile
     host: str
     server: int | None = None
     functions: tuple[str, ...] = ()
     unix: bool = True
 
 
-class Tables:
+class ServerTables:
     """All values of one server.
 
     Args:
@@ -59,21 +59,21 @@ class Tables:
         empty: (shape, dtype): returns memory for values that are read, as `np.empty` does.
     """
 
-    def __init__(self, functions: Mapping[str, Any], empty: Empty) -> None:
+    def __init__(self, functions: Mapping[str, Any], empty: Allocate) -> None:
         self._functions, self._empty = functions, empty
         self._tables: dict[str, ArrayTable] = {}
 
-    def table(self, space: Space) -> ArrayTable:
+    def table(self, space: NamespaceSpec) -> ArrayTable:
         """Return a namespace's table, created if needed."""
         found = self._tables.get(space.name)
         if found is None:
-            found = self._tables[space.name] = make_table(
+            found = self._tables[space.name] = build_table(
                 space.about, space.keys, space.block_keys, self._functions, self._empty
             )
         return found
 
 
-class Server:
+class ServerProcess:
     """A server that runs in this process.
 
     Args:
@@ -85,16 +85,18 @@ class Server:
     """
 
     def __init__(self, configuration: ServerConfiguration) -> None:
-        functions = {path: load(path) for path in configuration.functions}
+        functions = {path: import_function(path) for path in configuration.functions}
         server = configuration.server
         self.server = 1000 + secrets.randbelow(2**31) if server is None else server
-        tables = Tables(functions, lambda shape, dtype: self._node.empty(shape, dtype))
+        tables = ServerTables(functions, lambda shape, dtype: self._node.empty(shape, dtype))
         self._core = ServerNode(self.server, tables)
-        self._held: dict[str, list[Any]] = {}  # by node: messages that wait for a view, and all later ones
-        self._changed = Condition()
+        self._early_messages: dict[
+            str, list[Any]
+        ] = {}  # by node: messages that wait for a view, and all later ones
+        self._changed = SignalSafeCondition()
         self._is_leaving = self._is_in = self._is_out = self._is_last = self._is_closed = False
         self._gone: str | None = None
-        self._node = Node(
+        self._node = PsNode(
             f"server-{self.server}",
             configuration.cluster,
             host=configuration.host,
@@ -102,7 +104,7 @@ class Server:
             on_message=self._on_message,
             on_close=self._on_close,
             on_gone=self._on_gone,
-            show=self._share,
+            share=self._share,
             functions=configuration.functions,
             unix=configuration.unix,
         )
@@ -120,8 +122,8 @@ class Server:
                 if self._is_closed:
                     return
                 if self._gone is None:
-                    leaves = ServerLeaves(now_s=0.0, node=self._node.name, server=self.server)
-                    self._node.tell(leaves)
+                    leaves = ServerRemovalRequested(now_s=0.0, node=self._node.name, server=self.server)
+                    self._node.send_event(leaves)
                     self._changed.wait_for(
                         lambda: self._is_out or self._is_last or self._gone is not None, _LEAVE_S
                     )
@@ -146,9 +148,9 @@ class Server:
 
     # In the links' thread --------------------------------------------------------------------------------
 
-    def _on_view(self, view: View) -> None:
-        self._emit(self._core.see(view))
-        held, self._held = self._held, {}
+    def _on_view(self, view: PlacementView) -> None:
+        self._emit(self._core.on_view(view))
+        held, self._early_messages = self._early_messages, {}
         for peer, messages in held.items():
             for message in messages:
                 self._process_held(peer, message)
@@ -162,50 +164,54 @@ class Server:
             self._changed.notify_all()
 
     def _on_message(self, peer: str, message: Any) -> None:
-        if isinstance(message, OF_CLIENTS):
+        if isinstance(message, CLIENT_REQUESTS):
             is_allowed = peer == f"client-{message.client}"
         else:
-            is_allowed = server_of(peer) is not None
+            is_allowed = server_id(peer) is not None
         if not is_allowed:
             raise ProtocolError(f"{peer} may not send a {type(message).__name__} of another node")
-        if peer in self._held or self._needs_later_view(message):
-            self._held.setdefault(peer, []).append(message)
+        if peer in self._early_messages or self._needs_later_view(message):
+            self._early_messages.setdefault(peer, []).append(message)
         else:
-            self._emit(self._core.hear(peer, self._node.filtering.decoded(peer, message)))
+            self._emit(self._core.on_message(peer, self._node.filtering.decode(peer, message)))
 
     def _process_held(self, peer: str, message: Any) -> None:
         """Process a held message; its errors go to its sender, not to that of the current one."""
         try:
             self._on_message(peer, message)
         except ProtocolError as error:
-            if not isinstance(message, OF_CLIENTS):
+            if not isinstance(message, CLIENT_REQUESTS):
                 raise
-            self._node.send(peer, refused(message, error))
+            self._node.send(peer, rejection(message, error))
 
     def _needs_later_view(self, message: Any) -> bool:
         """Whether only a later view defines the filters that decode it."""
-        one: Any = message.operation if isinstance(message, Copy) else message
+        one: Any = message.operation if isinstance(message, Replicate) else message
         content = one.keys if isinstance(message, Pull) else getattr(one, "content", None)
-        if not isinstance(content, Encoded) or self._node.filtering.knows(one.namespace):
+        if not isinstance(content, EncodedValues) or self._node.filtering.knows(one.namespace):
             return False
-        number = message.epoch if isinstance(message, OF_CLIENTS) else message.view
-        return self._core.view is None or number > self._core.view.number
+        number = message.epoch if isinstance(message, CLIENT_REQUESTS) else message.view
+        return self._core.view is None or number > self._core.view.version
 
     def _share(self, peer: str, message: Any, array: Array, shown: Array) -> bool:
         """Let a push be read in the sender's memory, if it is read once and nothing of it is kept."""
         if not isinstance(message, Push) or not isinstance(message.content, Entries):
             return False
         content = message.content
-        if content.values is not array or peer in self._held or not self._core.keeps_nothing_of(message):
+        if (
+            content.values is not array
+            or peer in self._early_messages
+            or not self._core.can_apply_in_place(message)
+        ):
             return False
-        message.content = Entries(content.first, shown, content.keys, content.terms)
+        message.content = Entries(content.first, shown, content.keys, content.meta)
         return True
 
-    def _emit(self, actions: Sequence[Send]) -> None:
+    def _emit(self, actions: Sequence[SendMessage]) -> None:
         for to, message in actions:
             if to == MANAGER:
-                assert isinstance(message, Filled)
-                self._node.tell(ServerFilled(now_s=0.0, node=self._node.name, view=message.view))
+                assert isinstance(message, ServerFillDone)
+                self._node.send_event(ServerTransferDone(now_s=0.0, node=self._node.name, view=message.view))
             else:
                 self._node.send(to, message)
 
@@ -220,7 +226,7 @@ class Server:
             self._changed.notify_all()
 
 
-def serve(server: Server, is_there: Callable[[], None]) -> None:
+def serve(server: ServerProcess, on_ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT asks the server to leave.
 
     Args:
@@ -231,19 +237,19 @@ def serve(server: Server, is_there: Callable[[], None]) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.leave())
-    is_there()
+    on_ready()
     server.serve()
 
 
 def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
     """Read the configuration, answer with the server's id or an error, and serve."""
     try:
-        server = Server(given(source, ServerConfiguration))
+        server = ServerProcess(read_configuration(source, ServerConfiguration))
     except (OffbeatError, ProtocolError, ValueError, OSError) as error:
-        say(answer, failure(error))
+        write_answer(answer, failure_answer(error))
         return 1
     try:
-        serve(server, lambda: say(answer, {"server": server.server}))
+        serve(server, lambda: write_answer(answer, {"server": server.server}))
     except OffbeatError as error:
         print(f"offbeat: {error}", file=sys.stderr)
         return 1

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from offbeat.numerics.ps.entries import Entries
-from offbeat.numerics.ps.tensors import Offsets, Tensor
+from offbeat.numerics.ps.tensors import Tensor, TensorTable
 from offbeat.runtime.ps.future import Future
 from offbeat.runtime.ps.namespace import Namespace
-from offbeat.runtime.ps.requests import Requests
+from offbeat.runtime.ps.requests import InflightRequests
 
 
-class Tensors:
+class PsTensors:
     """Named tensors of a parameter server; `PS.tensors` creates it.
 
     Attributes:
@@ -20,7 +20,7 @@ class Tensors:
         offsets: the range of keys of each tensor.
     """
 
-    def __init__(self, requests: Requests, namespace: Namespace, offsets: Offsets) -> None:
+    def __init__(self, requests: InflightRequests, namespace: Namespace, offsets: TensorTable) -> None:
         self._requests, self.namespace, self.offsets = requests, namespace, offsets
 
     def push(self, tensors: Mapping[str, Tensor], *, after: Iterable[Future] = ()) -> Future:
@@ -70,7 +70,7 @@ class Tensors:
     def _ranges(self, tensors: Mapping[str, Any]) -> list[tuple[int, int]]:
         """The ranges of keys of these tensors, ascending; adjacent ranges are merged."""
         found: list[tuple[int, int]] = []
-        for first, last in sorted(self.offsets.range_of(name) for name in tensors):
+        for first, last in sorted(self.offsets.key_range_of(name) for name in tensors):
             if found and found[-1][1] == first:
                 found[-1] = (found[-1][0], last)
             elif first < last:

@@ -14,27 +14,27 @@ from typing import Any, Final
 
 from offbeat.errors import OffbeatError
 from offbeat.events import (
+    AssignTask,
     Event,
-    GroupAction,
-    GroupViewed,
     PassesEnded,
-    ProgressWanted,
+    ProgressRequested,
     TaskDone,
-    TaskIssued,
-    TaskWanted,
+    TaskRequested,
     TauSet,
-    WorkerJoins,
-    WorkerLeaves,
-    WorkerRefused,
+    WorkerGroupAction,
+    WorkerGroupJoined,
+    WorkerGroupLeft,
+    WorkerGroupRejected,
+    WorkerGroupView,
 )
-from offbeat.runtime.processes.waiting import Condition
+from offbeat.runtime.processes.waiting import SignalSafeCondition
 from offbeat.runtime.ps.future import TIMEOUT_S, Future
 
 _PROGRESS_TIMEOUT_S: Final = 5.0  # timeout of the request for details of an error message
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class ShardTask:
     """A pass over some shards.
 
     Attributes:
@@ -46,13 +46,13 @@ class Task:
     number: int
     pass_number: int
     shards: tuple[int, ...]
-    _report: Callable[[Task, list[Future]], None] = field(repr=False)
-    is_reported: bool = False
+    _report: Callable[[ShardTask, list[Future]], None] = field(repr=False)
+    is_done_reported: bool = False
 
     def done(self, after: Iterable[Future] = ()) -> None:
         """Report the task as done once these requests are, without blocking; further calls do nothing."""
-        if not self.is_reported:
-            self.is_reported = True
+        if not self.is_done_reported:
+            self.is_done_reported = True
             self._report(self, list(after))
 
 
@@ -79,22 +79,22 @@ class WorkerGroup:
         self,
         name: str,
         node: str,
-        tell: Callable[[Event], None],
+        send: Callable[[Event], None],
         when_done: Callable[[Iterable[Future], Callable[[], Any]], Future],
         on_left: Callable[[], None],
     ) -> None:
         self.name, self.node = name, node
-        self._send, self._when_done, self._on_left = tell, when_done, on_left
-        self._changed = Condition()  # guards the attributes below, up to the empty line
-        self._view: GroupViewed | None = None
+        self._send, self._when_done, self._on_left = send, when_done, on_left
+        self._changed = SignalSafeCondition()  # guards the attributes below, up to the empty line
+        self._view: WorkerGroupView | None = None
         self._own_views = 0  # views that were sent to this worker alone
-        self._issued: deque[Task] = deque()
+        self._issued: deque[ShardTask] = deque()
         self._passes_ended = 0  # passes over all shards, as last reported
         self._has_left = False
         self._refused: str | None = None
         self._failure: str | None = None
 
-        self._current: Task | None = None
+        self._current: ShardTask | None = None
         self._reports: list[Future] = []
 
     def join(self, shards: int, on_loss: str, patience_s: float, timeout_s: float) -> None:
@@ -107,19 +107,19 @@ class WorkerGroup:
         """
         if not (math.isfinite(patience_s) and patience_s >= 0):
             raise ValueError(f"expected a patience_s of 0 or more seconds, got {patience_s}")
-        joins = WorkerJoins(
+        joins = WorkerGroupJoined(
             now_s=0.0,
             node=self.node,
             group=self.name,
             shards=_checked_count("shards", shards, 1),
             on_loss=on_loss,
-            patience_s=patience_s,
+            wait_timeout_s=patience_s,
         )
         self._send(joins)
         try:
             self._wait_for(lambda: self.node in self._members(), "the manager to accept it", timeout_s)
         except BaseException:
-            self._send(WorkerLeaves(now_s=0.0, node=self.node, group=self.name))
+            self._send(WorkerGroupLeft(now_s=0.0, node=self.node, group=self.name))
             raise
 
     @property
@@ -155,7 +155,7 @@ class WorkerGroup:
         bound = None if tau is None else _checked_count("passes as tau", tau, 0)
         self._send(TauSet(now_s=0.0, node=self.node, group=self.name, tau=bound))
 
-    def progress(self, timeout_s: float = TIMEOUT_S) -> GroupViewed:
+    def progress(self, timeout_s: float = TIMEOUT_S) -> WorkerGroupView:
         """Request each worker's shards and progress, the shards without a worker, and the lost ones.
 
         Raises:
@@ -164,13 +164,15 @@ class WorkerGroup:
         """
         with self._changed:
             before = self._own_views
-        self._send(ProgressWanted(now_s=0.0, node=self.node, group=self.name))
+        self._send(ProgressRequested(now_s=0.0, node=self.node, group=self.name))
         self._wait_for(lambda: self._own_views > before, "the manager to report the progress", timeout_s)
         with self._changed:
             assert self._view is not None
             return self._view
 
-    def tasks(self, passes: int, *, shards_per_task: int = 1, timeout_s: float = TIMEOUT_S) -> Iterator[Task]:
+    def tasks(
+        self, passes: int, *, shards_per_task: int = 1, timeout_s: float = TIMEOUT_S
+    ) -> Iterator[ShardTask]:
         """Yield this worker's tasks until the group has made `passes` passes over all its shards.
 
         Passes are counted from the group's beginning. A task counts as done when the next one is requested,
@@ -189,11 +191,11 @@ class WorkerGroup:
                 group waits for); this worker was dropped; or a request failed that a task's `done` depended
                 on.
         """
-        wanted = TaskWanted(
+        wanted = TaskRequested(
             now_s=0.0,
             node=self.node,
             group=self.name,
-            passes=_checked_count("passes", passes, 1),
+            passes_max=_checked_count("passes", passes, 1),
             shards_max=_checked_count("shards in a task", shards_per_task, 1),
         )
         return self._iterate_tasks(wanted, timeout_s)
@@ -209,14 +211,14 @@ class WorkerGroup:
         if has_left:
             return
         try:
-            self._send(WorkerLeaves(now_s=0.0, node=self.node, group=self.name))
+            self._send(WorkerGroupLeft(now_s=0.0, node=self.node, group=self.name))
             self._wait_for(
                 lambda: self._own_views > before or self._failure is not None,
                 "the manager to confirm that it leaves",
                 timeout_s,
             )
         finally:
-            self.end("it has left")
+            self.on_end("it has left")
             self._on_left()
 
     def __enter__(self) -> WorkerGroup:
@@ -227,23 +229,25 @@ class WorkerGroup:
     ) -> None:
         self.leave()
 
-    def _iterate_tasks(self, wanted: TaskWanted, timeout_s: float) -> Iterator[Task]:
+    def _iterate_tasks(self, wanted: TaskRequested, timeout_s: float) -> Iterator[ShardTask]:
         while True:
-            if self._current is None or self._current.is_reported:
+            if self._current is None or self._current.is_done_reported:
                 self._current = self._next_task(wanted, timeout_s)
             if self._current is None:
                 return
             yield self._current
             self._current.done()
 
-    def _next_task(self, wanted: TaskWanted, timeout_s: float) -> Task | None:
+    def _next_task(self, wanted: TaskRequested, timeout_s: float) -> ShardTask | None:
         self._check_reports()
         with self._changed:
             needs_request = not self._issued
         if needs_request:
             self._send(wanted)
         try:
-            self._wait_for(lambda: self._issued or self._passes_ended >= wanted.passes, "a task", timeout_s)
+            self._wait_for(
+                lambda: self._issued or self._passes_ended >= wanted.passes_max, "a task", timeout_s
+            )
         except OffbeatError as error:
             self._check_reports()
             if self._refused is not None or self._failure is not None:
@@ -252,7 +256,7 @@ class WorkerGroup:
         with self._changed:
             return self._issued.popleft() if self._issued else None
 
-    def _report(self, task: Task, after: list[Future]) -> None:
+    def _report(self, task: ShardTask, after: list[Future]) -> None:
         done = TaskDone(now_s=0.0, node=self.node, group=self.name, task=task.number)
         if after:
             self._reports.append(self._when_done(after, lambda: self._send(done)))
@@ -272,8 +276,8 @@ class WorkerGroup:
         except OffbeatError:
             return f"the manager did not report within {_PROGRESS_TIMEOUT_S:g} s which workers are behind"
         behind = [worker.node for worker in view.workers if worker.shards and worker.passes == view.passes]
-        if view.waiting:
-            behind.append(f"a worker for shards {view.waiting[0][0]} to {view.waiting[-1][1]}")
+        if view.unassigned:
+            behind.append(f"a worker for shards {view.unassigned[0][0]} to {view.unassigned[-1][1]}")
         return f"after {view.passes} passes, the group waits for {', '.join(behind)}"
 
     def _members(self) -> list[str]:
@@ -295,22 +299,24 @@ class WorkerGroup:
 
     # In the links' thread --------------------------------------------------------------------------------
 
-    def hear(self, action: GroupAction) -> None:
+    def on_action(self, action: WorkerGroupAction) -> None:
         """Process an action of the manager for this group."""
         with self._changed:
             match action:
-                case GroupViewed():
+                case WorkerGroupView():
                     self._view = action
                     self._own_views += action.node == self.node
-                case TaskIssued():
-                    self._issued.append(Task(action.task, action.pass_number, action.shards, self._report))
+                case AssignTask():
+                    self._issued.append(
+                        ShardTask(action.task, action.pass_number, action.shards, self._report)
+                    )
                 case PassesEnded():
                     self._passes_ended = max(self._passes_ended, action.passes)
-                case WorkerRefused():
+                case WorkerGroupRejected():
                     self._refused = self._refused or action.reason  # the first one has the cause
             self._changed.notify_all()
 
-    def end(self, cause: str) -> None:
+    def on_end(self, cause: str) -> None:
         """End the membership: the client is disconnected from the parameter server, or has left the group."""
         with self._changed:
             self._failure = self._failure or cause

@@ -17,25 +17,25 @@ from numpy.typing import NDArray
 
 from offbeat.errors import WorkerError
 from offbeat.numerics.ps.updates import Assign
-from offbeat.runtime.control.rendezvous import Meeting
+from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.control.starting import start_server
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.namespace import Namespace
-from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.ps.node import ClusterFile
 from offbeat.runtime.ps.server import ServerConfiguration
-from offbeat.runtime.staleness.shared_model import ServedModel
-from offbeat.runtime.training.interface import Loop
-from offbeat.runtime.training.state_copy import Place
+from offbeat.runtime.staleness.shared_model import SharedModel
+from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.state_copy import TrainingPosition
 
 _PLACE_FIELDS: Final = ("round", "epoch", "seed", "samples", "batch_size")  # whole numbers
 _POLL_S: Final = 0.05
 _WORD_BYTES: Final = 8  # all but parameters is stored on servers as float64 words, whatever the bits mean
-_processes: dict[str, Process] = {}  # by job
+_processes: dict[str, ServedProcess] = {}  # by job
 _processes_lock = threading.Lock()
 
 
-class Process:
-    """One process of a job on a parameter server; `Process.of` opens or finds it.
+class ServedProcess:
+    """One process of a job on a parameter server; `ServedProcess.open_or_get` opens or finds it.
 
     Args:
         loop: the training loop of one of its workers.
@@ -48,29 +48,33 @@ class Process:
         model: the parameters that its threads push and pull.
     """
 
-    def __init__(self, loop: Loop, meeting: Meeting, deadline_s: float) -> None:
-        self.threads = loop.threads
+    def __init__(self, loop: TrainingLoop, meeting: RendezvousInfo, deadline_s: float) -> None:
+        self.threads = loop.local_workers
         self._deadline_s = deadline_s
-        self.model: ServedModel
+        self.model: SharedModel
         self._job, self._thread_count = meeting.job, 0
         self._lock = threading.Lock()
         self._has_model = self._has_begun = False
         first = self.threads[0]
-        cluster = Cluster(job=meeting.job, token=meeting.token, manager=meeting.coordinator)
+        cluster = ClusterFile(job=meeting.job, token=meeting.token, manager=meeting.coordinator)
         if not loop.is_newcomer:
             processes = loop.world // len(self.threads)
             for server in range(first // len(self.threads), loop.servers, processes):
                 configuration = ServerConfiguration(cluster=cluster, host=meeting.host, server=server)
-                start_server(configuration, outlives=True)
-        self.ps = PS(cluster, host=meeting.host, number=first)
+                start_server(configuration, is_detached=True)
+        self.ps = PS(cluster, host=meeting.host, client_id=first)
         self._namespace = cache(
             partial(self.ps.namespace, update=Assign(), dtype="float64")
         )  # opens each once
 
     @classmethod
-    def of(
-        cls, loop: Loop, meeting: Meeting, deadline_s: float, open_model: Callable[[Process], ServedModel]
-    ) -> Process:
+    def open_or_get(
+        cls,
+        loop: TrainingLoop,
+        meeting: RendezvousInfo,
+        deadline_s: float,
+        open_model: Callable[[ServedProcess], SharedModel],
+    ) -> ServedProcess:
         """Return this process's state in a job; the first thread opens it.
 
         Raises:
@@ -87,20 +91,20 @@ class Process:
                     found.model = open_model(found)
                     found._has_model = True
         except BaseException:
-            found.leave()
+            found.release()
             raise
         return found
 
-    def begin(
+    def begin_thread(
         self,
         initial: Sequence[Mapping[str, NDArray[Any]]] | None,
-        loop: Loop,
+        loop: TrainingLoop,
         unserved: Sequence[torch.Tensor],
     ) -> int:
         """Start the process, and one of its threads; return the first clock.
 
         Args:
-            initial: on the first worker, the initial values for the servers: see `ServedModel.begin`.
+            initial: on the first worker, the initial values for the servers: see `SharedModel.begin`.
             loop: the thread's training loop.
             unserved: tensors of the thread's model that no gradient changes: buffers and frozen parameters.
         """
@@ -110,32 +114,32 @@ class Process:
         if initial is not None and (state := self._unserved_namespace(unserved)) is not None:
             state.push(_bits(unserved)).result()
         if not is_first:
-            return self.model.wait_until_begun(loop.check)
+            return self.model.wait_until_begun(loop.raise_if_failed)
         if initial is None:
             self._wait_for_place(loop)
-        clock = self.model.begin(initial, loop.check, is_newcomer=loop.is_newcomer)
+        clock = self.model.begin(initial, loop.raise_if_failed, is_newcomer=loop.is_newcomer)
         if initial is not None:
-            self.tell_place(loop)
+            self.publish_position(loop)
         return clock
 
-    def tell_place(self, loop: Loop) -> None:
+    def publish_position(self, loop: TrainingLoop) -> None:
         """Publish the position of the training on the servers, for newcomers."""
-        place = loop.place(0)
+        place = loop.position(0)
         numbers = [float(getattr(place, name)) for name in _PLACE_FIELDS]
         self._place_namespace().push([1.0, float(place.drop_last), *numbers])
 
-    def take_place(self, loop: Loop) -> None:
+    def restore_position(self, loop: TrainingLoop) -> None:
         """Let a newcomer start at the position of the training."""
         drop_last, *numbers = self._wait_for_place(loop)
         whole = dict(zip(_PLACE_FIELDS, map(int, numbers), strict=True))
-        loop.take_place(Place(**whole, drop_last=bool(drop_last)))
+        loop.restore_position(TrainingPosition(**whole, drop_last=bool(drop_last)))
 
-    def _wait_for_place(self, loop: Loop) -> list[float]:
+    def _wait_for_place(self, loop: TrainingLoop) -> list[float]:
         """Wait until the first worker has stored its parameters; return the position of the training."""
         limit_s = time.monotonic() + self._deadline_s
         while True:
             is_published, *numbers = self.model.wait_for(
-                self._place_namespace().pull(), "the first parameters", loop.check
+                self._place_namespace().pull(), "the first parameters", loop.raise_if_failed
             )
             if is_published:
                 return list(numbers)
@@ -143,11 +147,11 @@ class Process:
                 raise WorkerError(
                     f"timed out after {self._deadline_s:g} s waiting for the parameters of worker 0", worker=0
                 )
-            loop.check()
+            loop.raise_if_failed()
             time.sleep(_POLL_S)
 
     @torch.no_grad()
-    def take_unserved(self, unserved: Sequence[torch.Tensor]) -> None:
+    def fetch_unserved(self, unserved: Sequence[torch.Tensor]) -> None:
         """Copy the first worker's initial values of the tensors that no gradient changes."""
         if (state := self._unserved_namespace(unserved)) is not None:
             left = torch.from_numpy(np.array(state.pull().result())).view(torch.uint8)
@@ -164,7 +168,7 @@ class Process:
         size_bytes = sum(tensor.nbytes for tensor in unserved)
         return self._namespace("unserved", -(-size_bytes // _WORD_BYTES)) if size_bytes else None
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """End one thread's use; the last thread closes the client."""
         with _processes_lock:
             self._thread_count -= 1

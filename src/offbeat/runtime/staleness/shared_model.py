@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.policies.ps.range_clock import Piece
-from offbeat.policies.staleness.caches import CacheDirectory, clock_of, time_of
-from offbeat.runtime.processes.waiting import Condition
+from offbeat.policies.ps.range_clock import ClockRange
+from offbeat.policies.staleness.caches import CacheDirectory, push_clock, push_time
+from offbeat.runtime.processes.waiting import SignalSafeCondition
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.future import Future
-from offbeat.runtime.ps.tensors import Tensors
+from offbeat.runtime.ps.tensors import PsTensors
 
 Array = NDArray[Any]
 
@@ -50,7 +50,7 @@ class GroupGradient:
     absent: frozenset[tuple[int, int]]
     settings: Mapping[str, Any]
 
-    def plus(self, other: GroupGradient) -> GroupGradient:
+    def add(self, other: GroupGradient) -> GroupGradient:
         """Return the sum of both."""
         return GroupGradient(
             self.weight + other.weight,
@@ -70,19 +70,19 @@ class GroupGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
+class WorkerGradient:
     """One thread's gradient at one clock, by group of parameters; None for a group that was not stepped."""
 
     groups: Sequence[GroupGradient | None]
 
-    def plus(self, other: Gradient) -> Gradient:
+    def add(self, other: WorkerGradient) -> WorkerGradient:
         """Return the sum of both."""
         pairs = zip(self.groups, other.groups, strict=True)
-        return Gradient([entry.plus(more) if entry and more else entry or more for entry, more in pairs])
+        return WorkerGradient([entry.add(more) if entry and more else entry or more for entry, more in pairs])
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PulledParameters:
     """Parameters as the servers had them.
 
     Attributes:
@@ -94,10 +94,10 @@ class Row:
 
     version: int
     values: Sequence[Array]
-    pieces: Sequence[Sequence[Piece]]
+    applied_times: Sequence[Sequence[ClockRange]]
 
 
-class ServedModel:
+class SharedModel:
     """Pushes and pulls the parameters for all threads of a process.
 
     Pushes carry times. Where gradients are summed clock by clock (`is_versioned`), the time is the clock, so
@@ -118,7 +118,7 @@ class ServedModel:
     def __init__(
         self,
         ps: PS,
-        groups: Sequence[Tensors],
+        groups: Sequence[PsTensors],
         directory: CacheDirectory,
         *,
         deadline_s: float,
@@ -126,13 +126,15 @@ class ServedModel:
         self._ps = ps
         self._namespaces = [group.namespace for group in groups]
         self._is_versioned, self._deadline_s = directory.is_versioned, deadline_s
-        self._lock = Condition()
+        self._lock = SignalSafeCondition()
         self._pulling = threading.Lock()
         self.directory = directory
-        self._gradients: dict[int, dict[int, Gradient]] = {}  # by clock and thread, until they are pushed
+        self._gradients: dict[
+            int, dict[int, WorkerGradient]
+        ] = {}  # by clock and thread, until they are pushed
         self._pushes: dict[int, Future] = {}  # by time, those not known to be done
         self._has_begun = False
-        self._row: Row | None = None
+        self._row: PulledParameters | None = None
         self.bytes_pulled = 0
         self.pulls = 0
 
@@ -161,9 +163,9 @@ class ServedModel:
         """
         begins = [1 for _ in self._namespaces]
         if self._is_versioned:
-            begins = [namespace.take_part(1, self._deadline_s) for namespace in self._namespaces]
+            begins = [namespace.join_aggregation(1, self._deadline_s) for namespace in self._namespaces]
         done: list[Future] = []
-        time = max(begins) if initial is not None or is_newcomer else time_of(-1)
+        time = max(begins) if initial is not None or is_newcomer else push_time(-1)
         for group, (namespace, first) in enumerate(zip(self._namespaces, begins, strict=True)):
             if initial is not None:
                 states = dict(initial[group])
@@ -171,9 +173,9 @@ class ServedModel:
             elif self._is_versioned:  # once this is applied, so are the earlier pushes of all
                 done += [self._push_nothing(group, at) for at in range(first, time + 1)]
         self.wait_for(self._ps.when_done(done), "the first parameters", check)
-        first_clock = clock_of(time) + 1 if self._is_versioned else 0
+        first_clock = push_clock(time) + 1 if self._is_versioned else 0
         with self._lock:
-            self.directory.begin(first_clock, time)
+            self.directory.start_at(first_clock, time)
             self._has_begun = True
             self._lock.notify_all()
         return first_clock
@@ -186,24 +188,24 @@ class ServedModel:
 
     # Pushing ---------------------------------------------------------------------------------------------
 
-    def give(self, worker: int, clock: int, gradient: Gradient) -> tuple[int, Future | None]:
+    def add_gradient(self, worker: int, clock: int, gradient: WorkerGradient) -> tuple[int, Future | None]:
         """Add the gradient that a thread has computed at a clock.
 
         Returns:
             The time of the push that carries it, and the push itself if it is under way already.
         """
         with self._lock:
-            time = self.directory.give(worker, clock)
+            time = self.directory.add_gradient(worker, clock)
             if not self._is_versioned:
                 return time, self._push(time, gradient)
             gradients = self._gradients.setdefault(clock, {})
-            gradients[worker] = gradients[worker].plus(gradient) if worker in gradients else gradient
+            gradients[worker] = gradients[worker].add(gradient) if worker in gradients else gradient
             return time, None
 
-    def passed(self, worker: int, clock: int) -> None:
+    def finish_clocks(self, worker: int, clock: int) -> None:
         """Record that a thread adds nothing more to clocks before this one; push complete clocks."""
         with self._lock:
-            self._push_complete_clocks(self.directory.passed(worker, clock))
+            self._push_complete_clocks(self.directory.finish_clocks(worker, clock))
 
     def leave(self, worker: int, check: Callable[[], None]) -> None:
         """Remove a thread that adds nothing more; the last one waits until all pushes are applied.
@@ -212,38 +214,38 @@ class ServedModel:
             WorkerError: it took too long.
         """
         with self._lock:
-            self._push_complete_clocks(self.directory.leave(worker))
-            is_last = self.directory.is_empty
+            self._push_complete_clocks(self.directory.remove_thread(worker))
+            is_last = self.directory.all_threads_left
             under_way = list(self._pushes.values())
         if is_last:
             self.wait_for(self._ps.when_done(under_way), "the last gradients to be applied", check)
             if self._is_versioned:
                 for namespace in self._namespaces:
-                    namespace.withdraw(self._deadline_s)
+                    namespace.leave_aggregation(self._deadline_s)
 
-    def give_up(self, worker: int) -> None:
+    def remove_failed(self, worker: int) -> None:
         """Remove a thread that may have failed, without waiting; no other thread waits for it any more."""
         with self._lock:
-            had_left = self.directory.is_empty
-            self._push_complete_clocks(self.directory.leave(worker))
-            is_last = self.directory.is_empty and not had_left
+            had_left = self.directory.all_threads_left
+            self._push_complete_clocks(self.directory.remove_thread(worker))
+            is_last = self.directory.all_threads_left and not had_left
             under_way = list(self._pushes.values())
         if is_last and self._is_versioned:
             for namespace in self._namespaces:
-                namespace.withdraw_after(under_way)
+                namespace.leave_aggregation_after(under_way)
 
     def _push_complete_clocks(self, clocks: range) -> None:
         for clock in clocks:
-            self._push(time_of(clock), self._sum(self._gradients.pop(clock, {})))
+            self._push(push_time(clock), self._sum(self._gradients.pop(clock, {})))
         self._lock.notify_all()
 
-    def _sum(self, gradients: dict[int, Gradient]) -> Gradient | None:
-        total: Gradient | None = None
+    def _sum(self, gradients: dict[int, WorkerGradient]) -> WorkerGradient | None:
+        total: WorkerGradient | None = None
         for _, gradient in sorted(gradients.items()):
-            total = gradient if total is None else total.plus(gradient)
+            total = gradient if total is None else total.add(gradient)
         return total
 
-    def _push(self, at: int, gradient: Gradient | None) -> Future:
+    def _push(self, at: int, gradient: WorkerGradient | None) -> Future:
         groups = [None] * len(self._namespaces) if gradient is None else gradient.groups
         try:
             pushed = [
@@ -287,12 +289,14 @@ class ServedModel:
     # Reading ---------------------------------------------------------------------------------------------
 
     @property
-    def row(self) -> Row:
+    def process_cache(self) -> PulledParameters:
         """The content of the process cache; valid only where the directory says that it can be read."""
         assert self._row is not None
         return self._row
 
-    def pull(self, version: int, check: Callable[[], None], *, complete: int = 0, fresh: bool = False) -> Row:
+    def pull(
+        self, version: int, check: Callable[[], None], *, complete: int = 0, fresh: bool = False
+    ) -> PulledParameters:
         """Return parameters of this version or a later one, from the servers.
 
         Where gradients are not summed by clocks, the result has the version that was `complete` before. Where
@@ -302,8 +306,8 @@ class ServedModel:
             WorkerError: it took too long; the message names the servers.
         """
         with self._pulling:
-            if not fresh and self.directory.holds(version):
-                return self.row
+            if not fresh and self.directory.process_cache_has(version):
+                return self.process_cache
             self.wait_for_version(version, check)
             pulls = self._start_pulls()
             pulled = [self.wait_for(pull, "the parameters", check) for pull in pulls]
@@ -313,8 +317,8 @@ class ServedModel:
             version = max(version, complete)
             self.pulls += 1
             self.bytes_pulled += sum(entry.nbytes for entry in values)
-            self._row = Row(version, values, pieces)
-            self.directory.pulled(version)
+            self._row = PulledParameters(version, values, pieces)
+            self.directory.on_pulled(version)
             return self._row
 
     def wait_for_version(self, version: int, check: Callable[[], None]) -> None:
@@ -334,7 +338,7 @@ class ServedModel:
             self._wait_until(
                 lambda: self.directory.has_pushed(version), f"{what}, for which a thread is behind", check
             )
-            awaited = self._pushes.get(time_of(version - 1))
+            awaited = self._pushes.get(push_time(version - 1))
         if awaited is not None:
             self.wait_for(awaited, what, check)
 
@@ -347,12 +351,12 @@ class ServedModel:
             "traffic_bytes": self._ps.traffic_bytes,
         }
 
-    def fetch(self) -> Future:
+    def start_fetch(self) -> Future:
         """Return a future of a row, of any version."""
         pulls = self._start_pulls()
 
-        def row() -> Row:
-            return Row(0, *self._with_pieces([pull.result(0.0) for pull in pulls]))
+        def row() -> PulledParameters:
+            return PulledParameters(0, *self._with_pieces([pull.result(0.0) for pull in pulls]))
 
         return self._ps.when_done(pulls, row)
 
@@ -369,11 +373,11 @@ class ServedModel:
 
     def _request_error(self, what: str, error: OffbeatError) -> WorkerError:
         """Return the error of a worker whose process is out, or whose request has failed."""
-        return WorkerError(f"worker {self._ps.number}, or its process, failed when {what}: {error}")
+        return WorkerError(f"worker {self._ps.client_id}, or its process, failed when {what}: {error}")
 
     def _with_pieces(
-        self, pulled: Sequence[tuple[_T, Sequence[Piece]]]
-    ) -> tuple[list[_T], list[list[Piece]]]:
+        self, pulled: Sequence[tuple[_T, Sequence[ClockRange]]]
+    ) -> tuple[list[_T], list[list[ClockRange]]]:
         """Return the pulled values of each group, and pieces that cover all its keys."""
         keys = [namespace.keys for namespace in self._namespaces]
         return (
@@ -381,7 +385,7 @@ class ServedModel:
             [_cover(pieces, count) for (_, pieces), count in zip(pulled, keys, strict=True)],
         )
 
-    def states(self, check: Callable[[], None]) -> tuple[int, list[dict[str, Array]]]:
+    def pull_states(self, check: Callable[[], None]) -> tuple[int, list[dict[str, Array]]]:
         """Return all that the servers keep of each group: "values", and the optimizer's state by name.
 
         Returns:
@@ -397,8 +401,8 @@ class ServedModel:
         return self._version_of(pieces) if self._is_versioned else _CLOCK_MAX, states
 
     @staticmethod
-    def _version_of(pieces: Sequence[Sequence[Piece]]) -> int:
-        return clock_of(min(piece.time for some in pieces for piece in some)) + 1
+    def _version_of(pieces: Sequence[Sequence[ClockRange]]) -> int:
+        return push_clock(min(piece.time for some in pieces for piece in some)) + 1
 
     def wait_until_alone(self, check: Callable[[], None]) -> None:
         """Wait until all participants have left, and all their pushes are applied.
@@ -413,7 +417,7 @@ class ServedModel:
             while namespace.participants:
                 check()
                 try:
-                    namespace.wait_until_left(_POLL_S)
+                    namespace.wait_for_all_left(_POLL_S)
                 except OffbeatError as error:
                     if time.monotonic() > end_s:
                         raise WorkerError(f"timed out after {self._deadline_s:g} s: {error}") from error
@@ -446,12 +450,12 @@ class ServedModel:
             raise self._request_error(f"waiting for {what}", error) from error
 
 
-def _cover(pieces: Sequence[Piece], keys: int) -> list[Piece]:
+def _cover(pieces: Sequence[ClockRange], keys: int) -> list[ClockRange]:
     """Return pieces that cover all keys, with time 0 for keys without one."""
     covered, at = [], 0
     for piece in pieces:
-        if at < piece.first:
-            covered.append(Piece(at, piece.first, 0))
+        if at < piece.start:
+            covered.append(ClockRange(at, piece.start, 0))
         covered.append(piece)
-        at = piece.last
-    return [*covered, Piece(at, keys, 0)] if at < keys else covered
+        at = piece.stop
+    return [*covered, ClockRange(at, keys, 0)] if at < keys else covered

@@ -20,23 +20,28 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.events import Clocked, Grant
+from offbeat.events import StepFinished, StepPermit
 from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.tables import Aggregate
-from offbeat.numerics.ps.tensors import Offsets
-from offbeat.numerics.ps.translation import settings_of, states_of, take_states, translate
-from offbeat.policies.staleness.caches import CacheDirectory, Terms
-from offbeat.runtime.control.client import Member
-from offbeat.runtime.control.rendezvous import Meeting
+from offbeat.numerics.ps.tensors import TensorTable
+from offbeat.numerics.ps.translation import export_states, import_states, settings_of_group, update_for_group
+from offbeat.policies.staleness.caches import CacheDirectory, PsOptions
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
 from offbeat.runtime.ps.future import Future
-from offbeat.runtime.staleness.process import Process
-from offbeat.runtime.staleness.shared_model import Gradient, GroupGradient, Row, ServedModel
-from offbeat.runtime.training.checks import Forms, check_apart
-from offbeat.runtime.training.hooks import ForwardHook, Scripting
-from offbeat.runtime.training.interface import Loop
-from offbeat.runtime.training.trained import Trained
-from offbeat.runtime.training.writes import Writes
+from offbeat.runtime.staleness.process import ServedProcess
+from offbeat.runtime.staleness.shared_model import (
+    GroupGradient,
+    PulledParameters,
+    SharedModel,
+    WorkerGradient,
+)
+from offbeat.runtime.training.checks import ParameterFormCheck, check_no_overlap
+from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
+from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.trained import TrainingState
+from offbeat.runtime.training.writes import WriteDetector
 
 Array = NDArray[Any]
 
@@ -59,30 +64,30 @@ class ServerSynchronizer:
         OffbeatError: an optimizer that servers cannot replace, or parameters that they cannot keep.
     """
 
-    def __init__(self, loop: Loop, trained: Trained, *, terms: Terms) -> None:
-        self._loop, self._trained, self._terms = loop, trained, terms
+    def __init__(self, loop: TrainingLoop, trained: TrainingState, *, options: PsOptions) -> None:
+        self._loop, self._trained, self._terms = loop, trained, options
         self._model = trained.model
         self._optimizers = trained.optimizer_of_group  # the following lists are by group, too
         try:
             self._updates = [
-                translate(group, type(optimizer))
+                update_for_group(group, type(optimizer))
                 for group, optimizer in zip(trained.groups, self._optimizers, strict=True)
             ]
             self._groups = [
                 {name: entry for name, entry in trained.parameters_of(group).items() if entry.requires_grad}
                 for group in trained.groups
             ]
-            self._offsets = [Offsets.of(group.items()) for group in self._groups]
+            self._offsets = [TensorTable.from_tensors(group.items()) for group in self._groups]
         except ValueError as error:
             raise OffbeatError(str(error)) from error
         self._check_disjoint()
-        self._writes = Writes(trained)
-        self._forms = Forms(trained.model)
-        self._handles: list[RemovableHandle | Scripting] = []
+        self._writes = WriteDetector(trained)
+        self._forms = ParameterFormCheck(trained.model)
+        self._handles: list[RemovableHandle | HookFreeScripting] = []
         self._has_begun = self._is_open = False  # this worker has begun; its step may compute
         self._is_reporting = False  # a step is reported, but not answered yet
         self._local_updates: list[Sequence[Array]] = []  # what each update in this thread's log has added
-        self._unpushed: list[tuple[Gradient, Sequence[Array]]] = []  # steps not pushed yet
+        self._unpushed: list[tuple[WorkerGradient, Sequence[Array]]] = []  # steps not pushed yet
         self._fetch: Future | None = None
         self._last_push: Future | None = None
         self._values_before: Sequence[Array] | None = None
@@ -107,11 +112,11 @@ class ServerSynchronizer:
                 f"{duplicate} is in several of the optimizers, or in one of them several times: servers keep "
                 "each parameter once, with one of them"
             )
-        check_apart({name: entry for group in self._groups for name, entry in group.items()})
+        check_no_overlap({name: entry for group in self._groups for name, entry in group.items()})
 
     def _check_writes(self, optimizer: Optimizer | None = None) -> None:
         """Reject changes of the program to its copy, which the servers' state replaces."""
-        if self._has_begun and (found := self._writes.found(optimizer)):
+        if self._has_begun and (found := self._writes.written_since_mark(optimizer)):
             raise OffbeatError(
                 f"the program has changed {found[0]} ({len(found)} such changes), which would be lost: on a "
                 "parameter server the servers' state replaces it. Change it before the first step, or use a "
@@ -122,8 +127,8 @@ class ServerSynchronizer:
 
     @property
     def deals(self) -> bool:
-        """See `Synchronizer.deals`."""
-        return self._terms.is_dealt
+        """See `Synchronizer.assigns_samples`."""
+        return self._terms.assigns_samples
 
     @property
     def step(self) -> int | None:
@@ -142,29 +147,29 @@ class ServerSynchronizer:
 
     @property
     def leads(self) -> bool:
-        """See `Synchronizer.leads`."""
-        grant = self._member.grant
-        return self._loop.worker == 0 if grant is None else grant.leads
+        """See `Synchronizer.is_leader`."""
+        grant = self._member.permit
+        return self._loop.worker == 0 if grant is None else grant.is_leader
 
     @property
     def is_current(self) -> bool:
-        """See `Synchronizer.is_current`."""
+        """See `Synchronizer.has_current_state`."""
         return True
 
     @property
     def is_common(self) -> bool:
-        """See `Synchronizer.is_common`."""
+        """See `Synchronizer.replicas_identical`."""
         return False
 
     @property
     def is_preempted(self) -> bool:
         """See `Synchronizer.is_preempted`."""
-        grant = self._member.grant
+        grant = self._member.permit
         return grant is not None and grant.is_preempted
 
     @property
     def late(self) -> LateGradients | None:
-        """See `Synchronizer.late`."""
+        """See `Synchronizer.late_gradients`."""
         return None
 
     @property
@@ -179,19 +184,19 @@ class ServerSynchronizer:
 
     @property
     def is_clear(self) -> bool:
-        """See `Synchronizer.is_clear`."""
+        """See `Synchronizer.has_no_pending_gradient`."""
         return not self._is_open
 
     def batch_of_round(self, batch: int, left_out: int) -> int:
-        """See `Synchronizer.batch_of_round`: a step is of any batch that its worker has computed."""
+        """See `Synchronizer.agree_on_batch`: a step is of any batch that its worker has computed."""
         return batch
 
     def quiet(self) -> AbstractContextManager[None]:
-        """See `Synchronizer.quiet`."""
+        """See `Synchronizer.no_sync`."""
         return nullcontext()
 
     def give_up_the_rest(self) -> None:
-        """See `Synchronizer.give_up_the_rest`: a step that has begun is restarted; its clock may pass."""
+        """See `Synchronizer.on_epoch_left_early`: a step that has begun is restarted; its clock may pass."""
         self._is_open = False
         self._drop_gradients()
 
@@ -200,20 +205,22 @@ class ServerSynchronizer:
 
     # Joining and leaving ---------------------------------------------------------------------------------
 
-    def enter(self, member: Member | None, meeting: Meeting | None) -> None:
-        """See `Synchronizer.enter`."""
+    def enter(self, member: CoordinatorClient | None, meeting: RendezvousInfo | None) -> None:
+        """See `Synchronizer.join_job`."""
         assert member is not None
         assert meeting is not None
         self._member = member
-        member.on_grant = self._on_permit
-        self._process = Process.of(self._loop, meeting, self._terms.deadline_s, self._open_model)
+        member.on_permit = self._on_permit
+        self._process = ServedProcess.open_or_get(
+            self._loop, meeting, self._terms.deadline_s, self._open_model
+        )
         if self._loop.is_newcomer:
-            self._process.take_place(self._loop)
+            self._process.restore_position(self._loop)
         self._reported_epoch = self._loop.epoch
 
-    def _open_model(self, process: Process) -> ServedModel:
+    def _open_model(self, process: ServedProcess) -> SharedModel:
         """Open the model that the threads of a process share; the first thread calls it."""
-        aggregate: Aggregate = "each" if self._terms.is_sequential else "mean"
+        aggregate: Aggregate = "each" if self._terms.steps_per_process else "mean"
         tensors = [
             process.ps.tensors(
                 f"parameters-{number}",
@@ -223,7 +230,7 @@ class ServerSynchronizer:
             )
             for number, (group, update) in enumerate(zip(self._groups, self._updates, strict=True))
         ]
-        return ServedModel(
+        return SharedModel(
             process.ps,
             tensors,
             CacheDirectory(
@@ -235,7 +242,7 @@ class ServerSynchronizer:
         )
 
     @property
-    def _served(self) -> ServedModel:
+    def _served(self) -> SharedModel:
         return self._process.model
 
     @property
@@ -244,8 +251,8 @@ class ServerSynchronizer:
 
     def attach(self) -> None:
         """See `Synchronizer.attach`."""
-        self._handles.append(self._model.register_forward_pre_hook(ForwardHook(self._before_forward)))
-        self._handles.append(Scripting(self._model))
+        self._handles.append(self._model.register_forward_pre_hook(SessionForwardHook(self._before_forward)))
+        self._handles.append(HookFreeScripting(self._model))
 
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
@@ -254,17 +261,17 @@ class ServerSynchronizer:
         self._handles.clear()
         if hasattr(self, "_process"):
             with suppress(OffbeatError):  # this process may be excluded already
-                self._served.give_up(self._loop.worker)
-            self._process.leave()
+                self._served.remove_failed(self._loop.worker)
+            self._process.release()
 
     def resume(self, step: int) -> None:
-        """See `Synchronizer.resume`."""
+        """See `Synchronizer.on_state_loaded`."""
         if self._has_begun:
             raise OffbeatError("training has begun already: load a state before the first step")
         self._steps = step
 
     def refresh(self) -> None:
-        """See `Synchronizer.refresh`.
+        """See `Synchronizer.complete_state`.
 
         Where gradients are summed clock by clock, the state holds all that any worker has done at clocks
         before that of this worker's next step, and nothing else unless this worker rests, since that clock
@@ -277,47 +284,49 @@ class ServerSynchronizer:
         self._check_writes()
         self.flush()
         if self._clock is not None:
-            self._served.wait_for_version(self._last_permit().clock, self._loop.check)
+            self._served.wait_for_version(self._last_permit().clock, self._loop.raise_if_failed)
         self._install_states()
-        self._directory.drop(self._loop.worker)
+        self._directory.invalidate(self._loop.worker)
         self._fetch = None  # it may lack later pushes of this worker, which are not replayed any more
 
     def _install_states(self) -> None:
         """Copy all that the servers keep into this worker's model and optimizers."""
-        self._fetched, kept = self._served.states(self._loop.check)
+        self._fetched, kept = self._served.pull_states(self._loop.raise_if_failed)
         for optimizer, group, offsets, states in zip(
             self._optimizers, self._groups, self._offsets, kept, strict=True
         ):
             offsets.scatter(Entries(0, states.pop("values")), group)
             for name, parameter in group.items():
-                first, last = offsets.range_of(name)
+                first, last = offsets.key_range_of(name)
                 rows = {state: values[first:last] for state, values in states.items()}
-                take_states(optimizer, parameter, rows)
-        self._writes.note()
+                import_states(optimizer, parameter, rows)
+        self._writes.mark()
 
     def flush(self) -> None:
         """See `Synchronizer.flush`: where each gradient counts by itself, all of them have arrived."""
         if self._unpushed and self._clock is not None:
             self._push(self._clock)
         if not self._terms.is_versioned and self._last_push is not None:
-            self._served.wait_for(self._last_push, "the last gradients to be applied", self._loop.check)
+            self._served.wait_for(
+                self._last_push, "the last gradients to be applied", self._loop.raise_if_failed
+            )
 
     def finish(self) -> None:
         """See `Synchronizer.finish`."""
         if not self._has_begun:
             self._begin()
-        self._served.leave(self._loop.worker, self._loop.check)
+        self._served.leave(self._loop.worker, self._loop.raise_if_failed)
 
     def settle(self) -> None:
-        """See `Synchronizer.settle`."""
+        """See `Synchronizer.receive_final_state`."""
         self._check_writes()
-        self._served.wait_until_alone(self._loop.check)
+        self._served.wait_until_alone(self._loop.raise_if_failed)
         self._install_states()
 
     # A step ----------------------------------------------------------------------------------------------
 
     def weigh(self, batches: float) -> None:
-        """See `Synchronizer.weigh`."""
+        """See `Synchronizer.set_batch_weight`."""
         self._restore(self._parameters())
         self._kept_gradients.clear()
         self._batch_weight = batches
@@ -341,7 +350,7 @@ class ServerSynchronizer:
         return [np.array(offsets.gather(group)) for group, offsets in pairs]
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        self._loop.check()
+        self._loop.raise_if_failed()
         if not (model.training and torch.is_grad_enabled()):
             return
         self._forms.check()
@@ -372,13 +381,13 @@ class ServerSynchronizer:
             )
             grant = self._last_permit()
         if self._clock is None and self._loop.worker:
-            self._process.take_unserved(self._tensors_not_served())
+            self._process.fetch_unserved(self._tensors_not_served())
         if self._loop.epoch > self._reported_epoch:
             self._reported_epoch = self._loop.epoch
             timer.switch("report")
-            self._process.tell_place(self._loop)
+            self._process.publish_position(self._loop)
         self._read(grant)
-        self._writes.note()
+        self._writes.mark()
         self._clock = grant.clock
         self._is_open = True
         self._compute_mark_s, self._compute_s = timer.total_s("compute"), 0.0
@@ -388,7 +397,7 @@ class ServerSynchronizer:
         self._has_begun = True
         initial = list(self._initial_states()) if self._loop.worker == 0 else None
         try:
-            return self._process.begin(initial, self._loop, self._tensors_not_served())
+            return self._process.begin_thread(initial, self._loop, self._tensors_not_served())
         except WorkerError:
             raise
         except OffbeatError as error:
@@ -406,17 +415,17 @@ class ServerSynchronizer:
         """Yield parameters and optimizer state as the servers keep them, of each group."""
         for optimizer, group, offsets in zip(self._optimizers, self._groups, self._offsets, strict=True):
             states: dict[str, Array] = {"values": offsets.gather(group).copy()}
-            kept = [states_of(optimizer, parameter) for parameter in group.values()]
+            kept = [export_states(optimizer, parameter) for parameter in group.values()]
             for name in kept[0] if kept else ():
                 states[name] = np.concatenate([entry[name].reshape(-1) for entry in kept])
             yield states
 
     def _may_start(self) -> bool:
-        grant = self._member.grant
+        grant = self._member.permit
         return grant is not None and grant.may_start
 
-    def _last_permit(self) -> Grant:
-        grant = self._member.grant
+    def _last_permit(self) -> StepPermit:
+        grant = self._member.permit
         assert grant is not None
         return grant
 
@@ -436,11 +445,11 @@ class ServerSynchronizer:
         timer = self._loop.timer
         timer.switch("compute")
         compute_s = timer.total_s("compute") - self._compute_mark_s
-        self._loop.computed(compute_s)
+        self._loop.on_computed(compute_s)
         timer.switch("push")
         self._compute_s += timer.total_s("compute") - self._compute_mark_s
         self._compute_mark_s = timer.total_s("compute")
-        if self._terms.steps_locally and self._values_before is None:
+        if self._terms.applies_local_steps and self._values_before is None:
             self._values_before = self._copy_values()
         for number, entry in enumerate(self._optimizers):
             if entry is optimizer:
@@ -451,18 +460,18 @@ class ServerSynchronizer:
         """Copy a group's gradients; where only the servers step, clear them for the optimizer."""
         group, offsets = self._groups[number], self._offsets[number]
         self._restore(group.values())
-        absent = frozenset(offsets.range_of(name) for name, entry in group.items() if entry.grad is None)
+        absent = frozenset(offsets.key_range_of(name) for name, entry in group.items() if entry.grad is None)
         gradients = {
             name: torch.zeros_like(entry) if entry.grad is None else entry.grad
             for name, entry in group.items()
         }
         self._step_gradients[number] = np.array(offsets.gather(gradients)), absent
         self._has_gradient |= len(absent) < len(group)
-        if not self._terms.steps_locally:
+        if not self._terms.applies_local_steps:
             for parameter in group.values():
                 parameter.grad = None
 
-    def _weighted_gradient(self) -> Gradient:
+    def _weighted_gradient(self) -> WorkerGradient:
         """Return this step's gradients of the groups that were stepped, weighted by samples."""
         weight = sum(self._batch_weights) / len(self._batch_weights) if self._batch_weights else 0.0
         counts = weight if self._has_gradient else 0.0
@@ -474,9 +483,9 @@ class ServerSynchronizer:
             values, absent = self._step_gradients[number]
             if weight != 1.0:
                 values *= weight
-            groups.append(GroupGradient(counts, values, absent, settings_of(group)))
+            groups.append(GroupGradient(counts, values, absent, settings_of_group(group)))
         self._drop_gradients()
-        return Gradient(groups)
+        return WorkerGradient(groups)
 
     def _drop_gradients(self) -> None:
         self._batch_weights.clear()
@@ -493,18 +502,18 @@ class ServerSynchronizer:
         self._unpushed.append((self._weighted_gradient(), self._local_update()))
         self._steps += 1
         self._is_open = False
-        self._writes.note()
+        self._writes.mark()
         timer.switch("push")
         if len(self._unpushed) >= self._terms.push_every:
             self._push(clock)
         timer.switch("report")
         blocks: tuple[int, ...] = ()
-        if self._terms.is_dealt:
+        if self._terms.assigns_samples:
             with self._member.lock:
-                blocks = self._member.hand.contribute(counts=True)
-        self._report(clock, self._read_version, self._loop.take_loss(), self._compute_s, blocks)
+                blocks = self._member.block_queue.pop_contribution(is_counted=True)
+        self._report(clock, self._read_version, self._loop.pop_mean_loss(), self._compute_s, blocks)
         timer.switch("push")
-        self._served.passed(self._loop.worker, self._last_permit().clock)
+        self._served.finish_clocks(self._loop.worker, self._last_permit().clock)
         timer.switch("other")
 
     def _local_update(self) -> Sequence[Array]:
@@ -521,30 +530,30 @@ class ServerSynchronizer:
         """Push what was computed since the last push; wait where only an applied gradient counts."""
         total, deltas = self._unpushed[0]
         for gradient, other_deltas in self._unpushed[1:]:
-            total = total.plus(gradient)
+            total = total.add(gradient)
             deltas = [entry + another for entry, another in zip(deltas, other_deltas, strict=True)]
         self._unpushed.clear()
-        time, push = self._served.give(self._loop.worker, clock, total)
+        time, push = self._served.add_gradient(self._loop.worker, clock, total)
         if deltas:
-            self._directory.log(self._loop.worker, time)
+            self._directory.log_update(self._loop.worker, time)
             self._local_updates.append(deltas)
         awaited = push if self._terms.is_bounded else self._last_push
         self._last_push = push
         if awaited is not None:
-            self._served.wait_for(awaited, "gradients to be applied", self._loop.check)
+            self._served.wait_for(awaited, "gradients to be applied", self._loop.raise_if_failed)
 
     def _report(
         self, clock: int | None, version: int, loss: float | None, compute_s: float, blocks: tuple[int, ...]
     ) -> None:
         """Report a finished step to the coordinator, and wait for the clock of the next one."""
-        self._member.grant, self._is_reporting = None, True
+        self._member.permit, self._is_reporting = None, True
         loop = self._loop
-        loop.tell(
-            Clocked(
+        loop.send_event(
+            StepFinished(
                 now_s=0.0,
                 worker=loop.worker,
                 clock=clock,
-                version=version,
+                parameter_version=version,
                 epoch=loop.epoch,
                 step=self._steps,
                 compute_s=compute_s,
@@ -554,63 +563,65 @@ class ServerSynchronizer:
             )
         )
         what = "the coordinator to name the next clock"
-        self._member.wait_for(lambda: self._member.grant is not None, self._terms.deadline_s, what)
+        self._member.wait_for(lambda: self._member.permit is not None, self._terms.deadline_s, what)
         self._is_reporting = False
         if clock is None:
-            self._served.passed(loop.worker, self._last_permit().clock)
+            self._served.finish_clocks(loop.worker, self._last_permit().clock)
 
-    def _on_permit(self, grant: Grant) -> None:
+    def _on_permit(self, grant: StepPermit) -> None:
         """Process a permit, in the links' thread: clocks pass even while the worker waits for samples."""
         if self._has_begun and not self._is_open and not self._is_reporting:
-            self._served.passed(self._loop.worker, grant.clock)
+            self._served.finish_clocks(self._loop.worker, grant.clock)
 
     # Reading ---------------------------------------------------------------------------------------------
 
-    def _read(self, grant: Grant) -> None:
+    def _read(self, grant: StepPermit) -> None:
         """Make the thread cache fresh enough for this permit."""
-        timer, version = self._loop.timer, grant.version
+        timer, version = self._loop.timer, grant.version_min
         if self._terms.fetch_every is not None:
             self._read_version = version
             timer.switch("pull")
             self._install_fetched()
             return
         worker, directory = self._loop.worker, self._directory
-        match directory.read(worker, version) if self._terms.is_bounded else "server":
+        match directory.read_source(worker, version) if self._terms.is_bounded else "server":
             case "thread":
                 timer.switch("thread_cache")
             case "process":
                 timer.switch("process_cache")
-                self._install(self._served.row)
+                self._install(self._served.process_cache)
             case "server":
                 timer.switch("pull")
                 is_bounded = self._terms.is_bounded
-                complete = grant.complete if is_bounded else 0
-                row = self._served.pull(version, self._loop.check, complete=complete, fresh=not is_bounded)
+                complete = grant.complete_version if is_bounded else 0
+                row = self._served.pull(
+                    version, self._loop.raise_if_failed, complete=complete, fresh=not is_bounded
+                )
                 self._install(row)
         self._read_version = max(version, directory.version(worker))
 
     def _install_fetched(self) -> None:
         """Install a background fetch if it has arrived; start another when it is time."""
         if self._directory.version(self._loop.worker) < 0:
-            self._install(self._served.pull(0, self._loop.check, fresh=True))
+            self._install(self._served.pull(0, self._loop.raise_if_failed, fresh=True))
         elif self._fetch is not None and self._fetch.is_done:
             self._install(self._fetch.result(0.0))
             self._fetch = None
         if self._fetch is None and self._steps % (self._terms.fetch_every or 1) == 0:
-            self._fetch = self._served.fetch()
+            self._fetch = self._served.start_fetch()
 
     @torch.no_grad()
-    def _install(self, row: Row) -> None:
+    def _install(self, row: PulledParameters) -> None:
         """Copy a row into the thread cache, and apply this thread's own updates that are not in it, once."""
         directory, worker = self._directory, self._loop.worker
         for index, (group, offsets) in enumerate(zip(self._groups, self._offsets, strict=True)):
             values = row.values[index]
             if self._local_updates:
                 values = np.array(values)
-                for piece in row.pieces[index]:
-                    key_range = slice(piece.first, piece.last)
-                    for deltas in self._local_updates[directory.held(worker, piece.time) :]:
+                for piece in row.applied_times[index]:
+                    key_range = slice(piece.start, piece.stop)
+                    for deltas in self._local_updates[directory.count_included(worker, piece.time) :]:
                         values[key_range] += deltas[index][key_range]
             offsets.scatter(Entries(0, values), group)
-        time = min((piece.time for some in row.pieces for piece in some), default=0)
-        del self._local_updates[: directory.installed(worker, row.version, time)]
+        time = min((piece.time for some in row.applied_times for piece in some), default=0)
+        del self._local_updates[: directory.on_thread_copied(worker, row.version, time)]

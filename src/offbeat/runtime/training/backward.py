@@ -22,14 +22,15 @@ class BackwardPass:
     """The outermost backward pass under way.
 
     A reentrant checkpoint runs backward passes inside the backward pass, and one of these may be the first to
-    reach a parameter. So the end is observed from the first gradient of a model's output on (`watch`).
+    reach a parameter. So the end is observed from the first gradient of a model's output on
+    (`on_output_gradient`).
 
     Args:
         ended: called when the pass has ended; not called if it raised.
     """
 
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._on_end = ended
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
         self._task_id: int | None = None
         self._callback: Callable[[], object] = do_nothing  # a weak reference: dead once the pass is
 
@@ -55,7 +56,7 @@ class BackwardPass:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._callback = weakref.ref(callback)
 
-    def forget(self) -> None:
+    def cancel(self) -> None:
         """Cancels the call of `ended`."""
         self._task_id = None
 
@@ -65,7 +66,7 @@ class BackwardPass:
             self._on_end()
 
 
-class Onlookers:
+class GradientObservers:
     """Hooks of the program that may read or change gradients during a backward pass.
 
     They work as without a session if gradients stay in `param.grad` until the pass is over. Hooks that get a
@@ -87,19 +88,19 @@ class Onlookers:
         ]
 
     @property
-    def are_there(self) -> bool:
+    def exist(self) -> bool:
         """Whether there is such a hook now."""
         return any(self._module_hooks) or any(len(hooks) > 1 for hooks in self._parameter_hooks)
 
 
-def watch(output: Any, begins: Callable[[torch.Tensor], None]) -> None:
+def on_output_gradient(output: Any, callback: Callable[[torch.Tensor], None]) -> None:
     """Calls `begins` with the gradient of each tensor in a model's output, when it is computed."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            leaf.register_hook(begins)
+            leaf.register_hook(callback)
 
 
-def leads_to(output: Any, parameters: Collection[torch.Tensor]) -> torch.Tensor | None:
+def find_used_parameter(output: Any, parameters: Collection[torch.Tensor]) -> torch.Tensor | None:
     """Return one of these parameters that the model's output depends on, or None.
 
     Parameters that are used only inside a reentrant checkpoint are not found.

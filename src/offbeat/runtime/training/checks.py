@@ -14,13 +14,13 @@ from torch.optim import LBFGS
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.training.hooks import do_nothing
-from offbeat.runtime.training.hyperparameters import Group, plain_settings
-from offbeat.runtime.training.trained import Trained
+from offbeat.runtime.training.hyperparameters import ParameterGroup, plain_settings
+from offbeat.runtime.training.trained import TrainingState
 
 _DESCRIPTION_CHARACTERS_MAX = 256 * 1024
 
 
-def check_trainable(trained: Trained) -> None:
+def check_trainable(trained: TrainingState) -> None:
     """Refuses a model or optimizers whose replicas could not be kept equal.
 
     Raises:
@@ -101,7 +101,7 @@ def _can_add(dtype: torch.dtype) -> bool:
     return True
 
 
-def _check_optimizers(trained: Trained) -> None:
+def _check_optimizers(trained: TrainingState) -> None:
     if not trained.optimizers:
         raise OffbeatError("expected one optimizer or several, got none: pass the model's optimizer to join")
     for number, group in enumerate(trained.groups):
@@ -114,7 +114,7 @@ def _check_optimizers(trained: Trained) -> None:
         plain_settings(group)
 
 
-def check_all_stepped(trained: Trained) -> None:
+def check_all_in_optimizers(trained: TrainingState) -> None:
     """Refuses parameters that require a gradient and are in no optimizer.
 
     An optimizer unknown to the session would step them by this worker's own gradients, or have a state that
@@ -132,7 +132,7 @@ def check_all_stepped(trained: Trained) -> None:
         )
 
 
-def check_apart(parameters: Mapping[str, torch.Tensor]) -> None:
+def check_no_overlap(parameters: Mapping[str, torch.Tensor]) -> None:
     """Refuses parameters, by name, that may overlap in memory, with themselves or one another.
 
     Raises:
@@ -159,7 +159,7 @@ def check_apart(parameters: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-class Forms:
+class ParameterFormCheck:
     """Detects that a parameter's type, shape or device has changed during a session.
 
     A parameter whose memory has the same address is assumed to be unchanged, which is quick to check.
@@ -196,14 +196,14 @@ class Forms:
         return [parameter.data_ptr() or parameter.dtype for parameter in self._parameters]
 
 
-class Watch:
+class ParameterSetCheck:
     """Detects that the set of trained parameters has changed during a session.
 
     Args:
         trained: as joined.
     """
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: TrainingState) -> None:
         self._frozen = [(name, p) for name, p in trained.model.named_parameters() if not p.requires_grad]
         self._trained = trained
         self._held = self._parameter_ids()
@@ -252,7 +252,7 @@ class Watch:
         return [id(parameter) for group in self._trained.groups for parameter in group["params"]]
 
 
-def describe(trained: Trained) -> tuple[str, ...]:
+def describe_training(trained: TrainingState) -> tuple[str, ...]:
     """Returns one line per parameter, buffer and optimizer group, which must be equal on all workers.
 
     If these take more than 256 KiB, the remaining lines are replaced by one with their digest.
@@ -289,5 +289,5 @@ def _type_shape_device(tensor: torch.Tensor) -> str:
     return f"{_type_and_shape(tensor)} on {tensor.device}"
 
 
-def _settings_text(group: Group) -> str:
+def _settings_text(group: ParameterGroup) -> str:
     return ", ".join(f"{name}={value}" for name, value in plain_settings(group).items())

@@ -30,7 +30,7 @@ def do_nothing(*_: Any) -> None:
     return
 
 
-def of_this_process(call: Callable[..., None]) -> Callable[..., None]:
+def only_in_this_process(call: Callable[..., None]) -> Callable[..., None]:
     """Return a function that calls `call`, but does nothing in processes forked from this one."""
     if call is do_nothing:
         return call
@@ -43,7 +43,7 @@ def of_this_process(call: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-class Hook:
+class SessionHook:
     """A session's hook on a model; copies, pickles and forks of the model get one that does nothing.
 
     It is not compiled with the model: torch.compile calls it uncompiled, between two graphs.
@@ -53,7 +53,7 @@ class Hook:
     """
 
     def __init__(self, call: Callable[..., None]) -> None:
-        self._call = of_this_process(call)
+        self._call = only_in_this_process(call)
 
     def __call__(self, *arguments: Any) -> None:
         """Call the session's callback, uncompiled."""
@@ -62,12 +62,12 @@ class Hook:
         else:
             self._call(*arguments)
 
-    def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., None]]]:
+    def __reduce__(self) -> tuple[type[SessionHook], tuple[Callable[..., None]]]:
         """Pickle without the session."""
         return type(self), (do_nothing,)
 
 
-class ForwardHook(Hook):
+class SessionForwardHook(SessionHook):
     """A session's hook on a forward pass; does nothing in one that only shows a tool what the model does.
 
     Args:
@@ -75,9 +75,9 @@ class ForwardHook(Hook):
         shown: called instead in such a pass.
     """
 
-    def __init__(self, call: Callable[..., None], shown: Callable[[], None] = do_nothing) -> None:
+    def __init__(self, call: Callable[..., None], on_shown: Callable[[], None] = do_nothing) -> None:
         super().__init__(call)
-        self._shown = shown  # is traced itself, where it runs operations
+        self._shown = on_shown  # is traced itself, where it runs operations
 
     def __call__(self, *arguments: Any) -> None:
         """Call the session's callback, or `shown` in a pass that only shows what the model does."""
@@ -107,7 +107,7 @@ def _call_uncompiled(call: Callable[..., None], arguments: tuple[Any, ...]) -> N
     call(*arguments)
 
 
-class Scripting:
+class HookFreeScripting:
     """Lets torch.jit.script compile a model, its submodules and copies of these without a session's hooks.
 
     Args:
@@ -118,7 +118,7 @@ class Scripting:
     def __init__(self, model: nn.Module, before: Callable[[], None] = do_nothing) -> None:
         self._modules = [one for one in model.modules() if not isinstance(one, torch.jit.ScriptModule)]
         for module in self._modules:
-            module.__dict__[_PREPARE_SCRIPTABLE] = _Unhooked(module, of_this_process(before))
+            module.__dict__[_PREPARE_SCRIPTABLE] = _Unhooked(module, only_in_this_process(before))
 
     def remove(self) -> None:
         """Restore the model."""
@@ -141,7 +141,7 @@ class _Unhooked:
         plain._modules = dict(self._module._modules)
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             hooks = vars(plain)[name]
-            other_hooks = {key: hook for key, hook in hooks.items() if not isinstance(hook, Hook)}
+            other_hooks = {key: hook for key, hook in hooks.items() if not isinstance(hook, SessionHook)}
             vars(plain)[name] = type(hooks)(other_hooks)
         own = getattr(plain, _PREPARE_SCRIPTABLE, None)
         return plain if own is None else own()

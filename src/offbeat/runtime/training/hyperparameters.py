@@ -14,15 +14,15 @@ import torch
 
 from offbeat.errors import OffbeatError
 
-Group: TypeAlias = dict[str, Any]
+ParameterGroup: TypeAlias = dict[str, Any]
 """A parameter group of an optimizer."""
 
-Plain: TypeAlias = bool | int | float | str | None
+PlainValue: TypeAlias = bool | int | float | str | None
 
 _NOT_SETTINGS = ("params", "param_names")
 
 
-def plain_settings(group: Mapping[str, Any]) -> dict[str, Plain | list[Plain]]:
+def plain_settings(group: Mapping[str, Any]) -> dict[str, PlainValue | list[PlainValue]]:
     """Returns a group's hyperparameters by name, sorted by name, with tensors as numbers.
 
     Raises:
@@ -37,7 +37,7 @@ def plain_settings(group: Mapping[str, Any]) -> dict[str, Plain | list[Plain]]:
     }
 
 
-def take_settings(group: Group, settings: Mapping[str, Plain | list[Plain]]) -> None:
+def apply_settings(group: ParameterGroup, settings: Mapping[str, PlainValue | list[PlainValue]]) -> None:
     """Sets a group's hyperparameters to those that `plain_settings` returned on another worker."""
     for name, value in settings.items():
         if isinstance(value, list):
@@ -48,29 +48,31 @@ def take_settings(group: Group, settings: Mapping[str, Plain | list[Plain]]) -> 
             group[name] = _in_form_of(group.get(name), value)
 
 
-class NumberPlace(NamedTuple):
+class NumberLocation(NamedTuple):
     """The location of a number: index of the group, name, and index in a tuple (None if it is not in one)."""
 
     group: int
     name: str
-    part: int | None
+    element: int | None
 
 
-def places_of_numbers(groups: Sequence[Mapping[str, Any]]) -> list[NumberPlace]:
+def find_numbers(groups: Sequence[Mapping[str, Any]]) -> list[NumberLocation]:
     """Returns the places of all numbers in the groups, in an order that is the same on every worker."""
     return [
-        NumberPlace(number, name, index)
+        NumberLocation(number, name, index)
         for number, group in enumerate(groups)
         for name, index in _number_places(plain_settings(group))
     ]
 
 
-def read_numbers(groups: Sequence[Mapping[str, Any]], places: Sequence[NumberPlace]) -> list[float]:
+def read_numbers(groups: Sequence[Mapping[str, Any]], places: Sequence[NumberLocation]) -> list[float]:
     """Returns the numbers at these places."""
     return [float(_number_at(groups[place.group], place)) for place in places]
 
 
-def write_numbers(groups: Sequence[Group], places: Sequence[NumberPlace], values: Sequence[float]) -> None:
+def write_numbers(
+    groups: Sequence[ParameterGroup], places: Sequence[NumberLocation], values: Sequence[float]
+) -> None:
     """Writes numbers to these places; tensors are changed in place, and equal values are not written."""
     for place, value in zip(places, values, strict=True):
         group = groups[place.group]
@@ -78,15 +80,15 @@ def write_numbers(groups: Sequence[Group], places: Sequence[NumberPlace], values
         if float(before) == value:
             continue
         number = _in_form_of(before, value)
-        if place.part is None:
+        if place.element is None:
             group[place.name] = number
         elif number is not before:
             several = list(group[place.name])
-            several[place.part] = number
+            several[place.element] = number
             group[place.name] = type(group[place.name])(several)
 
 
-def _number_places(settings: Mapping[str, Plain | list[Plain]]) -> Iterator[tuple[str, int | None]]:
+def _number_places(settings: Mapping[str, PlainValue | list[PlainValue]]) -> Iterator[tuple[str, int | None]]:
     for name, value in settings.items():
         if isinstance(value, list):
             yield from ((name, index) for index, element in enumerate(value) if _is_number(element))
@@ -94,16 +96,16 @@ def _number_places(settings: Mapping[str, Plain | list[Plain]]) -> Iterator[tupl
             yield name, None
 
 
-def _is_number(value: Plain) -> bool:
+def _is_number(value: PlainValue) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _number_at(group: Mapping[str, Any], place: NumberPlace) -> Any:
+def _number_at(group: Mapping[str, Any], place: NumberLocation) -> Any:
     value = group[place.name]
-    return value if place.part is None else value[place.part]
+    return value if place.element is None else value[place.element]
 
 
-def _plain_value(name: str, value: Any) -> Plain:
+def _plain_value(name: str, value: Any) -> PlainValue:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if value is None or isinstance(value, bool | str):
@@ -120,7 +122,7 @@ def _plain_value(name: str, value: Any) -> Plain:
     )
 
 
-def _in_form_of(before: Any, value: Plain) -> Any:
+def _in_form_of(before: Any, value: PlainValue) -> Any:
     """Returns a value in the form of the old one: in the same tensor, or the old dtype, else as it is."""
     if isinstance(before, torch.Tensor) and isinstance(value, int | float):
         with torch.no_grad():

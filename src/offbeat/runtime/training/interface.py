@@ -12,15 +12,15 @@ from typing import Protocol
 from torch.optim import Optimizer
 
 from offbeat.events import Event
-from offbeat.runtime.control.client import Member
-from offbeat.runtime.control.rendezvous import Meeting
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
-from offbeat.runtime.training.state_copy import Place
+from offbeat.runtime.training.state_copy import TrainingPosition
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
 
 
-class Loop(Protocol):
+class TrainingLoop(Protocol):
     """What a synchronizer requires of the session, which runs a worker's training loop.
 
     Attributes:
@@ -39,14 +39,14 @@ class Loop(Protocol):
     world: int
     epoch: int
     is_newcomer: bool
-    threads: tuple[int, ...]
+    local_workers: tuple[int, ...]
     servers: int
     timer: PartTimer
     samples: int
     tracer: Tracer | None
 
     @property
-    def is_signalled(self) -> bool:
+    def has_preemption_signal(self) -> bool:
         """Whether this worker knows of a preemption signal, its own or another worker's."""
 
     @property
@@ -57,22 +57,22 @@ class Loop(Protocol):
     def batch(self) -> int:
         """Number of batches of the epoch taken from the session so far."""
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises an error if the job has failed."""
 
-    def computed(self, compute_s: float) -> None:
+    def on_computed(self, compute_s: float) -> None:
         """Reports the compute time of a forward and backward pass; may block to inject slowness."""
 
-    def tell(self, event: Event) -> None:
+    def send_event(self, event: Event) -> None:
         """Sends an event to the coordinator."""
 
-    def take_loss(self) -> float | None:
+    def pop_mean_loss(self) -> float | None:
         """Returns the mean of the losses that the program reported since the last call, or None."""
 
-    def place(self, round_: int) -> Place:
+    def position(self, round_: int) -> TrainingPosition:
         """Returns the training position of this worker's state."""
 
-    def take_place(self, place: Place) -> None:
+    def restore_position(self, place: TrainingPosition) -> None:
         """Continues at the training position of another worker's state."""
 
 
@@ -80,7 +80,7 @@ class Synchronizer(Protocol):
     """Synchronizes one worker's model with those of the other workers."""
 
     @property
-    def deals(self) -> bool:
+    def assigns_samples(self) -> bool:
         """Whether samples are assigned as they are needed."""
 
     @property
@@ -89,22 +89,22 @@ class Synchronizer(Protocol):
 
     @property
     def round(self) -> int:
-        """The number of rounds in the model: see `Saving.round`."""
+        """The number of rounds in the model: see `CheckpointQuery.round`."""
 
     @property
     def members(self) -> tuple[int, ...]:
         """The workers in the current group, which may not include this one."""
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker evaluates, prints and saves for all workers."""
 
     @property
-    def is_current(self) -> bool:
+    def has_current_state(self) -> bool:
         """Whether this worker has the current parameters of the group."""
 
     @property
-    def is_common(self) -> bool:
+    def replicas_identical(self) -> bool:
         """Whether all current workers have the same parameters after a step, not each its own copy."""
 
     @property
@@ -112,7 +112,7 @@ class Synchronizer(Protocol):
         """Whether the workers have agreed, by the end of the last step, that one of them is preempted."""
 
     @property
-    def late(self) -> LateGradients | None:
+    def late_gradients(self) -> LateGradients | None:
         """The late gradients of workers outside the group; None where all workers are in it."""
 
     @property
@@ -124,10 +124,10 @@ class Synchronizer(Protocol):
         """See `Session.traffic`."""
 
     @property
-    def is_clear(self) -> bool:
+    def has_no_pending_gradient(self) -> bool:
         """Whether no gradient has been computed since the last optimizer step."""
 
-    def enter(self, member: Member | None, meeting: Meeting | None) -> None:
+    def join_job(self, member: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
         """Joins the started job; in a world of one, `member` and `meeting` may be None.
 
         Raises:
@@ -140,10 +140,10 @@ class Synchronizer(Protocol):
     def detach(self) -> None:
         """Removes the hooks and releases all resources."""
 
-    def weigh(self, batches: float) -> None:
+    def set_batch_weight(self, batches: float) -> None:
         """Sets the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
 
-    def batch_of_round(self, batch: int, left_out: int) -> int:
+    def agree_on_batch(self, batch: int, skipped: int) -> int:
         """Returns the batch of the epoch that the next round is for: `batch`, or one skipped before it.
 
         Args:
@@ -154,7 +154,7 @@ class Synchronizer(Protocol):
             WorkerError: the job failed.
         """
 
-    def quiet(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate without an exchange."""
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
@@ -171,21 +171,21 @@ class Synchronizer(Protocol):
             WorkerError: the job failed.
         """
 
-    def resume(self, step: int) -> None:
+    def on_state_loaded(self, step: int) -> None:
         """Continues from a loaded state of `step` finished steps.
 
         Raises:
             OffbeatError: training has begun already.
         """
 
-    def refresh(self) -> None:
+    def complete_state(self) -> None:
         """Completes model and optimizer, so that they can be saved.
 
         Raises:
             WorkerError: the job failed.
         """
 
-    def give_up_the_rest(self) -> None:
+    def on_epoch_left_early(self) -> None:
         """Drops work for the rest of the epoch, which the loop has left early."""
 
     def flush(self) -> None:
@@ -202,7 +202,7 @@ class Synchronizer(Protocol):
             WorkerError: the job failed.
         """
 
-    def settle(self) -> None:
+    def receive_final_state(self) -> None:
         """Receives the final state where it is missing, after all workers have finished.
 
         Raises:

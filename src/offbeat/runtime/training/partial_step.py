@@ -20,11 +20,11 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _OWN_HOOKS = 1  # the session's, before and after each step
 
-Settings = list[dict[str, Any]]
+OptimizerSettings = list[dict[str, Any]]
 """By parameter group, the optimizer's hyperparameters."""
 
 
-class PartialSteps:
+class PartialOptimizer:
     """Applies an optimizer's steps in parts, later than `optimizer.step()` was called.
 
     Args:
@@ -36,7 +36,7 @@ class PartialSteps:
         self._steps_independently = _steps_independently(optimizer)
 
     @property
-    def are_possible(self) -> bool:
+    def is_possible(self) -> bool:
         """Whether the optimizer steps each parameter independently and only the session has step hooks."""
         own = vars(self._optimizer).get("step")  # a learning rate scheduler's wrapper is harmless
         return (
@@ -48,7 +48,7 @@ class PartialSteps:
             and len(self._optimizer._optimizer_step_post_hooks) == _OWN_HOOKS
         )
 
-    def settings(self) -> Settings:
+    def settings(self) -> OptimizerSettings:
         """Return a copy of the current hyperparameters."""
         return [
             {
@@ -59,8 +59,11 @@ class PartialSteps:
             for group in self._optimizer.param_groups
         ]
 
-    def take(
-        self, chosen: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], settings: Settings
+    def apply(
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        settings: OptimizerSettings,
     ) -> None:
         """Apply the step to some parameters; their `grad` is restored afterwards.
 
@@ -78,23 +81,23 @@ class PartialSteps:
                 f"the optimizer had {len(settings)} parameter groups at its last step and has "
                 f"{len(groups)} now: leave the session and join again"
             )
-        ids = {id(parameter) for parameter in chosen}
-        old_gradients = [parameter.grad for parameter in chosen]
+        ids = {id(parameter) for parameter in parameters}
+        old_gradients = [parameter.grad for parameter in parameters]
         current = [dict(group) for group in groups]
         try:
-            for parameter, gradient in zip(chosen, gradients, strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             for group, saved in zip(groups, settings, strict=True):
                 group.update(saved)
                 group["params"] = [one for one in group["params"] if id(one) in ids]
             kind: Any = type(self._optimizer)
-            with plainly(in_inference_mode=self._is_kept_in_inference_mode(chosen)):
+            with optimizer_step_mode(in_inference_mode=self._is_kept_in_inference_mode(parameters)):
                 kind.step.__wrapped__(self._optimizer)  # without the step hooks, which have been called
         finally:
             for group, after in zip(groups, current, strict=True):
                 group.clear()
                 group.update(after)
-            for parameter, own in zip(chosen, old_gradients, strict=True):
+            for parameter, own in zip(parameters, old_gradients, strict=True):
                 parameter.grad = own
 
     def _is_kept_in_inference_mode(self, chosen: Sequence[torch.Tensor]) -> bool:
@@ -108,20 +111,22 @@ class PartialSteps:
 
 
 @contextmanager
-def plainly(*, in_inference_mode: bool = False) -> Iterator[None]:
+def optimizer_step_mode(*, in_inference_mode: bool = False) -> Iterator[None]:
     """Set the autograd modes of an optimizer step, whichever modes the program is in."""
     with torch.inference_mode(in_inference_mode), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
 
 def out_of_inference_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a wrapper of `function` that runs it under `plainly` if the program is in inference mode."""
+    """Return a wrapper of `function` that runs it under `optimizer_step_mode` if the program is in inference
+    mode.
+    """
 
     @wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
-        with plainly():
+        with optimizer_step_mode():
             return function(*args, **kwargs)
 
     return wrapper

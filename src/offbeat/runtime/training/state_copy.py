@@ -11,8 +11,8 @@ import torch
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.collectives.interface import Exchange
-from offbeat.runtime.training.hyperparameters import plain_settings, take_settings
-from offbeat.runtime.training.trained import Trained
+from offbeat.runtime.training.hyperparameters import apply_settings, plain_settings
+from offbeat.runtime.training.trained import TrainingState
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _SEQUENCE_TYPES = (list, tuple)
@@ -27,7 +27,7 @@ class _TensorInfo(msgspec.Struct, frozen=True, tag=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TrainingPosition:
     """The position in the training that a state belongs to.
 
     Attributes:
@@ -56,7 +56,7 @@ class _StateEntry(msgspec.Struct, frozen=True):
 
 
 class _StateDescription(msgspec.Struct, frozen=True, kw_only=True):
-    place: Place
+    place: TrainingPosition
     rows: list[_StateEntry]
     settings: list[dict[str, Any]]
     marks: list[_TensorInfo]
@@ -73,12 +73,12 @@ class StateCopier:
         exchange_id: the first id to use; the following 3 are used as well.
     """
 
-    IDS = 4
+    EXCHANGE_IDS = 4
 
     def __init__(
         self,
         exchange: Exchange,
-        trained: Trained,
+        trained: TrainingState,
         *,
         position: int,
         deadline_s: float,
@@ -92,7 +92,7 @@ class StateCopier:
         self._exchange_id = exchange_id
 
     @torch.no_grad()
-    def copy(self, place: Place) -> Place:
+    def copy(self, position: TrainingPosition) -> TrainingPosition:
         """Makes parameters, buffers, optimizer state and hyperparameters equal to the root's.
 
         Args:
@@ -107,7 +107,7 @@ class StateCopier:
         """
         model = self._trained.model
         self._copy_tensors([p.data for p in model.parameters()] + list(model.buffers()), self._exchange_id)
-        return self._optimizer_state(place)
+        return self._copy_optimizer_state(position)
 
     def _copy_tensors(self, tensors: list[torch.Tensor], exchange_id: int) -> None:
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -122,7 +122,7 @@ class StateCopier:
                 for tensor, piece in zip(group, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
 
-    def _optimizer_state(self, place: Place) -> Place:
+    def _copy_optimizer_state(self, place: TrainingPosition) -> TrainingPosition:
         tensors: list[torch.Tensor] = []
         plain = b""
         if self._is_root:
@@ -157,7 +157,7 @@ class StateCopier:
                 name: _decode(value, tensors) for name, value in row.entries.items()
             }
         for group, settings in zip(self._trained.groups, described.settings, strict=True):
-            take_settings(group, settings)
+            apply_settings(group, settings)
 
     def _broadcast_bytes(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)], device=self._device)
@@ -173,7 +173,9 @@ class StateCopier:
         pending.wait(self._deadline_s)
 
 
-def _describe_state(trained: Trained, place: Place) -> tuple[_StateDescription, list[torch.Tensor]]:
+def _describe_state(
+    trained: TrainingState, place: TrainingPosition
+) -> tuple[_StateDescription, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
     rows: list[_StateEntry] = []
     for number, optimizer in enumerate(trained.optimizers):
@@ -222,13 +224,13 @@ def _decode(described: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
     return content
 
 
-def check_can_travel(trained: Trained) -> None:
+def check_can_copy(trained: TrainingState) -> None:
     """Check that the current state of the optimizers can be copied to another worker.
 
     Raises:
         OffbeatError: the state has a value of an unsupported type, which the message names.
     """
-    place = Place(round=0, epoch=0, seed=0, samples=0, batch_size=0, drop_last=False)
+    place = TrainingPosition(round=0, epoch=0, seed=0, samples=0, batch_size=0, drop_last=False)
     try:
         described, _ = _describe_state(trained, place)
         msgspec.msgpack.encode(described)

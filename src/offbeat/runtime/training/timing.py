@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args
 
-Part: TypeAlias = Literal[
+TimerPart: TypeAlias = Literal[
     "batch",
     "compute",
     "apply",
@@ -18,7 +18,7 @@ Part: TypeAlias = Literal[
     "process_cache",
     "thread_cache",
 ]
-PARTS: tuple[Part, ...] = get_args(Part)
+TIMER_PARTS: tuple[TimerPart, ...] = get_args(TimerPart)
 
 
 class PartTimer:
@@ -34,19 +34,19 @@ class PartTimer:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.on_part: Callable[[Part, float, float], None] | None = None
+        self.on_part: Callable[[TimerPart, float, float], None] | None = None
         self._clock = clock
-        self._part: Part = "other"
+        self._part: TimerPart = "other"
         self._part_began_s = self._lap_began_s = clock()
-        self._totals_s: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        self._totals_s: dict[TimerPart, float] = dict.fromkeys(TIMER_PARTS, 0.0)
         self._lap_totals_s = dict(self._totals_s)
 
     @property
-    def part(self) -> Part:
+    def part(self) -> TimerPart:
         """The part that is running."""
         return self._part
 
-    def switch(self, part: Part) -> float:
+    def switch(self, part: TimerPart) -> float:
         """Ends the running part, begins `part` and returns the time of the change, in seconds."""
         now_s = self._clock()
         self._totals_s[self._part] += now_s - self._part_began_s
@@ -55,21 +55,21 @@ class PartTimer:
         self._part, self._part_began_s = part, now_s
         return now_s
 
-    def move(self, source: Part, target: Part, amount_s: float) -> None:
+    def move(self, source: TimerPart, target: TimerPart, amount_s: float) -> None:
         """Moves up to `amount_s` seconds of this lap from `source` to `target`; the sum stays the same."""
         available_s = self._totals_s[source] - self._lap_totals_s[source]
         amount_s = max(0.0, min(amount_s, available_s))
         self._totals_s[source] -= amount_s
         self._totals_s[target] += amount_s
 
-    def total_s(self, part: Part) -> float:
+    def total_s(self, part: TimerPart) -> float:
         """Seconds in `part` since the timer was made, without the running interval."""
         return self._totals_s[part]
 
-    def lap(self) -> tuple[float, dict[Part, float]]:
+    def lap(self) -> tuple[float, dict[TimerPart, float]]:
         """Ends a step: returns its wall time and its parts in seconds, and starts the next one."""
         now_s = self.switch(self._part)
         wall_s = now_s - self._lap_began_s
-        parts_s = {part: self._totals_s[part] - self._lap_totals_s[part] for part in PARTS}
+        parts_s = {part: self._totals_s[part] - self._lap_totals_s[part] for part in TIMER_PARTS}
         self._lap_began_s, self._lap_totals_s = now_s, dict(self._totals_s)
         return wall_s, parts_s

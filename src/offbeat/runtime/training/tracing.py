@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-STEPS = 2
+TRACED_STEPS = 2
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class TraceSpan(msgspec.Struct, frozen=True, array_like=True):
     """An activity, or an instant if it begins when it ends.
 
     Attributes:
@@ -32,17 +32,17 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     end_s: float
 
 
-class Traced(msgspec.Struct, frozen=True):
+class WorkerTrace(msgspec.Struct, frozen=True):
     """The trace of one worker.
 
     Attributes:
-        first_step: of the `STEPS` traced steps.
+        first_step: of the `TRACED_STEPS` traced steps.
         bytes_sent: times, in seconds since 1970, and how many bytes the worker had sent by then.
     """
 
     worker: int
     first_step: int
-    spans: list[Span]
+    spans: list[TraceSpan]
     bytes_sent: list[tuple[float, int]]
 
 
@@ -59,13 +59,13 @@ class Tracer:
         self._folder, self._worker, self._first_step = Path(folder), worker, first_step
         self._offset_s = time.time() - time.perf_counter()
         self._lock = threading.Lock()
-        self._spans: list[Span] = []
+        self._spans: list[TraceSpan] = []
         self._bytes_sent: list[tuple[float, int]] = []
         self.is_on = False
 
-    def step(self, step: int) -> None:
+    def on_step_start(self, step: int) -> None:
         """Starts or ends the trace at the begin of a step."""
-        if step >= self._first_step + STEPS:
+        if step >= self._first_step + TRACED_STEPS:
             self.close()
         elif step == self._first_step:
             self.is_on = True
@@ -76,13 +76,13 @@ class Tracer:
             self.is_on = False
             self._write()
 
-    def add(self, track: str, name: str, begin_s: float, end_s: float) -> None:
+    def add_span(self, track: str, name: str, begin_s: float, end_s: float) -> None:
         """Records an activity; its begin and end are times of the performance counter."""
         if self.is_on:
             with self._lock:
-                self._spans.append(Span(track, name, begin_s + self._offset_s, end_s + self._offset_s))
+                self._spans.append(TraceSpan(track, name, begin_s + self._offset_s, end_s + self._offset_s))
 
-    def count(self, bytes_sent: int) -> None:
+    def record_bytes_sent(self, bytes_sent: int) -> None:
         """Records how many bytes have been sent so far."""
         if self.is_on:
             with self._lock:
@@ -90,7 +90,7 @@ class Tracer:
 
     def _write(self) -> None:
         with self._lock:
-            traced = Traced(self._worker, self._first_step, self._spans, self._bytes_sent)
+            traced = WorkerTrace(self._worker, self._first_step, self._spans, self._bytes_sent)
             self._spans, self._bytes_sent = [], []
         path = self._folder / f"worker-{self._worker}.json"
         temporary = path.with_suffix(".tmp")

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.training.hyperparameters import Group
+from offbeat.runtime.training.hyperparameters import ParameterGroup
 
 
-class Trained:
+class TrainingState:
     """A model and the optimizers that step it.
 
     Attributes:
@@ -26,7 +26,7 @@ class Trained:
         self.model, self.optimizers = model, tuple(optimizers)
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ParameterGroup]:
         """The parameter groups of all the optimizers, in order."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
@@ -49,7 +49,7 @@ class Trained:
         """Returns a parameter's name in the model; None if it is not the model's."""
         return self._names.get(id(parameter))
 
-    def parameters_of(self, group: Group) -> dict[str, torch.Tensor]:
+    def parameters_of(self, group: ParameterGroup) -> dict[str, torch.Tensor]:
         """Returns the parameters of a group by name, in the model's order, whatever order the group has."""
         held = {id(parameter): parameter for parameter in group["params"]}
         return {name: held[number] for number, name in self._names.items() if number in held}
@@ -65,12 +65,12 @@ class Trained:
 
     # Checkpoints ---------------------------------------------------------------------------------------
 
-    def optimizers_state(self) -> list[dict[str, Any]]:
+    def optimizer_states(self) -> list[dict[str, Any]]:
         """Returns each optimizer's `state_dict()`, with parameters' names in place of their numbers."""
         return [self._named_state(optimizer) for optimizer in self.optimizers]
 
-    def load_optimizers_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restores what `optimizers_state` returned; parameters are matched by name.
+    def load_optimizer_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Restores what `optimizer_states` returned; parameters are matched by name.
 
         Raises:
             OffbeatError: the number of optimizers or the parameters in their groups differ.

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.training.trained import Trained
+from offbeat.runtime.training.trained import TrainingState
 
 
 class _ParameterState(NamedTuple):
@@ -22,21 +22,21 @@ class _ParameterState(NamedTuple):
     state: Any
 
 
-class Writes:
+class WriteDetector:
     """What the program has written since the last `note`.
 
     Args:
         trained: the parameters and states to watch.
     """
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: TrainingState) -> None:
         self._watched: list[tuple[str, torch.Tensor, Optimizer]] = [
             (name, parameter, optimizer)
             for optimizer, group in zip(trained.optimizer_of_group, trained.groups, strict=True)
             for name, parameter in trained.parameters_of(group).items()
         ]
         self._collected: list[str] = []
-        self.note()
+        self.mark()
 
     def collect(self, optimizer: Optimizer | None = None) -> None:
         """Keeps what has been written since the last `note`, for `take`; see `found`."""
@@ -46,17 +46,17 @@ class Writes:
             if optimizer is None or owner is optimizer:
                 self._marks[place] = now[place]
 
-    def take(self) -> list[str]:
+    def pop(self) -> list[str]:
         """Returns what has been written since the last call of this method."""
         self.collect()
         taken, self._collected = self._collected, []
         return taken
 
-    def note(self) -> None:
+    def mark(self) -> None:
         """Records the current values as the results of training."""
         self._marks = self._now()
 
-    def found(self, optimizer: Optimizer | None = None) -> list[str]:
+    def written_since_mark(self, optimizer: Optimizer | None = None) -> list[str]:
         """Returns what has been written since `note`: "0.weight", or "the optimizer's state of 0.weight".
 
         Args:
@@ -83,7 +83,7 @@ def check_all_wrote(written: Sequence[str], total: float, workers: int) -> None:
     """Rejects writes that this worker has made and others have not, since replicas would differ.
 
     Args:
-        written: by this worker, as `Writes.take` returned it.
+        written: by this worker, as `WriteDetector.pop` returned it.
         total: the number of writes of all workers together.
         workers: the number of workers.
 

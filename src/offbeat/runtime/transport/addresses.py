@@ -21,11 +21,11 @@ from functools import cache
 from ipaddress import ip_address
 from urllib.parse import quote, unquote, urlsplit
 
-from offbeat.errors import OffbeatError, explain
-from offbeat.runtime.transport.descriptors import is_none_left
+from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.runtime.transport.descriptors import is_out_of_descriptors
 
 BACKLOG = 512
-HAS_UNIX = sys.platform == "linux"  # elsewhere sockets have no abstract names
+HAS_ABSTRACT_SOCKETS = sys.platform == "linux"  # elsewhere sockets have no abstract names
 
 _PROBE_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737): not in use, and nothing is sent to it
 
@@ -37,15 +37,15 @@ class Address:
     """One way to reach a node: the Unix socket `name` on the host `place`, or TCP to `host` and `port`."""
 
     text: str
-    name: str = ""
-    place: str = ""
+    socket_name: str = ""
+    host_id: str = ""
     host: str = ""
     port: int = 0
 
     @property
     def needs_lookup(self) -> bool:
         """Whether the host is a name that must be looked up, which blocks."""
-        if self.name:
+        if self.socket_name:
             return False
         try:
             ip_address(self.host.partition("%")[0])
@@ -53,9 +53,11 @@ class Address:
             return True
         return False
 
-    def why_unusable(self) -> str | None:
+    def unusable_reason(self) -> str | None:
         """Return why this address cannot be dialled from this host; None if it can."""
-        return "a Unix socket of another host" if self.name and self.place != this_host() else None
+        return (
+            "a Unix socket of another host" if self.socket_name and self.host_id != this_host_id() else None
+        )
 
     def resolve(self) -> tuple[socket.AddressFamily, SocketAddress]:
         """Return the address family and the socket address to connect to.
@@ -63,14 +65,14 @@ class Address:
         Raises:
             OSError: the host's name is unknown.
         """
-        if self.name:
-            return socket.AF_UNIX, f"\0{self.name}"
+        if self.socket_name:
+            return socket.AF_UNIX, f"\0{self.socket_name}"
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         family, _, _, _, where = found[0]
         return family, where  # type: ignore[return-value]
 
 
-def parse(text: str) -> Address:
+def parse_address(text: str) -> Address:
     """Parse an address.
 
     Raises:
@@ -82,14 +84,14 @@ def parse(text: str) -> Address:
             return Address(text, host=url.hostname, port=url.port)
         if url.scheme == "unix" and url.path[1:] and url.query.startswith("host="):
             place = unquote(url.query.removeprefix("host="))
-            return Address(text, name=unquote(url.path[1:]), place=place)
+            return Address(text, socket_name=unquote(url.path[1:]), host_id=place)
     except ValueError:
         pass
     raise ValueError(f"expected an address as tcp://host:port or unix:///name?host=…, got {text!r}")
 
 
 @cache
-def this_host() -> str:
+def this_host_id() -> str:
     """Return an id of this host, boot and network namespace.
 
     Raises:
@@ -100,7 +102,7 @@ def this_host() -> str:
             boot = file.read().strip()
         return f"{boot}.{os.stat('/proc/self/ns/net').st_ino}"
     except OSError as error:
-        if is_none_left(error):
+        if is_out_of_descriptors(error):
             raise  # the fallback would be the id of another host
         return f"{socket.gethostname()}.{uuid.getnode():x}"
 
@@ -121,7 +123,7 @@ def listen(host: str | None, port: int = 0, *, unix: bool = True) -> list[tuple[
     try:
         if host is not None:
             found.append(listen_tcp(host, port))
-        if unix and HAS_UNIX:
+        if unix and HAS_ABSTRACT_SOCKETS:
             found.insert(0, listen_unix())
     except BaseException:
         for sock, _ in found:
@@ -154,7 +156,7 @@ def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
 
 def listen_unix() -> tuple[socket.socket, str]:
     """Listen on a Unix socket of a new name; return the socket and its address."""
-    name, host = f"offbeat-{secrets.token_hex(8)}", this_host()
+    name, host = f"offbeat-{secrets.token_hex(8)}", this_host_id()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(f"\0{name}")
     sock.listen(BACKLOG)
@@ -172,7 +174,8 @@ def own_address(master_addr: str) -> str:
         address = _source_address(master_addr)
     except OSError as error:
         raise OffbeatError(
-            f"cannot find a route to {master_addr!r} (MASTER_ADDR, or the manager): {explain(error)}"
+            f"cannot find a route to {master_addr!r} (MASTER_ADDR, or the manager): "
+            f"{describe_os_error(error)}"
         ) from error
     if ip_address(address).is_loopback and master_addr != "localhost" and not _is_address(master_addr):
         with suppress(OSError):

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.numerics.ps.memory import page_aligned
+from offbeat.numerics.ps.memory import allocate_page_aligned
 
 Buffer = NDArray[np.uint8]
 
@@ -29,7 +29,7 @@ def _reference_counts(buffers: list[Buffer]) -> list[int]:
 (_UNUSED_COUNT,) = _reference_counts([np.empty(1, np.uint8)])  # the count of a buffer without an array
 
 
-class Buffers:
+class BufferPool:
     """One owner's pool of at most 256 MiB of buffers; for one thread.
 
     Args:
@@ -39,14 +39,14 @@ class Buffers:
 
     def __init__(
         self,
-        allocate: Callable[[int], Buffer] = page_aligned,
+        allocate: Callable[[int], Buffer] = allocate_page_aligned,
         is_read: Callable[[Buffer], bool] = lambda buffer: False,
     ) -> None:
         self._allocate, self._is_read = allocate, is_read
         self._buffers: dict[int, list[Buffer]] = {}  # by the bit length of their size
         self._pooled_bytes = 0
 
-    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def allocate_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return an uninitialised array."""
         size = math.prod(shape) * dtype.itemsize
         if size < _MIN_BYTES:

@@ -11,10 +11,15 @@ from dataclasses import dataclass, field
 
 from offbeat.runtime.transport.addresses import Address
 from offbeat.runtime.transport.framing import FrameReader
-from offbeat.runtime.transport.handshake import Acceptor, Dialler, Position, new_session
+from offbeat.runtime.transport.handshake import (
+    AcceptorHandshake,
+    DiallerHandshake,
+    SessionPosition,
+    new_session_id,
+)
 from offbeat.runtime.transport.inbox import Inbox
-from offbeat.runtime.transport.outbox import Key, Outbox
-from offbeat.runtime.transport.shared_memory import ANCILLARY_BYTES, HAS_SHARED, Borrowed
+from offbeat.runtime.transport.outbox import Outbox, SendKey
+from offbeat.runtime.transport.shared_memory import ANCILLARY_BYTES, HAS_SHARED_MEMORY, ImportedRegions
 
 TCP_FRAME_BYTES = 64 * 1024
 LOCAL_FRAME_BYTES = 1024 * 1024
@@ -32,21 +37,23 @@ _CONTROL_TRUNCATED, _CLOSE_ON_EXEC = int(socket.MSG_CTRUNC), int(getattr(socket,
 
 
 @dataclass(eq=False, slots=True)
-class Link:
+class Connection:
     """One connection; `sock` is None once it is closed."""
 
     sock: socket.socket | None
-    where: str  # the other end, for error messages
-    host: str = ""  # of the other end, where it was accepted over TCP
+    remote: str  # the other end, for error messages
+    remote_host: str = ""  # of the other end, where it was accepted over TCP
     reader: FrameReader = field(default_factory=lambda: FrameReader(None))
-    greeting: Dialler | Acceptor | None = None  # until the handshake is done
-    borrowed: Borrowed | None = None  # the peer's memory; without it, descriptors that arrive are closed
-    full: bool = False  # the kernel accepts no more for now
-    paused: bool = False  # nothing is read: too much arrived that nothing expects
-    watched: int = 0
+    handshake: DiallerHandshake | AcceptorHandshake | None = None  # until the handshake is done
+    imported: ImportedRegions | None = (
+        None  # the peer's memory; without it, descriptors that arrive are closed
+    )
+    is_full: bool = False  # the kernel accepts no more for now
+    is_paused: bool = False  # nothing is read: too much arrived that nothing expects
+    watched_events: int = 0
     wake_bytes: int = 1  # the socket is reported as readable when so many bytes were received
-    heard: bool = True  # something was received since the last tick
-    spoke: bool = True  # something was sent since the last tick
+    has_received: bool = True  # something was received since the last tick
+    has_sent: bool = True  # something was sent since the last tick
 
 
 @dataclass(eq=False, slots=True)
@@ -54,16 +61,16 @@ class Dial:
     """A dial in progress: the peer's addresses are tried in turn, round after round, until the deadline."""
 
     deadline_s: float  # infinite for an open session, which ends when the peer has been silent too long
-    left: list[Address] = field(default_factory=list)
-    link: Link | None = None
-    spoken: bool = False  # the peer may have received our HELLO
-    hopeless: bool = False  # an address gave an answer that will not change
-    whys: dict[str, str] = field(default_factory=dict)
-    starved_s: float | None = None  # since when this node can open no descriptor
+    untried_addresses: list[Address] = field(default_factory=list)
+    link: Connection | None = None
+    is_hello_sent: bool = False  # the peer may have received our HELLO
+    is_hopeless: bool = False  # an address gave an answer that will not change
+    failure_reasons: dict[str, str] = field(default_factory=dict)
+    no_descriptor_since_s: float | None = None  # since when this node can open no descriptor
 
 
 @dataclass(eq=False, slots=True)
-class Session:
+class LinkSession:
     """An ordered exchange of frames between two nodes, over one connection after the other.
 
     Attributes:
@@ -75,46 +82,46 @@ class Session:
         owed_frames, owed_bytes: those of them that are not acknowledged.
     """
 
-    own: str = field(default_factory=new_session)
-    theirs: str = ""
+    own_id: str = field(default_factory=new_session_id)
+    peer_id: str = ""
     is_resumable: bool = False
-    received: int = 0
-    owed_frames: int = 0
-    owed_bytes: int = 0
+    received_frames: int = 0
+    ack_due_frames: int = 0
+    ack_due_bytes: int = 0
 
     @property
     def is_open(self) -> bool:
         """Whether there has been a connection."""
-        return bool(self.theirs)
+        return bool(self.peer_id)
 
     @property
-    def position(self) -> Position:
+    def position(self) -> SessionPosition:
         """This node's position in the session."""
-        return Position(self.own, self.theirs, self.received)
+        return SessionPosition(self.own_id, self.peer_id, self.received_frames)
 
 
 @dataclass(eq=False, slots=True)
-class Peer:
+class RemoteNode:
     """One other node, by name."""
 
     name: str
     inbox: Inbox
     outbox: Outbox
     addresses: tuple[Address, ...] = ()
-    lasting: bool = False  # it listens there for as long as it lives
+    has_fixed_addresses: bool = False  # it listens there for as long as it lives
     silent_s: float | None = None  # after which this peer is lost, in place of the endpoint's limit
-    session: Session = field(default_factory=Session)
+    session: LinkSession = field(default_factory=LinkSession)
     silent_ticks: int = 0  # ticks without received bytes, over all connections
     is_unreachable: bool = False  # silent for so long that `on_unreachable` was called
     cause: str = ""  # why the last connection broke; "" while there is one
-    link: Link | None = None
+    link: Connection | None = None
     dial: Dial | None = None
-    parked: list[Link] = field(default_factory=list)  # authenticated, waiting for WELCOME
-    gone: bool = False  # lost, or left in order: messages to it are dropped
-    turn: Key | None = None  # of its valid entry in the send heap
+    parked: list[Connection] = field(default_factory=list)  # authenticated, waiting for WELCOME
+    is_gone: bool = False  # lost, or left in order: messages to it are dropped
+    scheduled_key: SendKey | None = None  # of its valid entry in the send heap
 
 
-def tune(link: Link, outbox: Outbox) -> None:
+def set_frame_size(link: Connection, outbox: Outbox) -> None:
     """Set the frame size and unsent bytes for the kind of connection: on one host memory is the limit."""
     assert link.sock is not None
     outbox.frame_bytes = TCP_FRAME_BYTES
@@ -126,13 +133,18 @@ def tune(link: Link, outbox: Outbox) -> None:
             link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOCAL_UNSENT_BYTES)
 
 
-def share(link: Link) -> None:
+def enable_shared_memory(link: Connection) -> None:
     """Allow shared memory on a connection, if its kind carries descriptors."""
-    if HAS_SHARED and link.sock is not None and link.sock.family == socket.AF_UNIX and link.borrowed is None:
-        link.borrowed = Borrowed()
+    if (
+        HAS_SHARED_MEMORY
+        and link.sock is not None
+        and link.sock.family == socket.AF_UNIX
+        and link.imported is None
+    ):
+        link.imported = ImportedRegions()
 
 
-def receive(link: Link) -> int:
+def receive_available(link: Connection) -> int:
     """Receive available bytes; return how many, 0 at the end of the stream.
 
     Raises:
@@ -140,25 +152,25 @@ def receive(link: Link) -> int:
         ProtocolError: more descriptors arrived than one frame can need.
     """
     assert link.sock is not None
-    buffers, borrowed = link.reader.buffers(), link.borrowed
+    buffers, borrowed = link.reader.buffers(), link.imported
     if borrowed is not None:
         n, ancillary, flags, _ = link.sock.recvmsg_into(buffers, ANCILLARY_BYTES, _CLOSE_ON_EXEC)
         if ancillary or flags & _CONTROL_TRUNCATED:
-            borrowed.came(ancillary, truncated=bool(flags & _CONTROL_TRUNCATED))
+            borrowed.on_descriptors(ancillary, truncated=bool(flags & _CONTROL_TRUNCATED))
         return n
     if len(buffers) == 1:
         return link.sock.recv_into(buffers[0])
     return link.sock.recvmsg_into(buffers)[0]
 
 
-def wake_late(link: Link) -> None:
+def delay_wakeups(link: Connection) -> None:
     """Wake late in the middle of a long frame, and at the first byte of its end."""
-    wake_bytes = TCP_WAKE_BYTES if link.reader.missing >= TCP_WAKE_BYTES else 1
+    wake_bytes = TCP_WAKE_BYTES if link.reader.missing_bytes >= TCP_WAKE_BYTES else 1
     if wake_bytes != link.wake_bytes:
-        wake_at(link, wake_bytes)
+        set_wakeup_bytes(link, wake_bytes)
 
 
-def wake_at(link: Link, wake_bytes: int) -> None:
+def set_wakeup_bytes(link: Connection, wake_bytes: int) -> None:
     """Set how many bytes must be received before the socket is reported as readable."""
     if link.sock is not None and link.sock.family != socket.AF_UNIX:
         link.wake_bytes = wake_bytes
@@ -166,7 +178,7 @@ def wake_at(link: Link, wake_bytes: int) -> None:
             link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
 
 
-def prepare(sock: socket.socket) -> socket.socket:
+def configure_socket(sock: socket.socket) -> socket.socket:
     """Prepare an accepted or dialled socket for the loop. The one place where TLS would wrap it."""
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:

@@ -15,23 +15,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from offbeat.errors import OffbeatError, explain
+from offbeat.errors import OffbeatError, describe_os_error
 
 # Descriptors open at once, by kind. A node: the loop's epoll and pair of sockets, two listeners, the spare of
-# `Opening`, a connection to the coordinator or manager. A start: the lookup of a host's name, an import, a
-# dial that crosses another one. A child: pipes to both its ends, and the one that reports a failed exec.
-NODE: Final = 7
-START: Final = 4
-CHILD: Final = 6
-STORE: Final = 2  # a client of torch's TCPStore
-HOSTED_STORE: Final = 8  # its server; besides one for each worker
-COORDINATOR: Final = 4  # the run log and the standard streams; besides a node and one for each worker
+# `ConnectionOpener`, a connection to the coordinator or manager. A start: the lookup of a host's name, an
+# import, a dial that crosses another one. A child: pipes to both its ends, and the one that reports a failed
+# exec.
+NODE_DESCRIPTORS: Final = 7
+START_DESCRIPTORS: Final = 4
+CHILD_DESCRIPTORS: Final = 6
+STORE_DESCRIPTORS: Final = 2  # a client of torch's TCPStore
+HOSTED_STORE_DESCRIPTORS: Final = 8  # its server; besides one for each worker
+COORDINATOR_DESCRIPTORS: Final = (
+    4  # the run log and the standard streams; besides a node and one for each worker
+)
 # Connections to other workers at a time, at least: recursive doubling, among 2**16 of them.
-PEERS: Final = 16
+PEER_DESCRIPTORS: Final = 16
 _NONE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
 
 
-def check(needed: int) -> None:
+def require_descriptors(needed: int) -> None:
     """Check that this process may open `needed` more files.
 
     Args:
@@ -45,17 +48,18 @@ def check(needed: int) -> None:
         for _ in range(needed):
             opened.append(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
-        if not is_none_left(error):
+        if not is_out_of_descriptors(error):
             raise
         raise OffbeatError(
-            f"expected {needed} more files and connections to be allowed, got {len(opened)}: {explain(error)}"
+            f"expected {needed} more files and connections to be allowed, got {len(opened)}: "
+            f"{describe_os_error(error)}"
         ) from error
     finally:
         for descriptor in opened:
             os.close(descriptor)
 
 
-def is_none_left(error: BaseException) -> bool:
+def is_out_of_descriptors(error: BaseException) -> bool:
     """Return whether an error means that this process, or this machine, can open no more files.
 
     Torch's own errors only quote the operating system's text.
@@ -66,14 +70,14 @@ def is_none_left(error: BaseException) -> bool:
     return any(os.strerror(number).lower() in text for number in _NONE_LEFT)
 
 
-def limit() -> int:
+def descriptor_limit() -> int:
     """Return how many files this process may have open; its descriptors are below that number."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 31 if soft == resource.RLIM_INFINITY else soft
 
 
 @contextmanager
-def as_many_as_allowed() -> Iterator[None]:
+def raised_descriptor_limit() -> Iterator[None]:
     """Raise the soft limit on open files to the hard limit meanwhile, to report an error."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

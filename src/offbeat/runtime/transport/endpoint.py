@@ -6,10 +6,10 @@ whichever side needs it.
 Theory of operation
 -------------------
 
-Parts: an `Endpoint` owns a `Loop` (thread, epoll, timers), an `Opening` (listening, dialling, handshake) and
-one `Peer` record per remote node (inbox, outbox, session, current `Link`). All state belongs to the I/O
-thread. Public methods queue their work for it; called from that thread (from inside a callback) they do it
-at once, which costs no lock and no system call.
+Parts: an `Endpoint` owns a `Loop` (thread, epoll, timers), an `ConnectionOpener` (listening, dialling,
+handshake) and one `Peer` record per remote node (inbox, outbox, session, current `Connection`). All state
+belongs to the I/O thread. Public methods queue their work for it; called from that thread (from inside a
+callback) they do it at once, which costs no lock and no system call.
 
 Send scheduler: every message has a key (0 for control or 1 for tensor bytes, priority, order of arrival); the
 lowest goes first. A peer's `Outbox` sorts its messages by key and cuts them into frames. `_schedule` enters
@@ -26,7 +26,7 @@ if that takes long. Bytes that nothing expects yet are kept up to a limit, then 
 Sessions outlive TCP connections: a pause of the network is not a death.
 
 - A connection that breaks is dialled again at once, and the session goes on without loss or repetition
-  (see `offbeat.runtime.opening` and `Outbox`).
+  (see `offbeat.runtime.transport.dialing` and `Outbox`).
 - A connection on which nothing was received for REDIAL_S is replaced: the kernel retransmits ever more
   rarely, and would notice late that a line works again.
 - A peer from which nothing was received for `unreachable_s` is reported as unreachable. That changes nothing
@@ -59,58 +59,63 @@ from itertools import count
 from time import monotonic
 from typing import Any
 
-from offbeat.errors import LinkError, LinkFailure, OffbeatError, ProtocolError, explain
-from offbeat.runtime.processes.waiting import Flag
+from offbeat.errors import LinkError, LinkFailure, OffbeatError, ProtocolError, describe_os_error
+from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.transport import addresses as places
 from offbeat.runtime.transport.connections import (
     TCP_FRAME_BYTES,
-    Link,
-    Peer,
-    Session,
-    receive,
-    share,
-    tune,
-    wake_at,
-    wake_late,
+    Connection,
+    LinkSession,
+    RemoteNode,
+    delay_wakeups,
+    enable_shared_memory,
+    receive_available,
+    set_frame_size,
+    set_wakeup_bytes,
 )
-from offbeat.runtime.transport.descriptors import is_none_left
-from offbeat.runtime.transport.dialing import Opening
-from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES, NUMBERED, Frame, Kind, place_of
-from offbeat.runtime.transport.handshake import check_name
+from offbeat.runtime.transport.descriptors import is_out_of_descriptors
+from offbeat.runtime.transport.dialing import ConnectionOpener
+from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES, NUMBERED, Frame, FrameKind, shared_slice
+from offbeat.runtime.transport.handshake import check_node_name
 from offbeat.runtime.transport.inbox import (
     MAX_EARLY_BYTES,
     MAX_FORGOTTEN_RANGES,
     Inbox,
+    IntervalSet,
     OnData,
     OnShared,
-    Ranges,
 )
-from offbeat.runtime.transport.io_loop import READ, WRITE, Loop
-from offbeat.runtime.transport.outbox import Key, Outbox, Outgoing
+from offbeat.runtime.transport.io_loop import EPOLL_READ, EPOLL_WRITE, IoLoop
+from offbeat.runtime.transport.outbox import Outbox, QueuedMessage, SendKey
 from offbeat.runtime.transport.shared_memory import (
-    MAX_UNREAD_BYTES,
+    MAX_UNACKED_BYTES,
     MIN_SHARED_BYTES,
-    UNREAD_BYTES,
+    UNACKED_BYTES,
     Region,
-    Regions,
+    RegionAllocator,
 )
 
 ALL_TAGS = 1 << 64
-WRITES_A_TURN = 16  # then sockets are polled again
-STRETCH_S = 300e-6  # of processing received frames, after which what they caused is sent
+WRITES_PER_TURN = 16  # then sockets are polled again
+PROCESSING_SLICE_S = 300e-6  # of processing received frames, after which what they caused is sent
 REDIAL_S = 2.0
 UNREACHABLE_S = 1.25
 # Received frames are acknowledged after so many bytes or frames, and at the end of every tensor message, for
 # which a sender may wait; the rest with the next tick.
 ACK_BYTES = 4 * 1024 * 1024
 ACK_FRAMES = 64
-HAND_OVER_S = 10.0  # how long a caller waits for an I/O thread that is busy
+IO_THREAD_TIMEOUT_S = 10.0  # how long a caller waits for an I/O thread that is busy
 
-_DATA, _MESSAGE, _BEAT, _BYE = int(Kind.DATA), int(Kind.MESSAGE), int(Kind.BEAT), int(Kind.BYE)
-_REGION, _SHARED, _TAKEN, _WITHDRAW = (
-    int(kind) for kind in (Kind.REGION, Kind.SHARED, Kind.TAKEN, Kind.WITHDRAW)
+_DATA, _MESSAGE, _BEAT, _BYE = (
+    int(FrameKind.DATA),
+    int(FrameKind.MESSAGE),
+    int(FrameKind.HEARTBEAT),
+    int(FrameKind.BYE),
 )
-_ACK, _SKIP = int(Kind.ACK), int(Kind.SKIP)
+_REGION, _SHARED, _TAKEN, _WITHDRAW = (
+    int(kind) for kind in (FrameKind.REGION, FrameKind.SHARED, FrameKind.SHARED_ACK, FrameKind.WITHDRAW)
+)
+_ACK, _SKIP = int(FrameKind.ACK), int(FrameKind.SKIP)
 _EMPTY = memoryview(bytearray())
 _log = logging.getLogger("offbeat.links")
 
@@ -176,24 +181,24 @@ class Endpoint:
         port: int = 0,
         unix: bool = True,
         listeners: Sequence[tuple[socket.socket, str]] | None = None,
-        beat_s: float = 0.25,
+        heartbeat_s: float = 0.25,
         silent_s: float = 10.0,
         unreachable_s: float = UNREACHABLE_S,
         connect_s: float = 10.0,
-        spins: bool = False,
-        unread_bytes: int = UNREAD_BYTES,
+        busy_polls: bool = False,
+        unacked_bytes: int = UNACKED_BYTES,
     ) -> None:
         if not token:
             raise ValueError("expected a non-empty token, got an empty string")
-        if not 0 < 2 * beat_s < silent_s:
+        if not 0 < 2 * heartbeat_s < silent_s:
             raise ValueError(
-                f"expected beat_s > 0 and silent_s > 2 beat_s, got {beat_s:g} s and {silent_s:g} s"
+                f"expected beat_s > 0 and silent_s > 2 beat_s, got {heartbeat_s:g} s and {silent_s:g} s"
             )
         if connect_s <= 0:
             raise ValueError(f"expected connect_s > 0, got {connect_s:g} s")
-        if not 0 < unread_bytes <= MAX_UNREAD_BYTES:
-            raise ValueError(f"expected unread_bytes from 1 to {MAX_UNREAD_BYTES}, got {unread_bytes}")
-        self.name = check_name(name)
+        if not 0 < unacked_bytes <= MAX_UNACKED_BYTES:
+            raise ValueError(f"expected unread_bytes from 1 to {MAX_UNACKED_BYTES}, got {unacked_bytes}")
+        self.name = check_node_name(name)
         self.bytes_sent = self.bytes_received = self.frames_received = 0
         self._on_message, self._on_lost, self._on_left, self._on_error = (
             on_message,
@@ -202,44 +207,46 @@ class Endpoint:
             on_error,
         )
         self._on_unreachable, self._on_reachable = on_unreachable, on_reachable
-        self._beat_s, self._silent_s, self._unread_bytes = beat_s, silent_s, unread_bytes
+        self._beat_s, self._silent_s, self._unread_bytes = heartbeat_s, silent_s, unacked_bytes
         self._unreachable_s = unreachable_s
-        self._peers: dict[str, Peer] = {}
-        self._forgotten = Ranges()
+        self._peers: dict[str, RemoteNode] = {}
+        self._forgotten = IntervalSet()
         self._sequence = count()
-        self._send_heap: list[tuple[Key, int, Peer]] = []
-        self._flush_flags: list[Flag] = []
+        self._send_heap: list[tuple[SendKey, int, RemoteNode]] = []
+        self._flush_flags: list[SignalSafeEvent] = []
         self._closing = False
         self._failure: BaseException | None = None
         with _named_errors(name):
-            self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._on_loop_end, spins=spins)
-        self._regions = Regions(partial(self._loop.call, self._on_region_released))
+            self._loop = IoLoop(
+                f"links of {name}", on_iteration=self._pump, on_end=self._on_loop_end, busy_polls=busy_polls
+            )
+        self._regions = RegionAllocator(partial(self._loop.call, self._on_region_released))
         self._has_neighbours = False
-        self._opening = Opening(
+        self._opening = ConnectionOpener(
             self._loop,
             name,
-            job=check_name(job),
+            job=check_node_name(job),
             token=token,
             connect_s=connect_s,
-            addresses=lambda: self.addresses,
-            peer=self._peer,
-            opened=self._on_open,
-            detached=self._detach,
-            replaced=self._on_replaced,
-            failed=self._on_failed,
-            refused=on_refused,
+            get_addresses=lambda: self.addresses,
+            get_peer=self._peer,
+            on_opened=self._on_open,
+            on_detached=self._detach,
+            on_replaced=self._on_replaced,
+            on_failed=self._on_failed,
+            on_refused=on_refused,
         )
         self.addresses = self._listen(host, port, unix, listeners)
-        self._loop.later(beat_s, self._tick)
+        self._loop.call_later(heartbeat_s, self._tick)
         self._loop.start()
         _close_in_children(self)
 
-    def introduce(
+    def add_peer(
         self,
         peer: str,
         addresses: Sequence[str],
         *,
-        lasting: bool = False,
+        has_fixed_addresses: bool = False,
         silent_s: float | None = None,
     ) -> None:
         """Set a peer's addresses, best first; a peer that was lost may be dialled again.
@@ -255,12 +262,12 @@ class Endpoint:
         Raises:
             ValueError: an address or the name is malformed.
         """
-        parsed = tuple(places.parse(address) for address in addresses)
-        if any(address.name and not address.why_unusable() for address in parsed):
+        parsed = tuple(places.parse_address(address) for address in addresses)
+        if any(address.socket_name and not address.unusable_reason() for address in parsed):
             self._has_neighbours = True
-        self._run_in_loop(self._add_peer, self._checked_peer(peer), parsed, lasting, silent_s)
+        self._run_in_loop(self._add_peer, self._checked_peer(peer), parsed, has_fixed_addresses, silent_s)
 
-    def reach(self, peer: str) -> None:
+    def connect(self, peer: str) -> None:
         """Connect to a peer that was lost and has been introduced again.
 
         `on_reachable` is called when something is received from it.
@@ -279,20 +286,20 @@ class Endpoint:
     def shares_memory(self, peer: str) -> bool:
         """Whether a peer reads memory of `allocate` in place; to be called in the I/O thread."""
         known = self._peers.get(peer)
-        return known is not None and known.link is not None and known.link.borrowed is not None
+        return known is not None and known.link is not None and known.link.imported is not None
 
-    def is_lent(self, memory: memoryview) -> bool:
+    def is_exported(self, memory: memoryview) -> bool:
         """Whether this is memory of `allocate` that peers on this host can read in place."""
         return self._regions.find(_as_bytes(memory)) is not None
 
-    def is_read(self, memory: memoryview) -> bool:
+    def has_readers(self, memory: memoryview) -> bool:
         """Whether a peer may still read this memory, or what is allocated together with it.
 
         It may as long as a `put` of it is not done, even if that was forgotten since; and without a limit if
         the peer was lost before. Such memory must not be written again: use other memory in its place.
         """
         found = self._regions.find(_as_bytes(memory))
-        return found is not None and found[0].unread > 0
+        return found is not None and found[0].unacked_frames > 0
 
     def send(self, peer: str, message: bytes) -> None:
         """Queue a control message; it goes before all tensor bytes, after the control messages before it.
@@ -308,10 +315,10 @@ class Endpoint:
             raise ValueError(f"expected a message of at most {MAX_MESSAGE_BYTES} bytes, got {len(message)}")
         key = (0, 0, next(self._sequence))
         self._run_in_loop(
-            self._enqueue, self._checked_peer(peer), Outgoing(_MESSAGE, key, memoryview(message))
+            self._enqueue, self._checked_peer(peer), QueuedMessage(_MESSAGE, key, memoryview(message))
         )
 
-    def put(
+    def send_tensor(
         self,
         peer: str,
         tag: int,
@@ -320,8 +327,8 @@ class Endpoint:
         offset: int = 0,
         total: int | None = None,
         priority: int = 0,
-        done: Callable[[], None] | None = None,
-        whole: bool = False,
+        on_done: Callable[[], None] | None = None,
+        uses_long_frames: bool = False,
     ) -> None:
         """Queue bytes [offset, offset + len(data)) of tensor message `tag`, which has `total` bytes in all.
 
@@ -356,16 +363,24 @@ class Endpoint:
             )
         lent = self._regions.find(view) if len(view) >= MIN_SHARED_BYTES else None
         key = (1, priority, next(self._sequence))
-        item = Outgoing(
-            _DATA, key, view, tag=tag, offset=offset, total=total, done=done, lent=lent, whole=whole
+        item = QueuedMessage(
+            _DATA,
+            key,
+            view,
+            tag=tag,
+            offset=offset,
+            total=total,
+            on_done=on_done,
+            exported=lent,
+            uses_long_frames=uses_long_frames,
         )
         if total and not len(view):
-            if done is not None:
-                self._run_in_loop(done)
+            if on_done is not None:
+                self._run_in_loop(on_done)
             return
         self._run_in_loop(self._enqueue, self._checked_peer(peer), item)
 
-    def expect(
+    def post_receive(
         self, peer: str, tag: int, into: memoryview, on_data: OnData, on_shared: OnShared | None = None
     ) -> None:
         """Receive the bytes of message `tag` from `peer` directly into `into`, which is as long as the
@@ -388,7 +403,7 @@ class Endpoint:
             raise ValueError("expected a writable buffer to receive into, got a read-only one")
         self._run_in_loop(self._expect, self._checked_peer(peer), tag, view, on_data, on_shared)
 
-    def forget(self, first: int, last: int) -> None:
+    def cancel(self, first: int, last: int) -> None:
         """Cancel every message with first <= tag < last, of all peers, for good.
 
         Queued puts, posted receives and early data are dropped, and so is what arrives later. After the
@@ -400,41 +415,42 @@ class Endpoint:
         Raises:
             LinkError: the I/O thread was busy with a callback for 10 s.
         """
-        if self._loop.inside or not self._loop.alive:
+        if self._loop.is_loop_thread or not self._loop.is_alive:
             self._cancel(first, last)
             return
-        finished = Flag()
+        finished = SignalSafeEvent()
         self._run_in_loop(self._cancel, first, last)
         self._run_in_loop(finished.set)
-        deadline_s = monotonic() + HAND_OVER_S
-        while not finished.wait(0.1) and self._loop.alive:
+        deadline_s = monotonic() + IO_THREAD_TIMEOUT_S
+        while not finished.wait(0.1) and self._loop.is_alive:
             if monotonic() > deadline_s:
                 raise LinkError(
-                    self.name, f"{self.name}: a callback has blocked the I/O thread for {HAND_OVER_S:g} s"
+                    self.name,
+                    f"{self.name}: a callback has blocked the I/O thread for {IO_THREAD_TIMEOUT_S:g} s",
                 )
 
-    def accuse(self, peer: str, error: ProtocolError) -> None:
+    def fail_peer(self, peer: str, error: ProtocolError) -> None:
         """Drop a peer that broke the protocol, as if a callback had raised `error`; in the I/O thread."""
         accused = self._peer(peer)
         if accused.link is not None:
             self._lose_for_protocol_error(accused, error)
 
-    def call(self, function: Callable[..., object], *args: Any) -> None:
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function in the I/O thread soon, after the calls that were queued before."""
         self._loop.call(function, *args)
 
-    def when_idle(self, function: Callable[[], None]) -> None:
+    def call_when_idle(self, function: Callable[[], None]) -> None:
         """Run a function when no socket is ready, or some turns later; to be called in the I/O thread."""
-        self._loop.when_idle(function)
+        self._loop.call_when_idle(function)
 
-    def later(self, delay_s: float, function: Callable[[], None]) -> None:
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
         """Run a function in the I/O thread after `delay_s`."""
-        self._loop.call(self._loop.later, delay_s, function)
+        self._loop.call(self._loop.call_later, delay_s, function)
 
     @property
-    def inside(self) -> bool:
+    def is_io_thread(self) -> bool:
         """Whether the caller runs the I/O thread's work, as callbacks do."""
-        return self._loop.inside
+        return self._loop.is_loop_thread
 
     def run_until(self, wait: Callable[[float], bool], is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Run the I/O thread's work until `is_over`, in place of waiting for it; see `Loop.run_until`.
@@ -445,11 +461,11 @@ class Endpoint:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the kernel has accepted everything that was queued; return whether it did in time."""
-        if self._loop.inside:
+        if self._loop.is_loop_thread:
             raise RuntimeError("flush waits for the I/O thread and cannot be called from within it")
-        sent = Flag()
+        sent = SignalSafeEvent()
         self._loop.call(self._flush_flags.append, sent)
-        return self._loop.alive and sent.wait(timeout_s) and self._failure is None
+        return self._loop.is_alive and sent.wait(timeout_s) and self._failure is None
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send the queued control messages, announce the close to every peer and stop; drop tensor bytes.
@@ -457,13 +473,13 @@ class Endpoint:
         May be called more than once; from within a callback it returns at once and closes soon after.
         """
         self._loop.call(self._close, timeout_s)
-        if not self._loop.inside:
+        if not self._loop.is_loop_thread:
             self._loop.join(timeout_s + 1.0)
 
     # Calls into the I/O thread
 
     def _run_in_loop(self, function: Callable[..., object], *args: Any) -> None:
-        if self._loop.inside:
+        if self._loop.is_loop_thread:
             function(*args)
             return
         if self._failure is not None:
@@ -475,13 +491,13 @@ class Endpoint:
     def _checked_peer(self, peer: str) -> str:
         if peer == self.name:
             raise ValueError(f"expected the name of another node, got this node's own, {peer}")
-        return check_name(peer) if peer not in self._peers else peer
+        return check_node_name(peer) if peer not in self._peers else peer
 
-    def _peer(self, name: str) -> Peer:
+    def _peer(self, name: str) -> RemoteNode:
         peer = self._peers.get(name)
         if peer is None:
             outbox = Outbox(TCP_FRAME_BYTES, self._unread_bytes)
-            peer = self._peers[name] = Peer(name, Inbox(self._forgotten), outbox)
+            peer = self._peers[name] = RemoteNode(name, Inbox(self._forgotten), outbox)
         return peer
 
     def _connect(self, name: str) -> None:
@@ -495,13 +511,17 @@ class Endpoint:
         self, name: str, addresses: tuple[places.Address, ...], lasting: bool, silent_s: float | None
     ) -> None:
         peer = self._peer(name)
-        peer.addresses, peer.lasting, peer.silent_s = addresses, lasting, silent_s
-        peer.gone = False
-        self._opening.introduced(peer)
+        peer.addresses, peer.has_fixed_addresses, peer.silent_s = addresses, lasting, silent_s
+        peer.is_gone = False
+        self._opening.on_addresses_known(peer)
 
-    def _enqueue(self, name: str, item: Outgoing) -> None:
+    def _enqueue(self, name: str, item: QueuedMessage) -> None:
         peer = self._peer(name)
-        if peer.gone or self._closing or self._forgotten.overlaps(item.tag, item.tag + (item.kind == _DATA)):
+        if (
+            peer.is_gone
+            or self._closing
+            or self._forgotten.overlaps(item.tag, item.tag + (item.kind == _DATA))
+        ):
             return
         peer.outbox.add(item)
         if peer.link is not None:
@@ -531,16 +551,21 @@ class Endpoint:
             peer.inbox.drop(first, last)
             peer.outbox.drop(first, last)
             if peer.link is not None:
-                peer.link.reader.divert(first, last)
+                peer.link.reader.discard_tags(first, last)
                 self._resume_reading(peer)
 
     # Sending
 
-    def _schedule(self, peer: Peer) -> None:
+    def _schedule(self, peer: RemoteNode) -> None:
         """Enter the peer in the send heap under its most urgent key, unless its socket is full."""
-        link, key = peer.link, peer.outbox.key
-        if link is not None and not link.full and key is not None and (peer.turn is None or key < peer.turn):
-            peer.turn = key
+        link, key = peer.link, peer.outbox.next_key
+        if (
+            link is not None
+            and not link.is_full
+            and key is not None
+            and (peer.scheduled_key is None or key < peer.scheduled_key)
+        ):
+            peer.scheduled_key = key
             heappush(self._send_heap, (key, next(self._sequence), peer))
 
     def _pump(self) -> bool:
@@ -548,12 +573,12 @@ class Endpoint:
         send_heap = self._send_heap
         writes = 0
         while send_heap:
-            if writes == WRITES_A_TURN:
+            if writes == WRITES_PER_TURN:
                 return True
             key, _, peer = heappop(send_heap)
-            if peer.turn is key:  # else a more urgent message came later, and that entry was used
-                peer.turn = None
-                if peer.link is not None and not peer.link.full:
+            if peer.scheduled_key is key:  # else a more urgent message came later, and that entry was used
+                peer.scheduled_key = None
+                if peer.link is not None and not peer.link.is_full:
                     writes += 1
                     self._write(peer, peer.link)
         if self._flush_flags and not any(peer.outbox for peer in self._peers.values()):
@@ -564,7 +589,7 @@ class Endpoint:
             self._loop.stop()
         return False
 
-    def _write(self, peer: Peer, link: Link) -> None:
+    def _write(self, peer: RemoteNode, link: Connection) -> None:
         outbox = peer.outbox
         views, size = outbox.gather()
         if not size:
@@ -578,26 +603,26 @@ class Endpoint:
         except BlockingIOError:
             n = 0
         except OSError as error:
-            outbox.taken(0)
+            outbox.on_written(0)
             self._write_failed(peer, link, error)
             return
-        finished = outbox.taken(n)
+        finished = outbox.on_written(n)
         self.bytes_sent += n
-        link.spoke = True
+        link.has_sent = True
         if n < size:
-            link.full = True
+            link.is_full = True
             self._watch(peer, link)
-        elif outbox.key is None:  # nothing is left, or the rest waits until the peer has read
+        elif outbox.next_key is None:  # nothing is left, or the rest waits until the peer has read
             self._watch(peer, link)
         else:
             self._schedule(peer)
         self._call_done(finished)
 
-    def _write_failed(self, peer: Peer, link: Link, error: OSError) -> None:
+    def _write_failed(self, peer: RemoteNode, link: Connection, error: OSError) -> None:
         """Nothing more can be sent; what the peer sent before, a BYE perhaps, is still processed."""
-        link.full = True
+        link.is_full = True
         self._process_frames(peer, link)  # this write may be part of processing it
-        while peer.link is link and not link.paused:
+        while peer.link is link and not link.is_paused:
             received = self.bytes_received
             self._read(peer, link)
             if received == self.bytes_received:
@@ -605,34 +630,36 @@ class Endpoint:
         if peer.link is link:
             self._on_broken(peer, f"{peer.name} {_explain_broken(error)}")
 
-    def _watch(self, peer: Peer, link: Link) -> None:
+    def _watch(self, peer: RemoteNode, link: Connection) -> None:
         """Watch the socket for the events that the link needs."""
         if link.sock is None:
             return
-        wanted = (0 if link.paused else READ) | (WRITE if link.full else 0)
-        if wanted == link.watched:
+        wanted = (0 if link.is_paused else EPOLL_READ) | (EPOLL_WRITE if link.is_full else 0)
+        if wanted == link.watched_events:
             return
         watcher = partial(self._on_ready, peer, link)
         if not wanted:
             self._loop.unwatch(link.sock)
-        elif not link.watched:
+        elif not link.watched_events:
             self._loop.watch(link.sock, wanted, watcher)
         else:
-            self._loop.rewatch(link.sock, wanted, watcher)
-        link.watched = wanted
+            self._loop.modify_watch(link.sock, wanted, watcher)
+        link.watched_events = wanted
 
     # Sharing memory
 
-    def _share_if_possible(self, peer: Peer, link: Link, item: Outgoing) -> None:
+    def _share_if_possible(self, peer: RemoteNode, link: Connection, item: QueuedMessage) -> None:
         """Send a queued message by reference to shared memory, if the peer can read it in place."""
-        if item.lent is None or link.borrowed is None:
+        if item.exported is None or link.imported is None:
             return
-        known, (region, _) = peer.outbox.known, item.lent
+        known, (region, _) = peer.outbox.announced_regions, item.exported
         if region.number not in known:
             known.add(region.number)
             key = (0, 0, next(self._sequence))
             peer.outbox.add(
-                Outgoing(_REGION, key, item.data[:0], tag=region.number, total=region.size, lent=item.lent)
+                QueuedMessage(
+                    _REGION, key, item.data[:0], tag=region.number, total=region.size, exported=item.exported
+                )
             )
         item.kind = _SHARED
 
@@ -640,26 +667,26 @@ class Endpoint:
         """Withdraw a region whose memory has no views left."""
         self._regions.remove(region)
         for peer in self._peers.values():
-            if region.number in peer.outbox.known:
-                peer.outbox.known.remove(region.number)
+            if region.number in peer.outbox.announced_regions:
+                peer.outbox.announced_regions.remove(region.number)
                 key = (0, 0, next(self._sequence))
-                peer.outbox.add(Outgoing(_WITHDRAW, key, _EMPTY, tag=region.number))
+                peer.outbox.add(QueuedMessage(_WITHDRAW, key, _EMPTY, tag=region.number))
                 self._schedule(peer)
 
     # Receiving
 
-    def _on_open(self, peer: Peer, link: Link, received: int) -> None:
+    def _on_open(self, peer: RemoteNode, link: Connection, received: int) -> None:
         """Use a new connection to the peer, which has received so many frames of the session."""
         assert link.sock is not None
         peer.link = link
-        peer.gone = False
+        peer.is_gone = False
         peer.cause = ""
-        link.reader.establish(peer.inbox.destination)
-        tune(link, peer.outbox)
-        peer.outbox.keeps = peer.session.is_resumable
+        link.reader.end_handshake(peer.inbox.destination)
+        set_frame_size(link, peer.outbox)
+        peer.outbox.keeps_unacked = peer.session.is_resumable
         if not peer.session.is_resumable:
-            share(link)
-        self._has_neighbours |= link.borrowed is not None
+            enable_shared_memory(link)
+        self._has_neighbours |= link.imported is not None
         for item in peer.outbox.items():
             self._share_if_possible(peer, link, item)
         self._loop.unwatch(link.sock)
@@ -677,38 +704,38 @@ class Endpoint:
             self._report_reachable(peer)
         self._process_frames(peer, link)
 
-    def _report_reachable(self, peer: Peer) -> None:
+    def _report_reachable(self, peer: RemoteNode) -> None:
         """Report a peer as reachable again, before what was received from it is processed."""
         peer.is_unreachable = False
         self._on_reachable(peer.name)
 
-    def _call_done(self, items: list[Outgoing]) -> None:
+    def _call_done(self, items: list[QueuedMessage]) -> None:
         """Call back for messages that were delivered, or accepted by the kernel where nothing can be lost."""
         for item in items:
-            if item.done is not None:
-                item.done()
+            if item.on_done is not None:
+                item.on_done()
 
-    def _on_ready(self, peer: Peer, link: Link, events: int) -> None:
-        if events & WRITE and link.full:
-            link.full = False
-            if peer.outbox.key is not None:  # it stays watched until nothing is left to send
+    def _on_ready(self, peer: RemoteNode, link: Connection, events: int) -> None:
+        if events & EPOLL_WRITE and link.is_full:
+            link.is_full = False
+            if peer.outbox.next_key is not None:  # it stays watched until nothing is left to send
                 self._schedule(peer)
             else:  # the queued bytes were forgotten, or wait until the peer has read
                 self._watch(peer, link)
-        if events & READ and peer.link is link:
+        if events & EPOLL_READ and peer.link is link:
             self._read(peer, link)
 
-    def _read(self, peer: Peer, link: Link) -> None:
+    def _read(self, peer: RemoteNode, link: Connection) -> None:
         try:
-            n = receive(link)
+            n = receive_available(link)
         except BlockingIOError:
             return
         except ProtocolError as error:
             self._lose_for_protocol_error(peer, error)
             return
         except OSError as error:
-            if is_none_left(error):
-                text = f"{self.name} cannot accept memory shared by {peer.name}: {explain(error)}"
+            if is_out_of_descriptors(error):
+                text = f"{self.name} cannot accept memory shared by {peer.name}: {describe_os_error(error)}"
                 self._lose(peer, text, "no files")
             else:
                 self._on_broken(peer, f"{peer.name} {_explain_broken(error)}")
@@ -717,21 +744,21 @@ class Endpoint:
             self._on_broken(peer, f"{peer.name} closed the connection")
             return
         self.bytes_received += n
-        link.heard = True
+        link.has_received = True
         if peer.is_unreachable:
             self._report_reachable(peer)
-        link.reader.received(n)
+        link.reader.on_received(n)
         self._process_frames(peer, link)
-        wake_late(link)
+        delay_wakeups(link)
 
-    def _process_frames(self, peer: Peer, link: Link) -> None:
+    def _process_frames(self, peer: RemoteNode, link: Connection) -> None:
         """Process every complete frame.
 
         Where that takes long, what the first ones caused is sent in between, so that the peer can work, too.
         Messages that waited for the peer to read are sent as soon as it has.
         """
         inbox, next_frame, session = peer.inbox, link.reader.next_frame, peer.session
-        limit_s = monotonic() + STRETCH_S
+        limit_s = monotonic() + PROCESSING_SLICE_S
         try:
             while peer.link is link and (frame := next_frame()) is not None:
                 self.frames_received += 1
@@ -741,76 +768,76 @@ class Endpoint:
                 if frame.kind == _TAKEN or monotonic() > limit_s:
                     self._acknowledge_reads(peer, link)
                     self._pump()
-                    limit_s = monotonic() + STRETCH_S
-            if peer.link is link and link.borrowed is not None:
-                link.borrowed.check(partial=link.reader.partial)
+                    limit_s = monotonic() + PROCESSING_SLICE_S
+            if peer.link is link and link.imported is not None:
+                link.imported.check_descriptors(partial=link.reader.is_partial)
                 self._acknowledge_reads(peer, link)
         except ProtocolError as error:
             self._lose_for_protocol_error(peer, error)
-        if inbox.early_bytes > MAX_EARLY_BYTES and not link.paused:
-            link.paused = True
+        if inbox.early_bytes > MAX_EARLY_BYTES and not link.is_paused:
+            link.is_paused = True
             self._watch(peer, link)
 
-    def _count_frame(self, peer: Peer, session: Session, frame: Frame) -> None:
+    def _count_frame(self, peer: RemoteNode, session: LinkSession, frame: Frame) -> None:
         """Count a numbered frame, and acknowledge it where a sender may wait for that."""
-        session.received += 1
+        session.received_frames += 1
         if session.is_resumable:
-            session.owed_frames += 1
-            session.owed_bytes += frame.length
+            session.ack_due_frames += 1
+            session.ack_due_bytes += frame.length
             ends = frame.kind == _DATA and frame.offset + frame.length == frame.total
-            if ends or session.owed_bytes >= ACK_BYTES or session.owed_frames >= ACK_FRAMES:
+            if ends or session.ack_due_bytes >= ACK_BYTES or session.ack_due_frames >= ACK_FRAMES:
                 self._acknowledge(peer)
 
-    def _acknowledge(self, peer: Peer) -> None:
+    def _acknowledge(self, peer: RemoteNode) -> None:
         session = peer.session
-        session.owed_frames = session.owed_bytes = 0
-        peer.outbox.owe(session.received)
+        session.ack_due_frames = session.ack_due_bytes = 0
+        peer.outbox.schedule_ack(session.received_frames)
         self._schedule(peer)
 
-    def _acknowledge_reads(self, peer: Peer, link: Link) -> None:
+    def _acknowledge_reads(self, peer: RemoteNode, link: Connection) -> None:
         """Acknowledge the pieces of the peer's memory that have been read."""
-        borrowed = link.borrowed
-        if borrowed is not None and borrowed.read and peer.link is link:
+        borrowed = link.imported
+        if borrowed is not None and borrowed.unacked_reads and peer.link is link:
             key = (0, 0, next(self._sequence))
-            peer.outbox.add(Outgoing(_TAKEN, key, _EMPTY, total=borrowed.read))
-            borrowed.answered()
+            peer.outbox.add(QueuedMessage(_TAKEN, key, _EMPTY, total=borrowed.unacked_reads))
+            borrowed.on_acked()
             self._schedule(peer)
 
-    def _on_frame(self, peer: Peer, link: Link, frame: Frame) -> None:
+    def _on_frame(self, peer: RemoteNode, link: Connection, frame: Frame) -> None:
         kind = frame.kind
         if kind == _BYE:
             self._on_bye(peer)
         elif self._closing:
             pass
         elif kind == _DATA:
-            peer.inbox.arrived(frame)
+            peer.inbox.on_data_frame(frame)
         elif kind == _MESSAGE:
             assert isinstance(frame.payload, bytes)
             self._on_message(peer.name, frame.payload)
         elif kind == _ACK:
-            self._call_done(peer.outbox.acknowledge(frame.total))
+            self._call_done(peer.outbox.on_ack(frame.total))
         elif kind == _TAKEN:
-            self._call_done(peer.outbox.read(frame.total))
+            self._call_done(peer.outbox.on_shared_ack(frame.total))
             self._schedule(peer)
         elif kind not in (_BEAT, _SKIP):
             self._on_shared_frame(peer, link, frame)
 
-    def _on_shared_frame(self, peer: Peer, link: Link, frame: Frame) -> None:
-        borrowed = link.borrowed
+    def _on_shared_frame(self, peer: RemoteNode, link: Connection, frame: Frame) -> None:
+        borrowed = link.imported
         if borrowed is None:
-            raise ProtocolError(f"expected no {Kind(frame.kind).name} frame from another host")
+            raise ProtocolError(f"expected no {FrameKind(frame.kind).name} frame from another host")
         if frame.kind == _SHARED:
-            source = borrowed.piece(*place_of(frame))
-            peer.inbox.shared(frame.tag, frame.offset, frame.total, source)
+            source = borrowed.view(*shared_slice(frame))
+            peer.inbox.on_shared_frame(frame.tag, frame.offset, frame.total, source)
         elif frame.kind == _REGION:
             borrowed.map(frame.tag, frame.total)
         elif frame.kind == _WITHDRAW:
-            borrowed.withdraw(frame.tag)
+            borrowed.unmap(frame.tag)
 
-    def _resume_reading(self, peer: Peer) -> None:
+    def _resume_reading(self, peer: RemoteNode) -> None:
         link = peer.link
-        if link is not None and link.paused and peer.inbox.early_bytes <= MAX_EARLY_BYTES:
-            link.paused = False
+        if link is not None and link.is_paused and peer.inbox.early_bytes <= MAX_EARLY_BYTES:
+            link.is_paused = False
             self._watch(peer, link)
 
     # Heartbeats, loss and leave
@@ -822,16 +849,16 @@ class Endpoint:
         """
         if self._closing:
             return
-        self._loop.later(self._beat_s, self._tick)
+        self._loop.call_later(self._beat_s, self._tick)
         for peer in list(self._peers.values()):
             if self._check_silence(peer) and peer.link is not None:
                 self._keep_alive(peer, peer.link)
 
-    def _check_silence(self, peer: Peer) -> bool:
+    def _check_silence(self, peer: RemoteNode) -> bool:
         """Count a peer's silent ticks and act on them; return whether the peer is still held."""
         link = peer.link
-        if link is not None and (link.heard or link.paused):
-            link.heard = False
+        if link is not None and (link.has_received or link.is_paused):
+            link.has_received = False
             peer.silent_ticks = 0
             self._opening.stop_dialling(peer)  # which was begun to replace this connection
             return True
@@ -839,7 +866,7 @@ class Endpoint:
             return False
         peer.silent_ticks += 1
         if link is not None and link.wake_bytes > 1:
-            wake_at(link, 1)  # on a slow line fewer bytes than that are a sign of life too
+            set_wakeup_bytes(link, 1)  # on a slow line fewer bytes than that are a sign of life too
         silent_s, limit_s = peer.silent_ticks * self._beat_s, peer.silent_s or self._silent_s
         since = f"{peer.cause}, and " if peer.cause else ""
         if peer.session.is_open and silent_s >= limit_s:
@@ -852,98 +879,98 @@ class Endpoint:
             self._opening.dial(peer)
         return True
 
-    def _keep_alive(self, peer: Peer, link: Link) -> None:
+    def _keep_alive(self, peer: RemoteNode, link: Connection) -> None:
         """Send an ACK or a heartbeat if nothing else was sent since the last tick."""
-        if peer.session.owed_frames:
+        if peer.session.ack_due_frames:
             self._acknowledge(peer)
-        elif not link.spoke and peer.outbox.key is None:
-            peer.outbox.add(Outgoing(_BEAT, (0, 0, next(self._sequence)), _EMPTY))
+        elif not link.has_sent and peer.outbox.next_key is None:
+            peer.outbox.add(QueuedMessage(_BEAT, (0, 0, next(self._sequence)), _EMPTY))
             self._schedule(peer)
-        link.spoke = False
+        link.has_sent = False
 
-    def _lose_for_protocol_error(self, peer: Peer, error: ProtocolError) -> None:
+    def _lose_for_protocol_error(self, peer: RemoteNode, error: ProtocolError) -> None:
         """Drop a peer that broke the protocol."""
         self._lose(peer, f"{peer.name} broke the protocol: {error}", "protocol")
 
-    def _on_broken(self, peer: Peer, cause: str) -> None:
+    def _on_broken(self, peer: RemoteNode, cause: str) -> None:
         """Handle a broken connection: dial again if the session can be resumed, else drop the peer."""
         if self._closing or not (peer.session.is_resumable and peer.addresses):
             self._lose(peer, cause)
             return
         self._detach(peer)
         peer.cause = cause
-        if not self._opening.freed(peer):
+        if not self._opening.welcome_parked(peer):
             self._opening.dial(peer)
 
-    def _detach(self, peer: Peer) -> None:
+    def _detach(self, peer: RemoteNode) -> None:
         """Close the connection and keep the session: frames received in part are sent again by the peer."""
         link, peer.link = peer.link, None
         assert link is not None
-        if link.reader.begun is not None:
-            peer.inbox.take_back(link.reader.begun)
+        if link.reader.partial_data_frame is not None:
+            peer.inbox.undo_destination(link.reader.partial_data_frame)
         self._opening.close(link)
         peer.outbox.rewind()
-        peer.session.owed_frames = peer.session.owed_bytes = 0
+        peer.session.ack_due_frames = peer.session.ack_due_bytes = 0
 
-    def _on_replaced(self, peer: Peer) -> None:
+    def _on_replaced(self, peer: RemoteNode) -> None:
         """Drop a peer whose process does not know the session any more."""
         since = f"{peer.cause}, and " if peer.cause else ""
         self._lose(peer, f"{since}{peer.name} has begun a new session", "replaced")
 
-    def _on_failed(self, peer: Peer, text: str, failure: LinkFailure) -> None:
+    def _on_failed(self, peer: RemoteNode, text: str, failure: LinkFailure) -> None:
         """Drop a peer that cannot be reached, or whose process has ended."""
         since = f"{peer.cause}, and " if peer.cause else ""
         self._lose(peer, since + text, failure)
 
-    def _lose(self, peer: Peer, text: str, failure: LinkFailure = "broken") -> None:
+    def _lose(self, peer: RemoteNode, text: str, failure: LinkFailure = "broken") -> None:
         """Drop a peer that failed, and report the loss."""
         self._reset(peer)
         peer.inbox.clear()
         if not self._closing:
             self._on_lost(LinkError(peer.name, text, failure=failure))
-        self._opening.freed(peer)
+        self._opening.welcome_parked(peer)
 
-    def _on_bye(self, peer: Peer) -> None:
+    def _on_bye(self, peer: RemoteNode) -> None:
         """Process a BYE: what the peer sent before may still be expected, so its inbox is kept."""
         self._reset(peer)
         if not self._closing and self._on_left is not None:
             self._on_left(peer.name)
-        self._opening.freed(peer)
+        self._opening.welcome_parked(peer)
 
-    def _reset(self, peer: Peer) -> None:
+    def _reset(self, peer: RemoteNode) -> None:
         link, peer.link = peer.link, None
         if link is not None:
             self._opening.close(link)
         self._opening.stop_dialling(peer)
-        peer.gone = True
+        peer.is_gone = True
         peer.is_unreachable = False
         peer.silent_ticks = 0
         peer.cause = ""
-        peer.session = Session()
+        peer.session = LinkSession()
         peer.outbox.clear()
 
     def _close(self, timeout_s: float) -> None:
         if self._closing:
             return
         self._closing = True
-        self._loop.later(timeout_s, self._loop.stop)
-        self._opening.shut()
+        self._loop.call_later(timeout_s, self._loop.stop)
+        self._opening.stop_listening()
         for peer in self._peers.values():
             peer.inbox.clear()
             peer.outbox.clear(keep_control=True)
             if peer.link is not None:
-                peer.link.reader.divert(0, ALL_TAGS)
+                peer.link.reader.discard_tags(0, ALL_TAGS)
                 self._resume_reading(peer)
                 self._send_bye(peer)
             elif not (peer.dial is not None and peer.outbox):
-                self._opening.abandon(peer)
+                self._opening.drop_pending(peer)
 
-    def _send_bye(self, peer: Peer) -> None:
+    def _send_bye(self, peer: RemoteNode) -> None:
         """Send BYE, the last frame of a session.
 
         The peer closes the connection when it has read it, so no byte that is still in flight is reset.
         """
-        peer.outbox.add(Outgoing(_BYE, (0, 1, next(self._sequence)), _EMPTY))
+        peer.outbox.add(QueuedMessage(_BYE, (0, 1, next(self._sequence)), _EMPTY))
         self._schedule(peer)
 
     def _on_loop_end(self, error: BaseException | None) -> None:
@@ -954,8 +981,8 @@ class Endpoint:
             sock.close()
         for peer in self._peers.values():
             for link in (peer.link, peer.dial.link if peer.dial is not None else None):
-                if link is not None and link.borrowed is not None:
-                    link.borrowed.close()
+                if link is not None and link.imported is not None:
+                    link.imported.close()
         for sent in self._flush_flags:
             sent.set()
         if error is not None:
@@ -974,14 +1001,14 @@ class Endpoint:
             with _named_errors(self.name):
                 found = places.listen(host, port, unix=unix) if listeners is None else listeners
         except BaseException:
-            self._opening.shut()
-            self._loop.abandon()
+            self._opening.stop_listening()
+            self._loop.close_unstarted()
             raise
         for sock, _ in found:
             self._opening.listen(sock)
         return tuple(address for _, address in found)
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """Close this process's copies of all sockets; for a forked child, which has no I/O thread.
 
         Otherwise the peers would not notice the parent's death as long as the child lives.
@@ -989,7 +1016,7 @@ class Endpoint:
         self._failure = RuntimeError("this is a forked process; its parent owns the connections")
         for sock in self._opening.sockets:
             sock.close()
-        self._loop.abandon()
+        self._loop.close_unstarted()
 
 
 _endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
@@ -1001,7 +1028,7 @@ def _named_errors(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OffbeatError(f"{name} cannot open its connections: {explain(error)}") from error
+        raise OffbeatError(f"{name} cannot open its connections: {describe_os_error(error)}") from error
 
 
 def _close_in_children(endpoint: Endpoint) -> None:
@@ -1017,7 +1044,7 @@ _fork_hooked: list[bool] = []
 
 def _abandon_all() -> None:
     for endpoint in list(_endpoints):
-        endpoint.abandon()
+        endpoint.close_after_fork()
     _endpoints.clear()
 
 

@@ -23,8 +23,8 @@ MAGIC = b"ob"
 VERSION = 3
 HEADER = struct.Struct("!2sBBIQQQ")  # magic, version, kind, payload length, tag, offset, total
 HEADER_BYTES = HEADER.size
-PLACE = struct.Struct("!QQQ")  # region, place in it, length: the payload of a SHARED frame
-PLACE_BYTES = PLACE.size
+SHARED_PAYLOAD = struct.Struct("!QQQ")  # region, place in it, length: the payload of a SHARED frame
+SHARED_PAYLOAD_BYTES = SHARED_PAYLOAD.size
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_DATA_BYTES = 1 << 20  # in a DATA frame
 MAX_SHARED_BYTES = 1 << 22  # covered by a SHARED frame
@@ -35,7 +35,7 @@ READ_AHEAD_BYTES = 128 * 1024
 BULK_BYTES = 32 * 1024
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kinds of frames."""
 
     HELLO = 1
@@ -45,35 +45,37 @@ class Kind(IntEnum):
     REFUSE = 5
     MESSAGE = 6
     DATA = 7
-    BEAT = 8
+    HEARTBEAT = 8
     BYE = 9
     REGION = 10  # region `tag` of `total` bytes is exported from now on; its descriptor comes with this frame
     SHARED = 11  # as DATA, but the bytes lie in a region
-    TAKEN = 12  # `total` SHARED frames more have been read, in the order in which they were sent
+    SHARED_ACK = 12  # `total` SHARED frames more have been read, in the order in which they were sent
     WITHDRAW = 13  # region `tag` is not exported any more
     ACK = 14  # `total` frames have been received in this session
     SKIP = 15  # in place of a frame whose message was forgotten before it could be sent again
 
 
-_HANDSHAKE = frozenset({Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME, Kind.REFUSE})
+_HANDSHAKE = frozenset(
+    {FrameKind.HELLO, FrameKind.CHALLENGE, FrameKind.PROOF, FrameKind.WELCOME, FrameKind.REFUSE}
+)
 _LIMITS = {int(kind): MAX_HANDSHAKE_BYTES for kind in _HANDSHAKE} | {
-    int(Kind.MESSAGE): MAX_MESSAGE_BYTES,
-    int(Kind.DATA): MAX_DATA_BYTES,
-    int(Kind.BEAT): 0,
-    int(Kind.BYE): 0,
-    int(Kind.REGION): 0,
-    int(Kind.SHARED): PLACE_BYTES,
-    int(Kind.TAKEN): 0,
-    int(Kind.WITHDRAW): 0,
-    int(Kind.ACK): 0,
-    int(Kind.SKIP): 0,
+    int(FrameKind.MESSAGE): MAX_MESSAGE_BYTES,
+    int(FrameKind.DATA): MAX_DATA_BYTES,
+    int(FrameKind.HEARTBEAT): 0,
+    int(FrameKind.BYE): 0,
+    int(FrameKind.REGION): 0,
+    int(FrameKind.SHARED): SHARED_PAYLOAD_BYTES,
+    int(FrameKind.SHARED_ACK): 0,
+    int(FrameKind.WITHDRAW): 0,
+    int(FrameKind.ACK): 0,
+    int(FrameKind.SKIP): 0,
 }
 # Frames that a session counts, and sends again after its connection broke. TAKEN and the like are not among
 # them: connections on which memory is shared are not resumed.
-NUMBERED = frozenset({int(Kind.MESSAGE), int(Kind.DATA), int(Kind.BYE), int(Kind.SKIP)})
-_DATA, _SHARED = int(Kind.DATA), int(Kind.SHARED)
-_WITH_TAG = frozenset({Kind.REGION, Kind.WITHDRAW})
-_WITH_TOTAL = frozenset({Kind.REGION, Kind.TAKEN, Kind.ACK})
+NUMBERED = frozenset({int(FrameKind.MESSAGE), int(FrameKind.DATA), int(FrameKind.BYE), int(FrameKind.SKIP)})
+_DATA, _SHARED = int(FrameKind.DATA), int(FrameKind.SHARED)
+_WITH_TAG = frozenset({FrameKind.REGION, FrameKind.WITHDRAW})
+_WITH_TOTAL = frozenset({FrameKind.REGION, FrameKind.SHARED_ACK, FrameKind.ACK})
 
 
 class Frame(NamedTuple):
@@ -91,19 +93,19 @@ Destination = Callable[[int, int, int, int], memoryview | None]
 """(tag, offset, length, total) -> where the `length` bytes belong; None if no receive is posted yet."""
 
 
-def encode(kind: Kind, payload: bytes = b"") -> bytes:
+def encode_frame(kind: FrameKind, payload: bytes = b"") -> bytes:
     """Return a whole frame of a kind whose header has no further fields."""
     return HEADER.pack(MAGIC, VERSION, kind, len(payload), 0, 0, 0) + payload
 
 
-def place_of(frame: Frame) -> tuple[int, int, int]:
+def shared_slice(frame: Frame) -> tuple[int, int, int]:
     """Return the region, the place in it and the length of a SHARED frame's bytes.
 
     Raises:
         ProtocolError: the bytes would not lie within the message.
     """
     assert frame.payload is not None
-    region, place, length = PLACE.unpack(frame.payload)
+    region, place, length = SHARED_PAYLOAD.unpack(frame.payload)
     if length > MAX_SHARED_BYTES:
         raise ProtocolError(f"expected a SHARED frame of at most {MAX_SHARED_BYTES} bytes, got {length}")
     if not length or frame.offset + length > frame.total:
@@ -123,7 +125,7 @@ class FrameReader:
 
     Args:
         destination: where the payload of a DATA frame belongs; may raise ProtocolError. None allows handshake
-            frames only, until `establish` allows only the other kinds.
+            frames only, until `end_handshake` allows only the other kinds.
         read_ahead_bytes: size of the buffer through which small frames are received many at a time.
     """
 
@@ -142,22 +144,22 @@ class FrameReader:
         self._rest = memoryview(b"")
 
     @property
-    def partial(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether a frame has been received in part."""
         return self._current is not None or self._end > self._start
 
     @property
-    def begun(self) -> Frame | None:
+    def partial_data_frame(self) -> Frame | None:
         """The tensor frame that has been received in part into its destination, if there is one."""
         current = self._current
         return current if current is not None and current.payload is None else None
 
     @property
-    def missing(self) -> int:
+    def missing_bytes(self) -> int:
         """How many bytes of the current payload are still to be received."""
         return len(self._rest)
 
-    def establish(self, destination: Destination) -> None:
+    def end_handshake(self, destination: Destination) -> None:
         """End the handshake: from the next frame on, allow only frames that are no handshake."""
         kept = bytes(self._ahead[self._start : self._end])
         self._destination = destination
@@ -172,7 +174,7 @@ class FrameReader:
             return [self._rest, self._ahead_header if len(self._rest) > BULK_BYTES else self._ahead]
         return [self._ahead[self._end :] if self._end else self._ahead]
 
-    def received(self, n: int) -> None:
+    def on_received(self, n: int) -> None:
         """Account for `n` bytes that were received into `buffers()`."""
         missing = len(self._rest)
         if n < missing:
@@ -208,7 +210,7 @@ class FrameReader:
             return Frame(kind, tag, offset, length, total, None)
         return Frame(kind, tag, offset, length, total, bytes(self._ahead[begin:end]))
 
-    def divert(self, first: int, last: int) -> None:
+    def discard_tags(self, first: int, last: int) -> None:
         """Stop writing into the destination of the message being received if first <= tag < last.
 
         `next_frame` still returns its frame, with a meaningless payload.
@@ -235,9 +237,11 @@ class FrameReader:
             raise ProtocolError(f"expected a frame kind from 1 to {len(_LIMITS)}, got {kind}")
         if (kind in _HANDSHAKE) != self._handshaking:
             wanted = "a handshake frame" if self._handshaking else "a frame that is no handshake"
-            raise ProtocolError(f"expected {wanted}, got {Kind(kind).name}")
+            raise ProtocolError(f"expected {wanted}, got {FrameKind(kind).name}")
         if length > limit:
-            raise ProtocolError(f"expected at most {limit} bytes in a {Kind(kind).name} frame, got {length}")
+            raise ProtocolError(
+                f"expected at most {limit} bytes in a {FrameKind(kind).name} frame, got {length}"
+            )
         if kind == _DATA:
             if offset + length > total:
                 raise ProtocolError(
@@ -246,11 +250,11 @@ class FrameReader:
             if not length and total:
                 raise ProtocolError(f"expected at least one byte of a message of {total}, got none")
         elif kind == _SHARED:
-            if length != PLACE_BYTES:
-                raise ProtocolError(f"expected {PLACE_BYTES} bytes in a SHARED frame, got {length}")
+            if length != SHARED_PAYLOAD_BYTES:
+                raise ProtocolError(f"expected {SHARED_PAYLOAD_BYTES} bytes in a SHARED frame, got {length}")
         elif offset or bool(tag) != (kind in _WITH_TAG) or bool(total) != (kind in _WITH_TOTAL):
             raise ProtocolError(
-                f"expected {_fields(kind)} in a {Kind(kind).name} frame, got {tag}, {offset}, {total}"
+                f"expected {_fields(kind)} in a {FrameKind(kind).name} frame, got {tag}, {offset}, {total}"
             )
         return kind, length, tag, offset, total
 

@@ -11,7 +11,7 @@ At any time the acceptor may answer REFUSE with one line of text instead. Each s
 job's token by an HMAC-SHA256 over its role and the fields that both have sent; the dialler proves it first.
 The token itself is never sent. Later frames are not encrypted: that is TLS's work.
 
-Both sides send their position in the session that this connection begins or resumes (`Position`).
+Both sides send their position in the session that this connection begins or resumes (`SessionPosition`).
 
 This module never touches a socket or a clock, and never accepts a connection before both proofs hold.
 """
@@ -26,15 +26,15 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from offbeat.errors import ProtocolError
-from offbeat.runtime.transport.framing import Frame, Kind, encode
-from offbeat.wire.known import make_known
+from offbeat.runtime.transport.framing import Frame, FrameKind, encode_frame
+from offbeat.wire.known import prime_msgspec_types
 
 NONCE_BYTES = 32
 MAX_NAME_CHARACTERS = 256
 MAX_LINE_CHARACTERS = 500
 
 
-class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SessionPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The position of one node in its session with another.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Hello(msgspec.Struct, forbid_unknown_fields=True):
     you: str
     nonce: bytes
     addresses: tuple[str, ...]
-    position: Position
+    position: SessionPosition
 
 
 class _Challenge(msgspec.Struct, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ class _Proof(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Welcome(msgspec.Struct, forbid_unknown_fields=True):
     proof: bytes
-    position: Position
+    position: SessionPosition
 
 
 class _Refuse(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -75,7 +75,7 @@ class _Refuse(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     has_no_files: bool = False
 
 
-make_known(_Hello, _Challenge, _Proof, _Welcome, _Refuse)
+prime_msgspec_types(_Hello, _Challenge, _Proof, _Welcome, _Refuse)
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -89,10 +89,10 @@ class RefusedError(ProtocolError):
 
     def __init__(self, line: str, *, has_no_files: bool = False) -> None:
         super().__init__(line)
-        self.has_no_files = has_no_files
+        self.is_out_of_descriptors = has_no_files
 
 
-def check_name(name: str) -> str:
+def check_node_name(name: str) -> str:
     """Return `name` if it is a valid name of a node.
 
     Raises:
@@ -105,17 +105,17 @@ def check_name(name: str) -> str:
     return name
 
 
-def new_session() -> str:
+def new_session_id() -> str:
     """Return a random id for a new session."""
     return secrets.token_hex(8)
 
 
-def refuse(line: str, *, has_no_files: bool = False) -> bytes:
+def encode_refusal(line: str, *, is_out_of_descriptors: bool = False) -> bytes:
     """Return the frame that refuses a connection with one line; see `RefusedError`."""
-    return _frame(Kind.REFUSE, _Refuse(_one_line(line), has_no_files))
+    return _frame(FrameKind.REFUSE, _Refuse(_one_line(line), is_out_of_descriptors))
 
 
-class Dialler:
+class DiallerHandshake:
     """The side that opened the connection.
 
     Args:
@@ -131,44 +131,44 @@ class Dialler:
         *,
         job: str,
         token: str,
-        me: str,
-        you: str,
+        node: str,
+        peer: str,
         addresses: Sequence[str] = (),
-        position: Position | None = None,
+        position: SessionPosition | None = None,
     ) -> None:
-        self.welcome: Position | None = None
+        self.peer_position: SessionPosition | None = None
         self._token = token
-        self.position = Position(new_session()) if position is None else position
+        self.position = SessionPosition(new_session_id()) if position is None else position
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self._hello = _Hello(job, me, you, nonce, tuple(addresses), self.position)
+        self._hello = _Hello(job, node, peer, nonce, tuple(addresses), self.position)
         self._nonce: bytes | None = None
 
     def hello(self) -> bytes:
         """Return the first frame to send."""
-        return _frame(Kind.HELLO, self._hello)
+        return _frame(FrameKind.HELLO, self._hello)
 
-    def receive(self, frame: Frame) -> bytes:
+    def on_frame(self, frame: Frame) -> bytes:
         """Process a frame and return the bytes to answer with, which may be empty.
 
         Raises:
             RefusedError: the acceptor refuses the connection, with its line.
             ProtocolError: the acceptor violates the protocol or does not know the token.
         """
-        if frame.kind == Kind.REFUSE:
+        if frame.kind == FrameKind.REFUSE:
             refused = _decode(frame, _Refuse)
             raise RefusedError(_one_line(refused.line), has_no_files=refused.has_no_files)
         if self._nonce is None:
-            self._nonce = _checked_nonce(_expect(frame, Kind.CHALLENGE, _Challenge).nonce)
-            return _frame(Kind.PROOF, _Proof(_proof(self._token, "dialler", self._hello, self._nonce)))
-        answer = _expect(frame, Kind.WELCOME, _Welcome)
+            self._nonce = _checked_nonce(_expect(frame, FrameKind.CHALLENGE, _Challenge).nonce)
+            return _frame(FrameKind.PROOF, _Proof(_proof(self._token, "dialler", self._hello, self._nonce)))
+        answer = _expect(frame, FrameKind.WELCOME, _Welcome)
         proof = _proof(self._token, "acceptor", self._hello, self._nonce, answer.position)
-        if self.welcome is not None or not hmac.compare_digest(answer.proof, proof):
+        if self.peer_position is not None or not hmac.compare_digest(answer.proof, proof):
             raise ProtocolError("it does not prove that it knows the job's token")
-        self.welcome = answer.position
+        self.peer_position = answer.position
         return b""
 
 
-class Acceptor:
+class AcceptorHandshake:
     """The side that was dialled.
 
     Attributes:
@@ -176,33 +176,33 @@ class Acceptor:
         is_of_this_job: the dialler has sent HELLO, for this job and this node.
     """
 
-    def __init__(self, *, job: str, token: str, me: str) -> None:
+    def __init__(self, *, job: str, token: str, node: str) -> None:
         self.peer: str | None = None
-        self.is_of_this_job = False
-        self._job, self._token, self._me = job, token, me
+        self.has_valid_hello = False
+        self._job, self._token, self._me = job, token, node
         self._hello: _Hello | None = None
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
-    def receive(self, frame: Frame) -> bytes:
+    def on_frame(self, frame: Frame) -> bytes:
         """Process a frame and return the bytes to answer with, which may be empty.
 
         Raises:
             ProtocolError: the connection is to be refused; the text is the line for REFUSE.
         """
         if self._hello is None:
-            self._hello = self._checked(_expect(frame, Kind.HELLO, _Hello))
-            self.is_of_this_job = True
-            return _frame(Kind.CHALLENGE, _Challenge(self._nonce))
+            self._hello = self._checked(_expect(frame, FrameKind.HELLO, _Hello))
+            self.has_valid_hello = True
+            return _frame(FrameKind.CHALLENGE, _Challenge(self._nonce))
         if self.peer is not None:
-            raise ProtocolError(f"expected no frame before WELCOME, got {Kind(frame.kind).name}")
-        answer = _expect(frame, Kind.PROOF, _Proof)
+            raise ProtocolError(f"expected no frame before WELCOME, got {FrameKind(frame.kind).name}")
+        answer = _expect(frame, FrameKind.PROOF, _Proof)
         if not hmac.compare_digest(answer.proof, _proof(self._token, "dialler", self._hello, self._nonce)):
             raise ProtocolError(f"{self._hello.me} does not prove that it knows the token of job {self._job}")
         self.peer = self._hello.me
         return b""
 
     @property
-    def position(self) -> Position:
+    def position(self) -> SessionPosition:
         """The dialler's position in the session, from its HELLO."""
         assert self._hello is not None
         return self._hello.position
@@ -213,16 +213,16 @@ class Acceptor:
         assert self._hello is not None
         return self._hello.addresses
 
-    def welcome(self, position: Position) -> bytes:
+    def welcome(self, position: SessionPosition) -> bytes:
         """Return the frame that accepts the dialler; only after it has proved that it knows the token."""
         if self.peer is None or self._hello is None:
             raise ProtocolError("expected a proof before WELCOME")
         proof = _proof(self._token, "acceptor", self._hello, self._nonce, position)
-        return _frame(Kind.WELCOME, _Welcome(proof, position))
+        return _frame(FrameKind.WELCOME, _Welcome(proof, position))
 
     def _checked(self, hello: _Hello) -> _Hello:
         try:
-            check_name(hello.me)
+            check_node_name(hello.me)
         except ValueError as error:
             raise ProtocolError(str(error)) from error
         _checked_nonce(hello.nonce)
@@ -235,13 +235,13 @@ class Acceptor:
         return hello
 
 
-def _frame(kind: Kind, payload: msgspec.Struct) -> bytes:
-    return encode(kind, msgspec.msgpack.encode(payload))
+def _frame(kind: FrameKind, payload: msgspec.Struct) -> bytes:
+    return encode_frame(kind, msgspec.msgpack.encode(payload))
 
 
-def _expect(frame: Frame, kind: Kind, type_: type[_T]) -> _T:
+def _expect(frame: Frame, kind: FrameKind, type_: type[_T]) -> _T:
     if frame.kind != kind:
-        raise ProtocolError(f"expected {kind.name}, got {Kind(frame.kind).name}")
+        raise ProtocolError(f"expected {kind.name}, got {FrameKind(frame.kind).name}")
     return _decode(frame, type_)
 
 
@@ -249,7 +249,7 @@ def _decode(frame: Frame, type_: type[_T]) -> _T:
     try:
         return msgspec.msgpack.decode(frame.payload or b"", type=type_)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ProtocolError(f"a {Kind(frame.kind).name} frame that does not decode: {error}") from error
+        raise ProtocolError(f"a {FrameKind(frame.kind).name} frame that does not decode: {error}") from error
 
 
 def _checked_nonce(nonce: bytes) -> bytes:
@@ -258,7 +258,9 @@ def _checked_nonce(nonce: bytes) -> bytes:
     return nonce
 
 
-def _proof(token: str, role: str, hello: _Hello, nonce: bytes, position: Position | None = None) -> bytes:
+def _proof(
+    token: str, role: str, hello: _Hello, nonce: bytes, position: SessionPosition | None = None
+) -> bytes:
     transcript = msgspec.msgpack.encode((role, hello, nonce, position))
     return hmac.digest(token.encode(), transcript, "sha256")
 

@@ -22,7 +22,7 @@ OnData = Callable[[int, int], None]
 OnShared = Callable[[int, memoryview], None]
 
 
-class Ranges:
+class IntervalSet:
     """A set of integers, stored as ranges [first, last) that neither touch nor overlap."""
 
     __slots__ = ("_firsts", "_lasts")
@@ -72,7 +72,7 @@ class _Posting:
         self.on_data = on_data
         self.on_shared = on_shared
         self.missing = len(into)
-        self.received = Ranges()
+        self.received = IntervalSet()
 
     def place(self, tag: int, offset: int, length: int, total: int) -> memoryview:
         """Return where the bytes go, and mark them as received."""
@@ -106,7 +106,7 @@ class Inbox:
         early_bytes: memory for data whose receive is not posted yet.
     """
 
-    def __init__(self, forgotten: Ranges) -> None:
+    def __init__(self, forgotten: IntervalSet) -> None:
         self.early_bytes = 0
         self._forgotten = forgotten
         self._posted: dict[int, _Posting] = {}
@@ -141,13 +141,13 @@ class Inbox:
         posting = self._posted.get(tag)
         return None if posting is None else posting.place(tag, offset, length, total)
 
-    def take_back(self, frame: Frame) -> None:
+    def undo_destination(self, frame: Frame) -> None:
         """Undo `destination` for a frame received in part, which the peer will send again as a whole."""
         posting = self._posted.get(frame.tag)
         if posting is not None:
             posting.received.remove(frame.offset, frame.offset + frame.length)
 
-    def arrived(self, frame: Frame) -> None:
+    def on_data_frame(self, frame: Frame) -> None:
         """Process a complete DATA frame: deliver it to its posted receive, or keep it until there is one."""
         tag, payload = frame.tag, frame.payload
         posting = self._posted.get(tag)
@@ -160,7 +160,7 @@ class Inbox:
         elif not self._forgotten.overlaps(tag, tag + 1):
             self._keep(tag, frame.offset, payload, frame.total)
 
-    def shared(self, tag: int, offset: int, total: int, source: memoryview) -> None:
+    def on_shared_frame(self, tag: int, offset: int, total: int, source: memoryview) -> None:
         """Process bytes that lie in the sender's memory, which must not be read after the return."""
         posting = self._posted.get(tag)
         if posting is None:

@@ -24,11 +24,11 @@ from itertools import count
 from socket import socket, socketpair
 from typing import Any
 
-from offbeat.runtime.processes.interrupts import Held
+from offbeat.runtime.processes.interrupts import DeferredSignals
 from offbeat.runtime.processes.threads import start_thread
 
-READ = 0x001  # epoll's own bits
-WRITE = 0x004
+EPOLL_READ = 0x001  # epoll's own bits
+EPOLL_WRITE = 0x004
 
 _CALLS_BUDGET_S = 0.05
 _CALLS_PER_CHECK = 8
@@ -39,10 +39,10 @@ _EVENTS_MAX = 64  # per iteration; further ones come first in the next
 _SPIN_S = 300e-6
 _TAKEOVER_GAP_S = 2e-3  # how long the loop's own thread sleeps on after a takeover: another may follow
 
-Watcher = Callable[[int], None]
+SocketCallback = Callable[[int], None]
 
 
-class Loop:
+class IoLoop:
     """The event loop and its thread.
 
     Other threads may call only `call`, `run_until`, `inside`, `start` and `join`.
@@ -61,15 +61,15 @@ class Loop:
         self,
         name: str,
         *,
-        each_turn: Callable[[], bool],
+        on_iteration: Callable[[], bool],
         on_end: Callable[[BaseException | None], None],
-        spins: bool = False,
+        busy_polls: bool = False,
     ) -> None:
-        self._spins = spins
-        self._each_turn = each_turn
+        self._spins = busy_polls
+        self._each_turn = on_iteration
         self._on_end = on_end
         self._epoll = select.epoll()
-        self._watchers: dict[int, Watcher] = {}  # by descriptor
+        self._watchers: dict[int, SocketCallback] = {}  # by descriptor
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._idle: list[Callable[[], None]] = []
         self._idle_iterations = 0
@@ -91,7 +91,7 @@ class Loop:
         self._wake_read, self._wake_write = socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        self.watch(self._wake_read, READ, self._drain_wakeups)
+        self.watch(self._wake_read, EPOLL_READ, self._drain_wakeups)
         self._name = name
         self._thread: threading.Thread | None = None
 
@@ -100,12 +100,12 @@ class Loop:
         self._thread = start_thread(self._name, self._run, _reraise)
 
     @property
-    def inside(self) -> bool:
+    def is_loop_thread(self) -> bool:
         """Whether the caller is the thread that runs the loop now."""
         return threading.get_ident() == self._runner_ident
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
@@ -113,7 +113,7 @@ class Loop:
         """Wait until the thread has ended; return whether it has."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-        return not self.alive
+        return not self.is_alive
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function in the loop soon, after earlier calls; from any thread.
@@ -129,7 +129,7 @@ class Loop:
             except OSError:  # as in `_wake`
                 return
 
-    def run_until(self, wait: Callable[[float], bool], is_over: Callable[[], bool], timeout_s: float) -> bool:
+    def run_until(self, wait: Callable[[float], bool], is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Run the loop in this thread until a condition holds; return whether it does.
 
         If another thread has taken over already, this one only waits.
@@ -140,17 +140,17 @@ class Loop:
             timeout_s: for how long, in seconds.
         """
         limit_s = time.monotonic() + timeout_s
-        if self.inside or not self._takeover_lock.acquire(blocking=False):
+        if self.is_loop_thread or not self._takeover_lock.acquire(blocking=False):
             self._waiting_threads.add(threading.get_ident())
             try:
                 return wait(timeout_s)
             finally:
                 self._waiting_threads.discard(threading.get_ident())
         try:
-            with Held(self._wake) as held:
+            with DeferredSignals(self._wake) as held:
                 if self._take_over(timeout_s):
                     try:
-                        while not (is_over() or self._stopped or held.has_come):
+                        while not (is_done() or self._stopped or held.has_signal):
                             left_s = limit_s - time.monotonic()
                             if left_s <= 0:
                                 return False
@@ -161,25 +161,25 @@ class Loop:
                         self._end_takeover()
         finally:
             self._takeover_lock.release()
-        return is_over() or wait(max(0.0, limit_s - time.monotonic()))
+        return is_done() or wait(max(0.0, limit_s - time.monotonic()))
 
-    def later(self, delay_s: float, function: Callable[[], None]) -> None:
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
         """Run a function after `delay_s` seconds."""
         heappush(self._timers, (time.monotonic() + delay_s, next(self._order), function))
 
-    def when_idle(self, function: Callable[[], None]) -> None:
+    def call_when_idle(self, function: Callable[[], None]) -> None:
         """Run a function when no socket is ready, or some iterations later; call it in the loop's thread.
 
         For work that is better done for many events at once.
         """
         self._idle.append(function)
 
-    def watch(self, sock: socket, events: int, watcher: Watcher) -> None:
+    def watch(self, sock: socket, events: int, watcher: SocketCallback) -> None:
         """Run `watcher(events)` whenever the socket is ready for any of `events`."""
         self._epoll.register(sock, events)
         self._watchers[sock.fileno()] = watcher
 
-    def rewatch(self, sock: socket, events: int, watcher: Watcher) -> None:
+    def modify_watch(self, sock: socket, events: int, watcher: SocketCallback) -> None:
         """Change the events and the callback of a watched socket."""
         self._epoll.modify(sock, events)
         self._watchers[sock.fileno()] = watcher
@@ -194,7 +194,7 @@ class Loop:
         """End the loop after this iteration."""
         self._stopped = True
 
-    def abandon(self) -> None:
+    def close_unstarted(self) -> None:
         """Close the loop's own descriptors where no thread runs it: before `start`, or in a forked child."""
         self._close()
 
@@ -294,7 +294,7 @@ class Loop:
                     function()
         return self._each_turn()
 
-    def _wait_for_ready(self, timeout_s: float | None, spins: bool) -> list[tuple[Watcher, int]]:
+    def _wait_for_ready(self, timeout_s: float | None, spins: bool) -> list[tuple[SocketCallback, int]]:
         """Wait for sockets, a call or `timeout_s`; return the callbacks that are due, with their events."""
         poll, calls = self._poll, self._calls
         if timeout_s == 0:
@@ -316,11 +316,11 @@ class Loop:
         self._polling_pays |= time.monotonic() - asleep_s < _SPIN_S
         return ready
 
-    def _poll(self, timeout_s: float | None) -> list[tuple[Watcher, int]]:
+    def _poll(self, timeout_s: float | None) -> list[tuple[SocketCallback, int]]:
         """Poll sockets; errors and hang-ups are reported as readable and as writable."""
         watchers = self._watchers
         return [
-            (watchers[fd], (event & ~READ and WRITE) | (event & ~WRITE and READ))
+            (watchers[fd], (event & ~EPOLL_READ and EPOLL_WRITE) | (event & ~EPOLL_WRITE and EPOLL_READ))
             for fd, event in self._epoll.poll(timeout_s, _EVENTS_MAX)
             if fd in watchers
         ]

@@ -13,12 +13,12 @@ frame, an acknowledgement that is due, frames to be sent again or else new ones.
 the kernel in one call. `taken(n)` then accounts for the `n` bytes accepted: it marks what went out, keeps the
 rest of a frame that went out in part (`_begun`), and puts messages that are not wholly out back in the heap.
 
-Acknowledgement: for a session that outlives its connections (`keeps`), each numbered frame stays in `_kept`
-until the peer has acknowledged it: the header and a view of the bytes, never a copy. Frames are numbered by
-their order alone: `_kept_from` is the number of the first one kept, `_out` counts those sent on this
-connection. After `rewind` (the connection broke) and `resume` (the next one says what the peer has received)
-the remaining frames go out again, in the same order, before anything else. So such a message is done when its
-last frame is acknowledged; without `keeps`, when the kernel has accepted it.
+Acknowledgement: for a session that outlives its connections (`keeps_unacked`), each numbered frame stays in
+`_kept` until the peer has acknowledged it: the header and a view of the bytes, never a copy. Frames are
+numbered by their order alone: `_kept_from` is the number of the first one kept, `_out` counts those sent on
+this connection. After `rewind` (the connection broke) and `resume` (the next one says what the peer has
+received) the remaining frames go out again, in the same order, before anything else. So such a message is
+done when its last frame is acknowledged; without `keeps_unacked`, when the kernel has accepted it.
 
 Shared memory: of a message whose bytes lie in exported memory, only their place is sent. Announced bytes
 cannot be overtaken, so those not yet read (`_unread`) are limited; the message is done when the peer has read
@@ -47,33 +47,33 @@ from offbeat.runtime.transport.framing import (
     MAX_DATA_BYTES,
     MAX_SHARED_BYTES,
     NUMBERED,
-    PLACE,
-    PLACE_BYTES,
+    SHARED_PAYLOAD,
+    SHARED_PAYLOAD_BYTES,
     VERSION,
-    Kind,
+    FrameKind,
 )
-from offbeat.runtime.transport.shared_memory import UNREAD_BYTES, Region
+from offbeat.runtime.transport.shared_memory import UNACKED_BYTES, Region
 
 FRAME_STEP_BYTES = 64 * 1024
 MAX_FRAMES_AT_ONCE = 64
 # A long message may have longer frames, of at most 1 / FRAMES_MIN of its length: a frame delays an urgent
 # message by at most that part of the time that the long one needs.
-FRAMES_MIN = 4
+LONG_MESSAGE_FRAMES_MIN = 4
 LONG_FRAME_BYTES = 512 * 1024
-SHARED_BYTES = HEADER_BYTES + PLACE_BYTES
+SHARED_FRAME_BYTES = HEADER_BYTES + SHARED_PAYLOAD_BYTES
 
-_DATA, _SHARED, _REGION = int(Kind.DATA), int(Kind.SHARED), int(Kind.REGION)
-_ACK, _SKIP = int(Kind.ACK), int(Kind.SKIP)
+_DATA, _SHARED, _REGION = int(FrameKind.DATA), int(FrameKind.SHARED), int(FrameKind.REGION)
+_ACK, _SKIP = int(FrameKind.ACK), int(FrameKind.SKIP)
 _SKIP_HEADER = HEADER.pack(MAGIC, VERSION, _SKIP, 0, 0, 0, 0)
 _EMPTY = memoryview(b"")
 _FIRST_KEY: tuple[int, int, int] = (0, -1, 0)  # key of frames that are sent again, and of acknowledgements
 _TENSORS = frozenset({_DATA, _SHARED})
 
-Key = tuple[int, int, int]
+SendKey = tuple[int, int, int]
 """(0 for control or 1 for tensor bytes, priority, order of arrival)."""
 
 
-class Outgoing:
+class QueuedMessage:
     """A queued message: `data` is the part of it to send, from `offset` of `total` bytes on.
 
     Attributes:
@@ -82,31 +82,42 @@ class Outgoing:
         whole: SHARED frames are as few as possible.
     """
 
-    __slots__ = ("data", "done", "key", "kind", "lent", "offset", "sent", "tag", "total", "whole")
+    __slots__ = (
+        "data",
+        "exported",
+        "key",
+        "kind",
+        "offset",
+        "on_done",
+        "sent_bytes",
+        "tag",
+        "total",
+        "uses_long_frames",
+    )
 
     def __init__(
         self,
         kind: int,
-        key: Key,
+        key: SendKey,
         data: memoryview,
         *,
         tag: int = 0,
         offset: int = 0,
         total: int = 0,
-        done: Callable[[], None] | None = None,
-        lent: tuple[Region, int] | None = None,
-        whole: bool = False,
+        on_done: Callable[[], None] | None = None,
+        exported: tuple[Region, int] | None = None,
+        uses_long_frames: bool = False,
     ) -> None:
-        self.whole = whole
-        self.lent = lent
+        self.uses_long_frames = uses_long_frames
+        self.exported = exported
         self.kind = kind
         self.key = key
         self.data = data
         self.tag = tag
         self.offset = offset
         self.total = total
-        self.done = done
-        self.sent = 0  # bytes of data in frames that the kernel has accepted, wholly or in part
+        self.on_done = on_done
+        self.sent_bytes = 0  # bytes of data in frames that the kernel has accepted, wholly or in part
 
 
 class _Frame(NamedTuple):
@@ -114,7 +125,7 @@ class _Frame(NamedTuple):
 
     header: bytes
     data: memoryview
-    item: Outgoing
+    item: QueuedMessage
     is_last: bool  # of its message
 
 
@@ -136,40 +147,42 @@ class Outbox:
         descriptor: to be sent along with the gathered buffers, if not None.
     """
 
-    def __init__(self, frame_bytes: int, unread_bytes: int = UNREAD_BYTES) -> None:
+    def __init__(self, frame_bytes: int, unacked_bytes: int = UNACKED_BYTES) -> None:
         self.frame_bytes = frame_bytes
-        self._unread_bytes_max = unread_bytes
-        self._heap: list[tuple[Key, Outgoing]] = []
-        self.keeps = False
+        self._unread_bytes_max = unacked_bytes
+        self._heap: list[tuple[SendKey, QueuedMessage]] = []
+        self.keeps_unacked = False
         self._kept: deque[_Frame] = deque()  # not acknowledged, in order
         self._kept_from = 0  # the number of the first of them
         self._out = 0  # how many of them were sent on this connection
         self._ack: int | None = None  # frames of the peer to acknowledge
         self._ack_header = memoryview(bytearray(HEADER_BYTES))
-        self._ack_item = Outgoing(_ACK, _FIRST_KEY, _EMPTY)
-        self.known: set[int] = set()
+        self._ack_item = QueuedMessage(_ACK, _FIRST_KEY, _EMPTY)
+        self.announced_regions: set[int] = set()
         self.descriptor: int | None = None
-        self._unread: deque[tuple[Outgoing, int, bool]] = deque()  # message, bytes, whether they are its last
+        self._unread: deque[tuple[QueuedMessage, int, bool]] = (
+            deque()
+        )  # message, bytes, whether they are its last
         self._unread_bytes = 0
         # What was gathered: whether an acknowledgement, the frames to be sent again, and the new ones as
         # (message, bytes of it, bytes of the frame).
         self._gathered_ack = False
         self._gathered_kept: list[_Frame] = []
-        self._gathered: list[tuple[Outgoing, int, int]] = []
+        self._gathered: list[tuple[QueuedMessage, int, int]] = []
         self._begun: list[memoryview] = []  # the rest of a frame that the kernel accepted in part
-        self._begun_of: Outgoing | None = None
-        self._headers = [memoryview(bytearray(SHARED_BYTES)) for _ in range(MAX_FRAMES_AT_ONCE)]
+        self._begun_of: QueuedMessage | None = None
+        self._headers = [memoryview(bytearray(SHARED_FRAME_BYTES)) for _ in range(MAX_FRAMES_AT_ONCE)]
 
     def __bool__(self) -> bool:
         return bool(self._heap) or self._begun_of is not None or self._out < len(self._kept)
 
     @property
-    def begun(self) -> bool:
+    def is_frame_begun(self) -> bool:
         """Whether the kernel has accepted a part of a frame."""
         return self._begun_of is not None
 
     @property
-    def key(self) -> Key | None:
+    def next_key(self) -> SendKey | None:
         """The lowest key of what is queued; None where nothing may be sent now."""
         if self._ack is not None or self._out < len(self._kept):
             return _FIRST_KEY
@@ -178,11 +191,11 @@ class Outbox:
             return head
         return self._begun_of.key if head is None else min(head, self._begun_of.key)
 
-    def add(self, item: Outgoing) -> None:
+    def add(self, item: QueuedMessage) -> None:
         """Queue a message."""
         heappush(self._heap, (item.key, item))
 
-    def items(self) -> list[Outgoing]:
+    def items(self) -> list[QueuedMessage]:
         """Return every queued message, in no particular order."""
         return [item for _, item in self._heap]
 
@@ -209,19 +222,19 @@ class Outbox:
             if item.kind == _REGION:
                 if views:
                     break  # a descriptor must go with the first bytes of a write: its own frame's
-                assert item.lent is not None
-                self.descriptor = item.lent[0].descriptor
+                assert item.exported is not None
+                self.descriptor = item.exported[0].descriptor
             heappop(heap)
             header = self._headers[len(gathered)]
             length = self._pack(item, header)
             if item.kind == _SHARED:
                 views.append(header)
-                size_now = SHARED_BYTES
+                size_now = SHARED_FRAME_BYTES
                 unread_bytes += length
             else:
                 views.append(header[:HEADER_BYTES])
                 if length:
-                    views.append(item.data[item.sent : item.sent + length])
+                    views.append(item.data[item.sent_bytes : item.sent_bytes + length])
                 size_now = HEADER_BYTES + length
             gathered.append((item, length, size_now))
             size += size_now
@@ -229,9 +242,9 @@ class Outbox:
                 break
         return views, size
 
-    def taken(self, n: int) -> list[Outgoing]:
+    def on_written(self, n: int) -> list[QueuedMessage]:
         """Account for `n` gathered bytes that the kernel accepted; return the messages that are done."""
-        finished: list[Outgoing] = []
+        finished: list[QueuedMessage] = []
         begun_of = self._begun_of
         if begun_of is not None:
             n = self._consume_begun(n)
@@ -243,12 +256,12 @@ class Outbox:
             n = self._consume_kept(n)
         for i, (item, length, size) in enumerate(self._gathered):
             if n > 0:
-                data = item.data[item.sent : item.sent + length]
-                item.sent += length
-                is_out = item.sent == len(item.data)
+                data = item.data[item.sent_bytes : item.sent_bytes + length]
+                item.sent_bytes += length
+                is_out = item.sent_bytes == len(item.data)
                 if item.kind == _SHARED:
                     self._announce(item, length, is_out)
-                elif self.keeps and item.kind in NUMBERED:
+                elif self.keeps_unacked and item.kind in NUMBERED:
                     self._kept.append(_Frame(bytes(self._headers[i][:HEADER_BYTES]), data, item, is_out))
                     self._out += 1
                 if n < size:
@@ -265,11 +278,11 @@ class Outbox:
         self._gathered.clear()
         return finished
 
-    def owe(self, received: int) -> None:
+    def schedule_ack(self, received: int) -> None:
         """Acknowledge, with the next write, that so many frames of the peer were received."""
         self._ack = received
 
-    def acknowledge(self, received: int) -> list[Outgoing]:
+    def on_ack(self, received: int) -> list[QueuedMessage]:
         """Process an acknowledgement of `received` frames in all; return the messages that are done.
 
         Raises:
@@ -280,10 +293,10 @@ class Outbox:
             raise ProtocolError(
                 f"expected from {self._kept_from} to {sent} frames to be acknowledged, got {received}"
             )
-        finished: list[Outgoing] = []
+        finished: list[QueuedMessage] = []
         for _ in range(received - self._kept_from):
             frame = self._kept.popleft()
-            if frame.is_last and frame.item.done is not None:
+            if frame.is_last and frame.item.on_done is not None:
                 finished.append(frame.item)
         self._out -= received - self._kept_from
         self._kept_from = received
@@ -296,14 +309,14 @@ class Outbox:
         self._begun_of = None
         self._ack = None
 
-    def resume(self, received: int) -> list[Outgoing]:
+    def resume(self, received: int) -> list[QueuedMessage]:
         """Continue on a new connection after the `received` frames the peer has; returns as `acknowledge`."""
         self._out = len(self._kept)  # the peer may have received all of them
-        finished = self.acknowledge(received)
+        finished = self.on_ack(received)
         self._out = 0
         return finished
 
-    def read(self, n: int) -> list[Outgoing]:
+    def on_shared_ack(self, n: int) -> list[QueuedMessage]:
         """Process a report that the peer has read `n` more SHARED frames; return the messages that are done.
 
         Raises:
@@ -311,40 +324,52 @@ class Outbox:
         """
         if n > len(self._unread):
             raise ProtocolError(f"expected at most {len(self._unread)} SHARED frames to be read, got {n}")
-        finished: list[Outgoing] = []
+        finished: list[QueuedMessage] = []
         for _ in range(n):
             item, length, is_last = self._unread.popleft()
-            assert item.lent is not None
-            item.lent[0].unread -= 1
+            assert item.exported is not None
+            item.exported[0].unacked_frames -= 1
             self._unread_bytes -= length
             if is_last:
                 finished.append(item)
         return finished
 
-    def _pack(self, item: Outgoing, header: memoryview) -> int:
+    def _pack(self, item: QueuedMessage, header: memoryview) -> int:
         """Write the header of an item's next frame; return how many of its bytes the frame covers."""
-        kind, sent = item.kind, item.sent
+        kind, sent = item.kind, item.sent_bytes
         length = len(item.data) - sent
         if kind == _SHARED:
-            assert item.lent is not None
-            length = min(length, MAX_SHARED_BYTES if item.whole else MAX_DATA_BYTES)
-            region, place = item.lent
+            assert item.exported is not None
+            length = min(length, MAX_SHARED_BYTES if item.uses_long_frames else MAX_DATA_BYTES)
+            region, place = item.exported
             HEADER.pack_into(
-                header, 0, MAGIC, VERSION, kind, PLACE_BYTES, item.tag, item.offset + sent, item.total
+                header,
+                0,
+                MAGIC,
+                VERSION,
+                kind,
+                SHARED_PAYLOAD_BYTES,
+                item.tag,
+                item.offset + sent,
+                item.total,
             )
-            PLACE.pack_into(header, HEADER_BYTES, region.number, place + sent, length)
+            SHARED_PAYLOAD.pack_into(header, HEADER_BYTES, region.number, place + sent, length)
             return length
         if kind == _DATA:
-            share = min(item.total // FRAMES_MIN, LONG_FRAME_BYTES) // FRAME_STEP_BYTES * FRAME_STEP_BYTES
+            share = (
+                min(item.total // LONG_MESSAGE_FRAMES_MIN, LONG_FRAME_BYTES)
+                // FRAME_STEP_BYTES
+                * FRAME_STEP_BYTES
+            )
             length = min(length, max(self.frame_bytes, share))
         offset = item.offset + sent if kind == _DATA else 0
         HEADER.pack_into(header, 0, MAGIC, VERSION, kind, length, item.tag, offset, item.total)
         return length
 
-    def _announce(self, item: Outgoing, length: int, is_last: bool) -> None:
+    def _announce(self, item: QueuedMessage, length: int, is_last: bool) -> None:
         """Record that `length` bytes were announced to the peer, which will read them."""
-        assert item.lent is not None
-        item.lent[0].unread += 1
+        assert item.exported is not None
+        item.exported[0].unacked_frames += 1
         self._unread.append((item, length, is_last))
         self._unread_bytes += length
 
@@ -383,18 +408,18 @@ class Outbox:
         self._gathered_kept.clear()
         return n
 
-    def _keep_rest(self, item: Outgoing, frame: list[memoryview], n: int) -> None:
+    def _keep_rest(self, item: QueuedMessage, frame: list[memoryview], n: int) -> None:
         """Keep the rest of a frame of which the kernel has accepted the first `n` bytes."""
         # An empty view would never be consumed, and the frame never be done.
         self._begun = [view for view in frame if len(view)]
         self._begun_of = item
         self._consume_begun(n)
 
-    def _is_done_when_out(self, item: Outgoing) -> bool:
+    def _is_done_when_out(self, item: QueuedMessage) -> bool:
         """Whether a message is done when its frame is wholly out."""
-        if item.kind == _SHARED or item.sent < len(item.data):
+        if item.kind == _SHARED or item.sent_bytes < len(item.data):
             return False
-        return not (self.keeps and item.kind in NUMBERED)
+        return not (self.keeps_unacked and item.kind in NUMBERED)
 
     def drop(self, first: int, last: int) -> None:
         """Forget tensor messages with first <= tag < last; their bytes are not read here any more.
@@ -407,16 +432,16 @@ class Outbox:
             heapify(self._heap)
         for item, _, _ in self._unread:
             if _within(item, first, last):
-                item.done = None
+                item.on_done = None
         begun = self._begun_of
         if begun is not None and _within(begun, first, last):
             self._begun = [memoryview(bytes(view)) for view in self._begun]
             begun.data = memoryview(b"")
-            begun.sent = 0
-            begun.done = None
+            begun.sent_bytes = 0
+            begun.on_done = None
         for place, frame in enumerate(self._kept):
             if _within(frame.item, first, last):
-                frame.item.done = None
+                frame.item.on_done = None
                 self._kept[place] = _Frame(_SKIP_HEADER, _EMPTY, frame.item, False)
 
     def clear(self, *, keep_control: bool = False) -> None:
@@ -433,9 +458,9 @@ class Outbox:
             self._kept.clear()
             self._kept_from = self._out = 0
             self._ack = None
-            self.known.clear()
+            self.announced_regions.clear()
 
-    def _waits_for_reads(self, item: Outgoing) -> bool:
+    def _waits_for_reads(self, item: QueuedMessage) -> bool:
         return item.kind == _SHARED and self._unread_bytes >= self._unread_bytes_max
 
     def _consume_begun(self, n: int) -> int:
@@ -452,5 +477,5 @@ class Outbox:
         return n
 
 
-def _within(item: Outgoing, first: int, last: int) -> bool:
+def _within(item: QueuedMessage, first: int, last: int) -> bool:
     return item.kind in _TENSORS and first <= item.tag < last

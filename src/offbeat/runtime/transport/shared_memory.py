@@ -3,28 +3,28 @@
 Theory of operation
 -------------------
 
-Owner: `Regions` allocates a `Region` of anonymous memory (`memfd_create`, Linux): it has no name and no file,
-and is gone with the last process that maps it. Its size is sealed, so that no reader can be made to reach
-beyond its end. The program holds views of the memory, the region only a weak reference to it; when the last
-view is gone, the memory is unmapped, its descriptor closed and `released` called.
+Owner: `RegionAllocator` allocates a `Region` of anonymous memory (`memfd_create`, Linux): it has no name and
+no file, and is gone with the last process that maps it. Its size is sealed, so that no reader can be made to
+reach beyond its end. The program holds views of the memory, the region only a weak reference to it; when the
+last view is gone, the memory is unmapped, its descriptor closed and `released` called.
 
 Protocol, over a Unix socket, since only that carries descriptors:
 
 1. The owner sends REGION once per region and connection, with the region's descriptor. The reader (a
-   `Borrowed`, one per connection) checks seals, size and page size with the kernel, maps the region for
-   reading, and closes the descriptor.
+   `ImportedRegions`, one per connection) checks seals, size and page size with the kernel, maps the region
+   for reading, and closes the descriptor.
 2. Instead of bytes, the owner sends SHARED: region, place and length. The reader copies or processes the
    bytes before it handles the next frame.
 3. The reader acknowledges with TAKEN how many SHARED frames it has read, in order. Until then the owner must
-   not write these bytes; `Region.unread` counts such frames. How many bytes may be announced and not
+   not write these bytes; `Region.unacked_frames` counts such frames. How many bytes may be announced and not
    acknowledged is limited (`unread_bytes` of `Endpoint`).
 4. When a region's memory has no views left, the owner sends WITHDRAW and the reader unmaps it.
 
 Failures: connections with shared memory are not resumed. If a reader is lost, its unacknowledged frames keep
-`Region.unread` above zero for good, since its process may live and read late; that memory must not be written
-again. If memory or descriptors are short, `allocate` returns None and the bytes are sent as usual; the last
-32 descriptors below the limit are left to connections. A reader never believes a size that the kernel does
-not confirm: reading beyond the end of memory raises a deadly signal.
+`Region.unacked_frames` above zero for good, since its process may live and read late; that memory must not be
+written again. If memory or descriptors are short, `allocate` returns None and the bytes are sent as usual;
+the last 32 descriptors below the limit are left to connections. A reader never believes a size that the
+kernel does not confirm: reading beyond the end of memory raises a deadly signal.
 
 This module never sends or receives, and never writes to a peer's memory.
 """
@@ -47,24 +47,26 @@ from mmap import MAP_SHARED, PAGESIZE, PROT_READ, PROT_WRITE
 from typing import Any
 
 from offbeat.errors import ProtocolError
-from offbeat.runtime.transport.descriptors import limit
+from offbeat.runtime.transport.descriptors import descriptor_limit
 from offbeat.runtime.transport.framing import MAX_SHARED_BYTES
 
-HAS_SHARED = sys.platform == "linux"
+HAS_SHARED_MEMORY = sys.platform == "linux"
 MAX_REGIONS = 256  # that a node has, and that a peer may export at a time
-_LEFT_FREE = 32  # descriptors that regions leave to connections, without which nothing works
+_RESERVED_DESCRIPTORS = 32  # descriptors that regions leave to connections, without which nothing works
 # Announced bytes cannot be overtaken; but with a low limit nodes wait for each other: all-reduces of 44 MiB
 # between 4 workers on 2 cores took 73, 56, 53 and 54 ms with 1, 2, 4 and 16 MiB. With a high one, bytes have
 # left the caches before they are read: 375 pushes of 16 MB a second with 4 MiB, 219 and 230 with 8 and 16.
-UNREAD_BYTES = 4 * 1024 * 1024
+UNACKED_BYTES = 4 * 1024 * 1024
 # For a node that works as long before the transfer as its peer does afterwards, a server that answers: pulls
 # of 16 MB reached 352, 398 and 390 a second with 4, 8 and 16 MiB, and push-pulls of 1 MB 3,198, 3,117 and
 # 2,652.
-MAX_UNREAD_BYTES = 8 * 1024 * 1024
+MAX_UNACKED_BYTES = 8 * 1024 * 1024
 MIN_SHARED_BYTES = 16 * 1024  # shorter messages are sent as they are: one frame, no acknowledgement
-ANCILLARY_BYTES = socket.CMSG_SPACE(array("i").itemsize) if HAS_SHARED else 0  # room for one descriptor
+ANCILLARY_BYTES = (
+    socket.CMSG_SPACE(array("i").itemsize) if HAS_SHARED_MEMORY else 0
+)  # room for one descriptor
 
-if HAS_SHARED:
+if HAS_SHARED_MEMORY:
     import fcntl
     from mmap import MAP_POPULATE
 
@@ -90,21 +92,21 @@ class Region:
             for good: its process may live, and read late.
     """
 
-    __slots__ = ("_memory", "descriptor", "number", "size", "start", "unread")
+    __slots__ = ("_memory", "descriptor", "number", "size", "start", "unacked_frames")
 
     def __init__(self, number: int, descriptor: int, memory: Any) -> None:
         self.number, self.descriptor = number, descriptor
         self.size, self.start = len(memory), ctypes.addressof(memory)
-        self.unread = 0
+        self.unacked_frames = 0
         self._memory = weakref.ref(memory)
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether a view of the memory exists."""
         return self._memory() is not None
 
 
-class Regions:
+class RegionAllocator:
     """The regions of one node; any thread may allocate and look up.
 
     Args:
@@ -112,8 +114,8 @@ class Regions:
             called, outside of that call.
     """
 
-    def __init__(self, released: Callable[[Region], object]) -> None:
-        self._released = released
+    def __init__(self, on_released: Callable[[Region], object]) -> None:
+        self._released = on_released
         self._numbers = count(1)
         self._lock = threading.Lock()
         # The addresses, in order, and the regions. Never changed, only replaced, so they can be read without
@@ -122,13 +124,13 @@ class Regions:
 
     def allocate(self, size: int) -> memoryview | None:
         """Return zeroed memory in a region of its own, or None where that is not available."""
-        if not HAS_SHARED or size < MIN_SHARED_BYTES or len(self._sorted[0]) >= MAX_REGIONS:
+        if not HAS_SHARED_MEMORY or size < MIN_SHARED_BYTES or len(self._sorted[0]) >= MAX_REGIONS:
             return None
         try:
-            descriptor, memory = allocated(size)
+            descriptor, memory = allocate_memory(size)
         except OSError:
             return None
-        if descriptor >= limit() - _LEFT_FREE:
+        if descriptor >= descriptor_limit() - _RESERVED_DESCRIPTORS:
             os.close(descriptor)
             return None
         region = Region(next(self._numbers), descriptor, memory)
@@ -149,7 +151,7 @@ class Regions:
             return None
         region = regions[i - 1]
         place = address - region.start
-        if place + len(view) > region.size or not region.lives:
+        if place + len(view) > region.size or not region.is_alive:
             return None
         return region, place
 
@@ -163,7 +165,7 @@ class Regions:
         self._sorted = [region.start for region in regions], regions
 
 
-class Borrowed:
+class ImportedRegions:
     """The regions that a peer has exported over one connection; read-only.
 
     A descriptor arrives with the bytes of the frame that names its region, or before the last of them.
@@ -173,7 +175,7 @@ class Borrowed:
     """
 
     def __init__(self) -> None:
-        self.read = 0
+        self.unacked_reads = 0
         self._read_bytes = 0  # since the last `check`
         self._regions: dict[int, Any] = {}
         self._descriptors: deque[int] = deque()
@@ -181,7 +183,7 @@ class Borrowed:
     def __len__(self) -> int:
         return len(self._regions)
 
-    def came(self, ancillary: list[tuple[int, int, bytes]], *, truncated: bool) -> None:
+    def on_descriptors(self, ancillary: list[tuple[int, int, bytes]], *, truncated: bool) -> None:
         """Accept the descriptors that arrived with some bytes.
 
         Raises:
@@ -197,7 +199,7 @@ class Borrowed:
         if truncated or len(self._descriptors) > 1:
             raise ProtocolError("expected one descriptor a region, got more")
 
-    def check(self, *, partial: bool) -> None:
+    def check_descriptors(self, *, partial: bool) -> None:
         """Check that no descriptor is left over after all complete frames were processed.
 
         If a frame is still `partial`, the descriptor may be that one's.
@@ -223,13 +225,15 @@ class Borrowed:
                 raise ProtocolError(f"expected the number of a new region, got {number} again")
             if len(self._regions) >= MAX_REGIONS:
                 raise ProtocolError(f"expected at most {MAX_REGIONS} regions, got one more")
-            self._regions[number] = mapped(_checked_descriptor(descriptor, size), size, PROT_READ, MAP_SHARED)
+            self._regions[number] = map_memory(
+                _checked_descriptor(descriptor, size), size, PROT_READ, MAP_SHARED
+            )
         except OSError as error:
             raise ProtocolError(f"cannot map region {number} of {size} bytes: {error.strerror}") from error
         finally:
             os.close(descriptor)
 
-    def piece(self, number: int, place: int, length: int) -> memoryview:
+    def view(self, number: int, place: int, length: int) -> memoryview:
         """Return `length` bytes of a region. They belong to the peer: never write to them.
 
         Raises:
@@ -243,16 +247,16 @@ class Borrowed:
                 f"expected bytes within a region of {len(region)}, got {length} bytes from place {place}"
             )
         self._read_bytes += length
-        if self._read_bytes >= MAX_UNREAD_BYTES + MAX_SHARED_BYTES:
-            raise ProtocolError(f"expected at most {MAX_UNREAD_BYTES} announced bytes at a time, got more")
-        self.read += 1
+        if self._read_bytes >= MAX_UNACKED_BYTES + MAX_SHARED_BYTES:
+            raise ProtocolError(f"expected at most {MAX_UNACKED_BYTES} announced bytes at a time, got more")
+        self.unacked_reads += 1
         return memoryview(region).cast("B")[place : place + length]
 
-    def answered(self) -> None:
+    def on_acked(self) -> None:
         """Reset `read`: all pieces read so far are acknowledged."""
-        self.read = 0
+        self.unacked_reads = 0
 
-    def withdraw(self, number: int) -> None:
+    def unmap(self, number: int) -> None:
         """Unmap a region, as soon as no view of it is left.
 
         Raises:
@@ -268,7 +272,7 @@ class Borrowed:
             os.close(self._descriptors.popleft())
 
 
-def allocated(size: int) -> tuple[int, Any]:
+def allocate_memory(size: int) -> tuple[int, Any]:
     """Return the descriptor of new shared memory, and the memory.
 
     Raises:
@@ -278,13 +282,13 @@ def allocated(size: int) -> tuple[int, Any]:
     try:
         os.posix_fallocate(descriptor, 0, size)  # a shortage is an error now, not a deadly signal later
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        return descriptor, mapped(descriptor, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE)
+        return descriptor, map_memory(descriptor, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE)
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _release(region: Region, regions: weakref.ref[Regions]) -> None:
+def _release(region: Region, regions: weakref.ref[RegionAllocator]) -> None:
     os.close(region.descriptor)
     known = regions()
     if known is not None:
@@ -307,7 +311,7 @@ def _checked_descriptor(descriptor: int, size: int) -> int:
     return descriptor
 
 
-def mapped(descriptor: int, size: int, protection: int, flags: int) -> Any:
+def map_memory(descriptor: int, size: int, protection: int, flags: int) -> Any:
     """Map memory and return it as a buffer; it is unmapped when the buffer and its views are gone.
 
     The standard library's mmap keeps a descriptor for each mapping, of which there may be many; and it marks

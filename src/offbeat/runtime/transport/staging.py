@@ -35,7 +35,7 @@ class _Job:
     read: int = 0
 
 
-class Staging:
+class SlabSender:
     """The slabs of one node.
 
     Args:
@@ -44,21 +44,23 @@ class Staging:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._free: list[memoryview] = []
-        self._lent: dict[int, tuple[_Job, memoryview]] = {}  # slabs being read, and for which job, by number
+        self._free_slabs: list[memoryview] = []
+        self._slabs_in_use: dict[
+            int, tuple[_Job, memoryview]
+        ] = {}  # slabs being read, and for which job, by number
         self._numbers = count()
         self._jobs: deque[_Job] = deque()
 
-    def put(self, peer: str, tag: int, data: memoryview, done: Callable[[], None]) -> None:
-        """Send an array's bytes to a node that shares memory with this one; see `Endpoint.put`."""
-        self._jobs.append(_Job(peer, tag, data, done))
+    def send_tensor(self, peer: str, tag: int, data: memoryview, on_done: Callable[[], None]) -> None:
+        """Send an array's bytes to a node that shares memory with this one; see `Endpoint.send_tensor`."""
+        self._jobs.append(_Job(peer, tag, data, on_done))
         self._fill_slabs()
 
-    def lost(self, peer: str) -> None:
+    def on_peer_lost(self, peer: str) -> None:
         """Forget a peer whose connection broke. It may still read its slabs, so they are not used again."""
         self._jobs = deque(job for job in self._jobs if job.peer != peer)
-        for number in [number for number, (job, _) in self._lent.items() if job.peer == peer]:
-            del self._lent[number]
+        for number in [number for number, (job, _) in self._slabs_in_use.items() if job.peer == peer]:
+            del self._slabs_in_use[number]
         self._fill_slabs()
 
     def _fill_slabs(self) -> None:
@@ -71,33 +73,33 @@ class Staging:
             piece = slab[:size]
             piece[:] = job.data[job.sent : job.sent + size]
             number = next(self._numbers)
-            self._lent[number] = job, slab
-            self._endpoint.put(
+            self._slabs_in_use[number] = job, slab
+            self._endpoint.send_tensor(
                 job.peer,
                 job.tag,
                 piece,
                 offset=job.sent,
                 total=len(job.data),
-                done=partial(self._on_read, number, size),
-                whole=True,
+                on_done=partial(self._on_read, number, size),
+                uses_long_frames=True,
             )
             job.sent += size
             if job.sent == len(job.data):
                 self._jobs.popleft()
 
     def _acquire_slab(self) -> memoryview | None:
-        if self._free:
-            return self._free.pop()
-        if len(self._lent) == _SLABS_MAX:
+        if self._free_slabs:
+            return self._free_slabs.pop()
+        if len(self._slabs_in_use) == _SLABS_MAX:
             return None
         return self._endpoint.allocate(_SLAB_BYTES)
 
     def _on_read(self, number: int, size: int) -> None:
-        lent = self._lent.pop(number, None)
+        lent = self._slabs_in_use.pop(number, None)
         if lent is None:  # its connection broke
             return
         job, slab = lent
-        self._free.append(slab)
+        self._free_slabs.append(slab)
         job.read += size
         if job.read == len(job.data):
             job.done()

@@ -15,17 +15,17 @@ import torch
 from torch import nn
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.metrics import Value, plain
-from offbeat.policies.validation.schedule import Take
+from offbeat.numerics.metrics import MetricValue, validate_metrics
+from offbeat.policies.validation.schedule import TakeSnapshot
 from offbeat.runtime.processes.threads import start_thread
-from offbeat.runtime.processes.waiting import Flag
-from offbeat.runtime.validation.isolation import OwnRandomness, Watch
-from offbeat.runtime.validation.parts import Data, part_of
+from offbeat.runtime.processes.waiting import SignalSafeEvent
+from offbeat.runtime.validation.isolation import IsolatedRandomness, TorchCallHook
+from offbeat.runtime.validation.parts import ValidationData, slice_data
 from offbeat.runtime.validation.snapshot import Snapshot
-from offbeat.runtime.validation.throttle import Pacer
+from offbeat.runtime.validation.throttle import ThreadThrottle
 
 Evaluate: TypeAlias = Callable[[nn.Module, Any], Mapping[str, Any]]
-AtOneMoment = TypeVar("AtOneMoment")
+ModelSnapshot = TypeVar("ModelSnapshot")
 """A model's values at one moment: a `Snapshot` of a torch module, or another framework's equivalent."""
 
 
@@ -34,7 +34,7 @@ class CancelledError(OffbeatError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(Generic[AtOneMoment]):
+class ValidationPart(Generic[ModelSnapshot]):
     """A part of a validation: the model of a snapshot, and positions of the set.
 
     Attributes:
@@ -48,8 +48,8 @@ class Part(Generic[AtOneMoment]):
     epoch: int
     number: int
     positions: range
-    snapshot: AtOneMoment
-    cancelled: Flag
+    snapshot: ModelSnapshot
+    cancelled: SignalSafeEvent
 
     @property
     def seed(self) -> int:
@@ -57,25 +57,31 @@ class Part(Generic[AtOneMoment]):
         return self.epoch * 1_000_003 + self.number
 
 
-def parts_of(take: Take, snapshot: AtOneMoment, cancelled: Flag) -> list[Part[AtOneMoment]]:
+def make_parts(
+    take: TakeSnapshot, snapshot: ModelSnapshot, cancelled: SignalSafeEvent
+) -> list[ValidationPart[ModelSnapshot]]:
     """Return the parts of an epoch, in the order of the set; they share `cancelled`."""
     return [
-        Part(epoch=take.epoch, number=number, positions=positions, snapshot=snapshot, cancelled=cancelled)
+        ValidationPart(
+            epoch=take.epoch, number=number, positions=positions, snapshot=snapshot, cancelled=cancelled
+        )
         for number, positions in enumerate(take.parts)
     ]
 
 
-class Evaluator(Protocol[AtOneMoment]):
+class Evaluator(Protocol[ModelSnapshot]):
     """Evaluates one part at a time."""
 
-    def evaluate(self, part: Part[AtOneMoment]) -> dict[str, Value]:
+    def evaluate(self, part: ValidationPart[ModelSnapshot]) -> dict[str, MetricValue]:
         """Return the part's metrics; raises what evaluating raises."""
 
     def close(self) -> None:
         """Release the evaluator's resources; ends an evaluation under way where it can."""
 
 
-def outcome(evaluator: Evaluator[AtOneMoment], part: Part[AtOneMoment]) -> dict[str, Value] | BaseException:
+def evaluate_or_error(
+    evaluator: Evaluator[ModelSnapshot], part: ValidationPart[ModelSnapshot]
+) -> dict[str, MetricValue] | BaseException:
     """Return a part's metrics, or the error that evaluating raised, to be raised where the result is read."""
     try:
         return evaluator.evaluate(part)
@@ -83,25 +89,25 @@ def outcome(evaluator: Evaluator[AtOneMoment], part: Part[AtOneMoment]) -> dict[
         return error
 
 
-def evaluated(
+def evaluate_part(
     model: nn.Module,
     evaluate: Evaluate,
-    data: Data,
+    data: ValidationData,
     positions: range,
     *,
     seed: int,
-    watch: Watch | None = None,
-) -> dict[str, Value]:
+    watch: TorchCallHook | None = None,
+) -> dict[str, MetricValue]:
     """Return the metrics of `model` on a part of `data`; torch's global generator is not changed.
 
     Args:
         watch: called with the arguments of every function of torch before the call; may raise.
     """
-    with torch.no_grad(), OwnRandomness(seed, watch):
-        return plain(evaluate(model, part_of(data, positions, seed)))
+    with torch.no_grad(), IsolatedRandomness(seed, watch):
+        return validate_metrics(evaluate(model, slice_data(data, positions, seed)))
 
 
-class InThisThread:
+class ThreadEvaluator:
     """Evaluates with the snapshot in the calling thread.
 
     Args:
@@ -118,17 +124,17 @@ class InThisThread:
     def __init__(
         self,
         evaluate: Evaluate,
-        data: Data,
+        data: ValidationData,
         device: torch.device,
         *,
         has_stream: bool,
-        pacer: Pacer | None = None,
+        throttle: ThreadThrottle | None = None,
     ) -> None:
-        self._evaluate, self._data, self._device, self._pacer = evaluate, data, device, pacer
+        self._evaluate, self._data, self._device, self._pacer = evaluate, data, device, throttle
         self.calls = 0
         self._stream = torch.cuda.Stream(device) if has_stream else None
 
-    def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
+    def evaluate(self, part: ValidationPart[Snapshot]) -> dict[str, MetricValue]:
         """Return the part's metrics; after the part is cancelled, ends at the next call of torch."""
 
         def watch(*_: Any) -> None:
@@ -137,11 +143,11 @@ class InThisThread:
             if part.cancelled.is_set():
                 raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
 
-        turn = nullcontext(_do_nothing) if self._pacer is None else self._pacer.evaluating()
+        turn = nullcontext(_do_nothing) if self._pacer is None else self._pacer.evaluating_part()
         with turn as on_call, self._on_device():
             for event in part.snapshot.ready:
                 event.wait()
-            metrics = evaluated(
+            metrics = evaluate_part(
                 part.snapshot.model(),
                 self._evaluate,
                 self._data,
@@ -161,14 +167,14 @@ class InThisThread:
     def close(self) -> None:
         """Let paused threads go on; there is nothing to release."""
         if self._pacer is not None:
-            self._pacer.open()
+            self._pacer.lift_limit()
 
 
 def _do_nothing() -> None:
     return
 
 
-class Crew(Generic[AtOneMoment]):
+class EvaluatorPool(Generic[ModelSnapshot]):
     """Threads that evaluate parts in the order of submission.
 
     They are daemons: an evaluation that never ends does not keep the interpreter from exiting.
@@ -181,21 +187,21 @@ class Crew(Generic[AtOneMoment]):
 
     def __init__(
         self,
-        evaluators: Sequence[Evaluator[AtOneMoment]],
-        done: Callable[[Part[AtOneMoment], dict[str, Value] | BaseException], None],
+        evaluators: Sequence[Evaluator[ModelSnapshot]],
+        on_done: Callable[[ValidationPart[ModelSnapshot], dict[str, MetricValue] | BaseException], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._evaluators, self._done = list(evaluators), done
+        self._evaluators, self._done = list(evaluators), on_done
         self._pid = os.getpid()
-        self._queue: queue.SimpleQueue[Part[AtOneMoment] | None] = queue.SimpleQueue()
-        self._under_way: dict[int, Part[AtOneMoment]] = {}
-        self._is_closed = Flag()
+        self._queue: queue.SimpleQueue[ValidationPart[ModelSnapshot] | None] = queue.SimpleQueue()
+        self._under_way: dict[int, ValidationPart[ModelSnapshot]] = {}
+        self._is_closed = SignalSafeEvent()
         self._threads = [
             start_thread(f"offbeat validation {number}", partial(self._work, number), on_failure)
             for number in range(len(evaluators))
         ]
 
-    def give(self, parts: Sequence[Part[AtOneMoment]]) -> None:
+    def submit(self, parts: Sequence[ValidationPart[ModelSnapshot]]) -> None:
         """Add parts to the queue."""
         for part in parts:
             self._queue.put(part)
@@ -206,7 +212,7 @@ class Crew(Generic[AtOneMoment]):
             if self._is_closed.is_set() or part.cancelled.is_set():
                 continue
             self._under_way[number] = part
-            result = outcome(evaluator, part)
+            result = evaluate_or_error(evaluator, part)
             del self._under_way[number]
             self._done(part, result)
             del part, result  # a waiting thread must not keep a model alive

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-Watch: TypeAlias = Callable[..., None]
+TorchCallHook: TypeAlias = Callable[..., None]
 _RANDOM_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset(
     {
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli),
@@ -24,7 +24,7 @@ _RANDOM_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset(
 """Functions that draw from torch's global generator unless they are given another one."""
 
 
-class OwnRandomness(TorchFunctionMode):
+class IsolatedRandomness(TorchFunctionMode):
     """Inside, in this thread, torch's functions draw from separate generators.
 
     All threads share the global generators: numbers that a validation draws would be missing where training
@@ -35,7 +35,7 @@ class OwnRandomness(TorchFunctionMode):
         watch: called with the arguments of every function of torch before the call; may raise.
     """
 
-    def __init__(self, seed: int, watch: Watch | None = None) -> None:
+    def __init__(self, seed: int, watch: TorchCallHook | None = None) -> None:
         super().__init__()
         self._seed, self._watch = seed, watch
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -59,7 +59,7 @@ class OwnRandomness(TorchFunctionMode):
         return self._generators[device]
 
 
-class GlobalRandomness:
+class GlobalRandomState:
     """The state of the generators that all threads share: torch's, on every device, Python's and NumPy's."""
 
     def __init__(self) -> None:
@@ -76,9 +76,9 @@ class GlobalRandomness:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
-    def moved(self) -> list[str]:
+    def changed_generators(self) -> list[str]:
         """Return the names of the generators from which numbers have been drawn since."""
-        current = GlobalRandomness()
+        current = GlobalRandomState()
         same_cuda = all(
             torch.equal(before, after) for before, after in zip(self._cuda, current._cuda, strict=False)
         )
@@ -102,18 +102,18 @@ def _comparable_numpy_state(state: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def apart() -> Iterator[list[str]]:
+def isolated_evaluation() -> Iterator[list[str]]:
     """Run code in the training thread, and undo its changes to random numbers and settings.
 
     Yields:
         A list that at the end names the shared state that the code has changed.
     """
-    saved, threads = GlobalRandomness(), torch.get_num_threads()
+    saved, threads = GlobalRandomState(), torch.get_num_threads()
     moved: list[str] = []
     try:
         yield moved
     finally:
-        moved += saved.moved()
+        moved += saved.changed_generators()
         saved.restore()
         if torch.get_num_threads() != threads:
             moved.append("torch's number of threads")

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from offbeat.errors import OffbeatError
 
 
-class Positions(Protocol):
+class IndexedSamples(Protocol):
     """Samples by position, from 0 on."""
 
     def __len__(self) -> int:
@@ -21,10 +21,10 @@ class Positions(Protocol):
         """The sample at a position."""
 
 
-Data: TypeAlias = "Positions | Dataset[Any] | DataLoader[Any]"
+ValidationData: TypeAlias = "IndexedSamples | Dataset[Any] | DataLoader[Any]"
 
 
-def samples_of(data: Data) -> int:
+def count_samples(data: ValidationData) -> int:
     """Return the number of samples in a set.
 
     Raises:
@@ -57,17 +57,17 @@ def _check_loader(loader: DataLoader[Any]) -> None:
         raise OffbeatError("expected a loader that keeps the last batch: pass drop_last=False")
 
 
-def part_of(data: Data, positions: range, seed: int = 0) -> Data:
+def slice_data(data: ValidationData, positions: range, seed: int = 0) -> ValidationData:
     """Return the samples of a contiguous range of positions: a loader of them where `data` is one.
 
     Args:
-        data: as in `samples_of`.
+        data: as in `count_samples`.
         positions: within 0 to the number of samples.
         seed: of the random numbers that a loader draws.
     """
     if isinstance(data, DataLoader):
-        return _make_loader(data, part_of(data.dataset, positions), seed)
-    if len(positions) == samples_of(data):
+        return _make_loader(data, slice_data(data.dataset, positions), seed)
+    if len(positions) == count_samples(data):
         return data
     if type(data) is TensorDataset:
         return TensorDataset(*(tensor[positions.start : positions.stop] for tensor in data.tensors))

@@ -25,14 +25,14 @@ from typing import Any, Final, cast
 import torch
 import torch.multiprocessing  # registers the sharing of tensors with multiprocessing
 
-from offbeat.errors import OffbeatError, explain
-from offbeat.numerics.metrics import Value
+from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.numerics.metrics import MetricValue
 from offbeat.runtime.processes import child
 from offbeat.runtime.processes.threads import start_thread
-from offbeat.runtime.transport.descriptors import is_none_left
-from offbeat.runtime.validation.evaluators import Evaluate, Part, evaluated
-from offbeat.runtime.validation.parts import Data
-from offbeat.runtime.validation.snapshot import Blocks, Lent, Place, Snapshot, read_model
+from offbeat.runtime.transport.descriptors import is_out_of_descriptors
+from offbeat.runtime.validation.evaluators import Evaluate, ValidationPart, evaluate_part
+from offbeat.runtime.validation.parts import ValidationData
+from offbeat.runtime.validation.snapshot import DeviceBlocks, ExportedBlock, Snapshot, TensorPlace, load_model
 
 _START_S: Final = 120.0
 _END_S: Final = 5.0
@@ -44,8 +44,8 @@ class _PartRequest:
     """A part as it is sent; `blocks` is None where the process has these blocks already."""
 
     slot: int
-    blocks: Mapping[torch.device, Lent | torch.Tensor] | None  # received as `Blocks`
-    places: list[Place]
+    blocks: Mapping[torch.device, ExportedBlock | torch.Tensor] | None  # received as `DeviceBlocks`
+    places: list[TensorPlace]
     structure: bytes
     positions: range
     seed: int
@@ -55,7 +55,7 @@ class _PartRequest:
 class _PartResult:
     """The result of a part: metrics, or an error with its traceback as text."""
 
-    metrics: dict[str, Value] | None
+    metrics: dict[str, MetricValue] | None
     error: BaseException | None = None
     where: str = ""
 
@@ -84,7 +84,7 @@ class _Popen(popen_spawn_posix.Popen):
                 f"spawn_main(pipe_handle={read_end}, tracker_fd={tracker})"
             )
             descriptors = [ended_end, read_end, *self._fds, *([] if tracker is None else [tracker])]
-            command = child.evaluation(code, "--multiprocessing-fork")
+            command = child.evaluation_command(code, "--multiprocessing-fork")
             self._process = child.start_evaluation(command, process_obj.name, descriptors)
         except BaseException:
             self.finalizer()
@@ -119,7 +119,7 @@ class _Process(SpawnProcess):
         return _Popen(process_obj)
 
 
-class InAProcess:
+class ProcessEvaluator:
     """Evaluates in a process that it starts; a process that dies is replaced for the next part.
 
     Args:
@@ -133,7 +133,7 @@ class InAProcess:
     """
 
     def __init__(
-        self, number: int, evaluate: Evaluate, data: Data, *, threads: int, deadline_s: float
+        self, number: int, evaluate: Evaluate, data: ValidationData, *, threads: int, deadline_s: float
     ) -> None:
         self._number, self._evaluate, self._data = number, evaluate, data
         self._threads, self._deadline_s = threads, deadline_s
@@ -146,7 +146,7 @@ class InAProcess:
         try:
             self._connection, child_end = mp.Pipe()
         except OSError as error:
-            raise OffbeatError(f"{name} did not start: {explain(error)}") from error
+            raise OffbeatError(f"{name} did not start: {describe_os_error(error)}") from error
         self._process = _Process(
             target=_serve,
             args=(child_end, self._evaluate, self._data, self._threads),
@@ -160,8 +160,8 @@ class InAProcess:
         except OffbeatError:
             raise
         except Exception as error:
-            if is_none_left(error):
-                cause = explain(OSError(errno.EMFILE, ""))
+            if is_out_of_descriptors(error):
+                cause = describe_os_error(OSError(errno.EMFILE, ""))
                 raise OffbeatError(f"{name} did not start: {cause}") from error
             if _SHARED_MEMORY in str(error):
                 raise OffbeatError(
@@ -176,7 +176,7 @@ class InAProcess:
         finally:
             child_end.close()
 
-    def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
+    def evaluate(self, part: ValidationPart[Snapshot]) -> dict[str, MetricValue]:
         """Return the part's metrics.
 
         Raises:
@@ -201,14 +201,14 @@ class InAProcess:
         answer.error.add_note(f"in validation process {self._number}:\n{answer.where}")
         raise answer.error
 
-    def _make_request(self, part: Part[Snapshot]) -> _PartRequest:
+    def _make_request(self, part: ValidationPart[Snapshot]) -> _PartRequest:
         snapshot = part.snapshot
-        slot, room = id(snapshot), snapshot.room
+        slot, room = id(snapshot), snapshot.layout_id
         is_known = self._known_rooms.get(slot) == room
         self._known_rooms[slot] = room
         return _PartRequest(
             slot=slot,
-            blocks=None if is_known else snapshot.lent,
+            blocks=None if is_known else snapshot.exported,
             places=snapshot.places,
             structure=snapshot.structure,
             positions=part.positions,
@@ -246,28 +246,30 @@ class InAProcess:
             self._kill()
 
 
-def _serve(connection: Connection, evaluate: Evaluate, data: Data, threads: int) -> None:
+def _serve(connection: Connection, evaluate: Evaluate, data: ValidationData, threads: int) -> None:
     """Evaluates parts on request until the parent process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     start_thread("offbeat parent", _exit_with_parent, lambda _: os._exit(1))
     torch.set_num_threads(threads)
     connection.send(_PartResult(metrics={}))
-    known: dict[int, Blocks] = {}
+    known: dict[int, DeviceBlocks] = {}
     while True:
         try:
             request: _PartRequest = connection.recv()
         except (EOFError, OSError):
             return
         if request.blocks is not None:
-            known[request.slot] = cast(Blocks, request.blocks)
+            known[request.slot] = cast(DeviceBlocks, request.blocks)
         connection.send(_evaluate_request(evaluate, data, request, known[request.slot]))
 
 
-def _evaluate_request(evaluate: Evaluate, data: Data, request: _PartRequest, blocks: Blocks) -> _PartResult:
+def _evaluate_request(
+    evaluate: Evaluate, data: ValidationData, request: _PartRequest, blocks: DeviceBlocks
+) -> _PartResult:
     try:
-        model = read_model(request.structure, request.places, blocks)
+        model = load_model(request.structure, request.places, blocks)
         torch.manual_seed(request.seed)
-        metrics = evaluated(model, evaluate, data, request.positions, seed=request.seed)
+        metrics = evaluate_part(model, evaluate, data, request.positions, seed=request.seed)
         ForkingPickler.dumps(metrics)
     except Exception as error:
         return _PartResult(metrics=None, error=_picklable(error), where=traceback.format_exc())

@@ -1,4 +1,4 @@
-"""`Validation`: the future metrics of an epoch; `Ledger`: the validations under way."""
+"""`Validation`: the future metrics of an epoch; `ValidationLedger`: the validations under way."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.metrics import Value, joined
-from offbeat.policies.validation.schedule import Block, Skip, Take, ValidationScheduler
-from offbeat.runtime.processes.waiting import Flag
-from offbeat.runtime.validation.evaluators import Part
+from offbeat.numerics.metrics import MetricValue, combine_parts
+from offbeat.policies.validation.schedule import (
+    SkipValidation,
+    TakeSnapshot,
+    ValidationScheduler,
+    WaitForValidation,
+)
+from offbeat.runtime.processes.waiting import SignalSafeEvent
+from offbeat.runtime.validation.evaluators import ValidationPart
 
 
 class NoMetricsError(OffbeatError):
@@ -26,10 +31,10 @@ class Validation:
         deadline_s: the default timeout of `result`, in seconds.
     """
 
-    def __init__(self, epoch: int, deadline_s: float, ledger: Ledger) -> None:
+    def __init__(self, epoch: int, deadline_s: float, ledger: ValidationLedger) -> None:
         self.epoch, self.deadline_s = epoch, deadline_s
         self._ledger = ledger
-        self._is_over = Flag()
+        self._is_over = SignalSafeEvent()
         self._metrics: Mapping[str, float] = {}
         self._error: BaseException | None = None
 
@@ -60,12 +65,12 @@ class Validation:
         timeout_s = self.deadline_s if timeout_s is None else timeout_s
         if self._is_over.is_set():
             return
-        with self._ledger.waiting():
+        with self._ledger.waiting_context():
             is_over = self._is_over.wait(timeout_s)
         if not is_over:
             raise OffbeatError(
                 f"the validation of epoch {self.epoch} is not done after {timeout_s:g} s: "
-                f"{self._ledger.what_is_missing(self.epoch)}"
+                f"{self._ledger.describe_missing(self.epoch)}"
             )
 
     def finish(self, metrics: Mapping[str, float], error: BaseException | None = None) -> None:
@@ -75,7 +80,7 @@ class Validation:
             self._is_over.set()
 
 
-class Ledger:
+class ValidationLedger:
     """The validations under way: evaluating threads write results, the training thread reads them.
 
     Attributes:
@@ -84,25 +89,29 @@ class Ledger:
     """
 
     def __init__(self, scheduler: ValidationScheduler, deadline_s: float) -> None:
-        self.what_is_missing: Callable[[int], str] = self._missing_parts
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.describe_missing: Callable[[int], str] = self._missing_parts
+        self.waiting_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self._scheduler, self._deadline_s = scheduler, deadline_s
         self._lock = threading.Lock()
         self._validations: dict[int, Validation] = {}
         self._failure: BaseException | None = None
 
-    def begin(self, epoch: int, parts: tuple[range, ...]) -> tuple[Take | Block | Skip, Validation]:
+    def on_epoch_ended(
+        self, epoch: int, parts: tuple[range, ...]
+    ) -> tuple[TakeSnapshot | WaitForValidation | SkipValidation, Validation]:
         """Decide what happens to an epoch that has ended; return the decision and the future result."""
         validation = Validation(epoch, self._deadline_s, self)
         with self._lock:
-            answer = self._scheduler.epoch_ended(epoch, parts)
-            if isinstance(answer, Take):
+            answer = self._scheduler.on_epoch_ended(epoch, parts)
+            if isinstance(answer, TakeSnapshot):
                 self._validations[epoch] = validation
                 if self._failure is not None:
                     self._fail(validation, self._failure)
         return answer, validation
 
-    def done(self, part: Part[Any], result: Mapping[str, Value] | BaseException) -> None:
+    def on_part_done(
+        self, part: ValidationPart[Any], result: Mapping[str, MetricValue] | BaseException
+    ) -> None:
         """Record the result of a part; the last one of an epoch ends its validation."""
         with self._lock:
             validation = self._validations.get(part.epoch)
@@ -112,14 +121,14 @@ class Ledger:
                 part.cancelled.set()  # shared by all parts of the epoch
                 self._fail(validation, result)
                 return
-            results = self._scheduler.part_done(part.epoch, part.number, (len(part.positions), result))
+            results = self._scheduler.on_part_done(part.epoch, part.number, (len(part.positions), result))
         if results is not None:
             try:
-                validation.finish(joined(results))
+                validation.finish(combine_parts(results))
             except BaseException as error:  # of a metric that computes; raised where the result is read
                 validation.finish({}, error)
 
-    def abandon(self, error: BaseException) -> None:
+    def fail_all(self, error: BaseException) -> None:
         """End all validations, and all later ones, with an error."""
         with self._lock:
             self._failure = error
@@ -128,16 +137,16 @@ class Ledger:
 
     def _fail(self, validation: Validation, error: BaseException) -> None:
         if not validation.is_done:
-            self._scheduler.give_up(validation.epoch)
+            self._scheduler.fail(validation.epoch)
             validation.finish({}, error)
 
-    def report(self) -> tuple[int, Validation | None] | None:
+    def pop_finished(self) -> tuple[int, Validation | None] | None:
         """Return the next epoch that is over, in order, with its validation, None if it was skipped."""
         with self._lock:
-            epoch = self._scheduler.report()
+            epoch = self._scheduler.pop_finished()
             return None if epoch is None else (epoch, self._validations.pop(epoch, None))
 
-    def without_metrics(self, epoch: int, reason: str) -> Validation:
+    def make_without_metrics(self, epoch: int, reason: str) -> Validation:
         """Return the result of an epoch that is not validated."""
         validation = Validation(epoch, self._deadline_s, self)
         _end_without_metrics(validation, reason)
@@ -155,17 +164,17 @@ class Ledger:
             oldest.wait()
         return oldest is not None
 
-    def drop(self, after: int, reason: str) -> None:
+    def drop_after(self, after: int, reason: str) -> None:
         """End the validations of epochs after `after`, without metrics."""
         with self._lock:
-            self._scheduler.forget(after)
+            self._scheduler.drop_after(after)
             dropped = [self._validations.pop(epoch) for epoch in list(self._validations) if epoch > after]
         for validation in dropped:
             _end_without_metrics(validation, reason)
 
     def _missing_parts(self, epoch: int) -> str:
         with self._lock:
-            missing = self._scheduler.missing(epoch)
+            missing = self._scheduler.missing_parts(epoch)
         return f"evaluating part {', '.join(map(str, missing))} has not ended"
 
 

@@ -21,22 +21,22 @@ import torch
 from offbeat.errors import LinkError, OffbeatError
 from offbeat.events import (
     EvaluatePart,
-    LendSnapshot,
     MergeStates,
     PartEvaluated,
+    RolledBack,
+    SendSnapshot,
     SnapshotTaken,
     StatesMerged,
-    Validated,
-    WentBack,
+    ValidationFinished,
 )
-from offbeat.numerics.metrics import Tellable, Value, merged
-from offbeat.runtime.control.client import Member
-from offbeat.runtime.processes.waiting import Condition, Flag
-from offbeat.runtime.validation.evaluators import CancelledError, Crew, Evaluator, Part
-from offbeat.runtime.validation.result import Ledger, NoMetricsError
+from offbeat.numerics.metrics import MetricValue, SendableMetric, merge_metric
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.processes.waiting import SignalSafeCondition, SignalSafeEvent
+from offbeat.runtime.validation.evaluators import CancelledError, Evaluator, EvaluatorPool, ValidationPart
+from offbeat.runtime.validation.result import NoMetricsError, ValidationLedger
 from offbeat.runtime.validation.snapshot import Snapshot
-from offbeat.runtime.validation.validator import Moment
-from offbeat.wire.record import MESSAGE_BYTES_MAX, encode
+from offbeat.runtime.validation.validator import EpochState
+from offbeat.wire.record import MESSAGE_BYTES_MAX, encode_events
 
 _FIRST_TAG: Final = 3 << 62  # exchanges use tags below 2**63, late blocks those below this
 _LOW_PRIORITY: Final = 1 << 20  # after all exchanges
@@ -45,7 +45,7 @@ _COUNT_MAX: Final = 2**53  # up to which all integers are exact as floats
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AssignedPart(Part[Snapshot]):
+class _AssignedPart(ValidationPart[Snapshot]):
     """A part assigned to this worker; `digest`: of the snapshot to evaluate it with."""
 
     digest: str
@@ -60,13 +60,15 @@ class _MergeTask(_AssignedPart):
         others: states of the metrics of the other parts, in the order of the set.
     """
 
-    first: dict[str, Tellable]
+    first: dict[str, SendableMetric]
     others: Sequence[dict[str, str]]
 
-    def merged(self) -> dict[str, Value]:
+    def merged(self) -> dict[str, MetricValue]:
         """Return the merged metrics."""
         return {
-            name: merged(name, metric, [_decode_state(states[name], metric.device) for states in self.others])
+            name: merge_metric(
+                name, metric, [_decode_state(states[name], metric.device) for states in self.others]
+            )
             for name, metric in self.first.items()
         }
 
@@ -87,19 +89,19 @@ class _HeldSnapshot:
     """
 
     snapshot: Snapshot
-    cancelled: Flag
+    cancelled: SignalSafeEvent
     digest: str
     wanted: str
     incoming: torch.Tensor | None = None
     outgoing: torch.Tensor | None = None
     under_way: int = 0
-    first: dict[str, Tellable] = field(default_factory=dict)
+    first: dict[str, SendableMetric] = field(default_factory=dict)
     states: list[dict[str, str]] = field(default_factory=list)
     is_over: bool = False
 
 
 @dataclass(kw_only=True)
-class Shares:
+class SharedParts:
     """The parts of the job's validations that a worker is assigned, and its reports on them.
 
     Attributes:
@@ -110,24 +112,26 @@ class Shares:
         crew: evaluates the assigned parts.
     """
 
-    member: Member
-    ledger: Ledger
+    member: CoordinatorClient
+    ledger: ValidationLedger
     samples: int
     deadline_s: float
-    crew: Crew[Snapshot] | None = None
+    pool: EvaluatorPool[Snapshot] | None = None
     _held: dict[int, _HeldSnapshot] = field(default_factory=dict)
-    _changed: Condition = field(default_factory=Condition)
+    _changed: SignalSafeCondition = field(default_factory=SignalSafeCondition)
 
-    def begin(self) -> None:
+    def subscribe(self) -> None:
         """Subscribe to the coordinator's actions on validations."""
-        self.member.on_validation = self.hear
+        self.member.on_validation_action = self.on_action
 
-    def offer(self, epoch: int, moment: Moment, *, is_current: bool, evaluators: int, terms: str) -> None:
+    def offer_snapshot(
+        self, epoch: int, moment: EpochState, *, is_current: bool, evaluators: int, terms: str
+    ) -> None:
         """Offer to evaluate parts of an epoch."""
         digest = moment.snapshot.digest()
-        if self.watch(epoch, moment, digest):
+        if self.track_epoch(epoch, moment, digest):
             return
-        self.member.tell(
+        self.member.send_event(
             SnapshotTaken(
                 now_s=0.0,
                 worker=self.member.worker,
@@ -136,22 +140,22 @@ class Shares:
                 is_current=is_current,
                 samples=self.samples,
                 evaluators=evaluators,
-                deadline_s=self.deadline_s,
-                terms=terms,
+                part_deadline_s=self.deadline_s,
+                decision_rule=terms,
             )
         )
 
     def drop_after(self, epoch: int) -> None:
         """Report that the training has returned to the end of an epoch."""
-        self.member.tell(WentBack(now_s=0.0, worker=self.member.worker, epoch=epoch))
+        self.member.send_event(RolledBack(now_s=0.0, worker=self.member.worker, epoch=epoch))
 
-    def watch(self, epoch: int, moment: Moment, digest: str = "") -> bool:
+    def track_epoch(self, epoch: int, moment: EpochState, digest: str = "") -> bool:
         """Register an epoch, so that the ledger receives its result; return whether it is over."""
         with self._changed:
             self._held[epoch] = _HeldSnapshot(
                 snapshot=moment.snapshot, cancelled=moment.cancelled, digest=digest, wanted=digest
             )
-        outcome = self.member.validated.get(epoch)
+        outcome = self.member.validation_results.get(epoch)
         if outcome is not None:
             self._end(outcome)
         return outcome is not None
@@ -160,9 +164,9 @@ class Shares:
         """Return the digest of this worker's snapshot of an epoch."""
         return self._held[epoch].digest
 
-    def outcome_of(self, epoch: int) -> Validated:
+    def outcome_of(self, epoch: int) -> ValidationFinished:
         """Return the result of an epoch whose validation is over."""
-        outcome = self.member.validated[epoch]
+        outcome = self.member.validation_results[epoch]
         assert outcome is not None
         return outcome
 
@@ -172,12 +176,12 @@ class Shares:
             held = self._held[epoch]
             return held.under_way > 0 or held.incoming is not None
 
-    def keep(self, epochs: Collection[int]) -> None:
+    def keep_only(self, epochs: Collection[int]) -> None:
         """Drop the snapshots of all other epochs."""
         with self._changed:
             self._held = {epoch: held for epoch, held in self._held.items() if epoch in epochs}
 
-    def what_is_missing(self, epoch: int) -> str:
+    def describe_missing(self, epoch: int) -> str:
         """Return what an epoch waits for, as far as this worker knows, as text."""
         with self._changed:
             under_way = self._held[epoch].under_way if epoch in self._held else 0
@@ -190,24 +194,24 @@ class Shares:
 
     # Actions, in the links' thread -----------------------------------------------------------------------
 
-    def hear(self, action: LendSnapshot | EvaluatePart | MergeStates | Validated) -> None:
+    def on_action(self, action: SendSnapshot | EvaluatePart | MergeStates | ValidationFinished) -> None:
         """Carry out an action of the coordinator."""
         match action:
-            case Validated():
+            case ValidationFinished():
                 self._end(action)
             case EvaluatePart():
                 self._on_part(action)
             case MergeStates():
                 self._on_merge(action)
-            case LendSnapshot() if action.borrower == self.member.worker:
+            case SendSnapshot() if action.receiver == self.member.worker:
                 self._receive_snapshot(action)
-            case LendSnapshot():
+            case SendSnapshot():
                 self._send_snapshot(action)
 
     def _on_part(self, action: EvaluatePart) -> None:
         with self._changed:
             held = self._held.get(action.epoch)
-            if held is None or self.crew is None:
+            if held is None or self.pool is None:
                 return
             held.under_way += 1
             held.wanted = action.digest
@@ -220,12 +224,12 @@ class Shares:
             cancelled=held.cancelled,
             digest=action.digest,
         )
-        self.crew.give([assigned])
+        self.pool.submit([assigned])
 
     def _on_merge(self, action: MergeStates) -> None:
         with self._changed:
             held = self._held.get(action.epoch)
-            if held is None or self.crew is None:
+            if held is None or self.pool is None:
                 return
             if action.part == 0:
                 held.states = []
@@ -243,13 +247,15 @@ class Shares:
             first=held.first,
             others=held.states[1:],
         )
-        self.crew.give([merge])
+        self.pool.submit([merge])
 
-    def _receive_snapshot(self, transfer: LendSnapshot) -> None:
+    def _receive_snapshot(self, transfer: SendSnapshot) -> None:
         with self._changed:
             held = self._held.get(transfer.epoch)
             if held is None:
-                self.member.endpoint.forget(_FIRST_TAG + transfer.number, _FIRST_TAG + transfer.number + 1)
+                self.member.endpoint.cancel(
+                    _FIRST_TAG + transfer.transfer, _FIRST_TAG + transfer.transfer + 1
+                )
                 return
             incoming = torch.empty(held.snapshot.size_bytes, dtype=torch.uint8, device="cpu")
             held.incoming, held.wanted = incoming, transfer.digest
@@ -268,49 +274,51 @@ class Shares:
                         held.digest = transfer.digest
                 self._changed.notify_all()
 
-        owner = self.member.name_of(transfer.worker)
-        self.member.endpoint.expect(owner, _FIRST_TAG + transfer.number, _memory_of(incoming), on_bytes)
+        owner = self.member.link_name(transfer.worker)
+        self.member.endpoint.post_receive(
+            owner, _FIRST_TAG + transfer.transfer, _memory_of(incoming), on_bytes
+        )
 
-    def _send_snapshot(self, transfer: LendSnapshot) -> None:
+    def _send_snapshot(self, transfer: SendSnapshot) -> None:
         held = self._held.get(transfer.epoch)
         if held is None or held.digest != transfer.digest:
             return  # it is over, and the receiver knows that
         values = held.outgoing = held.snapshot.to_bytes() if held.outgoing is None else held.outgoing
-        self.member.endpoint.put(
-            self.member.name_of(transfer.borrower),
-            _FIRST_TAG + transfer.number,
+        self.member.endpoint.send_tensor(
+            self.member.link_name(transfer.receiver),
+            _FIRST_TAG + transfer.transfer,
             _memory_of(values),
             priority=_LOW_PRIORITY,
-            done=partial(_keep_alive, values),
+            on_done=partial(_keep_alive, values),
         )
 
-    def _end(self, outcome: Validated) -> None:
+    def _end(self, outcome: ValidationFinished) -> None:
         """Record the result of an epoch that is over for all workers."""
         with self._changed:
             held = self._held.get(outcome.epoch)
             if held is None or held.is_over:
                 return
             held.is_over = True
-        whole_set = Part(
+        whole_set = ValidationPart(
             epoch=outcome.epoch,
             number=0,
             positions=range(self.samples),
             snapshot=held.snapshot,
             cancelled=held.cancelled,
         )
-        if outcome.owner is None:
-            self.ledger.done(
+        if outcome.snapshot_owner is None:
+            self.ledger.on_part_done(
                 whole_set, NoMetricsError(f"there are no metrics of epoch {outcome.epoch}: {outcome.reason}")
             )
         else:
-            self.ledger.done(whole_set, _metrics_of(outcome))
+            self.ledger.on_part_done(whole_set, _metrics_of(outcome))
         with self._changed:
             held.cancelled.set()
             self._changed.notify_all()
 
     # In the threads that evaluate ------------------------------------------------------------------------
 
-    def wait_for(self, part: Part[Snapshot]) -> None:
+    def wait_for(self, part: ValidationPart[Snapshot]) -> None:
         """Wait until the snapshot is there with which a part is to be evaluated.
 
         Raises:
@@ -339,7 +347,9 @@ class Shares:
         with self._changed:
             self._changed.notify_all()
 
-    def done(self, part: Part[Snapshot], result: dict[str, Value] | BaseException) -> None:
+    def on_part_done(
+        self, part: ValidationPart[Snapshot], result: dict[str, MetricValue] | BaseException
+    ) -> None:
         """Report the result of a part; an error ends the validation, and this worker's training raises it."""
         assert isinstance(part, _AssignedPart)
         with self._changed:
@@ -364,12 +374,12 @@ class Shares:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            self.ledger.done(part, error)
+            self.ledger.on_part_done(part, error)
             return
         with suppress(LinkError):  # then the job has failed, and the error is raised elsewhere
-            self.member.tell(message)
+            self.member.send_event(message)
 
-    def _states_merged(self, part: _MergeTask, metrics: dict[str, Value]) -> StatesMerged:
+    def _states_merged(self, part: _MergeTask, metrics: dict[str, MetricValue]) -> StatesMerged:
         means, counts = _means_and_counts(metrics)
         return StatesMerged(
             now_s=0.0,
@@ -380,8 +390,8 @@ class Shares:
             counts=counts,
         )
 
-    def _part_evaluated(self, part: _AssignedPart, metrics: dict[str, Value]) -> PartEvaluated:
-        merged = {name: metric for name, metric in metrics.items() if isinstance(metric, Tellable)}
+    def _part_evaluated(self, part: _AssignedPart, metrics: dict[str, MetricValue]) -> PartEvaluated:
+        merged = {name: metric for name, metric in metrics.items() if isinstance(metric, SendableMetric)}
         means, counts = _means_and_counts(
             {name: metric for name, metric in metrics.items() if name not in merged}
         )
@@ -400,21 +410,21 @@ class Shares:
             counts=counts,
             states=tuple((name, _encode_state(metric)) for name, metric in merged.items()),
         )
-        if len(encode([message])) > _METRICS_BYTES_MAX:
+        if len(encode_events([message])) > _METRICS_BYTES_MAX:
             raise OffbeatError(
                 f"expected metrics that take at most {_METRICS_BYTES_MAX} bytes, names included, got "
-                f"{len(metrics)} metrics that take {len(encode([message]))}: return fewer of them"
+                f"{len(metrics)} metrics that take {len(encode_events([message]))}: return fewer of them"
             )
         return message
 
 
-class WithTheRightSnapshot:
+class SnapshotAwaitingEvaluator:
     """Evaluates a part once the snapshot for it is there."""
 
-    def __init__(self, evaluator: Evaluator[Snapshot], shares: Shares) -> None:
+    def __init__(self, evaluator: Evaluator[Snapshot], shares: SharedParts) -> None:
         self._evaluator, self._shares = evaluator, shares
 
-    def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
+    def evaluate(self, part: ValidationPart[Snapshot]) -> dict[str, MetricValue]:
         """See `Evaluator`."""
         if isinstance(part, _MergeTask):
             return part.merged()
@@ -427,7 +437,7 @@ class WithTheRightSnapshot:
         self._evaluator.close()
 
 
-def _means_and_counts(metrics: dict[str, Value]) -> tuple[dict[str, float], dict[str, float]]:
+def _means_and_counts(metrics: dict[str, MetricValue]) -> tuple[dict[str, float], dict[str, float]]:
     """Return means and counts as they are sent."""
     means: dict[str, float] = {}
     counts: dict[str, float] = {}
@@ -447,7 +457,7 @@ def _means_and_counts(metrics: dict[str, Value]) -> tuple[dict[str, float], dict
     return means, counts
 
 
-def _encode_state(metric: Tellable) -> str:
+def _encode_state(metric: SendableMetric) -> str:
     """Return the state of a metric as it is sent."""
     file = io.BytesIO()
     torch.save(dict(metric.metric_state), file)
@@ -458,7 +468,7 @@ def _decode_state(encoded: str, device: torch.device) -> Any:
     return torch.load(io.BytesIO(base64.b85decode(encoded)), map_location=device, weights_only=True)
 
 
-def _metrics_of(outcome: Validated) -> dict[str, float]:
+def _metrics_of(outcome: ValidationFinished) -> dict[str, float]:
     return {**outcome.means, **{name: int(count) for name, count in outcome.counts.items()}}
 
 

@@ -1,8 +1,8 @@
 """Validation divided among the workers of a job: each evaluates the parts that are assigned to it.
 
 The coordinator decides which worker evaluates what, and with which snapshot (see
-`offbeat.policies.shared_validation`). No exchange of the training is used, and a worker waits for another
-worker only where metrics are acted on.
+`offbeat.policies.validation.shared_schedule`). No exchange of the training is used, and a worker waits for
+another worker only where metrics are acted on.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Final
 from torch import nn
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.policies.validation.schedule import PENDING_MAX, Take
-from offbeat.runtime.control.client import Member
-from offbeat.runtime.processes.waiting import Flag
-from offbeat.runtime.validation.evaluators import Crew, Evaluate, Evaluator
-from offbeat.runtime.validation.parts import Data, samples_of
+from offbeat.policies.validation.schedule import PENDING_MAX, TakeSnapshot
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.processes.waiting import SignalSafeEvent
+from offbeat.runtime.validation.evaluators import Evaluate, Evaluator, EvaluatorPool
+from offbeat.runtime.validation.parts import ValidationData, count_samples
 from offbeat.runtime.validation.result import Validation
-from offbeat.runtime.validation.shared_parts import Shares, WithTheRightSnapshot
+from offbeat.runtime.validation.shared_parts import SharedParts, SnapshotAwaitingEvaluator
 from offbeat.runtime.validation.snapshot import Snapshot
-from offbeat.runtime.validation.validator import Moment, Validator
+from offbeat.runtime.validation.validator import EpochState, Validator
 
 _PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lrs", "eps")
 
@@ -54,20 +54,20 @@ class SharedValidator(Validator):
         self,
         model: nn.Module,
         evaluate: Evaluate,
-        data: Data,
+        data: ValidationData,
         *,
-        member: Member,
+        member: CoordinatorClient,
         is_current: Callable[[], bool],
-        goes_back: bool,
-        has_rates: bool,
-        is_alone: bool,
+        can_roll_back: bool,
+        has_learning_rates: bool,
+        is_only_thread: bool,
         **options: Any,
     ) -> None:
-        _check_options(options, goes_back=goes_back)
-        self._member, self._is_current, self._has_rates = member, is_current, has_rates
+        _check_options(options, goes_back=can_roll_back)
+        self._member, self._is_current, self._has_rates = member, is_current, has_learning_rates
         self._max_pending: int = options.get("max_pending", PENDING_MAX)
         self._evaluators: int = options.get("workers", 1)
-        self._shares: Shares
+        self._shares: SharedParts
         self._is_ending = False
         self._best_owner: int | None = None
         self._has_begun = False
@@ -75,36 +75,38 @@ class SharedValidator(Validator):
         if options.get("backend", "auto") == "auto":
             options["backend"] = "thread"
         super().__init__(model, evaluate, data, **options)
-        self._is_rehearsed = not is_alone  # otherwise another thread's draws would be attributed to evaluate
-        self._ledger.what_is_missing = self._shares.what_is_missing
-        self._shares.begin()
+        self._is_rehearsed = (
+            not is_only_thread
+        )  # otherwise another thread's draws would be attributed to evaluate
+        self._ledger.describe_missing = self._shares.describe_missing
+        self._shares.subscribe()
 
-    def _crew(self, evaluators: list[Evaluator[Snapshot]]) -> Crew[Snapshot]:
-        shares = Shares(
+    def _make_pool(self, evaluators: list[Evaluator[Snapshot]]) -> EvaluatorPool[Snapshot]:
+        shares = SharedParts(
             member=self._member,
             ledger=self._ledger,
-            samples=samples_of(self._data),
+            samples=count_samples(self._data),
             deadline_s=self._deadline_s,
         )
         self._shares = shares
-        crew = Crew(
-            [WithTheRightSnapshot(evaluator, shares) for evaluator in evaluators],
-            shares.done,
-            partial(self._member.fail_in, "offbeat validation"),
+        crew = EvaluatorPool(
+            [SnapshotAwaitingEvaluator(evaluator, shares) for evaluator in evaluators],
+            shares.on_part_done,
+            partial(self._member.on_thread_failed, "offbeat validation"),
         )
-        shares.crew = crew
+        shares.pool = crew
         return crew
 
     # The end of an epoch --------------------------------------------------------------------------------
 
     def validate(self, epoch: int | None = None) -> Validation:
         """See `Validator.validate`."""
-        if self._ended < 0:
+        if self._last_epoch < 0:
             epoch = self.epoch if epoch is None else epoch
             self._catch_up(epoch)
             if self.stopped:
-                self._ended = epoch
-                return self._ledger.without_metrics(
+                self._last_epoch = epoch
+                return self._ledger.make_without_metrics(
                     epoch, "training had been stopped before this worker joined"
                 )
         return super().validate(epoch)
@@ -119,25 +121,25 @@ class SharedValidator(Validator):
                 group["lr"] = rate
 
     def _act_on_earlier(self, epoch: int) -> None:
-        for earlier in sorted(one for one in self._member.validated if one < epoch):
-            self._ended = earlier
-            self._take_in()
-            self._ledger.begin(earlier, self._parts_now())
-            self._moments[earlier] = Moment(
+        for earlier in sorted(one for one in self._member.validation_results if one < epoch):
+            self._last_epoch = earlier
+            self._apply_finished()
+            self._ledger.on_epoch_ended(earlier, self._current_parts())
+            self._epoch_states[earlier] = EpochState(
                 snapshot=Snapshot(shared=self.backend == "process"),  # stays empty
-                cancelled=Flag(),
+                cancelled=SignalSafeEvent(),
                 states=[],
                 randomness=None,
             )
-            self._shares.watch(earlier, self._moments[earlier])
-            self._take_in()
+            self._shares.track_epoch(earlier, self._epoch_states[earlier])
+            self._apply_finished()
 
-    def _parts_now(self) -> tuple[range, ...]:
+    def _current_parts(self) -> tuple[range, ...]:
         return (range(self._samples),)  # parts of it are assigned to this worker
 
-    def _give(self, take: Take, moment: Moment) -> None:
+    def _submit(self, take: TakeSnapshot, moment: EpochState) -> None:
         start_s = time.perf_counter()
-        self._shares.offer(
+        self._shares.offer_snapshot(
             take.epoch,
             moment,
             is_current=self._is_current(),
@@ -153,34 +155,34 @@ class SharedValidator(Validator):
             terms += f", plateau={ ({name: getattr(self._plateau, name) for name in _PLATEAU}) }"
         return terms
 
-    def _go_back(self, epoch: int, moment: Moment) -> None:
-        super()._go_back(epoch, moment)
+    def _roll_back(self, epoch: int, moment: EpochState) -> None:
+        super()._roll_back(epoch, moment)
         self._shares.drop_after(epoch)
 
-    def _take_in(self) -> None:
+    def _apply_finished(self) -> None:
         """Act on the metrics that all workers act on at this point; wait for them."""
-        is_begun = self._ended in self._moments
+        is_begun = self._last_epoch in self._epoch_states
         pending_max = 0 if self._is_ending or self._decision == "sync" else self._max_pending + is_begun
-        while len(self._moments) > pending_max:
+        while len(self._epoch_states) > pending_max:
             self._ledger.wait_for_oldest()
-            self._take_in_next()
-            self._shares.keep(self._moments)
-            self._raise()  # other workers wait for this one: the job must fail
+            self._apply_next()
+            self._shares.keep_only(self._epoch_states)
+            self._raise_errors()  # other workers wait for this one: the job must fail
 
-    def _act(self, epoch: int, metrics: Mapping[str, float], moment: Moment) -> None:
+    def _act(self, epoch: int, metrics: Mapping[str, float], moment: EpochState) -> None:
         digest, outcome = self._shares.digest_of(epoch), self._shares.outcome_of(epoch)
         if self._shares.is_read(epoch):
             self._read.add(moment.snapshot)
         super()._act(epoch, metrics, moment)
         if self._best is moment.snapshot:
-            self._best_owner = outcome.owner
+            self._best_owner = outcome.snapshot_owner
             if digest != outcome.digest:  # another worker's snapshot was evaluated, and is the best
                 self._best = None
-                self._use_again(moment.snapshot)
+                self._reuse(moment.snapshot)
 
-    def _use_again(self, unused: Snapshot | None) -> None:
+    def _reuse(self, unused: Snapshot | None) -> None:
         if unused not in self._read:
-            super()._use_again(unused)
+            super()._reuse(unused)
 
     def finish(self) -> None:
         """See `Validator.finish`; call it on all workers at the same point, since it acts on metrics."""
@@ -203,9 +205,9 @@ class SharedValidator(Validator):
             )
         return super().best_state_dict()
 
-    def abandon(self, error: WorkerError) -> None:
+    def fail_all(self, error: WorkerError) -> None:
         """End all waiting with the job's failure; any thread may call it."""
-        self._ledger.abandon(error)
+        self._ledger.fail_all(error)
 
 
 def _check_options(options: dict[str, Any], *, goes_back: bool) -> None:

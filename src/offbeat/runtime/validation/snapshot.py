@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from offbeat.errors import OffbeatError, explain
-from offbeat.runtime.transport.shared_memory import HAS_SHARED, allocated, mapped
+from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY, allocate_memory, map_memory
 
-Blocks: TypeAlias = Mapping[torch.device, Tensor]
+DeviceBlocks: TypeAlias = Mapping[torch.device, Tensor]
 _ALIGNMENT_BYTES: Final = 64
 _DICTS: Final = (dict, OrderedDict)
 _WRAPPERS: Final = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -36,7 +36,7 @@ _room_ids = itertools.count()
 _reading = threading.local()  # the tensors of the snapshot that this process is about to read
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the model without torch.compile, DistributedDataParallel and DataParallel around it.
 
     A compiled model is evaluated uncompiled: compiling belongs to the training thread. A copy of
@@ -64,7 +64,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TensorPlace:
     """The layout of a tensor in the block of its device."""
 
     start_bytes: int
@@ -74,7 +74,7 @@ class Place:
     device: torch.device
     is_parameter: bool
 
-    def view(self, blocks: Blocks) -> Tensor:
+    def view(self, blocks: DeviceBlocks) -> Tensor:
         """Return the tensor in its block."""
         size_bytes = self.shape.numel() * self.dtype.itemsize
         flat = blocks[self.device][self.start_bytes : self.start_bytes + size_bytes].view(self.dtype)
@@ -82,17 +82,17 @@ class Place:
         return nn.Parameter(tensor, requires_grad=False) if self.is_parameter else tensor
 
 
-def _layout_of(values: Sequence[Tensor]) -> tuple[list[Place], dict[torch.device, int]]:
+def _layout_of(values: Sequence[Tensor]) -> tuple[list[TensorPlace], dict[torch.device, int]]:
     """Return places for tensors like these, one after the other, and the bytes needed on each device."""
     ends: dict[torch.device, int] = {}
-    places: list[Place] = []
+    places: list[TensorPlace] = []
     for tensor in values:
         start = -(-ends.get(tensor.device, 0) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         ends[tensor.device] = start + tensor.numel() * tensor.element_size()
         # Densely packed: the same order of dimensions, without gaps and overlaps.
         stride = torch.empty_like(tensor, device="meta").stride()
         places.append(
-            Place(
+            TensorPlace(
                 start_bytes=start,
                 shape=tensor.shape,
                 stride=stride,
@@ -127,26 +127,26 @@ class Snapshot:
         lent: objects that other processes of this program receive as these blocks; empty unless shared.
         places: of the values in the blocks.
         room: a number unique to these blocks, for processes that have mapped them before.
-        structure: the model without these values, for `read_model` in another process; empty unless shared.
+        structure: the model without these values, for `load_model` in another process; empty unless shared.
         ready: by GPU, an event after which the values are there; a reader on another stream waits for it.
         shared: other processes of this program can read it.
     """
 
     def __init__(self, *, shared: bool) -> None:
         self.blocks: dict[torch.device, Tensor] = {}
-        self.lent: dict[torch.device, Lent | Tensor] = {}
-        self.places: list[Place] = []
-        self.room = -1
+        self.exported: dict[torch.device, ExportedBlock | Tensor] = {}
+        self.places: list[TensorPlace] = []
+        self.layout_id = -1
         self.structure = b""
         self.ready: list[torch.cuda.Event] = []
-        self.shared = shared
+        self.is_shared = shared
         self._kinds_of: list[tuple[object, ...]] | None = None
         self._tensors: list[Tensor] = []
         self._model: nn.Module | None = None
 
     @torch.no_grad()
-    def take(self, model: nn.Module) -> None:
-        """Copy `model`, which is `unwrapped`, as it is now; earlier content is overwritten.
+    def capture(self, model: nn.Module) -> None:
+        """Copy `model`, which is `unwrap`, as it is now; earlier content is overwritten.
 
         Raises:
             OffbeatError: something attached to the model cannot be copied.
@@ -163,7 +163,7 @@ class Snapshot:
                 self.ready.append(torch.cuda.current_stream(device).record_event())
         try:
             self._model = _copy_model(model, values, self._tensors)
-            if self.shared:
+            if self.is_shared:
                 self.structure = _serialize(self._model, self._tensors)
         except Exception as error:
             raise OffbeatError(
@@ -173,7 +173,7 @@ class Snapshot:
 
     def _allocate(self, values: Sequence[Tensor]) -> None:
         self.places, sizes = _layout_of(values)
-        self.room, self.lent = next(_room_ids), {}
+        self.layout_id, self.exported = next(_room_ids), {}
         self.blocks = {
             device: self._allocate_block(device, -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
             for device, size_bytes in sizes.items()
@@ -181,12 +181,12 @@ class Snapshot:
         self._tensors = [place.view(self.blocks) for place in self.places]
 
     def _allocate_block(self, device: torch.device, size_bytes: int) -> Tensor:
-        if self.shared and HAS_SHARED and device.type == "cpu" and size_bytes:
-            exported = self.lent[device] = Lent(size_bytes)
+        if self.is_shared and HAS_SHARED_MEMORY and device.type == "cpu" and size_bytes:
+            exported = self.exported[device] = ExportedBlock(size_bytes)
             return exported.block
         block = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-        if self.shared:
-            self.lent[device] = block.share_memory_()
+        if self.is_shared:
+            self.exported[device] = block.share_memory_()
         return block
 
     def model(self) -> nn.Module:
@@ -199,8 +199,8 @@ class Snapshot:
         return _copy_model(self._model, self._tensors, list(map(_for_reading, self._tensors)))
 
     @torch.no_grad()
-    def put_back(self, model: nn.Module) -> None:
-        """Copy the values back into `model`, which is `unwrapped`.
+    def restore_to(self, model: nn.Module) -> None:
+        """Copy the values back into `model`, which is `unwrap`.
 
         Raises:
             OffbeatError: the model has different tensors now.
@@ -275,7 +275,7 @@ def _copy_model(model: nn.Module, values: Sequence[Tensor], replacements: Sequen
 # Between processes of one program -----------------------------------------------------------------------
 
 
-class Lent:
+class ExportedBlock:
     """A block of memory on the CPU that other processes of this program can map.
 
     It has no file in /dev/shm, which may be small (64 MiB in a container) or not writable.
@@ -286,11 +286,11 @@ class Lent:
 
     def __init__(self, size_bytes: int) -> None:
         try:
-            self._descriptor, memory = allocated(size_bytes)
+            self._descriptor, memory = allocate_memory(size_bytes)
         except OSError as error:
             raise OffbeatError(
-                f"cannot share {size_bytes} bytes with the processes that validate: {explain(error)}; or use "
-                "backend='thread'"
+                f"cannot share {size_bytes} bytes with the processes that validate: "
+                f"{describe_os_error(error)}; or use backend='thread'"
             ) from error
         self._size_bytes = size_bytes
         self.block = torch.frombuffer(memory, dtype=torch.uint8)
@@ -303,7 +303,7 @@ class Lent:
 def _map_block(descriptor: Any, size_bytes: int) -> Tensor:
     index = descriptor.detach()
     try:
-        memory = mapped(index, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED)
+        memory = map_memory(index, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED)
     finally:
         os.close(index)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -346,7 +346,7 @@ def _serialize(model: nn.Module, values: Sequence[Tensor]) -> bytes:
     return file.getvalue()
 
 
-def read_model(structure: bytes, places: Sequence[Place], blocks: Blocks) -> nn.Module:
+def load_model(structure: bytes, places: Sequence[TensorPlace], blocks: DeviceBlocks) -> nn.Module:
     """Return a model that another process of this program has serialised, in evaluation mode."""
     _reading.tensors = [_for_reading(place.view(blocks)) for place in places]
     try:

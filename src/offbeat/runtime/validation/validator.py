@@ -20,36 +20,36 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from offbeat.errors import OffbeatError
-from offbeat.policies.validation.early_stopping import Monitor
-from offbeat.policies.validation.overlap import Choice, OverlapChooser, Spent
+from offbeat.policies.validation.early_stopping import EarlyStopping
+from offbeat.policies.validation.overlap import BackendChoice, EpochCost, OverlapChooser
 from offbeat.policies.validation.schedule import (
     PENDING_MAX,
-    Block,
-    Skip,
-    Take,
+    SkipValidation,
+    TakeSnapshot,
     ValidationScheduler,
+    WaitForValidation,
     WhenFull,
     split_even,
 )
-from offbeat.runtime.control.environment import cores
+from offbeat.runtime.control.environment import available_cores
 from offbeat.runtime.processes.threads import start_thread
-from offbeat.runtime.processes.waiting import Flag
+from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.validation.evaluators import (
-    Crew,
     Evaluate,
     Evaluator,
-    InThisThread,
-    Part,
-    evaluated,
-    outcome,
-    parts_of,
+    EvaluatorPool,
+    ThreadEvaluator,
+    ValidationPart,
+    evaluate_or_error,
+    evaluate_part,
+    make_parts,
 )
-from offbeat.runtime.validation.isolation import GlobalRandomness, apart
-from offbeat.runtime.validation.parts import Data, samples_of
-from offbeat.runtime.validation.process import InAProcess
-from offbeat.runtime.validation.result import Ledger, NoMetricsError, Validation
-from offbeat.runtime.validation.snapshot import Snapshot, unwrapped
-from offbeat.runtime.validation.throttle import Pacer
+from offbeat.runtime.validation.isolation import GlobalRandomState, isolated_evaluation
+from offbeat.runtime.validation.parts import ValidationData, count_samples
+from offbeat.runtime.validation.process import ProcessEvaluator
+from offbeat.runtime.validation.result import NoMetricsError, Validation, ValidationLedger
+from offbeat.runtime.validation.snapshot import Snapshot, unwrap
+from offbeat.runtime.validation.throttle import ThreadThrottle
 
 Backend: TypeAlias = Literal["auto", "inline", "thread", "process", "stream"]
 Decision: TypeAlias = Literal["sync", "lag", "rollback"]
@@ -71,13 +71,13 @@ class Stateful(Protocol):
 
 
 @dataclass(kw_only=True)
-class Moment:
+class EpochState:
     """The end of an epoch whose metrics may still matter: its snapshot, and what rolling back to it needs."""
 
     snapshot: Snapshot
-    cancelled: Flag
+    cancelled: SignalSafeEvent
     states: list[Any]
-    randomness: GlobalRandomness | None
+    randomness: GlobalRandomState | None
 
 
 class Validator:
@@ -99,9 +99,9 @@ class Validator:
     evaluate equal contiguous parts of the set with the copies, and training goes on. Deviations: one copy of
     the values for all threads, which only read it (the paper makes one per thread); one thread by default
     (the paper has up to 6), since not every metric and not every set can be divided, and of several threads
-    not all at once where they contend for the interpreter's lock (`Climb`); means are weighted by samples
-    (the paper averages the parts' means); `decision` sets what follows from metrics that come late, and
-    `max_pending` how many snapshots may wait (the paper leaves both open).
+    not all at once where they contend for the interpreter's lock (`ThreadSearch`); means are weighted by
+    samples (the paper averages the parts' means); `decision` sets what follows from metrics that come late,
+    and `max_pending` how many snapshots may wait (the paper leaves both open).
 
     Args:
         model: the model in training; it may be compiled or in DistributedDataParallel.
@@ -143,13 +143,13 @@ class Validator:
         self,
         model: nn.Module,
         evaluate: Evaluate,
-        data: Data,
+        data: ValidationData,
         *,
         workers: int = 1,
         backend: Backend = "auto",
         max_pending: int = PENDING_MAX,
         when_full: WhenFull = "block",
-        monitor: Monitor | None = None,
+        monitor: EarlyStopping | None = None,
         plateau: ReduceLROnPlateau | None = None,
         decision: Decision = "lag",
         restores: Sequence[Stateful] = (),
@@ -165,10 +165,10 @@ class Validator:
             )
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"expected a finite deadline above 0 s, got {deadline_s:g}")
-        self._samples = samples_of(data)
+        self._samples = count_samples(data)
         self._parts = split_even(self._samples, workers)
         scheduler = ValidationScheduler(pending_max=max_pending, when_full=when_full)
-        self._ledger = Ledger(scheduler, deadline_s)
+        self._ledger = ValidationLedger(scheduler, deadline_s)
         self._model, self._evaluate, self._data = model, evaluate, data
         self._monitor, self._plateau, self._decision = monitor, plateau, decision
         # A plateau receives epochs in order, once each, even if training rolls back.
@@ -176,21 +176,21 @@ class Validator:
         if plateau is not None and plateau.optimizer not in self._restores:
             self._restores.append(plateau.optimizer)
         self._deadline_s = deadline_s
-        self._device = next((tensor.device for tensor in unwrapped(model).parameters()), torch.device("cpu"))
-        self._moments: dict[int, Moment] = {}  # by epoch, oldest first
+        self._device = next((tensor.device for tensor in unwrap(model).parameters()), torch.device("cpu"))
+        self._epoch_states: dict[int, EpochState] = {}  # by epoch, oldest first
         self._free_snapshots: list[Snapshot] = []
         self._best: Snapshot | None = None
-        self._crews: list[tuple[Crew[Snapshot], weakref.finalize[..., Any]]] = []
+        self._crews: list[tuple[EvaluatorPool[Snapshot], weakref.finalize[..., Any]]] = []
         self._errors: dict[int, Exception] = {}  # still to be raised, by epoch, oldest first
-        self._ended = -1  # the last epoch that has ended
+        self._last_epoch = -1  # the last epoch that has ended
         self._is_rehearsed = self._is_closed = self._has_validated = False
-        self._inline_evaluator = InThisThread(evaluate, data, self._device, has_stream=False)
+        self._inline_evaluator = ThreadEvaluator(evaluate, data, self._device, has_stream=False)
         self._waited_times: tuple[float, float] | None = (
             None  # by the training, at the end of an overlapped epoch
         )
         self._contention_share: float | None = None
         self._stopwatch = _Stopwatch()
-        self._pacer: Pacer | None = None
+        self._pacer: ThreadThrottle | None = None
         self._chooser: OverlapChooser | None = None
         self.history: dict[int, Mapping[str, float] | None] = {}
         self.stopped = False
@@ -200,7 +200,7 @@ class Validator:
             self.backend, self.reason = "inline", "training waits for the metrics anyway"
         elif backend == "auto":
             candidates = ("stream",) if self._device.type == "cuda" else ("thread", "process")
-            self._chooser = OverlapChooser(candidates, cores=cores(), start_s=_PROCESS_START_S)
+            self._chooser = OverlapChooser(candidates, cores=available_cores(), start_s=_PROCESS_START_S)
             self.backend, self.reason = "inline", "the first epoch is measured"
         elif backend != "inline":
             with ExitStack() as cleanup:
@@ -225,18 +225,20 @@ class Validator:
         data = _pinned(self._data) if backend == "stream" else self._data
         count = len(self._parts)
         if backend != "process":
-            self._pacer = Pacer(count, None if self._chooser is None else self._chooser.pace())
-            self._ledger.waiting = self._pacer.waited_for
+            self._pacer = ThreadThrottle(
+                count, None if self._chooser is None else self._chooser.minimum_rate()
+            )
+            self._ledger.waiting_context = self._pacer.training_waits
         if backend == "process" and self._chooser is not None:
-            count = min(count, cores())  # more would only take longer to start
+            count = min(count, available_cores())  # more would only take longer to start
         threads = max(1, torch.get_num_threads() // count)
         evaluators: list[Evaluator[Snapshot]] = []
         for number in range(count):
             evaluators.append(
-                InAProcess(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
+                ProcessEvaluator(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
                 if backend == "process"
-                else InThisThread(
-                    self._evaluate, data, self._device, has_stream=backend == "stream", pacer=self._pacer
+                else ThreadEvaluator(
+                    self._evaluate, data, self._device, has_stream=backend == "stream", throttle=self._pacer
                 )
             )
             cleanup.callback(evaluators[-1].close)
@@ -244,13 +246,13 @@ class Validator:
 
     def _start_pool(self, evaluators: list[Evaluator[Snapshot]]) -> None:
         """Start a thread per evaluator that waits for parts."""
-        crew = self._crew(evaluators)
+        crew = self._make_pool(evaluators)
         self._crews.append((crew, weakref.finalize(self, crew.close, _END_S)))
 
-    def _crew(self, evaluators: list[Evaluator[Snapshot]]) -> Crew[Snapshot]:
-        return Crew(evaluators, self._ledger.done, self._ledger.abandon)
+    def _make_pool(self, evaluators: list[Evaluator[Snapshot]]) -> EvaluatorPool[Snapshot]:
+        return EvaluatorPool(evaluators, self._ledger.on_part_done, self._ledger.fail_all)
 
-    def _choose(self, choice: Choice) -> None:
+    def _apply_choice(self, choice: BackendChoice) -> None:
         """Continue with the backend that `auto` has chosen."""
         self.reason = choice.reason
         if choice.backend == self.backend:
@@ -282,8 +284,12 @@ class Validator:
         Raises:
             OffbeatError: it cannot.
         """
-        part = Part(
-            epoch=0, number=0, positions=self._rehearsal_positions(), snapshot=snapshot, cancelled=Flag()
+        part = ValidationPart(
+            epoch=0,
+            number=0,
+            positions=self._rehearsal_positions(),
+            snapshot=snapshot,
+            cancelled=SignalSafeEvent(),
         )
         try:
             process.evaluate(part)
@@ -303,8 +309,8 @@ class Validator:
         Raises:
             OffbeatError: it changes state that all threads share.
         """
-        with apart() as moved:
-            evaluated(
+        with isolated_evaluation() as moved:
+            evaluate_part(
                 snapshot.model(),
                 self._evaluate,
                 self._data,
@@ -321,7 +327,7 @@ class Validator:
 
     def _reject_trained_model(self, *arguments: Any) -> None:
         """Abort a rehearsal that computes with the model in training instead of the copy."""
-        trained = {id(tensor) for tensor in unwrapped(self._model).parameters()}
+        trained = {id(tensor) for tensor in unwrap(self._model).parameters()}
         if any(id(argument) in trained for argument in arguments):
             raise OffbeatError(
                 "evaluating the copy of the model computes with the model itself, which trains meanwhile: "
@@ -334,7 +340,7 @@ class Validator:
     @property
     def epoch(self) -> int:
         """The current epoch, from 0."""
-        return self._ended + 1
+        return self._last_epoch + 1
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield epochs up to `count` - 1 until training is to stop; epochs rolled back are yielded again."""
@@ -346,7 +352,7 @@ class Validator:
             self._has_validated = False
             yield self.epoch
             if not self._has_validated:
-                self._ended += 1
+                self._last_epoch += 1
 
     def validate(self, epoch: int | None = None) -> Validation:
         """Mark the end of an epoch, and start its validation.
@@ -368,88 +374,90 @@ class Validator:
         """
         if self._is_closed:
             raise OffbeatError("this validator is closed: make another one")
-        if epoch is not None and epoch <= self._ended:
-            raise ValueError(f"expected an epoch after {self._ended}, which has ended, got {epoch}")
+        if epoch is not None and epoch <= self._last_epoch:
+            raise ValueError(f"expected an epoch after {self._last_epoch}, which has ended, got {epoch}")
         self._has_validated = True
         spent_s, spent_cpu_s = self._stopwatch.lap()
-        self._ended = epoch = self.epoch if epoch is None else epoch
+        self._last_epoch = epoch = self.epoch if epoch is None else epoch
         if self._chooser is not None and self._waited_times is not None:
-            self._choose(self._choose_after_overlap(spent_s, spent_cpu_s))
+            self._apply_choice(self._choose_after_overlap(spent_s, spent_cpu_s))
         is_in_line = self.backend == "inline"
         calls = self._inline_evaluator.calls
-        self._take_in()
+        self._apply_finished()
         validation = self._begin(epoch)
         if is_in_line or self._decision == "sync":
             validation.wait()
         validate_s, validate_cpu_s = self._stopwatch.lap()
         self._waited_times = None if is_in_line else (validate_s, validate_cpu_s)
         if self._chooser is not None and is_in_line:
-            spent = Spent(
+            spent = EpochCost(
                 train_s=spent_s,
                 train_cpu_s=spent_cpu_s,
                 validate_s=validate_s,
                 validate_cpu_s=validate_cpu_s,
-                held_up_share=self._contention_share,
+                contention_share=self._contention_share,
                 calls=self._inline_evaluator.calls - calls,
             )
-            self._choose(self._chooser.in_line(spent))
-        self._take_in()
-        self._raise()
+            self._apply_choice(self._chooser.after_inline_epoch(spent))
+        self._apply_finished()
+        self._raise_errors()
         return validation
 
-    def _choose_after_overlap(self, spent_s: float, spent_cpu_s: float) -> Choice:
+    def _choose_after_overlap(self, spent_s: float, spent_cpu_s: float) -> BackendChoice:
         """Choose how to go on after an epoch during which another one was evaluated."""
         assert self._chooser is not None
         assert self._waited_times is not None
         if self._pacer is not None and self._pacer.is_slow:
-            choice = self._chooser.too_slow(self.backend)
+            choice = self._chooser.after_slow_threads(self.backend)
             self._pacer = None
             while self._ledger.wait_for_oldest():
-                self._take_in()
+                self._apply_finished()
             self._stopwatch.lap()
             return choice
         waited_s, waited_cpu_s = self._waited_times  # at the last epoch's end
-        return self._chooser.overlapped(self.backend, waited_s + spent_s, waited_cpu_s + spent_cpu_s)
+        return self._chooser.after_overlapped_epoch(
+            self.backend, waited_s + spent_s, waited_cpu_s + spent_cpu_s
+        )
 
     def _begin(self, epoch: int) -> Validation:
         """Start the validation of an epoch once there is room for its snapshot."""
-        parts = self._parts_now()
-        while self._ended == epoch:
-            decision, validation = self._ledger.begin(epoch, parts)
-            if not isinstance(decision, Block):
+        parts = self._current_parts()
+        while self._last_epoch == epoch:
+            decision, validation = self._ledger.on_epoch_ended(epoch, parts)
+            if not isinstance(decision, WaitForValidation):
                 break
             self._ledger.wait_for_oldest()
-            self._take_in()
+            self._apply_finished()
         else:
-            return self._ledger.without_metrics(epoch, _rollback_reason(self._ended))
-        if isinstance(decision, Skip):
-            return self._ledger.without_metrics(epoch, "it was skipped, because others were under way")
+            return self._ledger.make_without_metrics(epoch, _rollback_reason(self._last_epoch))
+        if isinstance(decision, SkipValidation):
+            return self._ledger.make_without_metrics(epoch, "it was skipped, because others were under way")
         try:
-            moment = self._moments[epoch] = self._capture()
+            moment = self._epoch_states[epoch] = self._capture()
             if self.backend in ("thread", "stream") and not self._is_rehearsed:
                 self._rehearse(moment.snapshot)
-            self._give(decision, moment)
+            self._submit(decision, moment)
         except BaseException as error:
-            self._moments.pop(epoch, None)
-            self._ledger.drop(epoch - 1, str(error))
+            self._epoch_states.pop(epoch, None)
+            self._ledger.drop_after(epoch - 1, str(error))
             raise
         return validation
 
-    def _give(self, take: Take, moment: Moment) -> None:
+    def _submit(self, take: TakeSnapshot, moment: EpochState) -> None:
         """Submit the parts of an epoch for evaluation."""
-        parts = parts_of(take, moment.snapshot, moment.cancelled)
+        parts = make_parts(take, moment.snapshot, moment.cancelled)
         if self.backend != "inline":
-            self._crews[-1][0].give(parts)
+            self._crews[-1][0].submit(parts)
             return
         alone_s = time.perf_counter()
-        with apart() as moved:
+        with isolated_evaluation() as moved:
             self._evaluate_in_line(parts[:1])
         alone_s = time.perf_counter() - alone_s
         if moved and self._chooser is not None:
             for backend in ("thread", "stream"):
                 self._chooser.exclude(backend, f"evaluate changes {' and '.join(moved)}, which threads share")
         if len(parts) > 1 and moved:
-            with apart():
+            with isolated_evaluation():
                 self._evaluate_in_line(parts[1:])
         elif len(parts) > 1:
             at_once_s = time.perf_counter()
@@ -457,7 +465,7 @@ class Validator:
             at_once_s = time.perf_counter() - at_once_s
             self._contention_share = min(1.0, max(0.0, 2 - alone_s / at_once_s))
 
-    def _parts_now(self) -> tuple[range, ...]:
+    def _current_parts(self) -> tuple[range, ...]:
         """Return the parts for an epoch: one per worker; in line, the whole set as one.
 
         Where `auto` has not yet measured how threads delay each other: one half alone, then two quarters at
@@ -471,60 +479,60 @@ class Validator:
             return (range(self._samples),)
         return range(half), range(half, half + quarter), range(half + quarter, self._samples)
 
-    def _evaluate_in_line(self, parts: Sequence[Part[Snapshot]]) -> None:
+    def _evaluate_in_line(self, parts: Sequence[ValidationPart[Snapshot]]) -> None:
         for part in parts:
-            result = outcome(self._inline_evaluator, part)
+            result = evaluate_or_error(self._inline_evaluator, part)
             if isinstance(result, BaseException) and not isinstance(result, Exception):
                 raise result  # an interrupt reaches the training at once
-            self._ledger.done(part, result)
+            self._ledger.on_part_done(part, result)
 
-    def _evaluate_at_once(self, parts: Sequence[Part[Snapshot]]) -> None:
+    def _evaluate_at_once(self, parts: Sequence[ValidationPart[Snapshot]]) -> None:
         """Evaluate parts in a thread each, and wait for them."""
 
-        def evaluate(part: Part[Snapshot]) -> None:
-            self._ledger.done(part, outcome(self._inline_evaluator, part))
+        def evaluate(part: ValidationPart[Snapshot]) -> None:
+            self._ledger.on_part_done(part, evaluate_or_error(self._inline_evaluator, part))
 
         threads = [
-            start_thread("offbeat validation", partial(evaluate, part), self._ledger.abandon)
+            start_thread("offbeat validation", partial(evaluate, part), self._ledger.fail_all)
             for part in parts
         ]
         for thread in threads:
             thread.join(self._deadline_s)
 
-    def _capture(self) -> Moment:
+    def _capture(self) -> EpochState:
         """Capture the current state of the training."""
         start_s = time.perf_counter()
         snapshot = (
             self._free_snapshots.pop() if self._free_snapshots else Snapshot(shared=self.backend == "process")
         )
-        snapshot.take(unwrapped(self._model))
+        snapshot.capture(unwrap(self._model))
         goes_back = self._decision == "rollback"
-        moment = Moment(
+        moment = EpochState(
             snapshot=snapshot,
-            cancelled=Flag(),
+            cancelled=SignalSafeEvent(),
             states=[copy.deepcopy(stateful.state_dict()) for stateful in self._restores] if goes_back else [],
-            randomness=GlobalRandomness() if goes_back else None,
+            randomness=GlobalRandomState() if goes_back else None,
         )
         self.copy_s += time.perf_counter() - start_s
         return moment
 
     # Acting on metrics ----------------------------------------------------------------------------------
 
-    def _take_in(self) -> None:
+    def _apply_finished(self) -> None:
         """Act on all results that have arrived, in the order of epochs."""
-        while self._take_in_next():
+        while self._apply_next():
             pass
 
-    def _take_in_next(self) -> bool:
+    def _apply_next(self) -> bool:
         """Act on the next epoch that is over; return whether there was one."""
-        reported = self._ledger.report()
+        reported = self._ledger.pop_finished()
         if reported is None:
             return False
         epoch, validation = reported
         if validation is None:
             self.history[epoch] = None
             return True
-        moment = self._moments.pop(epoch)
+        moment = self._epoch_states.pop(epoch)
         try:
             metrics = validation.result()
         except NoMetricsError:
@@ -536,23 +544,23 @@ class Validator:
             self._act(epoch, metrics, moment)
         return True  # where there are no metrics, other threads may still read the snapshot
 
-    def _act(self, epoch: int, metrics: Mapping[str, float], moment: Moment) -> None:
+    def _act(self, epoch: int, metrics: Mapping[str, float], moment: EpochState) -> None:
         unused = moment.snapshot
         if self._monitor is not None:
             verdict = self._monitor.observe(epoch, metrics)
-            is_late = self._decision == "rollback" and epoch < self._ended
-            if is_late and (verdict.stop or self._would_lower_rate(metrics)):
-                self._go_back(epoch, moment)
+            is_late = self._decision == "rollback" and epoch < self._last_epoch
+            if is_late and (verdict.should_stop or self._would_lower_rate(metrics)):
+                self._roll_back(epoch, moment)
             if self._plateau is not None:
                 self._plateau.step(self._monitor.value_of(metrics))
-            self.stopped = self.stopped or verdict.stop
-            if verdict.improved:
+            self.stopped = self.stopped or verdict.should_stop
+            if verdict.has_improved:
                 self._best, unused = moment.snapshot, self._best
-        self._use_again(unused)
+        self._reuse(unused)
 
-    def _use_again(self, unused: Snapshot | None) -> None:
+    def _reuse(self, unused: Snapshot | None) -> None:
         """Reuse this memory for the next snapshot, if it suits the current backend."""
-        if unused is not None and unused.shared == (self.backend == "process"):
+        if unused is not None and unused.is_shared == (self.backend == "process"):
             self._free_snapshots.append(unused)
 
     def _would_lower_rate(self, metrics: Mapping[str, float]) -> bool:
@@ -568,18 +576,18 @@ class Validator:
             group["lr"] = rate
         return would_lower
 
-    def _go_back(self, epoch: int, moment: Moment) -> None:
+    def _roll_back(self, epoch: int, moment: EpochState) -> None:
         """Roll the training back to the end of an epoch."""
-        moment.snapshot.put_back(unwrapped(self._model))
+        moment.snapshot.restore_to(unwrap(self._model))
         for stateful, state in zip(self._restores, moment.states, strict=True):
             stateful.load_state_dict(state)
         assert moment.randomness is not None
         moment.randomness.restore()
-        for later in self._moments.values():
+        for later in self._epoch_states.values():
             later.cancelled.set()
-        self._moments.clear()
-        self._ledger.drop(epoch, _rollback_reason(epoch))
-        self._ended = epoch
+        self._epoch_states.clear()
+        self._ledger.drop_after(epoch, _rollback_reason(epoch))
+        self._last_epoch = epoch
 
     @property
     def has_best(self) -> bool:
@@ -608,11 +616,11 @@ class Validator:
             Exception: what `evaluate` raised, with its traceback; has a note on each later epoch that failed.
         """
         while self._ledger.wait_for_oldest():
-            self._take_in()
-        self._take_in()
-        self._raise()
+            self._apply_finished()
+        self._apply_finished()
+        self._raise_errors()
 
-    def _raise(self) -> None:
+    def _raise_errors(self) -> None:
         """Raise the first pending error, with a note on each later one."""
         errors, self._errors = self._errors, {}
         if not errors:
@@ -630,9 +638,9 @@ class Validator:
         if self._is_closed:
             return
         self._is_closed = True
-        for moment in self._moments.values():
+        for moment in self._epoch_states.values():
             moment.cancelled.set()
-        self._ledger.drop(-1, "the validator was closed")
+        self._ledger.drop_after(-1, "the validator was closed")
         for crew, finalizer in self._crews:
             finalizer.detach()
             if alive := crew.close(_END_S):
@@ -673,7 +681,7 @@ class _Stopwatch:
         return spent
 
 
-def _pinned(data: Data) -> Data:
+def _pinned(data: ValidationData) -> ValidationData:
     """Return a set whose tensors can be copied to a GPU while it computes."""
     if type(data) is TensorDataset and not any(tensor.is_cuda for tensor in data.tensors):
         return TensorDataset(*(tensor.pin_memory() for tensor in data.tensors))

@@ -30,7 +30,7 @@ class Engine:
 
     def __init__(self, begin_s: float = 0.0) -> None:
         self.now_s = begin_s
-        self.count = 0
+        self.calls_made = 0
         self._soon: list[_Entry] = []  # a heap: entries that were requested before the horizon
         self._sorted: list[_Entry] = []  # latest first, all before the horizon
         self._far: list[_Entry] = []  # unordered, none before the horizon
@@ -39,7 +39,7 @@ class Engine:
         self._until_s = 0.0
         self._is_stopped = False
 
-    def at(self, time_s: float, call: Callable[[Any], None], argument: Any = None) -> None:
+    def schedule(self, time_s: float, call: Callable[[Any], None], argument: Any = None) -> None:
         """Schedule `call(argument)` at `time_s`, or now if that has passed."""
         self._number += 1
         if time_s < self._horizon_s:
@@ -48,7 +48,7 @@ class Engine:
             self._far.append((time_s, self._number, call, argument))
 
     @property
-    def free_until_s(self) -> float:
+    def next_call_s(self) -> float:
         """The time before which no call is due and the run does not end, as scheduled so far."""
         if not self._soon and not self._sorted and self._far:
             self._sort()
@@ -83,10 +83,10 @@ class Engine:
                 self.now_s = until_s
                 return
             self.now_s = entry[0]
-            self.count += 1
+            self.calls_made += 1
             entry[2](entry[3])
 
-    def asked(self) -> Iterator[tuple[float, Callable[[Any], None], Any]]:
+    def pending_calls(self) -> Iterator[tuple[float, Callable[[Any], None], Any]]:
         """Yield the calls that are still due, in order: time, function and argument."""
         for time_s, _, call, argument in sorted(self._soon + self._sorted + self._far, key=_order):
             yield time_s, call, argument

@@ -1,6 +1,6 @@
 """Faults of a simulated cluster as data: what goes wrong and when, with a one-line text form.
 
-Nothing here acts; `offbeat.simulator.cluster` carries the faults out.
+Nothing here acts; `offbeat.simulator.training.cluster` carries the faults out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
-FORMS = (
+FAULT_FORMS = (
     "die:1@2.5 (worker 1 dies after 2.5 s; die:1,2@2.5 for two at once), hang:1@2.5+30 (for 30 s), "
     "late:1@2.5+0.2 (its messages arrive 0.2 s late, once), cut:1@2.5+3 (from the coordinator, for 3 s), "
     "cut:1-2@2.5+3 (from worker 2), cut:1-s@2.5+3 (from all servers), cut:1>2@2.5+3 (messages from 1 to 2 "
@@ -19,8 +19,8 @@ FORMS = (
     "leave:1@2.5, restart@2.5+0.5 (the coordinator, down for 0.5 s)"
 )
 SERVERS: Final = -2  # all servers together, as a peer
-Whose: TypeAlias = Literal["both", "worker", "peer"]
-WHOSE: tuple[Whose, ...] = get_args(Whose)
+LostMessages: TypeAlias = Literal["both", "worker", "peer"]
+LOST_MESSAGES: tuple[LostMessages, ...] = get_args(LostMessages)
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _FAULT = re.compile(
     rf"(?P<kind>die|hang|late|cut|split|reset|join|leave|restart)"
@@ -30,7 +30,7 @@ _FAULT = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Death:
+class WorkerDeath:
     """Workers die without notice, all at once."""
 
     at_s: float
@@ -38,25 +38,25 @@ class Death:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hang:
+class WorkerHang:
     """A worker neither computes nor responds for a while, and then resumes with all queued messages."""
 
     at_s: float
     worker: int
-    length_s: float
+    duration_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Late:
+class Delay:
     """Messages of a worker, in one direction, arrive `length_s` after `at_s` at the earliest."""
 
     at_s: float
     worker: int
-    length_s: float
+    duration_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class LinkCut:
     """A worker and another node do not receive each other's messages for a while.
 
     Attributes:
@@ -67,21 +67,21 @@ class Cut:
     at_s: float
     worker: int
     peer: int | None
-    length_s: float
-    lost: Whose = "both"
+    duration_s: float
+    lost: LostMessages = "both"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class Partition:
     """Some workers are cut off from all other nodes, the coordinator included, for a while."""
 
     at_s: float
     workers: tuple[int, ...]
-    length_s: float
+    duration_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reset:
+class ConnectionReset:
     """The connection of a worker to another worker, or to the coordinator (None), breaks; both live on."""
 
     at_s: float
@@ -90,7 +90,7 @@ class Reset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
+class WorkerArrival:
     """A worker that was not there at the start joins."""
 
     at_s: float
@@ -98,7 +98,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Departure:
+class WorkerDeparture:
     """A worker leaves in order, after the first step that it finishes past `at_s`."""
 
     at_s: float
@@ -106,17 +106,27 @@ class Departure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restart:
+class CoordinatorRestart:
     """The coordinator dies, and a new one replays its log after a while."""
 
     at_s: float
-    length_s: float
+    duration_s: float
 
 
-Fault: TypeAlias = Death | Hang | Late | Cut | Split | Reset | Arrival | Departure | Restart
+Fault: TypeAlias = (
+    WorkerDeath
+    | WorkerHang
+    | Delay
+    | LinkCut
+    | Partition
+    | ConnectionReset
+    | WorkerArrival
+    | WorkerDeparture
+    | CoordinatorRestart
+)
 
 
-def parse(text: str) -> Fault:
+def parse_fault(text: str) -> Fault:
     """Parse one fault.
 
     Raises:
@@ -130,61 +140,61 @@ def parse(text: str) -> Fault:
         between = "".join(re.findall("[->]", nodes)) or ","
         match kind, between, workers, length_s:
             case "die", ",", [_, *_], None:
-                return Death(at_s=at_s, workers=tuple(sorted(set(workers))))
+                return WorkerDeath(at_s=at_s, workers=tuple(sorted(set(workers))))
             case "hang", ",", [worker], float():
-                return Hang(at_s=at_s, worker=worker, length_s=length_s)
+                return WorkerHang(at_s=at_s, worker=worker, duration_s=length_s)
             case "late", ",", [worker], float():
-                return Late(at_s=at_s, worker=worker, length_s=length_s)
+                return Delay(at_s=at_s, worker=worker, duration_s=length_s)
             case "cut", ",", [worker], float():
-                return Cut(at_s=at_s, worker=worker, peer=None, length_s=length_s)
+                return LinkCut(at_s=at_s, worker=worker, peer=None, duration_s=length_s)
             case "cut", ">", [worker], float():
-                lost: Whose = "peer" if nodes.startswith("c") else "worker"
-                return Cut(at_s=at_s, worker=worker, peer=None, length_s=length_s, lost=lost)
+                lost: LostMessages = "peer" if nodes.startswith("c") else "worker"
+                return LinkCut(at_s=at_s, worker=worker, peer=None, duration_s=length_s, lost=lost)
             case "cut", "-", [worker], float():
-                return Cut(at_s=at_s, worker=worker, peer=SERVERS, length_s=length_s)
+                return LinkCut(at_s=at_s, worker=worker, peer=SERVERS, duration_s=length_s)
             case "cut", "-", [worker, peer], float() if worker != peer:
-                return Cut(at_s=at_s, worker=worker, peer=peer, length_s=length_s)
+                return LinkCut(at_s=at_s, worker=worker, peer=peer, duration_s=length_s)
             case "cut", ">", [worker, peer], float() if worker != peer:
-                return Cut(at_s=at_s, worker=worker, peer=peer, length_s=length_s, lost="worker")
+                return LinkCut(at_s=at_s, worker=worker, peer=peer, duration_s=length_s, lost="worker")
             case "split", ",", [_, *_], float():
-                return Split(at_s=at_s, workers=tuple(sorted(set(workers))), length_s=length_s)
+                return Partition(at_s=at_s, workers=tuple(sorted(set(workers))), duration_s=length_s)
             case "reset", ",", [worker], None:
-                return Reset(at_s=at_s, worker=worker, peer=None)
+                return ConnectionReset(at_s=at_s, worker=worker, peer=None)
             case "reset", "-", [worker, peer], None if worker != peer:
-                return Reset(at_s=at_s, worker=worker, peer=peer)
+                return ConnectionReset(at_s=at_s, worker=worker, peer=peer)
             case "join", ",", [worker], None:
-                return Arrival(at_s=at_s, worker=worker)
+                return WorkerArrival(at_s=at_s, worker=worker)
             case "leave", ",", [worker], None:
-                return Departure(at_s=at_s, worker=worker)
+                return WorkerDeparture(at_s=at_s, worker=worker)
             case "restart", ",", [], float():
-                return Restart(at_s=at_s, length_s=length_s)
-    raise ValueError(f"fault {text[:100]!r} is not understood: expected {FORMS}")
+                return CoordinatorRestart(at_s=at_s, duration_s=length_s)
+    raise ValueError(f"fault {text[:100]!r} is not understood: expected {FAULT_FORMS}")
 
 
-def spell(fault: Fault) -> str:
-    """Return the text of a fault, as `parse` reads it."""
+def format_fault(fault: Fault) -> str:
+    """Return the text of a fault, as `parse_fault` reads it."""
     match fault:
-        case Death():
+        case WorkerDeath():
             return f"die:{','.join(map(str, fault.workers))}@{fault.at_s!r}"
-        case Hang():
-            return f"hang:{fault.worker}@{fault.at_s!r}+{fault.length_s!r}"
-        case Late():
-            return f"late:{fault.worker}@{fault.at_s!r}+{fault.length_s!r}"
-        case Cut():
-            return f"cut:{_nodes(fault)}@{fault.at_s!r}+{fault.length_s!r}"
-        case Split():
-            return f"split:{','.join(map(str, fault.workers))}@{fault.at_s!r}+{fault.length_s!r}"
-        case Reset():
+        case WorkerHang():
+            return f"hang:{fault.worker}@{fault.at_s!r}+{fault.duration_s!r}"
+        case Delay():
+            return f"late:{fault.worker}@{fault.at_s!r}+{fault.duration_s!r}"
+        case LinkCut():
+            return f"cut:{_nodes(fault)}@{fault.at_s!r}+{fault.duration_s!r}"
+        case Partition():
+            return f"split:{','.join(map(str, fault.workers))}@{fault.at_s!r}+{fault.duration_s!r}"
+        case ConnectionReset():
             return f"reset:{fault.worker}{'' if fault.peer is None else f'-{fault.peer}'}@{fault.at_s!r}"
-        case Arrival():
+        case WorkerArrival():
             return f"join:{fault.worker}@{fault.at_s!r}"
-        case Departure():
+        case WorkerDeparture():
             return f"leave:{fault.worker}@{fault.at_s!r}"
-        case Restart():
-            return f"restart@{fault.at_s!r}+{fault.length_s!r}"
+        case CoordinatorRestart():
+            return f"restart@{fault.at_s!r}+{fault.duration_s!r}"
 
 
-def _nodes(cut: Cut) -> str:
+def _nodes(cut: LinkCut) -> str:
     if cut.peer == SERVERS:
         return f"{cut.worker}-s"
     if cut.lost == "both":
@@ -193,17 +203,21 @@ def _nodes(cut: Cut) -> str:
     return f"{cut.worker}>{peer}" if cut.lost == "worker" else f"{peer}>{cut.worker}"
 
 
-def check(faults: Iterable[Fault], world: int) -> None:
+def check_faults(faults: Iterable[Fault], world: int) -> None:
     """Raise ValueError where a fault names a worker that is not there, or a newcomer that is."""
     known = set(range(world))
     for fault in sorted(faults, key=lambda fault: fault.at_s):
-        if isinstance(fault, Arrival):
+        if isinstance(fault, WorkerArrival):
             if fault.worker in known:
-                raise ValueError(f"fault {spell(fault)}: worker {fault.worker} is there already")
+                raise ValueError(f"fault {format_fault(fault)}: worker {fault.worker} is there already")
             known.add(fault.worker)
             continue
-        named = set(fault.workers) if isinstance(fault, Death | Split) else {getattr(fault, "worker", 0)}
-        if isinstance(fault, Cut | Reset) and fault.peer not in (None, SERVERS):
+        named = (
+            set(fault.workers)
+            if isinstance(fault, WorkerDeath | Partition)
+            else {getattr(fault, "worker", 0)}
+        )
+        if isinstance(fault, LinkCut | ConnectionReset) and fault.peer not in (None, SERVERS):
             named.add(fault.peer)
         for worker in sorted(named - known):
-            raise ValueError(f"fault {spell(fault)}: there is no worker {worker} at that time")
+            raise ValueError(f"fault {format_fault(fault)}: there is no worker {worker} at that time")

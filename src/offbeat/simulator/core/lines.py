@@ -5,7 +5,7 @@ remaining ones. It has three consequences, all implemented here.
 
 Messages under way between separated nodes stall, and are sent again once the line is used again: none is lost
 and none arrives twice, for sessions outlive their connections. A mended line is used at the latest
-`REDIALLED_S` after it was mended. Where only one direction is cut, the other one works until the connection
+`REDIAL_S_MAX` after it was mended. Where only one direction is cut, the other one works until the connection
 is replaced by a fresh dial, which needs both.
 
 A node that has received nothing for `UNREACHABLE_S` from a node with which it has a session reports it, and
@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 from offbeat.events import PeerReachable, PeerUnreachable
 
 if TYPE_CHECKING:
-    from offbeat.simulator.training.cluster import Cluster
+    from offbeat.simulator.training.cluster import SimulatedCluster
 
 COORDINATOR = -1
 UNREACHABLE_S = 1.25
-REDIALLED_S = 3.0
+REDIAL_S_MAX = 3.0
 _REDIAL_AFTER_S = 2.0  # a connection that is silent for so long is replaced by a fresh dial
 _CAUSE = f"nothing has been received from it for {UNREACHABLE_S:g} s"
 
@@ -56,17 +56,17 @@ class Outage:
     until_s: float
     is_replaced: bool = False
 
-    def stops(self, sender: int, receiver: int) -> bool:
+    def drops_messages(self, sender: int, receiver: int) -> bool:
         """Whether the receiver gets nothing that the sender sends."""
         if self._is_from(sender, receiver):
             return True
         return (self.is_replaced or not self.is_one_way) and self._is_from(receiver, sender)
 
-    def is_between(self, one: int, other: int) -> bool:
+    def separates(self, one: int, other: int) -> bool:
         """Whether it prevents an exchange between two nodes, which needs both directions."""
         return self._is_from(one, other) or self._is_from(other, one)
 
-    def splits(self, members: tuple[int, ...]) -> bool:
+    def separates_members(self, members: tuple[int, ...]) -> bool:
         """Whether it prevents an exchange among these members."""
         inside = [member for member in members if member in self.nodes]
         if self.peers is None:
@@ -79,7 +79,7 @@ class Outage:
         return self.peers is None or receiver in self.peers
 
 
-class Lines:
+class NetworkOutages:
     """The state of all connections of a cluster: current outages and reported silences.
 
     Args:
@@ -89,27 +89,27 @@ class Lines:
         outages: the current ones.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self.outages: list[Outage] = []
         self._silent_s: dict[tuple[int, int], float] = {}  # by receiver and sender: begin of the silence
         self._reported: set[tuple[int, int]] = set()  # receiver, sender
 
     @property
-    def are_calm(self) -> bool:
+    def has_no_outages(self) -> bool:
         """Whether there is no outage and no silence is reported."""
         return not (self.outages or self._reported)
 
-    def free_s(self, one: int, other: int) -> float:
+    def reachable_s(self, one: int, other: int) -> float:
         """Return when two nodes receive from each other again; now if they do."""
-        until_s = [outage.until_s for outage in self.outages if outage.is_between(one, other)]
+        until_s = [outage.until_s for outage in self.outages if outage.separates(one, other)]
         return max(until_s, default=self._cluster.engine.now_s)
 
     def is_silent(self, sender: int, receiver: int) -> bool:
         """Whether the receiver gets nothing from the sender, because of an outage or because it hangs."""
         if sender != COORDINATOR and self._cluster.is_hung(sender):
             return True
-        return any(outage.stops(sender, receiver) for outage in self.outages)
+        return any(outage.drops_messages(sender, receiver) for outage in self.outages)
 
     def silence_s(self, sender: int, receiver: int) -> float:
         """Return for how long the receiver has received nothing from the sender, in seconds."""
@@ -122,7 +122,7 @@ class Lines:
         self, nodes: frozenset[int], peers: frozenset[int] | None, length_s: float, *, is_one_way: bool
     ) -> None:
         """Cut the messages of these nodes to their peers for a while, and unless one-way, the reverse."""
-        used_s = self._cluster.chance.random() * min(length_s, REDIALLED_S)
+        used_s = self._cluster.chance.random() * min(length_s, REDIAL_S_MAX)
         self._begin(nodes, peers, length_s + used_s, is_one_way=is_one_way)
 
     def reset(self, nodes: frozenset[int], peers: frozenset[int]) -> None:
@@ -138,37 +138,37 @@ class Lines:
         self.outages.append(outage)
         for exchange in cluster.exchanges.values():
             present = tuple(worker.worker for worker in exchange.workers if worker.exchange is exchange)
-            if outage.splits(present):
+            if outage.separates_members(present):
                 exchange.block(outage)
         self._delay(outage)
         if is_one_way and length_s > _REDIAL_AFTER_S:
-            cluster.engine.at(cluster.engine.now_s + _REDIAL_AFTER_S, self._replace, outage)
-        cluster.engine.at(until_s, self._mend, outage)
-        self.look()
+            cluster.engine.schedule(cluster.engine.now_s + _REDIAL_AFTER_S, self._replace, outage)
+        cluster.engine.schedule(until_s, self._mend, outage)
+        self.update_silences()
 
     def _replace(self, outage: Outage) -> None:
         outage.is_replaced = True
         self._delay(outage)
-        self.look()
+        self.update_silences()
 
     def _delay(self, outage: Outage) -> None:
         """Delay the control messages that an outage stops."""
-        for worker in self._cluster.living():
-            if outage.stops(worker.worker, COORDINATOR):
-                worker.up_s = max(worker.up_s, outage.until_s)
-            if outage.stops(COORDINATOR, worker.worker):
-                worker.down_s = max(worker.down_s, outage.until_s)
+        for worker in self._cluster.running_workers():
+            if outage.drops_messages(worker.worker, COORDINATOR):
+                worker.uplink_s = max(worker.uplink_s, outage.until_s)
+            if outage.drops_messages(COORDINATOR, worker.worker):
+                worker.downlink_s = max(worker.downlink_s, outage.until_s)
 
     def _mend(self, outage: Outage) -> None:
         self.outages.remove(outage)
         for exchange in list(self._cluster.exchanges.values()):
             exchange.unblock(outage)
-        self.look()
-        self._cluster.engine.at(self._cluster.engine.now_s, self._cluster.welcome)
+        self.update_silences()
+        self._cluster.engine.schedule(self._cluster.engine.now_s, self._cluster.reconnect_reachable)
 
     # What nodes report -----------------------------------------------------------------------------------
 
-    def look(self, _: object = None) -> None:
+    def update_silences(self, _: object = None) -> None:
         """Update silences and reports; to be called after any event that may have changed them."""
         cluster, now_s = self._cluster, self._cluster.engine.now_s
         silent = set(self._silent_pairs())
@@ -178,12 +178,12 @@ class Lines:
             self._silent_s[receiver, sender] = now_s
             since = (receiver, sender, now_s)
             if sender != COORDINATOR:
-                cluster.engine.at(now_s + UNREACHABLE_S, self._report, since)
+                cluster.engine.schedule(now_s + UNREACHABLE_S, self._report, since)
             if receiver == COORDINATOR:
-                cluster.engine.at(now_s + cluster.setting.lost_after_s, self._lose, since)
+                cluster.engine.schedule(now_s + cluster.setting.lost_after_s, self._lose, since)
             elif sender == COORDINATOR:
                 notices_s = now_s + cluster.setting.lost_after_s + cluster.chance.random()
-                cluster.engine.at(notices_s, self._end_orphan, since)
+                cluster.engine.schedule(notices_s, self._end_orphan, since)
         for receiver, sender in sorted(self._reported - silent):
             is_over = not cluster.is_running(sender) or not (
                 receiver == COORDINATOR or cluster.is_running(receiver)
@@ -192,12 +192,14 @@ class Lines:
                 self._reported.discard((receiver, sender))
             elif cluster.is_observing(receiver):
                 self._reported.discard((receiver, sender))
-                cluster.observe(receiver, PeerReachable(now_s=0.0, worker=_worker(receiver), peer=sender))
+                cluster.report_reachability(
+                    receiver, PeerReachable(now_s=0.0, worker=_worker(receiver), peer=sender)
+                )
 
     def _silent_pairs(self) -> Iterator[tuple[int, int]]:
         """Yield each (receiver, sender) of which the receiver gets nothing."""
         cluster = self._cluster
-        running = [worker.worker for worker in cluster.living()]
+        running = [worker.worker for worker in cluster.running_workers()]
         nodes = [COORDINATOR, *running]
         suspects: list[tuple[int, list[int]]] = [
             (worker, nodes) for worker in running if cluster.is_hung(worker)
@@ -223,7 +225,7 @@ class Lines:
             return self._cluster.is_present(sender)
         if sender == COORDINATOR:
             return self._cluster.is_present(receiver)
-        for members in self._cluster.known_members(receiver):
+        for members in self._cluster.session_groups(receiver):
             place = bisect_left(members, sender)
             if place < len(members) and members[place] == sender:
                 return True
@@ -239,27 +241,27 @@ class Lines:
             return
         self._reported.add((receiver, sender))
         unreachable = PeerUnreachable(now_s=0.0, worker=_worker(receiver), peer=sender, cause=_CAUSE)
-        self._cluster.observe(receiver, unreachable)
+        self._cluster.report_reachability(receiver, unreachable)
 
     def _lose(self, pair: tuple[int, int, float]) -> None:
         if self._is_still_silent(pair):
-            self._cluster.lose(
+            self._cluster.give_up_worker(
                 pair[1], f"nothing was received from it for {self._cluster.setting.lost_after_s:g} s"
             )
 
     def _end_orphan(self, since: tuple[int, int, float]) -> None:
         if self._is_still_silent(since):
-            self._cluster.kill(since[0], 0.0, "it lost the coordinator")
+            self._cluster.kill_worker(since[0], 0.0, "it lost the coordinator")
 
-    def restart(self, reported: set[int]) -> None:
+    def adopt_reports(self, reported: set[int]) -> None:
         """Continue with the observations of a new coordinator, whose log has these workers as reported."""
         self._reported = {pair for pair in self._reported if pair[0] != COORDINATOR}
         self._reported |= {(COORDINATOR, worker) for worker in reported}
         for pair in [pair for pair in self._silent_s if pair[0] == COORDINATOR]:
             del self._silent_s[pair]
-        self.look()
+        self.update_silences()
 
-    def reports_of(self, worker: int) -> list[PeerUnreachable]:
+    def open_reports(self, worker: int) -> list[PeerUnreachable]:
         """Return the open reports of a worker."""
         return [
             PeerUnreachable(now_s=0.0, worker=worker, peer=sender, cause=_CAUSE)

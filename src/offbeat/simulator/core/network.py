@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class NetworkCosts:
     """Identical links between all nodes.
 
     Source: the ring's cost, 2 (m - 1) alpha + 2 (m - 1) / m n / beta for n bytes among m members (Patarasuk

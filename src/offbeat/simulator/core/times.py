@@ -1,6 +1,6 @@
 """Compute times of workers: models of them, with independent random numbers for each worker.
 
-Nothing here knows what is computed; `offbeat.policies.slowness` adds injected slowness.
+Nothing here knows what is computed; `offbeat.policies.stragglers.injection` adds injected slowness.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.events import Ready
-from offbeat.policies.stragglers.injection import Slowness
+from offbeat.policies.stragglers.injection import InjectedSlowness
 
 _BLOCK = 256  # times drawn at once
 
@@ -34,7 +34,7 @@ def _positive(thing: Any, *names: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constant:
+class ConstantTimes:
     """The same time always."""
 
     mean_s: float = 0.1
@@ -48,7 +48,7 @@ class Constant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Jittered:
+class JitteredTimes:
     """Log-normal around the mean; `deviation` is the standard deviation as a share of the mean."""
 
     mean_s: float = 0.1
@@ -64,7 +64,7 @@ class Jittered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bursty:
+class BurstyTimes:
     """Jittered, and `factor` times as long in bursts, one every `period` steps on average.
 
     A burst has `length` steps; overlapping bursts form one longer burst.
@@ -83,7 +83,9 @@ class Bursty:
 
     def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
         """See `ComputeTimes.draw`."""
-        times_s = Jittered(mean_s=self.mean_s, deviation=self.deviation).draw(worker, chance, count, first)
+        times_s = JitteredTimes(mean_s=self.mean_s, deviation=self.deviation).draw(
+            worker, chance, count, first
+        )
         is_slow = np.zeros(count, bool)
         for begin in np.flatnonzero(chance.random(count) < 1 / self.period):
             is_slow[begin : begin + self.length] = True
@@ -91,7 +93,7 @@ class Bursty:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drifting:
+class DriftingTimes:
     """Jittered around a pace that follows a random walk, whose steps have the standard deviation `drift`.
 
     The walk is mean-reverting: the pace stays within about 7 `drift` of the mean.
@@ -106,7 +108,9 @@ class Drifting:
 
     def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
         """See `ComputeTimes.draw`."""
-        times_s = Jittered(mean_s=self.mean_s, deviation=self.deviation).draw(worker, chance, count, first)
+        times_s = JitteredTimes(mean_s=self.mean_s, deviation=self.deviation).draw(
+            worker, chance, count, first
+        )
         steps = chance.normal(0.0, self.drift, count)
         pace = np.empty(count)
         at = chance.normal(0.0, 7 * self.drift)
@@ -117,7 +121,7 @@ class Drifting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeavyTailed:
+class HeavyTailedTimes:
     """Pareto above the minimum: P(t > x) = (minimum / x)^`shape`, with mean `mean_s`."""
 
     mean_s: float = 0.1
@@ -135,7 +139,7 @@ class HeavyTailed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class RecordedTimes:
     """The times of a run log: each worker's own times in their order, repeated cyclically.
 
     Worker w gets the times of the log's worker at index w modulo their number.
@@ -153,7 +157,7 @@ class Recorded:
         return np.resize(np.roll(np.asarray(own), -(first % len(own))), count)
 
 
-def recorded(entries: Iterable[Any]) -> Recorded:
+def recorded_times(entries: Iterable[Any]) -> RecordedTimes:
     """Extract the compute times of every Ready of a run log.
 
     Raises:
@@ -163,28 +167,28 @@ def recorded(entries: Iterable[Any]) -> Recorded:
     for entry in entries:
         if isinstance(entry, Ready):
             times_s.setdefault(entry.worker, []).append(entry.compute_s)
-    return Recorded(times_s=tuple(tuple(times_s[worker]) for worker in sorted(times_s)))
+    return RecordedTimes(times_s=tuple(tuple(times_s[worker]) for worker in sorted(times_s)))
 
 
-MODELS: Mapping[str, type[Any]] = {
-    "constant": Constant,
-    "jittered": Jittered,
-    "bursty": Bursty,
-    "drifting": Drifting,
-    "heavy": HeavyTailed,
+TIME_MODELS: Mapping[str, type[Any]] = {
+    "constant": ConstantTimes,
+    "jittered": JitteredTimes,
+    "bursty": BurstyTimes,
+    "drifting": DriftingTimes,
+    "heavy": HeavyTailedTimes,
 }
 
 
-def parse(text: str) -> ComputeTimes:
+def parse_times(text: str) -> ComputeTimes:
     """Parse a model: its name, or `name:key=value,key=value`.
 
     Raises:
         ValueError: the text is no model; the message is one line with what was expected.
     """
     name, colon, rest = text.partition(":")
-    kind = MODELS.get(name)
+    kind = TIME_MODELS.get(name)
     if kind is None:
-        raise ValueError(f"unknown model of compute time {name!r}: expected one of {', '.join(MODELS)}")
+        raise ValueError(f"unknown model of compute time {name!r}: expected one of {', '.join(TIME_MODELS)}")
     types = {field.name: field.type for field in fields(kind)}
     arguments: dict[str, float] = {}
     for part in rest.split(",") if colon else []:
@@ -205,7 +209,7 @@ def parse(text: str) -> ComputeTimes:
     return model
 
 
-class Stopwatch:
+class ComputeTimeSource:
     """One worker's compute times in sequence.
 
     Args:
@@ -215,7 +219,9 @@ class Stopwatch:
         slowness: injected slowness; None where no rule applies to this worker.
     """
 
-    def __init__(self, model: ComputeTimes, worker: int, *, seed: int, slowness: Slowness | None) -> None:
+    def __init__(
+        self, model: ComputeTimes, worker: int, *, seed: int, slowness: InjectedSlowness | None
+    ) -> None:
         self._model = model
         self._worker = worker
         self._chance = np.random.default_rng([seed, worker])
@@ -230,24 +236,24 @@ class Stopwatch:
             self._draw(1)
         time_s = float(self._times_s[self._at])
         self._at += 1
-        return time_s * self.factor(epoch, step_in_epoch, steps_per_epoch, step)
+        return time_s * self.slowdown(epoch, step_in_epoch, steps_per_epoch, step)
 
-    def ahead_s(self, count: int) -> NDArray[np.float64]:
+    def peek_s(self, count: int) -> NDArray[np.float64]:
         """Return the next `count` times without slowness, shape (count,), and do not consume them."""
         if len(self._times_s) - self._at < count:
             self._draw(count)
         return self._times_s[self._at : self._at + count]
 
     def skip(self, count: int) -> None:
-        """Consume `count` times, which `ahead_s` has returned."""
+        """Consume `count` times, which `peek_s` has returned."""
         self._at += count
 
     @property
-    def is_even(self) -> bool:
+    def is_never_slowed(self) -> bool:
         """Whether no slowness rule applies to this worker."""
         return self._slowness is None
 
-    def factor(self, epoch: int, step_in_epoch: int, steps_per_epoch: int, step: int) -> float:
+    def slowdown(self, epoch: int, step_in_epoch: int, steps_per_epoch: int, step: int) -> float:
         """Return the factor by which injected slowness extends a step."""
         if self._slowness is None:
             return 1.0

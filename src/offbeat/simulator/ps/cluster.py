@@ -21,43 +21,43 @@ from typing import Any, cast
 
 from offbeat.events import (
     Action,
-    ClientEnlists,
-    ClientGone,
-    ClientPaused,
-    ClientWithdraws,
+    AggregationJoined,
+    AggregationLeft,
+    AggregationPaused,
+    ClusterView,
     Event,
-    NodeHeard,
+    ForgetClient,
+    NamespaceRequested,
     NodeJoined,
     NodeLost,
+    NodeResumed,
     NodeSilent,
-    Refuse,
-    ServerFilled,
-    ServerLeaves,
-    ServerMissed,
-    ServerReached,
-    SpaceOpened,
+    RejectPeer,
+    ServerReachable,
+    ServerRemovalRequested,
+    ServerTransferDone,
+    ServerUnreachable,
     Tick,
-    Viewed,
 )
-from offbeat.policies.ps.client import Client, Done, Failed
-from offbeat.policies.ps.failure_detector import SILENT_S
-from offbeat.policies.ps.hash_ring import Space
-from offbeat.policies.ps.manager import Manager, view_of
+from offbeat.policies.ps.client import PsClient, RequestDone, RequestFailed
+from offbeat.policies.ps.failure_detector import SILENCE_TIMEOUT_S
+from offbeat.policies.ps.hash_ring import NamespaceSpec
+from offbeat.policies.ps.manager import PsManager, view_from_action
 from offbeat.policies.ps.messages import (
-    Content,
-    Copy,
-    Enlist,
-    Filled,
-    Pulled,
+    JoinAggregation,
+    LeaveAggregation,
+    PauseReached,
+    Payload,
+    PlacementView,
+    PullResult,
     Push,
-    Pushed,
-    Reached,
-    View,
-    Withdraw,
+    PushAck,
+    Replicate,
+    ServerFillDone,
 )
-from offbeat.policies.ps.ordered_channel import Channel, Packet
-from offbeat.policies.ps.range_clock import Piece
-from offbeat.policies.ps.server_node import MANAGER, Send, ServerNode, Store
+from offbeat.policies.ps.ordered_channel import Packet, ReliableChannel
+from offbeat.policies.ps.range_clock import ClockRange
+from offbeat.policies.ps.server_node import MANAGER, SendMessage, ServerNode, TableStore
 from offbeat.simulator.core.engine import Engine
 from offbeat.simulator.training.cluster import ViolationError
 
@@ -76,79 +76,79 @@ _DIALS_S = 1.0  # time within which a mended line is used
 _RECOVERY_S = 3.0  # time within which all requests continue after the last fault
 _DIGIT_BITS = 16  # of one client's pushes in a value
 
-Place = tuple[str, int]  # a namespace, and a key or block in it
-Counted = tuple[str, int, int]  # a namespace, a key in it, and the client whose pushes are counted
-MakeManager = Callable[..., Manager]
-MakeNode = Callable[[int, Store], ServerNode]
-MakeClient = Callable[[int, Callable[[Content, int, int], Content]], Client]
+KeyPlace = tuple[str, int]  # a namespace, and a key or block in it
+PushCounter = tuple[str, int, int]  # a namespace, a key in it, and the client whose pushes are counted
+MakeManager = Callable[..., PsManager]
+MakeNode = Callable[[int, TableStore], ServerNode]
+MakeClient = Callable[[int, Callable[[Payload, int, int], Payload]], PsClient]
 
 
-class Counts:
+class CountTable:
     """A table of integers."""
 
     def __init__(self) -> None:
         self.values: Counter[int] = Counter()
 
-    looks_once = True
+    reads_pushes_once = True
 
     def check(self, content: dict[int, int], first: int, last: int) -> None:
         """See `Table.check`."""
 
-    def rehearse(self, first: int, last: int, content: Content) -> None:
-        """See `Table.rehearse`."""
+    def dry_run(self, first: int, last: int, content: Payload) -> None:
+        """See `Table.check_apply`."""
 
-    def apply(self, first: int, last: int, content: Content) -> None:
+    def apply(self, first: int, last: int, content: Payload) -> None:
         """See `Table.apply`."""
         self.values.update(content)
 
-    def read(self, first: int, last: int, keys: Content | None, states: bool = False) -> Content:
+    def read(self, first: int, last: int, keys: Payload | None, states: bool = False) -> Payload:
         """See `Table.read`."""
-        return cut(self.values, first, last)
+        return slice_content(self.values, first, last)
 
-    def cut(self, content: Content, first: int, last: int) -> Content:
+    def key_range(self, content: Payload, first: int, last: int) -> Payload:
         """See `Table.cut`."""
-        return cut(content, first, last)
+        return slice_content(content, first, last)
 
-    def aggregated(self, contents: Sequence[Content], first: int, last: int) -> Content:
-        """See `Table.aggregated`."""
+    def combine(self, contents: Sequence[Payload], first: int, last: int) -> Payload:
+        """See `Table.aggregate`."""
         total: Counter[int] = Counter()
         for content in contents:
-            total.update(cut(content, first, last))
+            total.update(slice_content(content, first, last))
         return total
 
-    def copy_out(self, first: int, last: int) -> Content:
+    def export_block(self, first: int, last: int) -> Payload:
         """See `Table.copy_out`."""
-        return cut(self.values, first, last)
+        return slice_content(self.values, first, last)
 
-    def copy_in(self, first: int, last: int, content: Content) -> None:
+    def import_block(self, first: int, last: int, content: Payload) -> None:
         """See `Table.copy_in`."""
-        self.drop(first, last)
+        self.remove_block(first, last)
         self.values.update(content)
 
-    def drop(self, first: int, last: int) -> None:
+    def remove_block(self, first: int, last: int) -> None:
         """See `Table.drop`."""
         for key in [key for key in self.values if first <= key < last]:
             del self.values[key]
 
 
-class Tables:
+class SimulatedStore:
     """The tables of one server."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, Counts] = {}
+        self._tables: dict[str, CountTable] = {}
 
-    def table(self, space: Space) -> Counts:
+    def table(self, space: NamespaceSpec) -> CountTable:
         """See `Store.table`."""
-        return self._tables.setdefault(space.name, Counts())
+        return self._tables.setdefault(space.name, CountTable())
 
 
-def cut(content: dict[int, int], first: int, last: int) -> dict[int, int]:
+def slice_content(content: dict[int, int], first: int, last: int) -> dict[int, int]:
     """Return the content for keys `first` to `last` - 1."""
     return {key: count for key, count in content.items() if first <= key < last}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class PsTrial:
     """Parameters of a trial.
 
     Attributes:
@@ -169,48 +169,51 @@ class Trial:
     seed: int
     servers: int = 4
     clients: int = 3
-    copies: int = 2
-    pushes: int = 40
+    replicas: int = 2
+    pushes_per_client: int = 40
     keys: int = 60
     block_keys: int = 5
     virtual_nodes: int = 3
     faults: int = 3
-    lost: float = 0.0
-    doubled: float = 0.0
-    pace_s: float = 0.01
+    loss_share: float = 0.0
+    duplicate_share: float = 0.0
+    request_interval_s_max: float = 0.01
     cut_s_max: float = 0.1
     aggregates: bool = False
 
 
-def trial_of(seed: int) -> Trial:
+def draw_trial(seed: int) -> PsTrial:
     """Draw the trial of a seed."""
     chance = random.Random(f"trial {seed}")
     is_lossy = chance.random() < 0.5
-    trial = Trial(
+    trial = PsTrial(
         seed=seed,
         servers=chance.randint(1, 6),
         clients=chance.randint(1, 4),
-        copies=chance.randint(0, 3),
-        pushes=chance.choice([10, 40]),
+        replicas=chance.randint(0, 3),
+        pushes_per_client=chance.choice([10, 40]),
         block_keys=chance.choice([1, 5, 20]),
         virtual_nodes=chance.randint(1, 4),
         faults=chance.randint(0, 6),
-        lost=chance.choice([0.02, 0.2]) if is_lossy else 0.0,
-        doubled=chance.choice([0.0, 0.2]) if is_lossy else 0.0,
+        loss_share=chance.choice([0.02, 0.2]) if is_lossy else 0.0,
+        duplicate_share=chance.choice([0.0, 0.2]) if is_lossy else 0.0,
         aggregates=chance.random() < 0.6,
     )
     if chance.random() < 0.5:  # cuts longer than a silence that counts as a death; clients work as long
         faults = trial.faults and trial.faults + 2
-        trial = replace(trial, faults=faults, pace_s=1.0, cut_s_max=2 * SILENT_S)
+        trial = replace(trial, faults=faults, request_interval_s_max=1.0, cut_s_max=2 * SILENCE_TIMEOUT_S)
     if not trial.aggregates:
         return trial
     # Faults of sums need several clients, and pushes for as long as there are faults.
     return replace(
-        trial, clients=max(2, trial.clients), pushes=40, faults=trial.faults and max(3, trial.faults)
+        trial,
+        clients=max(2, trial.clients),
+        pushes_per_client=40,
+        faults=trial.faults and max(3, trial.faults),
     )
 
 
-class Serving:
+class PsSimulation:
     """One trial; `run` raises if an invariant is violated.
 
     Args:
@@ -224,20 +227,20 @@ class Serving:
 
     def __init__(
         self,
-        trial: Trial,
+        trial: PsTrial,
         make_node: MakeNode = ServerNode,
-        make_client: MakeClient = Client,
-        make_manager: MakeManager = Manager,
+        make_client: MakeClient = PsClient,
+        make_manager: MakeManager = PsManager,
     ) -> None:
         self.trial = trial
-        self.views: list[View] = []
+        self.published_views: list[PlacementView] = []
         self.requests = 0
         self._make_node, self._make_client, self._manager_factory = make_node, make_client, make_manager
         self._engine = Engine()
         self._chance = random.Random(f"serving {trial.seed}")
         self._option_chance = random.Random(f"whims {trial.seed}")  # for options of requests
         self._spaces = [
-            Space(f"space {number}", trial.keys, trial.block_keys, "", aggregates=bool(number))
+            NamespaceSpec(f"space {number}", trial.keys, trial.block_keys, "", aggregates=bool(number))
             for number in range(1 + trial.aggregates)
         ]
         self._manager = self._make_manager()
@@ -245,16 +248,16 @@ class Serving:
         for space in self._spaces:
             self._manager.handle(self._space_opened(space))
         self._nodes: dict[int, ServerNode] = {}
-        self._stores: dict[int, Tables] = {}
-        self._clients = {number: make_client(number, cut) for number in range(trial.clients)}
-        self._left_to_push = dict.fromkeys(self._clients, trial.pushes)
-        self._channels: dict[tuple[str, str], Channel] = {}  # by the node that holds it, and its peer
+        self._stores: dict[int, SimulatedStore] = {}
+        self._clients = {number: make_client(number, slice_content) for number in range(trial.clients)}
+        self._left_to_push = dict.fromkeys(self._clients, trial.pushes_per_client)
+        self._channels: dict[tuple[str, str], ReliableChannel] = {}  # by the node that holds it, and its peer
         self._cut_s: dict[tuple[str, str], tuple[float, float]] = {}  # by sender and receiver: begin and end
         self._reset_s: dict[frozenset[str], float] = {}  # when all packets under way between two were lost
         self._reported_silent: set[tuple[str, str]] = set()  # sender and receiver
         self._ends_s = 0.0  # the end of the last fault
         # Where packets are lost, some retransmissions are lost, too.
-        self._recovery_s = 2 * _RECOVERY_S if trial.lost else _RECOVERY_S
+        self._recovery_s = 2 * _RECOVERY_S if trial.loss_share else _RECOVERY_S
         self._joined = {f"client-{client}" for client in self._clients}
         self._dead: set[str] = set()
         self._vanished: set[int] = set()  # servers whose hosts are dead
@@ -266,22 +269,24 @@ class Serving:
         self._ignored: dict[str, set[str]] = {}  # by node: the nodes with which it no longer communicates
         self._requested_s: dict[tuple[int, int], float] = {}  # when requests were made
         # Requests under way: what was pushed, or what had been acknowledged when the pull was made.
-        self._pushing: dict[tuple[int, int], Counter[Counted]] = {}
-        self._pulling: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}
+        self._pushing: dict[tuple[int, int], Counter[PushCounter]] = {}
+        self._pulling: dict[tuple[int, int], tuple[str, int, int, Counter[PushCounter]]] = {}
         self._fetching: dict[
-            tuple[int, int], tuple[str, int, int, Counter[Counted]]
+            tuple[int, int], tuple[str, int, int, Counter[PushCounter]]
         ] = {}  # of pushes for values
         self._wants_times: dict[tuple[int, int], bool] = {}  # by pull
         self._namespace_of: dict[tuple[int, int], str] = {}  # by request
-        self._pushed: Counter[Counted] = Counter()
+        self._pushed: Counter[PushCounter] = Counter()
         # What each client knows to be on all replicas; of sums, that is what all clients had pushed.
-        self._acknowledged = {client: Counter[Counted]() for client in self._clients}
-        self._masters: dict[tuple[int, Place], int] = {}  # the server that answered, by epoch and block
+        self._acknowledged = {client: Counter[PushCounter]() for client in self._clients}
+        self._masters: dict[tuple[int, KeyPlace], int] = {}  # the server that answered, by epoch and block
         # The times of a namespace that each client has passed, its pushes by time, and the clients whose
         # pushes were in the sum of a key, by view and time.
         self._rounds: Counter[tuple[str, int]] = Counter()
         self._times: dict[tuple[int, int], int] = {}  # by request
-        self._pushed_at: dict[tuple[str, int], dict[int, Counter[Counted]]] = {}  # by namespace and client
+        self._pushed_at: dict[
+            tuple[str, int], dict[int, Counter[PushCounter]]
+        ] = {}  # by namespace and client
         self._sums: dict[tuple[int, str, int, int], tuple[int, ...]] = {}
 
     def run(self) -> None:
@@ -294,39 +299,39 @@ class Serving:
         for server in range(self.trial.servers):
             self._start_server(server)
         for client in self._clients:
-            engine.at(self._chance.random() * 0.01, self._make_request, client)
-        pace_s = self.trial.pace_s
+            engine.schedule(self._chance.random() * 0.01, self._make_request, client)
+        pace_s = self.trial.request_interval_s_max
         for _ in range(self.trial.faults):
-            engine.at(pace_s + self._chance.random() * (_FAULTS_END - 1) * pace_s, self._inject_fault)
-        engine.at(_TICK_S, self._tick_manager)
+            engine.schedule(pace_s + self._chance.random() * (_FAULTS_END - 1) * pace_s, self._inject_fault)
+        engine.schedule(_TICK_S, self._tick_manager)
         engine.run(_QUIET_S)
         self._check_the_end()
 
     # Faults ----------------------------------------------------------------------------------------------
 
-    def _make_manager(self) -> Manager:
+    def _make_manager(self) -> PsManager:
         trial = self.trial
-        return self._manager_factory(trial.servers, virtual_nodes=trial.virtual_nodes, copies=trial.copies)
+        return self._manager_factory(trial.servers, virtual_nodes=trial.virtual_nodes, copies=trial.replicas)
 
-    def _space_opened(self, space: Space) -> SpaceOpened:
+    def _space_opened(self, space: NamespaceSpec) -> NamespaceRequested:
         now_s = self._engine.now_s
-        return SpaceOpened(now_s=now_s, node="client-0", function="", **space._asdict())
+        return NamespaceRequested(now_s=now_s, node="client-0", function="", **space._asdict())
 
     def _node_joined(self, node: str) -> NodeJoined:
         return NodeJoined(now_s=self._engine.now_s, node=node, addresses=("somewhere",), functions=())
 
     def _start_server(self, server: int) -> None:
-        self._stores[server] = Tables()
+        self._stores[server] = SimulatedStore()
         self._nodes[server] = self._make_node(server, self._stores[server])
         self._send(f"server-{server}", MANAGER, [self._node_joined(f"server-{server}")])
 
     def _tick_manager(self, _: None) -> None:
         now_s = self._engine.now_s
         self._decide(Tick(now_s=now_s))
-        self._engine.at(now_s + _TICK_S, self._tick_manager)
+        self._engine.schedule(now_s + _TICK_S, self._tick_manager)
         settled_s = self._ends_s + self._recovery_s
         if self._vanished:
-            settled_s += _UNREACHABLE_S + SILENT_S + _DIALS_S + _TICK_S
+            settled_s += _UNREACHABLE_S + SILENCE_TIMEOUT_S + _DIALS_S + _TICK_S
         if now_s - _TICK_S < settled_s <= now_s:
             self._check_progress()
 
@@ -334,13 +339,16 @@ class Serving:
         chance, now_s = self._chance, self._engine.now_s
         alive = [server for server in self._nodes if server not in self._doomed]
         self._ends_s = max(self._ends_s, now_s)
-        faults = _FAULTS + _FAULTS_OF_NETWORKS * (1 if self.trial.cut_s_max < SILENT_S else 3)
+        faults = _FAULTS + _FAULTS_OF_NETWORKS * (1 if self.trial.cut_s_max < SILENCE_TIMEOUT_S else 3)
         kind = chance.choice(faults + _CHANGES_OF_MASTERS if self.trial.aggregates else faults)
         if kind == "come":
             self._start_server(len(self._nodes))
         elif kind == "leave" and len(alive) > len(self._leaving) + 1:
             self._leaving.add(chance.choice(alive))
-            leaving = [ServerLeaves(now_s=now_s, node="client-0", server=server) for server in self._leaving]
+            leaving = [
+                ServerRemovalRequested(now_s=now_s, node="client-0", server=server)
+                for server in self._leaving
+            ]
             self._send("client-0", MANAGER, leaving)
         elif kind in ("cut", "cut one way", "switch", "reset"):
             names = [f"server-{server}" for server in alive] + [
@@ -354,12 +362,12 @@ class Serving:
         elif kind == "namespace comes":
             name, keys = f"space {len(self._spaces)}", self.trial.keys
             aggregates = self.trial.aggregates and chance.random() < 0.5
-            self._spaces.append(Space(name, keys, chance.randint(1, keys), "", aggregates=aggregates))
+            self._spaces.append(NamespaceSpec(name, keys, chance.randint(1, keys), "", aggregates=aggregates))
             self._send("client-0", MANAGER, [self._space_opened(self._spaces[-1])])
         elif kind == "client comes":
             client = len(self._clients)
-            self._clients[client] = self._make_client(client, cut)
-            self._left_to_push[client], self._acknowledged[client] = self.trial.pushes, Counter()
+            self._clients[client] = self._make_client(client, slice_content)
+            self._left_to_push[client], self._acknowledged[client] = self.trial.pushes_per_client, Counter()
             self._send(f"client-{client}", MANAGER, [self._node_joined(f"client-{client}")])
             self._make_request(client)
         elif kind == "client dies":
@@ -378,17 +386,17 @@ class Serving:
             self._vanished.add(server)
             self._cut_off([(name, MANAGER)], 2 * _QUIET_S)
         else:
-            self._engine.at(now_s + 0.001 + self._chance.random() * 0.03, self._lose, server)
+            self._engine.schedule(now_s + 0.001 + self._chance.random() * 0.03, self._lose, server)
 
     def _may_lose(self, server: int, kind: str) -> bool:
         """Whether other servers have everything that a server has, whatever happens to separated ones."""
-        if self.trial.cut_s_max < SILENT_S:
+        if self.trial.cut_s_max < SILENCE_TIMEOUT_S:
             return kind != "vanish"
         now_s, servers = self._engine.now_s, self._manager._group.servers
         cut_off = {node for pair, (_, until_s) in self._cut_s.items() if now_s < until_s for node in pair}
         shaky = {server for server in self._nodes if f"server-{server}" in cut_off} | self._doomed
         vanished = len(self._vanished.intersection(servers)) + (kind == "vanish")
-        return self._manager._group.may_lose(server, shaky) and 2 * vanished <= len(servers)
+        return self._manager._group.has_other_copies(server, shaky) and 2 * vanished <= len(servers)
 
     def _disturb(self, kind: str, names: Sequence[str]) -> None:
         """Disturb the network between two of these nodes, or between some of them and the rest."""
@@ -414,10 +422,10 @@ class Serving:
             from_s, until_s = self._cut_s.get(pair, (now_s, now_s))
             until_s = max(until_s, now_s + length_s)
             self._cut_s[pair] = from_s if from_s <= now_s < until_s else now_s, until_s
-            self._engine.at(now_s + _UNREACHABLE_S, self._report_silence, pair)
+            self._engine.schedule(now_s + _UNREACHABLE_S, self._report_silence, pair)
             if until_s < _QUIET_S:
                 self._ends_s = max(self._ends_s, until_s)
-                self._engine.at(until_s + self._chance.random() * _DIALS_S, self._report_recovery, pair)
+                self._engine.schedule(until_s + self._chance.random() * _DIALS_S, self._report_recovery, pair)
 
     def _is_cut_off(self, sender: str, to: str) -> bool:
         return self._engine.now_s < self._cut_s.get((sender, to), (0.0, 0.0))[1]
@@ -435,7 +443,7 @@ class Serving:
             self._observe(sender, NodeSilent(now_s=now_s, node=sender, silent_s=silent_s))
         elif to.startswith("server-") and sender.startswith("server-"):
             self._reported_silent.add(pair)
-            missed = ServerMissed(now_s=now_s, node=to, server=_number(sender), cause="nothing has come")
+            missed = ServerUnreachable(now_s=now_s, node=to, server=_number(sender), cause="nothing has come")
             self._send(to, MANAGER, [missed])
 
     def _report_recovery(self, pair: tuple[str, str]) -> None:
@@ -444,9 +452,9 @@ class Serving:
             return
         self._reported_silent.discard(pair)
         if to == MANAGER:
-            self._observe(sender, NodeHeard(now_s=now_s, node=sender))
+            self._observe(sender, NodeResumed(now_s=now_s, node=sender))
         else:
-            self._send(to, MANAGER, [ServerReached(now_s=now_s, node=to, server=_number(sender))])
+            self._send(to, MANAGER, [ServerReachable(now_s=now_s, node=to, server=_number(sender))])
 
     def _observe(self, node: str, event: Event) -> None:
         """Let the manager handle an observation of a node, unless it has dropped the node."""
@@ -463,7 +471,7 @@ class Serving:
         self._doomed_clients.add(client)
         if chance.random() < 0.5:
             self._dead.add(f"client-{client}")
-        self._engine.at(self._engine.now_s + chance.random() * within_s, self._lose_client, client)
+        self._engine.schedule(self._engine.now_s + chance.random() * within_s, self._lose_client, client)
 
     def _lose_client(self, client: int) -> None:
         self._lose_node(f"client-{client}")
@@ -474,7 +482,7 @@ class Serving:
         if view is None:
             return False
         replaced = {server for server in view.ring.servers if server in alive and server not in view.filling}
-        are_enough = len(view.ring.servers) - len(replaced) < self.trial.copies
+        are_enough = len(view.ring.servers) - len(replaced) < self.trial.replicas
         return are_enough and len(replaced - self._leaving) > 1
 
     def _lose(self, server: int) -> None:
@@ -487,7 +495,7 @@ class Serving:
         now_s = self._engine.now_s
         if name in self._dead and self._is_cut_off(name, MANAGER):
             self._ends_s = max(self._ends_s, self._cut_s[name, MANAGER][1])
-            self._engine.at(self._cut_s[name, MANAGER][1], self._lose_node, name)
+            self._engine.schedule(self._cut_s[name, MANAGER][1], self._lose_node, name)
             return
         self._decide(NodeLost(now_s=now_s, node=name, cause="it was closed"))
         self._forget(name)
@@ -495,7 +503,7 @@ class Serving:
     def _forget(self, name: str) -> None:
         """Stop the manager's communication with a node, dead or alive, after a last message that says so."""
         if name not in self._forgotten:
-            self._send(MANAGER, name, [Refuse(peer=name, reason="it was lost")])
+            self._send(MANAGER, name, [RejectPeer(peer=name, reason="it was lost")])
             self._forgotten.add(name)
 
     def _ignore(self, node: str, other: str) -> None:
@@ -513,12 +521,16 @@ class Serving:
             return
         chance = self._chance
         space = chance.choice([space for space in self._spaces if space.name in self._opened])
-        self._engine.at(self._engine.now_s + chance.random() * self.trial.pace_s, self._make_request, client)
+        self._engine.schedule(
+            self._engine.now_s + chance.random() * self.trial.request_interval_s_max,
+            self._make_request,
+            client,
+        )
         protocol = self._clients[client]
         is_pull = chance.random() < 0.3
         found = self._some_keys(chance) if is_pull or not space.aggregates else self._next_keys(client, space)
         if found is None:
-            self._dispatch(name, protocol.enlist(space.name))
+            self._dispatch(name, protocol.join_aggregation(space.name))
             return
         first, last = found
         self.requests += 1
@@ -543,7 +555,7 @@ class Serving:
         self._requested_s[client, number] = self._engine.now_s
         self._dispatch(name, outputs)
 
-    def _known_in(self, space: Space, client: int) -> Counter[Counted]:
+    def _known_in(self, space: NamespaceSpec, client: int) -> Counter[PushCounter]:
         """Return what a client's pull has to contain."""
         known = Counter(self._acknowledged[client])
         if not space.aggregates:  # its own pushes, acknowledged or not
@@ -555,12 +567,12 @@ class Serving:
         first = chance.randrange(self.trial.keys)
         return first, chance.randrange(first, self.trial.keys) + 1
 
-    def _time_of(self, client: int, space: Space) -> int | None:
+    def _time_of(self, client: int, space: NamespaceSpec) -> int | None:
         """Return the time that a client chooses for its next push; None for the time that comes next.
 
         Where all clients push the same ranges, none skips a time whose range does not come again.
         """
-        begins = self._clients[client].begins(space.name) if space.aggregates else 1
+        begins = self._clients[client].first_time(space.name) if space.aggregates else 1
         step = self._option_chance.choice((0, 1, 3))
         if space.aggregates and not self._is_whole(space):
             step = min(step, 1)
@@ -570,15 +582,15 @@ class Serving:
         self._rounds[space.name, client] += step
         return begins - 1 + self._rounds[space.name, client]
 
-    def _is_whole(self, space: Space) -> bool:
+    def _is_whole(self, space: NamespaceSpec) -> bool:
         """Whether every push of a namespace has all keys."""
         return random.Random(f"{self.trial.seed} {space.name}").random() < 0.5
 
-    def _next_keys(self, client: int, space: Space) -> tuple[int, int] | None:
+    def _next_keys(self, client: int, space: NamespaceSpec) -> tuple[int, int] | None:
         """Return the range that every client pushes next; None while this one does not know its time."""
         if self._is_whole(space):
             return 0, space.keys
-        begins = self._clients[client].begins(space.name)
+        begins = self._clients[client].first_time(space.name)
         if begins is None:
             return None
         time = begins + self._rounds[space.name, client]
@@ -592,31 +604,38 @@ class Serving:
         for space in self._spaces:
             if space.aggregates and space.name not in pushing and (space.name, client) not in self._withdrawn:
                 self._withdrawn.add((space.name, client))
-                self._dispatch(f"client-{client}", self._clients[client].withdraw(space.name))
+                self._dispatch(f"client-{client}", self._clients[client].leave_aggregation(space.name))
 
     # The nodes -------------------------------------------------------------------------------------------
 
     def _receive(self, name: str, sender: str, message: Any) -> None:
         if name == MANAGER:
             self._on_manager_message(sender, message)
-        elif isinstance(message, Refuse):
+        elif isinstance(message, RejectPeer):
             self._dead.add(name)  # the node ends
-        elif isinstance(message, ClientGone):
+        elif isinstance(message, ForgetClient):
             self._ignore(name, message.node)
         elif name.startswith("client-"):
             client = self._clients[_number(name)]
-            if isinstance(message, View):
+            if isinstance(message, PlacementView):
                 self._ignore_departed(name, client._view, message)
-            self._dispatch(name, client.see(message) if isinstance(message, View) else client.hear(message))
+            self._dispatch(
+                name,
+                client.on_view(message) if isinstance(message, PlacementView) else client.on_message(message),
+            )
         else:
             node = self._nodes[_number(name)]
-            if isinstance(message, View):
+            if isinstance(message, PlacementView):
                 self._ignore_departed(name, node.view, message)
-            outputs = node.see(message) if isinstance(message, View) else node.hear(sender, message)
+            outputs = (
+                node.on_view(message)
+                if isinstance(message, PlacementView)
+                else node.on_message(sender, message)
+            )
             self._check_answers(node, outputs)
             self._dispatch(name, outputs)
 
-    def _ignore_departed(self, name: str, before: View | None, after: View) -> None:
+    def _ignore_departed(self, name: str, before: PlacementView | None, after: PlacementView) -> None:
         there = {*after.ring.servers, *(() if after.target is None else after.target.servers)}
         for server in () if before is None else before.ring.servers:
             if server not in there:
@@ -624,46 +643,53 @@ class Serving:
 
     def _on_manager_message(self, sender: str, message: Any) -> None:
         now_s = self._engine.now_s
-        if isinstance(message, Filled):
-            message = ServerFilled(now_s=now_s, node=sender, view=message.view)
-        elif isinstance(message, Enlist):
-            message = ClientEnlists(now_s=now_s, node=sender, namespace=message.namespace)
-        elif isinstance(message, Reached):
-            message = ClientPaused(
-                now_s=now_s, node=sender, namespace=message.namespace, pause=message.pause, time=message.time
+        if isinstance(message, ServerFillDone):
+            message = ServerTransferDone(now_s=now_s, node=sender, view=message.view)
+        elif isinstance(message, JoinAggregation):
+            message = AggregationJoined(now_s=now_s, node=sender, namespace=message.namespace)
+        elif isinstance(message, PauseReached):
+            message = AggregationPaused(
+                now_s=now_s,
+                node=sender,
+                namespace=message.namespace,
+                pause_view=message.pause,
+                time=message.time,
             )
-        elif isinstance(message, Withdraw):
-            message = ClientWithdraws(now_s=now_s, node=sender, namespace=message.namespace)
+        elif isinstance(message, LeaveAggregation):
+            message = AggregationLeft(now_s=now_s, node=sender, namespace=message.namespace)
         elif isinstance(message, NodeJoined):
             self._joined.add(message.node)
-        elif isinstance(message, SpaceOpened):
+        elif isinstance(message, NamespaceRequested):
             self._opened.add(message.name)
         self._decide(replace(cast(Any, message), now_s=now_s))
 
     def _decide(self, event: Event) -> None:
-        if isinstance(event, ServerLeaves) and f"server-{event.server}" in self._manager._standing:
+        if (
+            isinstance(event, ServerRemovalRequested)
+            and f"server-{event.server}" in self._manager._waited_for
+        ):
             return  # a server that is waited for is not given up, so that no data is lost
         for action in self._manager.handle(event):
             self._act(action)
 
     def _act(self, action: Action) -> None:
         match action:
-            case Viewed(node=""):
-                self._broadcast(view_of(action))
-            case Viewed():
-                self._send(MANAGER, action.node, [view_of(action)])
-            case Refuse():
+            case ClusterView(node=""):
+                self._broadcast(view_from_action(action))
+            case ClusterView():
+                self._send(MANAGER, action.node, [view_from_action(action)])
+            case RejectPeer():
                 self._forget(action.peer)
-            case ClientGone():
+            case ForgetClient():
                 for server in self._nodes:
                     self._send(MANAGER, f"server-{server}", [action])
             case _:
                 raise AssertionError(f"the manager decided {action}")
 
-    def _broadcast(self, view: View) -> None:
-        before = self.views[-1] if self.views else view
-        if before is view or before.number < view.number:
-            self.views.append(view)
+    def _broadcast(self, view: PlacementView) -> None:
+        before = self.published_views[-1] if self.published_views else view
+        if before is view or before.version < view.version:
+            self.published_views.append(view)
         for name in [f"server-{number}" for number in self._nodes] + [
             f"client-{number}" for number in self._clients
         ]:
@@ -671,16 +697,16 @@ class Serving:
         servers = view.ring.servers
         if self.trial.aggregates and servers != before.ring.servers and self._chance.random() < 0.5:
             self._doom_a_client(0.006)
-            if not self.trial.cut_s_max > SILENT_S:
+            if not self.trial.cut_s_max > SILENCE_TIMEOUT_S:
                 self._disturb("cut", [f"server-{server}" for server in servers])
 
-    def _dispatch(self, name: str, outputs: Iterable[Send | Done | Failed]) -> None:
+    def _dispatch(self, name: str, outputs: Iterable[SendMessage | RequestDone | RequestFailed]) -> None:
         """Send a node's messages, and process a client's results."""
         by_receiver: dict[str, list[Any]] = {}
         for output in outputs:
-            if isinstance(output, Done):
+            if isinstance(output, RequestDone):
                 self._done(_number(name), output)
-            elif isinstance(output, Failed):
+            elif isinstance(output, RequestFailed):
                 self._violated(f"{name} was refused a request: {output.reason}")
             else:
                 if isinstance(output.message, Push):
@@ -690,17 +716,17 @@ class Serving:
             self._send(name, to, messages)
 
     def _note_time(self, push: Push) -> None:
-        request = push.client, push.number
+        request = push.client, push.request
         self._times[request] = push.time
         if request in self._pushing:
             self._pushed_at.setdefault((push.namespace, push.client), {})[push.time] = self._pushing[request]
 
-    def _done(self, client: int, done: Done) -> None:
-        request = client, done.number
+    def _done(self, client: int, done: RequestDone) -> None:
+        request = client, done.request
         content = self._pushing.pop(request, None)
         if content is not None:
             self._acknowledged[client].update(content)
-            self._acknowledge_sum(client, done.number)
+            self._acknowledge_sum(client, done.request)
             if request in self._fetching:
                 self._check_values(client, *self._fetching.pop(request), done)
             self._withdraw_when_done(client)
@@ -711,7 +737,7 @@ class Serving:
             self._check_own(client, name, (first, last), values, done.times)
 
     def _check_values(
-        self, client: int, name: str, first: int, last: int, known: Counter[Counted], done: Done
+        self, client: int, name: str, first: int, last: int, known: Counter[PushCounter], done: RequestDone
     ) -> dict[int, int]:
         """Check that the values contain what they have to; return them by key."""
         values: dict[int, int] = {}
@@ -752,11 +778,11 @@ class Serving:
             return False
         return to not in self._ignored.get(sender, ())
 
-    def _channel(self, name: str, to: str) -> Channel:
+    def _channel(self, name: str, to: str) -> ReliableChannel:
         channel = self._channels.get((name, to))
         if channel is None:
-            slower = min(self.trial.pace_s / 0.01, 5)
-            channel = Channel(resend_s=slower * _RESEND_S, resend_max_s=slower * _RESEND_MAX_S)
+            slower = min(self.trial.request_interval_s_max / 0.01, 5)
+            channel = ReliableChannel(resend_s=slower * _RESEND_S, resend_max_s=slower * _RESEND_MAX_S)
             self._channels[name, to] = channel
         return channel
 
@@ -766,16 +792,18 @@ class Serving:
         for packet in packets:
             if self._is_cut_off(sender, to):
                 continue
-            for _ in range((chance.random() >= self.trial.lost) + (chance.random() < self.trial.doubled)):
+            for _ in range(
+                (chance.random() >= self.trial.loss_share) + (chance.random() < self.trial.duplicate_share)
+            ):
                 arrives_s = now_s + 0.0001 + chance.random() * 0.003
-                self._engine.at(arrives_s, self._arrive, (sender, to, packet, now_s))
+                self._engine.schedule(arrives_s, self._arrive, (sender, to, packet, now_s))
         due_s = self._channel(sender, to).due_s
         if due_s is not None:
-            self._engine.at(due_s, self._resend, (sender, to))
+            self._engine.schedule(due_s, self._resend, (sender, to))
 
     def _resend(self, pair: tuple[str, str]) -> None:
         if pair in self._channels and self._dead.isdisjoint(pair):
-            again = self._channels[pair].tick(self._engine.now_s)
+            again = self._channels[pair].on_tick(self._engine.now_s)
             if again:
                 self._transmit(*pair, again)
 
@@ -788,7 +816,7 @@ class Serving:
         was_reset = sent_s < self._reset_s.get(frozenset((sender, to)), 0.0)
         if was_reset or self._is_cut_off(sender, to):
             return
-        messages, answer = self._channel(to, sender).hear(packet, self._engine.now_s)
+        messages, answer = self._channel(to, sender).on_packet(packet, self._engine.now_s)
         self._transmit(to, sender, answer)
         for message in messages:
             self._receive(to, sender, message)
@@ -801,39 +829,39 @@ class Serving:
             f"again: offbeat simulate ps --seeds 1 --seed {self.trial.seed}"
         )
 
-    def _check_answers(self, node: ServerNode, outputs: list[Send]) -> None:
+    def _check_answers(self, node: ServerNode, outputs: list[SendMessage]) -> None:
         """Check that in an epoch no two servers answer for one block, and that no push was missed."""
         view = node.view
         for output in outputs:
             answer = output.message
-            if isinstance(answer, Copy) and answer.master == node.server:
+            if isinstance(answer, Replicate) and answer.master == node.server:
                 self._check_sum(answer, node)
-            if view is None or not isinstance(answer, Pushed | Pulled):
+            if view is None or not isinstance(answer, PushAck | PullResult):
                 continue
-            space = view.spaces[self._namespace_of[_number(output.to), answer.number]]
-            for block in space.blocks(answer.first, answer.last):
+            space = view.spaces[self._namespace_of[_number(output.to), answer.request]]
+            for block in space.blocks_of_range(answer.first, answer.last):
                 place = space.name, block
                 other = self._masters.setdefault((view.epoch, place), node.server)
                 if other != node.server:
                     both = f"servers {other} and {node.server}"
                     self._violated(f"block {place} is served by {both} in epoch {view.epoch}")
-        if node.gaps:
+        if node.sequence_gaps:
             self._violated(f"server {node.server} has missed a push")
 
-    def _check_sum(self, copy: Copy, node: ServerNode) -> None:
+    def _check_sum(self, copy: Replicate, node: ServerNode) -> None:
         """Check that the pushes of one time form one operation, on all replicas of a chain."""
         operation, view = copy.operation, node.view
         begins = {} if view is None else view.participants.get(operation.namespace, {})
-        clients = tuple(mark.client for mark in operation.marks)
+        clients = tuple(mark.client for mark in operation.stamps)
         if begins.keys().isdisjoint(clients):
             return
         for key in range(operation.first, operation.last):
-            at = copy.view, operation.namespace, operation.marks[0].time, key
+            at = copy.view, operation.namespace, operation.stamps[0].time, key
             is_repeated = at in self._sums and not self.trial.faults
             if is_repeated or self._sums.setdefault(at, clients) != clients:
                 self._violated(f"key {key} has sums of {self._sums[at]} and {clients} at time {at[2]}")
 
-    def _check_value(self, place: Place, value: int, known: Counter[Counted], what: str) -> None:
+    def _check_value(self, place: KeyPlace, value: int, known: Counter[PushCounter], what: str) -> None:
         for client in self._clients:
             counted = (*place, client)
             count = value >> _DIGIT_BITS * client & (1 << _DIGIT_BITS) - 1
@@ -844,12 +872,17 @@ class Serving:
                 )
 
     def _check_own(
-        self, client: int, name: str, span: tuple[int, int], values: dict[int, int], times: tuple[Piece, ...]
+        self,
+        client: int,
+        name: str,
+        span: tuple[int, int],
+        values: dict[int, int],
+        times: tuple[ClockRange, ...],
     ) -> None:
         """Check that a pull contains exactly those of the client's own pushes that its times indicate."""
         pushed = self._pushed_at.get((name, client), {})
         for key in range(*span):
-            upto = sum(piece.time for piece in times if piece.first <= key < piece.last)
+            upto = sum(piece.time for piece in times if piece.start <= key < piece.stop)
             expected = sum((name, key, client) in content for time, content in pushed.items() if time <= upto)
             count = values.get(key, 0) >> _DIGIT_BITS * client & (1 << _DIGIT_BITS) - 1
             if count != expected:
@@ -878,31 +911,33 @@ class Serving:
             return
         if not view.ring.servers:
             self._violated("no server is left")
-        if self._manager._group.losses:
+        if self._manager._group.data_losses:
             self._violated(f"{len(view.lost)} arcs are lost")
         for waiting in (self._pushing, self._pulling):
             for client, number in waiting:
                 if f"client-{client}" not in self._forgotten:
                     self._violated(f"request {number} of client {client} is not done")
         if view.filling or view.target is not None:
-            self._violated(f"the change to view {view.number} has not ended")
+            self._violated(f"the change to view {view.version} has not ended")
         if view.paused:
             self._violated(f"the pauses of {list(view.paused)} have not ended")
-        known: Counter[Counted] = Counter()
+        known: Counter[PushCounter] = Counter()
         for counts in self._acknowledged.values():
             known |= counts
         for space in view.spaces.values():
             for key in range(space.keys):
                 self._check_key(space, key, view, known)
 
-    def _check_key(self, space: Space, key: int, view: View, known: Counter[Counted]) -> None:
+    def _check_key(
+        self, space: NamespaceSpec, key: int, view: PlacementView, known: Counter[PushCounter]
+    ) -> None:
         place, holders = (space.name, key), view.ring.holders(space, key)
         master = self._stores[holders[0]].table(space).values[key]
         self._check_value(place, master, known, "the master")
-        own = self._nodes[holders[0]].times_of(*place)
+        own = self._nodes[holders[0]].push_times(*place)
         for holder in holders[1:]:
             value = self._stores[holder].table(space).values[key]
-            if value != master or self._nodes[holder].times_of(*place) != own:
+            if value != master or self._nodes[holder].push_times(*place) != own:
                 self._violated(f"{place} is {master} on server {holders[0]} and {value} on {holder}")
 
 

@@ -14,42 +14,48 @@ from offbeat.errors import OffbeatError
 from offbeat.policies import Policy
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
-from offbeat.policies.staleness.caches import Terms
+from offbeat.policies.staleness.caches import PsOptions
 from offbeat.policies.stragglers.injection import Burst, SlowRule
 from offbeat.simulator.core.faults import (
+    LOST_MESSAGES,
     SERVERS,
-    WHOSE,
-    Arrival,
-    Cut,
-    Death,
-    Departure,
+    ConnectionReset,
+    CoordinatorRestart,
+    Delay,
     Fault,
-    Hang,
-    Late,
-    Reset,
-    Restart,
-    Split,
-    spell,
+    LinkCut,
+    Partition,
+    WorkerArrival,
+    WorkerDeath,
+    WorkerDeparture,
+    WorkerHang,
+    format_fault,
 )
-from offbeat.simulator.core.lines import REDIALLED_S
-from offbeat.simulator.core.network import Network
-from offbeat.simulator.core.times import Bursty, ComputeTimes, Constant, HeavyTailed, Jittered
+from offbeat.simulator.core.lines import REDIAL_S_MAX
+from offbeat.simulator.core.network import NetworkCosts
+from offbeat.simulator.core.times import (
+    BurstyTimes,
+    ComputeTimes,
+    ConstantTimes,
+    HeavyTailedTimes,
+    JitteredTimes,
+)
 from offbeat.simulator.staleness.cluster import (
-    BoundedCluster,
     MakeDirectory,
-    Served,
+    PsSetting,
+    SimulatedPsCluster,
     make_directory,
-    served_of,
+    ps_setting,
 )
-from offbeat.simulator.training.cluster import Setting, ViolationError
-from offbeat.simulator.training.sample_loop import Samples
+from offbeat.simulator.training.cluster import SimulationSetting, ViolationError
+from offbeat.simulator.training.sample_loop import SampleSetting
 
 _STUCK_S = 20.0
 _UNTIL_S = 1500.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class StalenessFaultCase:
     """The cluster of one seed.
 
     Attributes:
@@ -58,21 +64,21 @@ class Case:
         arguments: of `BoundedStaleness`.
     """
 
-    setting: Setting
-    served: Served
+    setting: SimulationSetting
+    ps_setting: PsSetting
     arguments: Mapping[str, Any]
 
-    def build(self) -> list[Policy]:
+    def build_policies(self) -> list[Policy]:
         """Return new policies."""
         world, is_open = self.setting.world, self.arguments["shards"] == "dynamic"
-        return [Assembly(world, is_open=is_open), BoundedStaleness(world, **self.arguments)]
+        return [Assembly(world, accepts_late_joiners=is_open), BoundedStaleness(world, **self.arguments)]
 
     def __str__(self) -> str:
-        faults = " ".join(spell(fault) for fault in self.setting.faults) or "no faults"
-        return f"{self.setting.world} workers, {self.served.threads} a process, {faults}"
+        faults = " ".join(format_fault(fault) for fault in self.setting.faults) or "no faults"
+        return f"{self.setting.world} workers, {self.ps_setting.threads} a process, {faults}"
 
 
-def case(seed: int, terms: Terms, arguments: Mapping[str, Any]) -> Case:
+def draw_case(seed: int, terms: PsOptions, arguments: Mapping[str, Any]) -> StalenessFaultCase:
     """Draw a cluster; deterministic for a seed.
 
     Args:
@@ -90,20 +96,20 @@ def case(seed: int, terms: Terms, arguments: Mapping[str, Any]) -> Case:
         faults += _faults(chance, world, threads, lost_after_s, is_open=is_dealt)
     faults += _cuts_from_servers(random.Random(f"apart {seed}"), world, threads, is_alone=not faults)
     batch_size = chance.randint(1, 4)
-    samples = Samples(
-        count=chance.randint(1, 40 * world) * batch_size + chance.randrange(batch_size),
+    samples = SampleSetting(
+        epoch_samples=chance.randint(1, 40 * world) * batch_size + chance.randrange(batch_size),
         batch_size=batch_size,
         epochs=chance.randint(1, 3),
         batches_per_round=chance.choice([1, 1, 2]),
     )
-    setting = Setting(
+    setting = SimulationSetting(
         world=world,
         steps=None if is_dealt else chance.randint(1, 80),
         samples=samples if is_dealt else None,
         until_s=_UNTIL_S,
         times=_times(chance),
         slow=tuple(_slow(chance, world)),
-        network=Network(
+        network=NetworkCosts(
             latency_s=chance.choice([1e-4, 1e-3, 2e-2]), bytes_per_s=chance.choice([1e9, 1e8]), spread=1.0
         ),
         size_bytes=chance.choice([10_000, 3_000_000]),
@@ -117,19 +123,19 @@ def case(seed: int, terms: Terms, arguments: Mapping[str, Any]) -> Case:
     )
     servers = chance.randint(1, 3)
     halves_after = chance.choice([5.0, 50.0, 1e9])
-    return Case(
+    return StalenessFaultCase(
         setting=setting,
-        served=served_of(terms, arguments, threads=threads, servers=servers, halves_after=halves_after),
+        ps_setting=ps_setting(terms, arguments, threads=threads, servers=servers, halves_after=halves_after),
         arguments={**arguments, "deadline_s": chance.choice([1.2, 10.0, 10.0])},
     )
 
 
 def _times(chance: random.Random) -> ComputeTimes:
     kinds: list[Callable[[], ComputeTimes]] = [
-        lambda: Constant(mean_s=0.05),
-        lambda: Jittered(mean_s=0.05, deviation=chance.choice([0.05, 0.5])),
-        lambda: Bursty(mean_s=0.05, length=10, period=40),
-        lambda: HeavyTailed(mean_s=0.05),
+        lambda: ConstantTimes(mean_s=0.05),
+        lambda: JitteredTimes(mean_s=0.05, deviation=chance.choice([0.05, 0.5])),
+        lambda: BurstyTimes(mean_s=0.05, length=10, period=40),
+        lambda: HeavyTailedTimes(mean_s=0.05),
     ]
     return chance.choice(kinds)()
 
@@ -137,7 +143,7 @@ def _times(chance: random.Random) -> ComputeTimes:
 def _slow(chance: random.Random, world: int) -> Iterator[SlowRule]:
     for _ in range(chance.choice([0, 1, 2])):
         when = chance.choice([None, Burst(slow_steps=5, period_steps=20)])
-        yield SlowRule(worker=chance.randrange(world), factor=chance.choice([1.5, 6.0]), when=when)
+        yield SlowRule(worker=chance.randrange(world), factor=chance.choice([1.5, 6.0]), applies_in=when)
 
 
 def _faults(
@@ -157,30 +163,30 @@ def _faults(
         match chance.choice(kinds):
             case "die" if alive - process_workers:
                 alive -= process_workers
-                yield Death(at_s=now_s, workers=(worker,))
+                yield WorkerDeath(at_s=now_s, workers=(worker,))
             case "hang" if alive - process_workers or not is_long:
                 alive -= process_workers if is_long else set()
-                yield Hang(at_s=now_s, worker=worker, length_s=length_s)
+                yield WorkerHang(at_s=now_s, worker=worker, duration_s=length_s)
             case "late":
-                yield Late(at_s=now_s, worker=worker, length_s=min(length_s, 1.0))
+                yield Delay(at_s=now_s, worker=worker, duration_s=min(length_s, 1.0))
             case "cut" if alive - process_workers or not is_long:
                 alive -= process_workers if is_long else set()
-                lost = chance.choice(WHOSE)
-                yield Cut(at_s=now_s, worker=worker, peer=None, length_s=length_s, lost=lost)
+                lost = chance.choice(LOST_MESSAGES)
+                yield LinkCut(at_s=now_s, worker=worker, peer=None, duration_s=length_s, lost=lost)
             case "split" if alive - process_workers or not is_long:
                 alive -= process_workers if is_long else set()
-                yield Split(at_s=now_s, workers=(worker,), length_s=length_s)
+                yield Partition(at_s=now_s, workers=(worker,), duration_s=length_s)
             case "reset":
-                yield Reset(at_s=now_s, worker=worker, peer=None)
+                yield ConnectionReset(at_s=now_s, worker=worker, peer=None)
             case "leave" if alive - process_workers:
                 alive -= {worker}
-                yield Departure(at_s=now_s, worker=worker)
+                yield WorkerDeparture(at_s=now_s, worker=worker)
             case "join":
                 alive.add(newest)
-                yield Arrival(at_s=now_s, worker=newest)
+                yield WorkerArrival(at_s=now_s, worker=newest)
                 newest += 1
             case "restart" if now_s > 0.2:
-                yield Restart(at_s=now_s, length_s=min(length_s, 1.0))
+                yield CoordinatorRestart(at_s=now_s, duration_s=min(length_s, 1.0))
                 now_s += 1.1
             case _:
                 pass
@@ -191,17 +197,17 @@ def _cuts_from_servers(chance: random.Random, world: int, threads: int, *, is_al
     if chance.random() < 0.8:
         return
     worker, at_s = chance.randrange(world), 0.1 + 2.0 * chance.random()
-    longest_s = 40.0 if is_alone and world > threads else _STUCK_S - REDIALLED_S - 1.0
+    longest_s = 40.0 if is_alone and world > threads else _STUCK_S - REDIAL_S_MAX - 1.0
     length_s = chance.choice([1.0, longest_s]) * (0.2 + 0.8 * chance.random())
-    yield Cut(at_s=at_s, worker=worker, peer=SERVERS, length_s=length_s)
+    yield LinkCut(at_s=at_s, worker=worker, peer=SERVERS, duration_s=length_s)
 
 
-def run(
-    this: Case,
+def run_case(
+    case: StalenessFaultCase,
     command: str,
-    build: Callable[[Case], list[Policy]] = Case.build,
-    directory: MakeDirectory = make_directory,
-) -> BoundedCluster:
+    build: Callable[[StalenessFaultCase], list[Policy]] = StalenessFaultCase.build_policies,
+    directory_factory: MakeDirectory = make_directory,
+) -> SimulatedPsCluster:
     """Run one case.
 
     Args:
@@ -213,12 +219,16 @@ def run(
     Raises:
         ViolationError: an invariant was violated; the text ends with the command that repeats the run.
     """
-    cluster = BoundedCluster(this.setting, lambda: build(this), this.served, directory=directory)
+    cluster = SimulatedPsCluster(
+        case.setting, lambda: build(case), case.ps_setting, directory_factory=directory_factory
+    )
     try:
         cluster.run()
-        alive = [f"{thread.worker} {thread.doing}" for thread in cluster.threads.values() if thread.is_alive]
+        alive = [
+            f"{thread.worker} {thread.activity}" for thread in cluster.threads.values() if thread.is_alive
+        ]
         if alive:
-            cluster.violated(f"the job does not end: {', '.join(alive)}")
+            cluster.fail_invariant(f"the job does not end: {', '.join(alive)}")
     except OffbeatError as error:  # also an event that the policies refuse
-        raise ViolationError(f"{error} ({this}); again: {command}") from None
+        raise ViolationError(f"{error} ({case}); again: {command}") from None
     return cluster

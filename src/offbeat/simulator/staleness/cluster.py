@@ -14,40 +14,40 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from offbeat.events import (
+    AbortJob,
     Action,
+    AssignBlocks,
     Block,
-    Clocked,
     CloseServers,
-    Deal,
-    Dismiss,
     Event,
     Finished,
-    Grant,
+    JobComplete,
     Left,
     Lost,
-    Refuse,
-    ServerMissed,
-    ServerReached,
-    Start,
-    Stop,
+    PeerList,
+    RejectPeer,
+    ServerReachable,
+    ServerUnreachable,
+    StepFinished,
+    StepPermit,
 )
 from offbeat.policies import Policy
-from offbeat.policies.staleness.caches import CacheDirectory, Terms
-from offbeat.simulator.core.faults import SERVERS, Cut, Death, Fault, Hang, Split
+from offbeat.policies.staleness.caches import CacheDirectory, PsOptions
+from offbeat.simulator.core.faults import SERVERS, Fault, LinkCut, Partition, WorkerDeath, WorkerHang
 from offbeat.simulator.core.lines import UNREACHABLE_S
-from offbeat.simulator.core.times import Stopwatch
-from offbeat.simulator.staleness.process import ServedProcess, ServedWorker
-from offbeat.simulator.staleness.servers import Row, Servers, Step
-from offbeat.simulator.training.cluster import Cluster, Setting
+from offbeat.simulator.core.times import ComputeTimeSource
+from offbeat.simulator.staleness.process import PsWorkerProcess, PsWorkerThread
+from offbeat.simulator.staleness.servers import PulledRow, PushedStep, SimulatedServers
+from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
 from offbeat.simulator.training.worker import SimulatedWorker
 
-MakeDirectory = Callable[[Sequence[int], Terms], CacheDirectory]
+MakeDirectory = Callable[[Sequence[int], PsOptions], CacheDirectory]
 
 _NOISE = 0.03  # standard deviation of the log of a version's loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class PsSetting:
     """Parameters of a simulated run that concern the parameter server.
 
     Attributes:
@@ -60,7 +60,7 @@ class Served:
         warm_start: steps that one worker takes alone.
     """
 
-    terms: Terms
+    terms: PsOptions
     bounds: tuple[int, int] | None
     bound_step: int = 0
     threads: int = 1
@@ -69,24 +69,24 @@ class Served:
     warm_start: int = 0
 
 
-def served_of(terms: Terms, arguments: Mapping[str, Any], **more: Any) -> Served:
-    """Return the `Served` for these arguments of `BoundedStaleness`."""
+def ps_setting(terms: PsOptions, arguments: Mapping[str, Any], **options: Any) -> PsSetting:
+    """Return the `PsSetting` for these arguments of `BoundedStaleness`."""
     s, dynamic = arguments["s"], arguments.get("dynamic")
     if s is None or dynamic is None:
         warm_start = arguments.get("warm_start", 0)
-        return Served(terms=terms, bounds=None if s is None else (s, s), warm_start=warm_start, **more)
+        return PsSetting(terms=terms, bounds=None if s is None else (s, s), warm_start=warm_start, **options)
     bounds = (dynamic.get("s_min", 3), dynamic.get("s_max", 10))
     has_stragglers = arguments.get("detector") is not None  # for stragglers the maximum applies at once
     step = bounds[1] if has_stragglers else dynamic.get("step", 1)
-    return Served(terms=terms, bounds=bounds, bound_step=step, **more)
+    return PsSetting(terms=terms, bounds=bounds, bound_step=step, **options)
 
 
-def make_directory(threads: Sequence[int], terms: Terms) -> CacheDirectory:
+def make_directory(threads: Sequence[int], terms: PsOptions) -> CacheDirectory:
     """Return the cache directory of a process."""
     return CacheDirectory(threads, is_versioned=terms.is_versioned, clears_threads=terms.clears_thread_cache)
 
 
-class BoundedCluster(Cluster):
+class SimulatedPsCluster(SimulatedCluster):
     """One simulated run on a parameter server.
 
     Checked invariants: no worker starts further ahead of the slowest than the bound, which stays within its
@@ -115,22 +115,22 @@ class BoundedCluster(Cluster):
 
     def __init__(
         self,
-        setting: Setting,
+        setting: SimulationSetting,
         policies: Callable[[], Sequence[Policy]],
-        served: Served,
+        served: PsSetting,
         *,
-        directory: MakeDirectory = make_directory,
+        directory_factory: MakeDirectory = make_directory,
         keeps_log: bool = False,
     ) -> None:
         super().__init__(setting, policies, keeps_log=keeps_log, one_by_one=True)
-        self.served, self.terms = served, served.terms
-        self.servers = Servers(self, served.servers, is_versioned=self.terms.is_versioned)
-        self.processes: dict[int, ServedProcess] = {}
+        self.ps_setting, self.terms = served, served.terms
+        self.servers = SimulatedServers(self, served.servers, is_versioned=self.terms.is_versioned)
+        self.processes: dict[int, PsWorkerProcess] = {}
         self.epoch = 0
-        self.is_numbered = True
-        self.steps_of: dict[int, list[int]] = {}
-        self.bound_seen: int | None = None
-        self._make_directory = directory
+        self.is_exactly_once = True
+        self.clocks_by_worker: dict[int, list[int]] = {}
+        self.last_bound: int | None = None
+        self._make_directory = directory_factory
         self._clocks: dict[int, int] = {}  # the policy's clock of each worker that has begun and not ended
         self._version_seen = 0
         self._ended: set[int] = set()  # workers whose steps may be missing
@@ -142,66 +142,68 @@ class BoundedCluster(Cluster):
     @property
     def step(self) -> int:
         """Steps finished by the furthest worker."""
-        return max(len(clocks) for clocks in self.steps_of.values())
+        return max(len(clocks) for clocks in self.clocks_by_worker.values())
 
     @property
-    def threads(self) -> dict[int, ServedWorker]:
+    def threads(self) -> dict[int, PsWorkerThread]:
         """All workers, past and present."""
         return {
             worker: simulated
             for worker, simulated in self._workers.items()
-            if isinstance(simulated, ServedWorker)
+            if isinstance(simulated, PsWorkerThread)
         }
 
     def loss(self, clock: int) -> float:
         """The loss that all workers report at a clock: it decreases, with fluctuations of 3 %."""
         chance = random.Random(f"loss {self.setting.seed} {clock}")
-        falls = 0.5 ** (clock / self.served.halves_after)
+        falls = 0.5 ** (clock / self.ps_setting.halves_after)
         return float(falls * math.exp(chance.gauss(0.0, _NOISE)))
 
-    def _make(self, worker: int, stopwatch: Stopwatch, is_new: bool) -> SimulatedWorker:
-        number = worker if is_new else worker - worker % self.served.threads
+    def _make(self, worker: int, stopwatch: ComputeTimeSource, is_new: bool) -> SimulatedWorker:
+        number = worker if is_new else worker - worker % self.ps_setting.threads
         process = self.processes.get(number)
         if process is None:
-            last = worker + 1 if is_new else min(number + self.served.threads, self.world)
+            last = worker + 1 if is_new else min(number + self.ps_setting.threads, self.world)
             directory = self._make_directory(range(number, last), self.terms)
-            process = self.processes[number] = ServedProcess(self, number, directory)
-        self.steps_of[worker] = []
-        return ServedWorker(self, worker, stopwatch, process, is_new=is_new)
+            process = self.processes[number] = PsWorkerProcess(self, number, directory)
+        self.clocks_by_worker[worker] = []
+        return PsWorkerThread(self, worker, stopwatch, process, is_new=is_new)
 
     # Faults: processes hang and die, not threads ----------------------------------------------------------
 
-    def _mates(self, worker: int) -> tuple[int, ...]:
+    def _process_workers(self, worker: int) -> tuple[int, ...]:
         simulated = self._workers.get(worker)
-        if not isinstance(simulated, ServedWorker):
+        if not isinstance(simulated, PsWorkerThread):
             return (worker,)
         return tuple(thread.worker for thread in simulated.process.threads)
 
-    def _fail(self, fault: Fault) -> None:
+    def _inject_fault(self, fault: Fault) -> None:
         match fault:
-            case Death() | Split():
+            case WorkerDeath() | Partition():
                 affected = {
-                    thread_worker for worker in fault.workers for thread_worker in self._mates(worker)
+                    thread_worker
+                    for worker in fault.workers
+                    for thread_worker in self._process_workers(worker)
                 }
-                super()._fail(replace(fault, workers=tuple(sorted(affected))))
-            case Hang() if fault.worker in self._workers:
-                for thread_worker in self._mates(fault.worker):
-                    super()._fail(replace(fault, worker=thread_worker))
-            case Cut(peer=peer) if peer == SERVERS and fault.worker in self._workers:
-                super()._fail(fault)
+                super()._inject_fault(replace(fault, workers=tuple(sorted(affected))))
+            case WorkerHang() if fault.worker in self._workers:
+                for thread_worker in self._process_workers(fault.worker):
+                    super()._inject_fault(replace(fault, worker=thread_worker))
+            case LinkCut(peer=peer) if peer == SERVERS and fault.worker in self._workers:
+                super()._inject_fault(fault)
                 process = self.threads[fault.worker].process
-                self.engine.at(self.engine.now_s + UNREACHABLE_S, self._check_reachability, process)
+                self.engine.schedule(self.engine.now_s + UNREACHABLE_S, self._check_reachability, process)
             case _:
-                super()._fail(fault)
+                super()._inject_fault(fault)
 
-    def _check_reachability(self, process: ServedProcess) -> None:
+    def _check_reachability(self, process: PsWorkerProcess) -> None:
         """Report that a process receives nothing from the servers, and later that it does again."""
-        now_s, number = self.engine.now_s, process.number
+        now_s, number = self.engine.now_s, process.process
         if not self.is_running(number):
             return
-        until_s = max(self.lines.free_s(number, SERVERS), self._hung_until_s.get(number, now_s))
+        until_s = max(self.lines.reachable_s(number, SERVERS), self._hung_until_s.get(number, now_s))
         if until_s > now_s:
-            self.engine.at(until_s, self._check_reachability, process)
+            self.engine.schedule(until_s, self._check_reachability, process)
         if not self.is_hung(number) and self._misses_servers.get(number, False) != (until_s > now_s):
             self._misses_servers[number] = until_s > now_s
             self._report_servers(number)
@@ -210,162 +212,175 @@ class BoundedCluster(Cluster):
         """Report the state of the servers for a process; repeated until the coordinator receives it."""
         if self._is_down or not self.is_present(number) or self._is_cut_off(number):
             if self.is_running(number):
-                self.engine.at(self.engine.now_s + self.setting.tick_s, self._report_servers, number)
+                self.engine.schedule(self.engine.now_s + self.setting.tick_s, self._report_servers, number)
             return
-        now_s, node = self.engine.now_s - self.behind_s, f"client-{number}"
-        for server in range(self.served.servers):
+        now_s, node = self.engine.now_s - self.clock_lag_s, f"client-{number}"
+        for server in range(self.ps_setting.servers):
             if self._misses_servers[number]:
-                self.ask(ServerMissed(now_s=now_s, node=node, server=server, cause="nothing comes from it"))
+                self.handle_event(
+                    ServerUnreachable(now_s=now_s, node=node, server=server, cause="nothing comes from it")
+                )
             else:
-                self.ask(ServerReached(now_s=now_s, node=node, server=server))
+                self.handle_event(ServerReachable(now_s=now_s, node=node, server=server))
 
-    def _come_back(self, _: Any) -> None:
-        super()._come_back(_)
+    def _restart_coordinator(self, _: Any) -> None:
+        super()._restart_coordinator(_)
         for number in self._misses_servers:
             self._report_servers(number)
 
-    def kill(self, worker: int, after_s: float, cause: str) -> None:
-        """See `Cluster.kill`; the other threads of its process end, too."""
-        for thread_worker in self._mates(worker):
-            super().kill(thread_worker, after_s, cause)
+    def kill_worker(self, worker: int, after_s: float, cause: str) -> None:
+        """See `Cluster.kill_worker`; the other threads of its process end, too."""
+        for thread_worker in self._process_workers(worker):
+            super().kill_worker(thread_worker, after_s, cause)
 
-    def end_process(self, process: ServedProcess) -> None:
+    def end_process(self, process: PsWorkerProcess) -> None:
         """End the process of a thread that was told to end."""
-        self.kill(process.number, self.setting.detect_s, "its process has ended")
+        self.kill_worker(process.process, self.setting.detect_s, "its process has ended")
 
-    def ended(self, process: ServedProcess) -> None:
+    def on_thread_ended(self, process: PsWorkerProcess) -> None:
         """Note that a thread has ended; the servers learn of it once all threads of the process have."""
         if not any(thread.is_alive for thread in process.threads):
             at_s = self.engine.now_s + self.setting.detect_s
-            self.engine.at(at_s, lambda _: self.servers.withdraw(process.number))
+            self.engine.schedule(at_s, lambda _: self.servers.leave(process.process))
         self._ended.update(thread.worker for thread in process.threads if not thread.is_alive)
 
-    def _lose(self, loss: tuple[int, str]) -> None:
+    def _lose_worker(self, loss: tuple[int, str]) -> None:
         worker = loss[0]
         self._has_lost = True
         self._ended.add(worker)
-        super()._lose(loss)
+        super()._lose_worker(loss)
         process = self.threads[worker].process
-        if not self._is_down and all(thread.worker in self._gone for thread in process.threads):
-            self.servers.withdraw(process.number)
+        if not self._is_down and all(thread.worker in self._lost_workers for thread in process.threads):
+            self.servers.leave(process.process)
 
     # Events and actions ----------------------------------------------------------------------------------
 
-    def ask(self, event: Event) -> bool:
-        """See `Cluster.ask`."""
+    def handle_event(self, event: Event) -> bool:
+        """See `Cluster.handle_event`."""
         if isinstance(event, Left | Lost | Finished):
             self._clocks.pop(event.worker, None)
         if isinstance(event, Left) and not self.is_dismissed:
             self._has_lost = True
-        if isinstance(event, Clocked) and event.clock is not None:
+        if isinstance(event, StepFinished) and event.clock is not None:
             self._used[event.worker, event.step] = event.blocks
-        return super().ask(event)
+        return super().handle_event(event)
 
-    def _answer(self, actions: list[Action]) -> None:
+    def _apply_actions(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Grant():
+                case StepPermit():
                     self._note_clock(action)
-                case Deal():
+                case AssignBlocks():
                     self._blocks |= {block.id: block for block in action.blocks}
                 case _:
                     pass
         for action in actions:
             match action:
-                case Grant() | Deal():
-                    if isinstance(action, Grant):
+                case StepPermit() | AssignBlocks():
+                    if isinstance(action, StepPermit):
                         self._check_grant(action)
                     self._send(action.worker, (action,))
-                case Refuse():
+                case RejectPeer():
                     worker = int(action.peer.removeprefix("worker-"))
                     self._has_lost = True
-                    self._present.discard(worker)
+                    self._joined_workers.discard(worker)
                     self._clocks.pop(worker, None)
                     self._send(worker, (action,))
-                case Start() | Dismiss() | Stop():
-                    self.is_dismissed |= isinstance(action, Dismiss)
-                    self.stopped = action if isinstance(action, Stop) else self.stopped
-                    for worker in sorted(self._present):
+                case PeerList() | JobComplete() | AbortJob():
+                    self.is_dismissed |= isinstance(action, JobComplete)
+                    self.stopped = action if isinstance(action, AbortJob) else self.stopped
+                    for worker in sorted(self._joined_workers):
                         self._send(worker, (action,))
                 case CloseServers():
                     pass
                 case _:
-                    self.violated(f"expected an action for workers on servers, got {action}")
+                    self.fail_invariant(f"expected an action for workers on servers, got {action}")
 
     # Invariants ------------------------------------------------------------------------------------------
 
-    def _note_clock(self, grant: Grant) -> None:
+    def _note_clock(self, grant: StepPermit) -> None:
         before = self._clocks.get(grant.worker, 0)
         if grant.clock < before:
-            self.violated(f"worker {grant.worker}: its clock goes back from {before} to {grant.clock}")
+            self.fail_invariant(f"worker {grant.worker}: its clock goes back from {before} to {grant.clock}")
         self._clocks[grant.worker] = grant.clock
 
-    def _check_grant(self, grant: Grant) -> None:
-        bounds, worker = self.served.bounds, grant.worker
-        is_warming = len(self._used) < self.served.warm_start
-        if is_warming and grant.may_start and not self.terms.is_dealt and worker != min(self._clocks):
-            self.violated(f"worker {worker} may start while another takes its first steps alone")
+    def _check_grant(self, grant: StepPermit) -> None:
+        bounds, worker = self.ps_setting.bounds, grant.worker
+        is_warming = len(self._used) < self.ps_setting.warm_start
+        if is_warming and grant.may_start and not self.terms.assigns_samples and worker != min(self._clocks):
+            self.fail_invariant(f"worker {worker} may start while another takes its first steps alone")
         if not grant.may_start:
             is_expected = grant.reason in ("it has no samples", "not everybody is here yet")
             if bounds is None and not is_expected and not is_warming:
-                self.violated(f"worker {worker} has to wait though there is no bound: {grant.reason}")
+                self.fail_invariant(f"worker {worker} has to wait though there is no bound: {grant.reason}")
             return
-        if bounds is None or grant.bound is None:
-            if (bounds is None) != (grant.bound is None):
-                self.violated(f"worker {worker} may start with an unexpected bound of {grant.bound}")
+        if bounds is None or grant.staleness_bound is None:
+            if (bounds is None) != (grant.staleness_bound is None):
+                self.fail_invariant(
+                    f"worker {worker} may start with an unexpected bound of {grant.staleness_bound}"
+                )
             return
         least = min(self._clocks.values())
-        if grant.clock - least > grant.bound or grant.clock - grant.version > grant.bound:
-            self.violated(
-                f"worker {worker} may start at clock {grant.clock} with version {grant.version} and a bound "
-                f"of {grant.bound}, and the slowest is at {least}"
+        if (
+            grant.clock - least > grant.staleness_bound
+            or grant.clock - grant.version_min > grant.staleness_bound
+        ):
+            self.fail_invariant(
+                f"worker {worker} may start at clock {grant.clock} with version {grant.version_min} and a "
+                f"bound of {grant.staleness_bound}, and the slowest is at {least}"
             )
-        if not bounds[0] <= grant.bound <= bounds[1]:
-            self.violated(f"worker {worker} has a bound of {grant.bound}, expected one in {bounds}")
-        self._check_change(grant.bound, least)
+        if not bounds[0] <= grant.staleness_bound <= bounds[1]:
+            self.fail_invariant(
+                f"worker {worker} has a bound of {grant.staleness_bound}, expected one in {bounds}"
+            )
+        self._check_change(grant.staleness_bound, least)
 
     def _check_change(self, bound: int, version: int) -> None:
-        before = bound if self.bound_seen is None else self.bound_seen
+        before = bound if self.last_bound is None else self.last_bound
         versions = max(1, version - self._version_seen)
-        if abs(bound - before) > self.served.bound_step * versions:
-            self.violated(f"the bound changes from {before} to {bound} within {versions} versions")
-        self.bound_seen, self._version_seen = bound, max(version, self._version_seen)
+        if abs(bound - before) > self.ps_setting.bound_step * versions:
+            self.fail_invariant(f"the bound changes from {before} to {bound} within {versions} versions")
+        self.last_bound, self._version_seen = bound, max(version, self._version_seen)
 
-    def complete(self, steps: Counter[int]) -> float:
+    def complete_clock(self, steps: Counter[int]) -> float:
         """Return the first clock with a step of a living worker not among these, or still to come."""
         return min(
             (
                 clocks[steps[worker]] if steps[worker] < len(clocks) else self._clocks.get(worker, math.inf)
-                for worker, clocks in self.steps_of.items()
+                for worker, clocks in self.clocks_by_worker.items()
                 if worker not in self._ended
             ),
             default=math.inf,
         )
 
-    def check_step(self, step: Step) -> None:
+    def check_step(self, step: PushedStep) -> None:
         """Record a step, and check that its clock is not over."""
-        self.steps_of[step.worker].append(step.clock)
+        self.clocks_by_worker[step.worker].append(step.clock)
         is_over = self.terms.is_versioned and self.servers.version > step.clock
         if is_over and step.worker not in self._ended:
-            self.violated(f"worker {step.worker} takes a step at clock {step.clock}, which is over")
+            self.fail_invariant(f"worker {step.worker} takes a step at clock {step.clock}, which is over")
 
-    def check_read(self, worker: ServedWorker, grant: Grant, row: Row, visible: Sequence[int]) -> None:
+    def check_read(
+        self, worker: PsWorkerThread, grant: StepPermit, row: PulledRow, visible: Sequence[int]
+    ) -> None:
         """Check that what a worker reads contains the required steps, and its own steps once."""
         reader = f"worker {worker.worker} at clock {grant.clock}"
-        if self.terms.push_every == 1 and any(count != worker.number for count in visible):
-            self.violated(f"{reader} has taken {worker.number} steps and sees {list(visible)} of its own")
-        if grant.bound is None:
+        if self.terms.push_every == 1 and any(count != worker.steps_finished for count in visible):
+            self.fail_invariant(
+                f"{reader} has taken {worker.steps_finished} steps and sees {list(visible)} of its own"
+            )
+        if grant.staleness_bound is None:
             return
-        required = max(0, grant.clock - grant.bound)
-        complete = min(piece.complete for piece in row.pieces)
+        required = max(0, grant.clock - grant.staleness_bound)
+        complete = min(piece.complete_clock for piece in row.pieces)
         if complete < required:
-            self.violated(
+            self.fail_invariant(
                 f"{reader} reads values that lack steps of clock {complete}; it needs version {required}"
             )
-        if grant.bound == 0 and self.terms.is_versioned:
-            for other, clocks in self.steps_of.items():
+        if grant.staleness_bound == 0 and self.terms.is_versioned:
+            for other, clocks in self.clocks_by_worker.items():
                 if any(piece.steps[other] > bisect_left(clocks, grant.clock) for piece in row.pieces):
-                    self.violated(f"{reader} sees steps of worker {other} that are not before it")
+                    self.fail_invariant(f"{reader} sees steps of worker {other} that are not before it")
 
     def _check_end(self) -> None:
         samples = self.setting.samples
@@ -377,15 +392,15 @@ class BoundedCluster(Cluster):
         if samples is not None:
             for (epoch, position), count in uses.items():
                 if count > 1:
-                    self.violated(f"position {position} of epoch {epoch} was used {count} times")
+                    self.fail_invariant(f"position {position} of epoch {epoch} was used {count} times")
         if not self.is_dismissed:
             return
-        expected = 0 if samples is None or self._has_lost else (samples.epochs or 0) * samples.count
+        expected = 0 if samples is None or self._has_lost else (samples.epochs or 0) * samples.epoch_samples
         if len(uses) < expected:
-            self.violated(f"the job ended with {len(uses)} of {expected} samples used")
-        for worker, clocks in self.steps_of.items():
+            self.fail_invariant(f"the job ended with {len(uses)} of {expected} samples used")
+        for worker, clocks in self.clocks_by_worker.items():
             for steps in self.servers.steps:
                 if not self._has_lost and steps[worker] != len(clocks):
-                    self.violated(
+                    self.fail_invariant(
                         f"worker {worker} has taken {len(clocks)} steps, and a server has {steps[worker]}"
                     )

@@ -1,7 +1,7 @@
 """Simulated parameter servers, reduced to versions: the steps of each worker that a server has, by clock.
 
-Nothing here knows which worker may start a step, or what a step computes; see `offbeat.simulator.serving` for
-the fault tolerance of servers.
+Nothing here knows which worker may start a step, or what a step computes; see `offbeat.simulator.ps.cluster`
+for the fault tolerance of servers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from offbeat.policies.staleness.caches import clock_of, time_of
+from offbeat.policies.staleness.caches import push_clock, push_time
 from offbeat.simulator.core.faults import SERVERS
 
 if TYPE_CHECKING:
-    from offbeat.simulator.staleness.cluster import BoundedCluster
+    from offbeat.simulator.staleness.cluster import SimulatedPsCluster
 
 
-class Step(NamedTuple):
+class PushedStep(NamedTuple):
     """The gradients of one step.
 
     Attributes:
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Push:
+class SimulatedPush:
     """A push of a process to all servers.
 
     Attributes:
@@ -46,12 +46,12 @@ class Push:
 
     process: int
     time: int
-    steps: Sequence[Step]
-    then: Callable[[Push], None]
-    acknowledged: int = 0
+    steps: Sequence[PushedStep]
+    on_applied: Callable[[SimulatedPush], None]
+    acks: int = 0
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """One server's part of a row.
 
     Attributes:
@@ -62,10 +62,10 @@ class Piece(NamedTuple):
 
     time: int
     steps: Counter[int]
-    complete: float
+    complete_clock: float
 
 
-class Row(NamedTuple):
+class PulledRow(NamedTuple):
     """Parameters as pulled from the servers.
 
     Attributes:
@@ -74,7 +74,7 @@ class Row(NamedTuple):
     """
 
     version: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[RowPiece]
 
 
 @dataclass(eq=False, slots=True)
@@ -92,11 +92,11 @@ class _Server:
     version: int = 0
     steps: Counter[int] = field(default_factory=Counter)
     times: dict[int, int] = field(default_factory=dict)
-    waiting: dict[int, deque[Push]] = field(default_factory=dict)
+    waiting: dict[int, deque[SimulatedPush]] = field(default_factory=dict)
     last_arrival_s: dict[int, float] = field(default_factory=dict)
 
 
-class Servers:
+class SimulatedServers:
     """The parameter servers, reduced to versions.
 
     Where pushes are summed clock by clock, a clock is applied once all participating processes have pushed
@@ -108,7 +108,7 @@ class Servers:
         is_versioned: pushes are summed clock by clock.
     """
 
-    def __init__(self, cluster: BoundedCluster, count: int, *, is_versioned: bool) -> None:
+    def __init__(self, cluster: SimulatedPsCluster, count: int, *, is_versioned: bool) -> None:
         self._cluster, self._is_versioned = cluster, is_versioned
         self._servers = [_Server() for _ in range(count)]
         self._first_clocks: dict[
@@ -126,14 +126,14 @@ class Servers:
         """The applied steps on each server, by worker."""
         return [server.steps for server in self._servers]
 
-    def enlist(self, process: int) -> int:
+    def join(self, process: int) -> int:
         """Let a process participate; return the first clock whose sum waits for it."""
         begin = self._first_clocks[process] = self.version if self._is_versioned else 0
         for server in self._servers:
-            server.times[process] = time_of(begin - 1) if not begin else 0
+            server.times[process] = push_time(begin - 1) if not begin else 0
         return begin
 
-    def withdraw(self, process: int) -> None:
+    def leave(self, process: int) -> None:
         """End the participation of a process; its pushes that wait for other processes are dropped."""
         self._gone.add(process)
         if self._first_clocks.pop(process, None) is None:
@@ -142,15 +142,15 @@ class Servers:
             server.waiting.pop(process, None)
             self._apply_complete(server)
 
-    def push(self, push: Push) -> None:
+    def push(self, push: SimulatedPush) -> None:
         """Send a push to every server."""
         share = self._cluster.size_bytes // len(self._servers) if push.steps else 0
         for server in self._servers:
-            self._cluster.engine.at(
+            self._cluster.engine.schedule(
                 self._arrival_s(server, push.process, share), self._receive, (server, push)
             )
 
-    def pull(self, process: int, version: int, then: Callable[[Row], None]) -> None:
+    def pull(self, process: int, version: int, on_row: Callable[[PulledRow], None]) -> None:
         """Request a row from every server.
 
         Args:
@@ -158,38 +158,42 @@ class Servers:
             version: the version that the row counts as, where pushes are not summed.
             then: called with the row.
         """
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, RowPiece] = {}
 
         def read(server: _Server) -> None:
             pieces[self._servers.index(server)] = self._piece(server, process)
             if len(pieces) == len(self._servers):
-                row = Row(self._version_of(pieces, version), [piece for _, piece in sorted(pieces.items())])
-                free_s = self._cluster.lines.free_s(process, SERVERS)
+                row = PulledRow(
+                    self._version_of(pieces, version), [piece for _, piece in sorted(pieces.items())]
+                )
+                free_s = self._cluster.lines.reachable_s(process, SERVERS)
                 takes_s = self._cluster.network.transfer_s(self._cluster.size_bytes)
-                self._cluster.engine.at(free_s + takes_s, then, row)
+                self._cluster.engine.schedule(free_s + takes_s, on_row, row)
 
         for server in self._servers:
-            self._cluster.engine.at(self._arrival_s(server, process, 0), read, server)
+            self._cluster.engine.schedule(self._arrival_s(server, process, 0), read, server)
 
-    def _version_of(self, pieces: dict[int, Piece], version: int) -> int:
+    def _version_of(self, pieces: dict[int, RowPiece], version: int) -> int:
         if not self._is_versioned:
             return version
-        return min(clock_of(piece.time) for piece in pieces.values()) + 1
+        return min(push_clock(piece.time) for piece in pieces.values()) + 1
 
-    def _piece(self, server: _Server, process: int) -> Piece:
+    def _piece(self, server: _Server, process: int) -> RowPiece:
         steps = server.steps.copy()
-        return Piece(server.times.get(process, 0), steps, self._cluster.complete(steps))
+        return RowPiece(server.times.get(process, 0), steps, self._cluster.complete_clock(steps))
 
     def _arrival_s(self, server: _Server, process: int, size_bytes: int) -> float:
         cluster = self._cluster
         takes_s = cluster.network.transfer_s(size_bytes) * (
             1 + cluster.network.spread * cluster.chance.random()
         )
-        at_s = max(server.last_arrival_s.get(process, 0.0), cluster.lines.free_s(process, SERVERS) + takes_s)
+        at_s = max(
+            server.last_arrival_s.get(process, 0.0), cluster.lines.reachable_s(process, SERVERS) + takes_s
+        )
         server.last_arrival_s[process] = at_s
         return at_s
 
-    def _receive(self, message: tuple[_Server, Push]) -> None:
+    def _receive(self, message: tuple[_Server, SimulatedPush]) -> None:
         server, push = message
         if not self._is_versioned:
             self._apply(server, push)
@@ -205,30 +209,30 @@ class Servers:
             if len(pushes) < len(expected):
                 return
             for push in pushes:
-                if push.time != time_of(server.version):
-                    self._cluster.violated(
-                        f"process {push.process} pushed clock {clock_of(push.time)} where clock "
+                if push.time != push_time(server.version):
+                    self._cluster.fail_invariant(
+                        f"process {push.process} pushed clock {push_clock(push.time)} where clock "
                         f"{server.version} is due"
                     )
                 server.waiting[push.process].popleft()
                 self._apply(server, push)
             server.version += 1
 
-    def _apply(self, server: _Server, push: Push) -> None:
+    def _apply(self, server: _Server, push: SimulatedPush) -> None:
         for step in push.steps:
             if step.number != server.steps[step.worker]:
-                self._cluster.violated(
+                self._cluster.fail_invariant(
                     f"step {step.number} of worker {step.worker} comes to a server that has "
                     f"{server.steps[step.worker]} of its steps"
                 )
             if self._is_versioned and step.clock != server.version:
-                self._cluster.violated(
+                self._cluster.fail_invariant(
                     f"a step of worker {step.worker} at clock {step.clock} is in the sum of clock "
                     f"{server.version}"
                 )
             server.steps[step.worker] += 1
         server.times[push.process] = push.time
-        push.acknowledged += 1
-        if push.acknowledged == len(self._servers):
-            free_s = self._cluster.lines.free_s(push.process, SERVERS)
-            self._cluster.engine.at(free_s + self._cluster.network.latency_s, push.then, push)
+        push.acks += 1
+        if push.acks == len(self._servers):
+            free_s = self._cluster.lines.reachable_s(push.process, SERVERS)
+            self._cluster.engine.schedule(free_s + self._cluster.network.latency_s, push.on_applied, push)

@@ -16,25 +16,32 @@ from offbeat.policies.membership.lockstep import Lockstep
 from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.policies.stragglers.injection import Burst, EpochPart, SlowRule
 from offbeat.simulator.core.faults import (
-    WHOSE,
-    Arrival,
-    Cut,
-    Death,
-    Departure,
+    LOST_MESSAGES,
+    ConnectionReset,
+    CoordinatorRestart,
+    Delay,
     Fault,
-    Hang,
-    Late,
-    Reset,
-    Restart,
-    Split,
-    spell,
+    LinkCut,
+    Partition,
+    WorkerArrival,
+    WorkerDeath,
+    WorkerDeparture,
+    WorkerHang,
+    format_fault,
 )
-from offbeat.simulator.core.lines import REDIALLED_S
-from offbeat.simulator.core.network import Network
-from offbeat.simulator.core.times import Bursty, ComputeTimes, Constant, Drifting, HeavyTailed, Jittered
-from offbeat.simulator.training.cluster import Cluster, Setting, ViolationError
-from offbeat.simulator.training.replicas import History, LeastSquares, Problem
-from offbeat.simulator.training.sample_loop import Samples
+from offbeat.simulator.core.lines import REDIAL_S_MAX
+from offbeat.simulator.core.network import NetworkCosts
+from offbeat.simulator.core.times import (
+    BurstyTimes,
+    ComputeTimes,
+    ConstantTimes,
+    DriftingTimes,
+    HeavyTailedTimes,
+    JitteredTimes,
+)
+from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting, ViolationError
+from offbeat.simulator.training.replicas import HistoryProblem, LeastSquaresProblem, TrainingProblem
+from offbeat.simulator.training.sample_loop import SampleSetting
 from offbeat.simulator.training.worker import COMPUTING, SimulatedWorker
 
 _QUIET_S = 9.0  # longer than any wait of the policies below
@@ -46,7 +53,7 @@ _KINDS = ["die", "hang", "hang", "late", "cut", "split", "pair", "pair", "reset"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class FaultCase:
     """The cluster of one seed.
 
     Attributes:
@@ -56,27 +63,27 @@ class Case:
         is_lockstep: whether the policy is `Lockstep`.
     """
 
-    setting: Setting
+    setting: SimulationSetting
     arguments: dict[str, Any]
     has_gradients: bool
     is_lockstep: bool = False
 
-    def build(self) -> list[Policy]:
+    def build_policies(self) -> list[Policy]:
         """Return new policies."""
         if self.is_lockstep:
             return [Assembly(self.setting.world), Lockstep(self.setting.world, **self.arguments)]
         return [
-            Assembly(self.setting.world, is_open=True),
+            Assembly(self.setting.world, accepts_late_joiners=True),
             PartialGroups(self.setting.world, **self.arguments),
         ]
 
     def __str__(self) -> str:
-        faults = " ".join(spell(fault) for fault in self.setting.faults) or "no faults"
+        faults = " ".join(format_fault(fault) for fault in self.setting.faults) or "no faults"
         samples = "" if self.setting.samples is None else f", {self.setting.samples}"
         return f"{self.setting.world} workers, {faults}{samples}"
 
 
-def case(seed: int) -> Case:
+def draw_case(seed: int) -> FaultCase:
     """Draw a cluster; deterministic for a seed."""
     chance = random.Random(f"campaign {seed}")
     world = chance.randint(2, 12)
@@ -84,11 +91,11 @@ def case(seed: int) -> Case:
     has_pairs_only = chance.random() < 0.2
     drawn = _pair_faults(chance, world) if has_pairs_only else _faults(chance, world, lost_after_s)
     faults = sorted(drawn, key=lambda fault: fault.at_s)
-    ends_s = max((fault.at_s + getattr(fault, "length_s", 0.0) for fault in faults), default=0.0)
+    ends_s = max((fault.at_s + getattr(fault, "duration_s", 0.0) for fault in faults), default=0.0)
     has_end = chance.random() < 0.4
     samples = _samples(random.Random(f"samples {seed}"), world, has_end=has_end)
     steps_per_epoch = chance.randint(8, 60)
-    setting = Setting(
+    setting = SimulationSetting(
         world=world,
         steps=chance.randint(20, 120) if has_end else None,
         until_s=ends_s + _QUIET_S + (60.0 if has_end else 0.0),
@@ -96,7 +103,7 @@ def case(seed: int) -> Case:
         rounds_per_step=chance.choice([1, 1, 1, 2]),
         times=_times(chance),
         slow=tuple(_slow(chance, world)),
-        network=Network(
+        network=NetworkCosts(
             latency_s=chance.choice([1e-4, 1e-3, 5e-3]), bytes_per_s=chance.choice([1e9, 1e8]), spread=0.5
         ),
         size_bytes=chance.choice([10_000, 1_000_000]),
@@ -124,10 +131,10 @@ def case(seed: int) -> Case:
         "deadline_s": 2.0,
         "staleness_steps_max": options.choice([None, None, 1, 4]),
     }
-    return Case(setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25)
+    return FaultCase(setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25)
 
 
-def lockstep_case(seed: int) -> Case:
+def draw_lockstep_case(seed: int) -> FaultCase:
     """Draw a cluster in lockstep; deterministic for a seed."""
     chance = random.Random(f"lockstep {seed}")
     world = chance.randint(2, 8)
@@ -135,13 +142,13 @@ def lockstep_case(seed: int) -> Case:
     kinds = ["hang", "cut", "split", "pair", "reset", "late", "restart"]
     kinds += ["die"] * (chance.random() < 0.2)
     faults = list(_faults(chance, world, lost_after_s, kinds))
-    setting = Setting(
+    setting = SimulationSetting(
         world=world,
         steps=chance.randint(10, 100),
         until_s=200.0,
         times=_times(chance),
         slow=tuple(_slow(chance, world)),
-        network=Network(latency_s=chance.choice([1e-4, 1e-3, 5e-3]), spread=0.5),
+        network=NetworkCosts(latency_s=chance.choice([1e-4, 1e-3, 5e-3]), spread=0.5),
         size_bytes=chance.choice([10_000, 1_000_000]),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
         tick_s=chance.choice([0.1, 0.5]),
@@ -150,31 +157,34 @@ def lockstep_case(seed: int) -> Case:
         seed=seed,
     )
     arguments = {"silent_s": silent_s}
-    return Case(setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25, is_lockstep=True)
+    return FaultCase(
+        setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25, is_lockstep=True
+    )
 
 
 def _times(chance: random.Random) -> ComputeTimes:
     kinds: list[Callable[[], ComputeTimes]] = [
-        lambda: Constant(mean_s=_BATCHES_S),
-        lambda: Jittered(mean_s=_BATCHES_S, deviation=chance.choice([0.05, 0.3])),
-        lambda: Bursty(mean_s=_BATCHES_S, length=10, period=100),
-        lambda: Drifting(mean_s=_BATCHES_S),
-        lambda: HeavyTailed(mean_s=_BATCHES_S),
+        lambda: ConstantTimes(mean_s=_BATCHES_S),
+        lambda: JitteredTimes(mean_s=_BATCHES_S, deviation=chance.choice([0.05, 0.3])),
+        lambda: BurstyTimes(mean_s=_BATCHES_S, length=10, period=100),
+        lambda: DriftingTimes(mean_s=_BATCHES_S),
+        lambda: HeavyTailedTimes(mean_s=_BATCHES_S),
     ]
     return chance.choice(kinds)()
 
 
-def _samples(chance: random.Random, world: int, *, has_end: bool) -> Samples | None:
+def _samples(chance: random.Random, world: int, *, has_end: bool) -> SampleSetting | None:
     if chance.random() < 0.5:
         return None
     batch_size = chance.randint(1, 6)
-    return Samples(
-        count=chance.choice([chance.randint(1, 3 * world), chance.randint(1, 30 * world)]) * batch_size
+    return SampleSetting(
+        epoch_samples=chance.choice([chance.randint(1, 3 * world), chance.randint(1, 30 * world)])
+        * batch_size
         + chance.randrange(batch_size),
         batch_size=batch_size,
         epochs=chance.randint(1, 5) if has_end or chance.random() < 0.5 else None,
         batches_per_round=chance.choice([1, 1, 1, 2, 3]),
-        breaks_off_after=chance.choice([None, None, None, None, chance.randint(1, 8)]),
+        break_after_rounds=chance.choice([None, None, None, None, chance.randint(1, 8)]),
     )
 
 
@@ -182,7 +192,7 @@ def _slow(chance: random.Random, world: int) -> Iterator[SlowRule]:
     for _ in range(chance.choice([0, 0, 1, 2])):
         when = chance.choice([None, EpochPart(start=0.0, end=0.5), Burst(slow_steps=15, period_steps=40)])
         worker = chance.choice([None, chance.randrange(world)])
-        yield SlowRule(worker=worker, factor=chance.choice([1.5, 3.0, 6.0]), when=when)
+        yield SlowRule(worker=worker, factor=chance.choice([1.5, 3.0, 6.0]), applies_in=when)
 
 
 def _faults(
@@ -201,35 +211,35 @@ def _faults(
             case "die":
                 dying = chance.sample(sorted(alive), chance.randint(1, min(3, len(alive) - 1)))
                 alive -= set(dying)
-                yield Death(at_s=now_s, workers=tuple(sorted(dying)))
+                yield WorkerDeath(at_s=now_s, workers=tuple(sorted(dying)))
             case "hang":
                 if length_s < lost_after_s or len(alive) > 1:
                     alive -= {worker} if length_s >= lost_after_s else set()
-                    yield Hang(at_s=now_s, worker=worker, length_s=length_s)
+                    yield WorkerHang(at_s=now_s, worker=worker, duration_s=length_s)
             case "late":
-                yield Late(at_s=now_s, worker=worker, length_s=min(length_s, 1.0))
+                yield Delay(at_s=now_s, worker=worker, duration_s=min(length_s, 1.0))
             case "cut":
                 if length_s < lost_after_s / 2 or len(alive) > 1:
                     alive -= {worker} if length_s >= lost_after_s / 2 else set()
-                    lost = chance.choice(WHOSE)
-                    yield Cut(at_s=now_s, worker=worker, peer=None, length_s=length_s, lost=lost)
+                    lost = chance.choice(LOST_MESSAGES)
+                    yield LinkCut(at_s=now_s, worker=worker, peer=None, duration_s=length_s, lost=lost)
             case "pair" | "reset" if len(alive) > 1:
                 yield _pair_fault(chance, now_s, *chance.sample(sorted(alive), 2))
             case "reset":
-                yield Reset(at_s=now_s, worker=worker, peer=None)
+                yield ConnectionReset(at_s=now_s, worker=worker, peer=None)
             case "split" if len(alive) > 1:
                 some = chance.sample(sorted(alive), chance.randint(1, len(alive) - 1))
                 alive -= set(some) if length_s >= lost_after_s / 2 else set()
-                yield Split(at_s=now_s, workers=tuple(sorted(some)), length_s=length_s)
+                yield Partition(at_s=now_s, workers=tuple(sorted(some)), duration_s=length_s)
             case "leave":
                 alive -= {worker}
-                yield Departure(at_s=now_s, worker=worker)
+                yield WorkerDeparture(at_s=now_s, worker=worker)
             case "restart" if now_s > 0.2:
-                yield Restart(at_s=now_s, length_s=min(length_s, 1.0))
+                yield CoordinatorRestart(at_s=now_s, duration_s=min(length_s, 1.0))
                 now_s += 1.1
             case _ if "join" in kinds:
                 alive.add(newest)
-                yield Arrival(at_s=now_s, worker=newest)
+                yield WorkerArrival(at_s=now_s, worker=newest)
                 newest += 1
 
 
@@ -239,56 +249,62 @@ def _pair_faults(chance: random.Random, world: int) -> Iterator[Fault]:
     for _ in range(chance.randint(1, 3)):
         fault = _pair_fault(chance, now_s, *chance.sample(range(world), 2))
         yield fault
-        now_s += getattr(fault, "length_s", 0.0) + REDIALLED_S + 4.0 + chance.random()
+        now_s += getattr(fault, "duration_s", 0.0) + REDIAL_S_MAX + 4.0 + chance.random()
 
 
 def _pair_fault(chance: random.Random, now_s: float, worker: int, peer: int) -> Fault:
     if chance.random() < 0.3:
-        return Reset(at_s=now_s, worker=worker, peer=peer)
+        return ConnectionReset(at_s=now_s, worker=worker, peer=peer)
     length_s = chance.choice([0.05, 0.3, 1.0, 1.4, 4.0, 10.0, 20.0]) * (0.8 + 0.4 * chance.random())
-    return Cut(at_s=now_s, worker=worker, peer=peer, length_s=length_s, lost=chance.choice(WHOSE[:2]))
+    return LinkCut(
+        at_s=now_s, worker=worker, peer=peer, duration_s=length_s, lost=chance.choice(LOST_MESSAGES[:2])
+    )
 
 
 def _undecided_s(faults: Iterable[Fault], lost_after_s: float) -> float:
     """Return for how long no decision may be made because most workers are unreachable, in seconds."""
     return sum(
-        min(fault.length_s + REDIALLED_S, lost_after_s)
+        min(fault.duration_s + REDIAL_S_MAX, lost_after_s)
         for fault in faults
-        if isinstance(fault, Split | Hang) or (isinstance(fault, Cut) and fault.peer is None)
+        if isinstance(fault, Partition | WorkerHang) or (isinstance(fault, LinkCut) and fault.peer is None)
     )
 
 
 def _outage_s(fault: Fault) -> float:
     """Return for how long a fault may separate nodes, in seconds."""
-    if isinstance(fault, Hang | Cut | Split):
-        return fault.length_s + min(fault.length_s, REDIALLED_S)
-    return fault.length_s if isinstance(fault, Late | Restart) else 0.0
+    if isinstance(fault, WorkerHang | LinkCut | Partition):
+        return fault.duration_s + min(fault.duration_s, REDIAL_S_MAX)
+    return fault.duration_s if isinstance(fault, Delay | CoordinatorRestart) else 0.0
 
 
-def run_lockstep(seed: int) -> Cluster:
-    """Run the lockstep case of a seed: see `run`."""
+def run_lockstep(seed: int) -> SimulatedCluster:
+    """Run the lockstep case of a seed: see `run_case`."""
     return _run(
-        lockstep_case(seed), check_lockstep, f"offbeat simulate --strategy bsp --seeds 1 --seed {seed}"
+        draw_lockstep_case(seed), check_lockstep, f"offbeat simulate --strategy bsp --seeds 1 --seed {seed}"
     )
 
 
-def run(seed: int, build: Callable[[Case], list[Policy]] = Case.build) -> Cluster:
+def run_case(
+    seed: int, build: Callable[[FaultCase], list[Policy]] = FaultCase.build_policies
+) -> SimulatedCluster:
     """Run the case of a seed.
 
     Raises:
         ViolationError: an invariant was violated; the text ends with the command that repeats the run.
     """
-    return _run(case(seed), check, f"offbeat simulate --seeds 1 --seed {seed}", build)
+    return _run(draw_case(seed), check_run, f"offbeat simulate --seeds 1 --seed {seed}", build)
 
 
 def _run(
-    this: Case,
-    check_end: Callable[[Case, Cluster], None],
+    this: FaultCase,
+    check_end: Callable[[FaultCase, SimulatedCluster], None],
     command: str,
-    build: Callable[[Case], list[Policy]] = Case.build,
-) -> Cluster:
-    problem: Problem = LeastSquares(this.setting.seed) if this.has_gradients else History()
-    cluster = Cluster(this.setting, lambda: build(this), problem=problem)
+    build: Callable[[FaultCase], list[Policy]] = FaultCase.build_policies,
+) -> SimulatedCluster:
+    problem: TrainingProblem = (
+        LeastSquaresProblem(this.setting.seed) if this.has_gradients else HistoryProblem()
+    )
+    cluster = SimulatedCluster(this.setting, lambda: build(this), problem=problem)
     try:
         cluster.run()
         check_end(this, cluster)
@@ -297,24 +313,26 @@ def _run(
     return cluster
 
 
-def check_lockstep(this: Case, cluster: Cluster) -> None:
+def check_lockstep(case: FaultCase, cluster: SimulatedCluster) -> None:
     """Check that all workers took all steps together, or that the job did not stop for a transient outage."""
-    setting, stopped = this.setting, cluster.stopped
+    setting, stopped = case.setting, cluster.stopped
     if stopped is not None:
         outages_s = sum(map(_outage_s, setting.faults))
-        dead = {worker for fault in setting.faults if isinstance(fault, Death) for worker in fault.workers}
-        if stopped.worker is None and outages_s < this.arguments["silent_s"]:
-            cluster.violated(f"a transient outage stopped the job: {stopped.reason}")
+        dead = {
+            worker for fault in setting.faults if isinstance(fault, WorkerDeath) for worker in fault.workers
+        }
+        if stopped.worker is None and outages_s < case.arguments["silent_s"]:
+            cluster.fail_invariant(f"a transient outage stopped the job: {stopped.reason}")
         if stopped.worker is not None and stopped.worker not in dead and outages_s < setting.lost_after_s:
-            cluster.violated(f"a pause was taken for a death: {stopped.reason}")
+            cluster.fail_invariant(f"a pause was taken for a death: {stopped.reason}")
         return
     for simulated in cluster.workers.values():
         if not simulated.has_left or simulated.follower.step != setting.steps:
-            cluster.violated(
-                f"worker {simulated.worker} is {simulated.doing} after {simulated.follower.step} steps"
+            cluster.fail_invariant(
+                f"worker {simulated.worker} is {simulated.activity} after {simulated.follower.step} steps"
             )
-        if not cluster.problem.same(simulated.state, cluster.workers[0].state):
-            cluster.violated(f"workers 0 and {simulated.worker} ended with different states")
+        if not cluster.problem.states_equal(simulated.state, cluster.workers[0].state):
+            cluster.fail_invariant(f"workers 0 and {simulated.worker} ended with different states")
 
 
 def _waits_for_slow_member(worker: SimulatedWorker) -> bool:
@@ -322,10 +340,10 @@ def _waits_for_slow_member(worker: SimulatedWorker) -> bool:
     if worker.exchange is None:
         return False
     workers = worker.cluster.workers
-    return any(workers[member].doing == COMPUTING for member in worker.exchange.group.members)
+    return any(workers[member].activity == COMPUTING for member in worker.exchange.group.members)
 
 
-def check(this: Case, cluster: Cluster) -> None:
+def check_run(case: FaultCase, cluster: SimulatedCluster) -> None:
     """Check the invariants at the end of a run."""
     now_s = cluster.engine.now_s
     members = cluster.groups[-1][1].members if cluster.groups else ()
@@ -337,30 +355,36 @@ def check(this: Case, cluster: Cluster) -> None:
         classifier = policy.state_dict().get("classifier", {"workers": []})
         for worker, count, is_slow, *_ in classifier["workers"]:
             if not 0 <= count <= classifier["limit"]:
-                cluster.violated(f"the counter of worker {worker} is out of range: {count}")
+                cluster.fail_invariant(f"the counter of worker {worker} is out of range: {count}")
             if is_slow:
                 stragglers.add(worker)
     if cluster.stopped is not None:
         return  # the cluster has checked that no worker has the state any more
     for simulated in left:
-        if not cluster.problem.same(simulated.state, left[0].state):
-            cluster.violated(f"workers {left[0].worker} and {simulated.worker} ended with different states")
-    samples = this.setting.samples
-    if this.setting.steps is not None or (samples is not None and samples.epochs is not None):
+        if not cluster.problem.states_equal(simulated.state, left[0].state):
+            cluster.fail_invariant(
+                f"workers {left[0].worker} and {simulated.worker} ended with different states"
+            )
+    samples = case.setting.samples
+    if case.setting.steps is not None or (samples is not None and samples.epochs is not None):
         if alive and now_s - cluster.progress_s > _STUCK_S / 2:
-            doing = ", ".join(f"{simulated.worker} {simulated.doing}" for simulated in alive)
-            cluster.violated(f"the job does not end: {doing}")
+            doing = ", ".join(f"{simulated.worker} {simulated.activity}" for simulated in alive)
+            cluster.fail_invariant(f"the job does not end: {doing}")
         return
-    is_changing = now_s - cluster.changed_s < _CHANGE_S
+    is_changing = now_s - cluster.membership_changed_s < _CHANGE_S
     for simulated in alive:
         if (
             now_s - simulated.active_s > _STUCK_S / 2
-            and simulated.doing != COMPUTING
+            and simulated.activity != COMPUTING
             and not _waits_for_slow_member(simulated)
         ):
-            cluster.violated(
-                f"worker {simulated.worker} has been {simulated.doing} since {simulated.active_s:.3f} s"
+            cluster.fail_invariant(
+                f"worker {simulated.worker} has been {simulated.activity} since {simulated.active_s:.3f} s"
             )
-        is_heard = simulated.active_s > cluster.changed_s  # since the last change, which excluded it
+        is_heard = (
+            simulated.active_s > cluster.membership_changed_s
+        )  # since the last change, which excluded it
         if is_heard and not (is_changing or simulated.worker in stragglers or simulated.worker in members):
-            cluster.violated(f"worker {simulated.worker} lives, is not slow, and is not among {members}")
+            cluster.fail_invariant(
+                f"worker {simulated.worker} lives, is not slow, and is not among {members}"
+            )

@@ -5,28 +5,29 @@ Theory of operation.
 *Time.* `Engine` is a calendar of (time, function, argument). `run` moves `now_s` to the earliest entry and
 calls it; entries of equal times run in the order in which they were requested. Nothing sleeps and no thread
 runs: a wait is an entry further ahead. All chance comes from `random.Random` and numpy generators seeded with
-`Setting.seed`, so equal settings give equal runs.
+`SimulationSetting.seed`, so equal settings give equal runs.
 
 *Parts.* A `SimulatedWorker` is a state machine (computing, waiting, exchanging, applying, …) around the
-runtime's own `Follower`. An `Exchange` starts when its last member has arrived, and ends for the members one
-after the other. `Lines` holds the outages of the network and reports unreachable peers. `Cluster` stands for
-the coordinator and for every transport: `tell` sends an event up, `ask` hands it to the policies, `_answer`
-sends their actions down.
+runtime's own `GroupMembership`. An `Exchange` starts when its last member has arrived, and ends for the
+members one after the other. `Lines` holds the outages of the network and reports unreachable peers.
+`SimulatedCluster` stands for the coordinator and for every transport: `tell` sends an event up, `ask` hands
+it to the policies, `_answer` sends their actions down.
 
 *Order.* Each direction of a worker's control connection is FIFO: a message arrives at the later of now +
-latency and the arrival time of the message before it (`up_s`, `down_s`). A fault of the network moves these
-times: it delays control messages and loses none. Only a restart of the coordinator loses messages: those
-on the way belong to an earlier incarnation, and the log after its last durable entry is dropped. With
-`is_numbered`, both sides then resend what was not recorded; else a worker sends its last Ready, Halted and
-Finished again. A new coordinator replays the log; its clock lags `behind_s` behind the engine's.
+latency and the arrival time of the message before it (`uplink_s`, `downlink_s`). A fault of the network moves
+these times: it delays control messages and loses none. Only a restart of the coordinator loses messages:
+those on the way belong to an earlier incarnation, and the log after its last durable entry is dropped. With
+`is_exactly_once`, both sides then resend what was not recorded; else a worker sends its last Ready, Halted
+and Finished again. A new coordinator replays the log; its clock lags `clock_lag_s` behind the engine's.
 
-*Hangs.* A hung worker queues what arrives. Its pending computation is invalidated by a counter (`_busy`) and
-scheduled again, with the time that it still takes, when the worker resumes. An exchange is blocked while a
-member hangs or is dead, or while an outage separates members.
+*Hangs.* A hung worker queues what arrives. Its pending computation is invalidated by a counter
+(`_computation`) and scheduled again, with the time that it still takes, when the worker resumes. An exchange
+is blocked while a member hangs or is dead, or while an outage separates members.
 
-*Vectorization.* While nothing goes wrong, a `Cohort` computes whole rounds with arrays instead of one engine
-entry for each worker. Every fault, every delivery but EpochEnded, and every look at `workers` dissolves it:
-the members replay the round under way through their own code, in an engine of their own, up to now.
+*Vectorization.* While nothing goes wrong, a `VectorizedGroup` computes whole rounds with arrays instead of
+one engine entry for each worker. Every fault, every delivery but EpochEnded, and every look at `workers`
+dissolves it: the members replay the round under way through their own code, in an engine of their own, up to
+now.
 
 *Invariants*, checked during the run and at its end (`_check_…`, and in `Exchange`): generations increase; a
 group has members that are present, and at least one with the state; members of an exchange have equal
@@ -48,73 +49,73 @@ from typing import Any, ClassVar, NoReturn, assert_never
 
 from offbeat.errors import OffbeatError
 from offbeat.events import (
+    AbortJob,
     Action,
-    ClientGone,
+    AnnounceWorkerLost,
+    AssignBlocks,
+    AssignLateBlock,
+    AssignRoundBatch,
+    AssignTask,
     CloseServers,
-    Deal,
-    Dismiss,
-    EpochEnded,
+    ClusterView,
+    ConsumedSamples,
+    ContributionQuery,
+    EndEpoch,
     EvaluatePart,
     Event,
-    Grant,
+    ForgetClient,
     Group,
-    GroupViewed,
     Halt,
+    JobComplete,
     Joined,
     Left,
-    Lend,
-    LendSnapshot,
     Lost,
     MergeStates,
     PassesEnded,
+    PeerList,
     PeerReachable,
     PeerUnreachable,
     Preempt,
     Ready,
-    Recall,
-    Refuse,
-    RoundNamed,
-    Settle,
-    SpaceRefused,
-    Start,
-    Stop,
-    TaskIssued,
+    RejectNamespace,
+    RejectPeer,
+    ResolveLateBlock,
+    SendSnapshot,
+    StepPermit,
     Tick,
-    Used,
-    Validated,
-    Validating,
-    Viewed,
-    WorkerLost,
-    WorkerRefused,
+    ValidationFinished,
+    ValidationStarted,
+    WorkerGroupRejected,
+    WorkerGroupView,
 )
-from offbeat.policies import Policy, decide
-from offbeat.policies.data.block_scheduler import WorkScheduler
+from offbeat.policies import Policy, dispatch_event
+from offbeat.policies.data.block_scheduler import BlockScheduler
 from offbeat.policies.membership.lockstep import Lockstep
-from offbeat.policies.stragglers.injection import Slowness, SlowRule
+from offbeat.policies.stragglers.injection import InjectedSlowness, SlowRule
 from offbeat.simulator.core.engine import Engine
 from offbeat.simulator.core.faults import (
     SERVERS,
-    Arrival,
-    Cut,
-    Death,
-    Departure,
+    ConnectionReset,
+    CoordinatorRestart,
+    Delay,
     Fault,
-    Hang,
-    Late,
-    Reset,
-    Restart,
-    Split,
-    check,
-    spell,
+    LinkCut,
+    Partition,
+    WorkerArrival,
+    WorkerDeath,
+    WorkerDeparture,
+    WorkerHang,
+    check_faults,
+    format_fault,
 )
-from offbeat.simulator.core.lines import COORDINATOR, UNREACHABLE_S, Lines
-from offbeat.simulator.core.network import Network
-from offbeat.simulator.core.times import ComputeTimes, Constant, Stopwatch
-from offbeat.simulator.training.exchange import Exchange
-from offbeat.simulator.training.replicas import History, Problem, Uses
-from offbeat.simulator.training.sample_loop import Samples
-from offbeat.simulator.training.vectorized_group import Cohort
-from offbeat.simulator.training.worker import TAKING, Parcel, SimulatedWorker
+from offbeat.simulator.core.lines import COORDINATOR, UNREACHABLE_S, NetworkOutages
+from offbeat.simulator.core.network import NetworkCosts
+from offbeat.simulator.core.times import ComputeTimes, ComputeTimeSource, ConstantTimes
+from offbeat.simulator.training.exchange import SimulatedExchange
+from offbeat.simulator.training.replicas import HistoryProblem, SampleTrackingProblem, TrainingProblem
+from offbeat.simulator.training.sample_loop import SampleSetting
+from offbeat.simulator.training.vectorized_group import VectorizedGroup
+from offbeat.simulator.training.worker import RECEIVING_STATE, SimulatedWorker, StateTransfer
 
 _NEVER = 10**18
 _REPORTED_S = UNREACHABLE_S + 0.1  # a silence of this length has been reported to the policies
@@ -125,7 +126,7 @@ class ViolationError(OffbeatError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class SimulationSetting:
     """Parameters of a simulated run, except for its policies.
 
     Attributes:
@@ -152,11 +153,11 @@ class Setting:
     steps: int | None = None
     until_s: float = math.inf
     steps_per_epoch: int = 100
-    samples: Samples | None = None
+    samples: SampleSetting | None = None
     rounds_per_step: int = 1
-    times: ComputeTimes = field(default_factory=Constant)
+    times: ComputeTimes = field(default_factory=ConstantTimes)
     slow: tuple[SlowRule, ...] = ()
-    network: Network = field(default_factory=Network)
+    network: NetworkCosts = field(default_factory=NetworkCosts)
     size_bytes: int = 4_000_000
     apply_s: float = 0.0
     faults: tuple[Fault, ...] = ()
@@ -179,10 +180,10 @@ class Setting:
             raise ValueError("expected steps or until_s, got neither: the run would not end")
         if self.size_bytes < 0:
             raise ValueError(f"expected a size of at least 0 bytes, got {self.size_bytes}")
-        check(self.faults, self.world)
+        check_faults(self.faults, self.world)
 
 
-class Cluster:
+class SimulatedCluster:
     """One simulated run.
 
     Args:
@@ -208,66 +209,66 @@ class Cluster:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: SimulationSetting,
         policies: Callable[[], Sequence[Policy]],
         *,
-        problem: Problem | None = None,
+        problem: TrainingProblem | None = None,
         keeps_log: bool = False,
         one_by_one: bool = False,
     ) -> None:
         for fault in setting.faults:
-            if isinstance(fault, Cut) and fault.peer == SERVERS and not self.HAS_SERVERS:
-                raise ValueError(f"fault {spell(fault)}: there are no servers under this strategy")
+            if isinstance(fault, LinkCut) and fault.peer == SERVERS and not self.HAS_SERVERS:
+                raise ValueError(f"fault {format_fault(fault)}: there are no servers under this strategy")
         self.setting = setting
         self.engine = Engine()
         self.chance = random.Random(f"cluster {setting.seed}")
-        self.problem: Problem = problem or History()
+        self.problem: TrainingProblem = problem or HistoryProblem()
         samples = setting.samples
         if samples is not None:
-            self.problem = Uses(self.problem)
+            self.problem = SampleTrackingProblem(self.problem)
         self.network, self.world = setting.network, setting.world
         self.steps = setting.steps if setting.steps is not None else _NEVER
         self.steps_per_epoch, self.rounds_per_step = setting.steps_per_epoch, setting.rounds_per_step
         if samples is not None:
-            self.steps_per_epoch = -(-samples.count // (samples.batch_size * setting.world))
+            self.steps_per_epoch = -(-samples.epoch_samples // (samples.batch_size * setting.world))
         self.size_bytes, self.apply_s = setting.size_bytes, setting.apply_s
-        self.exchanges: dict[int, Exchange] = {}
-        self.cohort = Cohort(self)
-        self.heard: frozenset[int] = frozenset()
+        self.exchanges: dict[int, SimulatedExchange] = {}
+        self.vectorized_group = VectorizedGroup(self)
+        self.received_early: frozenset[int] = frozenset()
         is_plain = setting.rounds_per_step == 1 and not setting.apply_s and samples is None
         self._may_vectorize = not one_by_one and is_plain
         self._workers: dict[int, SimulatedWorker] = {}
         self.hung_at_s: dict[int, float] = {}
-        self.progress_s = self.changed_s = 0.0
-        self.stopped: Stop | None = None
+        self.progress_s = self.membership_changed_s = 0.0
+        self.stopped: AbortJob | None = None
         self.is_dismissed = False
         self.log: list[tuple[Event, tuple[Action, ...]]] = []
         self.groups: list[tuple[float, Group]] = []
         self._hung_until_s: dict[int, float] = {}
-        self.lines = Lines(self)
+        self.lines = NetworkOutages(self)
         self._exchange_ids: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._keeps_log = keeps_log or any(isinstance(fault, Restart) for fault in setting.faults)
+        self._keeps_log = keeps_log or any(isinstance(fault, CoordinatorRestart) for fault in setting.faults)
         self._durable = 0  # length of the part of the log that a killed coordinator has written
         self._build = policies
         self.policies = list(policies())
         self._incarnation = 0
         self._is_down = False
-        self.behind_s = 0.0  # a restarted coordinator's clock continues from the end of its log
-        self._present: set[int] = set()
-        self._gone: set[int] = set()
+        self.clock_lag_s = 0.0  # a restarted coordinator's clock continues from the end of its log
+        self._joined_workers: set[int] = set()
+        self._lost_workers: set[int] = set()
         self._unconnected: set[int] = set()  # workers that could not connect when a coordinator restarted
         # With is_numbered: events of each worker in the log, and messages sent to each worker.
         self._recorded: Counter[int] = Counter()
         self._sent: dict[int, list[tuple[Action, ...]]] = defaultdict(list)
         self._last_actions: list[Action] = []  # the last action of each broadcast type
         self._slowness = (
-            Slowness(setting.slow, workers=setting.world, seed=setting.seed) if setting.slow else None
+            InjectedSlowness(setting.slow, workers=setting.world, seed=setting.seed) if setting.slow else None
         )
         self._alive = 0
-        self.lockstep = any(isinstance(policy, Lockstep) for policy in self.policies)
-        has_restart = any(isinstance(fault, Restart) for fault in setting.faults)
-        self.is_numbered = samples is not None or (self.lockstep and has_restart)
-        self._may_vectorize &= not self.is_numbered
+        self.is_lockstep = any(isinstance(policy, Lockstep) for policy in self.policies)
+        has_restart = any(isinstance(fault, CoordinatorRestart) for fault in setting.faults)
+        self.is_exactly_once = samples is not None or (self.is_lockstep and has_restart)
+        self._may_vectorize &= not self.is_exactly_once
 
     # Running -------------------------------------------------------------------------------------------
 
@@ -281,10 +282,10 @@ class Cluster:
         for worker in range(setting.world):
             self._add(worker, is_new=False)
         for fault in setting.faults:
-            engine.at(fault.at_s, self._fail, fault)
-        engine.at(setting.tick_s, self._tick)
+            engine.schedule(fault.at_s, self._inject_fault, fault)
+        engine.schedule(setting.tick_s, self._tick)
         engine.run(setting.until_s)
-        self.cohort.dissolve()
+        self.vectorized_group.dissolve()
         if self._alive:
             engine.run(engine.now_s)  # calls of dissolved members that are due at this very time
         self._check_end()
@@ -297,22 +298,24 @@ class Cluster:
     @property
     def workers(self) -> dict[int, SimulatedWorker]:
         """All workers, past and present; reading this dissolves the cohort."""
-        self.cohort.dissolve()
+        self.vectorized_group.dissolve()
         return self._workers
 
     @property
     def step(self) -> int:
         """Steps finished by the furthest worker, or one less while there is a cohort."""
-        return max(self.cohort.step, max(simulated.follower.step for simulated in self._workers.values()))
+        return max(
+            self.vectorized_group.step, max(simulated.follower.step for simulated in self._workers.values())
+        )
 
     @property
-    def is_calm(self) -> bool:
+    def is_undisturbed(self) -> bool:
         """Whether nothing prevents a cohort: no outage, no hung worker, a running coordinator."""
-        return self._may_vectorize and self.lines.are_calm and not (self._hung_until_s or self._is_down)
+        return self._may_vectorize and self.lines.has_no_outages and not (self._hung_until_s or self._is_down)
 
     def _add(self, worker: int, *, is_new: bool) -> None:
         is_slowed = any(rule.worker in (None, worker) for rule in self.setting.slow)
-        stopwatch = Stopwatch(
+        stopwatch = ComputeTimeSource(
             self.setting.times,
             worker,
             seed=self.setting.seed,
@@ -320,35 +323,35 @@ class Cluster:
         )
         simulated = self._workers[worker] = self._make(worker, stopwatch, is_new)
         self._alive += 1
-        self.engine.at(self.engine.now_s, simulated.meet)
+        self.engine.schedule(self.engine.now_s, simulated.join)
 
-    def _make(self, worker: int, stopwatch: Stopwatch, is_new: bool) -> SimulatedWorker:
+    def _make(self, worker: int, stopwatch: ComputeTimeSource, is_new: bool) -> SimulatedWorker:
         return SimulatedWorker(self, worker, stopwatch, is_new=is_new)
 
-    def violated(self, what: str) -> NoReturn:
+    def fail_invariant(self, what: str) -> NoReturn:
         """End the run with a ViolationError."""
         raise ViolationError(f"after {self.engine.now_s:.6f} s: {what}")
 
-    def end_if_empty(self) -> None:
+    def stop_if_empty(self) -> None:
         """End the run after one more second if no worker is left and none joins later."""
         self._alive -= 1
-        if not self.lines.are_calm:
-            self.lines.look()
+        if not self.lines.has_no_outages:
+            self.lines.update_silences()
         if not self._alive and not self._comes_later():
-            self.engine.at(self.engine.now_s + 1.0, lambda _: self.engine.stop())
+            self.engine.schedule(self.engine.now_s + 1.0, lambda _: self.engine.stop())
 
     def _comes_later(self) -> bool:
         now_s = self.engine.now_s
-        return any(isinstance(fault, Arrival) and fault.at_s > now_s for fault in self.setting.faults)
+        return any(isinstance(fault, WorkerArrival) and fault.at_s > now_s for fault in self.setting.faults)
 
     def _tick(self, _: Any) -> None:
         now_s = self.engine.now_s
         if not self._is_down:
-            self.ask(Tick(now_s=now_s - self.behind_s))
+            self.handle_event(Tick(now_s=now_s - self.clock_lag_s))
             self._durable = len(self.log)
         if now_s - self.progress_s > self.setting.stuck_after_s:
             self._check_progress()
-        self.engine.at(now_s + self.setting.tick_s, self._tick)
+        self.engine.schedule(now_s + self.setting.tick_s, self._tick)
 
     def _check_progress(self) -> None:
         alive = [simulated for simulated in self.workers.values() if simulated.is_alive]
@@ -356,42 +359,44 @@ class Cluster:
         if is_stuck and not all(
             simulated.is_hung or self._waits_for_the_last_donor(simulated) for simulated in alive
         ):
-            doing = ", ".join(f"{simulated.worker} {simulated.doing}" for simulated in alive)
-            self.violated(f"nobody has finished a step since {self.progress_s:.3f} s: {doing[:400]}")
+            doing = ", ".join(f"{simulated.worker} {simulated.activity}" for simulated in alive)
+            self.fail_invariant(f"nobody has finished a step since {self.progress_s:.3f} s: {doing[:400]}")
 
     def _waits_for_the_last_donor(self, simulated: SimulatedWorker) -> bool:
         """Whether the worker waits for the final state from a donor that it cannot reach."""
-        is_last = self.is_dismissed and simulated.doing == TAKING
-        return is_last and self.lines.free_s(simulated.follower.donor, simulated.worker) > self.engine.now_s
+        is_last = self.is_dismissed and simulated.activity == RECEIVING_STATE
+        return (
+            is_last and self.lines.reachable_s(simulated.follower.donor, simulated.worker) > self.engine.now_s
+        )
 
     # Control messages ----------------------------------------------------------------------------------
 
     def arrival_s(self, worker: SimulatedWorker) -> float:
         """Return when an event that a worker sends now arrives, on the coordinator's clock."""
-        return max(worker.up_s, self.engine.now_s + self.network.latency_s) - self.behind_s
+        return max(worker.uplink_s, self.engine.now_s + self.network.latency_s) - self.clock_lag_s
 
-    def tell(self, worker: SimulatedWorker, event: Event) -> None:
+    def send_event(self, worker: SimulatedWorker, event: Event) -> None:
         """Send an event to the coordinator."""
-        at_s = max(worker.up_s, self.engine.now_s + self.network.latency_s)
-        worker.up_s = at_s
-        if self.is_numbered:
-            worker.told.append(event)
-        self.bring(worker.worker, event, at_s)
+        at_s = max(worker.uplink_s, self.engine.now_s + self.network.latency_s)
+        worker.uplink_s = at_s
+        if self.is_exactly_once:
+            worker.sent_events.append(event)
+        self.schedule_arrival(worker.worker, event, at_s)
 
-    def tell_ready(
+    def send_ready(
         self, worker: SimulatedWorker, generation: int, epoch: int, step: int, round: int, compute_s: float
     ) -> None:
         """Send a Ready: the same as `tell`, but faster."""
         at_s = self.engine.now_s + self.network.latency_s
-        if at_s < worker.up_s:
-            at_s = worker.up_s
-        worker.up_s = at_s
+        if at_s < worker.uplink_s:
+            at_s = worker.uplink_s
+        worker.uplink_s = at_s
         ready: Ready = object.__new__(Ready)  # three times as fast as the dataclass's constructor
         object.__setattr__(
             ready,
             "__dict__",
             {
-                "now_s": at_s - self.behind_s,
+                "now_s": at_s - self.clock_lag_s,
                 "worker": worker.worker,
                 "generation": generation,
                 "epoch": epoch,
@@ -403,64 +408,64 @@ class Cluster:
             },
         )
         worker.last_ready = ready
-        if self.is_numbered:
-            worker.told.append(ready)
-        if worker.worker not in self.heard:
-            self.bring(worker.worker, ready, at_s)
+        if self.is_exactly_once:
+            worker.sent_events.append(ready)
+        if worker.worker not in self.received_early:
+            self.schedule_arrival(worker.worker, ready, at_s)
 
-    def bring(self, worker: int, event: Event, at_s: float) -> None:
+    def schedule_arrival(self, worker: int, event: Event, at_s: float) -> None:
         """Schedule the arrival of an event at the coordinator."""
-        self.engine.at(at_s, self._receive, (worker, self._incarnation, event))
+        self.engine.schedule(at_s, self._receive, (worker, self._incarnation, event))
 
     def _receive(self, message: tuple[int, int, Event]) -> None:
         worker, incarnation, event = message
         if incarnation != self._incarnation or self._is_down:
             return
-        if self.is_numbered:
-            told, recorded = self._workers[worker].told, self._recorded[worker]
+        if self.is_exactly_once:
+            told, recorded = self._workers[worker].sent_events, self._recorded[worker]
             if recorded == len(told) or event is not told[recorded]:
                 return  # a duplicate, or out of order
             self._recorded[worker] += 1
         if type(event) is Joined:
-            if worker in self._present:
+            if worker in self._joined_workers:
                 return
             if self.stopped is not None or self.is_dismissed:
                 self.workers[worker].end()
                 return
-            self._present.add(worker)
-            self.ask(event)
-            if self._hung_until_s or not self.lines.are_calm:
-                self.lines.look()
-        elif worker in self._present:
-            self.ask(event)
-        if type(event) is Left and self.is_numbered:
+            self._joined_workers.add(worker)
+            self.handle_event(event)
+            if self._hung_until_s or not self.lines.has_no_outages:
+                self.lines.update_silences()
+        elif worker in self._joined_workers:
+            self.handle_event(event)
+        if type(event) is Left and self.is_exactly_once:
             self._durable = len(self.log)
-            self.engine.at(self.engine.now_s + self.network.latency_s, self._end_worker, worker)
+            self.engine.schedule(self.engine.now_s + self.network.latency_s, self._end_worker, worker)
 
     def _end_worker(self, worker: int) -> None:
         self._workers[worker].end()
 
-    def ask(self, event: Event) -> bool:
+    def handle_event(self, event: Event) -> bool:
         """Pass an event to the policies and send their actions; return whether there were any."""
-        actions = decide(self.policies, event)
+        actions = dispatch_event(self.policies, event)
         if self._keeps_log:
             self.log.append((event, tuple(actions)))
         if actions:
             self._durable = len(self.log)
-            self._answer(actions)
+            self._apply_actions(actions)
             return True
         return False
 
-    def _answer(self, actions: list[Action]) -> None:
+    def _apply_actions(self, actions: list[Action]) -> None:
         common = []
         for action in actions:
             match action:
-                case Refuse():
+                case RejectPeer():
                     worker = int(action.peer.removeprefix("worker-"))
-                    self._present.discard(worker)
+                    self._joined_workers.discard(worker)
                     self._send(worker, (action,))
                     continue
-                case Stop():
+                case AbortJob():
                     self.stopped = action
                     self._check_stop(action)
                 case Group():
@@ -468,33 +473,52 @@ class Cluster:
                     self.groups.append((self.engine.now_s, action))
                 case Halt():
                     self._check_halt(action)
-                case Deal() | Grant() | Recall():
+                case AssignBlocks() | StepPermit() | ContributionQuery():
                     self._send(action.worker, (action,))
                     continue
-                case Used():
+                case ConsumedSamples():
                     self._check_saved(action)
                     continue
-                case Lend() | Settle():
+                case AssignLateBlock() | ResolveLateBlock():
                     continue  # simulated workers do not compute late blocks; loans are recalled
-                case Validating() | LendSnapshot() | EvaluatePart() | MergeStates() | Validated():
+                case (
+                    ValidationStarted()
+                    | SendSnapshot()
+                    | EvaluatePart()
+                    | MergeStates()
+                    | ValidationFinished()
+                ):
                     continue  # simulated workers do not validate
-                case Dismiss():
+                case JobComplete():
                     self.is_dismissed = True
                 case Preempt():
                     continue  # simulated workers receive no signal
-                case RoundNamed():
+                case AssignRoundBatch():
                     continue  # simulated workers skip no batch
-                case Start() | EpochEnded() | Viewed() | SpaceRefused() | ClientGone() | CloseServers():
+                case (
+                    PeerList()
+                    | EndEpoch()
+                    | ClusterView()
+                    | RejectNamespace()
+                    | ForgetClient()
+                    | CloseServers()
+                ):
                     pass
-                case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused() | WorkerLost():
+                case (
+                    WorkerGroupView()
+                    | AssignTask()
+                    | PassesEnded()
+                    | WorkerGroupRejected()
+                    | AnnounceWorkerLost()
+                ):
                     pass
                 case _:
                     assert_never(action)
             if isinstance(action, Halt | Group):
-                self.changed_s = self.engine.now_s
+                self.membership_changed_s = self.engine.now_s
             common.append(action)
             self._keep_last(action)
-        for worker in sorted(self._present):
+        for worker in sorted(self._joined_workers):
             self._send(worker, tuple(common))
 
     def _keep_last(self, action: Action) -> None:
@@ -504,79 +528,89 @@ class Cluster:
 
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
         number = 0
-        if self.is_numbered:
+        if self.is_exactly_once:
             number = len(self._sent[worker])
             self._sent[worker].append(actions)
         self._schedule_delivery(worker, number, actions)
 
     def _schedule_delivery(self, worker: int, number: int, actions: tuple[Action, ...]) -> None:
         simulated = self._workers[worker]
-        simulated.down_s = max(simulated.down_s, self.engine.now_s + self.network.latency_s)
-        self.engine.at(simulated.down_s, self._deliver, (simulated, self._incarnation, number, actions))
+        simulated.downlink_s = max(simulated.downlink_s, self.engine.now_s + self.network.latency_s)
+        self.engine.schedule(
+            simulated.downlink_s, self._deliver, (simulated, self._incarnation, number, actions)
+        )
 
     def _deliver(self, message: tuple[SimulatedWorker, int, int, tuple[Action, ...]]) -> None:
         worker, incarnation, number, actions = message
-        if worker.worker in self.cohort and all(isinstance(action, EpochEnded) for action in actions):
+        if worker.worker in self.vectorized_group and all(isinstance(action, EndEpoch) for action in actions):
             return  # members ignore it
-        self.cohort.dissolve()
+        self.vectorized_group.dissolve()
         if incarnation != self._incarnation or not worker.is_alive:
             return
-        if self.is_numbered:
-            if number != worker.heard:
+        if self.is_exactly_once:
+            if number != worker.received_messages:
                 return  # a duplicate, or out of order
-            worker.heard += 1
-        worker.hear(actions)
+            worker.received_messages += 1
+        worker.on_actions(actions)
 
     # What must hold ------------------------------------------------------------------------------------
 
     def _check_group(self, group: Group) -> None:
         members = group.members
         if not members or tuple(sorted(set(members))) != members:
-            self.violated(f"generation {group.generation}: expected sorted, distinct members, got {members}")
-        if not set(members) <= self._present:
-            self.violated(f"generation {group.generation} has absent members: {set(members) - self._present}")
+            self.fail_invariant(
+                f"generation {group.generation}: expected sorted, distinct members, got {members}"
+            )
+        if not set(members) <= self._joined_workers:
+            self.fail_invariant(
+                f"generation {group.generation} has absent members: {set(members) - self._joined_workers}"
+            )
         if not set(group.joining) < set(members):
-            self.violated(
+            self.fail_invariant(
                 f"members {members}: expected some of them to join, got {group.joining}; none has the state"
             )
         if len(group.weights) != len(members) or abs(sum(group.weights) - 1) > 1e-9 or min(group.weights) < 0:
-            self.violated(f"generation {group.generation} has the weights {group.weights}")
+            self.fail_invariant(f"generation {group.generation} has the weights {group.weights}")
         if self.groups and self._is_of_a_minority(self.groups[-1][1], group):
-            self.violated(f"generation {group.generation} has {members} alone, and most others are not heard")
+            self.fail_invariant(
+                f"generation {group.generation} has {members} alone, and most others are not heard"
+            )
         if self.groups and group.generation <= self.groups[-1][1].generation:
-            self.violated(f"generation {group.generation} follows {self.groups[-1][1].generation}")
+            self.fail_invariant(f"generation {group.generation} follows {self.groups[-1][1].generation}")
 
     def _is_of_a_minority(self, before: Group, group: Group) -> bool:
         """Whether a group excludes members while the coordinator cannot reach most of the group before it."""
-        present = [member for member in before.members if member in self._present]
+        present = [member for member in before.members if member in self._joined_workers]
         silent = [member for member in present if self.lines.silence_s(member, COORDINATOR) > _REPORTED_S]
         return 2 * len(silent) > len(present) and not set(present) <= set(group.members)
 
-    def _check_stop(self, stop: Stop) -> None:
-        if not self.groups or self.lockstep:
+    def _check_stop(self, stop: AbortJob) -> None:
+        if not self.groups or self.is_lockstep:
             return
         group = self.groups[-1][1]
-        for worker in sorted(self._present.intersection(group.members)):
+        for worker in sorted(self._joined_workers.intersection(group.members)):
             simulated = self.workers[worker]
             if simulated.is_alive and simulated.follower.is_member and not simulated.has_left:
-                self.violated(f"the job was stopped though worker {worker} has the state: {stop.reason}")
+                self.fail_invariant(
+                    f"the job was stopped though worker {worker} has the state: {stop.reason}"
+                )
 
     def _check_halt(self, halt: Halt) -> None:
         last = max(
             [last.generation for last in self._last_actions if isinstance(last, Halt | Group)], default=-1
         )
         if halt.generation <= last:
-            self.violated(f"a Halt for generation {halt.generation} follows generation {last}")
+            self.fail_invariant(f"a Halt for generation {halt.generation} follows generation {last}")
 
-    def _check_uses(self, samples: Samples) -> None:
+    def _check_uses(self, samples: SampleSetting) -> None:
         """Check that no sample was used twice, and that a job that ended well used each one."""
-        assert isinstance(self.problem, Uses)
+        assert isinstance(self.problem, SampleTrackingProblem)
         workers = self._workers.values()
         for simulated in workers:
             if simulated.state is not None:
-                for (epoch, position), count in self.problem.uses(simulated.state).items():
+                for (epoch, position), count in self.problem.sample_uses(simulated.state).items():
                     if count > 1:
-                        self.violated(
+                        self.fail_invariant(
                             f"worker {simulated.worker} has position {position} of epoch {epoch} "
                             f"{count} times"
                         )
@@ -590,58 +624,63 @@ class Cluster:
                 if simulated.worker in members and simulated.follower.is_member
             ]
             final = [simulated for simulated in final if simulated.is_alive and not simulated.is_hung]
-        if self.stopped is not None or not final or samples.breaks_off_after is not None:
+        if self.stopped is not None or not final or samples.break_after_rounds is not None:
             return
-        uses = self.problem.uses(max(final, key=lambda simulated: simulated.follower.round).state)
+        uses = self.problem.sample_uses(max(final, key=lambda simulated: simulated.follower.round).state)
         for policy in self.policies:
             state = policy.state_dict()
             if "dealing" in state:
-                scheduler = WorkScheduler()
+                scheduler = BlockScheduler()
                 scheduler.load_state_dict(state["dealing"]["scheduler"])
                 self._check_scheduler(samples, scheduler, uses)
 
-    def _check_saved(self, answer: Used) -> None:
+    def _check_saved(self, answer: ConsumedSamples) -> None:
         """Check that a saved state contains exactly the samples that the policies attribute to it."""
         samples = self.setting.samples
-        assert isinstance(self.problem, Uses)
+        assert isinstance(self.problem, SampleTrackingProblem)
         assert samples is not None
         if not answer.is_current:
             return
-        uses = self.problem.uses(self._workers[answer.worker].saved[answer.round])
+        uses = self.problem.sample_uses(self._workers[answer.worker].saved_states[answer.round])
         claimed = {
             (epoch, position)
-            for epoch, ranges in answer.used
+            for epoch, ranges in answer.consumed
             for start, stop in ranges
             for position in range(start, stop)
         }
-        if samples.breaks_off_after is None:
-            claimed |= {(e, position) for e in range(answer.epoch) for position in range(samples.count)}
-        held = {use for use in uses if samples.breaks_off_after is None or use[0] in dict(answer.used)}
-        is_exact = samples.breaks_off_after is None  # else abandoned samples are reported as used, too
+        if samples.break_after_rounds is None:
+            claimed |= {
+                (e, position) for e in range(answer.epoch) for position in range(samples.epoch_samples)
+            }
+        held = {use for use in uses if samples.break_after_rounds is None or use[0] in dict(answer.consumed)}
+        is_exact = samples.break_after_rounds is None  # else abandoned samples are reported as used, too
         if not (claimed == held if is_exact else claimed >= held):
             odd = sorted(claimed ^ held)
-            self.violated(
+            self.fail_invariant(
                 f"worker {answer.worker}: the state after {answer.round} rounds and its answer differ in "
                 f"{len(odd)} samples, from position {odd[0][1]} of epoch {odd[0][0]}"
             )
 
     def _check_scheduler(
-        self, samples: Samples, scheduler: WorkScheduler, uses: Counter[tuple[int, int]]
+        self, samples: SampleSetting, scheduler: BlockScheduler, uses: Counter[tuple[int, int]]
     ) -> None:
         """Check the scheduler's counts against what the replicas used; at the end, that all was used."""
         of_epoch = Counter(epoch for epoch, _ in uses)
         epoch = 0
-        while scheduler.finished(epoch):
-            if of_epoch[epoch] != samples.count:
-                self.violated(f"epoch {epoch} is finished with {of_epoch[epoch]} of {samples.count} samples")
+        while scheduler.is_finished(epoch):
+            if of_epoch[epoch] != samples.epoch_samples:
+                self.fail_invariant(
+                    f"epoch {epoch} is finished with {of_epoch[epoch]} of {samples.epoch_samples} samples"
+                )
             epoch += 1
-        for epoch in scheduler.unfinished():
-            if scheduler.used(epoch) > of_epoch[epoch]:
-                self.violated(
-                    f"{scheduler.used(epoch)} samples of epoch {epoch} count as used, {of_epoch[epoch]} were"
+        for epoch in scheduler.open_epochs():
+            if scheduler.used_count(epoch) > of_epoch[epoch]:
+                self.fail_invariant(
+                    f"{scheduler.used_count(epoch)} samples of epoch {epoch} count as used, "
+                    f"{of_epoch[epoch]} were"
                 )
         if self.is_dismissed and epoch != samples.epochs:
-            self.violated(f"the job ended with {epoch} of {samples.epochs} epochs finished")
+            self.fail_invariant(f"the job ended with {epoch} of {samples.epochs} epochs finished")
 
     # Exchanges -----------------------------------------------------------------------------------------
 
@@ -658,139 +697,149 @@ class Cluster:
         worker.exchange = exchange
         exchange.arrive(worker)
 
-    def open_exchange(self, group: Group, exchange_id: int, step: int, round: int) -> Exchange:
+    def open_exchange(self, group: Group, exchange_id: int, step: int, round: int) -> SimulatedExchange:
         """Return a new exchange without any arrived member."""
         sign = (group.generation, group.members)
         if self._exchange_ids.setdefault(exchange_id, sign) != sign:
-            self.violated(f"exchange {exchange_id} of {sign} was used by {self._exchange_ids[exchange_id]}")
-        exchange = self.exchanges[exchange_id] = Exchange(self, group, exchange_id, step, round)
+            self.fail_invariant(
+                f"exchange {exchange_id} of {sign} was used by {self._exchange_ids[exchange_id]}"
+            )
+        exchange = self.exchanges[exchange_id] = SimulatedExchange(self, group, exchange_id, step, round)
         return exchange
 
-    def blocks_of(self, exchange: Exchange) -> None:
+    def apply_blocks(self, exchange: SimulatedExchange) -> None:
         """Block an exchange that begins by its hung members and by outages between members."""
         if self._hung_until_s:
             for worker in exchange.workers:
                 if worker.is_hung:
                     exchange.block(worker)
         for outage in self.lines.outages:
-            if outage.splits(exchange.group.members):
+            if outage.separates_members(exchange.group.members):
                 exchange.block(outage)
 
-    def send_state(self, donor: SimulatedWorker, joiner: int, place: int, parcel: Parcel) -> None:
+    def send_state(self, donor: SimulatedWorker, joiner: int, place: int, parcel: StateTransfer) -> None:
         """Send a donor's state to the joiner at index `place`; transfers are sequential."""
         transfer_s = self.network.transfer_s(3 * self.size_bytes)
-        self.engine.at(
+        self.engine.schedule(
             self.engine.now_s + (place + 1) * transfer_s, self._deliver_state, (donor, joiner, parcel)
         )
 
-    def _deliver_state(self, message: tuple[SimulatedWorker, int, Parcel]) -> None:
+    def _deliver_state(self, message: tuple[SimulatedWorker, int, StateTransfer]) -> None:
         donor, joiner, parcel = message
-        self.cohort.dissolve()
+        self.vectorized_group.dissolve()
         if not (donor.is_alive or donor.has_left) or not self._workers[joiner].is_alive:
             return
-        free_s = self.lines.free_s(donor.worker, joiner)
+        free_s = self.lines.reachable_s(donor.worker, joiner)
         if donor.is_hung:
             free_s = max(free_s, self._hung_until_s[donor.worker])
         if free_s > self.engine.now_s:
-            self.engine.at(free_s + self.network.latency_s, self._deliver_state, message)
+            self.engine.schedule(free_s + self.network.latency_s, self._deliver_state, message)
             return
-        self._workers[joiner].receive(parcel)
+        self._workers[joiner].on_state(parcel)
 
     # Faults --------------------------------------------------------------------------------------------
 
-    def _fail(self, fault: Fault) -> None:
-        self.cohort.dissolve()
+    def _inject_fault(self, fault: Fault) -> None:
+        self.vectorized_group.dissolve()
         now_s = self.engine.now_s
-        named = fault.workers if isinstance(fault, Death | Split) else (getattr(fault, "worker", None),)
-        if not isinstance(fault, Arrival | Restart) and not self._workers.keys() & set(named):
+        named = (
+            fault.workers if isinstance(fault, WorkerDeath | Partition) else (getattr(fault, "worker", None),)
+        )
+        if not isinstance(fault, WorkerArrival | CoordinatorRestart) and not self._workers.keys() & set(
+            named
+        ):
             return  # a newcomer that arrived after the end of the job
         match fault:
-            case Death():
+            case WorkerDeath():
                 for worker in fault.workers:
-                    self.kill(worker, self.setting.detect_s, "the connection was closed")
-            case Hang():
+                    self.kill_worker(worker, self.setting.detect_s, "the connection was closed")
+            case WorkerHang():
                 self._hang_worker(fault)
-            case Late():
+            case Delay():
                 simulated = self._workers[fault.worker]
                 if self.chance.random() < 0.5:
-                    simulated.up_s = max(simulated.up_s, now_s + fault.length_s)
+                    simulated.uplink_s = max(simulated.uplink_s, now_s + fault.duration_s)
                 else:
-                    simulated.down_s = max(simulated.down_s, now_s + fault.length_s)
-            case Cut():
-                nodes, peers = frozenset(self._mates(fault.worker)), frozenset((_node(fault.peer),))
+                    simulated.downlink_s = max(simulated.downlink_s, now_s + fault.duration_s)
+            case LinkCut():
+                nodes, peers = frozenset(self._process_workers(fault.worker)), frozenset((_node(fault.peer),))
                 if fault.lost == "peer":
                     nodes, peers = peers, nodes
-                self.lines.cut(nodes, peers, fault.length_s, is_one_way=fault.lost != "both")
-            case Split():
-                self.lines.cut(frozenset(fault.workers), None, fault.length_s, is_one_way=False)
-            case Reset():
-                self.lines.reset(frozenset(self._mates(fault.worker)), frozenset((_node(fault.peer),)))
-            case Arrival():
+                self.lines.cut(nodes, peers, fault.duration_s, is_one_way=fault.lost != "both")
+            case Partition():
+                self.lines.cut(frozenset(fault.workers), None, fault.duration_s, is_one_way=False)
+            case ConnectionReset():
+                self.lines.reset(
+                    frozenset(self._process_workers(fault.worker)), frozenset((_node(fault.peer),))
+                )
+            case WorkerArrival():
                 if self.stopped is None and any(
                     simulated.is_alive for simulated in self._workers.values()
                 ):  # else the job is over
                     self._add(fault.worker, is_new=True)
-            case Departure():
+            case WorkerDeparture():
                 self._workers[fault.worker].is_leaving = True
-            case Restart():
+            case CoordinatorRestart():
                 self._restart(fault)
             case _:
                 assert_never(fault)
 
-    def _mates(self, worker: int) -> tuple[int, ...]:
+    def _process_workers(self, worker: int) -> tuple[int, ...]:
         """Return the workers that share a process with this one, and so its connections."""
         return (worker,)
 
-    def kill(self, worker: int, after_s: float, cause: str) -> None:
+    def kill_worker(self, worker: int, after_s: float, cause: str) -> None:
         """End a worker; the coordinator learns of it after `after_s`."""
         simulated = self.workers.get(worker)
         if simulated is not None and simulated.is_alive:
             simulated.end()
-            self.engine.at(max(simulated.up_s, self.engine.now_s + after_s), self._lose, (worker, cause))
+            self.engine.schedule(
+                max(simulated.uplink_s, self.engine.now_s + after_s), self._lose_worker, (worker, cause)
+            )
 
-    def _lose(self, loss: tuple[int, str]) -> None:
+    def _lose_worker(self, loss: tuple[int, str]) -> None:
         worker, cause = loss
         if self._is_down:
             return  # the next coordinator detects it
-        self.cohort.dissolve()
-        self._gone.add(worker)
-        if worker in self._present:
-            self._present.discard(worker)
-            self.ask(Lost(now_s=self.engine.now_s - self.behind_s, worker=worker, cause=cause))
+        self.vectorized_group.dissolve()
+        self._lost_workers.add(worker)
+        if worker in self._joined_workers:
+            self._joined_workers.discard(worker)
+            self.handle_event(Lost(now_s=self.engine.now_s - self.clock_lag_s, worker=worker, cause=cause))
 
-    def _hang_worker(self, fault: Hang) -> None:
+    def _hang_worker(self, fault: WorkerHang) -> None:
         simulated, now_s = self._workers[fault.worker], self.engine.now_s
         if not simulated.is_alive or simulated.is_hung:
             return
         self.hung_at_s[fault.worker] = now_s
-        self._hung_until_s[fault.worker] = now_s + fault.length_s
+        self._hung_until_s[fault.worker] = now_s + fault.duration_s
         simulated.hang()
-        self.lines.look()
-        self.engine.at(now_s + fault.length_s, self._resume_worker, simulated)
+        self.lines.update_silences()
+        self.engine.schedule(now_s + fault.duration_s, self._resume_worker, simulated)
 
     def _resume_worker(self, simulated: SimulatedWorker) -> None:
         del self._hung_until_s[simulated.worker]
         if not simulated.is_alive:
             return
-        simulated.resume(tensors_first=self.chance.random() < 0.5)
-        self.lines.look()
-        self.welcome()
+        simulated.resume(is_state_first=self.chance.random() < 0.5)
+        self.lines.update_silences()
+        self.reconnect_reachable()
 
-    def welcome(self, _: Any = None) -> None:
+    def reconnect_reachable(self, _: Any = None) -> None:
         """Reconnect workers that the coordinator reaches again; those that it gave up end."""
-        for simulated in self.living():
+        for simulated in self.running_workers():
             if not (simulated.is_hung or self._is_cut_off(simulated.worker)):
-                if simulated.worker in self._gone:
+                if simulated.worker in self._lost_workers:
                     simulated.end()
                 elif simulated.worker in self._unconnected and not self._is_down:
                     self._reconnect(simulated)
 
     def _is_cut_off(self, worker: int) -> bool:
-        return any(outage.is_between(worker, COORDINATOR) for outage in self.lines.outages)
+        return any(outage.separates(worker, COORDINATOR) for outage in self.lines.outages)
 
     # What nodes observe of each other ------------------------------------------------------------------
 
-    def living(self) -> list[SimulatedWorker]:
+    def running_workers(self) -> list[SimulatedWorker]:
         """Return all running workers, hung ones included, in the order of their ids."""
         return [simulated for _, simulated in sorted(self._workers.items()) if simulated.is_alive]
 
@@ -804,7 +853,7 @@ class Cluster:
 
     def is_present(self, worker: int) -> bool:
         """Whether the coordinator has a connection to the worker."""
-        return worker in self._present
+        return worker in self._joined_workers
 
     def is_observing(self, node: int) -> bool:
         """Whether a worker or the coordinator is able to notice events now."""
@@ -812,61 +861,61 @@ class Cluster:
             return not self._is_down
         return self.is_running(node) and not self.is_hung(node)
 
-    def known_members(self, worker: int) -> set[tuple[int, ...]]:
+    def session_groups(self, worker: int) -> set[tuple[int, ...]]:
         """Return the member tuples of all groups in which a worker has exchanged anything."""
-        return self._workers[worker].known
+        return self._workers[worker].session_groups
 
-    def met(self) -> None:
+    def on_new_sessions(self) -> None:
         """Note that workers have new sessions, on which they detect silence from now on."""
         if self._hung_until_s or self.lines.outages:
-            self.lines.look()
+            self.lines.update_silences()
 
-    def observe(self, node: int, event: PeerUnreachable | PeerReachable) -> None:
+    def report_reachability(self, node: int, event: PeerUnreachable | PeerReachable) -> None:
         """Pass a report on reachability to the policies: a worker sends it, the coordinator observes it."""
-        self.cohort.dissolve()
+        self.vectorized_group.dissolve()
         if node == COORDINATOR:
-            self.ask(replace(event, now_s=self.engine.now_s - self.behind_s))
+            self.handle_event(replace(event, now_s=self.engine.now_s - self.clock_lag_s))
             return
         simulated = self._workers[node]
-        self.tell(simulated, replace(event, now_s=self.arrival_s(simulated)))
+        self.send_event(simulated, replace(event, now_s=self.arrival_s(simulated)))
 
-    def lose(self, worker: int, cause: str) -> None:
+    def give_up_worker(self, worker: int, cause: str) -> None:
         """Let the coordinator give up a worker."""
-        self._lose((worker, cause))
+        self._lose_worker((worker, cause))
 
-    def _restart(self, fault: Restart) -> None:
+    def _restart(self, fault: CoordinatorRestart) -> None:
         if self._is_down:
             return
         self._is_down = True
         self._incarnation += 1
         del self.log[self._durable :]
-        self.engine.at(self.engine.now_s + fault.length_s, self._come_back)
+        self.engine.schedule(self.engine.now_s + fault.duration_s, self._restart_coordinator)
 
-    def _come_back(self, _: Any) -> None:
+    def _restart_coordinator(self, _: Any) -> None:
         """Replay the log and reconnect all live workers, which resend what may have been lost."""
         self._is_down = False
         self.policies = list(self._build())
         self._last_actions.clear()
         for event, actions in self.log:
-            if tuple(decide(self.policies, event)) != actions:
-                self.violated(f"a replay of the log gives other actions for {event}")
+            if tuple(dispatch_event(self.policies, event)) != actions:
+                self.fail_invariant(f"a replay of the log gives other actions for {event}")
             for action in actions:
                 self._keep_last(action)
         events = [event for event, _ in self.log]
         self._recorded = Counter(getattr(event, "worker", -1) for event in events if type(event) is not Lost)
         joined = {event.worker for event in events if isinstance(event, Joined)}
-        self._present = joined - {event.worker for event in events if isinstance(event, Lost | Left)}
+        self._joined_workers = joined - {event.worker for event in events if isinstance(event, Lost | Left)}
         last_s = self.log[-1][0].now_s if self.log else 0.0
-        self.behind_s = self.engine.now_s - last_s
+        self.clock_lag_s = self.engine.now_s - last_s
         for worker in sorted(self._workers):
             simulated = self._workers[worker]
             if not simulated.is_alive:
-                self._lose((worker, "it did not connect again"))
+                self._lose_worker((worker, "it did not connect again"))
             elif simulated.is_hung or self._is_cut_off(worker):
                 self._unconnected.add(worker)
             else:
                 self._reconnect(simulated)
-        self.lines.restart({peer for worker, peer in self._open_reports() if worker is None})
+        self.lines.adopt_reports({peer for worker, peer in self._open_reports() if worker is None})
 
     def _open_reports(self) -> set[tuple[int | None, int]]:
         """Return the open reports of unreachable peers in the log, as (observer, peer)."""
@@ -880,38 +929,43 @@ class Cluster:
 
     def _reconnect(self, simulated: SimulatedWorker) -> None:
         self._unconnected.discard(simulated.worker)
-        if self.is_numbered:
+        if self.is_exactly_once:
             self._resend_missed(simulated)
             return
         has_joined = any(
             isinstance(event, Joined) and event.worker == simulated.worker for event, _ in self.log
         )
-        simulated.up_s = simulated.down_s = self.engine.now_s + self.chance.random() * 0.01
+        simulated.uplink_s = simulated.downlink_s = self.engine.now_s + self.chance.random() * 0.01
         if not has_joined:
-            self._present.discard(simulated.worker)
-            simulated.tell_joined()
+            self._joined_workers.discard(simulated.worker)
+            simulated.send_joined()
             return
         self._send(simulated.worker, tuple(self._last_actions))
         for event in (simulated.last_ready, simulated.last_halted, simulated.last_finished):
             if event is not None:
-                self.tell(simulated, replace(event, now_s=self.arrival_s(simulated)))
-        reports = self.lines.reports_of(simulated.worker)
+                self.send_event(simulated, replace(event, now_s=self.arrival_s(simulated)))
+        reports = self.lines.open_reports(simulated.worker)
         for peer in sorted({peer for worker, peer in self._open_reports() if worker == simulated.worker}):
             if all(report.peer != peer for report in reports):
-                self.observe(simulated.worker, PeerReachable(now_s=0.0, worker=simulated.worker, peer=peer))
+                self.report_reachability(
+                    simulated.worker, PeerReachable(now_s=0.0, worker=simulated.worker, peer=peer)
+                )
         for report in reports:
-            self.observe(simulated.worker, report)
+            self.report_reachability(simulated.worker, report)
 
     def _resend_missed(self, simulated: SimulatedWorker) -> None:
         """Resend like the runtime: each event is recorded once, each action received once, in order."""
-        simulated.up_s = simulated.down_s = self.engine.now_s + self.chance.random() * 0.01
+        simulated.uplink_s = simulated.downlink_s = self.engine.now_s + self.chance.random() * 0.01
         if not self._recorded[simulated.worker]:
-            self._present.discard(simulated.worker)
-        missed, simulated.told = simulated.told, simulated.told[: self._recorded[simulated.worker]]
-        for event in missed[len(simulated.told) :]:
-            self.tell(simulated, replace(event, now_s=self.arrival_s(simulated)))
+            self._joined_workers.discard(simulated.worker)
+        missed, simulated.sent_events = (
+            simulated.sent_events,
+            simulated.sent_events[: self._recorded[simulated.worker]],
+        )
+        for event in missed[len(simulated.sent_events) :]:
+            self.send_event(simulated, replace(event, now_s=self.arrival_s(simulated)))
         told = self._sent[simulated.worker]
-        for number in range(simulated.heard, len(told)):
+        for number in range(simulated.received_messages, len(told)):
             self._schedule_delivery(simulated.worker, number, told[number])
 
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from offbeat.events import Group
 
 if TYPE_CHECKING:
-    from offbeat.simulator.training.cluster import Cluster
+    from offbeat.simulator.training.cluster import SimulatedCluster
     from offbeat.simulator.training.worker import SimulatedWorker
 
 _ENDS_MAX = 8
 
 
-class Exchange:
+class SimulatedExchange:
     """An all-reduce: it starts when the last member arrives, and the members end at different times.
 
     If a member dies or hangs meanwhile, a member that had received all data before that still ends, up to a
@@ -34,7 +34,9 @@ class Exchange:
         last_s: when the last members end.
     """
 
-    def __init__(self, cluster: Cluster, group: Group, exchange_id: int, step: int, round: int) -> None:
+    def __init__(
+        self, cluster: SimulatedCluster, group: Group, exchange_id: int, step: int, round: int
+    ) -> None:
         self.group, self.step, self.round = group, step, round
         self.exchange_id = exchange_id
         self.mean: Any = None
@@ -44,8 +46,8 @@ class Exchange:
         self._blocked: set[Any] = set()
         self._blocked_s = 0.0
         self._ends_until_s = 0.0  # while blocked, members end up to this time
-        self.begin_s = self.last_s = 0.0
-        self.first = 0
+        self.begin_s = self.all_ended_s = 0.0
+        self.first_member = 0
         self._ends: list[tuple[float, int, int]] = []  # time, and index range counted from `first`
         self._held_ends: list[tuple[float, list[SimulatedWorker]]] = []
         self._ended = 0
@@ -63,7 +65,7 @@ class Exchange:
             or follower.step != self.step
             or follower.round != self.round
         ):
-            self._cluster.violated(
+            self._cluster.fail_invariant(
                 f"exchange {self.exchange_id} is of generation {group.generation}, step {self.step} and "
                 f"round {self.round} for worker {self._workers[0].worker}, "
                 f"of generation {follower.generation}, "
@@ -81,7 +83,7 @@ class Exchange:
         now_s = cluster.engine.now_s
         if not self._blocked:
             self._blocked_s = now_s
-            self._ends_until_s = now_s + cluster.chance.random() * max(0.0, self.last_s - now_s)
+            self._ends_until_s = now_s + cluster.chance.random() * max(0.0, self.all_ended_s - now_s)
         self._blocked.add(what)
 
     def unblock(self, what: Any) -> None:
@@ -93,7 +95,7 @@ class Exchange:
             return
         engine = self._cluster.engine
         for end_s, workers in self._held_ends:
-            engine.at(engine.now_s + max(0.0, end_s - self._blocked_s), self._end, (0.0, workers))
+            engine.schedule(engine.now_s + max(0.0, end_s - self._blocked_s), self._end, (0.0, workers))
         self._held_ends.clear()
 
     def _begin(self) -> None:
@@ -101,27 +103,27 @@ class Exchange:
         problem, weight_of = cluster.problem, dict(zip(self.group.members, self.group.weights, strict=True))
         state = workers[0].state
         for worker in workers:
-            if worker.state is not state and not problem.same(worker.state, state):
-                cluster.violated(
+            if worker.state is not state and not problem.states_equal(worker.state, state):
+                cluster.fail_invariant(
                     f"workers {workers[0].worker} and {worker.worker} have different states before step "
                     f"{self.step}"
                 )
         workers.sort(key=_worker_id)
         weights = [weight_of[worker.worker] * worker.weight for worker in workers]
-        self.begin_with(workers, [worker.gradient for worker in workers], weights)
+        self.average(workers, [worker.gradient for worker in workers], weights)
         if workers[0].loop is not None:
-            self.contributions = [(worker.contributed, 0) for worker in workers]
-        cluster.blocks_of(self)
+            self.contributions = [(worker.contributed_blocks, 0) for worker in workers]
+        cluster.apply_blocks(self)
         if self._blocked:
             self._blocked_s = self._ends_until_s = self.begin_s
         # After all other calls of this time: a member may be in the middle of processing a message.
-        cluster.engine.at(self.begin_s, self._start_ends)
+        cluster.engine.schedule(self.begin_s, self._start_ends)
 
     def _start_ends(self, _: Any) -> None:
-        if not self._cluster.cohort.takes(self):
-            self.end_each()
+        if not self._cluster.vectorized_group.form(self):
+            self.schedule_ends()
 
-    def begin_with(
+    def average(
         self, workers: list[SimulatedWorker], gradients: Sequence[Any], weights: Sequence[float]
     ) -> None:
         """Average the gradients of all members, in the order of their ids, and draw the end times."""
@@ -133,11 +135,11 @@ class Exchange:
         whole_s = cluster.network.all_reduce_s(cluster.size_bytes, count)
         spread_s = cluster.network.spread * whole_s
         ends = min(count, _ENDS_MAX)
-        self.first = int(cluster.chance.random() * count)
-        self.last_s = now_s + whole_s
+        self.first_member = int(cluster.chance.random() * count)
+        self.all_ended_s = now_s + whole_s
         self._ends = [
             (
-                self.last_s - spread_s * (ends - 1 - end) / ends,
+                self.all_ended_s - spread_s * (ends - 1 - end) / ends,
                 count * end // ends,
                 count * (end + 1) // ends,
             )
@@ -145,16 +147,16 @@ class Exchange:
         ]
 
     @property
-    def ends_s(self) -> NDArray[np.float64]:
+    def member_ends_s(self) -> NDArray[np.float64]:
         """The end time of each member, shape (members,), in the order of their ids."""
         ends_s = [end_s for end_s, _, _ in self._ends]
-        return np.roll(np.repeat(ends_s, [last - first for _, first, last in self._ends]), self.first)
+        return np.roll(np.repeat(ends_s, [last - first for _, first, last in self._ends]), self.first_member)
 
-    def end_each(self) -> None:
+    def schedule_ends(self) -> None:
         """Schedule the end of each member at its time."""
-        ordered = self._workers[self.first :] + self._workers[: self.first]
+        ordered = self._workers[self.first_member :] + self._workers[: self.first_member]
         for end_s, first, last in self._ends:
-            self._cluster.engine.at(end_s, self._end, (end_s, ordered[first:last]))
+            self._cluster.engine.schedule(end_s, self._end, (end_s, ordered[first:last]))
 
     def _end(self, ending: tuple[float, list[SimulatedWorker]]) -> None:
         end_s, workers = ending
@@ -162,7 +164,7 @@ class Exchange:
             self._held_ends.append((max(end_s, self._blocked_s), workers))
             return
         for worker in workers:
-            worker.end_exchange(self)
+            worker.on_mean(self)
         self._ended += len(workers)
         if self._ended == len(self._workers):
             self._cluster.exchanges.pop(self.exchange_id, None)

@@ -18,10 +18,10 @@ State = Any
 Gradient = Any
 
 
-class Problem(Protocol):
+class TrainingProblem(Protocol):
     """Parameters and gradients as the simulator needs them; states are never changed in place."""
 
-    def begin(self) -> State:
+    def initial_state(self) -> State:
         """Return the state before the first step."""
 
     def gradient(self, state: State, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> Gradient:
@@ -36,35 +36,35 @@ class Problem(Protocol):
     def step(self, state: State, mean: Gradient) -> State:
         """Return the state after an optimizer step."""
 
-    def same(self, one: State, other: State) -> bool:
+    def states_equal(self, one: State, other: State) -> bool:
         """Whether two states are the same, bit for bit."""
 
 
-class History:
+class HistoryProblem:
     """States that only identify the exchanges that made them: states of equal histories are equal."""
 
-    def begin(self) -> int:
-        """See `Problem.begin`."""
+    def initial_state(self) -> int:
+        """See `TrainingProblem.initial_state`."""
         return 0
 
     def gradient(self, state: int, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> int:
-        """See `Problem.gradient`."""
+        """See `TrainingProblem.gradient`."""
         return 0
 
     def gradients(self, state: int, workers: Sequence[int], iterations: Iterable[int]) -> list[int]:
-        """See `Problem.gradients`."""
+        """See `TrainingProblem.gradients`."""
         return [0] * len(workers)
 
     def mean(self, gradients: Sequence[int], weights: Sequence[float], exchange_id: int) -> int:
-        """See `Problem.mean`."""
+        """See `TrainingProblem.mean`."""
         return exchange_id
 
     def step(self, state: int, mean: int) -> int:
-        """See `Problem.step`."""
+        """See `TrainingProblem.step`."""
         return hash((state, mean))
 
-    def same(self, one: int, other: int) -> bool:
-        """See `Problem.same`."""
+    def states_equal(self, one: int, other: int) -> bool:
+        """See `TrainingProblem.states_equal`."""
         return one == other
 
 
@@ -74,7 +74,7 @@ class _Momentum:
     velocity: Any
 
 
-class LeastSquares:
+class LeastSquaresProblem:
     """Linear least squares in float64 with momentum; all workers draw batches from the same samples.
 
     Args:
@@ -90,33 +90,33 @@ class LeastSquares:
         self._y = self._x @ self.solution
         self._seed, self._lr = seed, lr
 
-    def begin(self) -> _Momentum:
-        """See `Problem.begin`."""
+    def initial_state(self) -> _Momentum:
+        """See `TrainingProblem.initial_state`."""
         zeros = np.zeros_like(self.solution)
         return _Momentum(zeros, zeros)
 
     def gradient(self, state: _Momentum, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> Any:
-        """See `Problem.gradient`."""
+        """See `TrainingProblem.gradient`."""
         batch = np.random.default_rng([self._seed, worker, iteration]).integers(0, 256, 16)
         x = self._x[batch]
         return x.T @ (x @ state.parameters - self._y[batch]) / 16
 
     def gradients(self, state: _Momentum, workers: Sequence[int], iterations: Iterable[int]) -> list[Any]:
-        """See `Problem.gradients`."""
+        """See `TrainingProblem.gradients`."""
         return [self.gradient(state, *pair) for pair in zip(workers, iterations, strict=True)]
 
     def mean(self, gradients: Sequence[Any], weights: Sequence[float], exchange_id: int) -> Any:
-        """See `Problem.mean`."""
+        """See `TrainingProblem.mean`."""
         total = sum(weights) or 1.0
         return np.sum([g * (w / total) for g, w in zip(gradients, weights, strict=True)], axis=0)
 
     def step(self, state: _Momentum, mean: Any) -> _Momentum:
-        """See `Problem.step`."""
+        """See `TrainingProblem.step`."""
         velocity = 0.9 * state.velocity + mean
         return _Momentum(state.parameters - self._lr * velocity, velocity)
 
-    def same(self, one: _Momentum, other: _Momentum) -> bool:
-        """See `Problem.same`."""
+    def states_equal(self, one: _Momentum, other: _Momentum) -> bool:
+        """See `TrainingProblem.states_equal`."""
         return bool(
             np.array_equal(one.parameters, other.parameters) and np.array_equal(one.velocity, other.velocity)
         )
@@ -135,17 +135,17 @@ class _TrackedState:
     before: _TrackedState | None = None
 
 
-class Uses:
+class SampleTrackingProblem:
     """A wrapped problem whose states also record which dealt blocks were in the means that made them.
 
     Args:
         problem: the wrapped problem; its gradients do not depend on the blocks.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: TrainingProblem) -> None:
         self.problem = problem
 
-    def uses(self, state: _TrackedState) -> Counter[tuple[int, int]]:
+    def sample_uses(self, state: _TrackedState) -> Counter[tuple[int, int]]:
         """Return how often each (epoch, position) was in a mean that made the state."""
         counter: Counter[tuple[int, int]] = Counter()
         ancestor: _TrackedState | None = state
@@ -156,20 +156,20 @@ class Uses:
             ancestor = ancestor.before
         return counter
 
-    def begin(self) -> _TrackedState:
-        """See `Problem.begin`."""
-        return _TrackedState(self.problem.begin())
+    def initial_state(self) -> _TrackedState:
+        """See `TrainingProblem.initial_state`."""
+        return _TrackedState(self.problem.initial_state())
 
     def gradient(
         self, state: _TrackedState, worker: int, iteration: int, blocks: tuple[Block, ...] = ()
     ) -> _TrackedGradient:
-        """See `Problem.gradient`."""
+        """See `TrainingProblem.gradient`."""
         return _TrackedGradient(self.problem.gradient(state.state, worker, iteration), blocks)
 
     def gradients(
         self, state: _TrackedState, workers: Sequence[int], iterations: Iterable[int]
     ) -> list[_TrackedGradient]:
-        """See `Problem.gradients`."""
+        """See `TrainingProblem.gradients`."""
         return [
             _TrackedGradient(gradient, ())
             for gradient in self.problem.gradients(state.state, workers, iterations)
@@ -178,15 +178,15 @@ class Uses:
     def mean(
         self, gradients: Sequence[_TrackedGradient], weights: Sequence[float], exchange_id: int
     ) -> _TrackedGradient:
-        """See `Problem.mean`; gradients without weight are not recorded."""
+        """See `TrainingProblem.mean`; gradients without weight are not recorded."""
         mean = self.problem.mean([gradient.gradient for gradient in gradients], weights, exchange_id)
         counted = [gradient for gradient, weight in zip(gradients, weights, strict=True) if weight]
         return _TrackedGradient(mean, tuple(block for gradient in counted for block in gradient.blocks))
 
     def step(self, state: _TrackedState, mean: _TrackedGradient) -> _TrackedState:
-        """See `Problem.step`."""
+        """See `TrainingProblem.step`."""
         return _TrackedState(self.problem.step(state.state, mean.gradient), mean.blocks, state)
 
-    def same(self, one: _TrackedState, other: _TrackedState) -> bool:
-        """See `Problem.same`."""
-        return self.problem.same(one.state, other.state)
+    def states_equal(self, one: _TrackedState, other: _TrackedState) -> bool:
+        """See `TrainingProblem.states_equal`."""
+        return self.problem.states_equal(one.state, other.state)

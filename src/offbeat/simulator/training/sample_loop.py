@@ -1,6 +1,7 @@
 """The training loop of a simulated worker: it requests samples, waits, consumes them and ends epochs.
 
-Nothing here decides who gets which samples; `offbeat.runtime.dealt` is the original of this model.
+Nothing here decides who gets which samples; `offbeat.runtime.data.assigned_batches` is the original of this
+model.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from offbeat.events import Block, Deal, Wants
-from offbeat.policies.data.block_queue import Hand
+from offbeat.events import AssignBlocks, Block, SamplesRequested
+from offbeat.policies.data.block_queue import BlockQueue
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class SampleSetting:
     """The samples of all workers' loops.
 
     Attributes:
@@ -29,11 +30,11 @@ class Samples:
         ValueError: a number below 1.
     """
 
-    count: int
+    epoch_samples: int
     batch_size: int
     epochs: int | None = None
     batches_per_round: int = 1
-    breaks_off_after: int | None = None
+    break_after_rounds: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -41,7 +42,7 @@ class Samples:
                 raise ValueError(f"expected {name} of at least 1, got {value}")
 
 
-class Next(Enum):
+class LoopActivity(Enum):
     """The next activity of a loop."""
 
     BATCH = auto()  # gradients of a dealt block, or of samples that count for nothing
@@ -50,7 +51,7 @@ class Next(Enum):
     OVER = auto()  # nothing, the loop has ended
 
 
-class Taker(Protocol):
+class SampleConsumer(Protocol):
     """The consumer of the samples."""
 
     @property
@@ -66,12 +67,12 @@ class Taker(Protocol):
         """Whether its gradients count."""
 
 
-class Loop:
+class SimulatedLoop:
     """One worker's progress through its epochs, batch by batch.
 
     Args:
         samples: the samples of all workers.
-        taker: the worker; its `Follower` where there are groups.
+        taker: the worker; its `GroupMembership` where there are groups.
         tell: sends a request to the coordinator, at once.
 
     Attributes:
@@ -81,12 +82,14 @@ class Loop:
         blocks: the blocks behind the gradients of the round under way.
     """
 
-    def __init__(self, samples: Samples, taker: Taker, tell: Callable[[Wants], None]) -> None:
+    def __init__(
+        self, samples: SampleSetting, worker: SampleConsumer, send_request: Callable[[SamplesRequested], None]
+    ) -> None:
         self.samples = samples
-        self.hand = Hand()
+        self.block_queue = BlockQueue()
         self.epoch = self.epochs_ended = 0
         self.blocks: tuple[Block, ...] = ()
-        self._taker, self._send = taker, tell
+        self._taker, self._send = worker, send_request
         self._batches = 0  # in the round under way
         self._rounds = 0  # in this epoch
         self._blocks_per_round = 0
@@ -94,45 +97,45 @@ class Loop:
         self._has_ended = self._has_asked = self._has_skipped = False
 
     @property
-    def share(self) -> float:
+    def epoch_share(self) -> float:
         """The share of the epoch that is used, 0 to 1."""
-        return self.hand.used / self.samples.count
+        return self.block_queue.samples_used / self.samples.epoch_samples
 
-    def hear(self, deal: Deal) -> None:
+    def on_deal(self, deal: AssignBlocks) -> None:
         """Apply a Deal."""
-        self.hand.hear(deal)
+        self.block_queue.on_assigned(deal)
 
-    def begin_at(self, epoch: int) -> None:
+    def enter_epoch(self, epoch: int) -> None:
         """Enter the loop late, with a state of members that are in `epoch`."""
         self.epoch = epoch
 
-    def next(self) -> Next:
+    def next_activity(self) -> LoopActivity:
         """Return the next activity; it consumes a batch, which is added to `blocks` if it counts."""
         while True:
             if not self._is_in_epoch:
                 if self.epoch == self.samples.epochs:
-                    return Next.OVER
+                    return LoopActivity.OVER
                 self._enter()
-            is_member, hand = self._taker.is_member, self.hand
+            is_member, hand = self._taker.is_member, self.block_queue
             if self._has_ended or self._is_at_the_end():
                 self._has_ended = True
                 if self._batches:
-                    return Next.ROUND
+                    return LoopActivity.ROUND
                 self._leave()
             elif is_member and not len(hand) and not hand.is_awaited:
                 self._ask()
-                return Next.WAIT
+                return LoopActivity.WAIT
             else:  # a worker outside the group keeps its dealt blocks until it has the members' state
-                self._consume(hand.load() if is_member else None)
-                return Next.BATCH
+                self._consume(hand.next_to_load() if is_member else None)
+                return LoopActivity.BATCH
 
-    def computed(self) -> bool:
+    def is_round_complete(self) -> bool:
         """Whether the consumed batches make up a round."""
         return self._batches == self.samples.batches_per_round
 
     def contribute(self) -> tuple[int, ...]:
         """Return the ids of the blocks behind the gradients, for the worker's Ready."""
-        ids = self.hand.contribute(self._taker.is_member)
+        ids = self.block_queue.pop_contribution(self._taker.is_member)
         self._blocks_per_round = max(self._blocks_per_round, len(ids))
         return ids
 
@@ -141,27 +144,27 @@ class Loop:
         self.blocks = ()
         self._batches = 0
         self._rounds += 1
-        if self.epoch % 2 == 0 and self._rounds == self.samples.breaks_off_after and not self._has_ended:
+        if self.epoch % 2 == 0 and self._rounds == self.samples.break_after_rounds and not self._has_ended:
             self._has_skipped = True
-            self.hand.throw_away()
+            self.block_queue.discard()
             self._leave()
 
     def _consume(self, block: Block | None) -> None:
-        hand = self.hand
+        hand = self.block_queue
         if block is None:
             hand.is_awaited = False
         else:
-            hand.take(block.id)
+            hand.start(block.id)
             self.blocks += (block,)
         self._batches += 1
         self._has_asked = False
 
     def _is_at_the_end(self) -> bool:
-        return self.hand.is_over or (not self._taker.is_member and self.epochs_ended > self.epoch)
+        return self.block_queue.is_exhausted or (not self._taker.is_member and self.epochs_ended > self.epoch)
 
     def _enter(self) -> None:
         self._is_in_epoch, self._has_ended = True, False
-        self.hand.begin(self.epoch)
+        self.block_queue.begin_epoch(self.epoch)
         self._has_asked = False
         self._ask()
 
@@ -177,18 +180,18 @@ class Loop:
         samples = self.samples
         together = self._blocks_per_round
         self._send(
-            Wants(
+            SamplesRequested(
                 now_s=0.0,
                 worker=self._taker.worker,
                 epoch=self.epoch,
-                samples=samples.count,
+                samples=samples.epoch_samples,
                 batch_size=samples.batch_size,
                 is_last=samples.epochs is not None and self.epoch + 1 == samples.epochs,
-                skips=self._has_skipped,
-                ahead=together + 1 if together > 1 else 0,
-                taken=self.hand.taken,
+                abandons_previous=self._has_skipped,
+                blocks_max=together + 1 if together > 1 else 0,
+                started_blocks=self.block_queue.started,
                 round=self._taker.round,
-                used=(),
+                consumed_ranges=(),
             )
         )
         self._has_skipped = False

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from statistics import fmean
 
-from offbeat.events import Action, EpochEnded, Event, Finished, Group, Halt, Joined, Ready, StepTimed
-from offbeat.simulator.core.network import Network
-from offbeat.simulator.core.times import recorded
-from offbeat.simulator.training.cluster import Setting
+from offbeat.events import Action, EndEpoch, Event, Finished, Group, Halt, Joined, Ready, StepTimed
+from offbeat.simulator.core.network import NetworkCosts
+from offbeat.simulator.core.times import recorded_times
+from offbeat.simulator.training.cluster import SimulationSetting
 
 _LATENCY_S_MIN = 1e-6
 
 
-def setting_of(entries: Sequence[Event | Action], *, seed: int = 0) -> Setting:
+def setting_from_log(entries: Sequence[Event | Action], *, seed: int = 0) -> SimulationSetting:
     """Return a cluster whose workers have the compute times of a run log, step by step.
 
     The rest of a step is the same for all workers: the mean of batch, optimizer and other time, and the mean
@@ -41,29 +41,29 @@ def setting_of(entries: Sequence[Event | Action], *, seed: int = 0) -> Setting:
     in_first = Counter(ready.worker for ready in readys if ready.epoch == 0)  # fewer for an excluded worker
     exchange_s = fmean(step.communicate_s for step in timed)
     messages = max(1, 2 * (world - 1))
-    return Setting(
+    return SimulationSetting(
         world=world,
         steps=steps,
         steps_per_epoch=max(in_first.values(), default=steps),
-        times=recorded(entries),
-        network=Network(latency_s=max(_LATENCY_S_MIN, exchange_s / messages)),
+        times=recorded_times(entries),
+        network=NetworkCosts(latency_s=max(_LATENCY_S_MIN, exchange_s / messages)),
         size_bytes=0,
         apply_s=fmean(step.batch_s + step.apply_s + step.other_s for step in timed),
         seed=seed,
     )
 
 
-def decisions_of(entries: Iterable[Event | Action]) -> list[Halt | Group | EpochEnded]:
+def decisions_from_log(entries: Iterable[Event | Action]) -> list[Halt | Group | EndEpoch]:
     """Return the decisions before the first worker finished, in the order of the log.
 
     After that, a worker that comes back completes its current batch in the real run; a simulated one
     has no batches of its own and ends its epoch together with the members.
     """
     running = takewhile(lambda entry: not isinstance(entry, Finished), entries)
-    return [entry for entry in running if isinstance(entry, Halt | Group | EpochEnded)]
+    return [entry for entry in running if isinstance(entry, Halt | Group | EndEpoch)]
 
 
-def job_s(entries: Iterable[Event | Action]) -> float:
+def job_duration_s(entries: Iterable[Event | Action]) -> float:
     """Return the duration of a job in seconds, from the last join until the first worker finished.
 
     Raises:

@@ -15,16 +15,16 @@ from offbeat.events import Ready
 from offbeat.simulator.core.engine import Engine
 
 if TYPE_CHECKING:
-    from offbeat.simulator.core.times import Stopwatch
-    from offbeat.simulator.training.cluster import Cluster
-    from offbeat.simulator.training.exchange import Exchange
+    from offbeat.simulator.core.times import ComputeTimeSource
+    from offbeat.simulator.training.cluster import SimulatedCluster
+    from offbeat.simulator.training.exchange import SimulatedExchange
     from offbeat.simulator.training.worker import SimulatedWorker
 
 _ROUNDS_AHEAD = 64  # compute times drawn at a time
 _new, _set = object.__new__, object.__setattr__
 
 
-class Cohort:
+class VectorizedGroup:
     """Workers that exchange, apply and compute in step, reduced to the times at which they are Ready.
 
     Between two exchanges a member does nothing that depends on another one, and sends nothing but its Ready.
@@ -41,16 +41,16 @@ class Cohort:
         cluster: the cluster of the workers.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
-        self._exchange: Exchange | None = None  # the last that has begun; None without a cohort
+        self._exchange: SimulatedExchange | None = None  # the last that has begun; None without a cohort
         self._members: list[SimulatedWorker] = []
         self._ids = np.zeros(0, np.int64)
         self._workers: list[int] = []  # the members' ids
         self._id_set: frozenset[int] = frozenset()
         self._computed: list[int] = []  # gradients each had computed when the cohort was formed
         self._rounds = 0  # rounds since the cohort was formed
-        self._slowed: list[tuple[int, Stopwatch]] = []  # members with slowdown rules, by index
+        self._slowed: list[tuple[int, ComputeTimeSource]] = []  # members with slowdown rules, by index
         self._ahead_s = np.zeros((0, 0))  # compute times, shape (rounds, members)
         self._row = 0
         self._state: Any = None
@@ -74,19 +74,21 @@ class Cohort:
         """Steps that all its members have finished; 0 without a cohort."""
         return 0 if self._exchange is None else self._exchange.step
 
-    def takes(self, exchange: Exchange) -> bool:
+    def form(self, exchange: SimulatedExchange) -> bool:
         """Form a cohort of this exchange's members if possible; return whether it was."""
         members = exchange.workers
-        if not self._cluster.is_calm or not all(member.is_steady(exchange) for member in members):
+        if not self._cluster.is_undisturbed or not all(member.can_vectorize(exchange) for member in members):
             return False
         self.dissolve()  # a cohort of another group, if any
         self._members = members
         self._workers = [member.worker for member in members]
         self._ids, self._id_set = np.array(self._workers), frozenset(self._workers)
-        self._computed = [member.computed for member in members]
+        self._computed = [member.gradients_computed for member in members]
         self._rounds = 0
         self._slowed = [
-            (index, member.stopwatch) for index, member in enumerate(members) if not member.stopwatch.is_even
+            (index, member.stopwatch)
+            for index, member in enumerate(members)
+            if not member.stopwatch.is_never_slowed
         ]
         self._draw_ahead()
         self._state = members[0].state
@@ -102,21 +104,21 @@ class Cohort:
         self._restore_members(exchange)
         cluster = self._cluster
         now, past = cluster.engine, Engine(exchange.begin_s)
-        cluster.engine, cluster.heard = past, frozenset(self._ready_workers[: self._emitted])
-        exchange.end_each()
+        cluster.engine, cluster.received_early = past, frozenset(self._ready_workers[: self._emitted])
+        exchange.schedule_ends()
         past.run(math.nextafter(now.now_s, 0.0))
-        cluster.engine, cluster.heard = now, frozenset()
-        for at_s, call, argument in past.asked():
-            now.at(at_s, call, argument)
+        cluster.engine, cluster.received_early = now, frozenset()
+        for at_s, call, argument in past.pending_calls():
+            now.schedule(at_s, call, argument)
 
-    def _restore_members(self, exchange: Exchange) -> None:
+    def _restore_members(self, exchange: SimulatedExchange) -> None:
         """Restore the members' state at the beginning of this exchange."""
         if not self._rounds:
             return  # it is their state already
         latency_s = self._cluster.network.latency_s
         for index, member in enumerate(self._members):
             done_s = float(self._was_done_s[index])
-            member.catch_up(
+            member.fast_forward(
                 exchange,
                 rounds=self._rounds,
                 state=self._state,
@@ -128,14 +130,14 @@ class Cohort:
             )
 
     def _draw_ahead(self) -> None:
-        rows_s = [member.stopwatch.ahead_s(_ROUNDS_AHEAD) for member in self._members]
+        rows_s = [member.stopwatch.peek_s(_ROUNDS_AHEAD) for member in self._members]
         self._ahead_s, self._row = np.ascontiguousarray(np.transpose(rows_s)), 0
 
     def _skip(self, count: int) -> None:
         for member in self._members:
             member.stopwatch.skip(count)
 
-    def _plan_round(self, exchange: Exchange) -> None:
+    def _plan_round(self, exchange: SimulatedExchange) -> None:
         """Compute everything up to the next exchange, and schedule it."""
         cluster, members = self._cluster, self._members
         self._exchange = exchange
@@ -148,11 +150,11 @@ class Cohort:
         self._takes_s = self._ahead_s[self._row]
         self._row += 1
         for index, stopwatch in self._slowed:
-            self._takes_s[index] *= stopwatch.factor(epoch, step_in_epoch, cluster.steps_per_epoch, step)
-        self._done_s = exchange.ends_s + self._takes_s
+            self._takes_s[index] *= stopwatch.slowdown(epoch, step_in_epoch, cluster.steps_per_epoch, step)
+        self._done_s = exchange.member_ends_s + self._takes_s
         # Among members that are done at the same time, the one that got the mean first comes first.
-        order = np.argsort(np.roll(self._done_s, -exchange.first), kind="stable")
-        order = (order + exchange.first) % len(members)
+        order = np.argsort(np.roll(self._done_s, -exchange.first_member), kind="stable")
+        order = (order + exchange.first_member) % len(members)
         self._ready_s = (self._done_s[order] + cluster.network.latency_s).tolist()
         self._ready_workers = self._ids[order].tolist()
         self._compute_s = self._takes_s[order].tolist()
@@ -169,47 +171,49 @@ class Cohort:
             blocks=(),
         )
         self._fields = vars(ready)
-        cluster.engine.at(self._ready_s[0], self._emit_readys, exchange)
-        cluster.engine.at(float(self._done_s[order[-1]]), self._begin_next, exchange)
+        cluster.engine.schedule(self._ready_s[0], self._emit_readys, exchange)
+        cluster.engine.schedule(float(self._done_s[order[-1]]), self._begin_next, exchange)
 
-    def _emit_readys(self, exchange: Exchange) -> None:
+    def _emit_readys(self, exchange: SimulatedExchange) -> None:
         """Pass the Readys to the coordinator one by one, until another call is due."""
         if exchange is not self._exchange:
             return
         cluster, engine, fields = self._cluster, self._cluster.engine, self._fields
         ready_s, workers, compute_s = self._ready_s, self._ready_workers, self._compute_s
         at, count = self._emitted, len(workers)
-        free_until_s = engine.free_until_s
+        free_until_s = engine.next_call_s
         while True:
             engine.now_s = at_s = ready_s[at]
             ready = self._ready(fields, at_s, workers[at], compute_s[at])
             self._emitted = at = at + 1
-            if cluster.ask(ready):
+            if cluster.handle_event(ready):
                 if self._exchange is not exchange:
                     return
-                free_until_s = engine.free_until_s
+                free_until_s = engine.next_call_s
             if at == count:
                 return
             if ready_s[at] >= free_until_s:
-                engine.at(ready_s[at], self._emit_readys, exchange)
+                engine.schedule(ready_s[at], self._emit_readys, exchange)
                 return
 
     def _ready(self, fields: dict[str, Any], at_s: float, worker: int, compute_s: float) -> Ready:
         own = fields.copy()
-        own["now_s"], own["worker"], own["compute_s"] = at_s - self._cluster.behind_s, worker, compute_s
+        own["now_s"], own["worker"], own["compute_s"] = at_s - self._cluster.clock_lag_s, worker, compute_s
         ready: Ready = _new(Ready)  # three times as fast as the frozen dataclass's constructor
         _set(ready, "__dict__", own)
         return ready
 
-    def _begin_next(self, exchange: Exchange) -> None:
+    def _begin_next(self, exchange: SimulatedExchange) -> None:
         """Begin the next exchange, after the last member has computed."""
         if exchange is not self._exchange:
             return
         cluster, problem = self._cluster, self._cluster.problem
-        cluster.progress_s = exchange.last_s
+        cluster.progress_s = exchange.all_ended_s
         for at in range(self._emitted, len(self._members)):  # those still on their way
             worker, at_s = self._ready_workers[at], self._ready_s[at]
-            cluster.bring(worker, self._ready(self._fields, at_s, worker, self._compute_s[at]), at_s)
+            cluster.schedule_arrival(
+                worker, self._ready(self._fields, at_s, worker, self._compute_s[at]), at_s
+            )
         self._state = state = problem.step(self._state, exchange.mean)
         iterations = (computed + self._rounds for computed in self._computed)
         self._gradients = problem.gradients(state, self._workers, iterations)
@@ -217,7 +221,7 @@ class Cohort:
         following = cluster.open_exchange(
             exchange.group, exchange.exchange_id + 1, exchange.step + 1, exchange.round + 1
         )
-        following.begin_with(self._members, self._gradients, exchange.group.weights)
+        following.average(self._members, self._gradients, exchange.group.weights)
         del cluster.exchanges[exchange.exchange_id]
         if following.step + 1 < cluster.steps:
             self._plan_round(following)
@@ -226,4 +230,4 @@ class Cohort:
         self._skip(self._row)
         self._was_done_s, self._took_s, self._fields_before = self._done_s, self._takes_s, self._fields
         self._restore_members(following)
-        following.end_each()
+        following.schedule_ends()

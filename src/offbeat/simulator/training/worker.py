@@ -1,4 +1,4 @@
-"""A simulated worker: a model of the runtime's session in virtual time, with the same `Follower`.
+"""A simulated worker: a model of the runtime's session in virtual time, with the same `GroupMembership`.
 
 Nothing here decides on membership.
 """
@@ -11,40 +11,46 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.events import (
+    AbortJob,
     Action,
-    Deal,
-    Dismiss,
-    EpochEnded,
+    AssignBlocks,
+    CheckpointQuery,
+    ContributionQuery,
+    EndEpoch,
     Event,
     Finished,
     Group,
     Halt,
     Halted,
+    JobComplete,
     Joined,
     Left,
+    PeerList,
     Ready,
-    Recall,
-    Refuse,
-    Saving,
-    Start,
-    Stop,
-    Wants,
+    RejectPeer,
+    SamplesRequested,
 )
-from offbeat.policies.membership.group_membership import Follower, Turn
-from offbeat.simulator.core.times import Stopwatch
-from offbeat.simulator.training.sample_loop import Loop, Next
+from offbeat.policies.membership.group_membership import ExchangeDecision, GroupMembership
+from offbeat.simulator.core.times import ComputeTimeSource
+from offbeat.simulator.training.sample_loop import LoopActivity, SimulatedLoop
 
 if TYPE_CHECKING:
-    from offbeat.simulator.training.cluster import Cluster
-    from offbeat.simulator.training.exchange import Exchange
+    from offbeat.simulator.training.cluster import SimulatedCluster
+    from offbeat.simulator.training.exchange import SimulatedExchange
 
 COMPUTING, EXCHANGING, APPLYING = "computing", "exchanging", "applying"
-WAITING, TAKING, MEETING, FINISHED, ENDED = "waiting", "receiving a state", "joining", "finished", "ended"
-WANTING, LEAVING = "requesting samples", "leaving"
+WAITING, RECEIVING_STATE, JOINING, FINISHED, ENDED = (
+    "waiting",
+    "receiving a state",
+    "joining",
+    "finished",
+    "ended",
+)
+REQUESTING, LEAVING = "requesting samples", "leaving"
 _SAVES_EVERY = 13  # steps, where samples are dealt
 
 
-class Parcel(NamedTuple):
+class StateTransfer(NamedTuple):
     """The state that a donor sends to joiners."""
 
     generation: int
@@ -77,153 +83,157 @@ class SimulatedWorker:
 
     place = "simulated"
 
-    def __init__(self, cluster: Cluster, worker: int, stopwatch: Stopwatch, *, is_new: bool) -> None:
+    def __init__(
+        self, cluster: SimulatedCluster, worker: int, stopwatch: ComputeTimeSource, *, is_new: bool
+    ) -> None:
         self.cluster = cluster
         self.worker = worker
-        self.follower = Follower(worker)
-        self.doing = MEETING
-        self.state: Any = None if is_new else cluster.problem.begin()
+        self.follower = GroupMembership(worker)
+        self.activity = JOINING
+        self.state: Any = None if is_new else cluster.problem.initial_state()
         self.gradient: Any = None
         self.weight = 1.0
-        self.contributed = 0
-        self.exchange: Exchange | None = None
+        self.contributed_blocks = 0
+        self.exchange: SimulatedExchange | None = None
         self.is_hung = False
         self.is_leaving = False
-        self.outside = 0
+        self.steps_outside = 0
         self.steps_taken = 0
         self.active_s = cluster.engine.now_s
-        self.up_s = self.down_s = 0.0  # when the last message to and from the coordinator arrives
+        self.uplink_s = self.downlink_s = 0.0  # when the last message to and from the coordinator arrives
         self.last_ready: Ready | None = None
         self.last_halted: Halted | None = None
-        self.has_heard_start = self.has_left = False
+        self.has_started = self.has_left = False
         self.last_finished: Finished | None = None
         self._is_dismissed = False
         self._is_new = is_new
         self.stopwatch = stopwatch
         samples = cluster.setting.samples
-        self.loop = None if samples is None else Loop(samples, self.follower, self._send_request)
-        self.saved: dict[int, Any] = {}
-        self.told: list[Event] = []
-        self.heard = 0
+        self.loop = None if samples is None else SimulatedLoop(samples, self.follower, self._send_request)
+        self.saved_states: dict[int, Any] = {}
+        self.sent_events: list[Event] = []
+        self.received_messages = 0
         self._means: list[Any] = []  # of the rounds of the step under way
-        self.computed = 0
+        self.gradients_computed = 0
         self._compute_s = 0.0
         self._busy_until_s = 0.0
-        self._busy = 0  # number of its current computation; the end of one with an older number is ignored
+        self._computation = (
+            0  # number of its current computation; the end of one with an older number is ignored
+        )
         self._donated_to: Group | None = None  # the last group to whose joiners it sent its state
-        self._received: Parcel | None = None
-        self.known: set[tuple[int, ...]] = set()
+        self._received: StateTransfer | None = None
+        self.session_groups: set[tuple[int, ...]] = set()
         self._queue: deque[tuple[bool, Callable[[Any], None], Any]] = deque()
 
     @property
     def is_alive(self) -> bool:
         """Whether it runs; a hung worker does."""
-        return self.doing != ENDED
+        return self.activity != ENDED
 
     # Input; a hung worker processes it when it resumes ------------------------------------------------
 
-    def meet(self, _: Any = None) -> None:
+    def join(self, _: Any = None) -> None:
         """Ask to join."""
         if self.is_alive:
-            self.tell_joined()
+            self.send_joined()
 
-    def tell_joined(self) -> None:
+    def send_joined(self) -> None:
         """Send the request to join."""
         cluster = self.cluster
-        cluster.tell(
+        cluster.send_event(
             self,
             Joined(
                 now_s=cluster.arrival_s(self),
                 worker=self.worker,
                 world=cluster.world,
                 peer=f"worker-{self.worker}",
-                place=self.place,
+                location=self.place,
                 addresses=(),
-                model=(),
+                model_signature=(),
                 strategy="",
             ),
         )
 
-    def hear(self, actions: tuple[Action, ...]) -> None:
+    def on_actions(self, actions: tuple[Action, ...]) -> None:
         """Process actions of the coordinator."""
         if self.is_hung:
-            self._queue.append((False, self.hear, actions))
+            self._queue.append((False, self.on_actions, actions))
             return
         for action in actions:
-            if self.doing == ENDED:
+            if self.activity == ENDED:
                 return
             self._apply_action(action)
-        if self.doing == WANTING:
+        if self.activity == REQUESTING:
             self._compute()
 
     def _apply_action(self, action: Action) -> None:
         match action:
-            case Start():
-                self.has_heard_start = True
+            case PeerList():
+                self.has_started = True
             case Halt():
                 self._on_halt(action)
             case Group():
-                self.follower.hear_group(action)
-                if self.doing != WANTING:  # a worker that requests samples sends no state
+                self.follower.on_group(action)
+                if self.activity != REQUESTING:  # a worker that requests samples sends no state
                     self._donate_state()
-                if self.doing == MEETING and self.state is not None:
+                if self.activity == JOINING and self.state is not None:
                     self._compute()
-                elif self.doing in (WAITING, TAKING, MEETING):
+                elif self.activity in (WAITING, RECEIVING_STATE, JOINING):
                     self._continue()
-            case EpochEnded():
+            case EndEpoch():
                 self._end_epoch(action.epoch)
-            case Recall():
-                recalled = self.follower.recall(action, self.cluster.arrival_s(self))
-                self.cluster.tell(self, recalled)
-            case Deal():
+            case ContributionQuery():
+                recalled = self.follower.on_contribution_query(action, self.cluster.arrival_s(self))
+                self.cluster.send_event(self, recalled)
+            case AssignBlocks():
                 if self.loop is not None:
-                    self.loop.hear(action)
-            case Dismiss():
+                    self.loop.on_deal(action)
+            case JobComplete():
                 self._is_dismissed = True
                 self._leave()
-            case Stop() | Refuse():
+            case AbortJob() | RejectPeer():
                 self.end()
 
-    def receive(self, parcel: Parcel) -> None:
+    def on_state(self, parcel: StateTransfer) -> None:
         """Receive a donor's state."""
         if self.is_hung:
-            self._queue.append((True, self.receive, parcel))
+            self._queue.append((True, self.on_state, parcel))
             return
         if self._received is None or self._received.generation < parcel.generation:
             self._received = parcel
         if self._is_dismissed:
             self._leave()
-        elif self.doing in (TAKING, MEETING):
+        elif self.activity in (RECEIVING_STATE, JOINING):
             self._continue()
 
-    def end_exchange(self, exchange: Exchange) -> None:
+    def on_mean(self, exchange: SimulatedExchange) -> None:
         """Receive the mean of an exchange."""
         if self.is_hung:
-            self._queue.append((True, self.end_exchange, exchange))
+            self._queue.append((True, self.on_mean, exchange))
             return
         if self.exchange is not exchange:
             return
         cluster = self.cluster
         self.exchange = None
         if not self.follower.finish_round(exchange.contributions):
-            cluster.violated(f"worker {self.worker} continues an exchange that it had abandoned")
+            cluster.fail_invariant(f"worker {self.worker} continues an exchange that it had abandoned")
         self._means.append(exchange.mean)
         if len(self._means) < cluster.rounds_per_step:
             self._compute()
         elif cluster.apply_s:
-            self.doing = APPLYING
-            self._be_busy(cluster.apply_s)
+            self.activity = APPLYING
+            self._compute_for(cluster.apply_s)
         else:
             self._apply()
 
     def hang(self) -> None:
         """Stop all activity."""
         self.is_hung = True
-        self._busy += 1
+        self._computation += 1
         if self.exchange is not None:
             self.exchange.block(self)
 
-    def resume(self, *, tensors_first: bool) -> None:
+    def resume(self, *, is_state_first: bool) -> None:
         """Resume, and process queued input: that of other workers first, or all in order of arrival.
 
         An interrupted computation takes the time that was left of it when the worker hung.
@@ -231,42 +241,49 @@ class SimulatedWorker:
         self.is_hung = False
         queue = list(self._queue)
         self._queue.clear()
-        if tensors_first:
+        if is_state_first:
             queue.sort(key=lambda entry: not entry[0])
-        before, exchange = self._busy, self.exchange
+        before, exchange = self._computation, self.exchange
         for _, call, argument in queue:
             call(argument)
         if exchange is not None:  # also where its own end of it was in the queue
             exchange.unblock(self)
-        if self._busy == before and self.doing in (COMPUTING, APPLYING):
-            self._be_busy(max(0.0, self._busy_until_s - self.cluster.hung_at_s[self.worker]))
+        if self._computation == before and self.activity in (COMPUTING, APPLYING):
+            self._compute_for(max(0.0, self._busy_until_s - self.cluster.hung_at_s[self.worker]))
 
     def end(self) -> None:
         """End the worker."""
-        if self.doing == ENDED:
+        if self.activity == ENDED:
             return
         if self.exchange is not None:
             self.exchange.block(self)
         self.exchange = None
-        self._busy += 1
-        self.doing = ENDED
-        self.cluster.end_if_empty()
+        self._computation += 1
+        self.activity = ENDED
+        self.cluster.stop_if_empty()
 
-    def is_steady(self, exchange: Exchange) -> bool:
+    def can_vectorize(self, exchange: SimulatedExchange) -> bool:
         """Whether it has begun this exchange, and the next one follows if nothing else happens."""
         cluster, follower = self.cluster, self.follower
         return (
             self.exchange is exchange
             and follower.group is self._donated_to
-            and not follower.will_change
+            and not follower.is_change_pending
             and follower.step + 1 < cluster.steps
             and self.weight == 1.0
             and not self.is_leaving
-            and self.up_s <= cluster.engine.now_s + cluster.network.latency_s
+            and self.uplink_s <= cluster.engine.now_s + cluster.network.latency_s
         )
 
-    def catch_up(
-        self, exchange: Exchange, *, rounds: int, state: Any, gradient: Any, done_s: float, ready: Ready
+    def fast_forward(
+        self,
+        exchange: SimulatedExchange,
+        *,
+        rounds: int,
+        state: Any,
+        gradient: Any,
+        done_s: float,
+        ready: Ready,
     ) -> None:
         """Advance to the state of a worker that has begun this exchange, `rounds` after its last one.
 
@@ -284,9 +301,9 @@ class SimulatedWorker:
         self.exchange = exchange
         self.state, self.gradient = state, gradient
         self.steps_taken += rounds
-        self.computed += rounds
+        self.gradients_computed += rounds
         self.active_s = self._busy_until_s = done_s
-        self.up_s = done_s + self.cluster.network.latency_s
+        self.uplink_s = done_s + self.cluster.network.latency_s
         self.last_ready = ready
 
     # The loop ------------------------------------------------------------------------------------------
@@ -294,39 +311,39 @@ class SimulatedWorker:
     def _compute(self) -> None:
         cluster = self.cluster
         if self.loop is not None:
-            following = self.loop.next()
-            if following is Next.WAIT:
-                self.doing = WANTING
+            following = self.loop.next_activity()
+            if following is LoopActivity.WAIT:
+                self.activity = REQUESTING
                 return
-            if following is Next.OVER:
+            if following is LoopActivity.OVER:
                 self._finish(self.loop.epoch - 1)
                 return
-            if following is Next.ROUND:
+            if following is LoopActivity.ROUND:
                 self._send_ready()
                 return
-        self.doing = COMPUTING
-        step = self.follower.step + self.outside
+        self.activity = COMPUTING
+        step = self.follower.step + self.steps_outside
         epoch, step_in_epoch = divmod(step, cluster.steps_per_epoch)
         if self.loop is not None:
-            epoch, step_in_epoch = self.loop.epoch, int(self.loop.share * cluster.steps_per_epoch)
+            epoch, step_in_epoch = self.loop.epoch, int(self.loop.epoch_share * cluster.steps_per_epoch)
         compute_s = self.stopwatch.next_s(epoch, step_in_epoch, cluster.steps_per_epoch, step)
         self._compute_s += compute_s
-        self._be_busy(compute_s)
+        self._compute_for(compute_s)
 
-    def _be_busy(self, for_s: float) -> None:
+    def _compute_for(self, for_s: float) -> None:
         engine = self.cluster.engine
-        self._busy += 1
+        self._computation += 1
         self._busy_until_s = until_s = engine.now_s + for_s
-        engine.at(until_s, self._end_busy, self._busy)
+        engine.schedule(until_s, self._end_busy, self._computation)
 
     def _end_busy(self, number: int) -> None:
-        if number != self._busy:
+        if number != self._computation:
             return
-        if self.doing == APPLYING:
+        if self.activity == APPLYING:
             self._apply()
             return
-        self.computed += 1
-        if self.loop is None or self.loop.computed():
+        self.gradients_computed += 1
+        if self.loop is None or self.loop.is_round_complete():
             self._send_ready()
         else:
             self._compute()
@@ -336,17 +353,19 @@ class SimulatedWorker:
         self.active_s = cluster.engine.now_s
         self.weight = 1.0
         if loop is None:
-            self.gradient = cluster.problem.gradient(self.state, self.worker, self.computed - 1)
-            epoch = (follower.step + self.outside) // cluster.steps_per_epoch
-            cluster.tell_ready(
+            self.gradient = cluster.problem.gradient(self.state, self.worker, self.gradients_computed - 1)
+            epoch = (follower.step + self.steps_outside) // cluster.steps_per_epoch
+            cluster.send_ready(
                 self, follower.generation, epoch, follower.step, follower.round, self._compute_s
             )
         else:
-            self.gradient = cluster.problem.gradient(self.state, self.worker, self.computed - 1, loop.blocks)
+            self.gradient = cluster.problem.gradient(
+                self.state, self.worker, self.gradients_computed - 1, loop.blocks
+            )
             samples = sum(block.samples for block in loop.blocks)
             self.weight = samples / loop.samples.batch_size
             blocks = loop.contribute()
-            self.contributed = len(blocks)
+            self.contributed_blocks = len(blocks)
             self.last_ready = Ready(
                 now_s=cluster.arrival_s(self),
                 worker=self.worker,
@@ -358,58 +377,58 @@ class SimulatedWorker:
                 samples=samples,
                 blocks=blocks,
             )
-            cluster.tell(self, self.last_ready)
+            cluster.send_event(self, self.last_ready)
         self._compute_s = 0.0
         self._continue()
 
-    def _send_request(self, wants: Wants) -> None:
-        self.cluster.tell(self, replace(wants, now_s=self.cluster.arrival_s(self)))
+    def _send_request(self, wants: SamplesRequested) -> None:
+        self.cluster.send_event(self, replace(wants, now_s=self.cluster.arrival_s(self)))
 
     def _continue(self) -> None:
         """Ask the follower what to do with the gradients, or in a newcomer, whether to receive a state."""
         cluster, follower = self.cluster, self.follower
-        turn = follower.turn()
+        turn = follower.begin_exchange()
         if follower.group is not self._donated_to:
             self._donate_state()
-        if turn in (Turn.GO, Turn.TAKE):
+        if turn in (ExchangeDecision.EXCHANGE, ExchangeDecision.FETCH_STATE):
             self._open_sessions()
-        if turn is Turn.GO:
-            self.outside = 0
-            self.doing = EXCHANGING
+        if turn is ExchangeDecision.EXCHANGE:
+            self.steps_outside = 0
+            self.activity = EXCHANGING
             cluster.exchange(self)
-        elif turn is Turn.WAIT:
-            self.doing = MEETING if self.gradient is None and self.state is None else WAITING
-        elif turn is Turn.TAKE:
+        elif turn is ExchangeDecision.WAIT:
+            self.activity = JOINING if self.gradient is None and self.state is None else WAITING
+        elif turn is ExchangeDecision.FETCH_STATE:
             self._adopt_state()
         elif self.state is None:
-            self.doing = MEETING
+            self.activity = JOINING
         else:
             self.gradient = None
             self._means.clear()
-            self.outside += 1
+            self.steps_outside += 1
             self._count_step()
 
     def _open_sessions(self) -> None:
         """Open sessions with all members of the group."""
         group = self.follower.group
         assert group is not None
-        if group.members not in self.known:
-            self.known.add(group.members)
-            self.cluster.met()
+        if group.members not in self.session_groups:
+            self.session_groups.add(group.members)
+            self.cluster.on_new_sessions()
 
     def _adopt_state(self) -> None:
         received, follower = self._received, self.follower
         if received is None or follower.group is None or received.generation != follower.group.generation:
-            self.doing = TAKING
+            self.activity = RECEIVING_STATE
             return
         self.state, self._received = received.state, None
-        follower.take(round=received.round)
-        self.weight, self.contributed = 0.0, 0
-        self.outside = 0
+        follower.on_state_received(round=received.round)
+        self.weight, self.contributed_blocks = 0.0, 0
+        self.steps_outside = 0
         self._means.clear()
         if self.gradient is None:  # a newcomer
             if self.loop is not None:
-                self.loop.begin_at(received.epoch)
+                self.loop.enter_epoch(received.epoch)
             self._compute()
         else:
             self._continue()
@@ -433,26 +452,28 @@ class SimulatedWorker:
             self.loop.end_round()
             if follower.is_member and follower.step % _SAVES_EVERY == self.worker % _SAVES_EVERY:
                 self._save_state()
-        if self.is_leaving or (cluster.lockstep and follower.step >= cluster.steps):
+        if self.is_leaving or (cluster.is_lockstep and follower.step >= cluster.steps):
             self._send_left()
-        elif follower.step + self.outside >= cluster.steps:
-            self._finish((follower.step + self.outside - 1) // cluster.steps_per_epoch)
+        elif follower.step + self.steps_outside >= cluster.steps:
+            self._finish((follower.step + self.steps_outside - 1) // cluster.steps_per_epoch)
         else:
             self._compute()
 
     def _save_state(self) -> None:
         """Save its state, and continue without waiting for the samples that it contains."""
         cluster, round_ = self.cluster, self.follower.round
-        self.saved[round_] = self.state
-        cluster.tell(self, Saving(now_s=cluster.arrival_s(self), worker=self.worker, round=round_))
+        self.saved_states[round_] = self.state
+        cluster.send_event(
+            self, CheckpointQuery(now_s=cluster.arrival_s(self), worker=self.worker, round=round_)
+        )
 
     def _finish(self, epoch: int) -> None:
         cluster = self.cluster
-        self.doing = FINISHED
+        self.activity = FINISHED
         self.last_finished = Finished(
             now_s=cluster.arrival_s(self), worker=self.worker, epoch=epoch, step=self.follower.step
         )
-        cluster.tell(self, self.last_finished)
+        cluster.send_event(self, self.last_finished)
 
     def _leave(self) -> None:
         """Adopt the final state if the last group requires it, and leave."""
@@ -460,20 +481,22 @@ class SimulatedWorker:
         if follower.group is not None and self.worker in follower.group.joining and not follower.is_member:
             received = self._received
             if received is None or received.generation != follower.group.generation:
-                self.doing = TAKING
+                self.activity = RECEIVING_STATE
                 return
             self.state = received.state
-            follower.take(round=received.round)
+            follower.on_state_received(round=received.round)
         self._send_left()
 
     def _send_left(self) -> None:
         cluster = self.cluster
-        cluster.tell(self, Left(now_s=cluster.arrival_s(self), worker=self.worker, step=self.follower.step))
+        cluster.send_event(
+            self, Left(now_s=cluster.arrival_s(self), worker=self.worker, step=self.follower.step)
+        )
         self.has_left = True
-        if not cluster.is_numbered:
+        if not cluster.is_exactly_once:
             self.end()
         else:
-            self.doing = LEAVING  # until the coordinator has logged it
+            self.activity = LEAVING  # until the coordinator has logged it
 
     def _end_epoch(self, epoch: int) -> None:
         """Enter the next epoch with the next step, unless a group counts on this worker."""
@@ -482,20 +505,20 @@ class SimulatedWorker:
             return
         if not self.follower.is_member and self.state is not None:
             begins = (epoch + 1) * self.cluster.steps_per_epoch
-            self.outside = max(self.outside, begins - self.follower.step - 1)
+            self.steps_outside = max(self.steps_outside, begins - self.follower.step - 1)
 
     # Changes -------------------------------------------------------------------------------------------
 
     def _on_halt(self, halt: Halt) -> None:
         cluster = self.cluster
-        answer = self.follower.hear_halt(halt, cluster.arrival_s(self))
+        answer = self.follower.on_halt(halt, cluster.arrival_s(self))
         if answer is None:
             return
         self.last_halted = answer
-        cluster.tell(self, answer)
+        cluster.send_event(self, answer)
         if halt.abandon and self.exchange is not None:
             if self.follower.finish_round():
-                cluster.violated(f"worker {self.worker} counts an exchange that it has abandoned")
+                cluster.fail_invariant(f"worker {self.worker} counts an exchange that it has abandoned")
             self.exchange = None
             self._continue()
 
@@ -506,7 +529,7 @@ class SimulatedWorker:
         if group is None or group is self._donated_to:
             return
         self._donated_to = group
-        for place, joiner in enumerate(follower.joiners):
+        for place, joiner in enumerate(follower.state_recipients):
             epoch = 0 if self.loop is None else self.loop.epoch
-            parcel = Parcel(group.generation, self.state, follower.round, epoch)
+            parcel = StateTransfer(group.generation, self.state, follower.round, epoch)
             self.cluster.send_state(self, joiner, place, parcel)
