@@ -25,6 +25,7 @@ TEST = re.compile(r"(?:scenarios/)?test_\w+\.py::test_\w+")
 FENCE = re.compile(r"^```.*?^```$|^(?:    .*\n)+", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 STATES = ("here", "in part", "not there yet")
+MAP_BYTES_MAX = 12_000
 
 
 def from_root(path: Path) -> str:
@@ -33,11 +34,11 @@ def from_root(path: Path) -> str:
 
 @cache
 def functions_of(name: str) -> frozenset[str]:
-    """The names of the test functions of a file in tests/."""
-    path = ROOT / "tests" / name
-    assert path.is_file(), f"there is no tests/{name}"
+    """The names of the test functions of a file in tests/, whatever folder it is in."""
+    paths = [path for path in (ROOT / "tests").rglob(Path(name).name) if path.as_posix().endswith(f"/{name}")]
+    assert len(paths) == 1, f"there is no tests/{name}, or more than one"
     return frozenset(
-        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+        node.name for node in ast.parse(paths[0].read_text()).body if isinstance(node, ast.FunctionDef)
     )
 
 
@@ -46,12 +47,21 @@ def assert_is_a_test(reference: str) -> None:
     assert function in functions_of(name), f"there is no test {reference}"
 
 
-def invariants() -> list[str]:
-    """The lines of ARCHITECTURE.md that begin `Invariant:`, each with the lines that go on from it."""
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    return [
-        " ".join(found.split()) for found in re.findall(r"^- (Invariant: .*(?:\n  .*)*)", text, re.MULTILINE)
-    ]
+@cache
+def defined_in(path: Path) -> frozenset[str]:
+    """The functions and methods that a module defines."""
+    return frozenset(
+        node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
+    )
+
+
+def sections(document: str) -> dict[str, str]:
+    """The text below each heading of the second level."""
+    pieces = re.split(r"^## (.*)\n", (ROOT / document).read_text(), flags=re.MULTILINE)
+    return dict(zip(pieces[1::2], pieces[2::2], strict=True))
+
+
+JOURNEYS = {head: text for head, text in sections("ARCHITECTURE.md").items() if head.startswith("Journey")}
 
 
 def rows(document: str) -> list[list[str]]:
@@ -76,7 +86,8 @@ def test_files_that_are_named_exist(path):
             if name != quoted.partition("::")[0] or re.search(r"[A-Z]{4,}(?!\.md|TECTURE|TRIBUTING)", name):
                 continue
             places = (ROOT, PACKAGE, ROOT / "tests", ROOT / "docs")
-            assert any((place / name).exists() for place in places), f"{name} is not there"
+            is_test = name.startswith("test_") and any((ROOT / "tests").rglob(name))
+            assert is_test or any((place / name).exists() for place in places), f"{name} is not there"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
@@ -90,23 +101,48 @@ def test_no_place_of_one_machine_is_named(path):
     assert not re.search(r"(?<![\w.:/])/(?:home|root|work|tmp|Users)/", path.read_text())
 
 
-def test_every_module_is_on_the_map():
+def test_every_layer_and_every_room_is_on_the_map():
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    for module in sorted(PACKAGE.rglob("*.py")):
-        name = module.relative_to(PACKAGE).as_posix()
-        if not name.endswith("__init__.py"):
-            assert f"`{name}`" in text, f"ARCHITECTURE.md does not say what {name} holds"
+    modules = [path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
+    layers = {path.relative_to(PACKAGE).parts[0] for path in modules}
+    rooms = {path.parent.relative_to(PACKAGE).as_posix() for path in modules} - {"."}
+    for name in sorted(layers | rooms):
+        shown = name if name.endswith(".py") else f"{name}/"
+        assert f"`{shown}`" in text, f"ARCHITECTURE.md does not say what {shown} holds"
 
 
-@pytest.mark.parametrize("line", invariants(), ids=lambda line: line[11:60])
-def test_every_invariant_names_a_test(line):
-    assert TEST.search(line)
+def test_every_folder_on_the_map_exists():
+    for quoted in CODE.findall(FENCE.sub("", (ROOT / "ARCHITECTURE.md").read_text())):
+        if quoted.endswith("/"):
+            assert (PACKAGE / quoted).is_dir(), f"there is no folder {quoted}"
 
 
-def test_there_are_invariants():
-    """Else the test above would look at nothing; every line that says so is one."""
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    assert len(invariants()) == text.count("Invariant:") >= 10
+def test_the_map_stays_small():
+    assert (ROOT / "ARCHITECTURE.md").stat().st_size <= MAP_BYTES_MAX
+
+
+def test_the_rules_name_tests_that_exist():
+    named = re.findall(r"`(?:(test_\w+\.py)::)?(test_\w+)`", sections("ARCHITECTURE.md")["Rules"])
+    assert len(named) >= 10
+    for file, function in named:
+        assert_is_a_test(f"{file or 'test_tidy.py'}::{function}")
+
+
+def test_there_are_three_journeys():
+    assert len(JOURNEYS) == 3
+    for text in JOURNEYS.values():
+        assert len(re.findall(r"^\d+\. ", text, re.MULTILINE)) >= 8
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
+def test_the_functions_of_a_journey_are_in_its_files(journey):
+    quoted = CODE.findall(JOURNEYS[journey])
+    files = [PACKAGE / name for name in quoted if name.endswith(".py")]
+    known = frozenset[str]().union(*map(defined_in, files))
+    called = [found[1] for name in quoted if (found := re.fullmatch(r"(?:\w+\.)?(\w+)\(\)", name))]
+    assert len(called) >= 10
+    for name in called:
+        assert name in known, f"no file of this journey defines {name}"
 
 
 def test_every_method_has_a_state_and_what_is_here_has_a_module_and_tests():
