@@ -65,7 +65,7 @@ SETTINGS: Final[Mapping[str, tuple[str, Literal["equal", "dynamic"]]]] = {
 }
 """By the name in figures: who is slow when, and how samples are shared."""
 PARTS: Final = tuple(part for part in timesheet.TIME_PARTS if part != "communicate")
-"""The paper's nine, in our names (see the glossary), and what is in none of them."""
+"""The paper's nine, in our names (see docs/staleness.md), and what is in none of them."""
 _NOBODY: Final = "nobody"
 _NOBODY_STEPS: Final = 24
 _SERVER_STEPS: Final = 10
