@@ -166,8 +166,8 @@ def summary_sentences(rows: Sequence[ComparisonRow]) -> list[str]:
         gain = last.epoch_s / first.epoch_s
         if slow and gain >= _RATIO_MIN:
             texts.append(
-                f"Where {describe_slowness(slow)}, {first.case.strategy} was {format_ratio(gain)} times as fast "
-                f"as {last.case.strategy}."
+                f"Where {describe_slowness(slow)}, {first.case.strategy} was {format_ratio(gain)} times as "
+                f"fast as {last.case.strategy}."
             )
     return texts
 

@@ -52,7 +52,7 @@ class BlockQueue:
             self.samples_used = deal.consumed
 
     def discard(self) -> None:
-        """Discards all blocks, and Deals until the next with `replaces_queue`: the loop left its epoch early."""
+        """Discard all blocks, and assignments up to the next with `replaces_queue`: the epoch ended early."""
         self._ignores_deals = True
         self._queue.clear()
         self._taken.clear()

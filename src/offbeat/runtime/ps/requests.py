@@ -486,8 +486,8 @@ class InflightRequests:
         self._call(self._admit_held, window)
         self._waiting.discard(request.future)
         error = OffbeatError(
-            f"{request.future.label} was not sent: timed out after {self._room_timeout_s:g} s waiting for room; "
-            f"of {window.bytes_max} bytes that may be in flight, {self._unacked(window)}"
+            f"{request.future.label} was not sent: timed out after {self._room_timeout_s:g} s waiting for "
+            f"room; of {window.bytes_max} bytes that may be in flight, {self._unacked(window)}"
         )
         request.future.set_result(None, error)
         return error
