@@ -95,7 +95,7 @@ def run(*, command: str, kills: int = 20, workers: int = 4, size_mb: int = 64, s
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         log = Path(folder) / "log.jsonl"
-        ps = stack.enter_context(PS.local(_SERVERS, replicas=_COPIES, run_log=str(log)))
+        ps = stack.enter_context(PS.local(_SERVERS, copies=_COPIES, run_log=str(log)))
         pushing = [
             stack.enter_context(Child("benchmarks.failover", name=f"worker {worker}"))
             for worker in range(workers)

@@ -103,21 +103,21 @@ def by_hand(node):
 
 def test_after_a_loss_it_says_again_what_is_not_recorded_and_nothing_else(by_hand):
     other, worker = by_hand
-    worker.line.tell(ready(0, 0), ready(0, 1))
-    worker.line.tell(ready(0, 2), ready(0, 3), ready(0, 4))
-    worker.line.tell(ready(0, 5))
+    worker.line.send(ready(0, 0), ready(0, 1))
+    worker.line.send(ready(0, 2), ready(0, 3), ready(0, 4))
+    worker.line.send(ready(0, 5))
     assert [other.hear() for _ in range(3)] == [[0, 1], [2, 3, 4], [5]]
     other.dies()
     other.start()
     assert other.hear() == SequenceAck(1, 0, 6)
-    worker.line.tell(ready(0, 6))
+    worker.line.send(ready(0, 6))
     other.say(SequenceAck(1, 3, 0))
     assert [other.hear() for _ in range(4)] == [[3, 4], [5], [6], SequenceAck(1, 0, 7)]
 
 
 def test_it_says_that_it_is_back_when_it_has_heard_what_it_missed_and_answered(by_hand):
     other, worker = by_hand
-    worker.line.tell(ready(0, 0))
+    worker.line.send(ready(0, 0))
     assert other.hear() == [0]
     other.say(actions(0, 1))
     assert [worker.action().epoch for _ in range(2)] == [0, 1]
@@ -127,14 +127,14 @@ def test_it_says_that_it_is_back_when_it_has_heard_what_it_missed_and_answered(b
     other.say(SequenceAck(1, 1, 4))
     other.say(actions(2))
     assert worker.action().epoch == 2
-    worker.line.tell(ready(0, 1))
+    worker.line.send(ready(0, 1))
     other.say(actions(3))
     assert [other.hear() for _ in range(2)] == [[1], SequenceAck(1, 4, 2)]
 
 
 def test_what_belongs_to_an_earlier_connection_is_not_heard(by_hand):
     other, worker = by_hand
-    worker.line.tell(ready(0, 0), ready(0, 1))
+    worker.line.send(ready(0, 0), ready(0, 1))
     assert other.hear() == [0, 1]
     other.dies()
     other.start()
@@ -150,32 +150,32 @@ def test_what_belongs_to_an_earlier_connection_is_not_heard(by_hand):
 def test_whatever_thread_says_it_it_goes_out_in_the_order_in_which_it_was_said(by_hand):
     other, worker = by_hand
     is_inside, goes_on = threading.Event(), threading.Event()
-    worker.line.tell(ready(0, 0))
+    worker.line.send(ready(0, 0))
     assert other.hear() == [0]  # there is a connection
 
     def in_a_callback():
         is_inside.set()
         assert goes_on.wait(DEADLINE_S)
-        worker.line.tell(ready(0, 2))
+        worker.line.send(ready(0, 2))
 
     worker.links.call(in_a_callback)
     assert is_inside.wait(DEADLINE_S)
-    worker.line.tell(ready(0, 1))
+    worker.line.send(ready(0, 1))
     goes_on.set()
     assert [other.hear() for _ in range(2)] == [[1], [2]]
 
 
 def test_a_recorded_count_that_cannot_be_breaks_the_protocol(by_hand):
     _, worker = by_hand
-    worker.line.tell(ready(0, 0))
+    worker.line.send(ready(0, 0))
     for heard in (2, 10**6):
         with pytest.raises(ProtocolError, match="expected an acknowledgement of between 0 and 1 events"):
-            worker.line.hear(encode_sequence_ack(SequenceAck(0, heard, 0)))
+            worker.line.receive(encode_sequence_ack(SequenceAck(0, heard, 0)))
 
 
 def test_where_nobody_listens_any_more_it_says_so_once(by_hand):
     other, worker = by_hand
-    worker.line.tell(ready(0, 0))
+    worker.line.send(ready(0, 0))
     assert other.hear() == [0]
     other.listener.close()
     other.dies()
@@ -183,7 +183,7 @@ def test_where_nobody_listens_any_more_it_says_so_once(by_hand):
     assert gone.startswith(
         f"coordinator closed the connection, and nothing listens any more at {other.address}; its process has"
     )
-    worker.line.settle(DEADLINE_S)
+    worker.line.wait_until_acked(DEADLINE_S)
     assert worker.gone.empty()
 
 
@@ -285,12 +285,12 @@ def coordinator_that_dies(tmp_path, world, at, when, **options):
         yield process
 
 
-@pytest.mark.parametrize("journal_events", [1, 10_000])
+@pytest.mark.parametrize("journal_events_max", [1, 10_000])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_who_is_killed_while_it_tells_has_told_everybody_once(at, when, journal_events, tmp_path):
+def test_who_is_killed_while_it_tells_has_told_everybody_once(at, when, journal_events_max, tmp_path):
     """The last of three joins, and is the reason for a Start and a Group to each of them."""
-    with coordinator_that_dies(tmp_path, 3, at, when, journal_events=journal_events) as process:
+    with coordinator_that_dies(tmp_path, 3, at, when, journal_events_max=journal_events_max) as process:
         workers = [Worker(f"w{number}", process.addresses, number).joins(3) for number in range(3)]
         for worker in workers:
             assert isinstance(worker.action(), PeerList)

@@ -576,10 +576,10 @@ def test_a_state_at_any_point_gives_the_same_future(script):
             del one.has[worker][:1]
         elif what == 3 and len(alive) > 1:
             alive.discard(worker)
-            calls = [("gone", (worker,), {"is_heard_out": number % 2 == 0})]
+            calls = [("on_gone", (worker,), {"has_reported_all": number % 2 == 0})]
             step = min(rounds[other_one] for other_one in alive)
             furthest = max(0, min(rounds[other_one] for other_one in alive) - 1)
-            calls.append(("repeat", (sorted(alive), furthest, step), {}))
+            calls.append(("repeat_round", (sorted(alive), furthest, step), {}))
         elif what == 4:
             calls = [("outside", (worker,), {})]
         elif what == 5:

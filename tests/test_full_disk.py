@@ -110,7 +110,7 @@ def place(request, tmp_path):
 
 
 def test_a_coordinator_whose_log_cannot_grow_says_so_once_and_the_job_goes_on(place):
-    options = {"tick_s": 0.002, "journal_events": 5, "prelude": place.prelude}
+    options = {"tick_s": 0.002, "journal_events_max": 5, "prelude": place.prelude}
     with running_job(2, place.log, **options) as (process, peers):
         place.fill_up()
         said = process.process.stderr.readline().decode()

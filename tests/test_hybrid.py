@@ -786,8 +786,8 @@ def constant_memory(rank, say):
         one.register_forward_hook(let_go)
         for number in range(12):
             (penalised_step if number % 2 else plain_step)(session, one, stepper, number)
-            banks.append({id(bank) for slot in rounds.slots for bank in (slot.bank, slot._other)})
-        assert len(rounds.exchange._prepared) == len(rounds.slots)
+            banks.append({id(bank) for slot in rounds.buckets for bank in (slot.output, slot._spare)})
+        assert len(rounds.exchange._prepared) == len(rounds.buckets)
         assert banks[-1] == banks[3], "a bank that nobody holds is used again"
 
 

@@ -107,7 +107,7 @@ class AtALoan:
 
         def strike(this, *args):
             result = before(this, *args)
-            if this.guests if point == "take_in" else point != "begin" or result is not None:
+            if this.active if point == "activate_accepted" else point != "begin_block" or result is not None:
                 self._strike()
             return result
 
@@ -128,8 +128,8 @@ def strikes(rank, say, victim, point, nth):
 
 
 AS_LATE, AS_PATRON = (
-    ("_accept_block", "begin", "_send"),
-    ("_expect_gradient", "_send_parameters", "_resolve", "take_in"),
+    ("_accept_block", "begin_block", "_send"),
+    ("_expect_gradient", "_send_parameters", "_resolve", "activate_accepted"),
 )
 
 
@@ -155,7 +155,7 @@ def dies_in_the_exchange(rank, say, victim, share):
             link_exchange._ScheduleRun._on_complete = die_on_the_way
 
     def is_in(session):
-        return bool(session._synchronizer.grouping.late.guests)
+        return bool(session._synchronizer.binding.late_gradients.active)
 
     return counts(rank, say, epochs=4, misdeed=Once(misdeed))
 
@@ -183,7 +183,7 @@ def stops(rank, say, victim, point):
     return counts(rank, say, epochs=8, misdeed=misdeed)
 
 
-@pytest.mark.parametrize(("victim", "point"), [(1, "_send"), (0, "take_in")])
+@pytest.mark.parametrize(("victim", "point"), [(1, "_send"), (0, "activate_accepted")])
 def test_whoever_hangs_at_whatever_point_of_a_loan_and_goes_on(victim, point, tmp_path):
     """What a late worker had when it stopped is used by others, and what it brings afterwards is not."""
     log = tmp_path / "log.jsonl"

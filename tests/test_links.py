@@ -507,8 +507,8 @@ def test_bad_arguments_are_refused_where_they_are_given(pair: tuple[Node, Node])
         links.add_peer("b", ["worker-2:4000"])
     with pytest.raises(ValueError, match=r"other nodes reach this one, got '0\.0\.0\.0'"):
         Node("c", host="0.0.0.0")
-    with pytest.raises(ValueError, match="silent_s > 2 beat_s"):
-        Node("c", beat_s=1.0, silent_s=1.5)
+    with pytest.raises(ValueError, match="silent_s > 2 heartbeat_s"):
+        Node("c", heartbeat_s=1.0, silent_s=1.5)
     with pytest.raises(ValueError, match="token"):
         Node("c", token="")
     with pytest.raises(ValueError, match="connect_s > 0"):

@@ -508,7 +508,7 @@ def test_a_killed_peer_is_noticed_though_a_process_that_it_forked_lives_on(
 def test_a_stopped_peer_is_lost_after_its_silence(
     node: Callable[..., Node], victim: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    survivor = node("survivor", beat_s=0.1, silent_s=3.0)
+    survivor = node("survivor", heartbeat_s=0.1, silent_s=3.0)
     process = victim(survivor)
     process.send_signal(signal.SIGSTOP)
     assert str(survivor.loss()) == "victim has been silent for 3 s"
@@ -531,7 +531,7 @@ def begin_a_long_message(a: Node, size: int) -> tuple[Stranger, bytearray, queue
 
 
 def test_a_long_frame_on_a_slow_line_is_no_silence(node: Callable[..., Node]) -> None:
-    a = node("a", beat_s=0.1, silent_s=2.0)
+    a = node("a", heartbeat_s=0.1, silent_s=2.0)
     payload = contents(TCP_WAKE_BYTES + 100 * KIB)
     member, into, came = begin_a_long_message(a, len(payload))
     for i in range(16):
@@ -544,7 +544,7 @@ def test_a_long_frame_on_a_slow_line_is_no_silence(node: Callable[..., Node]) ->
 
 
 def test_the_end_of_a_long_frame_is_not_waited_for_until_more_comes(node: Callable[..., Node]) -> None:
-    a = node("a", beat_s=400.0, silent_s=1000.0)
+    a = node("a", heartbeat_s=400.0, silent_s=1000.0)
     payload = contents(TCP_WAKE_BYTES + 100 * KIB)
     member, into, came = begin_a_long_message(a, len(payload))
     member.sock.sendall(payload[:TCP_WAKE_BYTES])
@@ -564,7 +564,7 @@ def test_a_peer_that_ends_within_a_long_frame_is_lost_at_once(node: Callable[...
 
 
 def test_beats_keep_idle_links_alive(node: Callable[..., Node]) -> None:
-    a, b = node("a", beat_s=0.05, silent_s=0.6), node("b", beat_s=0.05, silent_s=0.6)
+    a, b = node("a", heartbeat_s=0.05, silent_s=0.6), node("b", heartbeat_s=0.05, silent_s=0.6)
     a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello")
     b.message()
@@ -574,7 +574,7 @@ def test_beats_keep_idle_links_alive(node: Callable[..., Node]) -> None:
 
 
 def test_a_node_that_was_held_up_itself_does_not_blame_its_peers(node: Callable[..., Node]) -> None:
-    a, b = node("a", beat_s=0.1, silent_s=0.5), node("b", beat_s=0.1, silent_s=100.0)
+    a, b = node("a", heartbeat_s=0.1, silent_s=0.5), node("b", heartbeat_s=0.1, silent_s=100.0)
     a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello")
     b.message()

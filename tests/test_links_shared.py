@@ -448,19 +448,19 @@ def test_a_peer_is_told_what_was_read_while_the_rest_is_read(node: Callable[...,
 
 
 def test_who_says_so_tells_of_more_that_is_not_read(node: Callable[..., Node]) -> None:
-    a = node("a", unread_bytes=8 * MIB)
+    a = node("a", unacked_bytes=8 * MIB)
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
     a.links.send_tensor("b", 1, filled(a, 12 * MIB))
     assert [b.frame().kind for _ in range(9)] == [FrameKind.REGION, *[FrameKind.SHARED] * 8]
     a.links.send("b", b"urgent")
     assert b.frame().payload == b"urgent"
-    with pytest.raises(ValueError, match="expected unread_bytes from 1 to 8388608, got 8388609"):
-        node("c", unread_bytes=8 * MIB + 1)
+    with pytest.raises(ValueError, match="expected unacked_bytes from 1 to 8388608, got 8388609"):
+        node("c", unacked_bytes=8 * MIB + 1)
 
 
 def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Callable[..., Node]) -> None:
-    a = node("a", beat_s=0.05)
+    a = node("a", heartbeat_s=0.05)
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
     a.links.send_tensor("b", 1, filled(a, 2 * TOLD_MAX * MIB))

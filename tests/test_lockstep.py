@@ -417,7 +417,7 @@ def test_an_outage_that_passes_changes_nothing():
 
 
 def test_two_workers_that_reach_only_the_coordinator_stop_the_job_in_words():
-    policy = running(silent_s=3.0)
+    policy = running(unreachable_timeout_s=3.0)
     policy.handle(unreachable(0, 1, 1.0))
     assert policy.handle(Tick(now_s=3.9)) == []
     (stop,) = policy.handle(Tick(now_s=4.1))
@@ -437,10 +437,10 @@ def test_a_worker_that_the_coordinator_does_not_hear_is_not_late():
     assert "worker 1 did not finish computing step 1 within 5 s" in stop.reason
 
 
-@pytest.mark.parametrize("silent_s", [0.0, -1.0, math.inf, math.nan])
-def test_a_silence_out_of_range_is_refused(silent_s):
-    with pytest.raises(ValueError, match="expected a finite silent_s of more than 0 s"):
-        Lockstep(2, unreachable_timeout_s=silent_s)
+@pytest.mark.parametrize("unreachable_timeout_s", [0.0, -1.0, math.inf, math.nan])
+def test_a_silence_out_of_range_is_refused(unreachable_timeout_s):
+    with pytest.raises(ValueError, match="expected a finite unreachable_timeout_s of more than 0 s"):
+        Lockstep(2, unreachable_timeout_s=unreachable_timeout_s)
 
 
 def anything(world: int = 3):

@@ -195,12 +195,12 @@ def test_the_gap_is_never_less_than_what_is_missing(seed, scale, share):
     assert here.gap >= (here.objective - best.objective) * (1 - 1e-9) - 1e-9
 
 
-@pytest.mark.parametrize("numbers_at_once", [1, 8, 100, 1 << 22])
-def test_the_hessian_is_the_dense_formula_in_pieces_of_any_size(numbers_at_once):
+@pytest.mark.parametrize("chunk_numbers", [1, 8, 100, 1 << 22])
+def test_the_hessian_is_the_dense_formula_in_pieces_of_any_size(chunk_numbers):
     signed, columns, weights = problem(9)
     p = 1 / (1 + np.exp(signed @ weights))
     expected = signed.T @ ((p * (1 - p))[:, None] * signed)
-    found = hessian(columns, columns.multiply(weights), chunk_numbers=numbers_at_once)
+    found = hessian(columns, columns.multiply(weights), chunk_numbers=chunk_numbers)
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -496,8 +496,8 @@ class Job:
     def take_in(self, finished, seen, rank, tau):
         until = len(finished) - self.rng.randint(0, min(tau, len(finished) - seen[rank]))
         for step in finished[seen[rank] : until]:
-            self.workers[rank].pull(*step)
-            self.filters[rank].learn(*step)
+            self.workers[rank].apply_pull(*step)
+            self.filters[rank].update_skipped(*step)
         seen[rank] = until
 
     def run(self, passes):

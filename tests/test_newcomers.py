@@ -441,7 +441,7 @@ def test_a_newcomer_in_whose_time_nothing_is_left_to_do_holds_the_final_state(ga
 
 def test_a_newcomer_that_comes_when_all_others_are_done_is_told_so(gate):
     gate.open()
-    arguments = (gate.log, GroupBinding, "settle_at_the_end")
+    arguments = (gate.log, GroupBinding, "transfer_final_state")
     with job(stays, 2, *arguments, env=gate.env, hosts_store=True) as running:
         running.said(running.add(joins_at_the_end, gate.log, JobComplete))
         ended = running.ends()

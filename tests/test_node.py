@@ -190,7 +190,7 @@ def test_a_server_that_is_out_is_missed_by_nobody_any_more(mark, tmp_path):
 
 
 def test_keys_whose_servers_were_all_killed_are_an_error_to_everybody_until_they_are_to_be_zero(mark):
-    with PS.local(servers=2, replicas=1) as ps:
+    with PS.local(servers=2, copies=1) as ps:
         w = ps.namespace("w", keys=KEYS)
         ones = np.ones(KEYS, np.float32)
         w.push(ones).result()
@@ -211,7 +211,7 @@ def test_keys_whose_servers_were_all_killed_are_an_error_to_everybody_until_they
 
 
 def test_a_request_that_takes_too_long_names_the_server_that_has_not_answered_and_no_other(mark):
-    with PS.local(servers=3, replicas=0) as ps:
+    with PS.local(servers=3, copies=0) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=1)
         w.push(np.ones(KEYS, np.float32)).result()
         ps.local_servers.processes[1].send_signal(signal.SIGSTOP)
@@ -220,7 +220,7 @@ def test_a_request_that_takes_too_long_names_the_server_that_has_not_answered_an
 
 
 def test_a_client_writes_which_server_it_cannot_reach_and_that_it_can_again(mark, caplog):
-    with PS.local(servers=3, replicas=0) as ps:
+    with PS.local(servers=3, copies=0) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=1)
         w.push(np.ones(KEYS, np.float32)).result()
         server = ps.local_servers.processes[1]
@@ -313,12 +313,12 @@ def test_a_server_keeps_what_it_has_for_a_client_until_the_manager_says_that_the
 
     def lose() -> None:
         server.node._lost(LinkError(client.node.name, "by hand"))
-        kept.put(client.node.name in server.node.post._known)
+        kept.put(client.node.name in server.node.messenger._peers)
 
     server.node.endpoint.call(lose)
     assert kept.get(timeout=DEADLINE_S)
     client.node.close()
-    wait_until(lambda: client.node.name not in server.node.post._known, "that the client is forgotten")
+    wait_until(lambda: client.node.name not in server.node.messenger._peers, "that the client is forgotten")
 
 
 # A client that means harm

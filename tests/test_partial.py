@@ -37,7 +37,13 @@ class Job:
     """A policy and the events that workers in good order would send it."""
 
     def __init__(self, world: int, **arguments: Any) -> None:
-        arguments = {"answer_s": 1.0, "patience_s": 1.0, "join_s": 5.0, "deadline_s": 9.0, **arguments}
+        arguments = {
+            "halt_timeout_s": 1.0,
+            "patience_min_s": 1.0,
+            "join_timeout_s": 5.0,
+            "deadline_s": 9.0,
+            **arguments,
+        }
         self.policy = PartialGroups(world, **arguments)
         self.now_s = 0.0
         self.begun = [action for worker in range(world) for action in self.join(worker)]
@@ -288,7 +294,7 @@ def test_who_only_takes_long_is_asked_less_and_less_often():
 
 
 def test_who_keeps_the_others_waiting_is_left_out_until_it_is_ready_again():
-    job = Job(3, patience_s=5.0)
+    job = Job(3, patience_min_s=5.0)
     for worker in (0, 1):
         job.ready(worker, 0)
     assert job.tick(8.9) == []  # no threshold is known yet: deadline_s
@@ -476,7 +482,7 @@ def test_nobody_but_a_worker_that_has_joined_is_heard():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"monitor": "x"}, {"answer_s": 0}, {"patience_s": -1}, {"detector": {"k": 1.0}}]
+    "arguments", [{"monitor": "x"}, {"halt_timeout_s": 0}, {"patience_min_s": -1}, {"detector": {"k": 1.0}}]
 )
 def test_bad_arguments_are_refused(arguments):
     with pytest.raises(ValueError):
@@ -678,9 +684,7 @@ def test_what_it_knows_of_outages_is_in_its_state():
         unreachable(job, None, worker)
     unreachable(job, 0, 1)
     state = json.loads(json.dumps(job.policy.state_dict()))
-    job.policy = PartialGroups(
-        5, halt_timeout_s=1.0, patience_min_s=1.0, join_timeout_s=5.0, round_timeout_s=9.0
-    )
+    job.policy = PartialGroups(5, halt_timeout_s=1.0, patience_min_s=1.0, join_timeout_s=5.0, deadline_s=9.0)
     job.policy.load_state_dict(state)
     assert job.policy.state_dict() == state
     assert job.tick(5.0) == []

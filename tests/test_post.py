@@ -448,7 +448,7 @@ def test_a_forgotten_node_is_not_kept(pair):
     a.write("server-1", small(0))
     b.wait_for("server-0", 1)
     b.links.close()
-    wait_until(lambda: a.node.in_thread(lambda: "server-1" not in a.post._known), "its end")
+    wait_until(lambda: a.node.in_thread(lambda: "server-1" not in a.post._peers), "its end")
 
 
 def test_what_was_for_a_forgotten_node_is_not_kept_either(node):
@@ -477,7 +477,11 @@ def some_cuts(chance: random.Random, seen_by: str) -> list[tuple[int, str]]:
     ]
 
 
-QUICK = {"beat_s": 0.05, "silent_s": 0.2, "connect_s": 1.0}  # who does not see the end of a connection waits
+QUICK = {
+    "heartbeat_s": 0.05,
+    "silent_s": 0.2,
+    "connect_s": 1.0,
+}  # who does not see the end of a connection waits
 
 
 def exchange_in_spite_of_cuts(a: Writer, b: Writer, proxies: list[Proxy], chance: random.Random) -> None:

@@ -373,7 +373,7 @@ def test_an_interrupt_of_one_worker_is_told_to_the_others(strategy, where, tmp_p
     (failed,) = entries_of(log, Failed)[:1]
     assert (failed.worker, failed.error) == (1, "KeyboardInterrupt")
     for one in (first, third):
-        if strategy.survives:
+        if strategy.survives_worker_loss:
             assert one.value == "went on", one.trace
         else:
             assert one.error.startswith("worker 1 failed after")
@@ -407,7 +407,7 @@ def test_an_interrupt_of_one_that_waits_for_others_is_told_to_them(strategy, tmp
     assert second.error_type == "KeyboardInterrupt", second.trace
     (failed,) = entries_of(log, Failed)[:1]
     assert (failed.worker, failed.error) == (1, "KeyboardInterrupt")
-    if strategy.survives:
+    if strategy.survives_worker_loss:
         assert first.value == "went on", first.trace
     else:
         assert first.error.startswith("worker 1 failed after")

@@ -847,11 +847,11 @@ def test_what_all_clients_push_at_one_time_is_one_step_of_the_mean(ps, name):
     late = ps.namespace(name, keys=100, update=SGD(lr=1.0), aggregate="mean", dtype="float64")
     late.push(np.ones(100)).result()  # nobody else takes part any more
     assert late.pull().result().tolist() == [steps[-1] - 1] * 100
-    late.withdraw()
+    late.leave_aggregation()
     with pytest.raises(OffbeatError, match="has withdrawn"):
         late.push(np.ones(100)).result()
     with pytest.raises(OffbeatError, match="expected a namespace that aggregates"):
-        ps.namespace(f"{name}, but not so", keys=10).take_part()
+        ps.namespace(f"{name}, but not so", keys=10).join_aggregation()
 
 
 # Filters ------------------------------------------------------------------------------------------------
@@ -971,8 +971,8 @@ def test_an_answer_that_comes_again_when_its_pull_is_done_skips_nothing(ps, name
     rows = PullResult(request=10**9, content=Entries(0, np.zeros((3, 2))), **ranges)
 
     def hear():
-        ps._node.filtering.encoded(server, asked)
-        ps._requests._hear(server, rows)
+        ps._node.filtering.encode(server, asked)
+        ps._requests._on_message(server, rows)
 
     ps.when_done([], hear).result()
     assert w.active(keys).all()

@@ -72,7 +72,7 @@ def weighing(name, filters, *pushes, keys=100):
             block_keys=9,
             push_filters=filters,
         )
-        w.take_part(2)
+        w.join_aggregation(2)
         for one in pushes:
             if one is None:
                 nothing = np.empty(0, np.int64)
@@ -80,7 +80,7 @@ def weighing(name, filters, *pushes, keys=100):
             else:
                 w.push(np.full(keys, one[0]), weight=one[1]).result()
         values = w.pull().result()
-        w.withdraw()
+        w.leave_aggregation()
         return values
 
     return program
@@ -109,15 +109,15 @@ def test_where_each_counts_by_itself_they_come_one_after_the_other_to_all_replic
             w = client.namespace(
                 name, keys=60, update=Adam(0.1), aggregate="each", block_keys=7, dtype="float64"
             )
-            w.take_part(2)
+            w.join_aggregation(2)
             for step in range(1, 4):
                 w.push(np.full(60, float(sign * step)), settings={"lr": 0.1 * step}).result()
-            w.withdraw()
+            w.leave_aggregation()
             return client.number, sign
 
         return program
 
-    with offbeat.PS.local(servers=2, replicas=1) as own:
+    with offbeat.PS.local(servers=2, copies=1) as own:
         signs = [sign for _, sign in sorted(as_clients(own, pushing(1), pushing(-2)))]
         expected, states = np.zeros(60), {state: np.zeros(60) for state in Adam(0.1).states}
         for step in range(1, 4):
@@ -151,7 +151,7 @@ def test_what_is_no_weight_is_refused(ps, name, weight):
 
 def test_settings_hold_for_one_push_and_are_the_same_on_replicas(ps, name):
     """A schedule: what is kept besides the values is the same as with the rates one after the other."""
-    with offbeat.PS.local(servers=2, replicas=1) as own:
+    with offbeat.PS.local(servers=2, copies=1) as own:
         w = own.namespace(name, keys=50, update=Adam(0.1), dtype="float64", block_keys=7)
         expected = np.zeros(50)
         states = {state: np.zeros(50) for state in Adam(0.1).states}
@@ -169,11 +169,11 @@ def test_where_pushes_are_aggregated_the_settings_of_the_first_client_count(ps, 
     def pushing(weight, lr):
         def program(client):
             w = client.namespace(name, keys=10, update=SGD(1.0), aggregate="sum", dtype="float64")
-            w.take_part(3)
+            w.join_aggregation(3)
             w.push(np.ones(10) * weight, weight=weight, settings={"lr": lr}).result()
             number = client.number
             value = w.pull().result()[0]
-            w.withdraw()
+            w.leave_aggregation()
             return number, weight, lr, value
 
         return program
@@ -215,7 +215,7 @@ def test_a_function_takes_no_settings(ps):
 
 
 def test_what_is_put_comes_between_the_pushes_before_and_after_it_on_every_holder(ps, name):
-    with offbeat.PS.local(servers=2, replicas=1) as own:
+    with offbeat.PS.local(servers=2, copies=1) as own:
         update = SGD(1.0, momentum=0.5)
         w = own.namespace(name, keys=50, update=update, width=2, block_keys=7)
         rows = np.arange(60, dtype=np.float32).reshape(30, 2)
@@ -242,7 +242,7 @@ def test_where_pushes_are_aggregated_the_put_of_the_first_client_counts(ps, name
     def putting(value):
         def program(client):
             w = client.namespace(name, keys=30, update=SGD(1.0), aggregate="mean", block_keys=4)
-            w.take_part(3)
+            w.join_aggregation(3)
             w.push(np.ones(30)).result()
             if value is None:
                 nothing = np.empty(0, np.int64)
@@ -251,7 +251,7 @@ def test_where_pushes_are_aggregated_the_put_of_the_first_client_counts(ps, name
                 w.put(np.full(30, value)).result()
             after = w.pull().result().tolist()
             w.push(np.ones(30)).result()
-            w.withdraw()
+            w.leave_aggregation()
             return client.number, value, after
 
         return program
@@ -352,12 +352,12 @@ def test_what_is_pushed_at_one_clock_is_one_sum(ps, name):
     def program(*clocks):
         def run(client):
             w = client.namespace(name, keys=1000, update=SGD(1.0), aggregate="mean", dtype="float64")
-            assert w.take_part(2) == 1
+            assert w.join_aggregation(2) == 1
             pushed = [w.push(np.full(1000, float(clock)), time=clock) for clock in clocks]
             for one in pushed:
                 one.result()
             rows, pieces = w.pull(times=True).result()
-            w.withdraw()
+            w.leave_aggregation()
             return rows, pieces
 
         return run
@@ -379,7 +379,7 @@ def test_a_newcomer_is_told_its_first_time(ps, name):
         with pytest.raises(ValueError, match="later than 41, got 40"):
             later.push(np.ones(10), time=40).result()
         later.leave_aggregation()
-    w.withdraw()
+    w.leave_aggregation()
 
 
 def test_sums_are_the_same_bits_whoever_comes_first(ps, name):
@@ -395,7 +395,7 @@ def test_sums_are_the_same_bits_whoever_comes_first(ps, name):
         def of(rank):
             def program(client):
                 w = client.namespace(f"{name} {run}", keys=keys, update=Adam(0.1), aggregate="mean")
-                w.take_part(clients)
+                w.join_aggregation(clients)
                 for step in range(steps):
                     place = turns.index(rank)
                     assert not place or may_push[step][turns[place - 1]].wait(30)
@@ -404,7 +404,7 @@ def test_sums_are_the_same_bits_whoever_comes_first(ps, name):
                     may_push[step][rank].set()
                     pushed.result()
                 values = w.pull().result()
-                w.withdraw()
+                w.leave_aggregation()
                 return values.tobytes()
 
             return program

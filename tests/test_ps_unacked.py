@@ -89,7 +89,7 @@ class Asking:
 def held_back(ps, window, *requests):
     """A thread that asks for this, once it waits for room."""
     asking = Asking(*requests)
-    wait_until(lambda: getattr(ps._requests, window).holds, "a request that waits for room")
+    wait_until(lambda: getattr(ps._requests, window).has_held, "a request that waits for room")
     return asking
 
 
@@ -197,7 +197,7 @@ def kept_bytes(server):
 
 @pytest.mark.parametrize("what", ["push", "pull"])
 def test_who_waits_for_room_in_vain_is_told_which_server_has_not_answered_and_nothing_is_sent(what):
-    with offbeat.PS.local(servers=2, replicas=0, silent_s=600.0) as ps:
+    with offbeat.PS.local(servers=2, copies=0, silent_s=600.0) as ps:
         w = ps.namespace("w", keys=20 * COUNT)
         w.push(np.zeros(20 * COUNT)).result()
         stop(ps.local_servers.processes[0])

@@ -43,11 +43,11 @@ def say_every_ten_steps(say):
     return misdeed
 
 
-def trains(rank, say, strategy, epochs, journal_events=None):
-    if journal_events is not None:
+def trains(rank, say, strategy, epochs, journal_events_max=None):
+    if journal_events_max is not None:
         start = rendezvous.start_coordinator
         rendezvous.start_coordinator = lambda configuration: start(
-            msgspec.structs.replace(configuration, journal_events=journal_events)
+            msgspec.structs.replace(configuration, journal_events_max=journal_events_max)
         )
     return train(rank, say, strategy, epochs, say_every_ten_steps(say))
 
@@ -81,13 +81,13 @@ def each_once(entries, kind, worker, least):
 # In training ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("journal_events", [None, 7])
+@pytest.mark.parametrize("journal_events_max", [None, 7])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_training_goes_on_when_the_coordinator_is_killed_again_and_again(name, journal_events, tmp_path):
+def test_training_goes_on_when_the_coordinator_is_killed_again_and_again(name, journal_events_max, tmp_path):
     """With a new journal every 7 events, it is the policies' state that successors begin with."""
     path = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(path)}
-    with job(trains, 3, STRATEGIES[name], 10, journal_events, env=env) as running:
+    with job(trains, 3, STRATEGIES[name], 10, journal_events_max, env=env) as running:
         for _ in range(RESTARTS):
             running.said(0, 1, 2)
             os.kill(running.coordinator(), signal.SIGKILL)
@@ -137,7 +137,7 @@ def test_a_coordinator_whose_supervisor_is_killed_goes_on_without(tmp_path):
 
 def kills_when_it_hears(rank, say, what):
     """Worker 0 kills the coordinator when it first hears of a change."""
-    method = {"Halt": "hear_halt", "Group": "hear_group"}[what]
+    method = {"Halt": "on_halt", "Group": "on_group"}[what]
     hear = getattr(GroupMembership, method)
     has_killed = False
 
@@ -331,8 +331,8 @@ def counts_what_it_keeps(rank, say):
 
     def misdeed(session):
         nonlocal longest
-        line = session._member._line
-        longest = max(longest, len(line._unrecorded) + len(line._unsent))
+        line = session._coordinator._channel
+        longest = max(longest, len(line._unacked) + len(line._unsent))
 
     train(rank, say, AllReduce(), 60, misdeed, compute_s=0.0)
     return longest

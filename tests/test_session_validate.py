@@ -140,7 +140,7 @@ def test_all_hear_the_metrics_of_one_snapshot_to_which_each_has_contributed(stra
         for worker in same:
             assert metrics == evaluated(ended[worker].ends[epoch], kind)
         parts = [one for one in entries_of(log, EvaluatePart) if one.epoch == epoch]
-        lent = {one.borrower for one in entries_of(log, SendSnapshot) if one.epoch == epoch}
+        lent = {one.receiver for one in entries_of(log, SendSnapshot) if one.epoch == epoch}
         assert {one.worker for one in parts} <= {*same, *lent}
         assert not lent & {*same}
     replay(read_log(log))

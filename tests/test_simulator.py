@@ -319,7 +319,7 @@ def test_each_sample_is_in_the_mean_of_one_round_an_epoch(fault, batches):
         faults=(faults.parse_fault(fault),) if fault else (),
         lost_after_s=4.0,
     )
-    cluster = run(setting, partial(4, answer_s=0.5, patience_s=0.5, deadline_s=2.0))
+    cluster = run(setting, partial(4, halt_timeout_s=0.5, patience_min_s=0.5, deadline_s=2.0))
     assert cluster.is_dismissed
     ended = [one for one in cluster.workers.values() if one.has_left and not one.is_leaving]
     assert len(ended) >= 3
@@ -414,7 +414,7 @@ def test_with_samples_a_state_dict_at_any_point_gives_the_same_future():
             faults.parse_fault("join:5@0.2"),
         ),
     )
-    arguments: dict[str, Any] = {"answer_s": 0.3, "patience_s": 0.3}
+    arguments: dict[str, Any] = {"halt_timeout_s": 0.3, "patience_min_s": 0.3}
     cluster = run(setting, partial(5, **arguments))
     kept, later = PartialGroups(5, **arguments), PartialGroups(5, **arguments)
     for number, (event, _) in enumerate(cluster.log):
@@ -493,7 +493,7 @@ def test_a_state_dict_at_any_point_gives_the_same_future():
         ),
         steps_per_epoch=30,
     )
-    arguments: dict[str, Any] = {"answer_s": 0.3, "patience_s": 0.3, "monitor": "epoch_window"}
+    arguments: dict[str, Any] = {"halt_timeout_s": 0.3, "patience_min_s": 0.3, "monitor": "epoch_window"}
     cluster = run(setting, partial(5, **arguments))
     kept, later = PartialGroups(5, **arguments), PartialGroups(5, **arguments)
     for number, (event, _) in enumerate(cluster.log):

@@ -130,7 +130,7 @@ def test_repetition_makes_a_step_compute_as_long_as_asked_for_and_never_less_tha
 
 @pytest.mark.parametrize("decays", [True, False])
 def test_the_learning_rate_falls_by_the_same_amount_from_epoch_to_epoch(decays, tmp_path):
-    chosen = settings(epochs=3, momentum=0.0, batch_size=512, decays=decays)
+    chosen = settings(epochs=3, momentum=0.0, batch_size=512, decays_lr=decays)
     sheet = job.run_job(job.Job(settings=chosen, workers=1), job.open_run_dir(tmp_path / "run"))
     model, train = (
         build_model("mlp", sample_shape=(1, 8, 8), classes=10, seed=0),

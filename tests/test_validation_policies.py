@@ -165,7 +165,7 @@ def test_bad_arguments_of_a_monitor_are_refused(arguments, text):
 # Whether it pays --------------------------------------------------------------------------------------------
 
 
-def spent(train_s=10.0, train_cpu_s=10.0, validate_s=4.0, validate_cpu_s=1.0, held_up_share=0.0, calls=0):
+def spent(train_s=10.0, train_cpu_s=10.0, validate_s=4.0, validate_cpu_s=1.0, contention_share=0.0, calls=0):
     return EpochCost(
         train_s=train_s,
         train_cpu_s=train_cpu_s,
@@ -195,7 +195,7 @@ def test_with_cores_that_are_busy_it_stays_in_line():
 
 
 def test_threads_that_hold_each_other_up_by_half_save_half():
-    choice = chooser().after_inline_epoch(spent(held_up_share=0.5))
+    choice = chooser().after_inline_epoch(spent(contention_share=0.5))
     assert "thread should save 2.00 s an epoch" in choice.reason
 
 
@@ -212,7 +212,7 @@ def test_an_epoch_that_takes_longer_than_both_in_line_ends_the_trial():
 def test_where_threads_hold_each_other_up_processes_are_started_once_that_is_little():
     """14 s an epoch: 0.4 s are a hundredth of the time of three epochs."""
     choosing = chooser(start_s=0.4)
-    answers = [choosing.after_inline_epoch(spent(validate_cpu_s=4.0, held_up_share=1.0)) for _ in range(3)]
+    answers = [choosing.after_inline_epoch(spent(validate_cpu_s=4.0, contention_share=1.0)) for _ in range(3)]
     assert [answer.backend for answer in answers] == ["inline", "inline", "process"]
     assert "two threads that evaluate delay each other by 100%" in answers[0].reason
     assert "not thread: it would save 0.00 s an epoch at most" in answers[0].reason

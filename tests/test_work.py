@@ -918,7 +918,7 @@ class Cluster(RuleBasedStateMachine):
 
     def begin(self, worker, epoch):
         samples, is_last = self.samples[epoch], epoch == self.EPOCHS - 1
-        self.ask("begin", worker, epoch, samples, self.batch_size, is_last, drop_last=self.drop_last)
+        self.ask("begin_epoch", worker, epoch, samples, self.batch_size, is_last, drop_last=self.drop_last)
         if self.drop_last and epoch not in self.opened:  # the rest counts as used
             rest = range(samples - samples % self.batch_size, samples)
             self.used.update((epoch, position) for position in rest)
@@ -947,7 +947,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule()
     def deal(self):
-        for worker, blocks, over in self.ask("deal"):
+        for worker, blocks, over in self.ask("assign"):
             assert worker in self.members or not blocks
             assert worker not in self.over
             for block in blocks:
@@ -973,7 +973,7 @@ class Cluster(RuleBasedStateMachine):
         ]
         if free:
             worker = self.living(data, free)
-            block = self.ask("lend", worker)
+            block = self.ask("assign_late", worker)
             if block:
                 self.give(worker, block)
 
@@ -982,7 +982,7 @@ class Cluster(RuleBasedStateMachine):
         worker = self.living(data)
         if self.queues[worker]:
             self.working[worker].append(self.queues[worker].pop(0))
-            assert self.ask("taken", worker, self.working[worker][-1])
+            assert self.ask("mark_started", worker, self.working[worker][-1])
 
     @rule(data=st.data(), count=st.integers(0, 3))
     def contribute(self, data, count):
@@ -990,7 +990,7 @@ class Cluster(RuleBasedStateMachine):
         if worker in self.offered:
             return
         blocks = (self.working[worker] + self.queues[worker])[:count]
-        assert self.ask("contributed", worker, self.round, blocks)
+        assert self.ask("contribute", worker, self.round, blocks)
         self.queues[worker] = [block for block in self.queues[worker] if block not in blocks]
         self.working[worker] = [block for block in self.working[worker] if block not in blocks]
         self.offered[worker] = blocks
@@ -1000,11 +1000,11 @@ class Cluster(RuleBasedStateMachine):
         worker = self.living(data)
         if self.stale[worker] and worker not in self.offered:
             mine = self.working[worker][:1]
-            assert not self.ask("contributed", worker, self.round, [*mine, self.stale[worker].pop()])
+            assert not self.ask("contribute", worker, self.round, [*mine, self.stale[worker].pop()])
 
     @rule()
     def complete(self):
-        self.ask("completed", self.round)
+        self.ask("complete_round", self.round)
         for blocks in self.offered.values():
             for block in blocks:
                 self.use(block)
@@ -1018,20 +1018,20 @@ class Cluster(RuleBasedStateMachine):
     @rule(data=st.data())
     def withdraw(self, data):
         worker = self.living(data)
-        self.ask("withdrawn", worker, self.round)
+        self.ask("withdraw", worker, self.round)
         self.working[worker] += self.offered.pop(worker, [])
 
     @rule(data=st.data())
     def take_all(self, data):
         worker = self.living(data)
-        self.ask("taken_all", worker)
+        self.ask("mark_all_started", worker)
         self.working[worker] += self.queues[worker]
         self.queues[worker] = []
 
     @rule(data=st.data())
     def forgo(self, data):
         worker = self.living(data)
-        self.ask("forgone", worker)
+        self.ask("discard_blocks", worker)
         self.use_unused(worker)
 
     def use_unused(self, worker):
@@ -1044,7 +1044,7 @@ class Cluster(RuleBasedStateMachine):
     def retire(self, data):
         """Its loop is over; so it also goes, for a machine's workers begin epochs as they like."""
         worker = self.living(data)
-        self.ask("retired", worker)
+        self.ask("retire", worker)
         self.use_unused(worker)
         self.deal()
         assert not self.queues[worker]
@@ -1053,7 +1053,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(data=st.data())
     def cut(self, data):
         epoch = data.draw(st.sampled_from(sorted(set(self.epoch.values()))))
-        self.ask("cut", epoch)
+        self.ask("cut_epoch", epoch)
         self.is_cut.add(epoch)
         self.use_pooled()
 
@@ -1074,7 +1074,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(skip=st.booleans())
     def abandon(self, skip):
         living = {worker: tuple(blocks) for worker, blocks in self.offered.items() if worker in self.queues}
-        assert self.ask("abandoned", self.round) == living
+        assert self.ask("abandon_round", self.round) == living
         for worker, blocks in living.items():
             self.working[worker] += blocks
         self.offered = {}
@@ -1099,7 +1099,7 @@ class Cluster(RuleBasedStateMachine):
         self.leave(self.living(data))
 
     def leave(self, worker):
-        self.ask("lost", worker)
+        self.ask("remove_worker", worker)
         for of_workers in (self.queues, self.working, self.stale, self.epoch):
             del of_workers[worker]
         self.over.discard(worker)
@@ -1185,7 +1185,7 @@ class Cluster(RuleBasedStateMachine):
 
     def contribute_one(self, worker):
         blocks = self.working[worker] or self.queues[worker][:1]
-        assert self.ask("contributed", worker, self.round, blocks)
+        assert self.ask("contribute", worker, self.round, blocks)
         self.offered[worker] = list(blocks)
         self.queues[worker] = [block for block in self.queues[worker] if block not in blocks]
         self.working[worker] = []

@@ -106,7 +106,7 @@ def test_a_cut_has_the_keys_of_a_range_and_shares_their_values(vector, ends):
 
 @given(working_sets(), st.sets(KEYS))
 def test_a_united_set_lists_more_and_is_the_same_vector(vector, more):
-    came = vector.united(np.array(sorted(more), np.int64))
+    came = vector.with_keys(np.array(sorted(more), np.int64))
     zero = [0.0] * width_of(vector)
     assert as_dict(came) == {key: as_dict(vector).get(key, zero) for key in {*as_dict(vector), *more}}
     assert came.dot(vector) == vector.dot(vector)

@@ -214,7 +214,7 @@ def test_in_a_group_a_change_on_one_worker_alone_is_refused_by_name(strategy, na
     assert ended[1].error_type == "OffbeatError", ended[1]
     text = f"changed {what} ({changes} such changes) between two steps, and not on every worker"
     assert text in ended[1].error
-    if not GROUPS[strategy].survives:
+    if not GROUPS[strategy].survives_worker_loss:
         assert "worker 1 failed after" in ended[0].error
 
 

@@ -23,9 +23,9 @@ class Joined:
 
     Attributes:
         peer: the name of the worker on its links; unique even if two workers claim one id.
-        place: host and process id, for messages to people.
+        location: host and process id, for messages to people.
         addresses: where the worker's links listen, best first.
-        model: one line per parameter or buffer (name, dtype, shape), in the model's order.
+        model_signature: one line per parameter or buffer (name, dtype, shape), in the model's order.
         strategy: the strategy as text; all workers must run the same.
     """
 
@@ -46,9 +46,8 @@ class Ready:
     A worker that is in no group sends it too, with the step and round in which it last took part.
 
     Attributes:
-        generation: of the last group that the worker has adopted.
-        epoch: the worker's epoch.
-        batch: number of batches of the epoch fetched from the session; 0 where the loop brings its own
+        generation: of the last group that the worker has adopted. epoch: the worker's epoch. batches_fetched:
+        number of batches of the epoch fetched from the session; 0 where the loop brings its own
             batches.
         compute_s: forward and backward time of this round, without waiting and exchange.
         samples: samples behind the gradients; 0 where the batch was not assigned by the session.
@@ -73,10 +72,10 @@ class BatchesSkipped:
     """A worker has skipped batches of its session, and asks which batch its next round is for.
 
     Attributes:
-        round: the worker's next round.
-        batch: number of batches of the epoch fetched, including the one that it computes next; one more than
+        round: the worker's next round. batches_fetched: number of batches of the epoch fetched, including the
+        one that it computes next; one more than
             the epoch has where none is left.
-        count: how many of the earlier ones were skipped since its last round.
+        skipped: how many of the earlier ones were skipped since its last round.
     """
 
     now_s: float
@@ -97,12 +96,11 @@ class SamplesRequested:
         batch_size: largest number of samples in a block; the same for all workers.
         drop_last: blocks hold exactly `batch_size` samples, and a remainder that does not fill a block is
             left out of the epoch; the same for all workers.
-        is_last: the loop has no epoch after this one.
-        skips: the loop left the previous epoch early: the rest of it is assigned to no worker.
-        ahead: how many blocks the worker can use at once; 0 for the usual number.
-        taken: ids of the blocks that the worker has begun since its last `Ready`.
-        round: exchanges finished.
-        used: positions of the epoch, as ranges, that the state from which the job resumes has consumed
+        is_last: the loop has no epoch after this one. abandons_previous: the loop left the previous epoch
+        early: the rest of it is assigned to no worker. blocks_max: how many blocks the worker can use at
+        once; 0 for the usual number. started_blocks: ids of the blocks that the worker has begun since its
+        last `Ready`. round: exchanges finished. consumed_ranges: positions of the epoch, as ranges, that the
+        state from which the job resumes has consumed
             already.
     """
 
@@ -140,8 +138,8 @@ class StepFinished:
     It is also sent before the first step, once the worker has the state and can begin.
 
     Attributes:
-        clock: of the finished step; None before the first one.
-        version: the least version of the parameters that the step was computed with; before the first step,
+        clock: of the finished step; None before the first one. parameter_version: the least version of the
+        parameters that the step was computed with; before the first step,
             the first clock at which the worker can push.
         epoch: the worker's epoch.
         step: steps that the worker has finished.
@@ -170,8 +168,8 @@ class LateGradientArrived:
 
     Attributes:
         worker: the member, which contributes the gradient.
-        late: the worker that computed it.
-        number: of the assignment (see `AssignLateBlock`).
+        late_worker: the worker that computed it.
+        assignment: of the assignment (see `AssignLateBlock`).
         step: optimizer steps in the parameters with which it was computed.
     """
 
@@ -221,7 +219,7 @@ class Halted:
         generation: of the `Halt`.
         has_state: the worker holds parameters that are current as of `step` and `round`.
         step: optimizer steps finished, which is the index of the step that the worker is in.
-        has_begun: the worker has sent something of this step's exchange.
+        has_begun_exchange: the worker has sent something of this step's exchange.
         round: exchanges finished.
         exchange_id: the first exchange id that it has not used.
     """
@@ -242,10 +240,9 @@ class ContributionReport:
     `ContributionQuery`.
 
     Attributes:
-        of: the lost worker.
-        since: the first round from which on the member remembers all contributions.
-        until: the first round that the member has not finished.
-        rounds: the rounds from `since` on, in order, to which the lost worker contributed anything: the
+        lost_worker: the lost worker. first_round: the first round from which on the member remembers all
+        contributions. end_round: the first round that the member has not finished. contributions: the rounds
+        from `since` on, in order, to which the lost worker contributed anything: the
             round, the number of its own blocks, and the number of blocks whose gradients other workers
             computed for it.
     """
@@ -305,8 +302,8 @@ class SnapshotTaken(ValidationEvent):
         is_current: the model is the one that the group trains or, with a parameter server, the leader's.
         samples: in the validation set; the same for all workers.
         evaluators: how many parts the worker evaluates at once, at least 1.
-        deadline_s: the longest time that a part may take.
-        terms: what follows from the metrics, as text; the same for all workers.
+        part_deadline_s: the longest time that a part may take.
+        decision_rule: what follows from the metrics, as text; the same for all workers.
     """
 
     digest: str
@@ -503,7 +500,7 @@ class NamespaceRequested(NodeEvent):
     """A node asks for a namespace of the parameter server; the first request creates it.
 
     Attributes:
-        about: what its values are and how pushes are applied, in the form that servers read.
+        spec: what its values are and how pushes are applied, in the form that servers read.
         function: the import path of the user-defined update that every server needs; empty where there is
             none.
         aggregates: the pushes of all participants at one time are summed before they are applied.
@@ -532,7 +529,7 @@ class AggregationPaused(NodeEvent):
     """A client sends nothing to a namespace after some time until a view ends the pause.
 
     Attributes:
-        pause: the number of the view that paused the namespace.
+        pause_view: the number of the view that paused the namespace.
         time: of the client's last push.
     """
 
@@ -604,7 +601,7 @@ class WorkerGroupJoined(WorkerGroupRequest):
     Attributes:
         shards: number of shards of the group's data.
         on_loss: what happens to the shards of a lost worker.
-        patience_s: how long the group waits for a new worker, or for a slow one.
+        wait_timeout_s: how long the group waits for a new worker, or for a slow one.
     """
 
     shards: int
@@ -622,7 +619,7 @@ class TaskRequested(WorkerGroupRequest):
     """The client asks for a task.
 
     Attributes:
-        passes: the task must belong to one of the first `passes` passes.
+        passes_max: the task must belong to one of the first `passes` passes.
         shards_max: the largest number of shards in the task.
     """
 
@@ -779,11 +776,11 @@ class AssignBlocks:
     Attributes:
         worker: the only recipient.
         epoch: the worker's epoch.
-        anew: the blocks assigned to the worker before are no longer its own.
+        replaces_queue: the blocks assigned to the worker before are no longer its own.
         blocks: to be used after those that the worker has, in this order.
-        over: after them there is nothing for the worker in its epoch.
+        is_last: after them there is nothing for the worker in its epoch.
         is_awaited: other workers have begun a round that needs this one: it takes part with weight zero.
-        used: number of samples of the epoch that finished rounds have consumed.
+        consumed_samples: number of samples of the epoch that finished rounds have consumed.
     """
 
     worker: int
@@ -806,11 +803,12 @@ class StepPermit:
     proceed, and the permission to start once samples are assigned to it.
 
     Attributes:
-        version: the least version of the parameters with which the step may be computed, once it may start.
-        complete: the last complete version: no later read returns an older one.
-        bound: how many clocks `version` may lie before `clock`, None for any number.
+        version_min: the least version of the parameters with which the step may be computed, once it may
+            start.
+        complete_version: the last complete version: no later read returns an older one.
+        staleness_bound: how many clocks `version` may lie before `clock`, None for any number.
         may_start: whether the step may start now.
-        leads: whether this worker evaluates, prints and saves for all.
+        is_leader: whether this worker evaluates, prints and saves for all.
         is_preempted: whether a worker is about to be terminated, and this clock is later than every clock
             that was under way when the coordinator received the notice; without a bound, whatever the clock.
     """
@@ -832,8 +830,8 @@ class ContributionQuery:
 
     Attributes:
         worker: the recipient.
-        of: the lost worker.
-        after: the last round for which a `Ready` of the lost worker was received.
+        lost_worker: the lost worker.
+        after_round: the last round for which a `Ready` of the lost worker was received.
     """
 
     worker: int
@@ -847,9 +845,9 @@ class ConsumedSamples:
     """Which samples a worker's state has consumed; only that worker receives it.
 
     Attributes:
-        round: exchanges that the state has finished.
-        epoch: the first epoch that they have not used up.
-        used: that epoch and later ones that have begun, each with the ranges of positions consumed.
+        round: exchanges that the state has finished. epoch: the first epoch that they have not used up.
+        consumed_by_epoch: that epoch and later ones that have begun, each with the ranges of positions
+        consumed.
         is_current: other workers have not gone on without this worker since; otherwise the state is an old
             one.
     """
@@ -871,8 +869,8 @@ class AssignLateBlock:
 
     Attributes:
         worker: the worker outside the group.
-        number: of the worker's assignments, from 0 up.
-        patron: the member.
+        assignment: of the worker's assignments, from 0 up.
+        proxy: the member.
     """
 
     worker: int
@@ -887,10 +885,9 @@ class ResolveLateBlock:
     """The assignment of a late block is over; only the member on whose behalf it was computed receives it.
 
     Attributes:
-        worker: that member.
-        late: the worker that computed the block, or was to.
-        number: of the assignment.
-        counts: the member contributes the block, with the gradient that arrived; otherwise it contributes
+        worker: that member. late_worker: the worker that computed the block, or was to. assignment: of the
+        assignment. is_contributed: the member contributes the block, with the gradient that arrived;
+        otherwise it contributes
             none.
     """
 
@@ -907,7 +904,7 @@ class Preempt:
 
     Attributes:
         worker: the recipient, None for all.
-        by: the worker that received the signal.
+        signalled_worker: the worker that received the signal.
     """
 
     worker: int | None
@@ -934,9 +931,9 @@ class SendSnapshot:
 
     Attributes:
         worker: the sender of the snapshot.
-        borrower: its receiver, which replaces its own snapshot.
+        receiver: its receiver, which replaces its own snapshot.
         epoch, digest: of the snapshot.
-        number: of such transfers, from 0 up.
+        transfer: of such transfers, from 0 up.
     """
 
     worker: int
@@ -994,7 +991,7 @@ class ValidationFinished:
 
     Attributes:
         worker: the recipient, None for all.
-        owner: the worker whose snapshot was evaluated; None where there are no metrics.
+        snapshot_owner: the worker whose snapshot was evaluated; None where there are no metrics.
         digest: of that snapshot, or "".
         means: over the set, by name.
         counts: by name, integers.
@@ -1134,8 +1131,8 @@ class LostArc:
     """Keys of a namespace whose data are lost: requests for them fail.
 
     Attributes:
-        number: of the loss, from 1 on, among all losses of the parameter server.
-        first, last: the keys are those of the blocks at places `first` to `last` - 1 of the ring.
+        loss: of the loss, from 1 on, among all losses of the parameter server.
+        start, stop: the keys are those of the blocks at places `first` to `last` - 1 of the ring.
         server: the last server that had all of them.
     """
 
@@ -1160,14 +1157,11 @@ class ClusterView:
     `offbeat.policies.ps.messages.PlacementView`).
 
     Attributes:
-        node: the recipient; empty for all nodes.
-        ring: the servers of the ring in force.
-        virtual_nodes, copies: of every ring.
-        target: the servers of the ring in preparation; empty where there is none.
-        servers: all servers present.
-        lost: keys whose data are lost.
-        emptied: ranges of places of the ring, (first, one past the last), whose data are lost with this view.
-        silent: servers that have been silent for too long, but are still waited for.
+        node: the recipient; empty for all nodes. ring: the servers of the ring in force. virtual_nodes,
+        copies: of every ring. next_ring: the servers of the ring in preparation; empty where there is none.
+        servers: all servers present. lost: keys whose data are lost. lost_arcs_dropped: ranges of places of
+        the ring, (first, one past the last), whose data are lost with this view.
+        silent_servers: servers that have been silent for too long, but are still waited for.
     """
 
     node: str
@@ -1212,7 +1206,7 @@ class WorkerGroupMember:
     Attributes:
         shards: its own shards, as ranges (first, last), both included.
         passes: that all of these have been through.
-        done: passes over a shard that it has reported done.
+        shard_passes_done: passes over a shard that it has reported done.
     """
 
     node: str
@@ -1228,7 +1222,7 @@ class WorkerGroupView:
     Attributes:
         node: the recipient; empty for all members.
         passes: that all shards that are not lost have been through.
-        waiting: shards that wait for a worker, as ranges.
+        unassigned: shards that wait for a worker, as ranges.
         lost: shards that no worker has, and without which the group goes on.
     """
 

@@ -49,7 +49,7 @@ class Job:
         workers: number of local processes, at least 1.
         slow: slowness rules as on the command line (`--slow`), all of which apply.
         servers: number of servers, at least 1; used by strategies on a parameter server.
-        trace: first step that the workers trace, for `offbeat.cli.trace_file`; None for no trace.
+        trace_step: first step that the workers trace, for `offbeat.cli.trace_file`; None for no trace.
 
     Raises:
         ValueError: a count is too small, or a rule is malformed or names a worker that does not exist.

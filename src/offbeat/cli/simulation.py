@@ -47,7 +47,7 @@ def register(app: typer.Typer, build: PolicyFactory, ps_use: PsLookup) -> None:
     Args:
         app: the application to which it is added.
         build: returns, for a strategy as text and a world, a builder of the coordinator's policies.
-        on_servers: returns, for a strategy as text, how it uses a parameter server and the arguments of its
+        ps_use: returns, for a strategy as text, how it uses a parameter server and the arguments of its
             `BoundedStaleness`; None for a strategy without one.
     """
 

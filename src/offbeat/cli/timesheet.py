@@ -52,7 +52,7 @@ class TimeSheet:
 
     Attributes:
         entries: one per worker and finished epoch, in the order of the log.
-        left: workers that have left in order.
+        workers_left: workers that have left in order.
         steps_finished: by worker.
     """
 

@@ -332,8 +332,8 @@ class PassSchedule:
         seed: seed of the order.
 
     Attributes:
-        number: number of passes that have ended.
-        slack: margin of the KKT filter in the next pass; infinite if all keys are to be active.
+        passes_ended: number of passes that have ended.
+        kkt_margin: margin of the KKT filter in the next pass; infinite if all keys are to be active.
         is_over: there is no next pass.
 
     Raises:

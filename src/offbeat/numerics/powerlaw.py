@@ -46,7 +46,7 @@ def power_law_blocks(
         seed: at least 0; the same seed gives the same rows, however they are split among workers.
         draws: features drawn per row, with replacement; a repeated feature counts once.
         exponent: exponent of the power law, above 0.
-        rows_of_block: rows per block; the last one may be shorter.
+        rows_per_block: rows per block; the last one may be shorter.
         part: index of this worker, which generates the blocks `part`, `part` + `parts`, ...
         parts: number of workers that share the blocks.
 

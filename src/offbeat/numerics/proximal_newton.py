@@ -30,7 +30,7 @@ class Optimum:
 
     Attributes:
         weights: one per column, float64 (D,); exactly 0 where the penalty keeps them at 0.
-        standing: their objective and duality gap.
+        optimality: their objective and duality gap.
         passes: number of Newton steps.
     """
 
@@ -113,7 +113,7 @@ def hessian(
     Args:
         columns: columns of these weights.
         margins_N: margins at which to differentiate.
-        numbers_at_once: approximate size of the dense chunks, in numbers; 4 Mi are 32 MiB.
+        chunk_numbers: approximate size of the dense chunks, in numbers; 4 Mi are 32 MiB.
 
     Returns:
         Dense, (S, S).

@@ -66,7 +66,7 @@ class WorkerOutcome:
         returncode: its exit code; the negative signal number if a signal ended it.
         ended_s: when it ended, in seconds after the launch.
         tail: the last lines of its standard error, oldest first.
-        ended_because: why the launcher ended it; None if the launcher did not.
+        end_reason: why the launcher ended it; None if the launcher did not.
         replaced_by: id of the worker that was started in its place, None if there is none.
     """
 

@@ -22,7 +22,7 @@ def assembly_spec(world: int, start_s: float, shards: Literal["dynamic", "equal"
     """
     return PolicySpec(
         path="offbeat.policies.membership.assembly:Assembly",
-        arguments={"world": world, "deadline_s": start_s, "is_open": shards == "dynamic"},
+        arguments={"world": world, "deadline_s": start_s, "accepts_late_joiners": shards == "dynamic"},
     )
 
 

@@ -415,7 +415,7 @@ class RunRecord:
     Attributes:
         header: the first line, including the version.
         entries: events, each followed by its actions.
-        cut_off: the file ends in the middle of a line, which was skipped, and the last event may lack
+        is_truncated: the file ends in the middle of a line, which was skipped, and the last event may lack
             actions: the run was killed during a write, or could not write any more.
     """
 

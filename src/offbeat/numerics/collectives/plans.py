@@ -90,7 +90,7 @@ def plan_fused_buckets(
     Args:
         layers: in the order in which the forward pass needs them.
         workers: number of workers.
-        line: cost of a message.
+        link: cost of a message.
         policy: how the algorithm of a bucket is chosen.
         fuse_bytes: largest size of a bucket of several layers, in bytes; 0 sends every layer alone.
 

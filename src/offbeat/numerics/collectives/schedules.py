@@ -285,7 +285,7 @@ def hierarchical(workers: int, rank: int, group: int, intra_group: IntraGroup = 
         workers: p, at least 1.
         rank: 0 to p-1.
         group: G, at least 1; with 1, or with p or more, one of the levels is empty.
-        intra: the algorithm inside a group.
+        intra_group: the algorithm inside a group.
 
     Raises:
         ValueError: a count or rank is out of range, or an unknown algorithm.

@@ -121,7 +121,7 @@ class Timeline:
         forward_starts_s: start of each layer's forward pass, from the start of the backward pass.
         exposed_s: how long each layer's forward pass waits after all layers before it are done. The step is
             the sum of these and the computation.
-        travels: when each message is sent, in the order in which they were given.
+        transmissions: when each message is sent, in the order in which they were given.
     """
 
     step_s: float

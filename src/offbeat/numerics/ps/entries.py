@@ -52,7 +52,7 @@ class Entries:
         first: key of the first row, if `keys` is None.
         values: one row per key.
         keys: ascending, each once; None if the keys are contiguous.
-        terms: metadata; usually None, which means `DEFAULT_PUSH_META`.
+        meta: metadata; usually None, which means `DEFAULT_PUSH_META`.
     """
 
     __slots__ = ("first", "keys", "meta", "values")  # not a dataclass: it has its own wire format

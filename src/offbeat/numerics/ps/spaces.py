@@ -211,7 +211,7 @@ def decode_filters(description: str) -> NamespaceFilters:
     """Return the filters of a namespace.
 
     Args:
-        about: description from `encode_namespace`.
+        description: description from `encode_namespace`.
 
     Raises:
         ProtocolError: it has no filters, or invalid ones.
@@ -235,7 +235,7 @@ def build_table(
     """Return an empty table for a namespace.
 
     Args:
-        about: description from `encode_namespace`.
+        description: description from `encode_namespace`.
         keys, block_keys: see `ArrayTable`.
         functions: user-defined updates by path.
         empty: see `ArrayTable`.

@@ -18,7 +18,7 @@ class BlockQueue:
     Attributes:
         epoch: the worker's current epoch.
         is_awaited: other members have begun a round that needs this worker, and it has nothing to contribute.
-        used: samples of the epoch that finished rounds had used, as of the last Deal.
+        samples_used: samples of the epoch that finished rounds had used, as of the last Deal.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class BlockAssignment(NamedTuple):
 
     Attributes:
         blocks: to be used after those that it has, in this order.
-        over: after them nothing is left for it in its epoch (its iterator ends).
+        is_epoch_over: after them nothing is left for it in its epoch (its iterator ends).
     """
 
     worker: int
@@ -218,7 +218,7 @@ class BlockScheduler:
 
         Args:
             round_: the first that does not count.
-            besides: further blocks that do not count, each with the number of positions in its epoch.
+            excluding: further blocks that do not count, each with the number of positions in its epoch.
         """
         blocks = [block for worker in self._workers.values() for block in worker.blocks()]
         for other, contributions in self._rounds.items():
@@ -309,11 +309,12 @@ class BlockScheduler:
             samples: positions in the epoch, at least 1.
             batch_size: positions in a block at most, at least 1; an odd number in blocks of 2 makes one of 3,
                 so that none holds a single position.
-            hold: announce the end of the epoch to the worker only when every position is used. For the last
-                epoch: otherwise no worker would be left for the blocks of one that dies at the very end.
+            holds_until_used: announce the end of the epoch to the worker only when every position is used.
+                For the last epoch: otherwise no worker would be left for the blocks of one that dies at the
+                very end.
             ahead: untaken blocks that the worker can use at once, if more than the scheduler's `ahead`.
-            early: the worker has not waited for the end of the epoch before.
-            used: ranges of positions, ascending, that an earlier job has used; not assigned again.
+            ends_previous_early: the worker has not waited for the end of the epoch before.
+            used_ranges: ranges of positions, ascending, that an earlier job has used; not assigned again.
             drop_last: all blocks hold `batch_size` positions; the last, which do not fill one, are dropped.
 
         Raises:

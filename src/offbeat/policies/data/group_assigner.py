@@ -75,7 +75,7 @@ class GroupBlockAssigner(BlockAssigner):
             parameters are not older than this (see `LateBlockAssigner`); None lends nothing.
 
     Attributes:
-        is_used: a worker has requested samples. Until then no rounds are recorded.
+        is_active: a worker has requested samples. Until then no rounds are recorded.
     """
 
     _why_awaited: ClassVar[str] = "other members wait"
@@ -184,7 +184,7 @@ class GroupBlockAssigner(BlockAssigner):
 
         Args:
             worker: the worker's id.
-            is_heard_out: it has announced this itself, so that all its earlier reports have arrived.
+            has_reported_all: it has announced this itself, so that all its earlier reports have arrived.
         """
         if self._lending is not None:
             self._lending.on_gone(worker)
@@ -300,7 +300,7 @@ class GroupBlockAssigner(BlockAssigner):
             members: of the new group.
             joining: those of them that have no current state.
             step: the first optimizer step of the new group.
-            ahead: rounds less steps, used if no Ready has been received.
+            rounds_ahead_of_steps: rounds less steps, used if no Ready has been received.
         """
         round_ = step + (
             rounds_ahead_of_steps if self._rounds_ahead_of_steps is None else self._rounds_ahead_of_steps

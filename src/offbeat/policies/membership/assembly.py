@@ -55,7 +55,7 @@ class Assembly:
     Args:
         world: number of workers in the job, at least 1; their ids are 0 to `world` - 1.
         deadline_s: time from the first event to the join of the last worker, in seconds.
-        is_open: whether workers may join while the job runs.
+        accepts_late_joiners: whether workers may join while the job runs.
 
     Raises:
         ValueError: a world or deadline out of range.

@@ -81,7 +81,7 @@ class Lockstep:
             arbitrary (12 rounds were seen with 4 healthy workers and steps of 5 ms on 2 cores). So this only
             bounds the memory, and detects a worker that runs without exchanging at all.
         deadline_s: how long a round may stay open after its first Ready, in seconds.
-        silent_s: how long two workers may report that they cannot reach each other, in seconds.
+        unreachable_timeout_s: how long two workers may report that they cannot reach each other, in seconds.
 
     Raises:
         ValueError: an argument out of range.

@@ -158,12 +158,12 @@ class PartialGroups:
         detector: arguments of `StragglerClassifier`.
         monitor: "continuous" excludes stragglers until they recover; "epoch_window" includes all workers
             again in the profiling window of each epoch, as the paper's section 4.2 does.
-        answer_s: time in which a member has to answer a Halt, in seconds.
-        patience_s: the least time for which the group waits for a silent member, in seconds. Once a threshold
-            is known, the group waits half as long as it waits for a slow member until that is classed a
-            straggler, if this is longer. Half, because excluding a member that arrives after all costs
-            little: it receives the state in the background and misses a few steps.
-        join_s: time that a joining member has to become Ready, in seconds.
+        halt_timeout_s: time in which a member has to answer a Halt, in seconds.
+        patience_min_s: the least time for which the group waits for a silent member, in seconds. Once a
+            threshold is known, the group waits half as long as it waits for a slow member until that is
+            classed a straggler, if this is longer. Half, because excluding a member that arrives after all
+            costs little: it receives the state in the background and misses a few steps.
+        join_timeout_s: time that a joining member has to become Ready, in seconds.
         deadline_s: time for which the group waits while no threshold is known, in seconds.
         staleness_steps_max: highest age of the parameters with which a worker outside the group computes a
             gradient that counts, in steps, at least 1; None discards such gradients.
@@ -181,7 +181,7 @@ class PartialGroups:
         halt_timeout_s: float = 2.0,
         patience_min_s: float = 0.5,
         join_timeout_s: float = 60.0,
-        round_timeout_s: float = 600.0,
+        deadline_s: float = 600.0,
         staleness_steps_max: int | None = None,
     ) -> None:
         if world < 1:
@@ -189,10 +189,10 @@ class PartialGroups:
         if monitor not in ("continuous", "epoch_window"):
             raise ValueError(f"expected monitor 'continuous' or 'epoch_window', got {monitor!r}")
         for name, value_s in {
-            "answer_s": halt_timeout_s,
-            "patience_s": patience_min_s,
-            "join_s": join_timeout_s,
-            "deadline_s": round_timeout_s,
+            "halt_timeout_s": halt_timeout_s,
+            "patience_min_s": patience_min_s,
+            "join_timeout_s": join_timeout_s,
+            "deadline_s": deadline_s,
         }.items():
             if not value_s > 0:
                 raise ValueError(f"expected {name} of more than 0 s, got {value_s}")
@@ -203,7 +203,7 @@ class PartialGroups:
         self._assigner = GroupBlockAssigner(staleness_steps_max)
         self._monitor = monitor
         self._answer_s, self._patience_s = halt_timeout_s, patience_min_s
-        self._join_s, self._deadline_s = join_timeout_s, round_timeout_s
+        self._join_s, self._deadline_s = join_timeout_s, deadline_s
         self._workers: dict[int, _WorkerStatus] = {}
         self._gone: set[int] = set()
         self._members: tuple[int, ...] = ()

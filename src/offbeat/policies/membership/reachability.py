@@ -16,7 +16,7 @@ class Reachability:
     """The outages in force: reported, not withdrawn, and not of a worker that is gone.
 
     Attributes:
-        unheard: the workers from which the coordinator itself receives nothing.
+        silent_workers: the workers from which the coordinator itself receives nothing.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Reachability:
 
         Args:
             members: workers that are preferred to `others`.
-            others: workers that take part too if they can reach all members.
+            outside: workers that take part too if they can reach all members.
         """
         out: dict[int, str] = {}
         kept = set(members)

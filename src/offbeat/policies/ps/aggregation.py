@@ -18,7 +18,7 @@ class PushRequest:
     """A part of a client's push that waits for operations to reach all holders.
 
     Attributes:
-        refusal: why some of it was not applied; empty if all was.
+        rejection: why some of it was not applied; empty if all was.
     """
 
     push: Push

@@ -33,7 +33,7 @@ class FailureDetector:
     A closed process is not detected here: the process that notices the close reports it.
 
     Args:
-        silent_s: time after which a silent node is lost, in seconds.
+        silence_timeout_s: time after which a silent node is lost, in seconds.
 
     Raises:
         ValueError: `silent_s` is not positive.
@@ -87,7 +87,7 @@ class FailureDetector:
         Args:
             now_s: the current time, in seconds.
             servers: ids of all servers.
-            may_lose: whether another server that is not silent has a copy of all that a server holds.
+            is_replicated: whether another server that is not silent has a copy of all that a server holds.
         """
         if self.is_coordinator_isolated(servers):
             self._counts_from_s = now_s

@@ -72,7 +72,7 @@ class HashRing:
         servers: their ids.
         virtual_nodes: points per server; with S servers and V points each, the load of the busiest is about
             1 + sqrt(2 ln S / V) times the mean.
-        copies: how many replicas each block has, as far as there are servers.
+        replicas: how many replicas each block has, as far as there are servers.
 
     Attributes:
         servers: their ids, ascending.

@@ -32,7 +32,7 @@ class PlacementView:
     """The assignment of keys to servers, as the manager publishes it to all nodes.
 
     Attributes:
-        number: increases with every view.
+        version: increases with every view.
         epoch: the number of the latest view in which a master, a namespace or a participant changed; requests
             of clients carry it.
         ring: the servers that are responsible.
@@ -44,9 +44,9 @@ class PlacementView:
             time of each.
         paused: the namespaces in which no participant begins another time until a newcomer has been admitted,
             with the numbers of the views that paused them.
-        lost: keys whose data are lost; no server serves them.
-        emptied: places whose data are lost with this view; every server drops what it has of them.
-        silent: servers that have been silent for too long and that the manager waits for nevertheless. They
+        lost: keys whose data are lost; no server serves them. lost_arcs_dropped: places whose data are lost
+        with this view; every server drops what it has of them. silent_servers: servers that have been silent
+        for too long and that the manager waits for nevertheless. They
             may change without another view.
     """
 
@@ -71,12 +71,12 @@ class Push:
     """A client pushes to keys `first` to `last` - 1, all of which have the same holders.
 
     Attributes:
-        number: of the client's request.
+        request: of the client's request.
         epoch: of the client's view.
         time: the client's time of this push; keys of the range that `content` does not list advance to it
             too.
-        after: the times of the client's previous pushes, for the whole range.
-        wants_values: the reply is the values of all keys of the range after the push, instead of Pushed.
+        previous_times: the times of the client's previous pushes, for the whole range.
+        returns_values: the reply is the values of all keys of the range after the push, instead of Pushed.
     """
 
     client: int
@@ -109,8 +109,8 @@ class InspectPull(Pull):
     """A client requests more than values.
 
     Attributes:
-        with_states: also the state that the update keeps for each value.
-        with_times: also the times of the client's own pushes that are contained in the values.
+        returns_states: also the state that the update keeps for each value.
+        returns_times: also the times of the client's own pushes that are contained in the values.
     """
 
     returns_states: bool
@@ -238,7 +238,7 @@ class HandoffReplayed:
 
     Attributes:
         chain: all of it, the master first.
-        of: the holder.
+        holder: the holder.
     """
 
     view: int
@@ -258,7 +258,7 @@ class TransferRequest:
     """A server that is being filled requests the blocks that it gains in this view and does not have.
 
     Attributes:
-        have: the blocks that it has, by namespace and number.
+        present_blocks: the blocks that it has, by namespace and number.
     """
 
     view: int

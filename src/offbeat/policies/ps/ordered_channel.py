@@ -21,7 +21,7 @@ class Packet:
 
     Attributes:
         number: the message's sequence number from the sender to this receiver, from 0; -1 without a message.
-        received: how many messages the sender of this packet has received from its receiver, in order.
+        ack: how many messages the sender of this packet has received from its receiver, in order.
     """
 
     number: int
@@ -45,7 +45,7 @@ class ReliableChannel:
         resend_max_s: the longest wait between two attempts, in seconds.
 
     Attributes:
-        received: how many of the peer's messages were delivered.
+        received_count: how many of the peer's messages were delivered.
 
     Raises:
         ValueError: times that are not positive or not in this order.

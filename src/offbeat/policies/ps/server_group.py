@@ -45,7 +45,7 @@ class ServerGroup:
 
     Attributes:
         view: the one in force, None before the first.
-        losses: how many lost servers were the last ones to have some data.
+        data_losses: how many lost servers were the last ones to have some data.
 
     Raises:
         ValueError: no server, or arguments that `HashRing` rejects.

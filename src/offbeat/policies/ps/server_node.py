@@ -192,8 +192,8 @@ class ServerNode:
 
     Attributes:
         view: the one in force here, None before the first.
-        gaps: operations that came although a preceding one was missing: an acknowledged operation is lost, or
-            the preceding one was refused.
+        sequence_gaps: operations that came although a preceding one was missing: an acknowledged operation is
+            lost, or the preceding one was refused.
     """
 
     def __init__(self, server: int, store: TableStore) -> None:

@@ -351,7 +351,7 @@ class IterationScheduler:
 
     Attributes:
         tau: of the iterations issued from now on.
-        issued: how many iterations there have been; the next one's t.
+        issued_count: how many iterations there have been; the next one's t.
 
     Raises:
         ValueError: a tau that is negative.

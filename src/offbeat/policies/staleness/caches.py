@@ -55,15 +55,16 @@ class PsOptions:
 
     Attributes:
         is_versioned: the gradients of a clock are applied together; otherwise each is a step on arrival.
-        is_sequential: together, they are one step per process, one after the other; otherwise one step with
+        steps_per_process: together, they are one step per process, one after the other; otherwise one step
+        with
             their mean.
         is_bounded: the coordinator bounds the staleness; otherwise parameters are pulled before every step.
-        is_dealt: samples are assigned as they are needed.
+        assigns_samples: samples are assigned as they are needed.
         push_every: number of steps whose gradients are pushed as one.
         fetch_every: number of steps after which parameters are fetched in the background; None fetches before
             a step that needs them, which then waits.
-        steps_locally: a worker applies its own steps to its copy; not needed where, with a bound of 0, it
-            reads the servers' result of its step again.
+        applies_local_steps: a worker applies its own steps to its copy; not needed where, with a bound of 0,
+            it reads the servers' result of its step again.
         clears_thread_cache: a thread's copy is read again at every clock, as in Petuum.
         deadline_s: how long other workers may keep this worker waiting, in seconds.
     """

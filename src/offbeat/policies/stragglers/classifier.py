@@ -30,7 +30,7 @@ class ClassChange:
 
     Attributes:
         worker: the worker's id.
-        straggler: its class from now on.
+        is_straggler: its class from now on.
         epoch: the epoch of the observation that decided it.
         iteration: that observation's iteration in its epoch; both are the observed worker's own counts.
         reason: one line with the numbers.

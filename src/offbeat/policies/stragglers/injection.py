@@ -62,7 +62,7 @@ class SlowRule:
     Attributes:
         worker: the worker's id, or None for one that is drawn uniformly in each epoch.
         factor: how many times as long a step takes; finite, at least 1 (1 = not slower).
-        when: None for always.
+        applies_in: None for always.
     """
 
     worker: int | None

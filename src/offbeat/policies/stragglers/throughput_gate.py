@@ -54,9 +54,10 @@ class ThroughputGate:
         """Return the predicted throughput of all but `out`, in batches a second; 0 if no worker is left.
 
         Args:
-            last_s: each worker's times of its last iterations, in seconds, at least 0, the newest last; a
-                worker with fewer times counts in the newest iterations only, one without any is ignored.
-            out: the excluded workers.
+            recent_compute_s: each worker's times of its last iterations, in seconds, at least 0, the newest
+                last; a worker with fewer times counts in the newest iterations only, one without any is
+                ignored.
+            excluded: the excluded workers.
         """
         rest = [times_s for worker, times_s in recent_compute_s.items() if worker not in excluded and times_s]
         slowest_s: list[float] = []
@@ -77,9 +78,9 @@ class ThroughputGate:
         good choices the smallest is used. At least one worker always stays.
 
         Args:
-            last_s: as for `batches_per_s`; a suspect without any time stays.
-            out: workers already excluded.
-            suspects: workers that may be excluded.
+            recent_compute_s: as for `batches_per_s`; a suspect without any time stays.
+            excluded: workers already excluded.
+            candidates: workers that may be excluded.
         """
         suspected = sorted(
             (worker for worker in {*candidates} - {*excluded} if recent_compute_s.get(worker)),

@@ -22,7 +22,7 @@ class MinimumRate:
     """The minimum rate of torch calls of threads that evaluate during training.
 
     Attributes:
-        look_after_s: when the rate is checked, from the first part on.
+        check_after_s: when the rate is checked, from the first part on.
         calls_per_s_min: of all threads together.
         rest_s: how long the threads rest at most if they are slower.
     """
@@ -82,7 +82,7 @@ class EvaluatorTurn:
 
     Attributes:
         calls: functions of torch called so far; the thread itself counts.
-        is_let: it may go on.
+        may_run: it may go on.
     """
 
     __slots__ = ("calls", "calls_at_start", "is_forced", "may_run")
@@ -102,11 +102,11 @@ class Throttle:
 
     Args:
         threads: number of threads that evaluate, at least 1.
-        pace: their minimum rate; None for none.
+        minimum_rate: their minimum rate; None for none.
 
     Attributes:
         is_slow: they were too slow.
-        look_s: when to call `look` next.
+        next_check_s: when to call `look` next.
     """
 
     def __init__(self, threads: int, minimum_rate: MinimumRate | None) -> None:

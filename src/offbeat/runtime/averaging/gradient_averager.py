@@ -60,8 +60,8 @@ class GradientAverager:
 
     Args:
         model: the model; parameters that require no gradient now are ignored.
-        grouping: the binding to the group; None in a world of one, which exchanges nothing.
-        host: the session.
+        binding: the binding to the group; None in a world of one, which exchanges nothing.
+        context: the session.
         workers: the number of members at the job's start.
         bucket_bytes: the largest size of a bucket of several parameters, in bytes.
         deadline_s: the longest duration of an exchange, in seconds.

@@ -87,8 +87,8 @@ class GroupBinding:
 
     Attributes:
         memory: allocates tensors for exchanges, independent of the group.
-        has_taken: this worker's state has been replaced since this was last set to False.
-        late: the late blocks that this worker computes or is the proxy for.
+        was_state_replaced: this worker's state has been replaced since this was last set to False.
+        late_gradients: the late blocks that this worker computes or is the proxy for.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class GroupBinding:
         Args:
             wait: wait for the next group and, if `may_take`, receive its state where needed; otherwise return
                 None in these cases.
-            may_take: this worker's state may be replaced now.
+            may_replace_state: this worker's state may be replaced now.
 
         Raises:
             WorkerError: the job failed, or no group was named within the deadline.

@@ -42,13 +42,13 @@ class GroupSynchronizer:
     Args:
         loop: the worker's session.
         trained: model and optimizers.
-        averaging: makes the averager.
+        make_averager: makes the averager.
         deadline_s: how long a worker may delay the other members, in seconds.
-        survives: the job continues when a worker is lost.
-        is_dealt: samples are assigned as they are needed.
+        survives_worker_loss: the job continues when a worker is lost.
+        assigns_samples: samples are assigned as they are needed.
 
     Attributes:
-        grouping: the binding to the group; None in a world of one.
+        binding: the binding to the group; None in a world of one.
         averager: averages the gradients.
         writes: tracks the program's writes between the steps.
     """

@@ -53,9 +53,9 @@ class SequenceAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         connection: number of the worker's connection to the coordinator, from 0.
-        heard: count of events or actions received from the other end; the coordinator counts those in its
+        received: count of events or actions received from the other end; the coordinator counts those in its
             journal.
-        said: count of events or actions sent, those still queued included.
+        sent: count of events or actions sent, those still queued included.
     """
 
     connection: _Count
@@ -104,7 +104,8 @@ class ControlChannel:
         endpoint: this worker's links.
         peer: the coordinator's name.
         addresses: where the coordinator listens, also after a restart.
-        on_gone: called once with the cause, in the links' thread, when the coordinator is gone for good.
+        on_coordinator_gone: called once with the cause, in the links' thread, when the coordinator is gone
+            for good.
     """
 
     def __init__(

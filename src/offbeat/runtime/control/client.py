@@ -105,30 +105,31 @@ class CoordinatorClient:
     it, and `on_failure` is called once, in the thread that detected it.
 
     Args:
-        meeting: the rendezvous of the job.
+        rendezvous: the rendezvous of the job.
         worker: this worker's id.
         on_failure: called with the first failure.
-        step: returns the number of optimizer steps that this worker has finished.
-        survives: the loss of another worker does not end this one; the coordinator decides what follows.
+        steps_finished: returns the number of optimizer steps that this worker has finished.
+        survives_worker_loss: the loss of another worker does not end this one; the coordinator decides what
+            follows.
         silent_s: a peer that has sent nothing for this many seconds is lost.
 
     Attributes:
-        follower: the group protocol: what Halts and Groups allow; to be used under `lock`.
-        hand: the blocks of samples assigned to this worker; to be used under `lock`.
+        membership: the group protocol: what Halts and Groups allow; to be used under `lock`.
+        block_queue: the blocks of samples assigned to this worker; to be used under `lock`.
         epochs_ended: number of epochs that the group has finished, as far as is known.
-        used: the last Used received: which samples the state has consumed.
+        consumed_samples: the last Used received: which samples the state has consumed.
         preempt: the last Preempt received, which names the worker about to be preempted; None before.
-        is_dismissed: all workers have finished.
-        grant: the last Grant received; set to None before another is requested.
-        round_named: the last RoundNamed received: the batch of the next round; set to None before another is
+        is_job_complete: all workers have finished.
+        permit: the last Grant received; set to None before another is requested.
+        round_batch: the last RoundNamed received: the batch of the next round; set to None before another is
             requested.
-        on_grant: called, in the links' thread, with every Grant.
-        on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
-        on_loan: called, in the links' thread, with every action about late gradients.
-        on_validation: called, in the links' thread, with every action about validations.
-        validated: by epoch, the result of its validation, None while that is under way.
+        on_permit: called, in the links' thread, with every Grant.
+        on_exchanges_aborted: called, in the links' thread, when exchanges under way cannot be finished.
+        on_late_block_action: called, in the links' thread, with every action about late gradients.
+        on_validation_action: called, in the links' thread, with every action about validations.
+        validation_results: by epoch, the result of its validation, None while that is under way.
         failure: why the job has failed; None while it has not.
-        coordinator_knows: the coordinator has reported the failure itself, or is gone.
+        is_failure_reported: the coordinator has reported the failure itself, or is gone.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class CoordinatorClient:
 
         Args:
             error: None if the worker has finished.
-            before: events to send first.
+            events_before: events to send first.
         """
         with self._changed:
             if self.is_failure_reported or self._has_sent_end:

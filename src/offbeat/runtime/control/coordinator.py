@@ -97,13 +97,13 @@ class CoordinatorConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         host: the address on which it listens and is reached.
         log_path: path of the run log, None for no log.
         log_bytes_max: size limit of the log in bytes, all parts together; None for one file without a limit.
-        about: further plain data for the log's header.
+        log_header: further plain data for the log's header.
         tick_s: interval of the policies' Tick events, in seconds.
         silent_s: a worker from which nothing was received for this many seconds is lost.
-        stay_s: how long after its start, in seconds, a coordinator that has not started the job stays for
+        linger_s: how long after its start, in seconds, a coordinator that has not started the job stays for
             workers that may still join, to send them the reason; as long as it waits for them.
-        journal_events: after this many events the journal is replaced by the state of the policies. At most
-            this many are replayed when the coordinator is restarted (10 000 took 0.2 s on one core).
+        journal_events_max: after this many events the journal is replaced by the state of the policies. At
+            most this many are replayed when the coordinator is restarted (10 000 took 0.2 s on one core).
     """
 
     job: str

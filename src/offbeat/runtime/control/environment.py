@@ -37,7 +37,7 @@ class Environment:
             start one each, or several where there are more servers than processes.
         attempt: how often the launcher has restarted the workers.
         job_name: distinguishes the job from others at the same address; None where it has no name.
-        slow: slowdowns to inject, in the syntax of `--slow`.
+        slowdowns: slowdowns to inject, in the syntax of `--slow`.
         run_log: where the run log goes, None for no log.
         run_log_bytes_max: limit on all its parts together; None for one file without a limit.
         seed: the seed of the data order.

@@ -15,8 +15,9 @@ class OutageLog:
     """Writes one line for all peers that become unreachable together, and one when they can be reached again.
 
     Args:
-        speaker: the node that writes, such as "worker 2".
-        later: calls a function after so many seconds, in the thread in which the other methods are called.
+        node: the node that writes, such as "worker 2".
+        call_later: calls a function after so many seconds, in the thread in which the other methods are
+            called.
     """
 
     def __init__(self, node: str, call_later: Callable[[float, Callable[[], None]], None]) -> None:

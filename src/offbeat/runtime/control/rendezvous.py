@@ -70,7 +70,7 @@ class RendezvousInfo:
         store: the job's store, under a prefix of this join; None in a job of one worker.
         hosts_store: this process hosts the store, which ends with it.
         start_s: how long the start may take, in seconds.
-        limit_s: until when workers may still join, on the monotonic clock.
+        deadline_s: until when workers may still join, on the monotonic clock.
         job_name: the job's name in the store, None where it has none.
     """
 
@@ -128,7 +128,7 @@ def rendezvous(
 
     Args:
         environment: rank, world and addresses of this worker.
-        configure: makes the coordinator's configuration from job, token and host.
+        make_configuration: makes the coordinator's configuration from job, token and host.
 
     Raises:
         OffbeatError: the store or the coordinator could not be reached or started in time.

@@ -57,7 +57,7 @@ def start_server(configuration: ServerConfiguration, *, is_detached: bool = Fals
 
     Args:
         configuration: of the server.
-        outlives: it ends with its job; otherwise, with the thread that starts it.
+        is_detached: it ends with its job; otherwise, with the thread that starts it.
 
     Raises:
         OffbeatError: it did not start.

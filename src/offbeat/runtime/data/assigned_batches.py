@@ -68,7 +68,7 @@ class AssignedBatches:
     `LateGradients`) do count.
 
     Args:
-        member: this worker's client of the coordinator.
+        coordinator: this worker's client of the coordinator.
         order: maps an epoch to the samples at its positions, int64.
         dataset: map-style.
         batch_size: most samples in a batch.
@@ -76,11 +76,11 @@ class AssignedBatches:
         loader_options: for torch's DataLoader.
         seed: of the loader's processes.
         is_last: the loop has no epoch after this one.
-        skips: the loop has left the epoch before early.
-        used: positions of the epoch, as ranges, that the loaded state has consumed.
-        late: blocks to compute on behalf of members, and gradients computed on this worker's behalf; None
-            where no worker is ever excluded.
-        is_clear: whether no gradient has been computed since the last optimizer step.
+        has_left_epoch_early: the loop has left the epoch before early.
+        consumed: positions of the epoch, as ranges, that the loaded state has consumed.
+        late_gradients: blocks to compute on behalf of members, and gradients computed on this worker's
+            behalf; None where no worker is ever excluded.
+        has_no_pending_gradient: whether no gradient has been computed since the last optimizer step.
         blocks_per_round: most batches that a round has had so far.
         deadline_s: how long to wait for samples, in seconds.
 

@@ -109,7 +109,7 @@ class LateGradients:
         member: the control side; its lock guards this object.
 
     Attributes:
-        guests: the late gradients that count in the round under way.
+        active: the late gradients that count in the round under way.
     """
 
     def __init__(self, member: CoordinatorClient) -> None:

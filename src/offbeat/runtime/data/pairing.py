@@ -20,11 +20,11 @@ class RoundPairing:
     """A worker's batches of an epoch, counted from 1, and those that it has skipped.
 
     Args:
-        name_round: returns the batch that the next round is for; see `Synchronizer.agree_on_batch`.
+        query_round_batch: returns the batch that the next round is for; see `Synchronizer.agree_on_batch`.
 
     Attributes:
-        taken: number of batches of the epoch that were taken, those in a loaded state included.
-        is_used: a backward pass or a step has used the current batch.
+        batches_taken: number of batches of the epoch that were taken, those in a loaded state included.
+        is_batch_used: a backward pass or a step has used the current batch.
     """
 
     def __init__(self, query_round_batch: QueryRoundBatch) -> None:

@@ -53,7 +53,7 @@ class DeferredStep:
     Args:
         steps: applies the optimizer's steps in parts.
         rounds: the rounds' shared state, which has the parameters.
-        round_: a round that has been sent completely.
+        gradient_round: a round that has been sent completely.
         is_held: by parameter, whether the optimizer holds it.
 
     Attributes:

@@ -42,10 +42,10 @@ class FirstUseTracker:
         clock: returns seconds.
 
     Attributes:
-        modules: by parameter, the module whose forward pass has to wait for it; the whole model where no use
-            was observed.
-        order: indices of the parameters in the order of their first use, those without one first.
-        began_s: by parameter, when that module's forward pass began, in seconds since the first one's.
+        first_modules: by parameter, the module whose forward pass has to wait for it; the whole model where
+            no use was observed.
+        use_order: indices of the parameters in the order of their first use, those without one first.
+        first_use_s: by parameter, when that module's forward pass began, in seconds since the first one's.
     """
 
     def __init__(

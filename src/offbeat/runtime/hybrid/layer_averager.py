@@ -74,8 +74,8 @@ class LayerAverager:
         model: parameters that require no gradient now are ignored.
         optimizers: step its parameters. The steps of several are not deferred, since one may be called before
             the gradients of another's parameters are computed.
-        grouping: the binding to the group, which has more than one member.
-        host: the session.
+        binding: the binding to the group, which has more than one member.
+        context: the session.
         workers: the number of workers.
         policy, fuse_bytes: see `offbeat.numerics.collectives.plans.plan_fused_buckets`.
         order: `priority`: buckets that the forward pass needs first overtake others; `fifo`: first come,
@@ -85,7 +85,7 @@ class LayerAverager:
         deadline_s: the longest duration of an exchange, in seconds.
 
     Attributes:
-        line: the cost of a message, as measured at the start.
+        message_cost: the cost of a message, as measured at the start.
         is_preempted: see `Averager.is_preempted`.
     """
 

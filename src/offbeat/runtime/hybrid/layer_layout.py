@@ -119,16 +119,16 @@ class BucketLayout:
     Args:
         plan: of all parameters.
         parameters, buffers: only their shapes and dtypes are used.
-        lanes: how many numbers of the trailer hold hyperparameters.
+        hyperparameter_length: how many numbers of the trailer hold hyperparameters.
         order: `priority`: buckets that are needed first overtake others; `fifo`: first come, first served.
 
     Attributes:
         shapes: by entry.
         buckets: all buckets, the gradient buckets first.
-        parcels: the number of gradient buckets.
+        gradient_buckets: the number of gradient buckets.
         algorithms: by bucket, its all-reduce algorithm.
         priorities: by bucket; lower numbers overtake higher ones.
-        place_of: by entry, its bucket and its position among the entries there.
+        location_of: by entry, its bucket and its position among the entries there.
     """
 
     def __init__(

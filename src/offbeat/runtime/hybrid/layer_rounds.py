@@ -42,8 +42,8 @@ class LayerRounds:
     Args:
         model: its buffers are exchanged too.
         parameters: the parameters whose gradients are averaged.
-        grouping: the binding to the group, which has more than one member.
-        host: the session.
+        binding: the binding to the group, which has more than one member.
+        context: the session.
         deadline_s: the longest duration of an exchange, in seconds.
 
     Attributes:
@@ -52,11 +52,12 @@ class LayerRounds:
         exchange: over the members.
         position, size: this worker's position among them, and their number.
         layout: the layout of the buckets; set by the first `adopt`.
-        slots: by bucket of the layout, its memory.
-        fires: by parameter, how often its gradient is computed in a backward pass; 0 before that is known.
+        buckets: by bucket of the layout, its memory.
+        gradients_per_pass: by parameter, how often its gradient is computed in a backward pass; 0 before that
+            is known.
         has_failed: an error of the job was raised here.
-        patience_s: how long an exchange is waited for, in seconds.
-        signalled_step: the first step in whose rounds a member reported a preemption signal.
+        timeout_s: how long an exchange is waited for, in seconds.
+        preemption_step: the first step in whose rounds a member reported a preemption signal.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class LayerRounds:
         """Switches to the other memory for sums: that of the last round holds its means.
 
         Args:
-            are_prepared: the next round has the same layout, so other members may send for it already.
+            prepare_next: the next round has the same layout, so other members may send for it already.
         """
         for index, slot in enumerate(self.buckets):
             slot.swap_output()
@@ -182,15 +183,15 @@ class GradientRound:
 
     Args:
         rounds: the state that all rounds share.
-        share: the factor of this worker's gradients.
+        scale: the factor of this worker's gradients.
         step: the number of steps before this round.
 
     Attributes:
-        fired: by parameter, how often its gradient has been computed.
+        gradient_counts: by parameter, how often its gradient has been computed.
         is_sent: all buckets have been launched.
         weight: the sum of all members' factors, None before it is known.
         used: by parameter, whether a member has a gradient; empty before that is known.
-        was_looked_at: the program has read one of its means.
+        was_read: the program has read one of its means.
         settings: by parameter group, the hyperparameters when the optimizer stepped; empty before.
     """
 

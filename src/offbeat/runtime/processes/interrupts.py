@@ -37,7 +37,7 @@ class DeferredSignals:
         on_signal: called when a signal arrives; must not raise.
 
     Attributes:
-        has_come: whether a signal has arrived.
+        has_signal: whether a signal has arrived.
     """
 
     def __init__(self, on_signal: Callable[[], None]) -> None:

@@ -25,7 +25,7 @@ class PreemptionSignals:
     handler unknown to Python, since a C library has installed it, is left in place.
 
     Attributes:
-        name: name of the first signal that has arrived, None before that.
+        signal_name: name of the first signal that has arrived, None before that.
     """
 
     def __init__(self) -> None:

@@ -63,11 +63,11 @@ class PS:
         cluster: a cluster, or the path of a cluster file, as `offbeat serve --new` writes it.
         host: this host's address as servers reach it; determined automatically by default.
         start_s: how many seconds to wait for the cluster's servers.
-        number: this client's, 0 to 2**62 - 1, which no other client of the cluster has or ever had; drawn at
-            random if it is None. Pushes that are aggregated are summed in the order of these numbers.
+        client_id: this client's, 0 to 2**62 - 1, which no other client of the cluster has or ever had; drawn
+            at random if it is None. Pushes that are aggregated are summed in the order of these numbers.
 
     Attributes:
-        number: this client's.
+        client_id: this client's.
 
     Raises:
         ValueError: `number` is out of range.
@@ -105,7 +105,7 @@ class PS:
         cls,
         servers: int = 2,
         *,
-        replicas: int = 2,
+        copies: int = 2,
         functions: Sequence[str] = (),
         run_log: str | None = None,
         silent_s: float = SILENT_S_DEFAULT,
@@ -114,7 +114,7 @@ class PS:
 
         Args:
             servers: how many processes.
-            copies: how many replicas each block has, as far as there are servers.
+            replicas: how many replicas each block has, as far as there are servers.
             functions: import paths of user-defined updates.
             run_log: path of the file to which the manager writes its run log.
             silent_s: a node from which the manager receives nothing for so many seconds, more than 2, is
@@ -124,9 +124,7 @@ class PS:
             ValueError: an argument out of range.
             OffbeatError: it does not start.
         """
-        owned = LocalServers(
-            servers, copies=replicas, functions=functions, run_log=run_log, silent_s=silent_s
-        )
+        owned = LocalServers(servers, copies=copies, functions=functions, run_log=run_log, silent_s=silent_s)
         try:
             ps = cls(owned.cluster, host="127.0.0.1")
         except BaseException:

@@ -26,18 +26,18 @@ class Future:
     """The future result of a request.
 
     Args:
-        what: description of the request, for errors.
-        who: returns which servers have not answered, as text for errors; called with the items of `span` if
-            there is one.
+        label: description of the request, for errors.
+        unanswered: returns which servers have not answered, as text for errors; called with the items of
+            `span` if there is one.
         run_until: lets a waiting thread meanwhile process the events that the result depends on.
         span: namespace and keys, `first` to `last` - 1, of a push or a pull.
 
     Attributes:
-        what, span: as given.
+        label, span: as given.
         is_sent_push: it is a push that has been sent, or is about to be.
         is_done: there is a result, or an error.
         error: why there is no result.
-        followers: called in the links' thread when it is done.
+        callbacks: called in the links' thread when it is done.
     """
 
     __slots__ = (

@@ -122,7 +122,7 @@ class Messenger:
         place: (node, message, array): replaces an array of the message that is to be received by one of the
             same shape and type, and returns that; None to leave it.
         gather: called right before queued messages are written; may send more.
-        show: (node, message, array, shown): replaces the array to be received by one in the sender's
+        share: (node, message, array, shown): replaces the array to be received by one in the sender's
             memory, which may be read until the message has been delivered; returns whether it does, otherwise
             the data are copied.
     """

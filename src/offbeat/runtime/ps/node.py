@@ -110,7 +110,7 @@ class PsNode:
         on_message: (node, message) from a server or a client; may raise ProtocolError.
         on_refused: the manager has refused a namespace that this node requested.
         on_group: the manager has sent an action for a group of workers.
-        place, gather, show: see `Messenger`.
+        place, gather, share: see `Messenger`.
         on_close: the job to which the servers belong is over.
         on_gone: this node is no longer part of the cluster, with the cause; called once.
         functions: import paths of the user-defined updates that a server has.

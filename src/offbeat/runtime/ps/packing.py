@@ -51,7 +51,7 @@ class EncodedValues:
     """Values encoded by filters: the keys and rows that remain, and what is needed to decode the rest.
 
     Attributes:
-        terms: of the `Entries` that were encoded; no filter changes them.
+        meta: of the `Entries` that were encoded; no filter changes them.
     """
 
     __slots__ = ("body", "keys", "meta", "notes", "values")

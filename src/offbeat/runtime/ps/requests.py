@@ -135,7 +135,7 @@ class InflightRequests:
     Methods may be called by any thread.
 
     Args:
-        number: the client's.
+        client_id: the client's.
         cluster, host: see `Node`.
         start_s: how many seconds to wait for the cluster's servers.
         on_group: the manager has sent an action for a group of workers; called in the links' thread.
@@ -143,9 +143,9 @@ class InflightRequests:
             fail.
 
     Attributes:
-        number: as given.
+        client_id: as given.
         node: its links and its line to the manager.
-        views: what the manager has published.
+        cluster_state: what the manager has published.
         tau: the latest value given to `set_tau`; None at first.
 
     Raises:

@@ -230,7 +230,7 @@ def serve(server: ServerProcess, on_ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT asks the server to leave.
 
     Args:
-        is_there: called once, when the signal handlers are installed.
+        on_ready: called once, when the signal handlers are installed.
 
     Raises:
         OffbeatError: it is no longer part of the cluster, and was not asked to leave.

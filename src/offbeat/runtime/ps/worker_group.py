@@ -67,7 +67,7 @@ class WorkerGroup:
     Args:
         name: the group's name.
         node: the client's name.
-        tell: sends an event to the manager.
+        send: sends an event to the manager.
         when_done: see `PS.when_done`.
         on_left: called when the membership has ended.
 

@@ -58,7 +58,7 @@ class ServerSynchronizer:
     Args:
         loop: the worker's session.
         trained: the model and its optimizers.
-        terms: how the parameter server is used.
+        options: how the parameter server is used.
 
     Raises:
         OffbeatError: an optimizer that servers cannot replace, or parameters that they cannot keep.

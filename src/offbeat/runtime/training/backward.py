@@ -26,7 +26,7 @@ class BackwardPass:
     (`on_output_gradient`).
 
     Args:
-        ended: called when the pass has ended; not called if it raised.
+        on_end: called when the pass has ended; not called if it raised.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:

@@ -72,7 +72,7 @@ class SessionForwardHook(SessionHook):
 
     Args:
         call: the session's callback.
-        shown: called instead in such a pass.
+        on_shown: called instead in such a pass.
     """
 
     def __init__(self, call: Callable[..., None], on_shown: Callable[[], None] = do_nothing) -> None:

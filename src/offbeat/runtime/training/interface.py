@@ -28,7 +28,7 @@ class TrainingLoop(Protocol):
         world: the number of workers at the job's start.
         epoch: the epoch under way, from 0.
         is_newcomer: this worker joined a running job.
-        threads: the ids of the workers in this process, including this one.
+        local_workers: the ids of the workers in this process, including this one.
         servers: the number of servers that the parameter server starts with.
         timer: splits the worker's wall time into parts.
         samples: the number of samples taken from the session since the last optimizer step.
@@ -148,7 +148,7 @@ class Synchronizer(Protocol):
 
         Args:
             batch: the batch that this worker computes next, counted from 1.
-            left_out: the number of batches before it that this worker has skipped since its last round.
+            skipped: the number of batches before it that this worker has skipped since its last round.
 
         Raises:
             WorkerError: the job failed.

@@ -68,7 +68,7 @@ class PartialOptimizer:
         """Apply the step to some parameters; their `grad` is restored afterwards.
 
         Args:
-            chosen: the parameters.
+            parameters: the parameters.
             gradients: their gradients for the step.
             settings: the hyperparameters at the time of `optimizer.step()`.
 

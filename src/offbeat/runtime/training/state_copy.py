@@ -96,7 +96,7 @@ class StateCopier:
         """Makes parameters, buffers, optimizer state and hyperparameters equal to the root's.
 
         Args:
-            place: the position of the root's state; ignored on other members.
+            position: the position of the root's state; ignored on other members.
 
         Returns:
             The root's `place`.

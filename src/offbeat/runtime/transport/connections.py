@@ -74,12 +74,12 @@ class LinkSession:
     """An ordered exchange of frames between two nodes, over one connection after the other.
 
     Attributes:
-        own: this node's id of it.
-        theirs: the other node's id; "" until there has been a connection.
+        own_id: this node's id of it.
+        peer_id: the other node's id; "" until there has been a connection.
         is_resumable: frames lost with a broken connection are sent again on the next one. Not so where the
             first connection was a Unix socket, which the kernel breaks only if a process ends.
-        received: numbered frames received so far.
-        owed_frames, owed_bytes: those of them that are not acknowledged.
+        received_frames: numbered frames received so far.
+        ack_due_frames, ack_due_bytes: those of them that are not acknowledged.
     """
 
     own_id: str = field(default_factory=new_session_id)

@@ -68,14 +68,14 @@ class ConnectionOpener:
     """Opens connections for an endpoint; all of its code runs in the loop's thread.
 
     Args:
-        addresses: returns where this node listens.
-        peer: returns the peer of a name.
-        opened: (peer, link, received): a connection is ready for the peer, which has none, and which has
+        get_addresses: returns where this node listens.
+        get_peer: returns the peer of a name.
+        on_opened: (peer, link, received): a connection is ready for the peer, which has none, and which has
             received so many frames of the session; the link's reader may hold unread bytes.
-        detached: the peer's connection is dropped for another one of the same session.
-        replaced: the peer does not know the session any more.
-        failed: (peer, text, failure): the peer cannot be reached; the text gives the cause.
-        refused: a connection was refused; the text gives its address and the cause.
+        on_detached: the peer's connection is dropped for another one of the same session.
+        on_replaced: the peer does not know the session any more.
+        on_failed: (peer, text, failure): the peer cannot be reached; the text gives the cause.
+        on_refused: a connection was refused; the text gives its address and the cause.
     """
 
     def __init__(

@@ -145,12 +145,12 @@ class Endpoint:
         port: to listen on; 0 for any free one.
         unix: also listen on a Unix socket, for peers on this host (Linux).
         listeners: sockets that listen already, with their addresses, in place of `host`, `port` and `unix`.
-        beat_s: at least one frame is sent in every such interval, a heartbeat if there is nothing else.
+        heartbeat_s: at least one frame is sent in every such interval, a heartbeat if there is nothing else.
         silent_s: a peer from which nothing was received for so long is lost.
         unreachable_s: a peer from which nothing was received for so long is reported as unreachable.
         connect_s: how long reaching a peer for the first time may take, retries and handshake included.
-        spins: see `Loop`.
-        unread_bytes: how many bytes of shared memory may be announced to a peer before it has read them, at
+        busy_polls: see `Loop`.
+        unacked_bytes: how many bytes of shared memory may be announced to a peer before it has read them, at
             most 8 MiB.
 
     Attributes:
@@ -192,12 +192,12 @@ class Endpoint:
             raise ValueError("expected a non-empty token, got an empty string")
         if not 0 < 2 * heartbeat_s < silent_s:
             raise ValueError(
-                f"expected beat_s > 0 and silent_s > 2 beat_s, got {heartbeat_s:g} s and {silent_s:g} s"
+                f"expected heartbeat_s > 0 and silent_s > 2 heartbeat_s, got {heartbeat_s:g} s and {silent_s:g} s"
             )
         if connect_s <= 0:
             raise ValueError(f"expected connect_s > 0, got {connect_s:g} s")
         if not 0 < unacked_bytes <= MAX_UNACKED_BYTES:
-            raise ValueError(f"expected unread_bytes from 1 to {MAX_UNACKED_BYTES}, got {unacked_bytes}")
+            raise ValueError(f"expected unacked_bytes from 1 to {MAX_UNACKED_BYTES}, got {unacked_bytes}")
         self.name = check_node_name(name)
         self.bytes_sent = self.bytes_received = self.frames_received = 0
         self._on_message, self._on_lost, self._on_left, self._on_error = (
@@ -254,8 +254,8 @@ class Endpoint:
         Args:
             peer: its name.
             addresses: where it listens.
-            lasting: it listens there for as long as it lives, so that it is lost at once where all its
-                addresses refuse a connection; else it may still begin to listen within `connect_s`.
+            has_fixed_addresses: it listens there for as long as it lives, so that it is lost at once where
+                all its addresses refuse a connection; else it may still begin to listen within `connect_s`.
             silent_s: for this peer, in place of the endpoint's; reaching it for the first time may take as
                 long.
 
@@ -345,8 +345,9 @@ class Endpoint:
             offset: where the bytes belong in the message.
             total: length of the message in bytes; by default it ends with `data`.
             priority: a lower number goes first, whichever peer it is for.
-            done: called when the bytes may be changed.
-            whole: announce up to 4 MiB at once, instead of 1, to a peer that reads the bytes in place.
+            on_done: called when the bytes may be changed.
+            uses_long_frames: announce up to 4 MiB at once, instead of 1, to a peer that reads the bytes in
+                place.
 
         Raises:
             ValueError: the bytes do not lie within the message, or are not contiguous.

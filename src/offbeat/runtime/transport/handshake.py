@@ -84,7 +84,7 @@ class RefusedError(ProtocolError):
     """The acceptor answered REFUSE; the text is its line.
 
     Attributes:
-        has_no_files: it refuses only because it can open no more files.
+        is_out_of_descriptors: it refuses only because it can open no more files.
     """
 
     def __init__(self, line: str, *, has_no_files: bool = False) -> None:
@@ -123,7 +123,7 @@ class DiallerHandshake:
         position: of this node in the session.
 
     Attributes:
-        welcome: the acceptor's position, once it has proved that it knows the token; None before.
+        peer_position: the acceptor's position, once it has proved that it knows the token; None before.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class AcceptorHandshake:
 
     Attributes:
         peer: the name of the dialler once it has proved that it knows the token, None before.
-        is_of_this_job: the dialler has sent HELLO, for this job and this node.
+        has_valid_hello: the dialler has sent HELLO, for this job and this node.
     """
 
     def __init__(self, *, job: str, token: str, node: str) -> None:

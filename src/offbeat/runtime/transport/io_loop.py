@@ -49,9 +49,9 @@ class IoLoop:
 
     Args:
         name: of the thread.
-        spins: poll for a while before sleeping, where that pays: for a process that does nothing but what
-            the loop runs.
-        each_turn: called once per iteration, after all that was due; returns whether it has more to do at
+        busy_polls: poll for a while before sleeping, where that pays: for a process that does nothing but
+            what the loop runs.
+        on_iteration: called once per iteration, after all that was due; returns whether it has more to do at
             once.
         on_end: called in the thread when the loop has ended, with the exception that ended it or None;
             exceptions of its own propagate out of the thread.
@@ -136,7 +136,7 @@ class IoLoop:
 
         Args:
             wait: waits up to the given number of seconds for the condition; returns whether it holds.
-            is_over: the condition, checked after each iteration.
+            is_done: the condition, checked after each iteration.
             timeout_s: for how long, in seconds.
         """
         limit_s = time.monotonic() + timeout_s

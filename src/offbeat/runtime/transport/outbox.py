@@ -79,7 +79,7 @@ class QueuedMessage:
     Attributes:
         kind: of its frames. SHARED ones say where in the region `lent` the data lies; a REGION frame
             announces that region, and `data` is an empty view that keeps its memory.
-        whole: SHARED frames are as few as possible.
+        uses_long_frames: SHARED frames are as few as possible.
     """
 
     __slots__ = (
@@ -138,12 +138,12 @@ class Outbox:
 
     Args:
         frame_bytes: see below.
-        unread_bytes: no more shared bytes are announced while so many are announced and not read.
+        unacked_bytes: no more shared bytes are announced while so many are announced and not read.
 
     Attributes:
         frame_bytes: payload of one frame at most, except of long messages; a multiple of 64 KiB.
-        keeps: whether numbered frames are kept until the peer has acknowledged them.
-        known: numbers of the regions that were announced to the peer.
+        keeps_unacked: whether numbered frames are kept until the peer has acknowledged them.
+        announced_regions: numbers of the regions that were announced to the peer.
         descriptor: to be sent along with the gathered buffers, if not None.
     """
 

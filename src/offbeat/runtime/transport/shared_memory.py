@@ -88,8 +88,8 @@ class Region:
 
     Attributes:
         start: the memory's address.
-        unread: pieces that were announced to peers and not acknowledged as read. Those of a lost peer count
-            for good: its process may live, and read late.
+        unacked_frames: pieces that were announced to peers and not acknowledged as read. Those of a lost peer
+            count for good: its process may live, and read late.
     """
 
     __slots__ = ("_memory", "descriptor", "number", "size", "start", "unacked_frames")
@@ -110,8 +110,8 @@ class RegionAllocator:
     """The regions of one node; any thread may allocate and look up.
 
     Args:
-        released: called with a region in the thread that drops its last view; must arrange that `remove` is
-            called, outside of that call.
+        on_released: called with a region in the thread that drops its last view; must arrange that `remove`
+            is called, outside of that call.
     """
 
     def __init__(self, on_released: Callable[[Region], object]) -> None:
@@ -171,7 +171,7 @@ class ImportedRegions:
     A descriptor arrives with the bytes of the frame that names its region, or before the last of them.
 
     Attributes:
-        read: pieces that have been read and not acknowledged to the peer.
+        unacked_reads: pieces that have been read and not acknowledged to the peer.
     """
 
     def __init__(self) -> None:

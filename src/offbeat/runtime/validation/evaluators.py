@@ -115,7 +115,7 @@ class ThreadEvaluator:
         data: the whole set.
         device: of the model.
         has_stream: on a GPU, use a separate stream, so that evaluation overlaps with training.
-        pacer: pauses this thread where it delays training or other evaluating threads; None for none.
+        throttle: pauses this thread where it delays training or other evaluating threads; None for none.
 
     Attributes:
         calls: functions of torch called so far.
@@ -181,7 +181,7 @@ class EvaluatorPool(Generic[ModelSnapshot]):
 
     Args:
         evaluators: one per thread.
-        done: called in these threads with a part and its metrics, or the error.
+        on_done: called in these threads with a part and its metrics, or the error.
         on_failure: called in a thread with the error that has ended it; that thread returns no more parts.
     """
 

@@ -84,8 +84,8 @@ class ValidationLedger:
     """The validations under way: evaluating threads write results, the training thread reads them.
 
     Attributes:
-        what_is_missing: returns what an unfinished epoch waits for, as text.
-        waiting: a context entered while a thread waits for a validation.
+        describe_missing: returns what an unfinished epoch waits for, as text.
+        waiting_context: a context entered while a thread waits for a validation.
     """
 
     def __init__(self, scheduler: ValidationScheduler, deadline_s: float) -> None:

@@ -109,7 +109,7 @@ class SharedParts:
         ledger: of the validations under way here; each has one part, the set.
         samples: in the set.
         deadline_s: the longest time that the transfer of a snapshot may take.
-        crew: evaluates the assigned parts.
+        pool: evaluates the assigned parts.
     """
 
     member: CoordinatorClient

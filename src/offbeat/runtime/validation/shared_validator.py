@@ -40,9 +40,9 @@ class SharedValidator(Validator):
         model, evaluate, data: see `Validator`.
         member: this worker's line to the coordinator.
         is_current: whether this worker's model is one to validate with.
-        goes_back: whether the strategy permits "rollback".
-        has_rates: a worker that joins later receives the learning rates with the state.
-        is_alone: no other thread of this process trains.
+        can_roll_back: whether the strategy permits "rollback".
+        has_learning_rates: a worker that joins later receives the learning rates with the state.
+        is_only_thread: no other thread of this process trains.
         options: of `Validator`.
 
     Raises:

@@ -124,12 +124,12 @@ class Snapshot:
 
     Attributes:
         blocks: of memory, by device, that hold the values.
-        lent: objects that other processes of this program receive as these blocks; empty unless shared.
+        exported: objects that other processes of this program receive as these blocks; empty unless shared.
         places: of the values in the blocks.
-        room: a number unique to these blocks, for processes that have mapped them before.
+        layout_id: a number unique to these blocks, for processes that have mapped them before.
         structure: the model without these values, for `load_model` in another process; empty unless shared.
         ready: by GPU, an event after which the values are there; a reader on another stream waits for it.
-        shared: other processes of this program can read it.
+        is_shared: other processes of this program can read it.
     """
 
     def __init__(self, *, shared: bool) -> None:

@@ -21,7 +21,7 @@ class ThreadThrottle:
 
     Args:
         threads: number of threads that evaluate, at least 1.
-        pace: their minimum rate; None for none.
+        minimum_rate: their minimum rate; None for none.
     """
 
     def __init__(self, threads: int, minimum_rate: MinimumRate | None) -> None:

@@ -25,7 +25,7 @@ class Engine:
 
     Attributes:
         now_s: the virtual time. A called function may advance it itself, up to `free_until_s`.
-        count: calls executed so far.
+        calls_made: calls executed so far.
     """
 
     def __init__(self, begin_s: float = 0.0) -> None:

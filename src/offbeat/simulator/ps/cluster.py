@@ -154,14 +154,14 @@ class PsTrial:
     Attributes:
         seed: seed of all random numbers.
         servers, clients: their numbers at the start.
-        copies: replicas of each block.
-        pushes: pushes of each client, several of which are under way at once.
+        replicas: replicas of each block.
+        pushes_per_client: pushes of each client, several of which are under way at once.
         keys: keys in a namespace.
         block_keys: keys in a block.
         virtual_nodes: virtual nodes of each server on the ring.
         faults: number of faults, including servers that join or leave.
-        lost, doubled: share of the packets, 0 to 1.
-        pace_s: maximum time between two requests of a client.
+        loss_share, duplicate_share: share of the packets, 0 to 1.
+        request_interval_s_max: maximum time between two requests of a client.
         cut_s_max: maximum time for which nodes are separated.
         aggregates: whether there are namespaces that aggregate, and clients that die when masters change.
     """
@@ -221,7 +221,7 @@ class PsSimulation:
         make_node, make_client, make_manager: make a server, a client, and the manager.
 
     Attributes:
-        views: all views that the manager published, each once.
+        published_views: all views that the manager published, each once.
         requests: requests of the clients so far.
     """
 

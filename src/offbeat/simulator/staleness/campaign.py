@@ -60,7 +60,7 @@ class StalenessFaultCase:
 
     Attributes:
         setting: the cluster and its faults.
-        served: how the strategy uses the parameter server.
+        ps_setting: how the strategy uses the parameter server.
         arguments: of `BoundedStaleness`.
     """
 
@@ -211,10 +211,10 @@ def run_case(
     """Run one case.
 
     Args:
-        this: the case.
+        case: the case.
         command: the command that repeats it.
         build: makes the coordinator's policies.
-        directory: makes a process's cache directory.
+        directory_factory: makes a process's cache directory.
 
     Raises:
         ViolationError: an invariant was violated; the text ends with the command that repeats the run.

@@ -100,15 +100,15 @@ class SimulatedPsCluster(SimulatedCluster):
     Args:
         setting: parameters of the run.
         policies: builds the coordinator's policies; called again for each restarted coordinator.
-        served: parameters of the run that concern the parameter server.
-        directory: makes a process's cache directory.
+        ps_setting: parameters of the run that concern the parameter server.
+        directory_factory: makes a process's cache directory.
         keeps_log: whether `log` is kept.
 
     Attributes:
         servers: the parameter servers.
         epoch: the latest one in which a worker has started a step.
-        steps_of: the clocks of the steps, by worker.
-        bound_seen: the bound in the last Grant that had one.
+        clocks_by_worker: the clocks of the steps, by worker.
+        last_bound: the bound in the last Grant that had one.
     """
 
     HAS_SERVERS: ClassVar = True

@@ -56,7 +56,7 @@ class PsWorkerProcess:
         directory: the cache directory of the process.
 
     Attributes:
-        number: id of the process: that of its first worker.
+        process: id of the process: that of its first worker.
         threads: its workers.
         pulls: pulls so far.
     """
@@ -197,11 +197,11 @@ class PsWorkerThread(SimulatedWorker):
 
     Attributes:
         process: its process.
-        grant: the last Grant since the last event that one answers.
-        number: steps that it has finished.
+        permit: the last Grant since the last event that one answers.
+        steps_finished: steps that it has finished.
         spent_s: time spent, by activity.
-        staleness: reads, by the age of the version in clocks.
-        reads: reads, by source.
+        reads_by_staleness: reads, by the age of the version in clocks.
+        reads_by_source: reads, by source.
     """
 
     cluster: SimulatedPsCluster

@@ -40,8 +40,8 @@ class SimulatedPush:
         process: the sender.
         time: of the push.
         steps: the steps whose gradients are in it.
-        then: called once all servers have applied it.
-        acknowledged: servers that have applied it.
+        on_applied: called once all servers have applied it.
+        acks: servers that have applied it.
     """
 
     process: int
@@ -57,7 +57,7 @@ class RowPiece(NamedTuple):
     Attributes:
         time: of the last applied push of the process that pulls.
         steps: applied steps, by worker.
-        complete: all steps of living workers at clocks before this one were applied.
+        complete_clock: all steps of living workers at clocks before this one were applied.
     """
 
     time: int
@@ -156,7 +156,7 @@ class SimulatedServers:
         Args:
             process: the process that pulls.
             version: the version that the row counts as, where pushes are not summed.
-            then: called with the row.
+            on_row: called with the row.
         """
         pieces: dict[int, RowPiece] = {}
 

@@ -125,9 +125,9 @@ def draw_case(seed: int) -> FaultCase:
             "threshold_s": options.choice([None, None, 2 * _BATCHES_S]),
         },
         "monitor": chance.choice(["continuous", "continuous", "epoch_window"]),
-        "answer_s": 0.5,
-        "patience_s": 0.5,
-        "join_s": 2.0,
+        "halt_timeout_s": 0.5,
+        "patience_min_s": 0.5,
+        "join_timeout_s": 2.0,
         "deadline_s": 2.0,
         "staleness_steps_max": options.choice([None, None, 1, 4]),
     }

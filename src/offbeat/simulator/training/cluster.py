@@ -198,10 +198,10 @@ class SimulatedCluster:
         stopped: the Stop that ended the job, if any.
         is_dismissed: the job has completed.
         progress_s: when a worker last finished a step, or earlier while there is a cohort.
-        cohort: the members of the group, while their rounds are computed together.
-        heard: workers whose last Ready the coordinator has already received, during `dissolve`.
-        changed_s: when the last Halt or Group was sent.
-        is_numbered: events and actions are recorded and delivered exactly once and in order, across
+        vectorized_group: the members of the group, while their rounds are computed together.
+        received_early: workers whose last Ready the coordinator has already received, during `dissolve`.
+        membership_changed_s: when the last Halt or Group was sent.
+        is_exactly_once: events and actions are recorded and delivered exactly once and in order, across
             restarts of the coordinator.
     """
 

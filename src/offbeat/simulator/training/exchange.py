@@ -30,8 +30,8 @@ class SimulatedExchange:
         mean: the result for every member; None before all have arrived.
         contributions: dealt blocks in the mean, per member; empty without dealt samples.
         begin_s: when the last member arrived.
-        first: index of the member that ends first; the rest follow in cyclic order.
-        last_s: when the last members end.
+        first_member: index of the member that ends first; the rest follow in cyclic order.
+        all_ended_s: when the last members end.
     """
 
     def __init__(

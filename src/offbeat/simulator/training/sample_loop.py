@@ -20,11 +20,11 @@ class SampleSetting:
     """The samples of all workers' loops.
 
     Attributes:
-        count: samples in an epoch.
+        epoch_samples: samples in an epoch.
         batch_size: samples in a batch at most.
         epochs: epochs in a loop, None for no limit.
         batches_per_round: batches that a loop accumulates before its gradients are exchanged.
-        breaks_off_after: rounds after which the loop leaves every other epoch early; None for never.
+        break_after_rounds: rounds after which the loop leaves every other epoch early; None for never.
 
     Raises:
         ValueError: a number below 1.
@@ -72,13 +72,13 @@ class SimulatedLoop:
 
     Args:
         samples: the samples of all workers.
-        taker: the worker; its `GroupMembership` where there are groups.
-        tell: sends a request to the coordinator, at once.
+        worker: the worker; its `GroupMembership` where there are groups.
+        send_request: sends a request to the coordinator, at once.
 
     Attributes:
         epoch: the worker's, from 0.
         epochs_ended: epochs that the group has completed, as far as is known.
-        hand: the dealt blocks.
+        block_queue: the dealt blocks.
         blocks: the blocks behind the gradients of the round under way.
     """
 

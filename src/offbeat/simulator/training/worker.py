@@ -63,21 +63,21 @@ class SimulatedWorker:
     """One worker and its replica.
 
     Attributes:
-        doing: the current activity, one of the constants above.
+        activity: the current activity, one of the constants above.
         state: the replica; None in a newcomer that has not received one yet.
         weight: 0 where the gradients belong to other parameters than the group's, else 1, or where
             samples are dealt, its samples in units of the batch size.
-        outside: computations since it was last a member.
+        steps_outside: computations since it was last a member.
         steps_taken: optimizer steps as a member.
-        contributed: dealt blocks behind the gradients.
+        contributed_blocks: dealt blocks behind the gradients.
         active_s: when it last had gradients or finished a step.
-        computed: gradients that it has computed.
+        gradients_computed: gradients that it has computed.
         stopwatch: durations of its computations.
         loop: its progress through the samples, None where none are dealt.
-        saved: saved states by finished rounds, where samples are dealt.
-        told: events sent to the coordinator, where messages are numbered.
-        heard: messages received from the coordinator.
-        known: the members of all groups in which it has exchanged anything.
+        saved_states: saved states by finished rounds, where samples are dealt.
+        sent_events: events sent to the coordinator, where messages are numbered.
+        received_messages: messages received from the coordinator.
+        session_groups: the members of all groups in which it has exchanged anything.
         place: where its process runs.
     """
 
