@@ -24,8 +24,7 @@ from benchmarks.namespaces import hosts
 from benchmarks.pushing import Case
 from offbeat.cli.result import Result, machine, percentile
 from offbeat.errors import OffbeatError
-from offbeat.runtime.control.starting import start_server
-from offbeat.runtime.ps.cluster import start_manager
+from offbeat.runtime.ps.cluster import start_manager, start_server
 from offbeat.runtime.ps.node import ClusterFile
 from offbeat.runtime.ps.server import ServerConfiguration
 

@@ -20,7 +20,7 @@ from offbeat.runtime.control.channel import (
     decode_sequence_ack,
     encode_sequence_ack,
 )
-from offbeat.runtime.control.coordinator import Coordinator
+from offbeat.runtime.control.configuration import COORDINATOR
 from offbeat.wire.record import decode_events, encode_actions, read_log, replay
 from test_coordinator import coordinator, joined, ready
 
@@ -41,7 +41,7 @@ class Worker:
         )
         self.links = self.node.links
         self.name = self.links.name
-        self.line = ControlChannel(self.links, Coordinator.NAME, addresses, on_coordinator_gone=self.gone.put)
+        self.line = ControlChannel(self.links, COORDINATOR, addresses, on_coordinator_gone=self.gone.put)
 
     def hear(self, payload):
         for action in self.line.receive(payload):
@@ -71,7 +71,7 @@ class ByHand:
 
     def start(self):
         listeners = [(self.listener.dup(), self.address)]
-        self.node = self._node(Coordinator.NAME, listeners=listeners)
+        self.node = self._node(COORDINATOR, listeners=listeners)
 
     def dies(self):
         self.node.links.call(lambda: 1 / 0)
@@ -207,7 +207,7 @@ def of_another_job(node):
     """The coordinator of a later job has been given the same port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = listener.getsockname()[1]
-        node(Coordinator.NAME, job="later", listeners=[(listener.dup(), f"tcp://127.0.0.1:{where}")])
+        node(COORDINATOR, job="later", listeners=[(listener.dup(), f"tcp://127.0.0.1:{where}")])
         yield where
 
 
@@ -218,7 +218,7 @@ def leaving(node):
         where = listener.getsockname()[1]
         listeners = [(listener.dup(), f"tcp://127.0.0.1:{where}")]
         one = node(
-            Coordinator.NAME,
+            COORDINATOR,
             listeners=listeners,
             on_message=lambda *_: threading.Thread(target=one.links.close).start(),
         )
@@ -243,9 +243,7 @@ def test_each_way_to_find_no_coordinator_has_its_own_words(node, coordinator, wo
             on_lost=lambda error: line.on_connection_lost(error),
             on_left=lambda _: line.on_peer_closed(),
         ).links
-        line = ControlChannel(
-            links, Coordinator.NAME, [f"tcp://127.0.0.1:{port}"], on_coordinator_gone=gone.put
-        )
+        line = ControlChannel(links, COORDINATOR, [f"tcp://127.0.0.1:{port}"], on_coordinator_gone=gone.put)
         line.send(ready(0, 0))
         text = gone.get(timeout=DEADLINE_S)
     for one in words:
@@ -257,6 +255,7 @@ def test_each_way_to_find_no_coordinator_has_its_own_words(node, coordinator, wo
 
 DIES_AT = """
 import os, signal
+from offbeat.runtime.control.configuration import COORDINATOR
 from offbeat.runtime.control.coordinator import Coordinator
 send, at = Coordinator._send, {at}
 def send_or_die(self, peer, payload):
@@ -355,7 +354,7 @@ def test_what_the_coordinator_keeps_for_a_worker_is_dropped_when_it_was_heard(tm
         for number in range(SEQUENCE_ACK_INTERVAL):
             worker.line.send(timed(number))
         worker.line.wait_until_acked(DEADLINE_S)
-        worker.links.send(Coordinator.NAME, encode_sequence_ack(SequenceAck(0, 0, 0)))
+        worker.links.send(COORDINATOR, encode_sequence_ack(SequenceAck(0, 0, 0)))
         assert "expected an acknowledgement of between 2 and 2 actions, got 0" in worker.action().reason
         worker.links.close()
         assert process.ended()[0] == 0

@@ -34,7 +34,7 @@ from offbeat.events import (
 )
 from offbeat.runtime.control.channel import ControlChannel, SequenceAck, encode_sequence_ack
 from offbeat.runtime.control.client import CoordinatorClient
-from offbeat.runtime.control.coordinator import Coordinator, CoordinatorConfiguration, PolicySpec
+from offbeat.runtime.control.configuration import COORDINATOR, CoordinatorConfiguration, PolicySpec
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameKind
@@ -117,13 +117,13 @@ class Peer:
             on_error=self.heard.put,
             listeners=None if listens else [],
         )
-        self.links.add_peer(Coordinator.NAME, [line.address] if line else process.addresses)
+        self.links.add_peer(COORDINATOR, [line.address] if line else process.addresses)
 
     def say(self, *events):
-        self.links.send(Coordinator.NAME, encode_events(events))
+        self.links.send(COORDINATOR, encode_events(events))
 
     def say_bytes(self, data):
-        self.links.send(Coordinator.NAME, data)
+        self.links.send(COORDINATOR, data)
 
     def hear(self):
         return self.heard.get(timeout=DEADLINE_S)
@@ -294,7 +294,7 @@ def test_a_worker_that_has_given_its_connection_up_and_dials_anew_is_not_lost(tm
         )
         stack.callback(links.close)
         there, back = (line_to(addresses[-1], stack) for addresses in (process.addresses, links.addresses))
-        control = ControlChannel(links, Coordinator.NAME, [there.address], on_coordinator_gone=gone.put)
+        control = ControlChannel(links, COORDINATOR, [there.address], on_coordinator_gone=gone.put)
         place = SimpleNamespace(name="w0", links=SimpleNamespace(addresses=(back.address,)))
         control.send(joined(place, 1, 0))
         assert isinstance(heard.get(timeout=DEADLINE_S), PeerList)
@@ -459,7 +459,7 @@ def test_a_message_longer_than_links_carry_costs_the_connection():
     with running_job(2) as (process, peers):
         host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
         with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
-            greeting = DiallerHandshake(job="job", token="secret", node="stranger", peer=Coordinator.NAME)
+            greeting = DiallerHandshake(job="job", token="secret", node="stranger", peer=COORDINATOR)
             sock.sendall(greeting.hello())
             sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.MESSAGE, 2**31 - 1, 0, 0, 0))
             while sock.recv(4096):
@@ -609,7 +609,7 @@ def test_a_bad_configuration_is_one_line_of_an_answer(change, text):
 
 def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
     heard = queue.SimpleQueue()
-    links = Endpoint(Coordinator.NAME, job="job", token="secret", on_message=lambda *_: None, on_lost=print)
+    links = Endpoint(COORDINATOR, job="job", token="secret", on_message=lambda *_: None, on_lost=print)
     meeting = RendezvousInfo(
         job="job",
         token="secret",

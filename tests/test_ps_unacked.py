@@ -11,8 +11,7 @@ import pytest
 import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.numerics.ps.updates import Assign
-from offbeat.runtime.control.starting import start_server
-from offbeat.runtime.ps.cluster import start_manager
+from offbeat.runtime.ps.cluster import start_manager, start_server
 from offbeat.runtime.ps.inflight_window import REQUEST_BYTES
 from offbeat.runtime.ps.server import ServerConfiguration, ServerProcess
 from runlogs import wait_until

@@ -171,7 +171,7 @@ def spent(train_s=10.0, train_cpu_s=10.0, validate_s=4.0, validate_cpu_s=1.0, co
         train_cpu_s=train_cpu_s,
         validate_s=validate_s,
         validate_cpu_s=validate_cpu_s,
-        contention_share=held_up_share,
+        contention_share=contention_share,
         calls=calls,
     )
 

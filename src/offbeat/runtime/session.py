@@ -58,7 +58,7 @@ from offbeat.events import CheckpointQuery, Evaluated, Event, Finished, Preempte
 from offbeat.policies.data.block_scheduler import describe_batches
 from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
 from offbeat.runtime.control.client import CoordinatorClient
-from offbeat.runtime.control.coordinator import CoordinatorConfiguration, PolicySpec
+from offbeat.runtime.control.configuration import CoordinatorConfiguration, PolicySpec
 from offbeat.runtime.control.environment import Environment, environment_of_thread, read_environment
 from offbeat.runtime.control.rendezvous import RendezvousInfo, rendezvous
 from offbeat.runtime.data.assigned_batches import AssignedBatches

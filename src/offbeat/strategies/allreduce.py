@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.runtime.control.coordinator import PolicySpec
+from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.strategies.base import GroupAveraging, check_deadline, lockstep_specs
 
 

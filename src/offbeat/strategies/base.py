@@ -9,7 +9,7 @@ from offbeat.runtime.averaging.gradient_averager import GradientAverager
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import AveragerContext
 from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
-from offbeat.runtime.control.coordinator import PolicySpec
+from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.trained import TrainingState
 

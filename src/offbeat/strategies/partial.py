@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from offbeat.policies.membership.partial_groups import MonitoringMode, PartialGroups
-from offbeat.runtime.control.coordinator import PolicySpec
+from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.strategies.base import GroupAveraging, assembly_spec
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from offbeat.policies.staleness.adaptive_bound import ProgressSignal
 from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 from offbeat.policies.staleness.caches import PsOptions
-from offbeat.runtime.control.coordinator import PolicySpec
+from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.runtime.staleness.synchronizer import ServerSynchronizer
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.trained import TrainingState

@@ -78,7 +78,7 @@ from offbeat.events import (
 from offbeat.policies.data.block_queue import BlockQueue
 from offbeat.policies.membership.group_membership import GroupMembership
 from offbeat.runtime.control.channel import ControlChannel
-from offbeat.runtime.control.coordinator import Coordinator
+from offbeat.runtime.control.configuration import COORDINATOR
 from offbeat.runtime.control.outages import OutageLog
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.processes.threads import start_thread
@@ -194,7 +194,7 @@ class CoordinatorClient:
         self._notes = OutageLog(f"worker {worker}", self.endpoint.call_later)
         self._channel = ControlChannel(
             self.endpoint,
-            Coordinator.NAME,
+            COORDINATOR,
             rendezvous.coordinator,
             on_coordinator_gone=self._on_coordinator_gone,
         )
@@ -351,7 +351,7 @@ class CoordinatorClient:
                 self._changed.wait(left_s)
 
     def _on_message(self, peer: str, payload: bytes) -> None:
-        if peer != Coordinator.NAME:
+        if peer != COORDINATOR:
             return
         try:
             actions = self._channel.receive(payload)
@@ -430,7 +430,7 @@ class CoordinatorClient:
         """Logs that a peer is unreachable; reports it to the coordinator if the peer is a worker."""
         with self._changed:
             cause = f"{cause}, in step {self.membership.step}"
-        if not self._is_closing and (peer == Coordinator.NAME or peer in self._addresses):
+        if not self._is_closing and (peer == COORDINATOR or peer in self._addresses):
             self._notes.on_unreachable(self._display_name(peer), cause)
         if peer in self._addresses and peer not in self._reported_unreachable:
             self._reported_unreachable.add(peer)
@@ -459,7 +459,7 @@ class CoordinatorClient:
                 self.on_exchanges_aborted()
 
     def _on_lost(self, error: LinkError) -> None:
-        if error.peer == Coordinator.NAME:
+        if error.peer == COORDINATOR:
             self._channel.on_connection_lost(error)
         elif error.failure == "no files":  # a limit of this process: the peer is not at fault
             failure = OffbeatError(f"worker {self.worker}: {error}")
@@ -491,7 +491,7 @@ class CoordinatorClient:
 
     def _on_left(self, peer: str) -> None:
         """Handles a link closed in order; the coordinator closes before its workers only if it fails."""
-        if peer == Coordinator.NAME:
+        if peer == COORDINATOR:
             self._channel.on_peer_closed()
         else:
             self._forget_peer(peer)

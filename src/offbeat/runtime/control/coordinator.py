@@ -1,8 +1,8 @@
 """The coordinator: one small process that passes events of all workers to policies and sends their actions.
 
 It holds no tensor and never imports torch. All decisions are the policies'; all events and actions are
-recorded. Run as `python -m offbeat.runtime.coordinator`: it reads its configuration, one JSON object, from
-standard input, answers with its addresses on standard output and then serves until the job is over.
+recorded. Run as `python -m offbeat.runtime.control.coordinator`: it reads its configuration, one JSON object,
+from standard input, answers with its addresses on standard output and then serves until the job is over.
 
 An event is written to a journal before any action that follows from it is sent, so that a coordinator that
 is killed can be restarted (see `offbeat.runtime.processes.supervisor`) and continue in the same state.
@@ -66,6 +66,7 @@ from offbeat.events import (
 )
 from offbeat.policies import dispatch_event
 from offbeat.runtime.control.channel import SequenceAck, decode_sequence_ack, encode_sequence_ack
+from offbeat.runtime.control.configuration import COORDINATOR, CoordinatorConfiguration
 from offbeat.runtime.control.journal import Journal
 from offbeat.runtime.control.run_log import LogPosition, RunLog
 from offbeat.runtime.control.starting import failure_answer, read_configuration, write_answer
@@ -81,43 +82,6 @@ from offbeat.wire.record import (
     split_actions,
     to_plain,
 )
-
-
-class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy to build: `path` is `module:Class` inside `offbeat.policies`."""
-
-    path: str
-    arguments: dict[str, Any] = {}
-
-
-class CoordinatorConfiguration(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a coordinator.
-
-    Attributes:
-        host: the address on which it listens and is reached.
-        log_path: path of the run log, None for no log.
-        log_bytes_max: size limit of the log in bytes, all parts together; None for one file without a limit.
-        log_header: further plain data for the log's header.
-        tick_s: interval of the policies' Tick events, in seconds.
-        silent_s: a worker from which nothing was received for this many seconds is lost.
-        linger_s: how long after its start, in seconds, a coordinator that has not started the job stays for
-            workers that may still join, to send them the reason; as long as it waits for them.
-        journal_events_max: after this many events the journal is replaced by the state of the policies. At
-            most this many are replayed when the coordinator is restarted (10 000 took 0.2 s on one core).
-    """
-
-    job: str
-    token: str
-    host: str
-    policies: tuple[PolicySpec, ...]
-    log_path: str | None = None
-    log_bytes_max: int | None = None
-    log_header: dict[str, Any] = {}
-    tick_s: float = 0.25
-    silent_s: float = 10.0
-    linger_s: float = 30.0
-    journal_events_max: int = 10_000
-
 
 _RECONNECT_S = 15.0  # reaching a worker may take 10 s, and it then has to receive what it has missed
 _NAMED_MAX = 16  # workers
@@ -182,8 +146,6 @@ class Coordinator:
         OSError: it cannot listen on the host, or cannot begin the log.
     """
 
-    NAME = "coordinator"
-
     def __init__(self, configuration: CoordinatorConfiguration) -> None:
         self._configuration = configuration
         self._policies = [build_policy(spec.path, spec.arguments) for spec in configuration.policies]
@@ -215,7 +177,7 @@ class Coordinator:
         self._restore()
         configuration = self._configuration
         self._endpoint = Endpoint(
-            self.NAME,
+            COORDINATOR,
             job=configuration.job,
             token=configuration.token,
             on_message=lambda peer, payload: self._inbox.put(_Received(peer, payload)),

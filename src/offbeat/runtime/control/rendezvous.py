@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from offbeat.errors import OffbeatError, describe_os_error
-from offbeat.runtime.control.coordinator import CoordinatorConfiguration
+from offbeat.runtime.control.configuration import CoordinatorConfiguration
 from offbeat.runtime.control.environment import Environment
 from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator
 from offbeat.runtime.processes.threads import start_thread

@@ -1,7 +1,6 @@
-"""Starts coordinators and servers: each reads its configuration from standard input and answers in one line.
+"""Starts modules as processes that read their configuration from standard input and answer in one line.
 
-A coordinator is started by the process that begins a job or a parameter server, a server by a process on the
-machine where it is to run.
+A coordinator is started by the process that begins a job or a parameter server.
 """
 
 from __future__ import annotations
@@ -14,19 +13,15 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import msgspec
 
 from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.runtime.control.configuration import CoordinatorConfiguration
 from offbeat.runtime.processes import child
 
-if TYPE_CHECKING:
-    from offbeat.runtime.control.coordinator import CoordinatorConfiguration
-    from offbeat.runtime.ps.server import ServerConfiguration
-
 _COORDINATOR_S = 20.0
-_SERVER_S = 60.0  # the manager has to accept it first
 _EXIT_S = 5.0  # for a process that has closed its output already
 _Configuration = TypeVar("_Configuration", bound=msgspec.Struct)
 _detached: list[subprocess.Popen[bytes]] = []  # started here; those that ended are reaped at the next start
@@ -43,8 +38,8 @@ def start_coordinator(configuration: CoordinatorConfiguration) -> tuple[str, ...
     Raises:
         OffbeatError: it did not start.
     """
-    name = "the coordinator"
-    process = _detach("offbeat.runtime.control.coordinator", name)
+    module, name = "offbeat.runtime.control.coordinator", "the coordinator"
+    process = _start_detached(module, name)
 
     def kill() -> None:
         os.killpg(process.pid, signal.SIGKILL)  # its child too
@@ -52,28 +47,30 @@ def start_coordinator(configuration: CoordinatorConfiguration) -> tuple[str, ...
     return tuple(_wait_for_answer(process, configuration, name, _COORDINATOR_S, kill)["addresses"])
 
 
-def start_server(configuration: ServerConfiguration, *, is_detached: bool = False) -> subprocess.Popen[bytes]:
-    """Start a server as a process of its own.
+def start_program(
+    module: str, configuration: msgspec.Struct, name: str, timeout_s: float, *, is_detached: bool
+) -> subprocess.Popen[bytes]:
+    """Start a module as a process, and wait for its answer.
 
     Args:
-        configuration: of the server.
-        is_detached: it ends with its job; otherwise, with the thread that starts it.
+        module: what to run, as `python -m` does; it reads its configuration with `read_configuration`.
+        configuration: of the process.
+        name: of the process, for errors.
+        timeout_s: how long its answer may take, in seconds.
+        is_detached: it outlives this process; otherwise, it ends with the thread that starts it.
 
     Raises:
         OffbeatError: it did not start.
     """
-    module = "offbeat.runtime.ps.server"
-    name = "a server" if configuration.server is None else f"server {configuration.server}"
-    process = (
-        _detach(module, name)
-        if is_detached
-        else child.start_child(child.tied_command(child.module_command(module)), name)
-    )
-    _wait_for_answer(process, configuration, name, _SERVER_S, process.kill)
+    if is_detached:
+        process = _start_detached(module, name)
+    else:
+        process = child.start_child(child.tied_command(child.module_command(module)), name)
+    _wait_for_answer(process, configuration, name, timeout_s, process.kill)
     return process
 
 
-def _detach(module: str, name: str) -> subprocess.Popen[bytes]:
+def _start_detached(module: str, name: str) -> subprocess.Popen[bytes]:
     """Start a module as a process that outlives this one."""
     _detached[:] = [one for one in _detached if one.poll() is None]
     process = child.start_child(child.module_command(module), name, is_detached=True)

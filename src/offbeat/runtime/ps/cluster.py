@@ -7,13 +7,30 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from offbeat.runtime.control.coordinator import CoordinatorConfiguration, PolicySpec
-from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator, start_server
+from offbeat.runtime.control.configuration import CoordinatorConfiguration, PolicySpec
+from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator, start_program
 from offbeat.runtime.ps.node import ClusterFile
 from offbeat.runtime.ps.server import ServerConfiguration
 
 SILENT_S_DEFAULT: Final = 10.0  # the same limit as for a worker
+_SERVER_START_S: Final = 60.0  # the manager has to accept it first
 _SILENT_S_MIN: Final = 2.0  # two intervals of the heartbeats that an idle node sends
+
+
+def start_server(configuration: ServerConfiguration, *, is_detached: bool = False) -> subprocess.Popen[bytes]:
+    """Start a server as a process of its own.
+
+    Args:
+        configuration: of the server.
+        is_detached: it ends with its job; otherwise, with the thread that starts it.
+
+    Raises:
+        OffbeatError: it did not start.
+    """
+    name = "a server" if configuration.server is None else f"server {configuration.server}"
+    return start_program(
+        "offbeat.runtime.ps.server", configuration, name, _SERVER_START_S, is_detached=is_detached
+    )
 
 
 class LocalServers:

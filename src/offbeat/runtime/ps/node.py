@@ -38,7 +38,7 @@ from offbeat.events import (
 from offbeat.policies.ps.manager import view_from_action
 from offbeat.policies.ps.messages import PlacementView
 from offbeat.runtime.control.channel import ControlChannel
-from offbeat.runtime.control.coordinator import Coordinator
+from offbeat.runtime.control.configuration import COORDINATOR
 from offbeat.runtime.control.outages import OutageLog
 from offbeat.runtime.ps.filtering import NodeFilters
 from offbeat.runtime.ps.messenger import Messenger, PlaceArray, ShareArray, place_nowhere, share_never
@@ -165,7 +165,7 @@ class PsNode:
         self.filtering = NodeFilters(crc32(name.encode()))
         self._buffers = BufferPool(self._allocate, lambda buffer: self.endpoint.has_readers(buffer.data))
         self._control = ControlChannel(
-            self.endpoint, Coordinator.NAME, cluster.manager, on_coordinator_gone=self._disconnect
+            self.endpoint, COORDINATOR, cluster.manager, on_coordinator_gone=self._disconnect
         )
         self._functions = functions
 
@@ -205,7 +205,7 @@ class PsNode:
         return np.frombuffer(self.endpoint.allocate(size_bytes), np.uint8)
 
     def _on_control(self, peer: str, payload: bytes) -> None:
-        if peer != Coordinator.NAME:
+        if peer != COORDINATOR:
             if peer not in self._gone:
                 if self._reported_missing:
                     self._reachable(peer)
@@ -248,7 +248,7 @@ class PsNode:
 
     def _on_lost(self, error: LinkError) -> None:
         peer = error.peer
-        if peer == Coordinator.NAME:
+        if peer == COORDINATOR:
             self._control.on_connection_lost(error)
             return
         if error.failure == "no files":  # a limit of this process, not the peer's fault
@@ -263,7 +263,7 @@ class PsNode:
                 self.endpoint.call_later(_RETRY_S, partial(self._reconnect, peer))
 
     def _on_left(self, peer: str) -> None:
-        if peer == Coordinator.NAME:
+        if peer == COORDINATOR:
             self._control.on_peer_closed()
         else:
             self._forget(peer)
@@ -276,7 +276,7 @@ class PsNode:
 
     def _unreachable(self, peer: str, cause: str) -> None:
         """Report a server of the view, or note the manager, from which nothing is received."""
-        if not self._is_over and (peer in self._addresses or peer == Coordinator.NAME):
+        if not self._is_over and (peer in self._addresses or peer == COORDINATOR):
             self._notes.on_unreachable(_display_name(peer), cause)
         if peer in self._addresses and peer not in self._reported_missing:
             self._reported_missing.add(peer)
@@ -300,7 +300,7 @@ class PsNode:
 
 
 def _display_name(peer: str) -> str:
-    return "the manager" if peer == Coordinator.NAME else peer
+    return "the manager" if peer == COORDINATOR else peer
 
 
 def _number(server: str) -> int:

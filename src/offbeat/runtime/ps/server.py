@@ -1,8 +1,8 @@
 """A server of a parameter server, as a process: a `ServerNode` with links, and a table for each namespace.
 
-Run as `python -m offbeat.runtime.server`: it reads its configuration, one JSON object, from standard input,
-answers with one line when it is ready, and serves until it is asked to leave (SIGTERM, SIGINT) or is no
-longer part of the cluster.
+Run as `python -m offbeat.runtime.ps.server`: it reads its configuration, one JSON object, from standard
+input, answers with one line when it is ready, and serves until it is asked to leave (SIGTERM, SIGINT) or is
+no longer part of the cluster.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from offbeat.errors import WorkerError
 from offbeat.numerics.ps.updates import Assign
 from offbeat.runtime.control.rendezvous import RendezvousInfo
-from offbeat.runtime.control.starting import start_server
 from offbeat.runtime.ps.client import PS
+from offbeat.runtime.ps.cluster import start_server
 from offbeat.runtime.ps.namespace import Namespace
 from offbeat.runtime.ps.node import ClusterFile
 from offbeat.runtime.ps.server import ServerConfiguration

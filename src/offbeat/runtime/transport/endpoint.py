@@ -192,7 +192,8 @@ class Endpoint:
             raise ValueError("expected a non-empty token, got an empty string")
         if not 0 < 2 * heartbeat_s < silent_s:
             raise ValueError(
-                f"expected heartbeat_s > 0 and silent_s > 2 heartbeat_s, got {heartbeat_s:g} s and {silent_s:g} s"
+                "expected heartbeat_s > 0 and silent_s > 2 heartbeat_s, "
+                f"got {heartbeat_s:g} s and {silent_s:g} s"
             )
         if connect_s <= 0:
             raise ValueError(f"expected connect_s > 0, got {connect_s:g} s")
