@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; None for the process's own.
     """
-    return entry.run(bench, "python -m benchmarks", arguments)
+    return entry.run_app(bench, "python -m benchmarks", arguments)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Test accuracy against time with one slow worker, in lockstep and around it.
+"""Test accuracy over time with one slow worker, in lockstep and with the slow worker excluded.
 
-Gradients are really computed. Each worker's step is stretched (see `benchmarks.timed.Stretch`): it lasts
-for longer than all workers together need the cores for, so that each behaves as if on a machine of its own,
-and leaving one out gives the others nothing that several machines would not. How often that was not enough is
-in the rows.
+Gradients are computed. Each worker's step is stretched (see `benchmarks.timed.Stretch`) to longer than all
+workers together need the cores for. So each behaves as if it had its own machine, and excluding one does not
+speed up the rest more than it would on several machines. The rows contain the share of steps for which the
+stretched time was too short.
 
-The first worker copies its parameters every so many steps; the copies are measured after the training, and
-the clock stands still while they are taken. The *time to an accuracy* is when the line through these
-measurements first reaches it, in lockstep as well. How far an accuracy is *below* lockstep's is said for as
-many samples as lockstep used in all.
+The first worker copies its parameters at fixed intervals of steps; the copies are evaluated after the
+training, and the time of copying is not counted. The *time to an accuracy* is when the line through these
+points first reaches it, also in lockstep. An accuracy is compared with lockstep's (*below*) after as many
+samples as lockstep used in all.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.exclusions import read_changes, read_steps
-from benchmarks.runs import slowed, surroundings
+from benchmarks.runs import slow_rules, worker_environment
 from benchmarks.timed import Stretch
-from benchmarks.workers import answer, run_workers, settings_of
+from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result, machine
 from offbeat.cli.training_worker import accuracy
 from offbeat.data import DEFAULT_DIR, Splits, load_data_set
@@ -41,17 +41,17 @@ from offbeat.wire.record import read_log
 
 LOCKSTEP = "bsp"
 SIDES = {"drop": "partial", "join": "partial:late=join"}
-"""What is held against lockstep: the end of its figures' names, and its strategy."""
+"""What is compared with lockstep: suffix of the figures' names, and strategy."""
 _SPARE_EPOCHS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What every worker is told.
+class AccuracySettings:
+    """Settings of one training, for every worker.
 
     Attributes:
-        every: how many steps lie between two copies.
-        step_s: how long a worker's step lasts.
+        copy_every: steps between two copies.
+        step_s: length of a worker's step.
     """
 
     data: str
@@ -62,17 +62,17 @@ class Settings:
     epochs: int
     lr: float
     seed: int
-    every: int
+    copy_every: int
     step_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One measurement.
+    """One point of a curve.
 
     Attributes:
-        time_s: of training before it.
-        samples: that the group had used.
+        time_s: of training so far.
+        samples: used by the group so far.
         accuracy: on the test samples, 0 to 1.
     """
 
@@ -86,7 +86,7 @@ class Curve:
     """One training.
 
     Attributes:
-        late_share: part of the first worker's steps that took longer than they are stretched to.
+        late_share: share of the first worker's steps that took longer than the stretched time.
     """
 
     strategy: str
@@ -96,7 +96,7 @@ class Curve:
 
 
 def time_to(points: Sequence[Point], target: float) -> float | None:
-    """Return when the accuracy first reaches the target, in a line through the points; None if never."""
+    """Return when the line through the points first reaches the target accuracy, None if never."""
     before = Point(time_s=0.0, samples=0, accuracy=0.0)
     for point in points:
         if point.accuracy >= target:
@@ -107,7 +107,7 @@ def time_to(points: Sequence[Point], target: float) -> float | None:
 
 
 def accuracy_after(points: Sequence[Point], samples: int) -> float:
-    """Return the accuracy after so many samples, in a line through the points; the last one's after more."""
+    """Return the accuracy after `samples` in the line through the points, at most the last point's."""
     before = points[0]
     for point in points:
         if point.samples >= samples:
@@ -119,7 +119,7 @@ def accuracy_after(points: Sequence[Point], samples: int) -> float:
 
 
 def figures(curves: Sequence[Curve]) -> dict[str, float]:
-    """Return means over the seeds; a time is left out where any seed did not reach the accuracy."""
+    """Return means over the seeds; a time is omitted where a seed did not reach the accuracy."""
     lockstep = {curve.seed: curve for curve in curves if curve.strategy == LOCKSTEP}
     found = {f"final_accuracy_{LOCKSTEP}": mean(curve.points[-1].accuracy for curve in lockstep.values())}
     for name, strategy in SIDES.items():
@@ -129,9 +129,9 @@ def figures(curves: Sequence[Curve]) -> dict[str, float]:
             if curve.strategy != strategy:
                 continue
             last = lockstep[curve.seed].points[-1]
-            own_s = time_to(lockstep[curve.seed].points, last.accuracy)
-            took_s = time_to(curve.points, last.accuracy)
-            ratios.append(None if took_s is None or not own_s else took_s / own_s)
+            lockstep_s = time_to(lockstep[curve.seed].points, last.accuracy)
+            time_s = time_to(curve.points, last.accuracy)
+            ratios.append(None if time_s is None or not lockstep_s else time_s / lockstep_s)
             losses.append(last.accuracy - accuracy_after(curve.points, last.samples))
         reached = [ratio for ratio in ratios if ratio is not None]
         if len(reached) == len(ratios) and reached:
@@ -158,47 +158,47 @@ def run(
     seeds: int = 3,
     download: bool = False,
 ) -> Result:
-    """Trains with every strategy and seed; the last worker is slow.
+    """Train with every strategy and seed; the last worker is slow.
 
     Args:
         command: the command line, for the result.
         data: a key of `offbeat.data.DATA_SETS`.
-        data_dir: where its files are.
+        data_dir: folder of its files.
         model: a key of `offbeat.models.MODELS`.
         workers: worker processes on this machine, at least 2.
-        factor: how many times as long the slow worker takes, above 1.
-        epochs: of lockstep; the others get more, as their groups use fewer samples a step.
-        batch_size: samples a worker and step.
+        factor: slowdown of the slow worker, above 1.
+        epochs: of lockstep; the other strategies have more, as their groups use fewer samples per step.
+        batch_size: samples per worker and step.
         lr: of SGD with momentum 0.9.
-        step_ms: how long a step of a worker that is not slow computes and waits.
-        copies: measurements an epoch.
-        seeds: how many, from 0 on.
-        download: fetch the data if they are not there.
+        step_ms: length of a step of a worker that is not slow.
+        copies: points per epoch.
+        seeds: number of seeds, starting at 0.
+        download: download the data if missing.
 
     Raises:
-        OffbeatError: the data are not there.
+        OffbeatError: the data are missing.
         ValueError: an argument out of range.
     """
     if not (math.isfinite(lr) and lr > 0):
         raise ValueError(f"the learning rate must be above 0, got {lr:g}")
-    slow = slowed(workers, 1, factor)
+    slow = slow_rules(workers, 1, factor)
     splits = load_data_set(data, data_dir, download=download)
-    _built(model, splits, 0)
+    _build_model(model, splits, 0)
     per_epoch = max(1, len(splits.train) // (workers * batch_size))
-    more = -(-epochs * workers // (workers - 1)) + _SPARE_EPOCHS
+    longer_epochs = -(-epochs * workers // (workers - 1)) + _SPARE_EPOCHS
     curves = []
     for seed in range(seeds):
         for strategy in (LOCKSTEP, *SIDES.values()):
-            settings = Settings(
+            settings = AccuracySettings(
                 data=data,
                 data_dir=data_dir,
                 model=model,
                 strategy=strategy,
                 batch_size=batch_size,
-                epochs=epochs if strategy == LOCKSTEP else more,
+                epochs=epochs if strategy == LOCKSTEP else longer_epochs,
                 lr=lr,
                 seed=seed,
-                every=max(1, per_epoch // copies),
+                copy_every=max(1, per_epoch // copies),
                 step_s=step_ms / 1000,
             )
             print(f"{strategy}, seed {seed}", file=sys.stderr, flush=True)
@@ -219,36 +219,38 @@ def run(
     )
 
 
-def _built(model: str, splits: Splits, seed: int) -> torch.nn.Module:
+def _build_model(model: str, splits: Splits, seed: int) -> torch.nn.Module:
     return build_model(model, sample_shape=splits.sample_shape, classes=splits.classes, seed=seed)
 
 
-def _train(settings: Settings, workers: int, slow: tuple[str, ...]) -> Curve:
+def _train(settings: AccuracySettings, workers: int, slow: tuple[str, ...]) -> Curve:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
-        told = run_workers(
+        result = run_workers(
             "benchmarks.accuracy",
             msgspec.to_builtins(settings),
             workers,
-            env=surroundings(slow, settings.seed, log),
+            env=worker_environment(slow, settings.seed, log),
         )
         entries = read_log(log).entries
     used = [0]
     for step in read_steps(entries, read_changes(entries)):
         used.append(used[-1] + step.samples)
     points = tuple(
-        Point(time_s=one["time_s"], samples=used[one["step"]], accuracy=one["accuracy"])
-        for one in told["copies"]
+        Point(time_s=copy["time_s"], samples=used[copy["step"]], accuracy=copy["accuracy"])
+        for copy in result["copies"]
     )
-    return Curve(strategy=settings.strategy, seed=settings.seed, points=points, late_share=told["late_share"])
+    return Curve(
+        strategy=settings.strategy, seed=settings.seed, points=points, late_share=result["late_share"]
+    )
 
 
 def main() -> None:
-    """One worker: trains; rank 0 measures its copies afterwards, and answers."""
-    settings = msgspec.convert(settings_of(sys.argv), Settings)
+    """Train as one worker; rank 0 then evaluates its copies and sends the result."""
+    settings = msgspec.convert(read_settings(sys.argv), AccuracySettings)
     torch.set_num_threads(1)
     splits = load_data_set(settings.data, settings.data_dir)
-    model = _built(settings.model, splits, settings.seed)
+    model = _build_model(settings.model, splits, settings.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9)
     stretch = Stretch(model, settings.step_s)
     copies: list[tuple[int, float, dict[str, torch.Tensor]]] = []
@@ -261,7 +263,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), labels).backward()
                 optimizer.step()
-                if session.worker == 0 and session.step % settings.every == 0:
+                if session.worker == 0 and session.step % settings.copy_every == 0:
                     now_s = time.perf_counter()
                     copy = {name: value.clone() for name, value in model.state_dict().items()}
                     copies.append((session.step, now_s - began_s, copy))
@@ -269,22 +271,22 @@ def main() -> None:
             if session.worker == 0:
                 print(f"epoch {epoch + 1} of {settings.epochs}", flush=True)
     if session.worker == 0:
-        answer(
+        send_result(
             {
-                "copies": _measured(model, copies, splits),
+                "copies": _evaluate_copies(model, copies, splits),
                 "late_share": stretch.late_steps / max(1, stretch.steps),
             }
         )
 
 
-def _measured(
+def _evaluate_copies(
     model: torch.nn.Module, copies: Sequence[tuple[int, float, dict[str, torch.Tensor]]], splits: Splits
 ) -> list[dict[str, Any]]:
-    measured = []
+    points = []
     for step, time_s, copy in copies:
         model.load_state_dict(copy)
-        measured.append({"step": step, "time_s": time_s, "accuracy": accuracy(model, splits.test)})
-    return measured
+        points.append({"step": step, "time_s": time_s, "accuracy": accuracy(model, splits.test)})
+    return points
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What plain sockets carry to a process that adds: the floor under a parameter server on the same machine."""
+"""Rate of plain sockets to a process that adds: a lower bound for a parameter server on the same machine."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.children import Child, Lines, ask_all
+from benchmarks.children import Child, Lines, request_all
 
 _HOST = "127.0.0.1"
-_PIECE_BYTES = 4_000_000  # at most, in which it is added
+_PIECE_BYTES = 4_000_000  # of which at most the receiver adds at once
 _LIMIT_S = 60.0
 REPETITIONS = 5
 
 
 def sockets_per_s(size_bytes: int, in_flight: int, seconds: float) -> float:
-    """Return how many messages of float32 a second one connection carries to another process that adds them.
+    """Return how many messages of float32 one connection carries per second to a process that adds them.
 
-    The sizes are known to both and nothing else is sent, but a byte in answer to each message.
+    Both sides know the sizes. Only the data are sent, and one byte in reply to each message.
 
     Args:
         size_bytes: of a message.
-        in_flight: how many are sent before the first answer.
-        seconds: how long at least to measure.
+        in_flight: messages without a reply.
+        seconds: minimum measuring time.
     """
     with Child("benchmarks.adding", name="the process that adds") as child:
-        (port,) = ask_all([child], size_bytes)
+        (port,) = request_all([child], size_bytes)
         with socket.create_connection((_HOST, port), timeout=_LIMIT_S) as line:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             message = np.ones(size_bytes // 4, np.float32).data.cast("B")
@@ -55,11 +55,11 @@ def _carry(line: socket.socket, message: memoryview, in_flight: int, count: int)
 
 
 def main() -> None:
-    """Add what comes."""
+    """Receive float32 numbers and add them to an array."""
     lines = Lines.to_parent()
-    size_bytes = lines.hear()
+    size_bytes = lines.receive()
     listener = socket.create_server((_HOST, 0))
-    lines.tell(listener.getsockname()[1])
+    lines.send(listener.getsockname()[1])
     line = listener.accept()[0]
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     total = np.zeros(size_bytes // 4, np.float32)

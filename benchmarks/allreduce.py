@@ -1,9 +1,9 @@
-"""`python -m benchmarks allreduce`: offbeat's all-reduces over links beside gloo's, on lines of known rate.
+"""`python -m benchmarks allreduce`: all-reduce over offbeat's links against gloo, on lines of known rate.
 
-Four network namespaces on one machine, each shaped to the rate, stand for four hosts; one worker runs in
-each. Blocks of all-reduces, back to back, take turns between the sides in one run: the ring over links, the
-other algorithms over links, gloo, and plain sockets, which move as many bytes as the ring and sum nothing and
-so show what the lines and this machine carry at all.
+Four network namespaces on one machine, each shaped to the rate, stand for four hosts with one worker each.
+Blocks of consecutive all-reduces alternate between the sides in one run: the ring over links, the other
+algorithms over links, gloo, and plain sockets. The sockets move as many bytes as the ring and sum nothing:
+they show the limit of the lines and this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from benchmarks.gloo import GlooSide, bound_s
 from benchmarks.namespaces import hosts
 from benchmarks.sockets import SocketRing
-from benchmarks.workers import answer, run_workers, settings_of
+from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result, machine
 from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.schedules import ALGORITHMS
@@ -43,14 +43,14 @@ _Side = Callable[[torch.Tensor], torch.Tensor | None]
 def run(
     *, command: str, workers: int = 4, rate_bit_per_s: int = 1_000_000_000, blocks: int = 15, seed: int = 0
 ) -> Result:
-    """Measures all sizes in namespaces that it makes and removes; needs root.
+    """Measure all sizes, in temporary network namespaces; needs root.
 
     Args:
         command: the command line, for the result.
         workers: hosts, one worker on each.
         rate_bit_per_s: of each host's line, each way.
-        blocks: how many blocks a side and size.
-        seed: of the numbers that are summed.
+        blocks: per side and size.
+        seed: of the summed numbers.
     """
     with hosts(workers, rate_bit_per_s=rate_bit_per_s) as made:
         settings = {
@@ -103,8 +103,8 @@ def run(
 
 
 def main() -> None:
-    """One worker: runs both sides in turn; rank 0 answers with seconds an all-reduce, block by block."""
-    settings = settings_of(sys.argv)
+    """Run the sides in alternation, as one worker; rank 0 sends the seconds per all-reduce of each block."""
+    settings = read_settings(sys.argv)
     torch.set_num_threads(1)
     environment = read_environment()
     rank, world, addresses = environment.rank, environment.world, settings["addresses"]
@@ -139,15 +139,15 @@ def main() -> None:
                 times_s[size] = _measure(sides, size, settings)
                 dist.barrier()
         if rank == 0:
-            answer(times_s)
+            send_result(times_s)
         endpoint.close()
 
 
 def _open_sockets(rank: int, addresses: list[str], size: str) -> SocketRing:
-    """This worker's place in a ring of plain sockets.
+    """Open this worker's position in a ring of plain sockets.
 
-    Each size has a new one: a window that TCP once made small, thinking that packets which overtook each
-    other were lost, grows so slowly that it would hold up all that comes after.
+    Each size has new connections: TCP may shrink a connection's window when it takes reordered packets for
+    lost ones, and the window grows back so slowly that all later transfers would be delayed.
     """
     store = dist.distributed_c10d._get_default_store()
     listener = socket.create_server((addresses[rank], 0))
@@ -158,7 +158,7 @@ def _open_sockets(rank: int, addresses: list[str], size: str) -> SocketRing:
 
 
 def _open_links(rank: int, addresses: list[str]) -> Endpoint:
-    """This worker's links, every other worker introduced through a store of its own."""
+    """Open this worker's links; addresses are exchanged through a store of this benchmark's own."""
     endpoint = Endpoint(
         f"worker-{rank}",
         job="bench",
@@ -178,9 +178,9 @@ def _open_links(rank: int, addresses: list[str]) -> Endpoint:
 
 
 def _measure(sides: Mapping[str, _Side], size: str, settings: dict[str, Any]) -> dict[str, list[float]]:
-    """Mean seconds an all-reduce, a block each; the first block of each side warms up and checks the sum.
+    """Return each block's mean seconds per all-reduce; the first block warms up and checks the sum.
 
-    A side that gives None sums nothing.
+    A side that returns None sums nothing.
     """
     generator = torch.Generator().manual_seed(settings["seed"] + dist.get_rank())
     own = torch.randint(-8, 8, (SIZES_BYTES[size] // 4,), generator=generator).float()

@@ -1,8 +1,8 @@
-"""Workers of one job are killed and stopped at random, others take their places.
+"""Workers of a job are killed and stopped at random, and replaced.
 
-What is trained counts: one number a sample, moved by one whenever the sample is used, so that every replica
-says in the end how often each sample was used, by whomever. Steps wait as long as they are to take, so that
-two cores stand for a machine a worker.
+The model counts: it has one number per sample, changed by one whenever the sample is used. So at the end
+every replica shows how often each sample was used, by any worker. Steps wait for a given time, so that two
+cores can stand for one machine per worker.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
 from offbeat.wire.record import read_log
 
-_ENDS_S = 120.0  # as long may the job take to end once the last fault is over
+_ENDS_S = 120.0  # added to the time limit of a job
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What every worker runs.
+class ChaosSettings:
+    """Settings of the job, for every worker.
 
     Attributes:
-        step_ms: how long a step computes.
-        samples: in an epoch.
+        step_ms: compute time of a step.
+        samples: per epoch.
     """
 
     strategy: str
@@ -60,13 +60,13 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strike:
-    """One fault that was made.
+class Fault:
+    """One injected fault.
 
     Attributes:
         kind: "kill" or "stop".
         worker: its id.
-        at_s, until_s: on the monotonic clock of this machine; a kill has no end.
+        at_s, until_s: monotonic time of this machine; equal for a kill.
     """
 
     kind: str
@@ -76,21 +76,21 @@ class Strike:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What one run of the job showed.
+class ChaosTrial:
+    """Measurements of one run of the job.
 
     Attributes:
-        uses: how often each sample was used, as each worker that was there in the end has it.
-        began_s, ended_s: from when everybody was there until the last step.
-        alive_s: seconds of living, running workers in that time, summed over workers.
-        recover_s: of each strike, how long until a round that began after it was over.
+        uses: how often each sample was used, by the replica of each worker that finished.
+        began_s, ended_s: the first and the last Ready event.
+        alive_s: seconds in which workers lived and ran in that time, summed over workers.
+        recover_s: for each fault, the time until a round that began after it was complete.
     """
 
     uses: list[list[float]]
     began_s: float
     ended_s: float
     alive_s: float
-    strikes: list[Strike]
+    faults: list[Fault]
     recover_s: list[float]
 
 
@@ -106,22 +106,22 @@ def run(
     batch_size: int = 32,
     seed: int = 0,
 ) -> Result:
-    """Run the job without faults for a fifth of the time, then with them.
+    """Run the job without faults for a fifth of the time, then with faults.
 
     Args:
-        duration_s: about how long the job with faults runs.
-        every_s: the mean time between two faults; each is from half to one and a half of it after the last.
-        stop_s: how long a stopped worker stands still.
+        duration_s: approximate duration of the job with faults.
+        every_s: mean time between two faults; each follows the last after 0.5 to 1.5 times as long.
+        stop_s: how long a stopped worker stays stopped.
 
     Raises:
-        OffbeatError: a job failed, or did not end.
+        OffbeatError: a job failed or did not end.
     """
     step_samples = workers * batch_size
     steps_an_epoch = max(1, round(10.0 / (step_ms / 1000)))
     epoch_s = steps_an_epoch * step_ms / 1000
 
-    def trial(length_s: float, chance: random.Random | None) -> Trial:
-        settings = Settings(
+    def trial(length_s: float, chance: random.Random | None) -> ChaosTrial:
+        settings = ChaosSettings(
             strategy=strategy,
             step_ms=step_ms,
             batch_size=batch_size,
@@ -136,10 +136,10 @@ def run(
             return job.trial()
 
     calm = trial(duration_s / 5, None)
-    wild = trial(duration_s, random.Random(f"chaos {seed}"))
-    rates = {name: _used(one) / one.alive_s for name, one in {"calm": calm, "wild": wild}.items()}
+    faulty = trial(duration_s, random.Random(f"chaos {seed}"))
+    rates = {name: _used(one) / one.alive_s for name, one in {"calm": calm, "wild": faulty}.items()}
     epochs = max(2, round(duration_s / epoch_s))
-    wrong = [(max(0.0, epochs - uses), max(0.0, uses - epochs)) for uses in wild.uses[0]]
+    wrong = [(max(0.0, epochs - uses), max(0.0, uses - epochs)) for uses in faulty.uses[0]]
     return Result(
         name="chaos",
         command=command,
@@ -149,18 +149,18 @@ def run(
             "throughput_kept": rates["wild"] / rates["calm"],
             "samples_lost": sum(lost for lost, _ in wrong),
             "samples_doubled": sum(doubled for _, doubled in wrong),
-            "recover_s_p50": median(wild.recover_s),
-            "recover_s_max": max(wild.recover_s),
-            "strikes_count": len(wild.strikes),
+            "recover_s_p50": median(faulty.recover_s),
+            "recover_s_max": max(faulty.recover_s),
+            "strikes_count": len(faulty.faults),
         },
         rows=[
             {
-                "kind": strike.kind,
-                "worker": strike.worker,
-                "after_s": strike.at_s - wild.began_s,
+                "kind": fault.kind,
+                "worker": fault.worker,
+                "after_s": fault.at_s - faulty.began_s,
                 "recover_s": recover_s,
             }
-            for strike, recover_s in zip(wild.strikes, wild.recover_s, strict=True)
+            for fault, recover_s in zip(faulty.faults, faulty.recover_s, strict=True)
         ]
         + [
             {
@@ -170,12 +170,12 @@ def run(
                 "samples_per_s": _used(one) / (one.ended_s - one.began_s),
                 "samples_per_s_and_live_worker": rates[name],
             }
-            for name, one in {"calm": calm, "wild": wild}.items()
+            for name, one in {"calm": calm, "wild": faulty}.items()
         ],
     )
 
 
-def _used(trial: Trial) -> float:
+def _used(trial: ChaosTrial) -> float:
     if any(uses != trial.uses[0] for uses in trial.uses):
         raise OffbeatError("the workers' replicas differ in the end: see the run log")
     return sum(trial.uses[0])
@@ -185,19 +185,19 @@ def _used(trial: Trial) -> float:
 class _Process:
     worker: int
     process: subprocess.Popen[bytes]
-    answer: Path
+    result_path: Path
     is_stopped: bool = False
     is_killed: bool = False
 
 
 @dataclass
 class _Job:
-    """One job and its processes; this process hosts the store, so that rank 0 may die like the others."""
+    """One job and its processes; this process hosts the store, so that rank 0 may be killed as well."""
 
-    settings: Settings
+    settings: ChaosSettings
     workers: int
     folder: Path
-    strikes: list[Strike] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
 
     def __enter__(self) -> _Job:
         self._store = TCPStore(
@@ -213,9 +213,9 @@ class _Job:
             one.process.kill()
             one.process.wait()
 
-    def _start(self, place: Mapping[str, str]) -> None:
+    def _start(self, rank_env: Mapping[str, str]) -> None:
         worker = len(self._processes)
-        answer = self.folder / f"{worker}.json"
+        result_path = self.folder / f"{worker}.json"
         env = {
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
@@ -224,21 +224,21 @@ class _Job:
             "OMP_NUM_THREADS": "1",
             environment.RUN_LOG_VARIABLE: str(self.folder / "log.jsonl"),
             environment.SEED_VARIABLE: str(self.settings.seed),
-            **place,
+            **rank_env,
         }
-        arguments = [json.dumps(vars(self.settings)), str(answer)]
+        arguments = [json.dumps(vars(self.settings)), str(result_path)]
         process = subprocess.Popen(
             child.tied_command(child.module_command("benchmarks.chaos", *arguments)), env=env
         )
-        self._processes.append(_Process(worker, process, answer))
+        self._processes.append(_Process(worker, process, result_path))
 
     def run(self, chance: random.Random | None, *, every_s: float, stop_s: float) -> None:
-        """Strike until the job has ended."""
+        """Inject faults until the job has ended."""
         epoch_s = (
             self.settings.samples / self.settings.batch_size / self.workers * self.settings.step_ms / 1e3
         )
         limit_s = time.monotonic() + 3 * self.settings.epochs * epoch_s + _ENDS_S
-        next_s = math.inf  # until the job has begun
+        next_s = math.inf  # until the job has started
         resume: list[tuple[float, _Process]] = []
         while any(one.process.poll() is None for one in self._processes):
             now_s = time.monotonic()
@@ -251,18 +251,18 @@ class _Job:
                     resume.remove((at_s, one))
             if chance is not None and next_s == math.inf and self._epoch() >= 0:
                 next_s = now_s + every_s * chance.uniform(0.5, 1.5)
-            # Who is killed or stopped at the very end is not replaced, or not waited for.
+            # No faults in the last epochs: a replacement could come too late, and a stop outlast the job.
             if chance is not None and now_s >= next_s and self._epoch() < self.settings.epochs - 2:
                 next_s = now_s + every_s * chance.uniform(0.5, 1.5)
-                struck = self._strike(chance, stop_s)
-                resume += [(now_s + stop_s, struck)] if struck.is_stopped else []
+                victim = self._inject_fault(chance, stop_s)
+                resume += [(now_s + stop_s, victim)] if victim.is_stopped else []
             time.sleep(0.02)
         for one in self._processes:
             if not one.is_killed and one.process.returncode:
                 raise OffbeatError(f"worker {one.worker} ended with {one.process.returncode}")
 
     def _epoch(self) -> int:
-        """How far the job is, -1 before it has begun."""
+        """Return the job's current epoch, -1 before it has started."""
         log = self.folder / "log.jsonl"
         if not log.exists():
             return -1
@@ -271,19 +271,19 @@ class _Job:
             found = re.findall(rb'"type":"Ready".*?"epoch":(\d+)', file.read())
         return int(found[-1]) if found else -1
 
-    def _strike(self, chance: random.Random, stop_s: float) -> _Process:
+    def _inject_fault(self, chance: random.Random, stop_s: float) -> _Process:
         victims = [one for one in self._processes if one.process.poll() is None and not one.is_stopped]
         victim = chance.choice(victims)
         now_s = time.monotonic()
         if chance.random() < 0.5:
             victim.is_killed = True
-            self.strikes.append(Strike(kind="kill", worker=victim.worker, at_s=now_s, until_s=now_s))
+            self.faults.append(Fault(kind="kill", worker=victim.worker, at_s=now_s, until_s=now_s))
             self._signal(victim, signal.SIGKILL)
-            place = {"RANK": str(len(self._processes)), "WORLD_SIZE": str(self.workers)}
-            self._start({environment.NEWCOMER_VARIABLE: "1", **place})
+            rank_env = {"RANK": str(len(self._processes)), "WORLD_SIZE": str(self.workers)}
+            self._start({environment.NEWCOMER_VARIABLE: "1", **rank_env})
         else:
             victim.is_stopped = True
-            self.strikes.append(Strike(kind="stop", worker=victim.worker, at_s=now_s, until_s=now_s + stop_s))
+            self.faults.append(Fault(kind="stop", worker=victim.worker, at_s=now_s, until_s=now_s + stop_s))
             self._signal(victim, signal.SIGSTOP)
         return victim
 
@@ -291,9 +291,11 @@ class _Job:
         with suppress(ProcessLookupError):
             os.kill(one.process.pid, number)
 
-    def trial(self) -> Trial:
-        """What the answers and the log say."""
-        uses = [json.loads(one.answer.read_text()) for one in self._processes if one.answer.exists()]
+    def trial(self) -> ChaosTrial:
+        """Return the measurements from the workers' results and the run log."""
+        uses = [
+            json.loads(one.result_path.read_text()) for one in self._processes if one.result_path.exists()
+        ]
         entries = list(read_log(self.folder / "log.jsonl").entries)
         readies = [(entry.now_s, entry.round) for entry in entries if isinstance(entry, Ready)]
         began_s, ended_s = readies[0][0], readies[-1][0]
@@ -301,51 +303,51 @@ class _Job:
         lost_s = {entry.worker: entry.now_s for entry in entries if isinstance(entry, Lost)}
         alive_s = 0.0
         for worker, from_s in joined_s.items():
-            alive_s += _within(from_s, lost_s.get(worker, ended_s), began_s, ended_s)
-        strikes = [strike for strike in self.strikes if strike.at_s < ended_s]
-        alive_s -= sum(_within(strike.at_s, strike.until_s, began_s, ended_s) for strike in strikes)
-        return Trial(
+            alive_s += _overlap_s(from_s, lost_s.get(worker, ended_s), began_s, ended_s)
+        faults = [fault for fault in self.faults if fault.at_s < ended_s]
+        alive_s -= sum(_overlap_s(fault.at_s, fault.until_s, began_s, ended_s) for fault in faults)
+        return ChaosTrial(
             uses=uses,
             began_s=began_s,
             ended_s=ended_s,
             alive_s=alive_s,
-            strikes=strikes,
-            recover_s=[_recovered_s(strike.at_s, readies) for strike in strikes],
+            faults=faults,
+            recover_s=[_recovered_s(fault.at_s, readies) for fault in faults],
         )
 
 
-def _within(from_s: float, until_s: float, began_s: float, ended_s: float) -> float:
+def _overlap_s(from_s: float, until_s: float, began_s: float, ended_s: float) -> float:
     return max(0.0, min(until_s, ended_s) - max(from_s, began_s))
 
 
 def _recovered_s(at_s: float, readies: Sequence[tuple[float, int]]) -> float:
-    """How long until somebody was Ready for a round that follows one begun after the fault."""
+    """Return the time until a worker was Ready for a round after one that began after the fault."""
     furthest = max((round_ for now_s, round_ in readies if now_s <= at_s), default=-1)
     return next((now_s - at_s for now_s, round_ in readies if now_s > at_s and round_ >= furthest + 2), 0.0)
 
 
 class Counts(nn.Module):
-    """How often each sample was used."""
+    """A model of one number per sample: how often it was used."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()
         self.uses_N = nn.Parameter(torch.zeros(samples, dtype=torch.float64))
 
     def forward(self, numbers_B: Tensor) -> Tensor:  # noqa: N803
-        """Return a loss whose gradient says which samples are in the batch."""
+        """Return a loss whose gradient marks the samples in the batch."""
         return -self.uses_N[numbers_B].mean()
 
 
 def count_once(model: Counts) -> None:
-    """All samples of a round weigh the same in the mean, however many they are: make each count for one."""
+    """Scale the gradient so that each sample counts for one: all have the same weight in a round's mean."""
     grad = model.uses_N.grad
     if grad is not None and grad.any():
         grad.div_(grad.abs()[grad != 0].min()).round_()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One worker."""
-    settings, answer = Settings(**json.loads(arguments[0])), Path(arguments[1])
+    """Train as one worker."""
+    settings, result_path = ChaosSettings(**json.loads(arguments[0])), Path(arguments[1])
     torch.set_num_threads(1)
     model = Counts(settings.samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -359,7 +361,7 @@ def main(arguments: Sequence[str]) -> int:
                 loss.backward()
                 count_once(model)
                 optimizer.step()
-    answer.write_text(json.dumps(model.uses_N.tolist()))
+    result_path.write_text(json.dumps(model.uses_N.tolist()))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Processes of a benchmark that are spoken to while they run: lines of JSON on standard input and output."""
+"""Child processes of a benchmark, with JSON messages, one per line, over standard input and output."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from typing import Any
 from offbeat.errors import OffbeatError
 from offbeat.runtime.processes import child
 
-HEAR_S = 60.0  # for which one side waits for the other at most
+RECEIVE_S = 60.0  # default time to wait for a message
 
 
 class Lines:
-    """One side of a conversation.
+    """One end of a channel of JSON messages.
 
     Args:
-        source, target: file descriptors, to read from and to write to.
-        other: who is at the other end, for errors.
+        source, target: file descriptors to read from and to write to.
+        peer: name of the other end, for errors.
     """
 
-    def __init__(self, source: int, target: int, other: str) -> None:
-        self._source, self._target, self._other = source, target, other
+    def __init__(self, source: int, target: int, peer: str) -> None:
+        self._source, self._target, self._peer = source, target, peer
         self._buffer = bytearray()
 
     @classmethod
     def to_parent(cls) -> Lines:
-        """Speak to the process that started this one."""
+        """Open the channel to the parent process."""
         return cls(sys.stdin.fileno(), sys.stdout.fileno(), "the benchmark")
 
-    def tell(self, said: Any) -> None:
-        """Say something, as plain data."""
-        data = memoryview(json.dumps(said).encode() + b"\n")
+    def send(self, message: Any) -> None:
+        """Send a message of plain data."""
+        data = memoryview(json.dumps(message).encode() + b"\n")
         try:
             while data:
                 data = data[os.write(self._target, data) :]
         except BrokenPipeError:
-            raise OffbeatError(f"{self._other} ended") from None
+            raise OffbeatError(f"{self._peer} ended") from None
 
-    def has_come(self, timeout_s: float = 0.0) -> bool:
-        """Whether the other side has said something, or says it within `timeout_s`.
+    def has_message(self, timeout_s: float = 0.0) -> bool:
+        """Return whether a message is ready, after waiting up to `timeout_s` for one.
 
         Raises:
-            OffbeatError: it has ended.
+            OffbeatError: the other end has closed.
         """
         limit_s = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
@@ -55,33 +55,33 @@ class Lines:
                 return False
             data = os.read(self._source, 2**16)
             if not data:
-                raise OffbeatError(f"{self._other} ended")
+                raise OffbeatError(f"{self._peer} ended")
             self._buffer += data
         return True
 
-    def hear(self, timeout_s: float = HEAR_S) -> Any:
-        """Wait for what the other side says.
+    def receive(self, timeout_s: float = RECEIVE_S) -> Any:
+        """Receive one message.
 
         Raises:
-            OffbeatError: it has ended, or says nothing.
+            OffbeatError: the other end has closed, or sent nothing within `timeout_s`.
         """
-        if not self.has_come(timeout_s):
-            raise OffbeatError(f"{self._other} has said nothing for {timeout_s:g} s")
+        if not self.has_message(timeout_s):
+            raise OffbeatError(f"{self._peer}: timed out after {timeout_s:g} s waiting for a message")
         line, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer[:] = rest
         return json.loads(line)
 
 
 class Child:
-    """`python -m module` as a process that ends with the thread that started it.
+    """A process that runs `python -m module` and ends with the thread that started it.
 
     Args:
-        module: what it runs.
+        module: the module to run.
         name: for errors.
-        prefix: what to put before the command (see `bench.namespaces.Host`).
+        prefix: put before the command (see `benchmarks.namespaces.Host`).
 
     Attributes:
-        lines: what is said to it and by it.
+        lines: the channel to it.
     """
 
     def __init__(self, module: str, *, name: str, prefix: Sequence[str] = ()) -> None:
@@ -104,9 +104,9 @@ class Child:
         self.close()
 
 
-def ask_all(children: Iterable[Child], said: Any) -> list[Any]:
-    """Say something to several, and wait for the answer of each."""
-    asked = list(children)
-    for one in asked:
-        one.lines.tell(said)
-    return [one.lines.hear() for one in asked]
+def request_all(children: Iterable[Child], message: Any) -> list[Any]:
+    """Send a message to several children; return the reply of each."""
+    receivers = list(children)
+    for receiver in receivers:
+        receiver.lines.send(message)
+    return [receiver.lines.receive() for receiver in receivers]

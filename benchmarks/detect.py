@@ -1,12 +1,12 @@
-"""`python -m benchmarks detect`: how soon a worker that gets slow is left out, and how soon it is back.
+"""`python -m benchmarks detect`: delay until a slow worker is excluded, and until it is readmitted.
 
-Source: the first paper, section 5: 10 epochs, in the first half of each of which one worker, drawn anew,
-takes 3 times as long; batches of 32 and 64. Deviations: fewer steps an epoch, and computing is waited for
-rather than done (`timed`), at the same share of its measured time for both batch sizes.
+Source: the first paper, section 5: 10 epochs, in the first half of each of which one random worker takes 3
+times as long; batches of 32 and 64. Deviations: fewer steps per epoch; workers wait instead of computing
+(`timed`), for the same fraction of the measured time with both batch sizes.
 
-Who was slow is computed from the rule, and who took part is read from the run log. Steps are the group's: a
-worker was *found after* as many as it still took part in, and *back after* as many as it missed although it
-was not slow any more.
+The rule determines which worker was slow; the run log contains the members of the group. Steps are the
+group's: a worker was *found after* the number of steps in which it was slow and still a member, and *back
+after* the number of steps that it missed while it was no longer slow.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import runs
-from benchmarks.exclusions import Findings, judge, read_changes, read_steps, slow_in
-from benchmarks.runs import Run
+from benchmarks.exclusions import Findings, evaluate_detection, read_changes, read_steps, slow_workers
+from benchmarks.runs import TrainingRun
 from offbeat.cli.result import Result, machine
 from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
 from offbeat.wire.record import read_log
@@ -29,7 +29,7 @@ RULE = "random:3@0.0-0.5"
 
 
 def figures(findings: Findings, batch_size: int) -> dict[str, float]:
-    """Return what one run came to; means over those that were found, and those that came back."""
+    """Return one run's figures; means are over detected workers, and over readmitted ones."""
     found: dict[str, float] = {}
     if findings.detect_steps:
         found[f"detect_steps_mean_b{batch_size}"] = mean(findings.detect_steps)
@@ -52,9 +52,9 @@ def plain_rows(findings: Findings, batch_size: int) -> list[dict[str, Any]]:
             "worker": episode.worker,
             "slow_from_step": episode.begins,
             "slow_to_step": episode.ends,
-            "detect_steps": None if episode.left_out is None else episode.left_out - episode.begins,
+            "detect_steps": None if episode.excluded_at is None else episode.excluded_at - episode.begins,
             "detect_s": episode.detect_s,
-            "recover_steps": None if episode.back is None else episode.back - episode.ends,
+            "recover_steps": None if episode.returned_at is None else episode.returned_at - episode.ends,
             "recover_s": episode.recover_s,
         }
         for episode in findings.episodes
@@ -72,7 +72,7 @@ def run(
     step_ms: float = 100.0,
     seed: int = 0,
 ) -> Result:
-    """Measures both batch sizes.
+    """Measure both batch sizes.
 
     Args:
         command: the command line, for the result.
@@ -80,26 +80,26 @@ def run(
         model: a key of `offbeat.models.MODELS`.
         workers: worker processes on this machine, at least 2.
         epochs: at least 1.
-        steps: in an epoch of batches of 32; half as many for 64.
-        step_ms: to what forward and backward pass of a batch of 32 together are scaled.
-        seed: of victims, weights and drawn gradients.
+        steps: per epoch with batches of 32; half as many with 64.
+        step_ms: forward plus backward time of a batch of 32 after scaling.
+        seed: of victims, weights and random gradients.
 
     Raises:
-        ValueError: the strategy is not understood.
+        ValueError: an unknown strategy.
     """
     rows: list[dict[str, Any]] = []
     found: dict[str, float] = {}
     about: dict[str, float] = {}
     scale: float | None = None
     for batch_size in BATCH_SIZES:
-        alone = runs.measured(model, batch_size, seed)
+        alone = runs.measure_layers(model, batch_size, seed)
         scale = scale or step_ms / 1000 / alone.step_s
         times = alone.scaled(scale)
         about[f"alone_step_ms_b{batch_size}"] = 1000 * alone.step_s
         about[f"timed_step_ms_b{batch_size}"] = 1000 * times.step_s
         print(f"{strategy}, batches of {batch_size}", file=sys.stderr, flush=True)
         findings = _measure(
-            Run(
+            TrainingRun(
                 model=model,
                 times=times,
                 workers=workers,
@@ -124,7 +124,7 @@ def run(
     )
 
 
-def _measure(settings: Run) -> Findings:
+def _measure(settings: TrainingRun) -> Findings:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         runs.run(settings, log)
@@ -133,4 +133,6 @@ def _measure(settings: Run) -> Findings:
     steps = read_steps(entries, changes)
     rules = [parse_slow_rule(text) for text in settings.slow]
     slowness = InjectedSlowness(rules, workers=settings.workers, seed=settings.seed)
-    return judge(changes, steps, slow_in(slowness, steps, settings.workers, settings.samples))
+    return evaluate_detection(
+        changes, steps, slow_workers(slowness, steps, settings.workers, settings.samples)
+    )

@@ -1,7 +1,7 @@
-"""What a run log says about who was left out when, beside who was slow when; nothing here reads a file.
+"""Compares the exclusions in a run log with the injected slowness; pure, without I/O.
 
-A worker's *episode* is a run of the group's steps in which a rule makes it slow. The group's steps are
-counted because a worker that is left out has a count of its own.
+A worker's *episode* is a sequence of the group's steps in which a rule makes it slow. Steps are the group's,
+because an excluded worker counts its own steps.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from offbeat.policies.stragglers.injection import InjectedSlowness
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class GroupStep:
     """One step of the group.
 
     Attributes:
-        epoch: in which it was taken.
-        used: samples of this epoch that the group had used before it.
-        samples: that it used.
+        epoch: of the step.
+        used: samples of this epoch that the group used before the step.
+        samples: used in the step.
         ready_s: when the last member had its gradients, by the coordinator's clock.
     """
 
@@ -32,15 +32,15 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """A change of the group.
+class GroupChange:
+    """A change of the group's members.
 
     Attributes:
-        step: the first one of the new group.
-        decided: the furthest step that any member had computed when it was decided.
-        named_s: when the group was named, by the coordinator's clock.
-        members: from then on.
-        finished: whose loop was over then.
+        step: first step of the new group.
+        decided: furthest step that any member had computed when the change was decided.
+        named_s: when the group was announced, by the coordinator's clock.
+        members: of the new group.
+        finished: workers whose training had ended by then.
     """
 
     step: int
@@ -52,34 +52,34 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """One worker is slow for a while.
+    """An interval in which one worker is slow.
 
     Attributes:
-        begins: the first step of the group in which it is slow.
-        ends: the first one after it in which it is not.
-        left_out: the first step without it, None where it is missed.
-        back: the first step after that with it, None where it did not come back.
-        detect_s: from the beginning until the group without it was named.
-        recover_s: from the end until the group with it was named.
+        begins: first step of the group in which it is slow.
+        ends: first step after it in which it is not.
+        excluded_at: first step without the worker, None if it was not excluded.
+        returned_at: first step after that with the worker, None if it did not return.
+        detect_s: from the beginning until the group without it was announced.
+        recover_s: from the end until the group with it was announced.
     """
 
     worker: int
     epoch: int
     begins: int
     ends: int
-    left_out: int | None
-    back: int | None
+    excluded_at: int | None
+    returned_at: int | None
     detect_s: float | None
     recover_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """How well a run found who was slow.
+    """Quality of the detection in one run.
 
     Attributes:
-        episodes: in the order of their beginnings. Not in it: one that began while the worker was still out
-            from the one before, which is nobody's merit.
+        episodes: in the order of their beginnings. Episodes that began while the worker was still excluded
+            because of the previous one are omitted.
         false_alarms: exclusions of workers that were not slow.
         early_recoveries: returns of workers that were still slow.
     """
@@ -90,29 +90,29 @@ class Findings:
 
     @property
     def missed(self) -> int:
-        """Episodes in which the worker was not left out."""
-        return sum(episode.left_out is None for episode in self.episodes)
+        """Number of episodes without an exclusion."""
+        return sum(episode.excluded_at is None for episode in self.episodes)
 
     @property
     def detect_steps(self) -> list[int]:
-        """In how many steps each worker that was found had still taken part, slow."""
-        return [e.left_out - e.begins for e in self.episodes if e.left_out is not None]
+        """Steps of each excluded worker in which it was slow and still a member."""
+        return [e.excluded_at - e.begins for e in self.episodes if e.excluded_at is not None]
 
     @property
     def recover_steps(self) -> list[int]:
-        """How many steps went without each worker that came back, although it was not slow any more."""
-        return [e.back - e.ends for e in self.episodes if e.back is not None]
+        """Steps without each returned worker in which it was no longer slow."""
+        return [e.returned_at - e.ends for e in self.episodes if e.returned_at is not None]
 
 
-def read_changes(entries: Iterable[Event | Action]) -> list[Change]:
-    """Return the groups in their order, the first one included."""
-    changes: list[Change] = []
-    known: set[int] = set()
+def read_changes(entries: Iterable[Event | Action]) -> list[GroupChange]:
+    """Return the groups in their order, including the first."""
+    changes: list[GroupChange] = []
+    members_now: set[int] = set()
     finished: set[int] = set()
     furthest, decided, now_s = -1, -1, 0.0
     for entry in entries:
         now_s = getattr(entry, "now_s", now_s)
-        if isinstance(entry, Ready) and entry.worker in known:
+        if isinstance(entry, Ready) and entry.worker in members_now:
             furthest = max(furthest, entry.step)
         elif isinstance(entry, Finished | Left):
             finished.add(entry.worker)
@@ -122,7 +122,7 @@ def read_changes(entries: Iterable[Event | Action]) -> list[Change]:
             members = frozenset(entry.members)
             if not changes or members != changes[-1].members:
                 changes.append(
-                    Change(
+                    GroupChange(
                         step=entry.step,
                         decided=decided,
                         named_s=now_s,
@@ -130,12 +130,12 @@ def read_changes(entries: Iterable[Event | Action]) -> list[Change]:
                         finished=frozenset(finished),
                     )
                 )
-            known = set(members)
+            members_now = set(members)
     return changes
 
 
-def read_steps(entries: Iterable[Event | Action], changes: Sequence[Change]) -> list[Step]:
-    """Return the group's steps; place n is step n. What workers outside the group computed does not count."""
+def read_steps(entries: Iterable[Event | Action], changes: Sequence[GroupChange]) -> list[GroupStep]:
+    """Return the group's steps; index n is step n. Ready events of workers outside the group do not count."""
     samples: dict[int, dict[int, int]] = {}
     epochs: dict[int, int] = {}
     ready_s: dict[int, float] = {}
@@ -144,26 +144,26 @@ def read_steps(entries: Iterable[Event | Action], changes: Sequence[Change]) -> 
             samples.setdefault(entry.step, {})[entry.worker] = entry.samples
             epochs[entry.step] = entry.epoch
             ready_s[entry.step] = entry.now_s
-    steps: list[Step] = []
+    steps: list[GroupStep] = []
     used = 0
     for number in sorted(samples):
         if steps and epochs[number] != steps[-1].epoch:
             used = 0
         taken = sum(samples[number].values())
-        steps.append(Step(epoch=epochs[number], used=used, samples=taken, ready_s=ready_s[number]))
+        steps.append(GroupStep(epoch=epochs[number], used=used, samples=taken, ready_s=ready_s[number]))
         used += taken
     return steps
 
 
-def members_at(changes: Sequence[Change], step: int) -> frozenset[int]:
-    """Return who is in the group of a step."""
+def members_at(changes: Sequence[GroupChange], step: int) -> frozenset[int]:
+    """Return the members of the group at a step."""
     return next((change.members for change in reversed(changes) if change.step <= step), frozenset())
 
 
-def slow_in(
-    slowness: InjectedSlowness, steps: Sequence[Step], workers: int, samples_per_epoch: int
+def slow_workers(
+    slowness: InjectedSlowness, steps: Sequence[GroupStep], workers: int, samples_per_epoch: int
 ) -> list[frozenset[int]]:
-    """Return who is slow in each step of the group; parts of an epoch are parts of its samples."""
+    """Return the slow workers in each step of the group; parts of an epoch are parts of its samples."""
     return [
         frozenset(
             worker
@@ -174,14 +174,18 @@ def slow_in(
     ]
 
 
-def judge(changes: Sequence[Change], steps: Sequence[Step], slow: Sequence[frozenset[int]]) -> Findings:
-    """Hold the groups against who was slow.
+def evaluate_detection(
+    changes: Sequence[GroupChange], steps: Sequence[GroupStep], slow: Sequence[frozenset[int]]
+) -> Findings:
+    """Compare the groups with the slow workers.
 
-    A decision is right where the worker was slow (or, for its return, was not) in the furthest step that had
-    been computed then or in the one before, for what the coordinator hears is about a step that is over.
+    A decision is correct if the worker was slow (or, for its return, was not) in the furthest step computed
+    by then or in the one before, because events at the coordinator are about finished steps.
     """
     found = Findings(episodes=[])
-    runs = [(*run, worker) for worker in frozenset[int]().union(*slow) for run in _runs(slow, worker)]
+    runs = [
+        (*run, worker) for worker in frozenset[int]().union(*slow) for run in _slow_intervals(slow, worker)
+    ]
     for begins, ends, worker in sorted(runs):
         if worker in members_at(changes, begins):
             found.episodes.append(_episode(worker, begins, ends, changes, steps))
@@ -189,39 +193,39 @@ def judge(changes: Sequence[Change], steps: Sequence[Step], slow: Sequence[froze
     for before, change in pairwise(changes):
         at = min(change.decided, len(slow) - 1)
         around = slow[max(0, at - 1) : at + 1]
-        gone = before.members - change.members - change.finished
-        false_alarms += sum(not any(worker in now for now in around) for worker in gone)
-        if change.step < len(steps):  # later, everybody comes back for the final state
-            come = change.members - before.members
-            early += sum(all(worker in now for now in around) for worker in come)
+        excluded = before.members - change.members - change.finished
+        false_alarms += sum(not any(worker in now for now in around) for worker in excluded)
+        if change.step < len(steps):  # afterwards all workers return for the final state
+            joined = change.members - before.members
+            early += sum(all(worker in now for now in around) for worker in joined)
     return Findings(episodes=found.episodes, false_alarms=false_alarms, early_recoveries=early)
 
 
-def _runs(slow: Sequence[frozenset[int]], worker: int) -> list[tuple[int, int]]:
+def _slow_intervals(slow: Sequence[frozenset[int]], worker: int) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     begins: int | None = None
-    for step, who in enumerate([*slow, frozenset[int]()]):
-        if worker in who and begins is None:
+    for step, slow_now in enumerate([*slow, frozenset[int]()]):
+        if worker in slow_now and begins is None:
             begins = step
-        elif worker not in who and begins is not None:
+        elif worker not in slow_now and begins is not None:
             runs.append((begins, step))
             begins = None
     return runs
 
 
 def _episode(
-    worker: int, begins: int, ends: int, changes: Sequence[Change], steps: Sequence[Step]
+    worker: int, begins: int, ends: int, changes: Sequence[GroupChange], steps: Sequence[GroupStep]
 ) -> Episode:
-    out = next(
+    exclusion = next(
         (c for c in changes if begins <= c.decided and c.step > begins and worker not in c.members), None
     )
-    if out is not None and out.decided > ends:
-        out = None
-    back = None
-    if out is not None:
-        back = next((c for c in changes if c.step > out.step and worker in c.members), None)
-    if back is not None and back.step >= len(steps):
-        back = None
+    if exclusion is not None and exclusion.decided > ends:
+        exclusion = None
+    returned = None
+    if exclusion is not None:
+        returned = next((c for c in changes if c.step > exclusion.step and worker in c.members), None)
+    if returned is not None and returned.step >= len(steps):
+        returned = None
     began_s = steps[begins - 1].ready_s if begins else changes[0].named_s
     ended_s = steps[ends - 1].ready_s
     return Episode(
@@ -229,8 +233,8 @@ def _episode(
         epoch=steps[begins].epoch,
         begins=begins,
         ends=ends,
-        left_out=None if out is None else out.step,
-        back=None if back is None else back.step,
-        detect_s=None if out is None else out.named_s - began_s,
-        recover_s=None if back is None else back.named_s - ended_s,
+        excluded_at=None if exclusion is None else exclusion.step,
+        returned_at=None if returned is None else returned.step,
+        detect_s=None if exclusion is None else exclusion.named_s - began_s,
+        recover_s=None if returned is None else returned.named_s - ended_s,
     )

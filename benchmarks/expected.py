@@ -1,6 +1,4 @@
-"""What a step of `python -m benchmarks hybrid` is expected to take: layer times of a case, bounds, a
-prediction.
-"""
+"""Expected step times of `python -m benchmarks hybrid`: scaled layer times, bounds and predictions."""
 
 from __future__ import annotations
 
@@ -29,20 +27,20 @@ SIDES: Mapping[str, str] = {
 """Name -> strategy; `ddp` is PyTorch's own."""
 
 TCP_SHARE = 0.956
-"""Of a line's rate, what TCP carries."""
+"""Share of a line's rate that TCP carries."""
 
 _DDP_LIKE = f"hybrid:policy=ring,order=fifo,overlap=backward,fuse_bytes={25 << 20}"
 LATENCY_S = 200e-6
-"""What a message between two of these hosts needs beside its bytes, about, with what both sides do for it."""
+"""Approximate fixed cost of a message between two of these hosts, processing at both ends included."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """How long a step computes.
+class ComputeCase:
+    """Compute time of a step.
 
     Attributes:
-        ratio: of the time that the gradients need on the line.
-        forward_share: of it, in the forward pass.
+        ratio: of compute time to the gradients' transfer time.
+        forward_share: share of the compute time in the forward pass.
     """
 
     ratio: float
@@ -54,21 +52,21 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As figures spell it, both in percent."""
+        """As in figures, both numbers in percent."""
         return f"c{100 * self.ratio:.0f}_f{100 * self.forward_share:.0f}"
 
 
-def times_for(alone: ModelTimes, case: Case, transfer_s: float, optimizer_s: float) -> ModelTimes:
-    """Return layer times that sum to a case's, in the proportions of those that were measured.
+def times_for(alone: ModelTimes, case: ComputeCase, transfer_s: float, optimizer_s: float) -> ModelTimes:
+    """Return measured layer times, scaled to a case.
 
     Args:
-        alone: those.
-        case: how long a step computes.
-        transfer_s: what its gradients need on the line.
-        optimizer_s: what the optimizer takes of it, out of the forward pass's part.
+        alone: measured layer times.
+        case: compute time of a step.
+        transfer_s: transfer time of the gradients.
+        optimizer_s: the optimizer's part of the compute time, subtracted from the forward pass's.
 
     Raises:
-        ValueError: the optimizer takes all of that part.
+        ValueError: the optimizer takes longer than the forward pass's part.
     """
     compute_s = case.ratio * transfer_s
     forward_s = case.forward_share * compute_s - optimizer_s
@@ -83,12 +81,12 @@ def times_for(alone: ModelTimes, case: Case, transfer_s: float, optimizer_s: flo
 
 
 def works_of(times: ModelTimes, model: nn.Module, optimizer_s: float) -> list[LayerWork]:
-    """Return what each layer computes and sends; first what comes before the first layer.
+    """Return each layer's compute times and message size, starting with the time before the first layer.
 
     Args:
         times: of all layers.
         model: with these layers.
-        optimizer_s: of a step; each layer takes its part.
+        optimizer_s: of a step; divided among the layers by size.
     """
     parameters = {
         layer.name: [*model.get_submodule(layer.name).parameters(recurse=False)] for layer in times.layers
@@ -109,7 +107,7 @@ def works_of(times: ModelTimes, model: nn.Module, optimizer_s: float) -> list[La
 
 
 def least_s(works: Sequence[LayerWork], workers: int, rate_bit_per_s: int) -> float:
-    """Return the least time of a step in which no gradient waits longer than it must, in seconds."""
+    """Return a lower bound of a step's time in seconds: every gradient is sent as early as possible."""
     messages = [
         TimedMessage(layer=index, steps_s=(transfer_s(work.size_bytes, workers, rate_bit_per_s),))
         for index, work in enumerate(works)
@@ -119,16 +117,17 @@ def least_s(works: Sequence[LayerWork], workers: int, rate_bit_per_s: int) -> fl
 
 
 def predicted_s(side: str, works: Sequence[LayerWork], workers: int, rate_bit_per_s: int) -> float:
-    """Return the time of a step as `offbeat.numerics.collectives.forecast` predicts it, in seconds.
+    """Return a step's time in seconds as predicted by `offbeat.numerics.collectives.forecast`.
 
-    DDP is taken for rings of 25 MiB buckets, in the order in which these fill, behind the backward pass.
+    DDP is approximated by rings over buckets of 25 MiB, in the order in which they fill, overlapped with the
+    backward pass.
 
     Raises:
         ValueError: a strategy that is not `hybrid`.
     """
     strategy = parse_strategy(_DDP_LIKE if side == DDP else SIDES.get(side, side))
     if not isinstance(strategy, Hybrid):
-        raise ValueError(f"expected ddp or a hybrid, whose steps can be predicted, got {side!r}")
+        raise ValueError(f"expected ddp or a hybrid strategy, whose steps can be predicted, got {side!r}")
     return forecast_step(
         works,
         workers,
@@ -141,10 +140,10 @@ def predicted_s(side: str, works: Sequence[LayerWork], workers: int, rate_bit_pe
 
 
 def line_of(rate_bit_per_s: int) -> LinkModel:
-    """Return what a message costs on lines of this rate."""
+    """Return the cost of a message on lines of this rate."""
     return LinkModel(alpha_s=LATENCY_S, beta_s=8 / (rate_bit_per_s * TCP_SHARE))
 
 
 def transfer_s(size_bytes: int, workers: int, rate_bit_per_s: int) -> float:
-    """Return how long TCP needs at least for an all-reduce on lines of this rate, in seconds."""
+    """Return the least time of an all-reduce with TCP on lines of this rate, in seconds."""
     return bound_s(size_bytes, workers, rate_bit_per_s * TCP_SHARE)

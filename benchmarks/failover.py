@@ -1,9 +1,9 @@
 """`python -m benchmarks failover`: servers of a parameter server are killed while workers push.
 
-Every push is of all keys of one namespace and says which it is: to each key it adds one to its worker's
-counter, and its number to the worker's sum of numbers. So the values say in the end whether a push is missing
-or came twice, even where one of each would hide each other. A second namespace, which nobody pushes to any
-more, gives the servers that take over something to fetch.
+Every push covers all keys of one namespace and has a number: at each key it adds one to its worker's counter,
+and its number to the worker's sum. So the final values show whether a push was lost or applied twice, even
+where one of each would cancel out in the counter. A second, idle namespace gives the servers that take over
+something to fetch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.children import Child, Lines, ask_all
+from benchmarks.children import Child, Lines, request_all
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.events import Action, ClusterView, Event, NodeLost
@@ -39,17 +39,17 @@ from offbeat.wire.record import read_log
 _SERVERS = 4
 _COPIES = 2
 _KEYS, _BLOCK_KEYS = 1024, 32
-_IN_FLIGHT = 2  # pushes of one worker
-_BETWEEN = (5, 30)  # pushes of every worker before the next kill
+_IN_FLIGHT = 2  # pushes per worker
+_PUSHES_BETWEEN_KILLS = (5, 30)  # pushes of every worker before the next kill, at least and at most
 _LIMIT_S = 60.0
-_LOOK_S = 0.002
+_POLL_S = 0.002
 
 Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """When a worker began a push and knew that it was done, on the monotonic clock of this machine."""
+    """Start and completion of a push, in monotonic time of this machine."""
 
     begun_s: float
     done_s: float
@@ -57,12 +57,12 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """One server that was killed.
+    """One killed server.
 
     Attributes:
         kind: "one", "two" at once, or during a "join".
-        at_s, dead_s: it was alive just before, and dead just after.
-        promoted_s: when others had answered for all that it was the master of.
+        at_s, dead_s: just before the kill, and just after the process had ended.
+        promoted_s: when other servers had answered for all keys.
     """
 
     round: int
@@ -74,24 +74,25 @@ class Kill:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What the manager's log says of a kill: when it was noticed, and whether a server was being taken in."""
+class DetectedKill:
+    """A kill in the manager's log: when it was detected, and whether a server was joining."""
 
     detected_s: float
     is_join: bool
 
 
 def run(*, command: str, kills: int = 20, workers: int = 4, size_mb: int = 64, seed: int = 0) -> Result:
-    """Kill so many of 4 servers one after the other, and start others in their places.
+    """Kill `kills` of 4 servers one after the other, and start replacements.
 
     Args:
-        kills: in rounds of one, two at once, and one while another is being taken in.
+        command: the command line, for the result.
+        kills: in rounds of one, two at once, and one while another server joins.
         workers: processes that push.
-        size_mb: what the servers hold besides, in 10^6 bytes.
-        seed: of who is killed, and when.
+        size_mb: size of the idle namespace, in 10^6 bytes.
+        seed: of victims and times.
 
     Raises:
-        OffbeatError: something did not go on.
+        OffbeatError: a process failed, or a wait timed out.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         log = Path(folder) / "log.jsonl"
@@ -100,14 +101,14 @@ def run(*, command: str, kills: int = 20, workers: int = 4, size_mb: int = 64, s
             stack.enter_context(Child("benchmarks.failover", name=f"worker {worker}"))
             for worker in range(workers)
         ]
-        trial = _Trial(ps, pushing, random.Random(f"failover {seed}"))
+        trial = _FailoverTrial(ps, pushing, random.Random(f"failover {seed}"))
         trial.begin(size_mb * 1_000_000)
         for number, (kind, count) in enumerate(_rounds(kills)):
             print(f"{len(trial.kills)} of {kills} killed", file=sys.stderr, flush=True)
             trial.round(number, kind, count)
-        lost, doubled = trial.wrong(is_last=True)
-        seen = _seen(log, [kill.server for kill in trial.kills])
-    rows = [_row(kill, seen[kill.server], trial.pushes) for kill in trial.kills]
+        lost, doubled = trial.count_wrong(is_last=True)
+        detected = _read_detected_kills(log, [kill.server for kill in trial.kills])
+    rows = [_row(kill, detected[kill.server], trial.pushes) for kill in trial.kills]
     figures: dict[str, float] = {
         "lost_pushes": lost,
         "doubled_pushes": doubled,
@@ -130,7 +131,7 @@ def run(*, command: str, kills: int = 20, workers: int = 4, size_mb: int = 64, s
 
 
 def _rounds(kills: int) -> Iterator[tuple[str, int]]:
-    """Yield what each round does, and how many it kills."""
+    """Yield kind and number of kills of each round."""
     for kind in itertools.cycle(("one", "two", "join")):
         if kills <= 0:
             return
@@ -140,8 +141,8 @@ def _rounds(kills: int) -> Iterator[tuple[str, int]]:
 
 
 @dataclass
-class _Trial:
-    """The servers, who pushes to them, and what was done to them.
+class _FailoverTrial:
+    """The servers, the workers that push, and the record of kills and pushes.
 
     Attributes:
         pushes: of each worker, in order.
@@ -154,29 +155,29 @@ class _Trial:
     pushes: list[list[Push]] = field(default_factory=list)
 
     def begin(self, size_bytes: int) -> None:
-        """Open what is pushed to, and let the workers come."""
+        """Create the namespaces and connect the workers."""
         self._counters = _counters(self.ps, len(self.workers))
-        self._rest = self.ps.namespace("rest", keys=size_bytes // 4)
-        self._rest.push(np.ones(self._rest.keys, np.float32)).result()
+        self._idle = self.ps.namespace("rest", keys=size_bytes // 4)
+        self._idle.push(np.ones(self._idle.keys, np.float32)).result()
         self.servers = set(self.ps.servers)
         self._ids = itertools.count(max(self.servers) + 1)
         self.pushes = [[] for _ in self.workers]
         for worker, child in enumerate(self.workers):
             cluster = msgspec.to_builtins(self.ps.cluster)
-            child.lines.tell({"cluster": cluster, "worker": worker, "workers": len(self.workers)})
+            child.lines.send({"cluster": cluster, "worker": worker, "workers": len(self.workers)})
         for child in self.workers:
-            child.lines.hear()
+            child.lines.receive()
 
     def round(self, number: int, kind: str, count: int) -> None:
-        """Kill while the workers push, start others, and see what has come of the pushes."""
+        """Kill servers while the workers push, start replacements, and check the pushes."""
         for child in self.workers:
-            child.lines.tell("go")
-        self._let_push(self.chance.randint(*_BETWEEN))
+            child.lines.send("go")
+        self._let_push(self.chance.randint(*_PUSHES_BETWEEN_KILLS))
         victims = self.chance.sample(sorted(self.servers), count)
         if kind == "join":
-            with ThreadPoolExecutor(1) as beside:
-                started = beside.submit(self._start)
-                self._look(
+            with ThreadPoolExecutor(1) as executor:
+                started = executor.submit(self._start)
+                self._wait_for(
                     lambda: not self.ps.is_rebalanced or len(self.ps.servers) > _SERVERS,
                     "the next server to come",
                 )
@@ -188,34 +189,34 @@ class _Trial:
         while len(self.servers) < _SERVERS:
             self._start()
         self.ps.wait_until_rebalanced(self.servers)
-        self._let_push(_BETWEEN[0])
-        for worker, told in enumerate(ask_all(self.workers, "halt")):
-            self.pushes[worker] += [Push(begun_s=begun_s, done_s=done_s) for begun_s, done_s in told]
-        lost, doubled = self.wrong()
+        self._let_push(_PUSHES_BETWEEN_KILLS[0])
+        for worker, times_s in enumerate(request_all(self.workers, "halt")):
+            self.pushes[worker] += [Push(begun_s=begun_s, done_s=done_s) for begun_s, done_s in times_s]
+        lost, doubled = self.count_wrong()
         if lost or doubled:
             print(f"round {number}: {lost} pushes lost, {doubled} twice", file=sys.stderr, flush=True)
 
-    def wrong(self, *, is_last: bool = False) -> tuple[int, int]:
-        """How many pushes of all that are done are lost, and how many came twice."""
+    def count_wrong(self, *, is_last: bool = False) -> tuple[int, int]:
+        """Return how many of the completed pushes are lost, and how many were applied twice."""
         values_KC = self._counters.pull().result()  # noqa: N806
         lost, doubled = wrong_pushes(values_KC, [len(pushes) for pushes in self.pushes])
         if is_last:
-            rest = self._rest.pull().result()
-            lost, doubled = lost + int((rest < 1).any()), doubled + int((rest > 1).any())
+            idle = self._idle.pull().result()
+            lost, doubled = lost + int((idle < 1).any()), doubled + int((idle > 1).any())
         return lost, doubled
 
     def _kill(self, number: int, kind: str, victims: Sequence[int]) -> None:
-        struck_s = {}
+        killed_s = {}
         processes = self.ps.local_servers.processes
         for server in victims:
-            struck_s[server] = time.monotonic()
+            killed_s[server] = time.monotonic()
             processes[server].kill()
         for server in victims:
             processes[server].wait()
         dead_s = time.monotonic()
         self._counters.pull().result()
         promoted_s = time.monotonic()
-        for server, at_s in struck_s.items():
+        for server, at_s in killed_s.items():
             self.servers.discard(server)
             killed = Kill(
                 round=number, kind=kind, server=server, at_s=at_s, dead_s=dead_s, promoted_s=promoted_s
@@ -228,45 +229,47 @@ class _Trial:
         self.servers.add(server)
 
     def _let_push(self, count: int) -> None:
-        """Wait until every worker has pushed so often."""
+        """Wait until every worker has made `count` more pushes."""
         before = self._counts()
-        self._look(lambda: bool((self._counts() >= before + count).all()), f"{count} pushes of every worker")
+        self._wait_for(
+            lambda: bool((self._counts() >= before + count).all()), f"{count} pushes of every worker"
+        )
 
     def _counts(self) -> Values:
         counts: Values = self._counters.pull(first=0, last=1).result()[0, ::2]
         return counts
 
-    def _look(self, condition: Any, what: str) -> None:
+    def _wait_for(self, condition: Any, what: str) -> None:
         limit_s = time.monotonic() + _LIMIT_S
         while not condition():
             if time.monotonic() > limit_s:
-                raise OffbeatError(f"waited {_LIMIT_S:g} s for {what} in vain")
-            time.sleep(_LOOK_S)
+                raise OffbeatError(f"timed out after {_LIMIT_S:g} s waiting for {what}")
+            time.sleep(_POLL_S)
 
 
 def wrong_pushes(values_KC: Values, pushed: Sequence[int]) -> tuple[int, int]:  # noqa: N803
-    """Return how many pushes are missing in the key that has the fewest, and how many are there twice.
+    """Return how many pushes are missing at the key with the fewest, and how many were applied twice.
 
     Args:
-        values_KC: a row a key: of each worker its counter and its sum of numbers.
-        pushed: how often each worker has pushed.
+        values_KC: one row per key: for each worker its counter and its sum of numbers.
+        pushed: number of pushes of each worker.
     """
     lost = doubled = 0
     for worker, count in enumerate(pushed):
         counts_K, sums_K = values_KC[:, 2 * worker], values_KC[:, 2 * worker + 1]  # noqa: N806
-        missing, more = int(max(0, (count - counts_K).max())), int(max(0, (counts_K - count).max()))
+        missing, excess = int(max(0, (count - counts_K).max())), int(max(0, (counts_K - count).max()))
         hidden = int(((counts_K == count) & (sums_K != count * (count + 1) / 2)).any())
-        lost, doubled = lost + max(missing, hidden), doubled + max(more, hidden)
+        lost, doubled = lost + max(missing, hidden), doubled + max(excess, hidden)
     return lost, doubled
 
 
 def first_served_s(kill: Kill, pushes: Sequence[Sequence[Push]]) -> float:
-    """How long after a kill the first push was done that cannot have been done without the new masters."""
+    """Return the time from a kill to the first completed push that began after the server's death."""
     return min(_served(kill, one).done_s for one in pushes) - kill.at_s
 
 
 def gap_s(kill: Kill, pushes: Sequence[Sequence[Push]]) -> float:
-    """The longest time, of any worker, in which no push was done around a kill."""
+    """Return the longest time without a completed push around a kill, over the workers."""
     return max(
         later.done_s - before.done_s
         for one in pushes
@@ -280,34 +283,36 @@ def _served(kill: Kill, pushes: Sequence[Push]) -> Push:
     return next(push for push in pushes if push.begun_s > kill.dead_s)
 
 
-def _row(kill: Kill, seen: Seen, pushes: Sequence[Sequence[Push]]) -> dict[str, Any]:
+def _row(kill: Kill, detected: DetectedKill, pushes: Sequence[Sequence[Push]]) -> dict[str, Any]:
     return {
         "round": kill.round,
         "kind": kill.kind,
         "server": kill.server,
-        "is_join": seen.is_join,
-        "detect_s": seen.detected_s - kill.at_s,
+        "is_join": detected.is_join,
+        "detect_s": detected.detected_s - kill.at_s,
         "promote_s": kill.promoted_s - kill.at_s,
         "first_served_s": first_served_s(kill, pushes),
         "gap_s": gap_s(kill, pushes),
     }
 
 
-def _seen(log: Path, servers: Sequence[int]) -> dict[int, Seen]:
-    """What the run log says of the servers that were killed; it is written a little behind."""
+def _read_detected_kills(log: Path, servers: Sequence[int]) -> dict[int, DetectedKill]:
+    """Return the kills in the run log, which is written with a short delay."""
     limit_s = time.monotonic() + _LIMIT_S
     while True:
-        found = seen_in(read_log(log).entries)
+        found = detected_kills(read_log(log).entries)
         if found.keys() >= set(servers):
             return found
         if time.monotonic() > limit_s:
-            raise OffbeatError(f"the manager has not noticed that servers {set(servers) - found.keys()} died")
-        time.sleep(_LOOK_S)
+            raise OffbeatError(
+                f"the manager has not detected that servers {set(servers) - found.keys()} died"
+            )
+        time.sleep(_POLL_S)
 
 
-def seen_in(entries: Sequence[Event | Action]) -> dict[int, Seen]:
-    """Return, by server, what a run log says of its death."""
-    found: dict[int, Seen] = {}
+def detected_kills(entries: Sequence[Event | Action]) -> dict[int, DetectedKill]:
+    """Return what a run log says about each server's death, by server."""
+    found: dict[int, DetectedKill] = {}
     for event, action in itertools.pairwise(entries):
         match event:
             case NodeLost(node=node) if node.startswith("server-"):
@@ -316,7 +321,7 @@ def seen_in(entries: Sequence[Event | Action]) -> dict[int, Seen]:
                 continue
         if server not in found:
             is_join = isinstance(action, ClusterView) and bool(action.next_ring)
-            found[server] = Seen(detected_s=event.now_s, is_join=is_join)
+            found[server] = DetectedKill(detected_s=event.now_s, is_join=is_join)
     return found
 
 
@@ -325,27 +330,27 @@ def _counters(ps: PS, workers: int) -> Namespace:
 
 
 def main() -> None:
-    """One worker: pushes from "go" to "halt", and then says when each push was begun and done."""
+    """Push from "go" to "halt", as one worker; then send the start and completion of each push."""
     lines = Lines.to_parent()
-    place: Mapping[str, Any] = lines.hear()
+    settings: Mapping[str, Any] = lines.receive()
     numbers = itertools.count(1)
-    with PS(msgspec.convert(place["cluster"], ClusterFile), host="127.0.0.1") as ps:
-        counters = _counters(ps, place["workers"])
-        lines.tell("here")
-        while True:  # until the benchmark is over, and this process with it
-            lines.hear()
+    with PS(msgspec.convert(settings["cluster"], ClusterFile), host="127.0.0.1") as ps:
+        counters = _counters(ps, settings["workers"])
+        lines.send("here")
+        while True:  # until the benchmark ends this process
+            lines.receive()
             times_s: list[tuple[float, float]] = []
-            under_way: deque[tuple[float, Future]] = deque()
-            while not lines.has_come():
-                rows_KC = np.zeros((_KEYS, 2 * place["workers"]))  # noqa: N806
-                rows_KC[:, 2 * place["worker"]] = 1
-                rows_KC[:, 2 * place["worker"] + 1] = next(numbers)
-                under_way.append((time.monotonic(), counters.push(rows_KC)))
-                if len(under_way) == _IN_FLIGHT:
-                    times_s.append(_done(*under_way.popleft()))
-            lines.hear()
-            times_s += [_done(*one) for one in under_way]
-            lines.tell(times_s)
+            in_flight: deque[tuple[float, Future]] = deque()
+            while not lines.has_message():
+                rows_KC = np.zeros((_KEYS, 2 * settings["workers"]))  # noqa: N806
+                rows_KC[:, 2 * settings["worker"]] = 1
+                rows_KC[:, 2 * settings["worker"] + 1] = next(numbers)
+                in_flight.append((time.monotonic(), counters.push(rows_KC)))
+                if len(in_flight) == _IN_FLIGHT:
+                    times_s.append(_done(*in_flight.popleft()))
+            lines.receive()
+            times_s += [_done(*one) for one in in_flight]
+            lines.send(times_s)
 
 
 def _done(begun_s: float, future: Future) -> tuple[float, float]:

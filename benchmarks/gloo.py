@@ -1,6 +1,6 @@
-"""The other side of `bench allreduce`: torch.distributed's gloo, driven as DDP drives it.
+"""The other side of `python -m benchmarks allreduce`: torch.distributed's gloo, used as DDP uses it.
 
-For comparison only: nothing in offbeat's own runtime exchanges tensors this way.
+For comparison only: offbeat's own runtime does not exchange tensors this way.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 
 def bound_s(nbytes: int, workers: int, rate_bit_per_s: float) -> float:
-    """Return the least time in which an all-reduce can move its bytes, in seconds.
+    """Return the least time of an all-reduce, in seconds.
 
-    Each worker must send and receive 2(p-1)/p of the tensor over its line, at the line's rate, headers and
-    latency left out. TCP carries 956 of 1000 Mbit/s, so 1.046 is the least ratio to it that can be seen.
+    Each worker must send and receive 2(p-1)/p of the tensor over its line, at the line's rate, without
+    headers and latency. TCP carries 956 of 1000 Mbit/s, so a measured ratio to this bound is at least 1.046.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
         section 3.
@@ -34,18 +34,18 @@ def bound_s(nbytes: int, workers: int, rate_bit_per_s: float) -> float:
 
 
 class GlooSide:
-    """One worker's place in a gloo process group; a context manager that leaves it.
+    """One worker's membership in a gloo process group; a context manager that leaves the group.
 
-    It takes the process's default group, so there is one of it at a time.
+    It uses the process's default group, so only one can exist at a time.
 
     Args:
         rank: of this worker.
         world: number of workers.
         address: where rank 0 hosts the TCPStore.
-        port: its port.
-        interface: the network interface to bind to, None for the one of this host's name. On a host made by
-            `namespaces.hosts` it must be given, for the machine's name belongs to another network there.
-        limit_s: how long to wait for the others, at the start and in every all-reduce.
+        port: of the TCPStore.
+        interface: the network interface to bind to, None for that of this host's name. On a host from
+            `namespaces.hosts` it is required, because the machine's name belongs to another network there.
+        limit_s: timeout of the start and of every all-reduce, in seconds.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class GlooSide:
         dist.all_reduce(tensor)
 
     def times_s(self, nbytes: int, rounds: int, *, warmup_rounds: int = 3) -> list[float]:
-        """Return how long each of `rounds` all-reduces of `nbytes` of float32 took this worker, in seconds.
+        """Return the time of each of `rounds` all-reduces of `nbytes` of float32 at this worker, in seconds.
 
-        Before each, the workers meet at a barrier, so that no time is counted that others were late by.
+        A barrier before each one excludes the time by which other workers are late.
         """
         tensor = torch.zeros(max(1, nbytes // 4), dtype=torch.float32)
         times_s = []

@@ -1,23 +1,23 @@
-"""What overlapping every layer's all-reduce with both passes is worth, beside DDP.
+"""Benefit of overlapping every layer's all-reduce with both passes, against DDP.
 
-Namespaces shaped to one rate stand for hosts, with one worker in each. Computing is waited for (`timed`), in
-layer times that were measured alone and are scaled so that a step computes for a given share of what its
-gradients need on the line, a given part of it in the forward pass. The optimizer's step is made, and counts
-as computing, as long as it takes alone. Layer times are those of a batch that one core takes about as long
-for: how they are distributed depends on it (with 2 samples AlexNet's first fully connected layer takes a
-third of the step, and its gradients, which are most of all, come too late to be hidden; with 32 a tenth).
-PyTorch's DistributedDataParallel over gloo, with its default buckets, runs in the same run. Lines of
-1 Gbit/s take segments of 64 KB (see `benchmarks.namespaces`): with 16 KB they carry a little less than TCP
-can, and a good part of the processor time, which four hosts share here, is the shapers'.
+Namespaces shaped to one rate stand for hosts, with one worker in each. Workers wait instead of computing
+(`timed`). Layer times are measured alone and scaled: a step's compute time is a given multiple of its
+gradients' transfer time, with a given share in the forward pass. The optimizer's step is executed, and counts
+as compute time as long as it takes alone. Layer times are those of a batch with about that compute time on
+one core, because their distribution depends on the batch (with 2 samples AlexNet's first fully connected
+layer takes a third of the step, and its gradients, the largest part of all, come too late to be hidden; with
+32 samples a tenth). PyTorch's DistributedDataParallel over gloo, with its default buckets, runs in the same
+run. Lines of 1 Gbit/s have segments of 64 KB (see `benchmarks.namespaces`): with 16 KB they carry a little
+less than TCP can, and the shapers use a good part of the processor time, which four hosts share here.
 
-`ratio_to_floor` compares with all computing and the first layer's gradients, or all gradients, whichever is
-more; `least_s` is a closer bound, from all layers (`offbeat.numerics.collectives.timeline.least_step_s`).
-`share_of_possible_saving` is what was saved over DDP, divided by what an ideal DDP leaves to be saved
+`ratio_to_floor` compares with all computing and the first layer's gradients, or with all gradients, whichever
+is more; `least_s` is a closer bound, from all layers (`offbeat.numerics.collectives.timeline.least_step_s`).
+`share_of_possible_saving` is the saving over DDP divided by what an ideal DDP leaves to be saved
 (`offbeat.numerics.collectives.timeline.possible_saving`): fC/(fC+S) where communication takes at least as
-long as computing, less where it does not.
+long as computing, less otherwise.
 
-Source: the layer-overlapping hybrid all-reduce paper, section 4. Deviations: it computes, on one batch size a
-row; here the ratio of computing to communication is given, since all that can be won depends on that.
+Source: the layer-overlapping hybrid all-reduce paper, section 4. Deviations: the paper computes, with one
+batch size per row; here the ratio of computing to communication is given, since it determines the gain.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks.expected import (
     COST_MODEL,
     DDP,
     SIDES,
-    Case,
+    ComputeCase,
     least_s,
     predicted_s,
     times_for,
@@ -51,7 +51,7 @@ from benchmarks.expected import (
 from benchmarks.gloo import GlooSide
 from benchmarks.namespaces import hosts
 from benchmarks.timed import ModelTimes
-from benchmarks.workers import answer, run_workers, settings_of
+from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result, machine
 from offbeat.numerics.collectives.forecast import LayerWork
 from offbeat.numerics.collectives.timeline import possible_saving
@@ -62,28 +62,28 @@ from offbeat.strategies import Hybrid, parse_strategy
 
 _WARM_UP_STEPS = 4
 _DEADLINE_S = 120.0
-_EARLY_S = 800e-6  # that messages may be after a pause, of steps of seconds
+_EARLY_S = 800e-6  # how early messages may be after a pause; steps take seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is measured.
+class HybridPlan:
+    """Settings of the benchmark.
 
     Attributes:
         model: a key of `offbeat.models.MODELS`.
         sides: keys of `SIDES`, or strategies.
-        cases: each with all sides.
-        timed_batches: sizes of batches that are waited for as long as one core has taken.
-        real_batches: sizes of batches that are computed, by all workers on this machine's cores.
-        steps: that count, a side and case.
+        cases: each is run with all sides.
+        timed_batches: batch sizes; workers wait as long as one core takes for such a batch.
+        real_batches: batch sizes that all workers compute, on this machine's cores.
+        steps: measured steps per side and case.
         workers: hosts, one worker on each.
         rate_bit_per_s: of each host's line, each way.
-        batch_size: for which the cases' layer times are measured.
+        batch_size: for which the layer times of `cases` are measured.
     """
 
     model: str = "alexnet"
     sides: tuple[str, ...] = tuple(SIDES)
-    cases: tuple[Case, ...] = ()
+    cases: tuple[ComputeCase, ...] = ()
     timed_batches: tuple[int, ...] = ()
     real_batches: tuple[int, ...] = ()
     steps: int = 5
@@ -101,17 +101,15 @@ class Plan:
         if min([self.batch_size, *self.timed_batches, *self.real_batches]) < 1:
             raise ValueError("expected batches of at least 1 sample")
         if self.real_batches and (self.cases or self.timed_batches):
-            raise ValueError(
-                "expected batches that are really computed in a run of their own, got others too"
-            )
+            raise ValueError("expected real batches in a run without cases and timed batches, got both")
 
 
-def run(plan: Plan, *, command: str) -> Result:
-    """Measures all cases and sides, in namespaces that it makes and removes; needs root."""
+def run(plan: HybridPlan, *, command: str) -> Result:
+    """Measure all cases and sides, in temporary network namespaces; needs root."""
     optimizer_s = runs.optimizer_s(plan.model, plan.seed)
-    cases = [*_computing(plan, optimizer_s)]
+    cases = [*_prepare(plan, optimizer_s)]
     rows = []
-    with hosts(plan.workers, rate_bit_per_s=plan.rate_bit_per_s, early_s=_EARLY_S) as made:
+    with hosts(plan.workers, rate_bit_per_s=plan.rate_bit_per_s, early_s=_EARLY_S) as created:
         for case in cases:
             settings = {
                 "model": plan.model,
@@ -120,19 +118,19 @@ def run(plan: Plan, *, command: str) -> Result:
                 "sides": list(plan.sides),
                 "steps": plan.steps,
                 "seed": plan.seed,
-                "address": made[0].address,
-                "interface": made[0].interface,
+                "address": created[0].address,
+                "interface": created[0].interface,
                 "port": find_free_port(),
             }
-            told = run_workers(
+            results = run_workers(
                 "benchmarks.hybrid",
                 settings,
                 plan.workers,
-                prefix=[host.prefix for host in made],
-                master_addr=made[0].address,
+                prefix=[host.prefix for host in created],
+                master_addr=created[0].address,
             )
-            rows += [_row(plan, case, side, told[side]) for side in plan.sides]
-        congestion_control, burst_bytes = made[0].congestion_control, made[0].burst_bytes
+            rows += [_row(plan, case, side, results[side]) for side in plan.sides]
+        congestion_control, burst_bytes = created[0].congestion_control, created[0].burst_bytes
     return Result(
         name="hybrid",
         command=command,
@@ -152,74 +150,75 @@ def run(plan: Plan, *, command: str) -> Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Computing:
-    """A case worked out.
+class _PreparedCase:
+    """A case with its compute times and expected values.
 
     Attributes:
-        name: as figures spell it.
-        times: of layers; None where they compute.
-        batch_size: of what computes.
-        known: what is known of a step, for all sides; nothing where it computes, since cores are shared.
-        works: what its layers compute and send, where that is known.
+        name: as in figures.
+        times: of layers; None where workers compute.
+        batch_size: of what is computed.
+        expected: known properties of a step, for all sides; empty where workers compute, since they share
+            cores.
+        works: compute times and message sizes of the layers, where known.
     """
 
     name: str
     times: ModelTimes | None
     batch_size: int
-    known: Mapping[str, float]
+    expected: Mapping[str, float]
     works: Sequence[LayerWork]
 
 
-def _computing(plan: Plan, optimizer_s: float) -> Iterator[_Computing]:
+def _prepare(plan: HybridPlan, optimizer_s: float) -> Iterator[_PreparedCase]:
     """Yield all cases of a plan."""
     built = runs.network(plan.model, None, plan.seed)
     workers, rate = plan.workers, plan.rate_bit_per_s
     whole_s = transfer_s(sum(p.nbytes for p in built.parameters()), workers, rate)
 
-    def timed(name: str, times: ModelTimes) -> _Computing:
+    def timed(name: str, times: ModelTimes) -> _PreparedCase:
         works = works_of(times, built, optimizer_s)
         compute_s = times.step_s + optimizer_s
-        known = {
+        expected = {
             "compute_s": compute_s,
             "forward_share": (times.forward_s + optimizer_s) / compute_s,
             "transfer_s": whole_s,
             "floor_s": max(compute_s + transfer_s(works[1].size_bytes, workers, rate), whole_s),
             "least_s": least_s(works, workers, rate),
         }
-        return _Computing(name=name, times=times, batch_size=1, known=known, works=works)
+        return _PreparedCase(name=name, times=times, batch_size=1, expected=expected, works=works)
 
     if plan.cases:
-        alone = runs.measured(plan.model, plan.batch_size, plan.seed)
+        alone = runs.measure_layers(plan.model, plan.batch_size, plan.seed)
         for case in plan.cases:
             yield timed(case.name, times_for(alone, case, whole_s, optimizer_s))
     for size in plan.timed_batches:
-        yield timed(f"timed{size}", runs.measured(plan.model, size, plan.seed))
+        yield timed(f"timed{size}", runs.measure_layers(plan.model, size, plan.seed))
     for size in plan.real_batches:
-        yield _Computing(name=f"real{size}", times=None, batch_size=size, known={}, works=[])
+        yield _PreparedCase(name=f"real{size}", times=None, batch_size=size, expected={}, works=[])
 
 
-def _row(plan: Plan, case: _Computing, side: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    step_s = median(told["step_s"])
+def _row(plan: HybridPlan, case: _PreparedCase, side: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    step_s = median(results["step_s"])
     row = {
         "case": case.name,
         "side": side,
         "step_s": step_s,
-        "step_min_s": min(told["step_s"]),
-        "step_max_s": max(told["step_s"]),
-        "cpu_s": told["cpu_s"],
-        **case.known,
+        "step_min_s": min(results["step_s"]),
+        "step_max_s": max(results["step_s"]),
+        "cpu_s": results["cpu_s"],
+        **case.expected,
     }
-    if case.known:
-        row["exposed_comm_share"] = max(0.0, step_s - case.known["compute_s"]) / step_s
-        row["ratio_to_floor"] = step_s / case.known["floor_s"]
-        row["ratio_to_least"] = step_s / case.known["least_s"]
+    if case.expected:
+        row["exposed_comm_share"] = max(0.0, step_s - case.expected["compute_s"]) / step_s
+        row["ratio_to_floor"] = step_s / case.expected["floor_s"]
+        row["ratio_to_least"] = step_s / case.expected["least_s"]
     if case.works and (side == DDP or isinstance(parse_strategy(SIDES.get(side, side)), Hybrid)):
         row["predicted_s"] = predicted_s(side, case.works, plan.workers, plan.rate_bit_per_s)
     return row
 
 
 def figures(model: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return each side's step beside DDP's, the floor's and what can be saved at all."""
+    """Return each side's step time relative to DDP's, to the floor and to the possible saving."""
     found: dict[str, float] = {}
     ddp = {row["case"]: row["step_s"] for row in rows if row["side"] == DDP}
     ratios = []
@@ -249,7 +248,7 @@ def figures(model: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def prediction_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return how measured steps compare with predicted ones, but for DDP's, which is only likened to ours."""
+    """Return ratios of measured to predicted step times, without DDP's, which is only approximated."""
     ratios = [
         row["step_s"] / row["predicted_s"] for row in rows if "predicted_s" in row and row["side"] != DDP
     ]
@@ -263,13 +262,13 @@ def prediction_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """One worker: all sides one after the other; rank 0 answers with the seconds of their steps."""
-    settings = settings_of(sys.argv)
+    """Run all sides one after the other, as one worker; rank 0 sends its step times in seconds."""
+    settings = read_settings(sys.argv)
     torch.set_num_threads(1)
     environment = read_environment()
     times = None if settings["times"] is None else ModelTimes.from_plain(settings["times"])
     x, y = runs.batch(settings["batch_size"], 1000 * settings["seed"] + environment.rank, times is not None)
-    told = {}
+    results = {}
     for side in settings["sides"]:
         model = runs.network(settings["model"], times, settings["seed"])
         optimizer = runs.optimizer_of(model)
@@ -283,24 +282,24 @@ def main() -> None:
                 limit_s=_DEADLINE_S,
             ):
                 wrapped = DistributedDataParallel(model)
-                told[side] = _steps(wrapped, optimizer, x, y, settings["steps"])
+                results[side] = _steps(wrapped, optimizer, x, y, settings["steps"])
                 dist.barrier()
                 del wrapped
         else:
             with join(model, optimizer, parse_strategy(SIDES.get(side, side))):
-                told[side] = _steps(model, optimizer, x, y, settings["steps"])
+                results[side] = _steps(model, optimizer, x, y, settings["steps"])
         del model, optimizer
-        gc.collect()  # what a session held is in cycles, and much
+        gc.collect()  # a closed session's memory is large, and in reference cycles
         if environment.rank == 0:
-            print(f"{side}: {median(told[side]['step_s']):.3f} s a step", flush=True)
+            print(f"{side}: {median(results[side]['step_s']):.3f} s a step", flush=True)
     if environment.rank == 0:
-        answer(told)
+        send_result(results)
 
 
 def _steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, steps: int
 ) -> dict[str, Any]:
-    """Seconds between the beginnings of forward passes, once everything is in its place; processor time."""
+    """Return the times between starts of forward passes after the warm-up, and processor time per step."""
     began_s: list[float] = []
     for step in range(_WARM_UP_STEPS + steps + 1):
         if step == _WARM_UP_STEPS:

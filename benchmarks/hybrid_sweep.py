@@ -1,12 +1,12 @@
-"""Which way of averaging wins, by the rate of the lines and how many workers.
+"""Fastest way of averaging layers, by line rate and number of workers.
 
-At every point a step computes for as long as its gradients need on the line, or another multiple of it.
-`simulated` predicts each step (`offbeat.numerics.collectives.forecast`), also for as many workers as nobody
-has on one machine; there, groups of `GROUP` by the hierarchical schedule are a side too. `timed` measures
-(see `benchmarks.hybrid`), and has the predictions beside.
+At every point a step's compute time is its gradients' transfer time, or another multiple of it. `simulated`
+predicts each step (`offbeat.numerics.collectives.forecast`), also for more workers than fit on one machine;
+there, groups of `GROUP` with the hierarchical schedule are another side. `timed` measures (see
+`benchmarks.hybrid`), and includes the predictions.
 
 Source: specification 3.9 and 3.5 (GradientFlow's hierarchical all-reduce, which needs fewer steps than a ring
-of all). All lines are alike here: what a group gains where its members are nearer to each other is not in it.
+of all). All lines are alike here: the gain of a group whose members are close to each other is not included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.expected import (
     COST_MODEL,
     LATENCY_S,
     SIDES,
-    Case,
+    ComputeCase,
     line_of,
     predicted_s,
     times_for,
@@ -35,21 +35,21 @@ from offbeat.numerics.collectives.forecast import forecast_step
 
 GROUP = 16
 HIERARCHICAL = "hierarchical"
-_NEARLY = 1.01  # times the best: a win as well
+_NEARLY = 1.01  # times the best still counts as a win
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is compared, and where.
+class SweepPlan:
+    """Settings of the benchmark.
 
     Attributes:
         model: a key of `offbeat.models.MODELS`.
         kind: `timed` or `simulated`.
         rates_mbit: of the lines.
-        workers: how many.
+        workers: numbers of workers.
         sides: keys of `benchmarks.expected.SIDES`.
-        case: how long a step computes.
-        steps: that count, where they are measured.
+        case: compute time of a step.
+        steps: measured steps per side and point, with `timed`.
         batch_size: for which layer times are measured.
     """
 
@@ -58,7 +58,7 @@ class Plan:
     rates_mbit: tuple[int, ...] = (100, 1000, 10_000)
     workers: tuple[int, ...] = (2, 4, 8)
     sides: tuple[str, ...] = tuple(SIDES)
-    case: Case = Case(ratio=1.0, forward_share=1 / 3)  # noqa: RUF009  # it is frozen
+    case: ComputeCase = ComputeCase(ratio=1.0, forward_share=1 / 3)  # noqa: RUF009  # it is frozen
     steps: int = 5
     batch_size: int = 32
     seed: int = 0
@@ -71,11 +71,11 @@ class Plan:
             raise ValueError("expected rates of at least 1 Mbit/s and at least 2 workers")
 
     def points(self) -> Iterator[tuple[int, int]]:
-        """Yield rates and numbers of workers."""
+        """Yield pairs of rate and number of workers."""
         yield from product(self.rates_mbit, self.workers)
 
 
-def run(plan: Plan, *, command: str) -> Result:
+def run(plan: SweepPlan, *, command: str) -> Result:
     """Predict or measure all points; measuring needs root."""
     rows = [*(_measured(plan, command) if plan.kind == "timed" else _simulated(plan))]
     for rate, workers in plan.points():
@@ -100,11 +100,11 @@ def run(plan: Plan, *, command: str) -> Result:
     )
 
 
-def _measured(plan: Plan, command: str) -> Iterator[dict[str, Any]]:
+def _measured(plan: SweepPlan, command: str) -> Iterator[dict[str, Any]]:
     for rate, workers in plan.points():
         print(f"{rate} Mbit/s, {workers} workers", file=sys.stderr, flush=True)
         found = hybrid.run(
-            hybrid.Plan(
+            hybrid.HybridPlan(
                 model=plan.model,
                 sides=plan.sides,
                 cases=(plan.case,),
@@ -119,9 +119,9 @@ def _measured(plan: Plan, command: str) -> Iterator[dict[str, Any]]:
         yield from ({"rate_mbit": rate, "workers": workers, **row} for row in found.rows)
 
 
-def _simulated(plan: Plan) -> Iterator[dict[str, Any]]:
+def _simulated(plan: SweepPlan) -> Iterator[dict[str, Any]]:
     built = runs.network(plan.model, None, plan.seed)
-    alone = runs.measured(plan.model, plan.batch_size, plan.seed)
+    alone = runs.measure_layers(plan.model, plan.batch_size, plan.seed)
     whole = sum(parameter.nbytes for parameter in built.parameters())
     for rate_mbit, workers in plan.points():
         rate = rate_mbit * 1_000_000
@@ -137,7 +137,7 @@ def _simulated(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return at how many points each side is the best, or nearly, and how far the cost model is from it."""
+    """Return at how many points each side is within 1 % of the best, and the cost model's worst ratio."""
     wins = Counter(row["side"] for row in rows if row["ratio_to_best"] <= _NEARLY)
     found: dict[str, float] = {
         f"wins_count_{side}": wins[side] for side in dict.fromkeys(row["side"] for row in rows)

@@ -1,4 +1,4 @@
-"""Sets of images that take time to load: from memory, from cold files, or with much to compute."""
+"""Sets of images that take time to load: from memory, from cold files, or with expensive preprocessing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLUR: Final = np.array([0.25, 0.5, 0.25], dtype=np.float32)
 
 
 def normalised(image: Images) -> Images:
-    """Return a grey image (H, W) of bytes as (1, H, W), float32, scaled as MNIST is."""
+    """Return a grey image of bytes (H, W) as float32 (1, H, W), normalised as MNIST is."""
     scaled: Images = (image.astype(np.float32) / 255.0 - MNIST_MEAN[0]) / MNIST_STD[0]
     return scaled[None]
 
@@ -41,7 +41,7 @@ class InMemory:
 
 
 class Repeated(InMemory):
-    """The same images again and again, until they would take so many bytes; held once."""
+    """The same images, repeated up to a given total size; held in memory once."""
 
     def __init__(self, images: Images, labels: Images, size_bytes: int) -> None:
         super().__init__(images, labels)
@@ -57,7 +57,7 @@ class Repeated(InMemory):
 
 
 class Decoded(InMemory):
-    """Images that are blurred and shifted when they are taken, by computing in Python and NumPy."""
+    """Images that are blurred on access, in Python and NumPy."""
 
     def __getitem__(self, position: int) -> tuple[Images, int]:
         image = self.images[position].astype(np.float32)
@@ -67,11 +67,11 @@ class Decoded(InMemory):
 
 
 class ColdFiles(InMemory):
-    """Images in a file each, which is read from the disk each time: the kernel is told to forget it.
+    """Images in one file each, read from the disk on every access: the kernel is told to drop its cache.
 
     Args:
-        images, labels: what is written.
-        folder: where; must be on a disk, not in memory.
+        images, labels: to write.
+        folder: must be on a disk, not in memory.
     """
 
     def __init__(self, images: Images, labels: Images, folder: Path) -> None:
@@ -81,7 +81,7 @@ class ColdFiles(InMemory):
         for position, image in enumerate(images):
             with open(folder / str(position), "wb") as file:
                 file.write(image.tobytes())
-        os.sync()  # only what is on the disk can be forgotten
+        os.sync()  # the kernel can only drop what is on the disk
         for position in range(len(labels)):
             self._read(position)
 
@@ -102,17 +102,19 @@ class ColdFiles(InMemory):
 
 LOADS: Final[dict[str, str]] = {
     "memory": "images in memory",
-    "files": "a file an image, read from the disk each time: preprocessing waits",
-    "decode": "images that are blurred when they are taken: preprocessing computes in Python",
-    "repeated": "images in memory, MNIST again and again to so many bytes",
+    "files": "one file per image, read from the disk on every access: preprocessing waits",
+    "decode": "images that are blurred on access: preprocessing computes in Python",
+    "repeated": "images in memory, MNIST repeated to a given size",
 }
-"""What can be loaded: name -> one line of description."""
+"""The available loads: name -> description."""
 
 
 def inputs_of(load: str, images: Images, labels: Images, *, folder: Path, size_bytes: int) -> Samples:
-    """Make a load of LOADS out of images and labels.
+    """Make a load of LOADS from images and labels.
 
     Args:
+        load: a key of LOADS.
+        images, labels: the samples.
         folder: for files.
         size_bytes: of "repeated".
     """

@@ -1,7 +1,7 @@
-"""Input pipelines to compare with: one sample after the other, samples in parallel and ahead, torch's.
+"""Input pipelines for comparison: one sample at a time, parallel with prefetching, and torch's.
 
-What the overlapped validation paper holds its method against: NumPy (`serial`), tf.data (`prefetched`), and
-torch's DataLoader, which it does not have (`torch_loader`). All give the same batches in the same order.
+The overlapped validation paper compares its method with NumPy (`serial`) and tf.data (`prefetched`); torch's
+DataLoader (`torch_loader`) is added here. All yield the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 Batch: TypeAlias = "tuple[Tensor, Tensor]"
-_AHEAD: Final = 4  # batches; tf.data.AUTOTUNE finds its own
+_AHEAD: Final = 4  # batches; tf.data.AUTOTUNE chooses its own number
 _DEADLINE_S: Final = 600.0
 
 
 class Samples(Protocol):
-    """A set of arrays and labels, one at a time."""
+    """A set of samples with labels."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of samples."""
 
     def __getitem__(self, position: int) -> tuple[np.ndarray[Any, Any], int]:
-        """One sample, float32, and its label; loads and prepares it."""
+        """Load and prepare one sample, float32, and its label."""
 
 
 def stacked(samples: Sequence[tuple[np.ndarray[Any, Any], int]]) -> Batch:
@@ -44,13 +44,13 @@ def _batches(order: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
 
 
 def serial(samples: Samples, order: Sequence[int], batch_size: int, threads: int) -> Iterator[Batch]:
-    """Yield batches, each loaded when it is asked for, sample by sample; `threads` does not matter."""
+    """Yield batches, each loaded on demand, sample by sample; `threads` is ignored."""
     for positions in _batches(order, batch_size):
         yield stacked([samples[position] for position in positions])
 
 
 def prefetched(samples: Samples, order: Sequence[int], batch_size: int, threads: int) -> Iterator[Batch]:
-    """Yield batches whose samples `threads` threads load, some batches ahead of who takes them.
+    """Yield batches; `threads` threads load their samples some batches ahead of the consumer.
 
     As tf.data's `map(num_parallel_calls=threads).batch(batch_size).prefetch(…)`.
     """

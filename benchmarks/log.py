@@ -1,8 +1,8 @@
-"""`python -m benchmarks log`: what it costs to tell the coordinator about every step and to write it down.
+"""`python -m benchmarks log`: cost of reporting every step to the coordinator and writing the run log.
 
 Two sessions train the same model in the same workers in alternating blocks, one with a run log and one
-without. On a machine whose cores are all busy the cost of recording is the processor time it takes, so that
-is what is counted: the coordinator's with the log, and the workers' for telling it.
+without. On a machine whose cores are all busy, the cost of recording is its processor time. So this is
+measured: the coordinator's with the log, and the workers' for reporting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.workers import answer, run_workers, settings_of
+from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result
 from offbeat.events import Ready, StepTimed
 from offbeat.models import build_model
@@ -30,13 +30,13 @@ _TOLD = 300
 
 
 def run(*, command: str, workers: int = 4, blocks: int = 20, steps: int = 10, seed: int = 0) -> Result:
-    """Measures both ways with `cnn2`.
+    """Measure with and without a run log, with `cnn2`.
 
     Args:
         command: the command line, for the result.
         workers: worker processes on this machine.
-        blocks: how many blocks each way.
-        steps: training steps a block.
+        blocks: with and without a log each.
+        steps: training steps per block.
         seed: of weights and data.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -68,8 +68,8 @@ def run(*, command: str, workers: int = 4, blocks: int = 20, steps: int = 10, se
 
 
 def main() -> None:
-    """One worker: trains both ways in turn; rank 0 answers."""
-    settings = settings_of(sys.argv)
+    """Train with and without a log in alternation, as one worker; rank 0 sends the result."""
+    settings = read_settings(sys.argv)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(settings["seed"] * 1000 + dist.get_rank())
@@ -103,7 +103,7 @@ def main() -> None:
                     cpu_s += time.process_time() - began_cpu_s
                     coordinator_cpu_s += sum(_cpu_s(process) for process in coordinators) - sum(before_s)
         steps = settings["blocks"] * settings["steps"]
-        tell_cpu_s = _tell_cpu_s(session)  # all do, for in lockstep all have as many rounds
+        tell_cpu_s = _tell_cpu_s(session)  # in all workers: in lockstep all must have the same rounds
         if session.worker == 0:
             result = {
                 "step_s": step_s,
@@ -111,13 +111,13 @@ def main() -> None:
                 "coordinator_cpu_s": coordinator_cpu_s / steps,
                 "tell_cpu_s": tell_cpu_s,
             }
-            answer(result)
+            send_result(result)
         dist.barrier()
     dist.destroy_process_group()
 
 
 def _tell_cpu_s(session: Session) -> float:
-    """Processor time of telling the coordinator about one step, the links' thread included."""
+    """Return the processor time of reporting one step to the coordinator, the links' thread included."""
     member = session._coordinator
     assert member is not None
     timed = StepTimed(
@@ -156,7 +156,7 @@ def _tell_cpu_s(session: Session) -> float:
 
 
 def _coordinators() -> list[int]:
-    """The coordinators that this process has started, and the processes that they run in."""
+    """Return the pids of the coordinators that this process has started, and of their child processes."""
     found = [
         pid for pid in _children(os.getpid()) if b"offbeat.runtime.control.coordinator" in _command_of(pid)
     ]
@@ -172,7 +172,7 @@ def _command_of(pid: int) -> bytes:
 
 
 def _cpu_s(pid: int) -> float:
-    """User and system time of a process, in seconds."""
+    """Return user plus system time of a process, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,31 +1,33 @@
-"""Several hosts on one machine: network namespaces joined by a bridge, each with a line of a given rate.
+"""Several hosts on one machine: network namespaces joined by a bridge, with lines of a given rate.
 
-A host here is a network namespace with one interface and one address. The bridge that joins them lives in
-a namespace of its own, so the machine's own network is never touched, and no two runs can meet: every
-run has its own names and its own, unconnected network (which is why all use the same addresses).
+Theory of operation. A host is a network namespace with one interface and one address. The bridge that joins
+the hosts lives in a namespace of its own, so the machine's own network is never changed, and runs cannot
+affect each other: every run has its own names and its own, unconnected network (so all use the same
+addresses).
 
-A line is full duplex and shaped by `tc tbf` at both ends: at the host, as its network card would, and at the
-bridge's port, as a switch would, so that several hosts that send to one share its line. What does not fit
-waits at the bridge's port for up to 8 ms (1 MB at 1 Gbit/s, an ordinary switch's buffer) and is dropped
-after that. The choice of the bucket (`burst`) is between two faults. Too small, and the rate is not reached,
-because the kernel's timers are late by some 0.1 ms and what the bucket cannot hold is lost: at
-1 Gbit/s, four hosts sending at once on 2 cores got 908 Mbit/s each with 18 KB, 951 with 24 KB, 954 with 70 KB
-(956 is the most that TCP can get: 1448 of 1514 bytes). Too large, and a small message after a pause
-crosses at no cost at all. 25 KB (0.2 ms of the rate) it is, and segments are limited to 16 KB, so that
-they fit into it. So a message after a pause is up to 0.2 ms early; the next ones are not.
+A line is full duplex. `tc tbf` shapes it at both ends: at the host, as its network card would, and at the
+bridge's port, as a switch would, so that several hosts that send to one share its line. Excess traffic is
+queued at the bridge's port for up to 8 ms (1 MB at 1 Gbit/s, an ordinary switch's buffer), then dropped.
 
-Small segments have a price of their own, since both ends of a line wake up for each, on cores that all hosts
-share: a step of AlexNet over four lines of 1 Gbit/s took each worker 1.33 s of processor time with 25 KB and
-0.55 s with 98 KB. Where pauses are few, and what is measured takes seconds, buckets may hold that much
-(`early_s`): segments are of 64 KB then, as network cards take them, and TCP gets 955 Mbit/s, not 948 to 952.
+The size of the token bucket (`burst`) is a compromise. If it is too small, the rate is not reached, because
+the kernel's timers are late by some 0.1 ms and tokens beyond the bucket's capacity are lost: at 1 Gbit/s,
+four hosts sending at once on 2 cores got 908 Mbit/s each with 18 KB, 951 with 24 KB, 954 with 70 KB (TCP's
+maximum is 956: 1448 of 1514 bytes). If it is too large, a small message after a pause crosses in no time.
+The default is 25 KB (0.2 ms of the rate), with segments limited to 16 KB so that they fit into it. So a
+message after a pause arrives up to 0.2 ms early; the next ones do not.
 
-The network also fails on demand: `cut` takes hosts off the switch, `split` puts them on a switch of their
-own, `block` drops what one host sends to another, `reset` breaks the connections between two, and `mend`
-repairs all but the connections. What is sent on a broken line is lost in silence: no connection is told.
+Small segments cost processor time, since both ends of a line wake up for each of them, on cores that all
+hosts share: a step of AlexNet over four lines of 1 Gbit/s took each worker 1.33 s of processor time with
+25 KB and 0.55 s with 98 KB. Where pauses are few, and the measured times are seconds, `early_s` allows larger
+buckets: segments then have 64 KB, as with network cards, and TCP gets 955 Mbit/s instead of 948 to 952.
 
-Not imitated: propagation delay and loss by chance (netem is not in every kernel), and anything about the
-hosts but their network: they share the cores, the memory and the file system. A Unix socket with a path
-therefore still joins two hosts.
+Faults on demand: `cut` takes hosts off the switch, `split` puts them on a second switch, `block` drops what
+one host sends to another, `reset` breaks the connections between two hosts, and `mend` repairs all of these
+but the connections. Data on a broken line are lost silently: no connection is notified.
+
+Not emulated: propagation delay and random loss (netem is not in every kernel), and anything about hosts but
+their network: they share cores, memory and the file system. A Unix socket with a path therefore still joins
+two hosts.
 """
 
 from __future__ import annotations
@@ -47,18 +49,18 @@ from offbeat.errors import OffbeatError
 
 INTERFACE = "eth0"
 _SWITCH, _OTHER_SWITCH = "br0", "br1"
-_NOBODY = "02:00:00:00:00:01"  # the hardware address of no host
+_UNUSED_MAC = "02:00:00:00:00:01"  # a hardware address that no host has
 _HOSTS_MAX = 250
 _RATE_MIN_BIT_PER_S = 1_000_000
 _FRAME_BYTES = 1514
 _EARLY_S = 200e-6
 _BUFFER_S = 8e-3
-_CARD_QUEUE_S = 32e-3  # TCP itself keeps a sender's queue shorter than this
+_CARD_QUEUE_S = 32e-3  # longer than TCP itself lets a sender's queue become
 _SEGMENT_BYTES_MAX = 65_536
 _COMMAND_LIMIT_S = 30.0
 _CAP_NET_ADMIN = 12
 _CAP_SYS_ADMIN = 21
-_NAME = re.compile(r"offbeat-(?P<pid>\d+)-(?P<began>\d+)-\d+-(switch|\d+)")
+_NAME = re.compile(r"offbeat-(?P<pid>\d+)-(?P<start>\d+)-\d+-(switch|\d+)")
 _runs = itertools.count()
 
 
@@ -68,11 +70,12 @@ class Host:
 
     Attributes:
         name: of its network namespace.
-        address: its IPv4 address, which the run's other hosts reach.
+        address: its IPv4 address in the run's network.
         interface: its network interface (for GLOO_SOCKET_IFNAME).
         congestion_control: the TCP congestion control in force.
-        rate_bit_per_s: of its line, each way; None where nothing limits it.
-        burst_bytes: that cross its line at once after a pause; None likewise.
+        rate_bit_per_s: of its line, each way; None for no limit.
+        burst_bytes: capacity of its line's token bucket, which a message after a pause may use at once; None
+            for no limit.
     """
 
     name: str
@@ -84,30 +87,30 @@ class Host:
 
     @property
     def prefix(self) -> list[str]:
-        """What to put before a command to run it on this host."""
+        """Arguments to put before a command to run it on this host."""
         return ["ip", "netns", "exec", self.name]
 
     @property
     def switch(self) -> str:
-        """The network namespace of the switch that joins the run's hosts."""
+        """Network namespace of the switch that joins the run's hosts."""
         return f"{self.name.rpartition('-')[0]}-switch"
 
     @property
     def port(self) -> str:
-        """This host's interface at the switch."""
+        """Interface of this host at the switch."""
         return f"port{self.name.rpartition('-')[2]}"
 
 
 def missing() -> str | None:
-    """Return what this process lacks to make hosts, in words, or None."""
+    """Return in words what this process lacks to make hosts, or None."""
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if tools:
         return f"the command{'s' if len(tools) > 1 else ''} {' and '.join(tools)} (package iproute2)"
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text()
         found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-        held = int(found[1], 16) if found else 0
-        if held >> _CAP_NET_ADMIN & held >> _CAP_SYS_ADMIN & 1:
+        capabilities = int(found[1], 16) if found else 0
+        if capabilities >> _CAP_NET_ADMIN & capabilities >> _CAP_SYS_ADMIN & 1:
             return None
     return "the rights of root (CAP_NET_ADMIN and CAP_SYS_ADMIN)"
 
@@ -116,21 +119,21 @@ def missing() -> str | None:
 def hosts(
     count: int, *, rate_bit_per_s: int | None = None, early_s: float = _EARLY_S
 ) -> Iterator[list[Host]]:
-    """Make `count` hosts, joined by a switch, for as long as the context lasts.
+    """Create `count` hosts, joined by a switch, for the duration of the context.
 
-    They are removed, and what still runs in them is killed, however the context ends: also by an exception,
-    Ctrl-C, SIGTERM or SIGHUP (which become SystemExit in the main thread, unless they are handled already).
-    After SIGKILL the next run of anybody removes them.
+    At the end they are removed, and processes in them are killed. This includes an end by an exception,
+    Ctrl-C, SIGTERM or SIGHUP (which become SystemExit in the main thread, unless they have handlers already).
+    After SIGKILL, the next run of any process removes them.
 
     The congestion control is cubic, the usual one, where the kernel lets a namespace have it: cubic must be
-    in the machine's net.ipv4.tcp_allowed_congestion_control. Else it is reno, which fills a line just as
+    in the machine's net.ipv4.tcp_allowed_congestion_control. Otherwise it is reno, which fills a line just as
     well, and not the machine's default, which may pace (BBR).
 
     Args:
         count: 1 to 250.
-        rate_bit_per_s: of each host's line, each way, at least 1,000,000; None leaves the lines unlimited.
-        early_s: how much too early a message may be after a pause, in seconds, at least 0.2 ms. More than
-            that is made use of as far as segments of 64 KB need it, and no further.
+        rate_bit_per_s: of each host's line, each way, at least 1,000,000; None for no limit.
+        early_s: how much too early a message may be after a pause, in seconds, at least 0.2 ms. Larger values
+            have an effect up to what segments of 64 KB need.
 
     Raises:
         ValueError: a bad argument.
@@ -146,57 +149,57 @@ def hosts(
     if lack is not None:
         raise OffbeatError(f"making hosts on this machine needs {lack}")
     remove_stale()
-    run = f"offbeat-{os.getpid()}-{_began(os.getpid())}-{next(_runs)}"
+    run = f"offbeat-{os.getpid()}-{_start_ticks(os.getpid())}-{next(_runs)}"
     with _ended_by_signals():
         try:
             yield _make(run, count, rate_bit_per_s, early_s)
         finally:
             with _uninterrupted():
-                for name in sorted(_names(), reverse=True):  # the switch first, and with it every line
+                for name in sorted(_names(), reverse=True):  # the switch first, which removes every line
                     if name.startswith(f"{run}-"):
                         _remove(name)
 
 
 def remove_stale() -> None:
-    """Remove the hosts of runs whose process is gone."""
+    """Remove the hosts of runs whose process has ended."""
     for name in _names():
         found = _NAME.fullmatch(name)
-        if found is not None and _began(int(found["pid"])) != found["began"]:
-            with contextlib.suppress(OffbeatError):  # somebody else may be removing it too
+        if found is not None and _start_ticks(int(found["pid"])) != found["start"]:
+            with contextlib.suppress(OffbeatError):  # another process may be removing it too
                 _remove(name)
 
 
-def cut(*cut_off: Host) -> None:
-    """Take hosts off the switch: nothing reaches them or comes from them until `mend`.
+def cut(*isolated: Host) -> None:
+    """Take hosts off the switch: they can neither send nor receive until `mend`.
 
     Raises:
-        OffbeatError: `ip` failed; so do all below.
+        OffbeatError: `ip` failed, here as in the functions below.
     """
-    _at_the_switch(*cut_off, what="down")
+    _change_ports(*isolated, what="down")
 
 
-def split(*away: Host) -> None:
-    """Put hosts on a switch of their own until `mend`: they reach one another, and none of the others."""
-    _at_the_switch(*away, what=f"master {_OTHER_SWITCH}")
+def split(*moved: Host) -> None:
+    """Put hosts on a second switch until `mend`: they reach each other, but not the hosts on the first."""
+    _change_ports(*moved, what=f"master {_OTHER_SWITCH}")
 
 
 def block(source: Host, target: Host) -> None:
-    """Drop what one host sends to another until `mend`; the other way is left as it is."""
+    """Drop what one host sends to another until `mend`, in this direction only."""
     _command(
         *("ip", "-n", source.name, "neighbour", "replace", target.address),
-        *("lladdr", _NOBODY, "nud", "permanent", "dev", INTERFACE),
+        *("lladdr", _UNUSED_MAC, "nud", "permanent", "dev", INTERFACE),
     )
 
 
 def mend(*broken: Host) -> None:
     """Repair what `cut`, `split` and `block` did to hosts; connections are left as they are."""
-    _at_the_switch(*broken, what=f"master {_SWITCH} up")
+    _change_ports(*broken, what=f"master {_SWITCH} up")
     for host in broken:
         _command("ip", "-n", host.name, "neighbour", "flush", "nud", "permanent", "dev", INTERFACE)
 
 
 def reset(one: Host, other: Host) -> None:
-    """Break all TCP connections between two hosts; both ends are told, as by a firewall that forgets them.
+    """Break all TCP connections between two hosts with a reset at both ends, as a firewall would.
 
     Raises:
         OffbeatError: `ss` failed; the kernel needs CONFIG_INET_DIAG_DESTROY.
@@ -204,8 +207,8 @@ def reset(one: Host, other: Host) -> None:
     _command(*one.prefix, "ss", "--kill", "--tcp", "dst", other.address)
 
 
-def _at_the_switch(*changed: Host, what: str) -> None:
-    """Change the ports of hosts at the switch, all at once but for some 0.1 ms each."""
+def _change_ports(*changed: Host, what: str) -> None:
+    """Change the ports of hosts at the switch, within some 0.1 ms each."""
     lines = "".join(f"link set {host.port} {what}\n" for host in changed)
     _command("ip", "-n", changed[0].switch, "-batch", "-", stdin=lines)
 
@@ -217,7 +220,7 @@ def _make(run: str, count: int, rate_bit_per_s: int | None, early_s: float) -> l
     for bridge in (_SWITCH, _OTHER_SWITCH):
         _command("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
         _command("ip", "-n", switch, "link", "set", bridge, "up")
-    made = []
+    created = []
     for index in range(count):
         name, port, address = f"{run}-{index}", f"port{index}", f"10.90.0.{index + 1}"
         _command("ip", "netns", "add", name)
@@ -236,7 +239,7 @@ def _make(run: str, count: int, rate_bit_per_s: int | None, early_s: float) -> l
             switch,
         )
         _command("ip", *line)
-        congestion_control = _settle(name)
+        congestion_control = _configure_tcp(name)
         if rate_bit_per_s is not None and burst is not None:
             _shape(name, INTERFACE, rate_bit_per_s, burst, _CARD_QUEUE_S)
             _shape(switch, port, rate_bit_per_s, burst, _BUFFER_S)
@@ -252,12 +255,12 @@ def _make(run: str, count: int, rate_bit_per_s: int | None, early_s: float) -> l
             rate_bit_per_s=rate_bit_per_s,
             burst_bytes=burst,
         )
-        made.append(host)
-    return made
+        created.append(host)
+    return created
 
 
 def _burst_bytes(rate_bit_per_s: int, early_s: float) -> int:
-    """What the bucket of a line holds: one and a half segments at least."""
+    """Return the bucket capacity of a line: at least one and a half segments."""
     bytes_per_s = rate_bit_per_s / 8
     wanted = min(bytes_per_s * early_s, 3 / 2 * _SEGMENT_BYTES_MAX)
     return round(max(4 * _FRAME_BYTES, bytes_per_s * _EARLY_S, wanted))
@@ -271,11 +274,11 @@ def _shape(namespace: str, interface: str, rate_bit_per_s: int, burst: int, queu
     _command("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *bucket)
 
 
-def _settle(namespace: str) -> str:
-    """Set the namespace's TCP and return the congestion control in force."""
+def _configure_tcp(namespace: str) -> str:
+    """Configure the namespace's TCP; return the congestion control in force."""
     script = """
         cd /proc/sys/net
-        echo 1 > ipv4/tcp_no_metrics_save  # else a connection inherits what earlier ones learnt
+        echo 1 > ipv4/tcp_no_metrics_save  # else a connection inherits metrics of earlier ones
         [ ! -e ipv6/conf/all/disable_ipv6 ] || echo 1 > ipv6/conf/all/disable_ipv6
         { echo cubic || echo reno; } 2>/dev/null > ipv4/tcp_congestion_control
         cat ipv4/tcp_congestion_control
@@ -294,8 +297,8 @@ def _remove(name: str) -> None:
     _command("ip", "netns", "delete", name)
 
 
-def _began(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks after boot, or "" where there is none."""
+def _start_ticks(pid: int) -> str:
+    """Return the start time of a process in kernel ticks after boot, or "" if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):
@@ -303,9 +306,9 @@ def _began(pid: int) -> str:
 
 
 def _command(*command: str, stdin: str = "") -> str:
-    # A session of its own: the Ctrl-C that ends the run must not end the commands that clean up after it.
+    # In a session of its own: the Ctrl-C that ends the run must not end its clean-up commands.
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             input=stdin,
             capture_output=True,
@@ -316,44 +319,44 @@ def _command(*command: str, stdin: str = "") -> str:
         )
     except subprocess.TimeoutExpired:
         raise OffbeatError(f"`{' '.join(command)}` did not end within {_COMMAND_LIMIT_S:g} s") from None
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        raise OffbeatError(f"`{' '.join(command)}` failed: {said[-1] if said else done.returncode}")
-    return done.stdout
+    if completed.returncode != 0:
+        errors = completed.stderr.strip().splitlines()
+        raise OffbeatError(f"`{' '.join(command)}` failed: {errors[-1] if errors else completed.returncode}")
+    return completed.stdout
 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the context as Ctrl-C does, unless somebody handles them already."""
+    """Let SIGTERM and SIGHUP end the context as Ctrl-C does, unless they have handlers already."""
 
-    def leave(number: int, _frame: FrameType | None) -> None:
+    def exit_on(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
     is_main = threading.current_thread() is threading.main_thread()
-    ours = [n for n in numbers if is_main and signal.getsignal(n) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, leave)
+    installed = [n for n in numbers if is_main and signal.getsignal(n) is signal.SIG_DFL]
+    for number in installed:
+        signal.signal(number, exit_on)
     try:
         yield
     finally:
-        for number in ours:
+        for number in installed:
             signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold back a Ctrl-C (often a second), SIGTERM or SIGHUP until the context, a short one, has ended."""
-    came: list[int] = []
+    """Defer Ctrl-C (often pressed twice), SIGTERM and SIGHUP to the end of the context, a short one."""
+    received: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {n: handler for n in numbers if is_main and (handler := signal.getsignal(n)) is not None}
     for number in before:
-        signal.signal(number, lambda came_number, _frame: came.append(came_number))
+        signal.signal(number, lambda signal_number, _frame: received.append(signal_number))
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        if received:
+            signal.raise_signal(received[0])

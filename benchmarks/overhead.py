@@ -1,7 +1,7 @@
-"""`python -m benchmarks overhead`: a training step under PyTorch's DDP on gloo and under `bsp`, in turn.
+"""`python -m benchmarks overhead`: step time of `bsp` against PyTorch's DDP on gloo, in alternating blocks.
 
-The same workers train the same model from the same seed on the same data both ways, in alternating blocks of
-steps in one run, so that whatever the machine does meanwhile happens to both.
+The same workers train the same model from the same seed on the same data in both ways, in alternating blocks
+of one run, so that variations of the machine's speed affect both.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.workers import answer, run_workers, settings_of
+from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result
 from offbeat.models import build_model
 from offbeat.runtime.session import join
 from offbeat.strategies import AllReduce
 
 SHAPE, CLASSES = (3, 32, 32), 10
-PLAN = {"cnn2": (30, 20), "resnet18": (16, 2)}  # blocks a side, steps a block
+PLAN = {"cnn2": (30, 20), "resnet18": (16, 2)}  # blocks per side, steps per block
 Sides = dict[str, Callable[[], None]]
 
 
@@ -35,14 +35,14 @@ def run(
     scale: float = 1.0,
     seed: int = 0,
 ) -> Result:
-    """Measures the models one after the other.
+    """Measure the models one after the other.
 
     Args:
         command: the command line, for the result.
         models: keys of `PLAN`.
         workers: worker processes on this machine.
-        batch_size: CIFAR-10-shaped samples a worker and step.
-        scale: multiplies how many blocks are measured.
+        batch_size: CIFAR-10-shaped samples per worker and step.
+        scale: factor on the number of measured blocks.
         seed: of weights and data.
     """
     rows, figures = [], {}
@@ -80,8 +80,8 @@ def run(
 
 
 def main() -> None:
-    """One worker: trains both ways in turn; rank 0 answers with its step times, block by block."""
-    settings = settings_of(sys.argv)
+    """Train both ways in alternation, as one worker; rank 0 sends the step times of each block."""
+    settings = read_settings(sys.argv)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank = dist.get_rank()
@@ -101,18 +101,18 @@ def main() -> None:
         }
         times_s = _measure(sides, settings["blocks"], settings["steps"], settings["model"])
     if rank == 0:
-        answer(times_s)
+        send_result(times_s)
     dist.destroy_process_group()
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
-    optimizer.zero_grad()  # so that no side's gradients take up memory during the other's turn
+    optimizer.zero_grad()  # frees this side's gradients during the other side's block
 
 
 def _measure(sides: Sides, blocks: int, steps: int, model: str) -> dict[str, list[list[float]]]:
-    """Seconds of each step; the first block of each side warms up, and which side begins alternates."""
+    """Return the seconds of each step; each side's first block warms up, and the order alternates."""
     times_s: dict[str, list[list[float]]] = {side: [] for side in sides}
     for block in range(blocks + 1):
         for side in list(sides)[:: 1 if block % 2 else -1]:

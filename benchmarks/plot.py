@@ -1,9 +1,9 @@
-"""Draws the papers' figures from results with their rows: `python benchmarks/plot.py FOLDER`.
+"""Draws the papers' figures from results with rows: `python benchmarks/plot.py FOLDER`.
 
-Of straggler.json, straggler_real.json, detect.json, accuracy.json, staleness.json, hybrid.json,
-hybrid_sweep.json, validate.json, validate_loaders.json and validate_repeated.json it takes what is in the
-folder and writes a PNG beside each, with what the paper says where it says so. Beside
-the predictions of hybrid_sweep.json go the measurements of hybrid_sweep_timed.json. Needs matplotlib, which
+For each of straggler.json, straggler_real.json, detect.json, accuracy.json, staleness.json, hybrid.json,
+hybrid_sweep.json, validate.json, validate_loaders.json and validate_repeated.json that exists in the folder
+it writes a PNG of the same name, with the paper's values where it gives them. The predictions of
+hybrid_sweep.json are drawn together with the measurements of hybrid_sweep_timed.json. Needs matplotlib, which
 is in the extra `dev`.
 """
 
@@ -22,8 +22,8 @@ from matplotlib import pyplot as plt
 
 # The first paper, figure 1 and its text: seconds of 90 epochs with 0 to 4 stragglers of 4, in lockstep.
 PAPER_RUN_S = (990.97, 4650.11, 4693.09, 4684.54, 4698.86)
-# Section 5, batches of 32 and 64: mean seconds until a straggler was found, and until it was back; an
-# iteration took 0.166 s in both.
+# Section 5, batches of 32 and 64: mean seconds until a straggler was excluded, and until it was readmitted;
+# an iteration took 0.166 s in both.
 PAPER_DETECT_S, PAPER_RECOVER_S, PAPER_ITERATION_S = (1.43, 1.44), (0.21, 0.30), 0.166
 # The second paper's names of the parts of a thread's time, and ours.
 PAPER_PARTS = {
@@ -38,18 +38,18 @@ PAPER_PARTS = {
     "T_CACHE_PARAM": "thread_cache",
     "other": "other",
 }
-# The third paper's ways of averaging, beside DDP, and those that the sweep adds.
+# The third paper's ways of averaging, DDP, and those that the sweep adds.
 SIDES = {
     "ddp": ("DDP", "0.6"),
-    "sync_ring": ("ring, nothing overlapped", "#c7b299"),
-    "fifo_ring": ("ring, first come first served", "#d9822b"),
+    "sync_ring": ("ring, no overlap", "#c7b299"),
+    "fifo_ring": ("ring, first in first out", "#d9822b"),
     "paper": ("the paper's text", "#8e6bb0"),
     "table4": ("the paper's table 4", "#c2506b"),
-    "cost_model": ("cost model, by need", "#2b6ca3"),
-    "hierarchical": ("groups of 16, by need", "#4a9a5b"),
+    "cost_model": ("cost model, by priority", "#2b6ca3"),
+    "hierarchical": ("groups of 16, by priority", "#4a9a5b"),
 }
-# The fourth paper, figures 4 and 5: what overlapping saves, by data, threads and what it is compared with;
-# figure 14: what copying takes of an epoch, in percent, with 6 and with 48 copies.
+# The fourth paper, figures 4 and 5: savings by overlap, by data, threads and baseline; figure 14: time of
+# copying in percent of an epoch, with 6 and with 48 copies.
 PAPER_SAVINGS = {
     "MNIST, 1 thread\nNumPy": 16.6,
     "MNIST, 1 thread\ntf.data": 11.6,
@@ -66,7 +66,7 @@ GREY, BLUE, ORANGE, GREEN = "0.75", "#2b6ca3", "#d9822b", "#4a9a5b"
 
 
 def straggler(result: dict[str, Any], path: Path) -> None:
-    """How many times as long a step takes, by the number of slow workers."""
+    """Draw the slowdown of a step by the number of slow workers."""
     end = "" if result["kind"] == "timed" else "_real"
     figures = result["figures"]
     counts = [count for count in range(1, 5) if f"slowdown_bsp_{count}{end}" in figures]
@@ -79,18 +79,18 @@ def straggler(result: dict[str, Any], path: Path) -> None:
     _draw_bars(axes, bars, [f"{count}" for count in counts])
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xlabel("slow workers of 4")
-    axes.set_ylabel("time of a step, over that with nobody slow")
+    axes.set_ylabel("time of a step / without slow workers")
     axes.set_title(f"One step, slow workers take 5 times as long ({result['kind']} compute)")
     _save(path)
 
 
 def detect(result: dict[str, Any], path: Path) -> None:
-    """How soon a straggler is left out and is back, by batch size."""
+    """Draw the steps until a straggler is excluded and readmitted, by batch size."""
     figures = result["figures"]
     _, both = plt.subplots(1, 2, figsize=(8, 4))
     parts = (
-        ("detect", "left out after", PAPER_DETECT_S),
-        ("recover", "back after", PAPER_RECOVER_S),
+        ("detect", "excluded after", PAPER_DETECT_S),
+        ("recover", "readmitted after", PAPER_RECOVER_S),
     )
     for axes, (name, title, paper_s) in zip(both, parts, strict=True):
         bars = [
@@ -104,7 +104,7 @@ def detect(result: dict[str, Any], path: Path) -> None:
 
 
 def accuracy(result: dict[str, Any], path: Path) -> None:
-    """Test accuracy against time, every seed; the paper has no such figure."""
+    """Draw test accuracy over time for every seed; the paper has no such figure."""
     _, axes = plt.subplots(figsize=(7, 4))
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in result["rows"]:
@@ -120,13 +120,13 @@ def accuracy(result: dict[str, Any], path: Path) -> None:
         )
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("test accuracy in %")
-    axes.set_title("One worker of 4 takes 5 times as long, a line a seed")
+    axes.set_title("One worker of 4 takes 5 times as long, one line per seed")
     axes.legend(frameon=False, loc="lower right")
     _save(path)
 
 
 def staleness(result: dict[str, Any], path: Path) -> None:
-    """Where a thread's time goes, in the second paper's nine parts and the rest (its figures 9 and 10)."""
+    """Draw the second paper's nine parts of a thread's time, and the rest (its figures 9 and 10)."""
     groups: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for row in result["rows"]:
         if row["setting"] != "nobody":
@@ -147,7 +147,7 @@ def staleness(result: dict[str, Any], path: Path) -> None:
 
 
 def hybrid(result: dict[str, Any], path: Path) -> None:
-    """A step's time over the floor, by how long it computes."""
+    """Draw a step's time relative to the floor, by its compute time."""
     rows = result["rows"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     sides = list(dict.fromkeys(row["side"] for row in rows))
@@ -156,13 +156,13 @@ def hybrid(result: dict[str, Any], path: Path) -> None:
     _, axes = plt.subplots(figsize=(1.5 * len(cases), 4))
     _draw_bars(axes, bars, [case.replace("_f", " %\nf = ").replace("c", "C/S = ") + " %" for case in cases])
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_ylabel("time of a step, over the floor")
-    axes.set_title("AlexNet, 4 workers with lines of 1 Gbit/s; C: computing, f of it forward, S: on the line")
+    axes.set_ylabel("time of a step / floor")
+    axes.set_title("AlexNet, 4 workers, lines of 1 Gbit/s; C: compute, f: share of it forward, S: transfer")
     _save(path)
 
 
 def hybrid_sweep(result: dict[str, Any], path: Path) -> None:
-    """Predicted and measured steps, over DDP's, by how many workers and the rate of their lines."""
+    """Draw predicted and measured steps relative to DDP's, by number of workers and line rate."""
     timed = path.with_name("hybrid_sweep_timed.json")
     measured = json.loads(timed.read_text())["rows"] if timed.exists() else []
     rates = list(dict.fromkeys(row["rate_mbit"] for row in result["rows"]))
@@ -178,13 +178,13 @@ def hybrid_sweep(result: dict[str, Any], path: Path) -> None:
         axes.set_yscale("log", base=2)
         axes.set_xlabel("workers")
         axes.set_title(f"{rate / 1000:g} Gbit/s", fontsize=9)
-    all_axes[0][0].set_ylabel("time of a step, over DDP's")
+    all_axes[0][0].set_ylabel("time of a step / DDP's")
     all_axes[0][0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=4)
     _save(path)
 
 
 def validate(result: dict[str, Any], path: Path) -> None:
-    """What overlapping saves, what copying costs, and how much of the cores is used when."""
+    """Draw savings by overlap, the cost of copying, and the use of the cores over time."""
     figures, rows = result["figures"], result["rows"]
     runs = [row for row in rows if "run_s" in row]
     cases = {(row["load"], row["threads"]): None for row in runs if row["side"] == "numpy"}
@@ -201,10 +201,10 @@ def validate(result: dict[str, Any], path: Path) -> None:
         if found:
             bars = savings.bar(at, list(found.values()), width, label=label, color=color)
             savings.bar_label(bars, fmt="%.0f", fontsize=8)
-    names = [*PAPER_SAVINGS, *(f"{load}\n{threads} at once" for load, threads in cases)]
+    names = [*PAPER_SAVINGS, *(f"{load}\n{threads} threads" for load, threads in cases)]
     savings.set_xticks(range(len(names)), names, fontsize=8)
     savings.axhline(0, color="black", linewidth=0.8)
-    savings.set_ylabel("saved, in % of one after the other")
+    savings.set_ylabel("saved, in % of validation in line")
     percents = {
         int(name.removeprefix("copy_share_")): 100 * share
         for name, share in figures.items()
@@ -222,15 +222,15 @@ def validate(result: dict[str, Any], path: Path) -> None:
         if line:
             at_s, shares = [row["at_s"] for row in line], [100 * row["used_share"] for row in line]
             uses.plot(at_s, shares, color=color, label=side, linewidth=0.9)
-    uses.set_xlabel(f"seconds of a run: {load}, {threads} at once")
-    uses.set_ylabel("of all cores used, in %")
+    uses.set_xlabel(f"seconds of a run: {load}, {threads} threads")
+    uses.set_ylabel("use of all cores, in %")
     for axes in (savings, copies, uses):
         axes.legend(frameon=False, fontsize=8)
     _save(path)
 
 
 def _over_ddp(rows: list[dict[str, Any]], rate: int, side: str) -> list[tuple[int, float]]:
-    """By number of workers, a side's step over DDP's in the same run."""
+    """Return pairs of number of workers and a side's step relative to DDP's in the same run."""
     step_s = {(row["workers"], row["side"]): row["step_s"] for row in rows if row["rate_mbit"] == rate}
     return [
         (workers, own_s / step_s[workers, "ddp"])
@@ -268,7 +268,7 @@ FIGURES = {
 
 
 def main(arguments: list[str]) -> int:
-    """Draw what is there; say what was written."""
+    """Draw a plot for each result in the folder, and print its path."""
     (folder,) = map(Path, arguments)
     for name, draw in FIGURES.items():
         source = folder / f"{name}.json"

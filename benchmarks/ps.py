@@ -1,9 +1,9 @@
-"""`python -m benchmarks ps`: what a parameter server carries, by size, operation and how much is under way.
+"""`python -m benchmarks ps`: parameter server throughput and latency by size, operation and concurrency.
 
-Servers add what is pushed, and hold it once. All of it, manager, servers and workers, runs in a network
-namespace of its own, where loopback has an ordinary congestion control; there over TCP, and for comparison
-over what nodes of one host use by themselves. Plain sockets to a process that adds are the floor under it.
-In the end, what the servers hold is compared with what was pushed.
+Servers add pushed values, without replicas. Manager, servers and workers run in one network namespace, where
+loopback has an ordinary congestion control: over TCP, and for comparison over the default transport between
+nodes of one host. Plain sockets to a process that adds are the lower bound. At the end, the servers' values
+are compared with what was pushed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.adding import sockets_per_s
-from benchmarks.children import Child, Lines, ask_all
+from benchmarks.children import Child, Lines, request_all
 from benchmarks.namespaces import hosts
-from benchmarks.pushing import Case
+from benchmarks.pushing import RequestCase
 from offbeat.cli.result import Result, machine, percentile
 from offbeat.errors import OffbeatError
 from offbeat.runtime.ps.cluster import start_manager, start_server
@@ -38,15 +38,15 @@ DENSE_BYTES = {
 SPARSE_KEYS = {"1k": 1_000, "100k": 100_000, "1M": 1_000_000}
 OPERATIONS = ("push", "pull", "pushpull")
 _IN_FLIGHT, _IN_FLIGHT_MANY = 16, 128
-_IN_FLIGHT_BYTES = 128_000_000  # at most, and two requests at least
-_SMALL_BYTES = 100_000  # up to which there are very many in flight, too
-_WATCHED = ("64MB", "4KB")
+_IN_FLIGHT_BYTES = 128_000_000  # at most, but two requests at least
+_SMALL_BYTES = 100_000  # up to this size also with `_IN_FLIGHT_MANY` requests
+_SAMPLED = ("64MB", "4KB")
 _DEADLINE_S = 900.0
 _HOST = "127.0.0.1"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured."""
+class PsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the benchmark."""
 
     sizes: tuple[str, ...]
     seconds: float
@@ -54,17 +54,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What was found of a case.
+class PsMeasurement:
+    """Measurements of a case.
 
     Attributes:
-        transport: "tcp", or "shared" for what nodes of one host use.
-        nodes: how many workers, and as many servers.
-        per_s: requests a second, of all workers.
+        transport: "tcp", or "shared" for the default between nodes of one host.
+        nodes: number of workers, and of servers.
+        per_s: requests per second, over all workers.
         latency_s: of each request.
     """
 
-    case: Case
+    case: RequestCase
     transport: str
     nodes: int
     per_s: float
@@ -72,27 +72,28 @@ class Found:
 
 
 def run(*, command: str, sizes: Sequence[str] = (), seconds: float = 0.5, seed: int = 0) -> Result:
-    """Measure; needs root.
+    """Run the benchmark; needs root.
 
     Args:
-        sizes: those of `DENSE_BYTES` and `SPARSE_KEYS`; by default all.
-        seconds: how long at least, and with 5 repetitions, each case is measured.
+        command: the command line, for the result.
+        sizes: keys of `DENSE_BYTES` and `SPARSE_KEYS`; by default all.
+        seconds: minimum measuring time per case, which also has at least 5 repetitions.
         seed: of the keys.
 
     Raises:
-        ValueError: an unknown size, or no time.
-        OffbeatError: no root, no iproute2, or something failed.
+        ValueError: an unknown size, or a time out of range.
+        OffbeatError: no root, no iproute2, or a process failed.
     """
     known = (*DENSE_BYTES, *SPARSE_KEYS)
     if unknown := [size for size in sizes if size not in known]:
         raise ValueError(f"expected sizes of {', '.join(known)}, got {unknown[0]}")
     if not 0 < seconds <= 60:
         raise ValueError(f"expected to measure for up to 60 s, got {seconds:g} s")
-    settings = Settings(sizes=tuple(sizes) or known, seconds=seconds, seed=seed)
+    settings = PsSettings(sizes=tuple(sizes) or known, seconds=seconds, seed=seed)
     with hosts(1) as (host,):
         with Child("benchmarks.ps", name="the measuring process", prefix=host.prefix) as child:
-            child.lines.tell(msgspec.to_builtins(settings))
-            answer = child.lines.hear(_DEADLINE_S)
+            child.lines.send(msgspec.to_builtins(settings))
+            answer = child.lines.receive(_DEADLINE_S)
     if "error" in answer:
         raise OffbeatError(answer["error"])
     return Result(
@@ -106,8 +107,8 @@ def run(*, command: str, sizes: Sequence[str] = (), seconds: float = 0.5, seed: 
     )
 
 
-def cases(sizes: Sequence[str]) -> list[Case]:
-    """Return what is measured of some sizes."""
+def cases(sizes: Sequence[str]) -> list[RequestCase]:
+    """Return the cases of some sizes."""
     found = []
     for size in sizes:
         is_sparse = size in SPARSE_KEYS
@@ -116,7 +117,7 @@ def cases(sizes: Sequence[str]) -> list[Case]:
         if is_sparse:
             kinds.append(("push", True))
         for operation, is_fresh in kinds:
-            one = Case(
+            one = RequestCase(
                 operation=operation,
                 size=size,
                 count=count,
@@ -124,23 +125,23 @@ def cases(sizes: Sequence[str]) -> list[Case]:
                 is_fresh=is_fresh,
                 in_flight=1,
             )
-            under_way = [_usual(one)]
+            in_flight_counts = [_default_in_flight(one)]
             if not is_fresh:
-                under_way.insert(0, 1)
+                in_flight_counts.insert(0, 1)
                 if one.size_bytes <= _SMALL_BYTES:
-                    under_way.append(_IN_FLIGHT_MANY)
-            found += [msgspec.structs.replace(one, in_flight=in_flight) for in_flight in under_way]
+                    in_flight_counts.append(_IN_FLIGHT_MANY)
+            found += [msgspec.structs.replace(one, in_flight=in_flight) for in_flight in in_flight_counts]
     return found
 
 
-def _usual(case: Case) -> int:
-    """How many requests are under way, if it is not one."""
+def _default_in_flight(case: RequestCase) -> int:
+    """Return the number of requests in flight in cases with more than one."""
     return max(2, min(_IN_FLIGHT, _IN_FLIGHT_BYTES // case.size_bytes))
 
 
-def by_transport(turns: Sequence[Found]) -> list[Found]:
-    """Return what was found of a case by turns as one for each transport: machines are faster at times."""
-    found: dict[str, list[Found]] = {}
+def by_transport(turns: Sequence[PsMeasurement]) -> list[PsMeasurement]:
+    """Return one result per transport from alternating measurements, since the machine's speed changes."""
+    found: dict[str, list[PsMeasurement]] = {}
     for one in turns:
         found.setdefault(one.transport, []).append(one)
     return [
@@ -153,8 +154,8 @@ def by_transport(turns: Sequence[Found]) -> list[Found]:
     ]
 
 
-def figures(all_found: Sequence[Found]) -> dict[str, float]:
-    """Return the figures of what was found."""
+def figures(all_found: Sequence[PsMeasurement]) -> dict[str, float]:
+    """Return the figures of all measurements."""
     made: dict[str, float] = {}
     rates = {(one.case, one.nodes, one.transport): one.per_s for one in all_found}
     for one in all_found:
@@ -167,29 +168,29 @@ def figures(all_found: Sequence[Found]) -> dict[str, float]:
     return made
 
 
-def _figures_of(found: Found) -> dict[str, float]:
+def _figures_of(found: PsMeasurement) -> dict[str, float]:
     case = found.case
     name = f"sparse_{case.operation}_{case.size}" if case.is_sparse else f"{case.operation}_{case.size}"
     name += "_fresh" if case.is_fresh else ""
     end = "" if found.nodes == 1 else f"_{found.nodes}x{found.nodes}"
     if case.in_flight == 1:
         return {f"{name}_p{p}_us{end}": percentile(found.latency_s, p) * 1e6 for p in (50, 99)}
-    if case.in_flight != _usual(case):
+    if case.in_flight != _default_in_flight(case):
         name += f"_{case.in_flight}_in_flight"
     if case.is_sparse:
         return {f"{name}_keys_per_s{end}": found.per_s * case.count * case.ways}
     made = {f"{name}_per_s{end}": found.per_s}
-    if case.in_flight == _usual(case):
+    if case.in_flight == _default_in_flight(case):
         made[f"{name}_gb_per_s{end}"] = _gb_per_s(found)
     return made
 
 
-def _gb_per_s(found: Found) -> float:
-    """Of values, each way that they go."""
+def _gb_per_s(found: PsMeasurement) -> float:
+    """Return the rate of values, in both directions, in 10^9 bytes per second."""
     return found.per_s * found.case.count * 4 * found.case.ways / 1e9
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: PsMeasurement) -> dict[str, Any]:
     case = found.case
     return {
         "where": f"{found.transport} {found.nodes}+{found.nodes}",
@@ -206,20 +207,22 @@ def _row(found: Found) -> dict[str, Any]:
 # In the namespace ---------------------------------------------------------------------------------------
 
 
-def measured(settings: Settings) -> dict[str, Any]:
-    """Measure all, and return figures and rows."""
-    every = cases(settings.sizes)
-    compared = [case for case in every if not case.is_sparse and case.in_flight == _usual(case)]
-    found: list[Found] = []
-    with _Cluster("tcp", 1, settings) as tcp, _Cluster("shared", 1, settings) as shared:
-        for case in every:
+def measure_all(settings: PsSettings) -> dict[str, Any]:
+    """Measure all cases; return figures and rows."""
+    all_cases = cases(settings.sizes)
+    compared = [
+        case for case in all_cases if not case.is_sparse and case.in_flight == _default_in_flight(case)
+    ]
+    found: list[PsMeasurement] = []
+    with _BenchmarkCluster("tcp", 1, settings) as tcp, _BenchmarkCluster("shared", 1, settings) as shared:
+        for case in all_cases:
             turns = (tcp, shared, shared, tcp) if case in compared else (tcp,)
             found += by_transport([one.measure(case) for one in turns])
-        tcp.check(every)
+        tcp.check(all_cases)
         shared.check(compared)
-    with _Cluster("tcp", 2, settings) as two:
-        found += [two.measure(case) for case in every]
-        two.check(every)
+    with _BenchmarkCluster("tcp", 2, settings) as two:
+        found += [two.measure(case) for case in all_cases]
+        two.check(all_cases)
     rows = [_row(one) for one in found]
     floors = [_floor(case, settings.seconds) for case in compared if case.operation == "push"]
     rows += floors
@@ -228,17 +231,17 @@ def measured(settings: Settings) -> dict[str, Any]:
         for row in floors
         for unit in ("per_s", "gb_per_s")
     }
-    for size in _WATCHED:
+    for size in _SAMPLED:
         for case in compared:
             if (case.operation, case.size) == ("push", size):
-                _say(f"where the time of a push of {size} goes")
-                rows += _watched(case, settings)
+                _print_progress(f"where the time of a push of {size} goes")
+                rows += _sampled_rows(case, settings)
     return {"figures": made, "rows": rows}
 
 
-def _floor(case: Case, seconds: float) -> dict[str, Any]:
-    """What plain sockets carry of a push, to a process that adds."""
-    _say(f"plain sockets: {case.title}, {case.in_flight} in flight")
+def _floor(case: RequestCase, seconds: float) -> dict[str, Any]:
+    """Return the rate of plain sockets to a process that adds, for the data of a push."""
+    _print_progress(f"plain sockets: {case.title}, {case.in_flight} in flight")
     per_s = sockets_per_s(case.size_bytes, case.in_flight, seconds)
     return {
         "where": "plain sockets",
@@ -249,18 +252,18 @@ def _floor(case: Case, seconds: float) -> dict[str, Any]:
     }
 
 
-class _Cluster:
-    """A parameter server, and as many workers as it has servers.
+class _BenchmarkCluster:
+    """A parameter server with as many workers as servers.
 
     Args:
-        transport: "tcp", or "shared" for what nodes of one host use.
-        nodes: how many servers.
+        transport: "tcp", or "shared" for the default between nodes of one host.
+        nodes: number of servers.
     """
 
-    def __init__(self, transport: str, nodes: int, settings: Settings) -> None:
+    def __init__(self, transport: str, nodes: int, settings: PsSettings) -> None:
         self._transport, self._nodes, self._settings = transport, nodes, settings
 
-    def __enter__(self) -> _Cluster:
+    def __enter__(self) -> _BenchmarkCluster:
         with ExitStack() as stack:
             cluster = start_manager(self._nodes, host=_HOST, copies=0)
             for server in range(self._nodes):
@@ -277,30 +280,32 @@ class _Cluster:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def measure(self, case: Case) -> Found:
-        """Make requests, and see how many a second are done."""
-        _say(f"{self._transport} {self._nodes}+{self._nodes}: {case.title}, {case.in_flight} in flight")
-        told = _measure(self._workers, case, self._settings.seconds)
-        return Found(
+    def measure(self, case: RequestCase) -> PsMeasurement:
+        """Measure one case with all workers."""
+        _print_progress(
+            f"{self._transport} {self._nodes}+{self._nodes}: {case.title}, {case.in_flight} in flight"
+        )
+        replies = _measure(self._workers, case, self._settings.seconds)
+        return PsMeasurement(
             case=case,
             transport=self._transport,
             nodes=self._nodes,
-            per_s=sum(median(one["per_s"]) for one in told),
-            latency_s=list(itertools.chain.from_iterable(one["latency_s"] for one in told)),
+            per_s=sum(median(one["per_s"]) for one in replies),
+            latency_s=list(itertools.chain.from_iterable(one["latency_s"] for one in replies)),
         )
 
-    def check(self, measured: Sequence[Case]) -> None:
-        """See whether the servers have added all that was pushed.
+    def check(self, measured: Sequence[RequestCase]) -> None:
+        """Compare the servers' sums with what was pushed.
 
         Raises:
-            OffbeatError: they have not.
+            OffbeatError: they differ.
         """
-        pushed = ask_all(self._workers, {"do": "pushed"})
+        pushed = request_all(self._workers, {"do": "pushed"})
         for case in {case.namespace: case for case in measured}.values():
-            wanted = sum(one.get(case.namespace, 0) for one in pushed)
-            (held,) = ask_all(self._workers[:1], {"do": "held", "case": msgspec.to_builtins(case)})
-            if held != wanted:
-                raise OffbeatError(f"the servers hold {held:,.0f} of {case.namespace}, {wanted:,} was pushed")
+            expected = sum(one.get(case.namespace, 0) for one in pushed)
+            (held,) = request_all(self._workers[:1], {"do": "held", "case": msgspec.to_builtins(case)})
+            if held != expected:
+                raise OffbeatError(f"the servers hold {held:,.0f} of {case.namespace}, expected {expected:,}")
 
 
 @contextmanager
@@ -311,32 +316,32 @@ def _workers(count: int, cluster: ClusterFile, seed: int) -> Iterator[list[Child
             for worker in range(count)
         ]
         for worker, child in enumerate(workers):
-            child.lines.tell({"cluster": msgspec.to_builtins(cluster), "seed": seed + worker})
+            child.lines.send({"cluster": msgspec.to_builtins(cluster), "seed": seed + worker})
         for child in workers:
-            child.lines.hear()
+            child.lines.receive()
         yield workers
 
 
 def _measure(
-    workers: Sequence[Child], case: Case, seconds: float, *, is_watched: bool = False
+    workers: Sequence[Child], case: RequestCase, seconds: float, *, is_sampled: bool = False
 ) -> list[dict[str, Any]]:
-    asked = {"case": msgspec.to_builtins(case), "seconds": seconds, "is_watched": is_watched}
-    ask_all(workers, {"do": "measure", **asked})  # they are warm
-    ask_all(workers, "go")  # they have made enough
-    return ask_all(workers, "stop")
+    command = {"case": msgspec.to_builtins(case), "seconds": seconds, "is_sampled": is_sampled}
+    request_all(workers, {"do": "measure", **command})  # replies when warmed up
+    request_all(workers, "go")  # replies when all have made enough requests
+    return request_all(workers, "stop")
 
 
-def _watched(case: Case, settings: Settings) -> list[dict[str, Any]]:
-    """Of pushes over TCP, what the threads of worker and server are at."""
+def _sampled_rows(case: RequestCase, settings: PsSettings) -> list[dict[str, Any]]:
+    """Return where the threads of worker and server spend the time of pushes over TCP."""
     cluster = start_manager(1, host=_HOST, copies=0)
     configuration = ServerConfiguration(cluster=cluster, host=_HOST, server=0, unix=False)
-    with Child("benchmarks.sampling", name="the server that is looked at") as server:
-        ask_all([server], msgspec.to_builtins(configuration))
+    with Child("benchmarks.sampling", name="the sampled server") as server:
+        request_all([server], msgspec.to_builtins(configuration))
         with _workers(1, cluster, settings.seed) as workers:
-            ask_all([server], "begin")
-            (told,) = _measure(workers, case, 2 * settings.seconds, is_watched=True)
-            (of_server,) = ask_all([server], "end")
-    shares = [("worker", row) for row in told["shares"]] + [("server", row) for row in of_server]
+            request_all([server], "begin")
+            (reply,) = _measure(workers, case, 2 * settings.seconds, is_sampled=True)
+            (of_server,) = request_all([server], "end")
+    shares = [("worker", row) for row in reply["shares"]] + [("server", row) for row in of_server]
     return [
         {
             "where": f"{process}, thread {row['thread']}",
@@ -349,18 +354,18 @@ def _watched(case: Case, settings: Settings) -> list[dict[str, Any]]:
     ]
 
 
-def _say(what: str) -> None:
+def _print_progress(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Measure in the namespace in which this process is."""
+    """Measure in the network namespace of this process."""
     lines = Lines.to_parent()
-    settings = msgspec.convert(lines.hear(), Settings)
+    settings = msgspec.convert(lines.receive(), PsSettings)
     try:
-        lines.tell(measured(settings))
+        lines.send(measure_all(settings))
     except OffbeatError as error:
-        lines.tell({"error": str(error)})
+        lines.send({"error": str(error)})
 
 
 if __name__ == "__main__":

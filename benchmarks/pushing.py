@@ -1,6 +1,4 @@
-"""A worker of `python -m benchmarks ps`: makes requests of one kind for as long as it is told to, and times
-them.
-"""
+"""A worker of `python -m benchmarks ps`: makes requests of one kind on command, and times them."""
 
 from __future__ import annotations
 
@@ -26,21 +24,21 @@ from offbeat.runtime.ps.node import ClusterFile
 REPETITIONS = 5  # at least
 _FRESH_LISTS = 8
 _BLOCKS, _BLOCK_KEYS_MAX = 64, 250_000
-_STRETCH_KEYS = 8  # of which a sparse request lists one
+_STRETCH_KEYS = 8  # a sparse request lists one key of each stretch of this length
 
 Keys = NDArray[np.int64]
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class RequestCase(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of request.
 
     Attributes:
-        operation: "push", "pull" or "pushpull", which pulls what it has pushed.
-        size: the name of the size.
-        count: how many numbers, or keys of a sparse one.
+        operation: "push", "pull" or "pushpull", a pull that follows its push.
+        size: name of the size.
+        count: how many values, which is also how many keys of a sparse request.
         is_sparse: its keys are listed.
-        is_fresh: other keys than the time before.
-        in_flight: how many are under way at once.
+        is_fresh: its keys differ from the previous request's.
+        in_flight: concurrent requests.
     """
 
     operation: str
@@ -52,18 +50,18 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def namespace(self) -> str:
-        """Whom it is for."""
+        """Name of its namespace."""
         return f"{'sparse' if self.is_sparse else 'dense'} {self.size}"
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
+        """Description for tables."""
         keys = f" {'fresh' if self.is_fresh else 'known'} keys" if self.is_sparse else ""
         return f"{self.operation} {self.size}{keys}"
 
     @property
     def size_bytes(self) -> int:
-        """Of values, and keys that are listed, one way."""
+        """Size of values and listed keys, one way."""
         return self.count * (12 if self.is_sparse else 4)
 
     @property
@@ -72,94 +70,98 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return 2 if self.operation == "pushpull" else 1
 
 
-class Requests:
+class RequestMaker:
     """Makes requests of a case.
 
-    A namespace has 64 blocks. Those for dense requests are as long as a request, but of 1 MB at most, and
-    each request is for the keys behind those of the one before: so small ones are for one server each, large
-    ones for all. Keys that are listed lie all over the namespace.
+    A namespace has 64 blocks. For dense requests a block is as long as a request, but at most 1 MB, and each
+    request is for the keys after the previous one's: so small requests go to one server each, large ones to
+    all. Listed keys are spread over the whole namespace.
 
     Attributes:
-        pushed: how many numbers were pushed so far, by namespace.
+        pushed: values pushed so far, by namespace.
     """
 
     def __init__(self, ps: PS, seed: int) -> None:
         self._ps, self._seed = ps, seed
-        self._spaces: dict[str, Namespace] = {}
+        self._namespaces: dict[str, Namespace] = {}
         self.pushed: Counter[str] = Counter()
 
-    def maker(self, case: Case) -> Callable[[], Future]:
-        """Return what makes the next request."""
-        space, count = self.space(case), case.count
+    def maker(self, case: RequestCase) -> Callable[[], Future]:
+        """Return a function that makes the next request."""
+        namespace, count = self.namespace_of(case), case.count
         values = np.ones(count, np.float32)
-        places: list[dict[str, Any]] = [{"first": first} for first in range(0, space.keys - count + 1, count)]
+        key_choices: list[dict[str, Any]] = [
+            {"first": first} for first in range(0, namespace.keys - count + 1, count)
+        ]
         if case.is_sparse:
             chance = np.random.default_rng([self._seed, count])
-            places = [{"keys": _listed(chance, count)} for _ in range(_FRESH_LISTS if case.is_fresh else 1)]
-        turns = itertools.cycle(places)
+            key_choices = [
+                {"keys": _spread_keys(chance, count)} for _ in range(_FRESH_LISTS if case.is_fresh else 1)
+            ]
+        choices = itertools.cycle(key_choices)
 
-        def push(place: dict[str, Any]) -> Future:
+        def push(keys: dict[str, Any]) -> Future:
             self.pushed[case.namespace] += count
-            return space.push(values, **place)
+            return namespace.push(values, **keys)
 
-        def pull(place: dict[str, Any], *after: Future) -> Future:
-            bounds = {} if case.is_sparse else {"last": place["first"] + count}
-            return space.pull(**place, **bounds, after=after)
+        def pull(keys: dict[str, Any], *after: Future) -> Future:
+            bounds = {} if case.is_sparse else {"last": keys["first"] + count}
+            return namespace.pull(**keys, **bounds, after=after)
 
-        def push_and_pull(place: dict[str, Any]) -> Future:
-            return pull(place, push(place))
+        def push_and_pull(keys: dict[str, Any]) -> Future:
+            return pull(keys, push(keys))
 
         one = {"push": push, "pull": pull, "pushpull": push_and_pull}[case.operation]
-        return lambda: one(next(turns))
+        return lambda: one(next(choices))
 
-    def space(self, case: Case) -> Namespace:
+    def namespace_of(self, case: RequestCase) -> Namespace:
         """Return the namespace of a case."""
         name = case.namespace
-        if name not in self._spaces:
+        if name not in self._namespaces:
             if case.is_sparse:
-                self._spaces[name] = self._ps.namespace(name, keys=case.count * _STRETCH_KEYS)
+                self._namespaces[name] = self._ps.namespace(name, keys=case.count * _STRETCH_KEYS)
             else:
                 block_keys = min(case.count, _BLOCK_KEYS_MAX)
                 keys = _BLOCKS * block_keys
-                self._spaces[name] = self._ps.namespace(name, keys=keys, block_keys=block_keys)
-        return self._spaces[name]
+                self._namespaces[name] = self._ps.namespace(name, keys=keys, block_keys=block_keys)
+        return self._namespaces[name]
 
 
-def _listed(chance: np.random.Generator, count: int) -> Keys:
+def _spread_keys(chance: np.random.Generator, count: int) -> Keys:
     return np.arange(count) * _STRETCH_KEYS + chance.integers(0, _STRETCH_KEYS, count)
 
 
 def measure(lines: Lines, make: Callable[[], Future], in_flight: int, seconds: float) -> dict[str, Any]:
-    """Make requests until everybody has made enough.
+    """Make requests until all workers have made enough.
 
     Returns:
-        per_s: requests a second of each repetition; latency_s: of each request.
+        per_s: requests per second of each repetition; latency_s: of each request.
     """
     rate_per_s = _warm_up(make, in_flight, seconds / 4)
     block = max(in_flight, math.ceil(rate_per_s * seconds / REPETITIONS))
-    lines.tell("ready")
-    lines.hear()
-    under_way: deque[tuple[float, Future]] = deque()
+    lines.send("ready")
+    lines.receive()
+    in_flight_requests: deque[tuple[float, Future]] = deque()
     latency_s: list[float] = []
     marks_s = [perf_counter()]
-    is_enough = False
+    has_reported = False
     while True:
-        while len(under_way) < in_flight:
-            under_way.append((perf_counter(), make()))
-        begun_s, future = under_way.popleft()
+        while len(in_flight_requests) < in_flight:
+            in_flight_requests.append((perf_counter(), make()))
+        begun_s, future = in_flight_requests.popleft()
         future.result()
         now_s = perf_counter()
         latency_s.append(now_s - begun_s)
         if len(latency_s) % block == 0:
             marks_s.append(now_s)
-        if is_enough:
-            if lines.has_come():
-                lines.hear()
+        if has_reported:
+            if lines.has_message():
+                lines.receive()
                 break
         elif len(marks_s) > REPETITIONS and marks_s[-1] - marks_s[0] >= seconds:
-            is_enough = True
-            lines.tell("enough")
-    for _, future in under_way:
+            has_reported = True
+            lines.send("enough")
+    for _, future in in_flight_requests:
         future.result()
     return {
         "per_s": [block / (later - before) for before, later in itertools.pairwise(marks_s)],
@@ -168,39 +170,39 @@ def measure(lines: Lines, make: Callable[[], Future], in_flight: int, seconds: f
 
 
 def _warm_up(make: Callable[[], Future], in_flight: int, seconds: float) -> float:
-    """Make requests for a while; return how many a second."""
+    """Make requests for some seconds; return their rate per second."""
     began_s, made = perf_counter(), 0
-    under_way: deque[Future] = deque()
+    in_flight_requests: deque[Future] = deque()
     while made <= in_flight or perf_counter() - began_s < seconds:
-        under_way.append(make())
+        in_flight_requests.append(make())
         made += 1
-        if len(under_way) == in_flight:
-            under_way.popleft().result()
-    for future in under_way:
+        if len(in_flight_requests) == in_flight:
+            in_flight_requests.popleft().result()
+    for future in in_flight_requests:
         future.result()
     return made / (perf_counter() - began_s)
 
 
 def main() -> None:
-    """Measure what it is told to, one case after the other."""
+    """Run the commands of the benchmark one after the other."""
     lines = Lines.to_parent()
-    place = lines.hear()
-    with PS(msgspec.convert(place["cluster"], ClusterFile), host="127.0.0.1") as ps:
-        requests = Requests(ps, place["seed"])
-        lines.tell("here")
-        while True:  # until the benchmark is over, and this process with it
-            asked = lines.hear()
-            match asked["do"]:
+    settings = lines.receive()
+    with PS(msgspec.convert(settings["cluster"], ClusterFile), host="127.0.0.1") as ps:
+        requests = RequestMaker(ps, settings["seed"])
+        lines.send("here")
+        while True:  # until the benchmark ends this process
+            command = lines.receive()
+            match command["do"]:
                 case "measure":
-                    case = msgspec.convert(asked["case"], Case)
-                    with Sampler() if asked["is_watched"] else nullcontext() as sampler:
-                        found = measure(lines, requests.maker(case), case.in_flight, asked["seconds"])
-                    lines.tell(found | {"shares": sampler.shares() if sampler is not None else []})
+                    case = msgspec.convert(command["case"], RequestCase)
+                    with Sampler() if command["is_sampled"] else nullcontext() as sampler:
+                        found = measure(lines, requests.maker(case), case.in_flight, command["seconds"])
+                    lines.send(found | {"shares": sampler.shares() if sampler is not None else []})
                 case "pushed":
-                    lines.tell(dict(requests.pushed))
+                    lines.send(dict(requests.pushed))
                 case "held":
-                    space = requests.space(msgspec.convert(asked["case"], Case))
-                    lines.tell(float(space.pull().result().sum(dtype=np.float64)))
+                    namespace = requests.namespace_of(msgspec.convert(command["case"], RequestCase))
+                    lines.send(float(namespace.pull().result().sum(dtype=np.float64)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """`python -m benchmarks quality`: how well rules find stragglers, in simulated times over many seeds.
 
-The classifier as it is, and beside it rules that others use, see the same times. Nothing is trained and
-nobody waits: a rule that calls a worker slow changes nothing about its times.
+The library's classifier and rules used elsewhere see the same times. Nothing is trained and no worker waits:
+the rules' decisions have no effect on the times.
 
-A worker is slow in truth while its times are multiplied by so much that leaving it out pays; when
-everybody's are, nobody is. A *false alarm* is a worker and epoch in which it was never slow in truth and was
-called slow. An *episode* is a run of iterations in which one worker is slow; it is *missed* if the worker is
-not called slow within it, else found after so many iterations of it. *Covered* is the share of slow
-iterations after which the worker was called slow.
+A worker is truly slow while its times are multiplied by so much that excluding it pays; when all workers'
+are, none is. A *false alarm* is a worker and epoch in which the worker was never truly slow and was called
+slow. An *episode* is a sequence of iterations in which one worker is slow; it is *missed* if the worker is
+not called slow within it, else its delay is the number of its iterations until then. *Covered* is the share
+of slow iterations after which the worker was called slow.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _MEAN_OF = 10
 _FAST_S = 0.1
 
 
-# What others do ------------------------------------------------------------------------------------------
+# Rules used elsewhere ------------------------------------------------------------------------------------
 
 
 def above_fastest(times_iw: Times, factor: float) -> Flags:
-    """Call slow who takes more than `factor` times as long as the fastest, in that iteration."""
+    """Call a worker slow that takes more than `factor` times as long as the fastest, in that iteration."""
     return np.asarray(times_iw > factor * times_iw.min(axis=1, keepdims=True))
 
 
 def above_median(times_iw: Times, factor: float, in_a_row: int = 1) -> Flags:
-    """Call slow who takes more than `factor` times the median, in so many iterations in a row."""
+    """Call a worker slow that takes more than `factor` times the median, `in_a_row` iterations in a row."""
     above_iw = times_iw > factor * np.median(times_iw, axis=1, keepdims=True)
     flags_iw = above_iw.copy()
     for back in range(1, in_a_row):
@@ -60,7 +60,7 @@ def smoothed(times_iw: Times, iterations: int = _MEAN_OF) -> Times:
 
 
 def classified(times_iw: Times, **arguments: Any) -> Flags:
-    """Ask a `StragglerClassifier` with these arguments about all times in turn."""
+    """Return the decisions of a `StragglerClassifier` with these arguments, iteration by iteration."""
     classifier = StragglerClassifier(**arguments)
     workers = range(times_iw.shape[1])
     for worker in workers:
@@ -90,14 +90,14 @@ RULES: dict[str, Rule] = {
     "1.5 x median, 3 times, means of 10": lambda times_iw: above_median(smoothed(times_iw), 1.5, in_a_row=3),
     "2 x median, means of 10": lambda times_iw: above_median(smoothed(times_iw), 2.0),
 }
-OURS = ("fixed", "gate", "auto", "auto_gate")
+LIBRARY_RULES = ("fixed", "gate", "auto", "auto_gate")
 
-# What happens --------------------------------------------------------------------------------------------
+# Scenarios -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """Simulated times, and who was slow in truth."""
+class SimulatedTimes:
+    """Simulated times, and which workers were truly slow."""
 
     times_iw: Times
     slow_iw: Flags
@@ -115,11 +115,11 @@ def restless(generator: np.random.Generator, shape: tuple[int, int]) -> Times:
 
 
 def _factors(scenario: str, generator: np.random.Generator) -> tuple[Times, Flags]:
-    """Return by what every time is multiplied, and who is slow in truth."""
+    """Return the factors of all times, and which workers are truly slow."""
     iterations = EPOCHS * ITERATIONS
     factors_iw = np.ones((iterations, WORKERS))
     victim = int(generator.integers(WORKERS))
-    # In the first epoch, its profile included, or in the second.
+    # The onset is in the first epoch, which includes the profile, or in the second.
     onset = int(generator.integers(2 * ITERATIONS))
     at_i = np.arange(iterations)
     match scenario.split(":"):
@@ -129,9 +129,9 @@ def _factors(scenario: str, generator: np.random.Generator) -> tuple[Times, Flag
             factors_iw[onset:, victim] = float(factor)
         case ["from the start", factor]:
             factors_iw[:, victim] = float(factor)
-        case ["bursty", factor]:  # 20 iterations of every 100, from the onset on
+        case ["bursty", factor]:  # 20 iterations of every 100, after the onset
             factors_iw[(at_i >= onset) & ((at_i - onset) % 100 < 20), victim] = float(factor)
-        case ["drifting", factor]:  # over an epoch's length
+        case ["drifting", factor]:  # rises over as many iterations as an epoch has
             rise_i = np.clip((at_i - onset) / ITERATIONS, 0.0, 1.0)
             factors_iw[:, victim] = 1.0 + (float(factor) - 1.0) * rise_i
         case ["global", factor]:
@@ -150,18 +150,18 @@ SCENARIOS = (
 NOISES = {"calm": calm, "restless": restless}
 
 
-def simulate(scenario: str, noise: str, seed: int) -> Case:
-    """Draw one run; equal arguments give equal times."""
+def simulate(scenario: str, noise: str, seed: int) -> SimulatedTimes:
+    """Simulate one run; equal arguments give equal times."""
     generator = np.random.default_rng([seed, SCENARIOS.index(scenario), list(NOISES).index(noise)])
     factors_iw, slow_iw = _factors(scenario, generator)
-    return Case(times_iw=NOISES[noise](generator, factors_iw.shape) * factors_iw, slow_iw=slow_iw)
+    return SimulatedTimes(times_iw=NOISES[noise](generator, factors_iw.shape) * factors_iw, slow_iw=slow_iw)
 
 
-# How well it is found ------------------------------------------------------------------------------------
+# Scores --------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Tally:
+class RuleScore:
     """Sums over runs of one rule in one scenario."""
 
     normal: int = 0
@@ -172,7 +172,7 @@ class Tally:
     delays: list[int] | None = None
 
     def add(self, slow_iw: Flags, flags_iw: Flags) -> None:
-        """Count one run: who was slow in truth, and who was called slow."""
+        """Add one run: which workers were truly slow, and which were called slow."""
         per_epoch = (-1, min(ITERATIONS, len(slow_iw)), slow_iw.shape[1])
         normal_ew = ~slow_iw.reshape(per_epoch).any(axis=1)
         self.normal += int(normal_ew.sum())
@@ -190,7 +190,7 @@ class Tally:
                     self.missed += 1
 
     def row(self) -> dict[str, Any]:
-        """Return what was found, as plain numbers; None where there was nothing to find."""
+        """Return the scores as plain numbers; None where there is nothing to score."""
         delays = self.delays or []
         episodes = self.missed + len(delays)
         return {
@@ -203,7 +203,7 @@ class Tally:
 
 
 def run(*, command: str, runs: int = 100, seed: int = 0) -> Result:
-    """Simulate every scenario with every noise `runs` times, and ask all rules about it.
+    """Simulate every scenario with every noise `runs` times, and apply all rules.
 
     Args:
         command: the command line, for the result.
@@ -213,14 +213,14 @@ def run(*, command: str, runs: int = 100, seed: int = 0) -> Result:
     rows = []
     for noise in NOISES:
         for scenario in SCENARIOS:
-            tallies = {rule: Tally() for rule in RULES}
+            scores = {rule: RuleScore() for rule in RULES}
             for at in range(seed, seed + runs):
                 case = simulate(scenario, noise, at)
-                for rule, tally in tallies.items():
-                    tally.add(case.slow_iw, RULES[rule](case.times_iw))
+                for rule, score in scores.items():
+                    score.add(case.slow_iw, RULES[rule](case.times_iw))
             rows += [
-                {"noise": noise, "scenario": scenario, "rule": rule, **tally.row()}
-                for rule, tally in tallies.items()
+                {"noise": noise, "scenario": scenario, "rule": rule, **score.row()}
+                for rule, score in scores.items()
             ]
     return Result(
         name="quality", command=command, kind="simulated", seed=seed, figures=_figures(rows), rows=rows
@@ -228,15 +228,15 @@ def run(*, command: str, runs: int = 100, seed: int = 0) -> Result:
 
 
 def _figures(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the main findings: false alarms anywhere, delays and misses at 3 and 1.3 times as slow."""
+    """Return the main results: false alarms without stragglers, delays and misses at factors 3 and 1.3."""
     figures: dict[str, float] = {}
-    for rule in OURS:
-        mine = {(row["noise"], row["scenario"]): row for row in rows if row["rule"] == rule}
+    for rule in LIBRARY_RULES:
+        rows_of_rule = {(row["noise"], row["scenario"]): row for row in rows if row["rule"] == rule}
         for noise in NOISES:
-            alarms = [mine[noise, scenario]["false_alarm_share"] for scenario in ("none", "global:3")]
+            alarms = [rows_of_rule[noise, scenario]["false_alarm_share"] for scenario in ("none", "global:3")]
             figures[f"false_alarm_share_{noise}_{rule}"] = sum(alarms) / len(alarms)
             for scenario, name in (("constant:3", "3x"), ("constant:1.3", "1_3x")):
-                row = mine[noise, scenario]
+                row = rows_of_rule[noise, scenario]
                 figures[f"missed_share_{name}_{noise}_{rule}"] = row["missed_share"]
                 if row["delay_steps_p50"] is not None:
                     figures[f"delay_steps_p50_{name}_{noise}_{rule}"] = row["delay_steps_p50"]

@@ -1,6 +1,6 @@
-"""One training of a benchmark: workers that compute, or wait for as long as that takes, and their run log.
+"""One training run of a benchmark: workers that compute or wait for as long, and their run log.
 
-The data are shaped like CIFAR-10 and have nothing to learn in them: nobody may read an accuracy from it.
+The data have the shape of CIFAR-10 and nothing to learn in them: no accuracy may be read from these runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from benchmarks.timed import ModelTimes, TimedModel, time_layers
-from benchmarks.workers import answer, run_workers, settings_of
+from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.job import single_threaded
 from offbeat.models import build_model
 from offbeat.policies.stragglers.injection import parse_slow_rule
@@ -32,16 +32,16 @@ Compute = Literal["timed", "real"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is trained, and how; every worker takes the same number of steps an epoch.
+class TrainingRun:
+    """Settings of a run; every worker has the same number of steps per epoch.
 
     Attributes:
         model: a key of `offbeat.models.MODELS`.
-        times: of the model, which then waits; None computes.
-        batch_size: samples a worker and step.
-        steps: in an epoch.
+        times: layer times for which the model waits; None computes.
+        batch_size: samples per worker and step.
+        steps: per epoch.
         strategy: as on the command line.
-        slow: rules as `--slow` spells them.
+        slow: slowness rules in the format of `--slow`.
     """
 
     model: str
@@ -56,44 +56,47 @@ class Run:
 
     @property
     def samples(self) -> int:
-        """In an epoch, of all workers together."""
+        """Samples in an epoch, over all workers."""
         return self.steps * self.workers * self.batch_size
 
 
-def run(run: Run, log: Path | None = None) -> float:
-    """Run it; return the seconds from when everybody was there until everybody had finished.
+def run(run: TrainingRun, log: Path | None = None) -> float:
+    """Run the training; return the seconds from when all workers had joined until all had finished.
 
     Raises:
-        OffbeatError: a worker failed; says which.
+        OffbeatError: a worker failed; the message names it.
     """
-    told = run_workers(
-        "benchmarks.runs", msgspec.to_builtins(run), run.workers, env=surroundings(run.slow, run.seed, log)
+    result = run_workers(
+        "benchmarks.runs",
+        msgspec.to_builtins(run),
+        run.workers,
+        env=worker_environment(run.slow, run.seed, log),
     )
-    return float(told["run_s"])
+    return float(result["run_s"])
 
 
-def surroundings(slow: tuple[str, ...], seed: int, log: Path | None) -> Mapping[str, str]:
-    """Return what `offbeat.join` reads from the environment of a worker, besides its rank."""
+def worker_environment(slow: tuple[str, ...], seed: int, log: Path | None) -> Mapping[str, str]:
+    """Return the environment variables that `offbeat.join` reads in a worker, except its rank."""
     env = {environment.SLOW_VARIABLE: ";".join(slow), environment.SEED_VARIABLE: str(seed)}
     return env if log is None else {**env, environment.RUN_LOG_VARIABLE: str(log)}
 
 
-def slowed(workers: int, stragglers: int, factor: float) -> tuple[str, ...]:
-    """Return the rules that slow the last workers: the first one, which tells the time, gets slow last.
+def slow_rules(workers: int, stragglers: int, factor: float) -> tuple[str, ...]:
+    """Return rules that slow the last `stragglers` workers; worker 0, which measures, is slowed last.
 
     Raises:
-        ValueError: no worker gets slower by this factor.
+        ValueError: the factor is not above 1.
     """
     if not factor > 1:
-        raise ValueError(f"a slow worker must take more than 1 times as long, got {factor:g}")
-    rules = tuple(f"{workers - 1 - place}:{factor:g}" for place in range(stragglers))
+        raise ValueError(f"the slowdown factor must be above 1, got {factor:g}")
+    rules = tuple(f"{workers - 1 - index}:{factor:g}" for index in range(stragglers))
     for rule in rules:
         parse_slow_rule(rule)
     return rules
 
 
-def measured(model: str, batch_size: int, seed: int) -> ModelTimes:
-    """Measure a built-in model alone, on this machine as it is now.
+def measure_layers(model: str, batch_size: int, seed: int) -> ModelTimes:
+    """Measure the layer times of a built-in model that runs alone on this machine.
 
     Raises:
         ValueError: there is no such model.
@@ -103,22 +106,22 @@ def measured(model: str, batch_size: int, seed: int) -> ModelTimes:
 
 
 def network(model: str, times: ModelTimes | None, seed: int) -> torch.nn.Module:
-    """Build a model that computes, or waits for the `times` that it is given."""
+    """Build a model that computes or, with `times`, waits for them."""
     built = build_model(model, sample_shape=SHAPE, classes=CLASSES, seed=seed)
     return built if times is None else TimedModel(built, times, classes=CLASSES, seed=seed)
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Take one step on a batch."""
+    """Run one training step on a batch."""
     optimizer.zero_grad()
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the first paper's optimizer, fused: for what it computes, workers still fight for cores.
+    """Return the first paper's optimizer, fused, since its computation still competes for the cores.
 
-    Its learning rate is low, since gradients that are drawn always point the same way.
+    Its learning rate is low, since the random gradients are the same in every step.
     """
     return torch.optim.SGD(
         model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, weight_decay=5e-5, fused=True
@@ -126,14 +129,14 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def optimizer_s(model: str, seed: int, steps: int = 5) -> float:
-    """Measure how long the optimizer takes alone on one thread, in seconds: the median of some steps."""
+    """Measure the optimizer's step alone on one thread, in seconds: the median of `steps` steps."""
     built = network(model, None, seed)
     for parameter in built.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_of(built)
     took_s = []
     with single_threaded():
-        for _ in range(1 + steps):  # the first one makes the optimizer's state
+        for _ in range(1 + steps):  # the first one allocates the optimizer's state
             began_s = time.perf_counter()
             optimizer.step()
             took_s.append(time.perf_counter() - began_s)
@@ -152,12 +155,12 @@ def _batch(batch_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    """One worker: trains; rank 0 answers."""
-    settings = msgspec.convert(settings_of(sys.argv), Run)
+    """Train as one worker; rank 0 sends the result."""
+    settings = msgspec.convert(read_settings(sys.argv), TrainingRun)
     torch.set_num_threads(1)
     model = network(settings.model, settings.times, settings.seed)
     optimizer = optimizer_of(model)
-    # The session counts samples and steps of an epoch on numbers that stand for them.
+    # Stand-in samples: the session only counts the samples and steps of an epoch.
     numbers = TensorDataset(torch.arange(settings.samples))
     with join(model, optimizer, parse_strategy(settings.strategy)) as session:
         x, y = batch(settings.batch_size, settings.seed * 1000 + session.worker, settings.times is not None)
@@ -169,7 +172,7 @@ def main() -> None:
                 print(f"epoch {epoch + 1} of {settings.epochs}", flush=True)
     if session.worker == 0:
         result: dict[str, Any] = {"run_s": time.perf_counter() - began_s}
-        answer(result)
+        send_result(result)
 
 
 if __name__ == "__main__":

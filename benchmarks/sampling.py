@@ -1,9 +1,9 @@
-"""Where a thread's time goes: what it is at, looked at a thousand times a second from another thread.
+"""Sampling profiler: records a thread's function a thousand times a second from another thread.
 
-What is looked at is hardly slowed down, but hands the interpreter over more readily. What is written in C
-counts for the Python function that called it, and so does any wait for the interpreter afterwards.
+A sampled thread is hardly slowed down, but releases the interpreter more readily. C code counts for the
+Python function that called it, and so does any wait for the interpreter afterwards.
 
-Run as `python -m benchmarks.sampling`, it is a server of a parameter server that can be looked at.
+`python -m benchmarks.sampling` runs a server of a parameter server that can be sampled.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from typing import Any
 from benchmarks.children import Lines
 from offbeat.runtime.ps import server
 
-_LOOK_S = 1e-3
-_SWITCH_S = 5e-6  # after which who runs lets another thread look; with more, system calls are seen too often
+_INTERVAL_S = 1e-3
+_SWITCH_S = 5e-6  # how soon a thread must release the interpreter; longer would favour system calls
 _TOP = 12
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Sampler:
-    """Looks at the main thread and the links' for as long as its context lasts.
+    """Samples the main thread and the links' thread for the duration of its context.
 
     Attributes:
-        seen: how often each thread, "main" or "links", was found in which function.
+        counts: for each thread, "main" or "links", how often it was in which function.
     """
 
     def __init__(self) -> None:
-        self.seen: dict[str, Counter[str]] = {"main": Counter(), "links": Counter()}
+        self.counts: dict[str, Counter[str]] = {"main": Counter(), "links": Counter()}
         self._spent_s: dict[str, dict[str, float]] = {}
         self._wall_s = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="sampler", daemon=True)
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="sampler", daemon=True)
         self._switch_s = sys.getswitchinterval()
 
     def shares(self) -> list[dict[str, Any]]:
-        """Return of each thread for which share of the time it computed, and was in which function.
+        """Return, for each thread, the shares of time in which it computed, and was in which function.
 
-        Computing is the kernel's count, of the program and, where it is "system", of the kernel itself. Of
-        the functions it is the 12 with the most.
+        Compute time is the kernel's count: "user" in the program, "system" in the kernel. Functions are the
+        12 most frequent.
         """
         rows = []
-        for thread, counts in self.seen.items():
+        for thread, counts in self.counts.items():
             spent_s = self._spent_s.get(thread, {})
             shares = [(f"({kind} time)", value_s / self._wall_s) for kind, value_s in spent_s.items()]
             shares += [(function, count / counts.total()) for function, count in counts.most_common(_TOP)]
@@ -65,11 +65,11 @@ class Sampler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._is_stopped.set()
         self._thread.join()
         sys.setswitchinterval(self._switch_s)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         threads = {}
         for thread in threading.enumerate():
             if thread is threading.main_thread():
@@ -78,10 +78,10 @@ class Sampler:
                 threads[thread] = "links"
         names = {thread.ident: name for thread, name in threads.items()}
         began_s, before = monotonic(), {thread: _spent_s(thread) for thread in threads}
-        while not self._over.wait(_LOOK_S):
+        while not self._is_stopped.wait(_INTERVAL_S):
             for ident, frame in sys._current_frames().items():
                 if ident in names:
-                    self.seen[names[ident]][_name(frame)] += 1
+                    self.counts[names[ident]][_name(frame)] += 1
         self._wall_s = monotonic() - began_s
         for thread, name in threads.items():
             now = _spent_s(thread)
@@ -89,34 +89,34 @@ class Sampler:
 
 
 def _spent_s(thread: threading.Thread) -> dict[str, float]:
-    """What a thread has computed so far."""
+    """Return a thread's processor time so far, in seconds."""
     fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
     return {"user": int(fields[11]) / _TICKS_PER_S, "system": int(fields[12]) / _TICKS_PER_S}
 
 
 def _name(frame: FrameType) -> str:
     while frame.f_code.co_filename.startswith("<") and frame.f_back is not None:
-        frame = frame.f_back  # from what the standard library has generated to whom it is for
+        frame = frame.f_back  # from code that the standard library has generated to its caller
     return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"
 
 
 def main() -> int:
-    """A server that says what it was at between "begin" and "end"."""
+    """Run a server that samples itself between "begin" and "end" and sends the shares."""
     lines = Lines.to_parent()
-    configuration = io.StringIO(json.dumps(lines.hear()) + "\n")
-    threading.Thread(target=_answer, args=(lines,), daemon=True).start()
+    configuration = io.StringIO(json.dumps(lines.receive()) + "\n")
+    threading.Thread(target=_serve_samples, args=(lines,), daemon=True).start()
     return server.main(configuration)
 
 
-def _answer(lines: Lines) -> None:
+def _serve_samples(lines: Lines) -> None:
     while True:  # until this process is killed
-        while not lines.has_come(timeout_s=1.0):
+        while not lines.has_message(timeout_s=1.0):
             pass
-        lines.hear()
+        lines.receive()
         with Sampler() as sampler:
-            lines.tell("begun")
-            lines.hear()
-        lines.tell([row for row in sampler.shares() if row["thread"] == "links"])
+            lines.send("begun")
+            lines.receive()
+        lines.send([row for row in sampler.shares() if row["thread"] == "links"])
 
 
 if __name__ == "__main__":

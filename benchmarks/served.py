@@ -1,12 +1,13 @@
-"""A training on a parameter server whose workers wait instead of computing, read from its run log.
+"""A training on a parameter server whose workers wait instead of computing; results come from its run log.
 
 A step waits for as long as forward and backward pass take one worker alone (see `benchmarks.timed`).
-Gradients are drawn, but as large as the model's, and they go to the server, whose Adam really makes steps;
-parameters really come back, and every worker thread's own Adam steps on its copy. So what is shared on a
-small machine is only what the parameter server costs, and a step must be long enough for that to be little.
+Gradients are random, but as large as the model's. They are sent to the server, whose Adam executes its steps;
+parameters are sent back, and the Adam of every worker thread steps on its copy. So on a small machine workers
+share the cores only for the work of the parameter server, and a step must be long enough for that to be
+little.
 
-Strategies that go by the loss are told losses that were recorded of a real training of as many workers: each
-step says that of the batch which stands at the same place there. Nothing else is learnt.
+Strategies that depend on the loss receive recorded losses of a real training with as many workers: each step
+reports that of the batch at the same position there. Nothing else is learnt.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks import runs
 from benchmarks.timed import ModelTimes
-from benchmarks.workers import answer, run_workers, settings_of
+from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.timesheet import TIME_PARTS
 from offbeat.events import Action, Evaluated, Event, StepFinished, StepPermit, StepTimed
 from offbeat.runtime.session import Session, join
@@ -35,18 +36,18 @@ from offbeat.wire.record import read_log
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
-    """What is trained, and how.
+class ServedRun:
+    """Settings of a training.
 
     Attributes:
         model: a key of `offbeat.models.MODELS`.
-        times: of it.
-        workers: processes.
-        threads: of each, every one a worker.
-        steps: of each worker in an epoch, where samples are shared out equally.
-        losses: of the batches of a real training, in the order of its clocks; as many as steps are taken.
+        times: of its layers.
+        workers: number of processes.
+        threads: per process, each of them a worker.
+        steps: per worker and epoch, with equal shards.
+        losses: of the batches of a real training, in the order of its clocks; one for each step.
         strategy: as on the command line.
-        slow: rules as `--slow` spells them.
+        slow: slowness rules in the format of `--slow`.
     """
 
     model: str
@@ -63,21 +64,21 @@ class Served:
 
     @property
     def world(self) -> int:
-        """How many workers there are in all."""
+        """Total number of workers."""
         return self.workers * self.threads
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a run came to.
+class ServedResult:
+    """Measurements of a run.
 
     Attributes:
-        run_s: from when everybody could begin until the last step was done.
-        parts_s: by process, of all its threads together: where their time went, by part; without their first
-            step, which begins with the server.
+        run_s: from when all workers could begin until the end of the last step.
+        parts_s: by process, the time of all its threads in each part, without their first step, which
+            includes the server's start.
         traffic: by process, see `Session.traffic`.
-        staleness: how many steps were so many clocks ahead of the parameters that they were computed with.
-        bound_mean: of the steps, how far they might be ahead of the slowest; None without a bound.
+        staleness: number of steps, by how many clocks they were ahead of the parameters they used.
+        bound_mean: mean over the steps of how far they could be ahead of the slowest; None without a bound.
     """
 
     run_s: float
@@ -88,20 +89,20 @@ class Found:
 
     @property
     def barrier_share(self) -> float:
-        """Part of all threads' time that they waited at the gate, 0 to 1."""
+        """Share of all threads' time in which they waited at the gate, 0 to 1."""
         waited_s = sum(parts["wait"] for parts in self.parts_s.values())
         return waited_s / sum(sum(parts.values()) for parts in self.parts_s.values())
 
     def total(self, name: str) -> float:
-        """One number of `Session.traffic`, of all processes."""
+        """Return one counter of `Session.traffic`, summed over processes."""
         return sum(traffic[name] for traffic in self.traffic.values())
 
 
-def run(served: Served) -> Found:
-    """Run it.
+def run(served: ServedRun) -> ServedResult:
+    """Run the training.
 
     Raises:
-        OffbeatError: a worker failed; says which.
+        OffbeatError: a worker failed; the message names it.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
@@ -109,13 +110,13 @@ def run(served: Served) -> Found:
             "benchmarks.served",
             msgspec.to_builtins(served),
             served.workers,
-            env=runs.surroundings(served.slow, served.seed, log),
+            env=runs.worker_environment(served.slow, served.seed, log),
         )
-        return read(read_log(log).entries, served.threads)
+        return result_from_log(read_log(log).entries, served.threads)
 
 
-def read(entries: Sequence[Event | Action], threads: int) -> Found:
-    """Return what the log of a run says."""
+def result_from_log(entries: Sequence[Event | Action], threads: int) -> ServedResult:
+    """Return the measurements from a run log."""
     began_s = max(one.now_s for one in entries if isinstance(one, StepFinished) and one.clock is None)
     ended_s = max(one.now_s for one in entries if isinstance(one, StepFinished))
     bounds = [one.staleness_bound for one in entries if isinstance(one, StepPermit) and one.may_start]
@@ -127,9 +128,9 @@ def read(entries: Sequence[Event | Action], threads: int) -> Found:
             for part in TIME_PARTS:
                 sums[part] += getattr(one, f"{part}_s")
         elif isinstance(one, Evaluated):
-            traffic[one.worker // threads] = one.metrics  # the last one counts
+            traffic[one.worker // threads] = one.metrics  # cumulative: the last one is the total
     is_bounded = bool(bounds) and None not in bounds
-    return Found(
+    return ServedResult(
         run_s=ended_s - began_s,
         parts_s=parts_s,
         traffic=traffic,
@@ -139,8 +140,8 @@ def read(entries: Sequence[Event | Action], threads: int) -> Found:
 
 
 def losses_of(entries: Sequence[Event | Action], batch_size: int) -> tuple[float, ...]:
-    """Return the losses of all whole batches that a run log tells of, by clock and worker."""
-    told = [
+    """Return the losses of all full batches in a run log, ordered by clock and worker."""
+    losses = [
         (one.clock, one.worker, one.loss)
         for one in entries
         if isinstance(one, StepFinished)
@@ -148,13 +149,13 @@ def losses_of(entries: Sequence[Event | Action], batch_size: int) -> tuple[float
         and one.loss is not None
         and one.samples == batch_size
     ]
-    return tuple(loss for _, _, loss in sorted(told))
+    return tuple(loss for _, _, loss in sorted(losses))
 
 
 def staleness_of(entries: Sequence[Event | Action]) -> list[int]:
-    """Return how many clocks each step was ahead of the parameters that it was computed with.
+    """Return how many clocks each step was ahead of the parameters it was computed with.
 
-    Empty without a bound, for then parameters have no versions.
+    Empty without a bound, because parameters then have no versions.
     """
     if any(isinstance(one, StepPermit) and one.staleness_bound is None for one in entries):
         return []
@@ -166,29 +167,29 @@ def staleness_of(entries: Sequence[Event | Action]) -> list[int]:
 
 
 def main() -> None:
-    """One process: its worker threads train; rank 0 answers that it is done."""
-    served = msgspec.convert(settings_of(sys.argv), Served)
+    """Train with all worker threads of one process; rank 0 sends that it is done."""
+    served = msgspec.convert(read_settings(sys.argv), ServedRun)
     torch.set_num_threads(1)
     with ThreadPoolExecutor(served.threads) as pool:
         leaders = [one.result() for one in [pool.submit(_train, served, t) for t in range(served.threads)]]
     if any(leaders):
-        answer({})
+        send_result({})
 
 
-def _train(served: Served, thread: int) -> bool:
-    """Train as one worker; returns whether it is the first."""
+def _train(served: ServedRun, thread: int) -> bool:
+    """Train as one worker; return whether it is worker 0."""
     model = runs.network(served.model, served.times, served.seed)
-    # Gradients that are drawn point one way, so the rate is low.
+    # The random gradients are the same in every step, so the learning rate is low.
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     strategy = parse_strategy(served.strategy)
-    # The session deals numbers that stand for samples: a batch's first one says where it stands.
+    # Stand-in samples: the first number of a batch is its position in the epoch.
     numbers = TensorDataset(torch.arange(served.steps * served.world * served.batch_size))
     x, y = runs.batch(served.batch_size, served.seed, timed=True)
     with join(model, optimizer, strategy, thread=thread, threads=served.threads) as session:
         for epoch in session.epochs(served.epochs):
-            for (taken,) in session.batches(numbers, served.batch_size, shuffle=False):
-                place = _place(served, session, epoch, int(taken[0]), strategy.shards == "dynamic")
-                session.observe(served.losses[place])
+            for (indices,) in session.batches(numbers, served.batch_size, shuffle=False):
+                index = _batch_index(served, session, epoch, int(indices[0]), strategy.shards == "dynamic")
+                session.observe(served.losses[index])
                 runs.step(model, optimizer, x, y)
             if session.worker == 0:
                 print(f"epoch {epoch + 1} of {served.epochs}", flush=True)
@@ -196,9 +197,9 @@ def _train(served: Served, thread: int) -> bool:
         return session.worker == 0
 
 
-def _place(served: Served, session: Session, epoch: int, first: int, is_dealt: bool) -> int:
-    """Return how many batches come before this one, by clock and worker."""
-    if not is_dealt:
+def _batch_index(served: ServedRun, session: Session, epoch: int, first: int, is_dynamic: bool) -> int:
+    """Return the number of batches before this one, by clock and worker."""
+    if not is_dynamic:
         return session.step * served.world + session.worker
     return epoch * served.steps * served.world + first // served.batch_size
 

@@ -1,8 +1,8 @@
-"""`python -m benchmarks simulator`: how quickly many workers are simulated, and how truly few.
+"""`python -m benchmarks simulator`: speed of the simulator with many workers, and its accuracy with few.
 
-The first is the processor time of one run of `partial` with many workers. For the second, real workers train
-a model of a few numbers, wait for as long as a step is to compute, and are slowed by what is injected; the
-run log's compute times are then simulated under the same policies, and both runs compared.
+The speed is the processor time of one run of `partial` with many workers. For the accuracy, real workers
+train a tiny model, wait for the compute time of a step, and are slowed by injection; the compute times in the
+run log are then simulated under the same policies, and both runs are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.workers import answer, run_workers, settings_of
+from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result
 from offbeat.events import Action, Event, Group
 from offbeat.policies.membership.assembly import Assembly
@@ -32,7 +32,7 @@ from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetti
 from offbeat.strategies import PartialAllReduce
 from offbeat.wire.record import RunRecord, build_policies, read_log
 
-# Slow for six steps: four until it is left out, two outside; it comes back in the midst of the others' step.
+# Slow for six steps: four until the worker is excluded, two outside; it returns during a step of the group.
 SLOW = "1:2.25@burst=6/1000"
 _STRATEGY = PartialAllReduce(k=1.5, n_profile=2, limit=3, shards="equal")  # simulated workers have no samples
 _BATCH_SIZE = 2
@@ -48,18 +48,18 @@ def run(
     compute_s: float = 0.05,
     seed: int = 0,
 ) -> Result:
-    """Simulates many workers once, and real jobs of 4 workers each after itself.
+    """Simulate many workers once, and simulate real jobs of 4 workers, each after it has run.
 
     Args:
         command: the command line, for the result.
-        workers: simulated at once.
-        steps: that each of them takes.
-        jobs: real jobs.
+        workers: number of simulated workers.
+        steps: of each simulated worker.
+        jobs: number of real jobs.
         job_steps: of each worker of a real job.
-        compute_s: how long a step of a real job computes where it is not slowed.
-        seed: of all chance in simulation.
+        compute_s: compute time of a step of a real job, without slowness.
+        seed: of the simulation.
     """
-    cpu_s, calls = many(workers, steps, seed)
+    cpu_s, calls = simulate_many(workers, steps, seed)
     rows = []
     for _ in range(jobs):
         with tempfile.TemporaryDirectory() as folder:
@@ -80,8 +80,8 @@ def run(
     return Result(name="simulator", command=command, kind="timed", seed=seed, figures=figures, rows=rows)
 
 
-def many(workers: int, steps: int, seed: int) -> tuple[float, float]:
-    """Simulate `partial`; return the processor time in seconds, and the engine's calls a round."""
+def simulate_many(workers: int, steps: int, seed: int) -> tuple[float, float]:
+    """Simulate `partial`; return the processor time in seconds, and the engine's calls per round."""
     setting = SimulationSetting(world=workers, steps=steps, times=JitteredTimes(), seed=seed)
     cluster = SimulatedCluster(
         setting, lambda: [Assembly(workers, accepts_late_joiners=True), PartialGroups(workers)]
@@ -92,7 +92,7 @@ def many(workers: int, steps: int, seed: int) -> tuple[float, float]:
 
 
 def compare(log: RunRecord, seed: int = 0) -> dict[str, Any]:
-    """Simulate what a run log tells of, and return in how far the two runs are alike."""
+    """Simulate the job of a run log; return how well the two runs agree."""
     setting = setting_from_log.setting_from_log(log.entries, seed=seed)
     cluster = SimulatedCluster(setting, lambda: build_policies(log.header), keeps_log=True)
     cluster.run()
@@ -113,7 +113,7 @@ def compare(log: RunRecord, seed: int = 0) -> dict[str, Any]:
 
 
 def train(log: str, steps: int, compute_s: float) -> int:
-    """One worker of a real job, whose log `compare` can read; returns which worker it was."""
+    """Train as one worker of a real job, with a log for `compare`; return the worker's id."""
     os.environ |= {"OFFBEAT_SLOW": SLOW, "OFFBEAT_RUN_LOG": log}
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -145,9 +145,9 @@ def _share(holds: Any) -> float:
 
 
 def main() -> None:
-    """One worker of a real job."""
-    if train(**settings_of(sys.argv)) == 0:
-        answer("done")  # what was found is in the log
+    """Run one worker of a real job."""
+    if train(**read_settings(sys.argv)) == 0:
+        send_result("done")  # the results are in the log
 
 
 if __name__ == "__main__":

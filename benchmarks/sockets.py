@@ -1,4 +1,4 @@
-"""What plain sockets carry over a line: the floor under an exchange that has to move the same bytes."""
+"""Throughput of plain sockets over a line: a lower bound for an exchange that moves the same bytes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _PIECE_BYTES = 1 << 20
 
 
 class SocketRing:
-    """One worker's place in a ring of plain TCP connections; a context manager that closes them.
+    """One worker's position in a ring of plain TCP connections; a context manager that closes them.
 
-    Every worker sends to the next one and receives from the one before; what is sent is at hand from the
-    start and nothing is done with what comes. An exchange that moves as many bytes over one connection each
-    way has all this to do and more.
+    Every worker sends to the next one and receives from the previous one. The data are ready from the start,
+    and received data are discarded. An exchange that moves as many bytes over one connection each way has at
+    least this much work.
 
     Args:
-        listener: where the worker before this one connects; closed here.
-        next_address: of the next worker's listener, host and port.
-        limit_s: how long to wait for the others, at the start and in every move.
+        listener: where the previous worker connects; closed here.
+        next_address: host and port of the next worker's listener.
+        limit_s: timeout of the connections and of every transfer, in seconds.
 
     Raises:
-        OSError: a neighbour was not there in time.
+        OSError: a neighbour did not connect in time.
     """
 
     def __init__(self, listener: socket.socket, next_address: tuple[str, int], *, limit_s: float) -> None:
@@ -36,10 +36,10 @@ class SocketRing:
         self._sent, self._received = memoryview(bytes(_PIECE_BYTES)), memoryview(bytearray(_PIECE_BYTES))
 
     def move(self, nbytes: int) -> None:
-        """Sends and receives `nbytes`, at once.
+        """Send and receive `nbytes` at the same time.
 
         Raises:
-            OSError: a neighbour is gone or did not move its bytes in time.
+            OSError: a neighbour has closed its connection or did not transfer its bytes in time.
         """
         sender = threading.Thread(target=self._send, args=(nbytes,))
         sender.start()
@@ -47,7 +47,7 @@ class SocketRing:
             while nbytes:
                 received = self._before.recv_into(self._received[: min(nbytes, _PIECE_BYTES)])
                 if not received:
-                    raise ConnectionResetError("the worker before this one closed its connection")
+                    raise ConnectionResetError("the previous worker closed its connection")
                 nbytes -= received
         finally:
             sender.join()
@@ -57,7 +57,7 @@ class SocketRing:
             nbytes -= self._next.send(self._sent[: min(nbytes, _PIECE_BYTES)])
 
     def close(self) -> None:
-        """Closes both connections."""
+        """Close both connections."""
         self._next.close()
         self._before.close()
 

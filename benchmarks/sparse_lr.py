@@ -1,12 +1,12 @@
-"""Delayed block proximal gradient with a worker that is slow in bursts, by delay.
+"""Delayed block proximal gradient with a worker that is slow in bursts, by delay bound.
 
-Gradients are real; but a task takes at least as long as it is told to, so that a few cores stand for as many
-machines, and the slow worker's bursts as many times longer. The larger the bound of the delay, the less
-workers wait for it, and the more passes they may need.
+Gradients are real, but a task has a minimum duration, so that a few cores can stand for as many machines; the
+slow worker's tasks take longer by a factor. A larger bound of the delay reduces waiting between workers, and
+may increase the number of passes.
 
-Each of `VARIANTS` is a set of filters: all of them with every delay; the others, in which one is switched off
-each, or all, with the first delay only. Fixed point is a filter of pushes only, for weights that are zero
-have to come as zero.
+Each of `VARIANTS` is a set of filters. "all" runs with every delay; the others, without one of the filters
+or without any, run with the first delay only. The fixed point filter applies to pushes only, because zero
+weights must be pulled as exact zeros.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ VARIANTS: Final[Mapping[str, tuple[str, ...]]] = {
     **{f"no_{one}": tuple(other for other in _ALL if other != one) for one in _ALL},
     "none": (),
 }
-_LISTS = 256  # of keys that each end remembers, as of those that pulls list; a pass has fewer
+_LISTS = 256  # remembered key lists at each end; a pass pulls fewer
 _SERVERS = 2
 _RUN_LIMIT_S = 3600.0
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
+class SparseLrSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one run.
 
     Attributes:
-        path: of a file in LIBSVM's format; "" for made-up rows.
-        rows, features: of the made-up ones.
-        slow: rules of slowness, whose steps are tasks and whose epochs are passes.
-        task_ms: how long a task takes at least.
+        path: of a file in LIBSVM's format; "" for generated rows.
+        rows, features: of generated rows.
+        slow: slowness rules; their steps are tasks and their epochs are passes.
+        task_ms: minimum duration of a task.
         filters: of `VARIANTS`.
     """
 
@@ -74,13 +74,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     filters: tuple[str, ...] = ()
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker has to say of its run.
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurements of one worker.
 
     Attributes:
-        passes: objective, non-zero weights and seconds since the beginning, after each pass.
-        busy_s: computing, or seeming to; the slow worker's slowness included.
-        waiting_s: for servers, and so for other workers.
+        passes: objective, non-zero weights and seconds since the start, after each pass.
+        busy_s: time in tasks, minimum duration and slowness included.
+        waiting_s: time waiting for servers, and so for other workers.
         pushed_keys: in all tasks.
     """
 
@@ -91,28 +91,31 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     traffic_bytes: int
 
 
-def run(*, command: str, setting: Setting, taus: Sequence[int], gap: float) -> Result:
+def run(*, command: str, setting: SparseLrSettings, taus: Sequence[int], gap: float) -> Result:
     """Run all variants.
 
     Args:
-        command: the command line that does it again.
-        setting: of all runs, but for delay and filters.
-        taus: bounds of the delay; the first is that of all variants.
-        gap: how close to the best objective of all runs counts as having found it, as a share of it.
+        command: the command line, for the result.
+        setting: of all runs, except for delay and filters.
+        taus: bounds of the delay; variants other than "all" use the first.
+        gap: relative distance to the best objective of all runs that counts as reached.
 
     Raises:
-        OffbeatError: something did not go on.
+        OffbeatError: a process failed, or a wait timed out.
     """
     keys, height = _extent(setting)
-    found: dict[tuple[str, int], list[Told]] = {}
+    found: dict[tuple[str, int], list[WorkerReport]] = {}
     for variant, filters in VARIANTS.items():
         for tau in taus if variant == "all" else taus[:1]:
             print(f"filters: {variant}, tau {tau}", file=sys.stderr, flush=True)
             one = msgspec.structs.replace(setting, tau=tau, filters=filters)
-            told = found[variant, tau] = _one(one, keys, height)
-            print(f"  {len(told[0].passes)} passes, objective {told[0].passes[-1][0]:.9g}", file=sys.stderr)
-    best = min(objective for told in found.values() for objective, _, _ in told[0].passes)
-    rows = [_row(variant, tau, told, best * (1 + gap)) for (variant, tau), told in found.items()]
+            reports = found[variant, tau] = _run_once(one, keys, height)
+            print(
+                f"  {len(reports[0].passes)} passes, objective {reports[0].passes[-1][0]:.9g}",
+                file=sys.stderr,
+            )
+    best = min(objective for reports in found.values() for objective, _, _ in reports[0].passes)
+    rows = [_row(variant, tau, reports, best * (1 + gap)) for (variant, tau), reports in found.items()]
     figures: dict[str, float] = {}
     for row in rows:
         name = f"{row['filters']}_tau{row['tau']}"
@@ -126,12 +129,14 @@ def run(*, command: str, setting: Setting, taus: Sequence[int], gap: float) -> R
     )
 
 
-def _row(variant: str, tau: int, told: Sequence[Told], target: float) -> dict[str, Any]:
+def _row(variant: str, tau: int, reports: Sequence[WorkerReport], target: float) -> dict[str, Any]:
     reached = [
-        (number, at_s) for number, (objective, _, at_s) in enumerate(told[0].passes, 1) if objective <= target
+        (number, at_s)
+        for number, (objective, _, at_s) in enumerate(reports[0].passes, 1)
+        if objective <= target
     ]
-    busy_s, waiting_s = sum(one.busy_s for one in told), sum(one.waiting_s for one in told)
-    passes = len(told[0].passes)
+    busy_s, waiting_s = sum(one.busy_s for one in reports), sum(one.waiting_s for one in reports)
+    passes = len(reports[0].passes)
     return {
         "filters": variant,
         "tau": tau,
@@ -141,14 +146,14 @@ def _row(variant: str, tau: int, told: Sequence[Told], target: float) -> dict[st
         "waiting_share": waiting_s / (busy_s + waiting_s),
         "busy_s_a_pass": busy_s / passes,
         "waiting_s_a_pass": waiting_s / passes,
-        "pushed_keys": sum(one.pushed_keys for one in told),
-        "traffic_mb": sum(one.traffic_bytes for one in told) / 1e6,
-        "objective": told[0].passes[-1][0],
-        "nonzeros": told[0].passes[-1][1],
+        "pushed_keys": sum(one.pushed_keys for one in reports),
+        "traffic_mb": sum(one.traffic_bytes for one in reports) / 1e6,
+        "objective": reports[0].passes[-1][0],
+        "nonzeros": reports[0].passes[-1][1],
     }
 
 
-def _one(setting: Setting, keys: int, height: int) -> list[Told]:
+def _run_once(setting: SparseLrSettings, keys: int, height: int) -> list[WorkerReport]:
     with ExitStack() as stack:
         ps = stack.enter_context(PS.local(_SERVERS))
         children = [
@@ -156,20 +161,26 @@ def _one(setting: Setting, keys: int, height: int) -> list[Told]:
             for rank in range(setting.workers)
         ]
         for rank, child in enumerate(children):
-            told = {"cluster": ps.cluster, "rank": rank, "keys": keys, "height": height, "setting": setting}
-            child.lines.tell(msgspec.to_builtins(told))
-        return [msgspec.convert(child.lines.hear(_RUN_LIMIT_S), Told) for child in children]
+            settings = {
+                "cluster": ps.cluster,
+                "rank": rank,
+                "keys": keys,
+                "height": height,
+                "setting": setting,
+            }
+            child.lines.send(msgspec.to_builtins(settings))
+        return [msgspec.convert(child.lines.receive(_RUN_LIMIT_S), WorkerReport) for child in children]
 
 
-def _extent(setting: Setting) -> tuple[int, int]:
-    """How many keys and rows there are."""
+def _extent(setting: SparseLrSettings) -> tuple[int, int]:
+    """Return the numbers of keys and of rows."""
     if not setting.path:
         return setting.features, setting.rows
     rows = read_libsvm(Path(setting.path))
     return int(rows.keys.max()) + 1, len(rows)
 
 
-def _share(setting: Setting, rank: int) -> SparseRows:
+def _share(setting: SparseLrSettings, rank: int) -> SparseRows:
     if setting.path:
         return read_libsvm(Path(setting.path)).shard(rank, setting.workers)
     block = max(1, min(4096, setting.rows // setting.workers))
@@ -187,8 +198,8 @@ def _share(setting: Setting, rank: int) -> SparseRows:
     )
 
 
-def _filters(setting: Setting) -> tuple[list[FilterSpec], list[FilterSpec]]:
-    """Those of pushes, and those of pulls."""
+def _filters(setting: SparseLrSettings) -> tuple[list[FilterSpec], list[FilterSpec]]:
+    """Return the filters of pushes, and those of pulls."""
     specs = {
         _KKT: FilterSpec("KKT", {"l1": setting.l1}),
         _KEY_CACHING: FilterSpec("KeyCaching", {"entries": _LISTS}),
@@ -200,10 +211,10 @@ def _filters(setting: Setting) -> tuple[list[FilterSpec], list[FilterSpec]]:
 
 
 class _Worker:
-    """One worker, and where its time goes."""
+    """One worker, with its times."""
 
     def __init__(
-        self, ps: PS, setting: Setting, columns: SignedColumns, rank: int, keys: int, height: int
+        self, ps: PS, setting: SparseLrSettings, columns: SignedColumns, rank: int, keys: int, height: int
     ) -> None:
         self.ps, self.setting, self.rank = ps, setting, rank
         self.worker = BlockWorker(columns, setting.l1)
@@ -233,34 +244,34 @@ class _Worker:
             push_filters=push,
             pull_filters=pull,
         )
-        self.told = ps.namespace(
-            "told", setting.workers, update=Assign(), aggregate="sum", width=3, dtype="float64"
+        self.totals = ps.namespace(
+            "totals", setting.workers, update=Assign(), aggregate="sum", width=3, dtype="float64"
         )
         holders = ps.namespace("holders", keys, aggregate="sum")
-        for namespace in (self.w, self.told, holders):
+        for namespace in (self.w, self.totals, holders):
             namespace.join_aggregation(setting.workers)
         self.holders_D = self._holders(holders)
 
     def _holders(self, holders: Namespace) -> np.ndarray[Any, Any]:
-        """How many workers have each of this one's keys; each counts a share of what there is once."""
-        mine = self.worker.columns.keys
-        pushed = holders.push(np.ones(len(mine)), keys=mine, first=0, last=holders.keys)
-        counts: np.ndarray[Any, Any] = holders.pull(keys=mine, after=[pushed]).result()
+        """Return how many workers have each of this one's keys, so that shared weights count once in all."""
+        own_keys = self.worker.columns.keys
+        pushed = holders.push(np.ones(len(own_keys)), keys=own_keys, first=0, last=holders.keys)
+        counts: np.ndarray[Any, Any] = holders.pull(keys=own_keys, after=[pushed]).result()
         return counts.astype(np.float64)
 
-    def run(self) -> Told:
-        seen: list[tuple[float, int, float]] = []
+    def run(self) -> WorkerReport:
+        passes: list[tuple[float, int, float]] = []
         begun_s = time.monotonic()
         for blocks in self.passes:
             if self.is_skipping:
                 self.w.set_margin(self.passes.kkt_margin)
             self.worker.violation = 0.0
             self._one_pass(blocks)
-            objective, nonzeros, violation = self._together()
+            objective, nonzeros, violation = self._reduce_totals()
             self.passes.end_pass(objective, violation)
-            seen.append((objective, round(nonzeros), time.monotonic() - begun_s))
-        return Told(
-            passes=seen,
+            passes.append((objective, round(nonzeros), time.monotonic() - begun_s))
+        return WorkerReport(
+            passes=passes,
             busy_s=self.busy_s,
             waiting_s=self.waiting_s,
             pushed_keys=self.pushed_keys,
@@ -268,59 +279,59 @@ class _Worker:
         )
 
     def _one_pass(self, blocks: Sequence[tuple[int, int]]) -> None:
-        under_way: deque[tuple[Any, Any]] = deque()
+        in_flight: deque[tuple[Any, Any]] = deque()
         for number, (first, last) in enumerate(blocks, 1):
             begun_s = time.monotonic()
             block = self.worker.compute_push(first, last, self.w.active_keys if self.is_skipping else None)
-            self._seem_slow(begun_s, number - 1, len(blocks))
+            self._extend_task(begun_s, number - 1, len(blocks))
             pushed = self.w.push(block.rows, keys=block.keys, first=first, last=last)
-            under_way.append((block.keys, self.w.pull(keys=block.keys, after=[pushed])))
+            in_flight.append((block.keys, self.w.pull(keys=block.keys, after=[pushed])))
             self.pushed_keys += len(block.keys)
-            for keys, rows in self._arrived(under_way, self.setting.tau if number < len(blocks) else 0):
+            for keys, rows in self._arrived(in_flight, self.setting.tau if number < len(blocks) else 0):
                 begun_s = time.monotonic()
                 self.worker.apply_pull(keys, *rows.T)
                 self.busy_s += time.monotonic() - begun_s
 
-    def _arrived(self, under_way: deque[tuple[Any, Any]], tau: int) -> Iterator[tuple[Any, Any]]:
-        """Yield what has come, and wait until at most `tau` tasks have not."""
-        while under_way and (len(under_way) > tau or under_way[0][1].is_done):
-            keys, pulled = under_way.popleft()
+    def _arrived(self, in_flight: deque[tuple[Any, Any]], tau: int) -> Iterator[tuple[Any, Any]]:
+        """Yield pulled weights, and wait until at most `tau` tasks are in flight."""
+        while in_flight and (len(in_flight) > tau or in_flight[0][1].is_done):
+            keys, pulled = in_flight.popleft()
             begun_s = time.monotonic()
             rows = pulled.result()
             self.waiting_s += time.monotonic() - begun_s
             yield keys, rows
 
-    def _seem_slow(self, begun_s: float, task: int, tasks: int) -> None:
-        """Let a task of a pass take as long as it is to."""
+    def _extend_task(self, begun_s: float, task: int, tasks: int) -> None:
+        """Extend a task of a pass to its duration."""
         factor = self.slowness.factor(self.rank, self.passes.passes_ended, task, tasks, self.tasks)
         self.tasks += 1
         task_s = max(self.setting.task_ms / 1000, time.monotonic() - begun_s) * factor
         time.sleep(max(0.0, begun_s + task_s - time.monotonic()))
         self.busy_s += time.monotonic() - begun_s
 
-    def _together(self) -> tuple[float, float, float]:
-        """Objective, non-zero weights and largest violation of all workers."""
+    def _reduce_totals(self) -> tuple[float, float, float]:
+        """Return objective, non-zero weights and largest violation, over all workers."""
         worker = self.worker
         penalty = self.setting.l1 * float((np.abs(worker.weights_D) / self.holders_D).sum())
         nonzeros = float(((worker.weights_D != 0) / self.holders_D).sum())
         row = worker.loss + penalty, nonzeros, worker.violation
         begun_s = time.monotonic()
-        pushed = self.told.push([row], keys=[self.rank], first=0, last=self.setting.workers)
-        rows = self.told.pull(after=[pushed]).result()
+        pushed = self.totals.push([row], keys=[self.rank], first=0, last=self.setting.workers)
+        rows = self.totals.pull(after=[pushed]).result()
         self.waiting_s += time.monotonic() - begun_s
         return float(rows[:, 0].sum()), float(rows[:, 1].sum()), float(rows[:, 2].max())
 
 
 def main() -> None:
-    """One worker."""
+    """Run one worker."""
     lines = Lines.to_parent()
-    place = lines.hear()
-    setting = msgspec.convert(place["setting"], Setting)
-    columns = SignedColumns.from_rows(_share(setting, place["rank"]))
-    with PS(msgspec.convert(place["cluster"], ClusterFile), host="127.0.0.1") as ps:
-        worker = _Worker(ps, setting, columns, place["rank"], place["keys"], place["height"])
-        lines.tell(msgspec.to_builtins(worker.run()))
-        lines.hear(_RUN_LIMIT_S)
+    settings = lines.receive()
+    setting = msgspec.convert(settings["setting"], SparseLrSettings)
+    columns = SignedColumns.from_rows(_share(setting, settings["rank"]))
+    with PS(msgspec.convert(settings["cluster"], ClusterFile), host="127.0.0.1") as ps:
+        worker = _Worker(ps, setting, columns, settings["rank"], settings["keys"], settings["height"])
+        lines.send(msgspec.to_builtins(worker.run()))
+        lines.receive(_RUN_LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""What a bound on staleness is worth on a parameter server, and one that moves.
+"""Benefit of a fixed and of a dynamic bound on staleness, on a parameter server.
 
 Source: the second paper, tables 1 and 2 and figures 9 and 10: a network of two convolutions and two fully
 connected layers on CIFAR-10, batches of 128, Adam, 4 machines with threads that each are a worker, 1 server;
-BSP, SSP and DTSSP. Deviations: SSP(10), the largest bound that DTSSP may come to, and ASP beside them; far
-fewer steps; slowness is injected, since how unequal the paper's machines were is not said. It comes in
+BSP, SSP and DTSSP. Deviations: also SSP(10), the largest bound that DTSSP may reach, and ASP; far fewer
+steps; slowness is injected, since the paper does not say how unequal its machines were. Slowness comes in
 *bursts*, which hit one process after the other, never two at once; or it is *lasting*: one process is half
-as fast as the others, another a third. With equal shards, as in the paper, every worker has as many steps,
-so whatever lasts has to be waited for in the end; with dynamic ones samples are dealt as they are needed.
+as fast as the rest, another a third. With equal shards, as in the paper, every worker has as many steps, so
+in the end all wait for lasting slowness; with dynamic shards, samples are assigned on demand.
 
-`timed` measures times: workers wait instead of computing (see `benchmarks.served`), for `step_ms` times
-the threads of a process, as so many more workers share this machine's cores for the work that remains: what
-goes to the server and back is as large as the model, and steps of Adam are made. The server is part of all
-times. `besides_computing_ms` says how large a part where nobody is slow; `server_step_ms` what one step of
-its optimizer takes alone. Losses, by which DTSSP goes, are those of a real training with ps-bsp and as many
-workers, which is run first: its first steps, for that is all there is time for.
+`timed` measures times. Workers wait instead of computing (see `benchmarks.served`), for `step_ms` times the
+threads of a process, since so many more workers share this machine's cores for the remaining work: messages
+as large as the model to and from the server, and steps of Adam. All times include the server.
+`besides_computing_ms` is its part where no worker is slow; `server_step_ms` is one step of its optimizer
+alone. The losses, on which DTSSP's bound depends, are those of a real training with ps-bsp and as many
+workers, which runs first: of its first steps, because there is no time for more.
 
-`real` measures accuracy: gradients are computed, and nobody may read a time from it: workers share the cores,
-and so do strategies, of which as many train at once as there are cores. The learning rate falls from epoch to
-epoch. With ps-bsp nobody is slowed, for that changes no bit.
+`real` measures accuracy. Gradients are computed, and no time may be read from it: workers share the cores,
+and as many strategies as there are cores train at once. The learning rate falls from epoch to epoch. With
+ps-bsp no worker is slowed, since that would change no bit of the result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import numpy as np
 
 from benchmarks import runs, served
 from benchmarks.runs import Compute
-from benchmarks.served import Found, Served
+from benchmarks.served import ServedResult, ServedRun
 from offbeat.cli import job, timesheet
 from offbeat.cli.result import Result, machine
 from offbeat.cli.training_worker import TrainingSettings
@@ -56,48 +56,48 @@ STRATEGIES: Final[Mapping[str, str]] = {
     "dtssp": "dtssp:shards=",
     "asp": "asp:shards=",
 }
-"""By the name in figures: what is compared, but for how samples are shared."""
+"""By the name in figures: the compared strategies, without the way of sharing samples."""
 SETTINGS: Final[Mapping[str, tuple[str, Literal["equal", "dynamic"]]]] = {
     "bursts": ("bursts", "equal"),
     "bursts_dynamic": ("bursts", "dynamic"),
     "lasting_equal": ("lasting", "equal"),
     "lasting_dynamic": ("lasting", "dynamic"),
 }
-"""By the name in figures: who is slow when, and how samples are shared."""
+"""By the name in figures: the slowness, and the way of sharing samples."""
 PARTS: Final = tuple(part for part in timesheet.TIME_PARTS if part != "communicate")
-"""The paper's nine, in our names (see docs/staleness.md), and what is in none of them."""
-_NOBODY: Final = "nobody"
-_NOBODY_STEPS: Final = 24
+"""The paper's nine parts in our names (see the glossary), and the rest."""
+_NO_SLOWNESS: Final = "nobody"
+_NO_SLOWNESS_STEPS: Final = 24
 _SERVER_STEPS: Final = 10
 
 OnProgress: TypeAlias = Callable[[timesheet.TimeSheet], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One run.
+class StalenessRow:
+    """Measurements of one run.
 
     Attributes:
         strategy: a key of `STRATEGIES`.
-        setting: a key of `SETTINGS`, or "nobody" is slow.
-        threads: of each process.
-        steps: of each worker, where they have equally many.
+        setting: a key of `SETTINGS`, or "nobody" for no slow worker.
+        threads: per process.
+        steps: of each worker, where all have the same number.
     """
 
     strategy: str
     setting: str
     threads: int
     steps: int
-    found: Found
+    found: ServedResult
 
 
 def bursts(workers: int, factor: float, steps: int, burst: int, calm: int) -> tuple[str, ...]:
-    """Return rules by which processes are slow in turn, for `burst` steps each, with `calm` steps between.
+    """Return rules that slow one process after the other for `burst` steps, with `calm` steps in between.
 
     Args:
-        workers: processes.
-        factor: how many times as long a step then takes.
-        steps: in an epoch.
+        workers: number of processes.
+        factor: slowdown of a step in a burst.
+        steps: per epoch.
         burst, calm: in steps of one worker.
     """
     begins = range(0, steps, burst + calm)
@@ -108,40 +108,40 @@ def bursts(workers: int, factor: float, steps: int, burst: int, calm: int) -> tu
 
 
 def lasting(workers: int) -> tuple[str, ...]:
-    """Return rules by which the last process takes 3 times as long, and the one before it 2 times."""
+    """Return rules that slow the last process 3 times and the one before it 2 times."""
     return (f"{workers - 2}:2", f"{workers - 1}:3")
 
 
-def figures(rows: Sequence[Row], step_ms: float) -> dict[str, float]:
+def figures(rows: Sequence[StalenessRow], step_ms: float) -> dict[str, float]:
     """Return ratios of times to ps-bsp and to SSP, and shares of time at the gate.
 
-    The first number of threads has figures without an end; others name how many workers there are in all.
+    Figures of the first number of threads have no suffix; the others end in the total number of workers.
 
     Args:
         rows: of one or several numbers of threads.
-        step_ms: how long a step computes, with one thread a process.
+        step_ms: compute time of a step with one thread per process.
     """
     found: dict[str, float] = {}
     by_case = {(row.setting, row.threads, row.strategy): row for row in rows}
     first = rows[0].threads if rows else 1
     for (setting, threads, strategy), row in by_case.items():
         world = len(row.found.parts_s) * threads
-        end = "" if threads == first else f"_{world}_workers"
-        if setting == _NOBODY:
-            besides_ms = 1000 * row.found.run_s / row.steps - step_ms * threads
-            found[f"besides_computing_ms{end}"] = besides_ms
+        suffix = "" if threads == first else f"_{world}_workers"
+        if setting == _NO_SLOWNESS:
+            extra_ms = 1000 * row.found.run_s / row.steps - step_ms * threads
+            found[f"besides_computing_ms{suffix}"] = extra_ms
             continue
         others = ("bsp", "ssp3", "ssp10") if strategy == "dtssp" else ("bsp",)
         for other in others:
-            against = by_case.get((setting, threads, other))
-            if against is not None and other != strategy:
-                ratio = row.found.run_s / against.found.run_s
-                found[f"time_ratio_{strategy}_to_{other}_{setting}{end}"] = ratio
-        found[f"barrier_share_{strategy}_{setting}{end}"] = row.found.barrier_share
+            baseline = by_case.get((setting, threads, other))
+            if baseline is not None and other != strategy:
+                ratio = row.found.run_s / baseline.found.run_s
+                found[f"time_ratio_{strategy}_to_{other}_{setting}{suffix}"] = ratio
+        found[f"barrier_share_{strategy}_{setting}{suffix}"] = row.found.barrier_share
         bsp = by_case.get((setting, threads, "bsp"))
         if bsp is not None and strategy != "bsp":
             ratio = row.found.total("pulled_bytes") / bsp.found.total("pulled_bytes")
-            found[f"pulled_ratio_{strategy}_to_bsp_{setting}{end}"] = ratio
+            found[f"pulled_ratio_{strategy}_to_bsp_{setting}{suffix}"] = ratio
     return found
 
 
@@ -156,25 +156,25 @@ def accuracy_figures(accuracies: Mapping[str, Sequence[float]]) -> dict[str, flo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is measured, and how.
+class StalenessPlan:
+    """Settings of the benchmark.
 
     Attributes:
         strategies: keys of `STRATEGIES`.
         settings: keys of `SETTINGS`; with more threads than at first only the first one.
-        threads: of each process, one number after the other.
+        threads: per process; one or several numbers.
         model: a key of `offbeat.models.MODELS`.
-        data: a key of `offbeat.data.DATA_SETS`, for what is really computed.
-        data_dir: where its files are.
-        workers: processes.
-        factor: how many times as long a step takes in a burst.
+        data: a key of `offbeat.data.DATA_SETS`, for real trainings.
+        data_dir: folder of its files.
+        workers: number of processes.
+        factor: slowdown of a step in a burst.
         burst, calm: steps of a burst, and between two.
         steps: of each worker in the setting `bursts`; half as many in the others.
-        step_ms: to what forward and backward pass together are scaled, with one thread a process.
-        lr: of Adam in real trainings, at first.
-        momentum: the first of its betas.
-        epochs: of real trainings that tell accuracies.
-        seeds: of real trainings, how many.
+        step_ms: forward plus backward time after scaling, with one thread per process.
+        lr: initial learning rate of Adam in real trainings.
+        momentum: first beta of Adam.
+        epochs: of real trainings that measure accuracy.
+        seeds: number of real trainings.
     """
 
     strategies: tuple[str, ...] = tuple(STRATEGIES)
@@ -207,7 +207,7 @@ class Plan:
         if self.workers < 2:
             raise ValueError(f"expected at least 2 processes, got {self.workers}")
         if not self.threads or min(self.threads) < 1:
-            raise ValueError(f"expected at least 1 thread a process, got {self.threads}")
+            raise ValueError(f"expected at least 1 thread per process, got {self.threads}")
         if self.burst < 1 or self.calm < 0 or self.steps < 2:
             raise ValueError(
                 "expected bursts of at least 1 step, at least 0 between them and 2 in all, "
@@ -218,19 +218,19 @@ class Plan:
             parse_slow_rule(rule)
 
     def cases(self) -> Iterator[tuple[int, str, str]]:
-        """Yield threads, setting and strategy of all timed runs, in their order."""
+        """Yield threads, setting and strategy of all timed runs in their order."""
         for threads in self.threads:
-            yield threads, _NOBODY, "bsp"
+            yield threads, _NO_SLOWNESS, "bsp"
             for setting in self.settings if threads == self.threads[0] else self.settings[:1]:
                 for strategy in self.strategies:
                     yield threads, setting, strategy
 
     def strategy(self, strategy: str, setting: str) -> str:
-        """Return a strategy as the command line spells it."""
+        """Return a strategy as on the command line."""
         return STRATEGIES[strategy] + SETTINGS.get(setting, ("", "equal"))[1]
 
     def slow(self, setting: str, steps: int) -> tuple[str, ...]:
-        """Return who is slow when, in epochs of so many steps."""
+        """Return the slowness rules of a setting, for epochs of `steps` steps."""
         match SETTINGS.get(setting):
             case None:
                 return ()
@@ -240,15 +240,15 @@ class Plan:
                 return lasting(self.workers)
 
     def steps_in(self, setting: str) -> int:
-        """Return how many steps each worker takes, where they have equally many."""
-        if setting == _NOBODY:
-            return min(_NOBODY_STEPS, self.steps)
+        """Return the steps of each worker, where all have the same number."""
+        if setting == _NO_SLOWNESS:
+            return min(_NO_SLOWNESS_STEPS, self.steps)
         return self.steps if setting == "bursts" else self.steps // 2
 
     def training(
         self, strategy: str, threads: int, epochs: int, seed: int, *, decays: bool = False
     ) -> TrainingSettings:
-        """Return a real training."""
+        """Return the settings of a real training."""
         return TrainingSettings(
             model=self.model,
             data=self.data,
@@ -266,33 +266,33 @@ class Plan:
         )
 
 
-def run(plan: Plan, *, command: str, compute: Compute = "timed") -> Result:
-    """Measure all runs of a plan one after the other.
+def run(plan: StalenessPlan, *, command: str, compute: Compute = "timed") -> Result:
+    """Run all cases of a plan one after the other.
 
     Args:
-        plan: what.
+        plan: the settings.
         command: the command line, for the result.
         compute: `timed` measures times, `real` accuracies.
 
     Raises:
-        OffbeatError: the data are not there, or a worker failed.
-        ValueError: fewer samples than a batch a worker.
+        OffbeatError: the data are missing, or a worker failed.
+        ValueError: there are fewer samples than one batch per worker.
     """
-    return _timed(plan, command) if compute == "timed" else _real(plan, command)
+    return _measure_times(plan, command) if compute == "timed" else _measure_accuracies(plan, command)
 
 
 # Times ------------------------------------------------------------------------------------------------------
 
 
-def _timed(plan: Plan, command: str) -> Result:
+def _measure_times(plan: StalenessPlan, command: str) -> Result:
     losses = {threads: _losses(plan, threads) for threads in plan.threads}
-    alone = runs.measured(plan.model, plan.batch_size, plan.seed)
+    alone = runs.measure_layers(plan.model, plan.batch_size, plan.seed)
     rows = []
     for threads, setting, strategy in plan.cases():
-        _say(f"{strategy}, {setting}, {plan.workers} x {threads} workers")
+        _print_progress(f"{strategy}, {setting}, {plan.workers} x {threads} workers")
         steps = plan.steps_in(setting)
         found = served.run(
-            Served(
+            ServedRun(
                 model=plan.model,
                 times=alone.scaled(plan.step_ms * threads / 1000 / alone.step_s),
                 workers=plan.workers,
@@ -306,14 +306,16 @@ def _timed(plan: Plan, command: str) -> Result:
                 seed=plan.seed,
             )
         )
-        rows.append(Row(strategy=strategy, setting=setting, threads=threads, steps=steps, found=found))
+        rows.append(
+            StalenessRow(strategy=strategy, setting=setting, threads=threads, steps=steps, found=found)
+        )
     return Result(
         name="staleness",
         command=command,
         kind="timed",
         seed=plan.seed,
         figures={**figures(rows, plan.step_ms), "server_step_ms": _server_step_ms(plan)},
-        rows=[plain for row in rows for plain in _plain(row)],
+        rows=[plain_row for row in rows for plain_row in _to_rows(row)],
         machine=machine(
             model=plan.model,
             batch_size=plan.batch_size,
@@ -325,18 +327,18 @@ def _timed(plan: Plan, command: str) -> Result:
     )
 
 
-def _losses(plan: Plan, threads: int) -> tuple[float, ...]:
-    """Train for real until there is a loss for every step of a timed run; return them in their order."""
+def _losses(plan: StalenessPlan, threads: int) -> tuple[float, ...]:
+    """Train for real until every step of a timed run has a loss; return the losses in their order."""
     world = plan.workers * threads
     samples = len(job.load_data(plan.training("ps-bsp:shards=equal", threads, 1, plan.seed)).train)
-    batches = world * (samples // world // plan.batch_size)  # whole ones, in an epoch
+    batches = world * (samples // world // plan.batch_size)  # full ones, per epoch
     if not batches:
         raise ValueError(
             f"expected a batch of {plan.batch_size} for each of {world} workers, {plan.data} has {samples} "
             "samples"
         )
     epochs = -(-plan.steps * world // batches)
-    _say(f"losses of ps-bsp, {plan.workers} x {threads} workers, {epochs} epochs")
+    _print_progress(f"losses of ps-bsp, {plan.workers} x {threads} workers, {epochs} epochs")
     with tempfile.TemporaryDirectory() as folder:
         run_dir = job.open_run_dir(Path(folder))
         settings = plan.training("ps-bsp:shards=equal", threads, epochs, plan.seed)
@@ -344,8 +346,8 @@ def _losses(plan: Plan, threads: int) -> tuple[float, ...]:
         return served.losses_of(read_log(run_dir / job.LOG_NAME).entries, plan.batch_size)
 
 
-def _server_step_ms(plan: Plan) -> float:
-    """How long the server's optimizer takes for a step of the whole model, on one core."""
+def _server_step_ms(plan: StalenessPlan) -> float:
+    """Return the time of the server's optimizer for a step of the whole model, on one core, in ms."""
     size = sum(parameter.numel() for parameter in runs.network(plan.model, None, plan.seed).parameters())
     values, pushed = np.zeros((size, 1), np.float32), np.ones((size, 1), np.float32)
     adam = Adam(lr=1e-3)
@@ -358,8 +360,8 @@ def _server_step_ms(plan: Plan) -> float:
     return 1000 * min(took_s)
 
 
-def _plain(row: Row) -> Iterator[dict[str, Any]]:
-    """Yield a row a process; times are those of a thread, on average."""
+def _to_rows(row: StalenessRow) -> Iterator[dict[str, Any]]:
+    """Yield one row per process; times are means over its threads."""
     found = row.found
     staleness = [found.staleness.get(clocks, 0) for clocks in range(max(found.staleness, default=-1) + 1)]
     for process, parts_s in sorted(found.parts_s.items()):
@@ -381,13 +383,13 @@ def _plain(row: Row) -> Iterator[dict[str, Any]]:
 # Accuracies -------------------------------------------------------------------------------------------------
 
 
-def _real(plan: Plan, command: str) -> Result:
+def _measure_accuracies(plan: StalenessPlan, command: str) -> Result:
     accuracies: dict[str, list[float]] = {strategy: [] for strategy in plan.strategies}
     rows: list[dict[str, Any]] = []
     for seed in range(plan.seed, plan.seed + plan.seeds):
-        _say(f"{', '.join(plan.strategies)}, seed {seed}")
+        _print_progress(f"{', '.join(plan.strategies)}, seed {seed}")
         trainings = [partial(_train, plan, strategy, seed) for strategy in plan.strategies]
-        for strategy, row in zip(plan.strategies, _at_once(trainings), strict=True):
+        for strategy, row in zip(plan.strategies, _run_concurrently(trainings), strict=True):
             accuracies[strategy].append(row["accuracy"])
             rows.append({"strategy": strategy, "seed": seed, **row})
     return Result(
@@ -408,27 +410,27 @@ def _real(plan: Plan, command: str) -> Result:
     )
 
 
-def _at_once(trainings: Sequence[Callable[[OnProgress], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Train, as many at once as there are cores; what ends one of them, or this thread, ends all."""
-    is_over = threading.Event()
+def _run_concurrently(trainings: Sequence[Callable[[OnProgress], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Run the trainings, as many at once as there are cores; a failure of one, or here, ends all."""
+    is_stopped = threading.Event()
 
-    def go_on(sheet: timesheet.TimeSheet) -> None:
-        if is_over.is_set():
+    def check_not_stopped(sheet: timesheet.TimeSheet) -> None:
+        if is_stopped.is_set():
             raise OffbeatError("another training has ended early")
 
     with ThreadPoolExecutor(available_cores()) as pool:
-        running = [pool.submit(training, go_on) for training in trainings]
+        running = [pool.submit(training, check_not_stopped) for training in trainings]
         try:
             for one in as_completed(running):
                 one.result()
         except BaseException:
-            is_over.set()
+            is_stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
     return [one.result() for one in running]
 
 
-def _train(plan: Plan, strategy: str, seed: int, on_progress: OnProgress) -> dict[str, Any]:
+def _train(plan: StalenessPlan, strategy: str, seed: int, on_progress: OnProgress) -> dict[str, Any]:
     """Train in bursts, with equal shards."""
     threads = plan.threads[0]
     settings = plan.training(plan.strategy(strategy, "bursts"), threads, plan.epochs, seed, decays=True)
@@ -450,5 +452,5 @@ def _train(plan: Plan, strategy: str, seed: int, on_progress: OnProgress) -> dic
     }
 
 
-def _say(what: str) -> None:
+def _print_progress(what: str) -> None:
     print(what, file=sys.stderr, flush=True)

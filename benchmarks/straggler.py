@@ -1,14 +1,14 @@
-"""What slow workers cost in lockstep and with `partial`, none to all of them slow.
+"""Cost of slow workers, from none to all of them, in lockstep and with `partial`.
 
 Source: the first paper, figure 1: ResNet-18 on CIFAR-10 with 0 to 4 stragglers of 4 workers, slowed 5 times
-by sleeping, in lockstep. Deviations: fewer steps; `partial` beside it; samples shaped like CIFAR-10 with
-nothing in them to learn; computing is waited for rather than done (`timed`), in layer times that were
-measured here and are shortened by one factor; `real` computes, on small batches.
+by sleeping, in lockstep. Deviations: fewer steps; `partial` as well; samples shaped like CIFAR-10 with
+nothing in them to learn; `timed` waits instead of computing, for layer times that were measured on this
+machine and are shortened by one factor; `real` computes, on small batches.
 
-A *slowdown* is how many times as long a step takes, over the whole run: its start, every detection, and the
-wait for the last worker at the end are in it. A group that leaves a worker out takes its steps with fewer
-samples; the slowdown of a sample says what that comes to. Where every step is like every other (in lockstep,
-or when all are slow and so nobody is slower than the others) a run is shorter.
+A *slowdown* is the ratio of step times, over the whole run: it includes the start, every detection, and the
+wait for the last worker at the end. A group with an excluded worker uses fewer samples per step; the slowdown
+per sample accounts for that. Runs whose steps are all alike (in lockstep, or when all workers are slow and so
+none is slower than the others) are shorter.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import msgspec
 import torch
 
 from benchmarks import runs
-from benchmarks.exclusions import Change, Step, read_changes, read_steps
-from benchmarks.runs import Compute, Run
-from benchmarks.workers import answer, run_workers, settings_of
+from benchmarks.exclusions import GroupChange, GroupStep, read_changes, read_steps
+from benchmarks.runs import Compute, TrainingRun
+from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result, machine
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
@@ -42,11 +42,11 @@ _PAIR_BLOCKS, _PAIR_STEPS = 16, 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One run: a strategy with so many slow workers.
+class StragglerCase:
+    """One run: a strategy and a number of slow workers.
 
     Attributes:
-        is_alike: every step is like every other.
+        is_alike: all steps of the run are alike.
     """
 
     strategy: str
@@ -55,17 +55,16 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """What a run came to.
+class StragglerRow:
+    """Measurements of a run.
 
     Attributes:
         steps: of the group.
-        samples: that it used.
-        detect_steps: the steps that the group had taken when it was first without a slow worker, None where
-            it never was.
+        samples: used by the group.
+        detect_steps: steps of the group before a slow worker was first excluded, None if none ever was.
     """
 
-    case: Case
+    case: StragglerCase
     run_s: float
     steps: int
     samples: int
@@ -73,30 +72,32 @@ class Row:
 
     @property
     def step_s(self) -> float:
-        """A step, over the whole run."""
+        """Mean time of a step, over the whole run."""
         return self.run_s / self.steps
 
     @property
     def sample_s(self) -> float:
-        """A sample, over the whole run."""
+        """Mean time of a sample, over the whole run."""
         return self.run_s / self.samples
 
 
-def cases(workers: int, stragglers_max: int) -> Iterator[Case]:
-    """Yield all runs, in their order."""
+def cases(workers: int, stragglers_max: int) -> Iterator[StragglerCase]:
+    """Yield all runs in their order."""
     for stragglers in range(stragglers_max + 1):
         for strategy in SIDES:
             is_alike = strategy == "bsp" or stragglers == workers
-            yield Case(strategy=strategy, stragglers=stragglers, is_alike=is_alike)
+            yield StragglerCase(strategy=strategy, stragglers=stragglers, is_alike=is_alike)
     if stragglers_max:
-        yield Case(strategy=AUTO, stragglers=1, is_alike=True)
+        yield StragglerCase(strategy=AUTO, stragglers=1, is_alike=True)
 
 
-def row(case: Case, run_s: float, changes: list[Change], steps: list[Step], workers: int) -> Row:
-    """Return what a run came to."""
-    slow = {workers - 1 - place for place in range(case.stragglers)}
+def row(
+    case: StragglerCase, run_s: float, changes: list[GroupChange], steps: list[GroupStep], workers: int
+) -> StragglerRow:
+    """Return the measurements of a run."""
+    slow = {workers - 1 - index for index in range(case.stragglers)}
     without = [change.step for change in changes if slow - change.members]
-    return Row(
+    return StragglerRow(
         case=case,
         run_s=run_s,
         steps=len(steps),
@@ -105,21 +106,23 @@ def row(case: Case, run_s: float, changes: list[Change], steps: list[Step], work
     )
 
 
-def figures(rows: list[Row], compute: Compute) -> dict[str, float]:
-    """Return slowdowns against the same strategy with nobody slow, and how soon one straggler was found."""
-    end = "" if compute == "timed" else "_real"
-    none = {row.case.strategy: row for row in rows if not row.case.stragglers}
+def figures(rows: list[StragglerRow], compute: Compute) -> dict[str, float]:
+    """Return slowdowns against the same strategy without slow workers, and the delay of the detection."""
+    suffix = "" if compute == "timed" else "_real"
+    baselines = {row.case.strategy: row for row in rows if not row.case.stragglers}
     found: dict[str, float] = {}
     for row in rows:
         strategy, stragglers = row.case.strategy, row.case.stragglers
-        if stragglers and strategy in none:
-            found[f"slowdown_{strategy}_{stragglers}{end}"] = row.step_s / none[strategy].step_s
+        if stragglers and strategy in baselines:
+            found[f"slowdown_{strategy}_{stragglers}{suffix}"] = row.step_s / baselines[strategy].step_s
     for row in rows:
         strategy, stragglers = row.case.strategy, row.case.stragglers
         if stragglers and strategy == "partial":
-            found[f"slowdown_a_sample_partial_{stragglers}{end}"] = row.sample_s / none[strategy].sample_s
+            found[f"slowdown_a_sample_partial_{stragglers}{suffix}"] = (
+                row.sample_s / baselines[strategy].sample_s
+            )
             if stragglers == 1 and row.detect_steps is not None:
-                found[f"detect_steps{end}"] = row.detect_steps
+                found[f"detect_steps{suffix}"] = row.detect_steps
     return found
 
 
@@ -137,32 +140,32 @@ def run(
     step_ms: float = 100.0,
     seed: int = 0,
 ) -> Result:
-    """Measures all cases one after the other, then both strategies in turn with nobody slow.
+    """Measure all cases one after the other, then both strategies in alternation without slow workers.
 
     Args:
         command: the command line, for the result.
         compute: `timed` waits for measured times, `real` computes.
         model: a key of `offbeat.models.MODELS`.
         workers: worker processes on this machine, at least 2.
-        stragglers: up to how many are slow; by default all.
-        factor: how many times as long a slow worker takes, above 1.
-        epochs: of the cases in which steps differ.
-        steps: in an epoch; by default 120 timed, 20 real.
-        batch_size: samples a worker and step; by default 32 timed, 4 real.
-        step_ms: to what forward and backward pass together are scaled where they are timed.
-        seed: of weights, samples and drawn gradients.
+        stragglers: largest number of slow workers; by default all.
+        factor: slowdown of a slow worker, above 1.
+        epochs: of the cases whose steps are not alike.
+        steps: per epoch; by default 120 timed, 20 real.
+        batch_size: samples per worker and step; by default 32 timed, 4 real.
+        step_ms: forward plus backward time after scaling, where they are timed.
+        seed: of weights, samples and random gradients.
 
     Raises:
         ValueError: an argument out of range.
     """
     if stragglers is not None and not 0 <= stragglers <= workers:
         raise ValueError(f"expected 0 to {workers} stragglers of {workers} workers, got {stragglers}")
-    runs.slowed(workers, 1, factor)
+    runs.slow_rules(workers, 1, factor)
     batch_size = batch_size or (32 if compute == "timed" else 4)
     steps = steps or (120 if compute == "timed" else 20)
-    alone = runs.measured(model, batch_size, seed)
+    alone = runs.measure_layers(model, batch_size, seed)
     times = alone.scaled(step_ms / 1000 / alone.step_s) if compute == "timed" else None
-    base = Run(
+    base = TrainingRun(
         model=model,
         times=times,
         workers=workers,
@@ -176,7 +179,7 @@ def run(
     rows = [_measure(base, case, factor) for case in cases(workers, stragglers)]
     pair = run_workers("benchmarks.straggler", msgspec.to_builtins(base), workers)
     ratio = median(pair["partial"]) / median(pair["bsp"])
-    end = "" if compute == "timed" else "_real"
+    suffix = "" if compute == "timed" else "_real"
     in_turn = [
         {"strategy": f"{strategy} in turn", "stragglers": 0, "steps": len(step_s)}
         | {"run_s": sum(step_s), "step_ms": 1000 * median(step_s)}
@@ -187,8 +190,8 @@ def run(
         command=command,
         kind=compute,
         seed=seed,
-        figures={**figures(rows, compute), f"partial_to_bsp_ratio_none_slow{end}": ratio},
-        rows=[*(_plain(row) for row in rows), *in_turn],
+        figures={**figures(rows, compute), f"partial_to_bsp_ratio_none_slow{suffix}": ratio},
+        rows=[*(_to_row(row) for row in rows), *in_turn],
         machine=machine(
             model=model,
             batch_size=batch_size,
@@ -198,8 +201,10 @@ def run(
     )
 
 
-def _measure(base: Run, case: Case, factor: float) -> Row:
-    settings = replace(base, strategy=case.strategy, slow=runs.slowed(base.workers, case.stragglers, factor))
+def _measure(base: TrainingRun, case: StragglerCase, factor: float) -> StragglerRow:
+    settings = replace(
+        base, strategy=case.strategy, slow=runs.slow_rules(base.workers, case.stragglers, factor)
+    )
     if case.is_alike:
         settings = replace(settings, epochs=1, steps=min(_ALIKE_STEPS, base.steps * base.epochs))
     print(f"{case.strategy}, {case.stragglers} of {base.workers} slow", file=sys.stderr, flush=True)
@@ -211,7 +216,7 @@ def _measure(base: Run, case: Case, factor: float) -> Row:
     return row(case, run_s, changes, read_steps(entries, changes), base.workers)
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _to_row(row: StragglerRow) -> dict[str, Any]:
     return {
         "strategy": row.case.strategy,
         "stragglers": row.case.stragglers,
@@ -223,12 +228,12 @@ def _plain(row: Row) -> dict[str, Any]:
     }
 
 
-# Both strategies in turn ------------------------------------------------------------------------------------
+# Both strategies in alternation -----------------------------------------------------------------------------
 
 
 def main() -> None:
-    """One worker: takes blocks of steps under each strategy in turn; rank 0 answers with its step times."""
-    settings = msgspec.convert(settings_of(sys.argv), Run)
+    """Run blocks of steps under each strategy in alternation, as one worker; rank 0 sends its step times."""
+    settings = msgspec.convert(read_settings(sys.argv), TrainingRun)
     torch.set_num_threads(1)
     steppers: dict[str, Callable[[], None]] = {}
     with ExitStack() as stack:
@@ -242,13 +247,13 @@ def main() -> None:
         step_s: dict[str, list[float]] = {strategy: [] for strategy in SIDES}
         for block in range(_PAIR_BLOCKS + 1):  # the first one warms up
             for strategy in SIDES[:: 1 if block % 2 else -1]:
-                for place in range(_PAIR_STEPS):
+                for index in range(_PAIR_STEPS):
                     began_s = time.perf_counter()
                     steppers[strategy]()
-                    if block and place:  # the first step of a block waits for who ended the one before late
+                    if block and index:  # a block's first step waits for workers late from the block before
                         step_s[strategy].append(time.perf_counter() - began_s)
     if session.worker == 0:
-        answer(step_s)
+        send_result(step_s)
 
 
 def _stepper(

@@ -1,11 +1,11 @@
-"""Timed compute: how long each layer of a model computes alone, and a model that waits for as long instead.
+"""Timed compute: measured layer times, and a model that waits for them instead of computing.
 
-Workers on one small machine fight for its cores, and leaving one out makes the others faster. A worker with a
-`TimedModel` needs a core only for what the benchmark is about: exchanging gradients and applying them. So two
-cores can stand for many machines. Nothing is learnt by it, so nobody may read an accuracy from it.
+Workers on one small machine compete for its cores, and excluding one makes the others faster. A worker with a
+`TimedModel` needs a core only for what the benchmark measures: exchanging and applying gradients. So two
+cores can stand for many machines. The model learns nothing: no accuracy may be read from such a run.
 
-`Stretch` is for benchmarks that must learn: gradients are computed, and a step then waits until it has
-taken as long as it is to take.
+`Stretch` is for benchmarks that need real gradients: they are computed, and the step then waits until it has
+lasted for a given time.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch.nn import functional as F
 
 from offbeat.cli.job import single_threaded
 
-_DRAWN_STD = 1e-3  # so small that parameters stay finite, and far from where arithmetic gets slow
+_GRADIENT_STD = 1e-3  # parameters stay finite, and far from denormal numbers, where arithmetic is slow
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """What one layer takes; a layer is a module with parameters of its own.
+    """Compute times of one layer, a module that has parameters of its own.
 
     Attributes:
         name: as in `named_modules`.
-        forward_s: from the beginning of its forward pass to that of the next layer, so that what lies between
-            layers is in the one before; of the last one to the end of the loss.
-        backward_s: from the gradients of the layer after it (from the beginning of the backward pass, for the
-            last one) until all its own are there.
+        forward_s: from the start of its forward pass to the start of the next layer's (the code between two
+            layers counts for the earlier one), or to the end of the loss for the last layer.
+        backward_s: from when the gradients of the next layer are ready (for the last layer, from the start of
+            the backward pass) until all its own are.
     """
 
     name: str
@@ -46,11 +46,11 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTimes:
-    """How long the layers of a model compute on one core of a machine that does nothing else.
+    """Compute times of a model's layers on one core of an otherwise idle machine.
 
     Attributes:
         layers: in the order of the forward pass.
-        lead_s: from the beginning of the forward pass to the first layer.
+        lead_s: from the start of the forward pass to the first layer.
     """
 
     layers: tuple[LayerTimes, ...]
@@ -63,24 +63,24 @@ class ModelTimes:
 
     @property
     def forward_s(self) -> float:
-        """Of the whole forward pass, loss included."""
+        """Time of the whole forward pass, loss included."""
         return self.lead_s + sum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
-        """Of the whole backward pass."""
+        """Time of the whole backward pass."""
         return sum(layer.backward_s for layer in self.layers)
 
     @property
     def step_s(self) -> float:
-        """Of both passes."""
+        """Time of both passes."""
         return self.forward_s + self.backward_s
 
     def scaled(self, factor: float, backward: float | None = None) -> ModelTimes:
-        """Return the times of a machine on which everything takes `factor` times as long.
+        """Return the times multiplied by `factor`, as of a slower or faster machine.
 
         Args:
-            factor: of the forward pass, and of the backward pass where there is none for that.
+            factor: of the forward pass and, without `backward`, of the backward pass.
             backward: of the backward pass.
         """
         backward = factor if backward is None else backward
@@ -93,48 +93,48 @@ class ModelTimes:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """Return plain data for `from_plain`, to hand the times to workers."""
+        """Return plain data for `from_plain`, to send the times to workers."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 
     @staticmethod
     def from_plain(plain: dict[str, Any]) -> ModelTimes:
-        """Return the times that `to_plain` was called on."""
+        """Return the times from the plain data of `to_plain`."""
         return msgspec.convert(plain, ModelTimes)
 
 
 def time_layers(model: nn.Module, inputs: Tensor, labels: Tensor, *, runs: int = 5) -> ModelTimes:
     """Measure each layer's forward and backward pass on one thread, as the median of several runs.
 
-    The first run only warms up. The model's gradients are gone afterwards, its buffers have moved.
+    A first, additional run warms up. Afterwards the model has no gradients, and its buffers have changed.
 
     Args:
-        model: as `TimedModel` takes it; in each forward pass every layer is called once.
+        model: as for `TimedModel`; each forward pass must call every layer once.
         inputs: samples (B, ...).
         labels: int64 (B,).
         runs: at least 1.
 
     Raises:
-        ValueError: a layer is not called once, or has no gradient; says which.
+        ValueError: a layer is not called once, or has no gradient; the message names it.
     """
     layers = dict(_layers(model))
     with single_threaded():
         measured = [_measure(model, layers, inputs, labels) for _ in range(runs + 1)][1:]
     return ModelTimes(
-        lead_s=median(one.lead_s for one in measured),
+        lead_s=median(run.lead_s for run in measured),
         layers=tuple(
             LayerTimes(
-                name=same[0].name,
-                forward_s=median(layer.forward_s for layer in same),
-                backward_s=median(layer.backward_s for layer in same),
+                name=layer_runs[0].name,
+                forward_s=median(layer.forward_s for layer in layer_runs),
+                backward_s=median(layer.backward_s for layer in layer_runs),
             )
-            for same in zip(*(one.layers for one in measured), strict=True)
+            for layer_runs in zip(*(run.layers for run in measured), strict=True)
         ),
     )
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with parameters of their own that are trained."""
+    """Yield the modules that have trainable parameters of their own, with their names."""
     for name, module in model.named_modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             if not name:
@@ -146,14 +146,14 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _measure(model: nn.Module, layers: dict[str, nn.Module], inputs: Tensor, labels: Tensor) -> ModelTimes:
-    """Stamp one step: where each layer's forward pass begins, and where its last gradient is there."""
+    """Run one step; record when each layer's forward pass starts and when its last gradient is ready."""
     began_s: dict[str, float] = {}
     ready_s: dict[str, float] = {}
 
     def stamp_forward(name: str) -> Callable[..., None]:
         def stamp(*_: Any) -> None:
             if name in began_s:
-                raise ValueError(f"layer {name} is called twice in a forward pass: its times cannot be told")
+                raise ValueError(f"layer {name} is called twice in a forward pass: it cannot be timed")
             began_s[name] = time.perf_counter()
 
         return stamp
@@ -175,7 +175,7 @@ def _measure(model: nn.Module, layers: dict[str, nn.Module], inputs: Tensor, lab
     try:
         start_s = time.perf_counter()
         loss = F.cross_entropy(model(inputs), labels)
-        turn_s = time.perf_counter()
+        forward_end_s = time.perf_counter()
         loss.backward()
     finally:
         for handle in handles:
@@ -183,19 +183,19 @@ def _measure(model: nn.Module, layers: dict[str, nn.Module], inputs: Tensor, lab
         model.zero_grad()
     for name in layers:
         if name not in began_s or name not in ready_s:
-            raise ValueError(f"layer {name} is not called, or gets no gradient: its times cannot be told")
-    return _between_stamps(start_s, turn_s, began_s, ready_s)
+            raise ValueError(f"layer {name} is not called, or gets no gradient: it cannot be timed")
+    return _between_stamps(start_s, forward_end_s, began_s, ready_s)
 
 
 def _between_stamps(
-    start_s: float, turn_s: float, began_s: dict[str, float], ready_s: dict[str, float]
+    start_s: float, forward_end_s: float, began_s: dict[str, float], ready_s: dict[str, float]
 ) -> ModelTimes:
-    """Cut a step at its stamps, so that the parts sum to it."""
+    """Split a step into layer times at the recorded instants, such that they sum to the step."""
     order = sorted(began_s, key=began_s.__getitem__)
-    ends_s = [*(began_s[name] for name in order[1:]), turn_s]
+    ends_s = [*(began_s[name] for name in order[1:]), forward_end_s]
     backward_s: dict[str, float] = {}
-    reached_s = turn_s
-    for name in reversed(order):  # a branch may be ready before its turn; what it took is in another one then
+    reached_s = forward_end_s
+    for name in reversed(order):  # a branch may be ready early; its time then counts for another layer
         backward_s[name] = max(0.0, ready_s[name] - reached_s)
         reached_s = max(reached_s, ready_s[name])
     return ModelTimes(
@@ -207,17 +207,17 @@ def _between_stamps(
     )
 
 
-# Waiting instead ----------------------------------------------------------------------------------------
+# Waiting instead of computing ---------------------------------------------------------------------------
 
 
 class Waiter:
-    """Waits, such that what one wait takes too long the next ones make up for.
+    """Waits for given durations; each wait is shortened by the excess of the earlier ones.
 
-    A sleep ends a little late, and later on a busy machine. Over many waits the sum is right all the same.
+    A sleep ends a little late, later on a busy machine. The sum of many waits is still right.
 
     Args:
-        clock: returns seconds that never go back.
-        sleep: waits for so many seconds, or somewhat longer.
+        clock: returns monotonic seconds.
+        sleep: waits for a number of seconds, or somewhat longer.
     """
 
     def __init__(
@@ -229,35 +229,34 @@ class Waiter:
         self._behind_s = 0.0
 
     def wait(self, duration_s: float) -> None:
-        """Wait for `duration_s` from now on, less what earlier waits have taken too long."""
+        """Wait for `duration_s`, less the excess of earlier waits."""
         began_s = self._clock()
         until_s = began_s + duration_s - self._behind_s
         if until_s > began_s:
             self._sleep(until_s - began_s)
         self._behind_s = max(0.0, self._clock() - until_s)
 
-    def forget(self) -> None:
-        """Let the next wait make up for nothing."""
+    def reset(self) -> None:
+        """Reset the excess of earlier waits."""
         self._behind_s = 0.0
 
 
 class TimedModel(nn.Module):
-    """A model that waits where another one computes.
+    """A model that waits for the compute times of another one.
 
-    It has the parameters and buffers of `model` under the same names and in the same order. Its forward pass
-    waits in every layer, and gives logits of zeros; its backward pass, an ordinary one, waits in every layer
-    and then hands out its gradients, so that hooks on modules and parameters run when and in the order in
-    which they would otherwise. What hooks do is not part of a layer's time. Waiting needs no core.
+    It has the parameters and buffers of `model`, with the same names in the same order. The forward pass
+    waits in every layer and returns logits of zeros. The backward pass, an ordinary autograd pass, waits in
+    every layer and then returns that layer's gradients, so hooks on modules and parameters run at the times
+    and in the order of the original. The time of hooks is not part of a layer's time. Waiting needs no core.
 
-    Gradients are drawn once and lie in memory that is handed out again in every backward pass. Buffers stay
-    as they are.
+    Gradients are drawn once at random; every backward pass returns the same memory. Buffers do not change.
 
     Args:
-        model: what it stands for; is not kept. It must not hold parameters itself, only in its modules.
-        times: of this model, `scaled` where it stands for a faster or slower machine.
+        model: the original, which is not kept. Its parameters must be in its modules, not in itself.
+        times: of this model, possibly `scaled` to a faster or slower machine.
         classes: K, columns of the logits.
         seed: of the gradients.
-        waiter: what waits.
+        waiter: used for all waits.
 
     Raises:
         ValueError: the times are another model's.
@@ -276,14 +275,16 @@ class TimedModel(nn.Module):
         expected, got = {name for name, _ in _layers(model)}, {layer.name for layer in times.layers}
         if expected != got:
             differing = sorted(expected ^ got)[0]
-            raise ValueError(f"expected the times of this model, got some that differ in layer {differing!r}")
+            raise ValueError(
+                f"expected the times of this model; layer {differing!r} is in only one of the two"
+            )
         self._classes = classes
         self._lead_s = times.lead_s
         self._waiter = waiter or Waiter()
         generator = torch.Generator().manual_seed(seed)
-        of_layer = {layer.name: layer for layer in times.layers}
+        push_times = {layer.name: layer for layer in times.layers}
         for name, child in model.named_children():
-            self.add_module(name, _twin(name, child, of_layer, self._waiter, generator))
+            self.add_module(name, _timed_copy(name, child, push_times, self._waiter, generator))
         for name, buffer in model.named_buffers(recurse=False):
             _register(self, name, buffer, model)
         modules = dict(self.named_modules())
@@ -291,7 +292,7 @@ class TimedModel(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Samples (B, ...) to logits (B, K), all zero."""
-        self._waiter.forget()
+        self._waiter.reset()
         self._waiter.wait(self._lead_s)
         logits = inputs.new_zeros(len(inputs), self._classes, dtype=torch.float32)
         for layer in self._in_order:
@@ -300,123 +301,124 @@ class TimedModel(nn.Module):
 
 
 class TimedLayer(nn.Module):
-    """One layer of a `TimedModel`: hands on what it gets."""
+    """One layer of a `TimedModel`: returns its input."""
 
     def __init__(self, times: LayerTimes, waiter: Waiter) -> None:
         super().__init__()
         self.times, self._waiter = times, waiter
-        self._drawn = _Drawn()
+        self._gradients = _SharedGradients()
 
     def draw(self, generator: torch.Generator) -> None:
-        """Draw the gradients of the parameters that were registered."""
-        self._drawn = _Drawn(
-            torch.empty_like(parameter, requires_grad=False).normal_(0.0, _DRAWN_STD, generator=generator)
+        """Draw gradients for the registered parameters."""
+        self._gradients = _SharedGradients(
+            torch.empty_like(parameter, requires_grad=False).normal_(0.0, _GRADIENT_STD, generator=generator)
             for parameter in self._trained()
         )
 
-    def forward(self, passed: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """Wait for the layer's forward time."""
         self._waiter.wait(self.times.forward_s)
-        handed_on: Tensor = _Wait.apply(passed, self, *self._trained())  # type: ignore[no-untyped-call]
-        return handed_on
+        outputs: Tensor = _Wait.apply(inputs, self, *self._trained())  # type: ignore[no-untyped-call]
+        return outputs
 
     def backward(self) -> list[Tensor]:
         """Wait for the layer's backward time; return its gradients.
 
-        They are new views each time, which autograd takes as they are; it would copy what others hold, too.
+        They are new views in each pass: autograd keeps these without a copy, which it does not where a tensor
+        has other references.
         """
         self._waiter.wait(self.times.backward_s)
-        return [drawn.view_as(drawn) for drawn in self._drawn]
+        return [gradient.view_as(gradient) for gradient in self._gradients]
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters(recurse=False) if parameter.requires_grad]
 
 
-class _Drawn(list[Tensor]):
-    """Gradients that nobody writes to: copies of a model have them in common, as a real model has none.
+class _SharedGradients(list[Tensor]):
+    """Gradients that are only read: copies of a model share them, as copies of a real model have none.
 
-    Whoever gets a copy in another process evaluates it, and gets none.
+    A pickled copy is empty: a model in another process only evaluates.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Drawn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedGradients:
         return self
 
-    def __reduce__(self) -> tuple[type[_Drawn], tuple[()]]:
-        return _Drawn, ()
+    def __reduce__(self) -> tuple[type[_SharedGradients], tuple[()]]:
+        return _SharedGradients, ()
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passed: Tensor, layer: TimedLayer, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, layer: TimedLayer, *parameters: Tensor) -> Tensor:
         ctx.layer = layer
-        return passed.view_as(passed)
+        return inputs.view_as(inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None, *ctx.layer.backward()
 
 
-def _twin(
+def _timed_copy(
     name: str, module: nn.Module, times: dict[str, LayerTimes], waiter: Waiter, generator: torch.Generator
 ) -> nn.Module:
-    """Return a module with the same names in it, which computes nothing."""
-    twin = TimedLayer(times[name], waiter) if name in times else nn.Module()
+    """Return a module with the same submodule and parameter names, which computes nothing."""
+    copy = TimedLayer(times[name], waiter) if name in times else nn.Module()
     for own, parameter in module.named_parameters(recurse=False):
-        twin.register_parameter(own, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+        copy.register_parameter(own, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
     for own, buffer in module.named_buffers(recurse=False):
-        _register(twin, own, buffer, module)
-    if isinstance(twin, TimedLayer):
-        twin.draw(generator)
+        _register(copy, own, buffer, module)
+    if isinstance(copy, TimedLayer):
+        copy.draw(generator)
     for own, child in module.named_children():
-        twin.add_module(own, _twin(f"{name}.{own}", child, times, waiter, generator))
-    return twin
+        copy.add_module(own, _timed_copy(f"{name}.{own}", child, times, waiter, generator))
+    return copy
 
 
-def _register(twin: nn.Module, name: str, buffer: Tensor, module: nn.Module) -> None:
+def _register(copy: nn.Module, name: str, buffer: Tensor, module: nn.Module) -> None:
     is_saved = name not in module._non_persistent_buffers_set
-    twin.register_buffer(name, buffer.detach().clone(), persistent=is_saved)
+    copy.register_buffer(name, buffer.detach().clone(), persistent=is_saved)
 
 
-# Computing, and waiting for the rest --------------------------------------------------------------------
+# Computing, then waiting for the rest -------------------------------------------------------------------
 
 
 class Stretch:
-    """Makes each step of a model that really computes last for `step_s`, wherever it computes in less.
+    """Stretches each step of a model that computes to at least `step_s`.
 
-    The forward pass ends after a third of it at the earliest, and the backward pass at its end. So workers
-    that share cores behave as if each had a machine of its own, as long as all of them together compute
-    within that time; `late_steps` counts the steps in which they did not. Put it on before `offbeat.join`,
-    whose hooks must see the wait as computing.
+    The forward pass lasts at least a third of it, and both passes together all of it. So workers that share
+    cores behave as if each had its own machine, as long as all of them together compute within that time;
+    `late_steps` counts the steps where they did not. Create it before `offbeat.join`, whose hooks must see
+    the wait as computing.
 
     Args:
-        model: whose steps.
+        model: whose steps are stretched.
         step_s: forward and backward pass together, in seconds.
-        waits: waits for so many seconds.
+        sleep: waits for a number of seconds.
 
     Attributes:
-        steps: backward passes that have ended.
-        late_steps: those that took more than `step_s` by more than a tenth.
+        steps: finished backward passes.
+        late_steps: steps that took more than 1.1 times `step_s`.
     """
 
-    def __init__(self, model: nn.Module, step_s: float, waits: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, model: nn.Module, step_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
         if not (math.isfinite(step_s) and step_s > 0):
             raise ValueError(f"a step must be stretched to more than 0 s, got {step_s}")
-        self._step_s, self._waits = step_s, waits
+        self._step_s, self._sleep = step_s, sleep
         self._began_s = 0.0
         self.steps = self.late_steps = 0
         model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._turn)
+        model.register_forward_hook(self._end_forward)
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
         self._began_s = time.perf_counter()
 
-    def _turn(self, model: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _end_forward(self, model: nn.Module, inputs: Any, output: Tensor) -> None:
         if output.requires_grad:
             self._wait_until(self._step_s / 3)
-            output.register_hook(self._backward_begins)
+            output.register_hook(self._begin_backward)
 
-    def _backward_begins(self, _: Tensor) -> None:
-        # Callbacks run in the order in which they were queued: before those of who has joined later.
+    def _begin_backward(self, _: Tensor) -> None:
+        # Callbacks run in the order in which they were queued: this one before those of a later join.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -427,4 +429,4 @@ class Stretch:
     def _wait_until(self, offset_s: float) -> None:
         left_s = self._began_s + offset_s - time.perf_counter()
         if left_s > 0:
-            self._waits(left_s)
+            self._sleep(left_s)

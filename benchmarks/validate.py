@@ -1,12 +1,12 @@
-"""The fourth paper's tables: validating beside training, and one after the other.
+"""The fourth paper's tables: validation overlapped with training, against validation in line.
 
 A small convolutional network learns MNIST, on one core as with one accelerator, and is validated after every
-epoch. What is compared is how samples are loaded and when validation runs (`SIDES`), for sets that load in
-different ways (`benchmarks.inputs.LOADS`) and with as many threads on both sides. Every training is a
+epoch. The sides differ in how samples are loaded and when validation runs (`SIDES`); each pair uses the same
+number of threads, and sets that load in different ways (`benchmarks.inputs.LOADS`). Every training is a
 process of its own.
 
-The bound is what overlapping can save at most: of E epochs with t for training and v for validation, all
-validations but the last one may hide: (E - 1) / E of v / (t + v).
+The bound is the largest saving by overlap: of E epochs with t for training and v for validation, all
+validations but the last one can be hidden: (E - 1) / E of v / (t + v).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from benchmarks.inputs import LOADS, inputs_of
 from benchmarks.loaders import LOADERS, Samples
 from benchmarks.timed import ModelTimes, TimedModel, time_layers
-from benchmarks.workers import answer, run_workers, settings_of
+from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.job import single_threaded
 from offbeat.cli.result import Kind, Result, machine
 from offbeat.data import DEFAULT_DIR, Splits, load_data_set
@@ -42,20 +42,20 @@ from offbeat.runtime.control.environment import available_cores
 from offbeat.runtime.validation.validator import Backend, Validator
 
 COPY_THREADS: Final = (6, 12, 24, 48)
-"""Of the paper's measurement of what copying costs."""
+"""Numbers of threads in the paper's measurement of the cost of copying."""
 WAITING: Final = ("files",)
 _CLASSES: Final = 10
 _DATA: Final = ("mnist", "digits")
-_LOOK_S: Final = 0.25
-_LOOKS_MAX: Final = 240  # of a run that are kept
+_INTERVAL_S: Final = 0.25
+_INTERVALS_MAX: Final = 240  # per run, after averaging
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """How samples are loaded, and when validation runs.
+class ValidateSide:
+    """A way of loading samples, and when validation runs.
 
     Attributes:
-        loader: of training, a key of LOADERS; of validation, too, where that is in line.
+        loader: of training, a key of LOADERS; with validation in line, of that as well.
         backend: of the validator.
     """
 
@@ -63,19 +63,19 @@ class Side:
     backend: Backend
 
 
-SIDES: Final[Mapping[str, Side]] = {
-    "auto": Side(loader="numpy", backend="auto"),
-    "numpy": Side(loader="numpy", backend="inline"),
-    "overlap": Side(loader="numpy", backend="thread"),
-    "overlap_process": Side(loader="numpy", backend="process"),
-    "auto_prefetch": Side(loader="prefetch", backend="auto"),
-    "prefetch": Side(loader="prefetch", backend="inline"),
-    "overlap_prefetch": Side(loader="prefetch", backend="thread"),
-    "dataloader": Side(loader="dataloader", backend="inline"),
+SIDES: Final[Mapping[str, ValidateSide]] = {
+    "auto": ValidateSide(loader="numpy", backend="auto"),
+    "numpy": ValidateSide(loader="numpy", backend="inline"),
+    "overlap": ValidateSide(loader="numpy", backend="thread"),
+    "overlap_process": ValidateSide(loader="numpy", backend="process"),
+    "auto_prefetch": ValidateSide(loader="prefetch", backend="auto"),
+    "prefetch": ValidateSide(loader="prefetch", backend="inline"),
+    "overlap_prefetch": ValidateSide(loader="prefetch", backend="thread"),
+    "dataloader": ValidateSide(loader="dataloader", backend="inline"),
 }
-"""One after the other with three pipelines, beside one another with two, and whatever pays.
+"""In line with three pipelines, overlapped with two, and chosen automatically.
 
-What is compared runs one shortly after the other: the machine may be faster later on.
+Compared sides are neighbours, since the machine's speed may change over time.
 """
 _SERIAL_OF: Final = {
     "overlap": "numpy",
@@ -87,17 +87,17 @@ _SERIAL_OF: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One training.
+class ValidateRun:
+    """Settings of one training.
 
     Attributes:
         load: a key of LOADS.
         side: a key of SIDES.
         data: grey images, "mnist" or "digits".
-        threads: that validate, or load where that is in parallel.
-        samples, held_out: how many of them train and validate, at most all.
-        size_bytes: of what trains of "repeated".
-        times: of the model, which then waits; None computes.
+        threads: that validate, or that load in a parallel loader.
+        samples, held_out: numbers of training and validation samples, at most all.
+        size_bytes: of the training data of "repeated".
+        times: layer times for which the model waits; None computes.
     """
 
     load: str
@@ -115,17 +115,17 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Took:
-    """What one training took.
+class TrainingTimes:
+    """Measurements of one training.
 
     Attributes:
-        run_s: all of it.
-        train_s, validate_s: of it, in the training's thread.
-        copy_s: of `validate_s`, for snapshots.
-        cpu_s: of all cores, its processes included.
-        uses: part of the cores that were used, in one stretch of `stretch_s` seconds after the other.
-        accuracy: on what was held out, after the last epoch.
-        backend, reason: of the validator, in the end.
+        run_s: total time.
+        train_s, validate_s: shares of it in the training's thread.
+        copy_s: share of `validate_s` for snapshots.
+        cpu_s: processor time over all cores, child processes included.
+        uses: used share of the cores in successive intervals of `stretch_s` seconds.
+        accuracy: on the validation samples, after the last epoch.
+        backend, reason: of the validator at the end.
     """
 
     run_s: float
@@ -141,14 +141,14 @@ class Took:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is compared.
+class ValidatePlan:
+    """Settings of the benchmark.
 
     Attributes:
         data: grey images, "mnist" or "digits".
-        runs: of each side, one after the other by side; figures are medians over them.
-        size_bytes: of what trains of "repeated"; what validates is repeated as often.
-        step_s: what forward and backward pass are scaled to, waited for; None computes them.
+        runs: of each side, alternating; figures are medians over them.
+        size_bytes: of the training data of "repeated"; the validation data are repeated as often.
+        step_s: forward plus backward time after scaling, to wait for; None computes.
     """
 
     loads: tuple[str, ...]
@@ -179,24 +179,26 @@ class Plan:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-def run(plan: Plan, *, command: str) -> Result:
+def run(plan: ValidatePlan, *, command: str) -> Result:
     """Run the benchmark.
 
     Raises:
-        OffbeatError: a training failed, or the data are not there.
+        OffbeatError: a training failed, or the data are missing.
     """
     times = None if plan.step_s is None else _times(plan)
     rows: list[dict[str, Any]] = []
-    looks: list[dict[str, Any]] = []
+    core_use: list[dict[str, Any]] = []
     for name, threads, number in product(plan.loads, plan.threads, range(plan.runs)):
         for side in plan.sides:
-            took = _trained(plan, name, side, threads, times)
-            rows.append(_row(name, side, threads, number, took, plan))
-            looks += _looks(name, side, threads, took) if not number else []
-            print(f"{name}, {threads} threads, {side}: {took.run_s:.2f} s", file=sys.stderr, flush=True)
+            times_taken = _measure(plan, name, side, threads, times)
+            rows.append(_row(name, side, threads, number, times_taken, plan))
+            core_use += _core_use_rows(name, side, threads, times_taken) if not number else []
+            print(
+                f"{name}, {threads} threads, {side}: {times_taken.run_s:.2f} s", file=sys.stderr, flush=True
+            )
     for threads in (count for count in COPY_THREADS if "overlap" in plan.sides and count not in plan.threads):
-        took = _trained(plan, plan.loads[0], "overlap", threads, times)
-        rows.append(_row(plan.loads[0], "overlap", threads, 0, took, plan))
+        times_taken = _measure(plan, plan.loads[0], "overlap", threads, times)
+        rows.append(_row(plan.loads[0], "overlap", threads, 0, times_taken, plan))
     kind: Kind = "real" if times is None else "timed"
     return Result(
         name="validate",
@@ -204,13 +206,13 @@ def run(plan: Plan, *, command: str) -> Result:
         kind=kind,
         seed=plan.seed,
         figures=figures(rows, plan.epochs),
-        rows=rows + looks,
+        rows=rows + core_use,
         machine=machine(),
     )
 
 
-def _times(plan: Plan) -> dict[str, Any]:
-    """Measure the network's layers, and scale them."""
+def _times(plan: ValidatePlan) -> dict[str, Any]:
+    """Measure and scale the network's layer times."""
     assert plan.step_s is not None
     generator = torch.Generator().manual_seed(plan.seed)
     shape = load_data_set(plan.data, plan.data_dir).sample_shape
@@ -220,8 +222,10 @@ def _times(plan: Plan) -> dict[str, Any]:
     return times.scaled(plan.step_s / times.step_s).to_plain()
 
 
-def _trained(plan: Plan, name: str, side: str, threads: int, times: dict[str, Any] | None) -> Took:
-    settings = Run(
+def _measure(
+    plan: ValidatePlan, name: str, side: str, threads: int, times: dict[str, Any] | None
+) -> TrainingTimes:
+    settings = ValidateRun(
         load=name,
         side=side,
         data=plan.data,
@@ -235,49 +239,57 @@ def _trained(plan: Plan, name: str, side: str, threads: int, times: dict[str, An
         data_dir=plan.data_dir,
         seed=plan.seed,
     )
-    told = run_workers("benchmarks.validate", msgspec.to_builtins(settings), 1)
-    return msgspec.convert(told, Took)
+    result = run_workers("benchmarks.validate", msgspec.to_builtins(settings), 1)
+    return msgspec.convert(result, TrainingTimes)
 
 
-def _row(name: str, side: str, threads: int, number: int, took: Took, plan: Plan) -> dict[str, Any]:
+def _row(
+    name: str, side: str, threads: int, number: int, times_taken: TrainingTimes, plan: ValidatePlan
+) -> dict[str, Any]:
     return {
         "load": name,
         "threads": threads,
         "side": side,
         "run": number,
-        "run_s": took.run_s,
-        "train_s": took.train_s / plan.epochs,
-        "validate_s": took.validate_s / plan.epochs,
-        "copy_s": took.copy_s / plan.epochs,
-        "cpu_share": took.cpu_s / (took.run_s * available_cores()),
-        "accuracy": took.accuracy if plan.step_s is None else None,
-        "backend": took.backend,
-        "reason": took.reason,
+        "run_s": times_taken.run_s,
+        "train_s": times_taken.train_s / plan.epochs,
+        "validate_s": times_taken.validate_s / plan.epochs,
+        "copy_s": times_taken.copy_s / plan.epochs,
+        "cpu_share": times_taken.cpu_s / (times_taken.run_s * available_cores()),
+        "accuracy": times_taken.accuracy if plan.step_s is None else None,
+        "backend": times_taken.backend,
+        "reason": times_taken.reason,
     }
 
 
-def _looks(name: str, side: str, threads: int, took: Took) -> list[dict[str, Any]]:
-    """Return rows of how much of the cores was used when."""
+def _core_use_rows(name: str, side: str, threads: int, times_taken: TrainingTimes) -> list[dict[str, Any]]:
+    """Return rows of the used share of the cores over time."""
     return [
-        {"load": name, "threads": threads, "side": side, "at_s": number * took.stretch_s, "used_share": use}
-        for number, use in enumerate(took.uses, 1)
+        {
+            "load": name,
+            "threads": threads,
+            "side": side,
+            "at_s": number * times_taken.stretch_s,
+            "used_share": use,
+        }
+        for number, use in enumerate(times_taken.uses, 1)
     ]
 
 
 def figures(rows: Sequence[Mapping[str, Any]], epochs: int) -> dict[str, float]:
-    """Return what overlapping saves, also of what it could, what copies cost, and how `auto` compares.
+    """Return savings by overlap, also as a share of the bound, the cost of copies, and the ratio of `auto`.
 
-    Sides are compared by run; figures are medians over runs.
+    Sides are compared run by run; figures are medians over runs.
     """
     savings: dict[str, list[float]] = defaultdict(list)
     shares: dict[str, list[float]] = defaultdict(list)
     autos: dict[str, list[float]] = defaultdict(list)
     copies: dict[int, list[float]] = defaultdict(list)
-    of = {(row["load"], row["threads"], row["run"], row["side"]): row for row in rows}
-    for (name, threads, number, side), row in of.items():
+    by_case = {(row["load"], row["threads"], row["run"], row["side"]): row for row in rows}
+    for (name, threads, number, side), row in by_case.items():
         if side == "overlap" and name == rows[0]["load"]:
             copies[threads].append(row["copy_s"] / (row["run_s"] / epochs))
-        serial = of.get((name, threads, number, _SERIAL_OF.get(side, "")))
+        serial = by_case.get((name, threads, number, _SERIAL_OF.get(side, "")))
         if serial is None:
             continue
         saving = 1 - row["run_s"] / serial["run_s"]
@@ -287,13 +299,13 @@ def figures(rows: Sequence[Mapping[str, Any]], epochs: int) -> dict[str, float]:
             continue
         savings[case].append(saving)
         if name in WAITING:
-            both_s = serial["train_s"] + serial["validate_s"]
-            bound = (epochs - 1) / epochs * serial["validate_s"] / both_s
+            epoch_s = serial["train_s"] + serial["validate_s"]
+            bound = (epochs - 1) / epochs * serial["validate_s"] / epoch_s
             shares[case].append(saving / bound)
     found = {
-        **{f"saving_{case}": median(some) for case, some in savings.items()},
-        **{f"share_of_bound_{case}": median(some) for case, some in shares.items()},
-        **{f"auto_ratio_to_serial_{case}": median(some) for case, some in autos.items()},
+        **{f"saving_{case}": median(values) for case, values in savings.items()},
+        **{f"share_of_bound_{case}": median(values) for case, values in shares.items()},
+        **{f"auto_ratio_to_serial_{case}": median(values) for case, values in autos.items()},
         **{f"copy_share_{threads}": median(copies[threads]) for threads in COPY_THREADS if threads in copies},
     }
     if shares:
@@ -311,43 +323,43 @@ def _network(shape: tuple[int, ...], seed: int) -> nn.Module:
     return build_model("cnn2", sample_shape=shape, classes=_CLASSES, seed=seed)
 
 
-class _Looks:
-    """Looks again and again at how much of the cores this process uses."""
+class _CoreUseSampler:
+    """Samples this process's use of the cores."""
 
     def __init__(self) -> None:
         self.uses: list[float] = []
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="offbeat looks", daemon=True)
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="offbeat core use", daemon=True)
         self._thread.start()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        is_over = False
-        while not is_over:
-            is_over = self._is_over.wait(_LOOK_S)
+        is_stopped = False
+        while not is_stopped:
+            is_stopped = self._is_stopped.wait(_INTERVAL_S)
             now_s, now_cpu_s = time.perf_counter(), time.process_time()
             self.uses.append((now_cpu_s - cpu_s) / ((now_s - wall_s) * available_cores()))
             wall_s, cpu_s = now_s, now_cpu_s
 
     def end(self) -> tuple[tuple[float, ...], float]:
-        """Return what was seen: means over stretches, `_LOOKS_MAX` of them at most, and how long they are."""
-        self._is_over.set()
+        """Stop; return mean uses of at most `_INTERVALS_MAX` intervals, and their length in seconds."""
+        self._is_stopped.set()
         self._thread.join()
-        size = math.ceil(len(self.uses) / _LOOKS_MAX)
+        size = math.ceil(len(self.uses) / _INTERVALS_MAX)
         stretches = (self.uses[first : first + size] for first in range(0, len(self.uses), size))
-        return tuple(map(fmean, stretches)), size * _LOOK_S
+        return tuple(map(fmean, stretches)), size * _INTERVAL_S
 
 
-class _Judge:
-    """Evaluates: the part of the samples whose highest logit is their label's, and the mean loss."""
+class _Evaluator:
+    """Evaluates: the number of samples whose highest logit is their label's, and the mean loss."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ValidateRun) -> None:
         side = SIDES[run.side]
         self._loads = LOADERS[side.loader if side.backend == "inline" else "numpy"]
         self._batch_size, self._threads = run.batch_size, run.threads
 
     def __call__(self, model: nn.Module, part: Samples) -> dict[str, float]:
-        """Return loss and right answers."""
+        """Return the mean loss and the number of right answers."""
         loss, right = 0.0, 0
         for inputs, labels in self._loads(part, range(len(part)), self._batch_size, self._threads):
             logits = model(inputs)
@@ -356,8 +368,8 @@ class _Judge:
         return {"loss": loss / len(part), "right": right}
 
 
-def _sets(run: Run, splits: Splits, folder: Path) -> tuple[Samples, Samples]:
-    """Make the training and the validation samples, from images as bytes."""
+def _sets(run: ValidateRun, splits: Splits, folder: Path) -> tuple[Samples, Samples]:
+    """Make the training and the validation samples from images as bytes."""
     made: list[Samples] = []
     for part, count in ((splits.train, run.samples), (splits.test, run.held_out)):
         scaled, labels = (tensor[:count] for tensor in part.tensors)
@@ -374,13 +386,13 @@ def _sets(run: Run, splits: Splits, folder: Path) -> tuple[Samples, Samples]:
     return made[0], made[1]
 
 
-def _orders(samples: int, run: Run) -> Iterator[list[int]]:
+def _orders(samples: int, run: ValidateRun) -> Iterator[list[int]]:
     generator = torch.Generator().manual_seed(run.seed)
     for _ in range(run.epochs):
         yield torch.randperm(samples, generator=generator).tolist()
 
 
-def train(run: Run, folder: Path) -> Took:
+def train(run: ValidateRun, folder: Path) -> TrainingTimes:
     """Train as one worker, on one thread of torch."""
     splits, side = load_data_set(run.data, run.data_dir), SIDES[run.side]
     model = _network(splits.sample_shape, run.seed)
@@ -391,8 +403,10 @@ def train(run: Run, folder: Path) -> Took:
     loads = LOADERS[side.loader]
     train_s = validate_s = 0.0
     with single_threaded():
-        looks, cpu_s, began_s = _Looks(), _cpu_s(), time.perf_counter()
-        with Validator(model, _Judge(run), held_out, workers=run.threads, backend=side.backend) as validator:
+        core_use, cpu_s, began_s = _CoreUseSampler(), _cpu_s(), time.perf_counter()
+        with Validator(
+            model, _Evaluator(run), held_out, workers=run.threads, backend=side.backend
+        ) as validator:
             for order in _orders(len(samples), run):
                 epoch_s = time.perf_counter()
                 for inputs, labels in loads(samples, order, run.batch_size, run.threads):
@@ -404,10 +418,10 @@ def train(run: Run, folder: Path) -> Took:
                 train_s += trained_s - epoch_s
                 validate_s += time.perf_counter() - trained_s
         run_s, cpu_s = time.perf_counter() - began_s, _cpu_s() - cpu_s
-        uses, stretch_s = looks.end()
+        uses, stretch_s = core_use.end()
     last = validator.history[run.epochs - 1]
     assert last is not None
-    return Took(
+    return TrainingTimes(
         run_s=run_s,
         train_s=train_s,
         validate_s=validate_s,
@@ -422,7 +436,7 @@ def train(run: Run, folder: Path) -> Took:
 
 
 def _cpu_s() -> float:
-    """Processor time of this process and of those that it has ended, in seconds."""
+    """Return the processor time of this process and its ended children, in seconds."""
     return sum(
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -430,10 +444,10 @@ def _cpu_s() -> float:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train with the settings that the one argument holds."""
-    run = msgspec.convert(settings_of(arguments), Run)
+    """Train with the settings in the one argument."""
+    run = msgspec.convert(read_settings(arguments), ValidateRun)
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        answer(msgspec.to_builtins(train(run, Path(folder))))
+        send_result(msgspec.to_builtins(train(run, Path(folder))))
 
 
 if __name__ == "__main__":

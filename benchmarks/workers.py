@@ -1,4 +1,4 @@
-"""Runs the workers of a benchmark: a module's `main` in every worker, one answer from rank 0."""
+"""Runs the workers of a benchmark: a module's `main` in every worker, and one result from rank 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.launch import launch, outcome_summary
 from offbeat.runtime.processes import child
 
-_ANSWER = "OFFBEAT_BENCH_ANSWER"
+_RESULT_PATH = "OFFBEAT_BENCH_ANSWER"
 
 
 def run_workers(
@@ -27,23 +27,23 @@ def run_workers(
     master_addr: str = "127.0.0.1",
     deadline_s: float = 1800.0,
 ) -> Any:
-    """Runs `module SETTINGS` in every worker and returns what rank 0 answered.
+    """Run `module SETTINGS` in every worker; return the result of rank 0.
 
     Args:
-        module: has a `main` that calls `settings_of` and, in rank 0, `answer`.
+        module: its `main` calls `read_settings` and, in rank 0, `send_result`.
         settings: plain data for every worker.
-        workers: how many.
-        env: variables besides.
+        workers: number of workers.
+        env: additional environment variables.
         prefix: see `launch`.
         master_addr: see `launch`.
-        deadline_s: after which the workers are ended, in seconds.
+        deadline_s: the workers are killed after this time, in seconds.
 
     Raises:
-        OffbeatError: a worker failed, or rank 0 did not answer; says which.
+        OffbeatError: a worker failed, which the message names, or rank 0 gave no result.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "answer.json"
-        variables = {_ANSWER: str(path), "TORCH_CPP_LOG_LEVEL": "ERROR", **(env or {})}
+        path = Path(folder) / "result.json"
+        variables = {_RESULT_PATH: str(path), "TORCH_CPP_LOG_LEVEL": "ERROR", **(env or {})}
         command = child.module_command(module, json.dumps(dict(settings)))
         with launch(
             command,
@@ -58,19 +58,19 @@ def run_workers(
         if not all(outcome.has_succeeded for outcome in outcomes):
             raise OffbeatError(outcome_summary(outcomes))
         if not path.exists():
-            raise OffbeatError("rank 0 ended without an answer")
+            raise OffbeatError("rank 0 exited without a result")
         return json.loads(path.read_text())
 
 
-def settings_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """In a worker: the settings that `run_workers` was given."""
+def read_settings(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return, in a worker, the settings that `run_workers` was given."""
     settings: dict[str, Any] = json.loads(arguments[1])
     return settings
 
 
-def answer(result: Any) -> None:
-    """In rank 0: hands the result to `run_workers`."""
-    Path(os.environ[_ANSWER]).write_text(json.dumps(result))
+def send_result(result: Any) -> None:
+    """Send the result from rank 0 to `run_workers`."""
+    Path(os.environ[_RESULT_PATH]).write_text(json.dumps(result))
 
 
 def _show_progress(rank: int, line: str) -> None:

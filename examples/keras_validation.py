@@ -3,8 +3,8 @@
     pip install offbeat[keras,demo]
     KERAS_BACKEND=torch python examples/keras_validation.py
 
-With KERAS_BACKEND=tensorflow it is TensorFlow that computes. Training stops when the loss on the validation
-set has not fallen for three epochs, and the best epoch's weights come back.
+With KERAS_BACKEND=tensorflow, TensorFlow computes. Training stops when the validation loss has not fallen for
+three epochs, and the best epoch's weights are restored.
 """
 
 import keras
@@ -29,7 +29,7 @@ def train(epochs):
         ]
     )
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    late = OverlappedValidation(
+    validation = OverlappedValidation(
         images[1200:],
         labels[1200:],
         batch_size=64,
@@ -37,7 +37,7 @@ def train(epochs):
         monitor=offbeat.EarlyStopping("val_loss", patience=3),
         restore_best_weights=True,
     )
-    return model.fit(images[:1200], labels[:1200], epochs=epochs, verbose=0, callbacks=[late])
+    return model.fit(images[:1200], labels[:1200], epochs=epochs, verbose=0, callbacks=[validation])
 
 
 if __name__ == "__main__":

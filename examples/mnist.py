@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/mnist.py
 
-MNIST is read from ~/.cache/offbeat (--download fetches it). `--data digits` needs nothing: it takes the small
-handwritten digits that come with scikit-learn. With plain `python` it is ordinary training in one process.
+MNIST is read from ~/.cache/offbeat (--download fetches it). `--data digits` needs no download: it uses the
+small handwritten digits of scikit-learn. With plain `python` it is ordinary training in one process.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def network(height, width):
 
 
 def evaluate(model, part):
-    """Counts what is right in a part of the test set; parts go to the workers that have time."""
+    """Count the right answers in a part of the test set; parts are evaluated by workers that have time."""
     images, labels = part.tensors
     right = [model(x).argmax(1) == y for x, y in zip(images.split(500), labels.split(500), strict=True)]
     return {"right": int(torch.cat(right).sum())}
@@ -44,21 +44,21 @@ def evaluate(model, part):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", choices=["mnist", "digits"], default="mnist")
-    parser.add_argument("--download", action="store_true", help="fetch MNIST if it is not there")
+    parser.add_argument("--download", action="store_true", help="download MNIST if it is missing")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--limit", type=int, help="use only so many training samples")
+    parser.add_argument("--limit", type=int, help="use at most this many training samples")
     options = parser.parse_args()
     try:
         data = load_data_set(options.data, download=options.download)
     except DataError as error:
-        sys.exit(f"{error} (or take --data digits)")
+        sys.exit(f"{error} (or use --data digits)")
     train_set = Subset(data.train, range(min(options.limit or len(data.train), len(data.train))))
 
     torch.manual_seed(0)
     model = network(*data.sample_shape[1:])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-    with offbeat.join(model, optimizer, AllReduce()) as session:  # the line that makes it many workers
+    with offbeat.join(model, optimizer, AllReduce()) as session:  # averages gradients over all workers
         for _ in session.epochs(options.epochs):
             for images, labels in session.batches(train_set, batch_size=32):
                 optimizer.zero_grad()

@@ -1,9 +1,9 @@
-"""An existing loop, kept as it is: its own DataLoader, gradient clipping, learning rate and checkpoints.
+"""An existing loop with its own DataLoader, gradient clipping, learning rate schedule and checkpoints.
 
     torchrun --standalone --nproc-per-node 4 examples/own_loop.py --checkpoint checkpoint.pt
 
-Run it again with more --epochs and it goes on from the checkpoint. The workers' gradients are averaged when
-`backward()` returns, so that clipping sees what one process with the large batch would see.
+With more --epochs, a second run continues from the checkpoint. The workers' gradients are averaged before
+`backward()` returns, so clipping applies to the same gradients as in one process with the large batch.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python examples/sparse_logistic_regression.py a9a --l1 10 --blocks 31 --rate 1.1 --epsilon 2e-8 --no-kkt
 
-Four processes share the rows of a file in LIBSVM's format, or made-up ones, and two servers hold the weights.
-The more the columns depend on each other that move at once, in tau + 1 blocks, the smaller a rate they need.
+Four processes share the rows of a file in LIBSVM's format, or generated rows, and two servers hold the
+weights. Columns of tau + 1 blocks move at once: the more they depend on each other, the smaller the --rate.
 """
 
 import argparse
@@ -31,15 +31,15 @@ def load(path):
 
 
 def one_pass(worker, w, blocks, tau):
-    """A step in each block, from weights in which the last `tau` steps may be missing."""
-    under_way, worker.violation = [], 0.0
+    """One step in each block, with weights in which the last `tau` steps may be missing."""
+    in_flight, worker.violation = [], 0.0
     for number, (first, last) in enumerate(blocks, 1):
-        block = worker.push(first, last, w.active)  # gradients, and bounds of the curvature, of its rows
-        pushed = w.push(block.rows, keys=block.keys, first=first, last=last)  # servers sum them up and step
-        under_way.append((block.keys, w.pull(keys=block.keys, after=[pushed])))
-        while len(under_way) > (tau if number < len(blocks) else 0):
-            keys, pulled = under_way.pop(0)
-            worker.pull(keys, *pulled.result().T)  # moves the margins of its rows
+        block = worker.push(first, last, w.active)  # gradients and curvature bounds of the worker's rows
+        pushed = w.push(block.rows, keys=block.keys, first=first, last=last)  # servers sum, then step
+        in_flight.append((block.keys, w.pull(keys=block.keys, after=[pushed])))
+        while len(in_flight) > (tau if number < len(blocks) else 0):
+            keys, pulled = in_flight.pop(0)
+            worker.pull(keys, *pulled.result().T)  # updates the margins of the worker's rows
 
 
 def work(rank, workers, cluster, options, report=print):
@@ -50,17 +50,17 @@ def work(rank, workers, cluster, options, report=print):
     with offbeat.PS(cluster) as ps:
         step, sums = BlockProximal(l1=l1, rate=options.rate), {"aggregate": "sum", "dtype": "float64"}
         w = ps.namespace("w", keys, width=2, update=step, push_filters=[kkt], **sums)
-        told = ps.namespace("told", workers, width=4, update=Assign(), **sums)
+        totals = ps.namespace("totals", workers, width=4, update=Assign(), **sums)
         w.join_aggregation(workers)
-        told.join_aggregation(workers)
+        totals.join_aggregation(workers)
         for blocks in passes:  # in random order, the same for all workers
-            w.set_margin(passes.kkt_margin)  # of what is skipped; infinite where all keys are to be looked at
+            w.set_margin(passes.kkt_margin)  # of skipped keys; infinite where no key may be skipped
             one_pass(worker, w, blocks, options.tau)
             own = w.pull(first=rank * keys // workers, last=(rank + 1) * keys // workers).result()[:, 0]
             row = worker.loss + l1 * abs(own).sum(), (own != 0).sum(), ps.traffic_bytes, worker.violation
-            rows_told = told.pull(after=[told.push([row], keys=[rank], first=0, last=workers)]).result()
-            total, weights, size, _ = rows_told.sum(0)
-            passes.end_pass(total, rows_told[:, 3].max())
+            reports = totals.pull(after=[totals.push([row], keys=[rank], first=0, last=workers)]).result()
+            total, weights, size, _ = reports.sum(0)
+            passes.end_pass(total, reports[:, 3].max())
             if rank == 0:
                 report(
                     f"pass {passes.passes_ended}: objective {total:.6f}, {weights:.0f} weights, {size:.3g} B"

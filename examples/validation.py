@@ -2,8 +2,8 @@
 
     python examples/validation.py
 
-The digits come with scikit-learn. Training stops when the loss has not fallen for three epochs, with exactly
-the weights that it would have had if each validation had been waited for.
+The digits are part of scikit-learn. Training stops when the loss has not fallen for three epochs, with
+exactly the weights of a run that waits for each validation.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from offbeat.data import load_data_set
 
 
 def evaluate(model, part):
-    """Floats are means over the part's samples, whole numbers are counted."""
+    """Metrics of a part: floats are averaged over its samples, integers are summed."""
     images, labels = part.tensors
     logits = model(images)
     right = int((logits.argmax(1) == labels).sum())

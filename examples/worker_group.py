@@ -1,9 +1,9 @@
-"""Three workers share data and a parameter server; one is killed, and another comes in its place.
+"""Three workers share data and a parameter server; one is killed, and a new one replaces it.
 
     python examples/worker_group.py
 
 The data are rows of a linear function without noise, so the right weights are known. A gradient that the
-killed worker had pushed and not reported is pushed again by whoever gets its shards; here that does no harm.
+killed worker pushed but did not report is pushed again by the next owner of its shards; here that is no harm.
 """
 
 import os
@@ -26,11 +26,11 @@ def load(shard):
     return x, x @ WEIGHTS  # as they would be read from a file
 
 
-def work(cluster, together, is_killed):
+def work(cluster, barrier, is_killed):
     with offbeat.PS(cluster) as ps, ps.join_group("train", SHARDS, on_worker_loss="replace") as group:
         w = ps.namespace(**SPACE)
         group.tau = 1  # no shard is more than one pass ahead of another
-        together.wait()  # else the first has done most of it before the last is there
+        barrier.wait()  # otherwise the first worker would do most of the work before the last has joined
         data = {}
         for task in group.tasks(PASSES):
             if is_killed and task.pass_number == 3:
@@ -42,13 +42,16 @@ def work(cluster, together, is_killed):
 
 def main():
     with offbeat.PS.local(servers=2) as ps:
-        three, alone = processes.Barrier(3), processes.Barrier(1)
-        workers = [processes.Process(target=work, args=(ps.cluster, three, rank == 0)) for rank in range(3)]
+        barrier_of_three, barrier_of_one = processes.Barrier(3), processes.Barrier(1)
+        workers = [
+            processes.Process(target=work, args=(ps.cluster, barrier_of_three, rank == 0))
+            for rank in range(3)
+        ]
         for worker in workers:
             worker.start()
         workers[0].join()
         print("worker 0 was killed, and another takes its place")
-        workers[0] = processes.Process(target=work, args=(ps.cluster, alone, False))
+        workers[0] = processes.Process(target=work, args=(ps.cluster, barrier_of_one, False))
         workers[0].start()
         for worker in workers:
             worker.join()

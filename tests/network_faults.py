@@ -170,9 +170,9 @@ class Watched:
 def _is_telling(line: str) -> bool:
     frequent = (
         "StepTimed",
-        "StepFinished",
-        "StepPermit",
-        "AssignBlocks",
+        "Clocked",
+        "Grant",
+        "Deal",
         "Computed",
         "Began",
         "Finished",

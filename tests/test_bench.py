@@ -73,7 +73,7 @@ def test_hybrid_takes_batches_as_they_are(tmp_path, kind, batch):
         (["--forward-share", "1"], "a share between 0 and 1"),
         (["--model", "nosuch"], "nosuch"),
         (["--timed-batch", "0"], "at least 1 sample"),
-        (["--real-batch", "2", "--compute", "1"], "in a run of their own"),
+        (["--real-batch", "2", "--compute", "1"], "without cases and timed batches"),
     ],
 )
 def test_hybrid_refuses_what_cannot_be_measured(options, text, capsys):

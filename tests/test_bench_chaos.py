@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from benchmarks.chaos import Counts, Settings, Strike, _Job, _Process, count_once
+from benchmarks.chaos import ChaosSettings, Counts, Fault, _Job, _Process, count_once
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
 from offbeat.wire.record import LogWriter
 
-SETTINGS = Settings(strategy="partial", step_ms=1.0, batch_size=2, samples=8, epochs=2, seed=0)
+SETTINGS = ChaosSettings(strategy="partial", step_ms=1.0, batch_size=2, samples=8, epochs=2, seed=0)
 
 
 def joined(worker, now_s):
@@ -64,10 +64,10 @@ def ended(tmp_path):
 
 
 def test_a_job_is_read_from_its_log_and_its_answers(ended):
-    ended.strikes = [
-        Strike(kind="kill", worker=1, at_s=14.4, until_s=14.4),
-        Strike(kind="stop", worker=0, at_s=17.5, until_s=18.5),
-        Strike(kind="kill", worker=0, at_s=99.0, until_s=99.0),  # after the end
+    ended.faults = [
+        Fault(kind="kill", worker=1, at_s=14.4, until_s=14.4),
+        Fault(kind="stop", worker=0, at_s=17.5, until_s=18.5),
+        Fault(kind="kill", worker=0, at_s=99.0, until_s=99.0),  # after the end
     ]
     trial = ended.trial()
     assert (trial.began_s, trial.ended_s) == (10.0, 20.0)

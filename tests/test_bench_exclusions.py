@@ -3,13 +3,13 @@
 import pytest
 
 from benchmarks.exclusions import (
-    Change,
-    Step,
-    judge,
+    GroupChange,
+    GroupStep,
+    evaluate_detection,
     members_at,
     read_changes,
     read_steps,
-    slow_in,
+    slow_workers,
 )
 from offbeat.events import Finished, Group, Halt, Ready, Tick
 from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
@@ -62,7 +62,7 @@ def judged(plan, slow, steps=20):
     entries = log_of(plan, steps)
     changes = read_changes(entries)
     who = [frozenset(w for w, (a, b) in slow.items() if a <= step < b) for step in range(steps)]
-    return judge(changes, read_steps(entries, changes), who)
+    return evaluate_detection(changes, read_steps(entries, changes), who)
 
 
 def test_changes_are_read_with_the_step_in_which_they_were_decided():
@@ -90,21 +90,21 @@ def test_steps_count_the_samples_of_members_only_and_begin_anew_with_an_epoch():
     entries += [ready(3, 6, now_s=50.0), ready(3, 7, now_s=51.0), Tick(now_s=60.0)]
     steps = read_steps(entries, read_changes(entries))
     assert len(steps) == 20
-    assert steps[5] == Step(epoch=0, used=5 * 32, samples=32, ready_s=5.0)
-    assert steps[6] == Step(epoch=0, used=6 * 32, samples=24, ready_s=6.0)
-    assert steps[10] == Step(epoch=1, used=0, samples=24, ready_s=10.0)
+    assert steps[5] == GroupStep(epoch=0, used=5 * 32, samples=32, ready_s=5.0)
+    assert steps[6] == GroupStep(epoch=0, used=6 * 32, samples=24, ready_s=6.0)
+    assert steps[10] == GroupStep(epoch=1, used=0, samples=24, ready_s=10.0)
 
 
 def test_a_part_of_an_epoch_is_a_part_of_its_samples():
-    steps = [Step(epoch=0, used=used, samples=10, ready_s=0.0) for used in (0, 30, 40, 50, 60)]
+    steps = [GroupStep(epoch=0, used=used, samples=10, ready_s=0.0) for used in (0, 30, 40, 50, 60)]
     slowness = InjectedSlowness([parse_slow_rule("2:3@0.0-0.5")], workers=4, seed=0)
-    assert slow_in(slowness, steps, 4, 100) == [frozenset({2})] * 3 + [frozenset()] * 2
+    assert slow_workers(slowness, steps, 4, 100) == [frozenset({2})] * 3 + [frozenset()] * 2
 
 
 def test_victims_are_those_that_the_seed_draws():
-    steps = [Step(epoch=epoch, used=0, samples=1, ready_s=0.0) for epoch in range(8)]
+    steps = [GroupStep(epoch=epoch, used=0, samples=1, ready_s=0.0) for epoch in range(8)]
     slowness = InjectedSlowness([parse_slow_rule("random:3")], workers=4, seed=5)
-    found = slow_in(slowness, steps, 4, 1)
+    found = slow_workers(slowness, steps, 4, 1)
     assert all(len(who) == 1 for who in found)
     assert len(set(found)) > 1
     for epoch, who in enumerate(found):
@@ -115,7 +115,7 @@ def test_an_episode_that_is_found_and_ends():
     found = judged({4: (6, {0, 1, 2}), 11: (13, {0, 1, 2, 3})}, {3: (0, 10)})
     (episode,) = found.episodes
     assert (episode.worker, episode.begins, episode.ends) == (3, 0, 10)
-    assert (episode.left_out, episode.back) == (6, 13)
+    assert (episode.excluded_at, episode.returned_at) == (6, 13)
     assert (found.detect_steps, found.recover_steps) == ([6], [3])
     assert (episode.detect_s, episode.recover_s) == (4.0, 2.0)
     assert (found.false_alarms, found.missed, found.early_recoveries) == (0, 0, 0)
@@ -163,14 +163,14 @@ def test_who_has_finished_is_not_left_out():
     entries = log_of({}, steps=10)
     entries += [Finished(now_s=10.0, worker=0, epoch=0, step=10), halt(), group(9, {1, 2, 3})]
     changes = read_changes(entries)
-    assert judge(changes, read_steps(entries, changes), [frozenset()] * 10).false_alarms == 0
+    assert evaluate_detection(changes, read_steps(entries, changes), [frozenset()] * 10).false_alarms == 0
 
 
 def test_an_episode_that_begins_while_the_worker_is_still_out_is_nobodys_merit():
     entries = log_of({4: (5, {0, 1, 2})})
     changes = read_changes(entries)
     slow = [frozenset({3}) if step < 8 or step >= 12 else frozenset() for step in range(20)]
-    found = judge(changes, read_steps(entries, changes), slow)
+    found = evaluate_detection(changes, read_steps(entries, changes), slow)
     assert [(e.begins, e.ends) for e in found.episodes] == [(0, 8)]
     assert found.missed == 0
 
@@ -178,7 +178,7 @@ def test_an_episode_that_begins_while_the_worker_is_still_out_is_nobodys_merit()
 @pytest.mark.parametrize("step", [0, 7])
 def test_the_group_of_a_step_is_the_last_that_holds_by_then(step):
     changes = [
-        Change(step=0, decided=-1, named_s=0.0, members=frozenset({0, 1})),
-        Change(step=7, decided=5, named_s=5.0, members=frozenset({0})),
+        GroupChange(step=0, decided=-1, named_s=0.0, members=frozenset({0, 1})),
+        GroupChange(step=7, decided=5, named_s=5.0, members=frozenset({0})),
     ]
     assert members_at(changes, step) == changes[step // 7].members

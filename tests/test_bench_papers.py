@@ -10,17 +10,17 @@ import pytest
 from benchmarks import accuracy, detect, straggler
 from benchmarks.__main__ import main
 from benchmarks.accuracy import Curve, Point, accuracy_after, time_to
-from benchmarks.exclusions import Change, Episode, Findings, Step
-from benchmarks.runs import slowed
-from benchmarks.straggler import Case, Row
+from benchmarks.exclusions import Episode, Findings, GroupChange, GroupStep
+from benchmarks.runs import slow_rules
+from benchmarks.straggler import StragglerCase, StragglerRow
 from offbeat.cli.result import Result
 
 # Stragglers -------------------------------------------------------------------------------------------------
 
 
 def row(strategy, stragglers, run_s, steps=100, samples=12_800, detect_steps=None):
-    case = Case(strategy=strategy, stragglers=stragglers, is_alike=False)
-    return Row(case=case, run_s=run_s, steps=steps, samples=samples, detect_steps=detect_steps)
+    case = StragglerCase(strategy=strategy, stragglers=stragglers, is_alike=False)
+    return StragglerRow(case=case, run_s=run_s, steps=steps, samples=samples, detect_steps=detect_steps)
 
 
 ROWS = [
@@ -58,31 +58,31 @@ def test_every_number_of_stragglers_is_measured_with_both_strategies():
 
 
 def test_a_straggler_is_found_when_the_group_is_first_without_one():
-    case = Case(strategy="partial", stragglers=2, is_alike=False)
+    case = StragglerCase(strategy="partial", stragglers=2, is_alike=False)
     groups = [(0, {0, 1, 2, 3}), (5, {1, 2, 3}), (14, {0, 1, 2}), (15, {0, 1})]
     changes = [
-        Change(step=step, decided=step - 1, named_s=0.0, members=frozenset(who)) for step, who in groups
+        GroupChange(step=step, decided=step - 1, named_s=0.0, members=frozenset(who)) for step, who in groups
     ]
-    steps = [Step(epoch=0, used=0, samples=8, ready_s=0.0)] * 20
+    steps = [GroupStep(epoch=0, used=0, samples=8, ready_s=0.0)] * 20
     found = straggler.row(case, 3.0, changes, steps, 4)
     assert (found.detect_steps, found.steps, found.samples) == (14, 20, 160)
     assert straggler.row(case, 3.0, changes[:2], steps, 4).detect_steps is None
 
 
 def test_the_first_worker_is_the_last_to_be_slow():
-    assert slowed(4, 3, 5.0) == ("3:5", "2:5", "1:5")
-    assert slowed(4, 0, 5.0) == ()
+    assert slow_rules(4, 3, 5.0) == ("3:5", "2:5", "1:5")
+    assert slow_rules(4, 0, 5.0) == ()
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, float("nan"), float("inf")])
 def test_a_factor_that_slows_nobody_or_for_ever_is_refused(factor):
-    with pytest.raises(ValueError, match=r"1 times as long|not understood"):
-        slowed(4, 1, factor)
+    with pytest.raises(ValueError, match=r"must be above 1|not understood"):
+        slow_rules(4, 1, factor)
 
 
 def test_stragglers_for_real(tmp_path):
     path = tmp_path / "result.json"
-    line = "bench straggler --model mlp --workers 2 --stragglers 1 --epochs 2 --steps 3 --step-ms 5 --json"
+    line = "straggler --model mlp --workers 2 --stragglers 1 --epochs 2 --steps 3 --step-ms 5 --json"
     assert main([*line.split(), str(path)]) == 0
     result = json.loads(path.read_text())
     assert (result["name"], result["kind"]) == ("straggler", "timed")
@@ -97,15 +97,15 @@ def test_stragglers_for_real(tmp_path):
 # Detection --------------------------------------------------------------------------------------------------
 
 
-def episode(begins, ends, left_out, back):
+def episode(begins, ends, excluded_at, back):
     return Episode(
         worker=1,
         epoch=0,
         begins=begins,
         ends=ends,
-        left_out=left_out,
-        back=back,
-        detect_s=None if left_out is None else 1.0,
+        excluded_at=excluded_at,
+        returned_at=back,
+        detect_s=None if excluded_at is None else 1.0,
         recover_s=None if back is None else 0.5,
     )
 
@@ -140,7 +140,7 @@ def test_nobody_found_has_no_mean():
 
 def test_detection_for_real(tmp_path):
     path = tmp_path / "result.json"
-    line = "bench detect --model mlp --workers 2 --epochs 1 --steps 8 --step-ms 5 --strategy partial:limit=2"
+    line = "detect --model mlp --workers 2 --epochs 1 --steps 8 --step-ms 5 --strategy partial:limit=2"
     assert main([*line.split(), "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert (result["name"], result["kind"]) == ("detect", "timed")
@@ -206,7 +206,7 @@ def test_an_accuracy_that_one_seed_does_not_reach_has_no_time():
 
 def test_accuracy_for_real(tmp_path):
     path = tmp_path / "result.json"
-    line = f"bench accuracy --data digits --workers 2 --epochs 1 --step-ms 4 --seeds 1 --json {path}"
+    line = f"accuracy --data digits --workers 2 --epochs 1 --step-ms 4 --seeds 1 --json {path}"
     assert main(line.split()) == 0
     result = json.loads(path.read_text())
     assert (result["name"], result["kind"]) == ("accuracy", "real")
@@ -224,7 +224,7 @@ def test_accuracy_for_real(tmp_path):
     [
         ("straggler --compute guessed", "expected --compute timed or real, got 'guessed'"),
         ("straggler --model none", "unknown model 'none'"),
-        ("straggler --factor 1", "more than 1 times as long"),
+        ("straggler --factor 1", "factor must be above 1"),
         ("straggler --workers 1", "--workers"),
         ("straggler --stragglers 5", "0 to 4 stragglers"),
         ("detect --strategy none", "unknown strategy 'none'"),

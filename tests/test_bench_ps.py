@@ -10,16 +10,16 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.children import Lines
 from benchmarks.failover import (
+    DetectedKill,
     Kill,
     Push,
-    Seen,
+    detected_kills,
     first_served_s,
     gap_s,
-    seen_in,
     wrong_pushes,
 )
 from benchmarks.namespaces import missing
-from benchmarks.ps import Found, by_transport, cases, figures
+from benchmarks.ps import PsMeasurement, by_transport, cases, figures
 from benchmarks.sampling import Sampler
 from offbeat.errors import OffbeatError
 from offbeat.events import ClusterView, NodeLost, ServerUnreachable, Tick
@@ -111,9 +111,9 @@ def test_a_death_is_noticed_once_and_the_next_view_says_whether_somebody_was_com
         viewed(),
         Tick(now_s=5.0),
     ]
-    assert seen_in(entries) == {
-        4: Seen(detected_s=2.0, is_join=True),
-        7: Seen(detected_s=3.0, is_join=False),
+    assert detected_kills(entries) == {
+        4: DetectedKill(detected_s=2.0, is_join=True),
+        7: DetectedKill(detected_s=3.0, is_join=False),
     }
 
 
@@ -168,7 +168,7 @@ def test_large_requests_have_no_more_under_way_than_fits():
 
 def test_figures_count_values_each_way_and_compare_transports():
     found = [
-        Found(case=case, transport=transport, nodes=1, per_s=per_s, latency_s=[0.001, 0.002])
+        PsMeasurement(case=case, transport=transport, nodes=1, per_s=per_s, latency_s=[0.001, 0.002])
         for transport, per_s in (("tcp", 100.0), ("shared", 150.0))
         for case in cases(["1MB"])
         if case.in_flight == 16 and case.operation != "pull"
@@ -184,14 +184,14 @@ def test_figures_count_values_each_way_and_compare_transports():
         }
     )
     (sparse,) = (case for case in cases(["100k"]) if (case.is_fresh, case.in_flight) == (True, 16))
-    two = Found(case=sparse, transport="tcp", nodes=2, per_s=30.0, latency_s=[0.1])
+    two = PsMeasurement(case=sparse, transport="tcp", nodes=2, per_s=30.0, latency_s=[0.1])
     assert figures([two]) == {"sparse_push_100k_fresh_keys_per_s_2x2": 3_000_000}
 
 
 def test_what_is_measured_by_turns_counts_as_one():
     case = cases(["1MB"])[0]
     turns = [
-        Found(case=case, transport=transport, nodes=1, per_s=per_s, latency_s=[latency_s])
+        PsMeasurement(case=case, transport=transport, nodes=1, per_s=per_s, latency_s=[latency_s])
         for transport, per_s, latency_s in (
             ("tcp", 1.0, 0.1),
             ("shared", 4, 0.2),
@@ -210,17 +210,17 @@ def test_what_is_measured_by_turns_counts_as_one():
 def test_lines_come_whole_and_in_order_and_an_end_names_who_has_ended():
     source, target = os.pipe()
     reader, writer = Lines(source, -1, "worker 3"), Lines(-1, target, "nobody")
-    assert not reader.has_come()
-    writer.tell({"first": 1})
-    writer.tell("second")
-    assert reader.has_come()
-    assert [reader.hear(), reader.hear()] == [{"first": 1}, "second"]
-    with pytest.raises(OffbeatError, match=r"worker 3 has said nothing for 0\.01 s"):
-        reader.hear(timeout_s=0.01)
+    assert not reader.has_message()
+    writer.send({"first": 1})
+    writer.send("second")
+    assert reader.has_message()
+    assert [reader.receive(), reader.receive()] == [{"first": 1}, "second"]
+    with pytest.raises(OffbeatError, match=r"worker 3: timed out after 0\.01 s"):
+        reader.receive(timeout_s=0.01)
     os.write(target, b"half")
     os.close(target)
     with pytest.raises(OffbeatError, match="worker 3 ended"):
-        reader.hear()
+        reader.receive()
     os.close(source)
 
 
@@ -231,7 +231,9 @@ def test_a_sampler_finds_a_thread_in_the_function_that_it_is_in():
     limit_s = time.monotonic() + 20
     with Sampler() as sampler:
         begun_s = time.thread_time()
-        while time.thread_time() < begun_s + 0.1 or not any("spin" in name for name in sampler.seen["main"]):
+        while time.thread_time() < begun_s + 0.1 or not any(
+            "spin" in name for name in sampler.counts["main"]
+        ):
             assert time.monotonic() < limit_s
             spin()
     shares = {row["function"]: row["share"] for row in sampler.shares() if row["thread"] == "main"}

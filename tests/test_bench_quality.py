@@ -10,7 +10,7 @@ from benchmarks.quality import (
     NOISES,
     RULES,
     SCENARIOS,
-    Tally,
+    RuleScore,
     above_fastest,
     above_median,
     classified,
@@ -46,9 +46,9 @@ def test_a_tally_counts_alarms_episodes_delays_and_what_is_covered():
     slow[10:20, 0] = slow[50:60, 0] = True
     flags[13:22, 0] = True  # found after 4 iterations, and missed the second time
     flags[300, 1] = True  # a false alarm, in one of the 5 worker-epochs without slowness
-    tally = Tally()
-    tally.add(slow, flags)
-    assert tally.row() == {
+    score = RuleScore()
+    score.add(slow, flags)
+    assert score.row() == {
         "false_alarm_share": pytest.approx(1 / 5),
         "missed_share": 0.5,
         "delay_steps_p50": 4,

@@ -55,7 +55,7 @@ def test_workers_share_the_rows_of_a_file_or_made_up_ones(tmp_path, is_file):
     path = tmp_path / "rows"
     if is_file:
         write_libsvm(path, ROWS)
-    setting = sparse_lr.Setting(
+    setting = sparse_lr.SparseLrSettings(
         path=str(path) if is_file else "",
         rows=400,
         features=2000,

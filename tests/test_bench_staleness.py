@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import served, staleness
 from benchmarks.__main__ import main
-from benchmarks.served import Found
-from benchmarks.staleness import PARTS, Plan, Row, bursts, lasting
+from benchmarks.served import ServedResult
+from benchmarks.staleness import PARTS, StalenessPlan, StalenessRow, bursts, lasting
 from jobs import MARK, command, gone, marked
 from offbeat.cli.result import Result
 from offbeat.errors import WorkerError
@@ -24,7 +24,7 @@ from runlogs import wait_until
 
 
 def found(run_s, *, waited_s=1.0, pulled_bytes=100.0, processes=4):
-    return Found(
+    return ServedResult(
         run_s=run_s,
         parts_s={process: {"compute": 9.0, "wait": waited_s} for process in range(processes)},
         traffic={process: {"pulled_bytes": pulled_bytes} for process in range(processes)},
@@ -34,7 +34,9 @@ def found(run_s, *, waited_s=1.0, pulled_bytes=100.0, processes=4):
 
 
 def row(strategy, run_s, *, setting="bursts", threads=1, **more):
-    return Row(strategy=strategy, setting=setting, threads=threads, steps=10, found=found(run_s, **more))
+    return StalenessRow(
+        strategy=strategy, setting=setting, threads=threads, steps=10, found=found(run_s, **more)
+    )
 
 
 def test_times_and_pulls_are_ratios_in_the_same_setting_and_with_as_many_workers():
@@ -95,7 +97,7 @@ def test_lasting_slowness_is_that_of_the_last_two():
 
 
 def test_all_settings_are_measured_with_the_first_number_of_threads_and_one_with_more():
-    cases = list(Plan(threads=(1, 4), strategies=("bsp", "dtssp")).cases())
+    cases = list(StalenessPlan(threads=(1, 4), strategies=("bsp", "dtssp")).cases())
     assert cases[0] == (1, "nobody", "bsp")
     assert [case for case in cases if case[0] == 4] == [
         (4, "nobody", "bsp"),
@@ -106,7 +108,7 @@ def test_all_settings_are_measured_with_the_first_number_of_threads_and_one_with
 
 
 def test_settings_but_the_first_have_half_the_steps():
-    plan = Plan(steps=40)
+    plan = StalenessPlan(steps=40)
     assert {setting: plan.steps_in(setting) for setting in ("nobody", *staleness.SETTINGS)} == {
         "nobody": 24,
         "bursts": 40,
@@ -170,20 +172,26 @@ LOG = [
 
 
 def test_a_run_lasts_from_when_the_last_one_could_begin_to_the_last_step():
-    assert served.read(LOG, 1).run_s == 5.5
+    assert served.result_from_log(LOG, 1).run_s == 5.5
 
 
 def test_times_are_sums_over_a_process_without_first_steps():
-    assert served.read(LOG, 2).parts_s[0]["wait"] == 3.0
-    assert {process: parts["wait"] for process, parts in served.read(LOG, 1).parts_s.items()} == {0: 1, 1: 2}
-    assert served.read(LOG, 1).traffic == {1: {"pulls_count": 7.0}}
+    assert served.result_from_log(LOG, 2).parts_s[0]["wait"] == 3.0
+    assert {process: parts["wait"] for process, parts in served.result_from_log(LOG, 1).parts_s.items()} == {
+        0: 1,
+        1: 2,
+    }
+    assert served.result_from_log(LOG, 1).traffic == {1: {"pulls_count": 7.0}}
 
 
 def test_staleness_is_what_steps_were_ahead_of_their_parameters_and_only_where_it_is_bounded():
-    assert served.read(LOG, 1).staleness == {0: 2, 1: 1, 2: 1}
-    assert served.read(LOG, 1).bound_mean == 4.0
+    assert served.result_from_log(LOG, 1).staleness == {0: 2, 1: 1, 2: 1}
+    assert served.result_from_log(LOG, 1).bound_mean == 4.0
     unbounded = [grant(None) if isinstance(one, StepPermit) else one for one in LOG]
-    assert (served.read(unbounded, 1).staleness, served.read(unbounded, 1).bound_mean) == ({}, None)
+    assert (
+        served.result_from_log(unbounded, 1).staleness,
+        served.result_from_log(unbounded, 1).bound_mean,
+    ) == ({}, None)
 
 
 def test_losses_come_by_clock_and_worker_and_of_whole_batches_only():
@@ -192,9 +200,7 @@ def test_losses_come_by_clock_and_worker_and_of_whole_batches_only():
 
 # For real ---------------------------------------------------------------------------------------------------
 
-SMALL = (
-    "bench staleness --data digits --model mlp --workers 2 --threads 1 --batch-size 16 --burst 2 --lr 0.001"
-)
+SMALL = "staleness --data digits --model mlp --workers 2 --threads 1 --batch-size 16 --burst 2 --lr 0.001"
 
 
 def test_times_for_real(tmp_path):
@@ -227,7 +233,7 @@ def test_accuracies_for_real(tmp_path):
 def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
-    plan = Plan(
+    plan = StalenessPlan(
         strategies=("bsp", "ssp3"), data="digits", model="mlp", workers=2, batch_size=16, epochs=10_000
     )
 

@@ -152,7 +152,7 @@ def test_waits_shorter_than_what_is_to_be_made_up_for_are_left_out():
     for _ in range(5):
         waiter.wait(0.5)
     assert fake.slept == [0.5, 0.5]  # 1.5 s for three waits, another 1.5 s for the next three
-    waiter.forget()
+    waiter.reset()
     waiter.wait(0.5)
     assert fake.slept == [0.5, 0.5, 0.5]
 
@@ -262,11 +262,11 @@ def test_a_copy_has_the_gradients_in_common_and_one_in_another_process_none():
     assert copied.head.weight.data_ptr() != timed.head.weight.data_ptr()
     read = pickle.loads(pickle.dumps(timed))
     assert torch.equal(read.head.weight, timed.head.weight)
-    assert not any(module._drawn for module in read.modules() if isinstance(module, TimedLayer))
+    assert not any(module._gradients for module in read.modules() if isinstance(module, TimedLayer))
 
 
 def test_the_times_of_another_model_are_refused_by_layer():
-    with pytest.raises(ValueError, match=r"differ in layer 'shortcut\.1\.0'"):
+    with pytest.raises(ValueError, match=r"layer 'shortcut\.1\.0' is in only one"):
         TimedModel(Branched(), steady([n for n in LAYERS if n != "shortcut.1.0"]), classes=3, seed=0)
 
 
@@ -288,7 +288,7 @@ def test_a_paced_step_computes_the_same_gradients_and_waits_at_its_turn_and_end(
     plain, stretched = Branched(), Branched()
     stretched.load_state_dict(plain.state_dict())
     waited = []
-    stretch = Stretch(stretched, 3000.0, waits=waited.append)
+    stretch = Stretch(stretched, 3000.0, sleep=waited.append)
     for model in (plain, stretched):
         F.cross_entropy(model(inputs), labels).backward()
     assert torch.equal(plain.first.weight.grad, stretched.first.weight.grad)
@@ -307,7 +307,7 @@ def test_a_pace_that_computing_does_not_keep_is_counted():
 def test_a_paced_model_that_only_predicts_is_not_slowed():
     waited = []
     model = Branched()
-    stretch = Stretch(model, 3000.0, waits=waited.append)
+    stretch = Stretch(model, 3000.0, sleep=waited.append)
     with torch.no_grad():
         model(batch()[0])
     assert waited == []

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.inputs import ColdFiles, Decoded, InMemory, Repeated
 from benchmarks.loaders import LOADERS
-from benchmarks.validate import COPY_THREADS, Plan, figures, run
+from benchmarks.validate import COPY_THREADS, ValidatePlan, figures, run
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (20, 28, 28), dtype=np.uint8)
 LABELS = np.arange(20) % 10
@@ -107,7 +107,7 @@ def test_sides_are_compared_within_a_run_and_figures_are_medians_over_runs():
 
 
 def test_the_benchmark_runs_and_serial_and_overlapped_training_learn_the_same():
-    plan = Plan(
+    plan = ValidatePlan(
         loads=("memory",),
         sides=("numpy", "overlap"),
         threads=(2,),
@@ -151,4 +151,4 @@ def test_bad_plans_are_refused(changed, text):
         "step_s": None,
     }
     with pytest.raises(ValueError, match=text):
-        Plan(**(good | changed))
+        ValidatePlan(**(good | changed))

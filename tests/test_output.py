@@ -1,4 +1,5 @@
-"""Promises of `offbeat.cli.output`: no number is cut on any terminal; lost output ends in one line."""
+"""Promises of `offbeat.cli.output`: no number is cut, whatever the terminal; what is lost ends in one line.
+"""
 
 import io
 import os
@@ -279,4 +280,4 @@ def test_what_an_encoding_lacks_is_escaped():
 def test_a_folder_that_was_removed_is_said_to_be(tmp_path):
     done = in_bash(f"mkdir here && cd here && rmdir ../here && {OFFBEAT} {SIMULATE}", tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "offbeat: the current folder has been removed: change to an existing folder\n"
+    assert done.stderr == "offbeat: the current folder was removed: change to an existing one\n"

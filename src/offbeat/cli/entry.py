@@ -1,4 +1,4 @@
-"""Runs a command line: every failure ends in one line on standard error and an exit code."""
+"""Runs a command line: every failure becomes one line on standard error and an exit code."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ INTERRUPTED: Final = 130
 _BOXED_HELP_FROM_COLUMNS: Final = 80
 
 
-def run(app: typer.Typer, program: str, arguments: Sequence[str] | None) -> int:
+def run_app(app: typer.Typer, program: str, arguments: Sequence[str] | None) -> int:
     """Run one command of `app`; return the exit code.
 
     Args:
         app: the commands.
-        program: its name, for usage messages.
+        program: its name in usage messages.
         arguments: without the program's name; None for the process's own.
     """
     columns = output.terminal_columns()
     has_room = columns is None or columns >= _BOXED_HELP_FROM_COLUMNS
-    app.rich_markup_mode = "rich" if has_room else None  # boxes would cut the names of options
+    app.rich_markup_mode = "rich" if has_room else None  # in a narrow box option names would be cut off
     with output.guarded_streams():
         try:
             code = _run_command(app, program, arguments)
@@ -36,11 +36,11 @@ def run(app: typer.Typer, program: str, arguments: Sequence[str] | None) -> int:
         except output.ReaderClosedError:
             return 0
         except output.OutputError as error:
-            return complain(str(error), FAILED)
+            return print_error(str(error), FAILED)
         return code
 
 
-def complain(message: str, code: int) -> int:
+def print_error(message: str, code: int) -> int:
     """Print `message` to standard error as one line; return `code`."""
     print(f"offbeat: {' '.join(message.split())}", file=sys.stderr)
     return code
@@ -54,19 +54,19 @@ def _run_command(app: typer.Typer, program: str, arguments: Sequence[str] | None
         )
     except KeyboardInterrupt:
         return INTERRUPTED
-    except typer.Abort:  # older versions of typer turn Ctrl-C into this
+    except typer.Abort:  # older versions of typer raise this on Ctrl-C
         return INTERRUPTED
     except output.OutputError:
         raise
     except (WorkerError, OSError) as error:
-        return complain(str(error), FAILED)
+        return print_error(str(error), FAILED)
     except (OffbeatError, ValueError) as error:
-        return complain(str(error), BAD_INPUT)
+        return print_error(str(error), BAD_INPUT)
     except Exception as error:
         message = getattr(error, "format_message", None)  # typer's usage errors
         if message is None:
             raise
-        return complain(message(), BAD_INPUT) if message() else BAD_INPUT  # empty: the help was shown
+        return print_error(message(), BAD_INPUT) if message() else BAD_INPUT  # empty: the help was shown
     return code if isinstance(code, int) else 0
 
 
@@ -74,4 +74,4 @@ def _check_current_folder() -> None:
     try:
         Path.cwd()
     except FileNotFoundError as error:
-        raise OffbeatError("the current folder has been removed: change to an existing folder") from error
+        raise OffbeatError("the current folder was removed: change to an existing one") from error

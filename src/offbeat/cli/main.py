@@ -483,7 +483,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; by default those of the process.
     """
-    return entry.run(app, "offbeat", arguments)
+    return entry.run_app(app, "offbeat", arguments)
 
 
 def _command() -> str:
@@ -610,7 +610,7 @@ def _launch_locally(arguments: list[str], replacements: int) -> int:
         try:
             print(f"[{rank}] {line}", flush=True)
         except output.OutputError as error:  # a full disk ends the display, not the workers
-            entry.complain(f"the workers' output is no longer shown: {error.reason}", entry.FAILED)
+            entry.print_error(f"the workers' output is no longer shown: {error.reason}", entry.FAILED)
             errors.append(error)
 
     with launch(command, workers, on_output=show, grace_s=None, replacements=replacements) as running:
@@ -618,7 +618,7 @@ def _launch_locally(arguments: list[str], replacements: int) -> int:
     if all(outcome.has_succeeded or outcome.replaced_by is not None for outcome in outcomes):
         print(f"offbeat: {outcome_summary(outcomes)}", file=sys.stderr)
         return entry.FAILED if errors else 0
-    return entry.complain(outcome_summary(outcomes), entry.FAILED)
+    return entry.print_error(outcome_summary(outcomes), entry.FAILED)
 
 
 def _torchrun(arguments: list[str]) -> int:
@@ -633,7 +633,7 @@ def _torchrun(arguments: list[str]) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         how = f"was killed by {failure.signal_name()}" if code < 0 else f"failed with exit code {code}"
-        return entry.complain(f"rank {rank} {how}; its output is above", entry.FAILED)
+        return entry.print_error(f"rank {rank} {how}; its output is above", entry.FAILED)
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

@@ -1,6 +1,6 @@
-"""The result of a benchmark: one object of plain data, its check, its table and its JSON.
+"""The result of a benchmark: plain data, its validation, its table and its JSON.
 
-A result names the machine by what it is, never by who owns it: no host, user or path is in it.
+A result describes the machine without identifying it: it contains no host name, user name or path.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Kind = Literal["real", "timed", "simulated"]
 UNITS = (
     *("s", "ms", "us", "bytes", "kb", "mb", "gb", "bit", "mbit", "per_s", "ratio", "share", "percent"),
     *("count", "steps", "rounds", "epochs", "workers", "samples", "accuracy", "loss"),
-    *("slowdown", "kept", "saving", "lost", "doubled"),  # times as long; what part, twice; how many
-    *("alarms", "missed", "recoveries"),  # how many
-    *("to_tcp",),  # times as much
+    *("slowdown", "kept", "saving", "lost", "doubled"),  # a factor; shares; counts
+    *("alarms", "missed", "recoveries"),  # counts
+    *("to_tcp",),  # a factor
 )
 _SHOWN_ROWS = 40
 _NAME = re.compile(r"[a-z][A-Za-z0-9_]*(?<!_)")
@@ -38,17 +38,17 @@ _UNIT = re.compile(rf"(^|_)({'|'.join(UNITS)})(_|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one run of a benchmark found.
+    """The result of one run of a benchmark.
 
     Attributes:
         name: of the benchmark.
-        command: the command line that does it again.
+        command: the command line that repeats the run.
         kind: `real` computed gradients, `timed` waited for measured times instead, `simulated` ran no
             workers.
-        seed: of everything that was drawn.
-        figures: the findings: finite plain numbers, each name with its unit (see `UNITS`), which what it is
-            about may follow (`step_s_p99`, `ratio_to_bound_35KB`).
-        rows: the measurements behind them, each a flat object of plain values; numbers must be finite.
+        seed: of all random numbers.
+        figures: the findings: finite plain numbers. Each name contains its unit (see `UNITS`), which a
+            qualifier may follow (`step_s_p99`, `ratio_to_bound_35KB`).
+        rows: the underlying measurements, each a flat object of plain values; numbers must be finite.
         machine: where it ran (see `machine`).
 
     Raises:
@@ -78,32 +78,32 @@ class Result:
                     )
 
     def to_json(self) -> bytes:
-        """Return the result as the JSON object of `--json`, indented, ending in a line feed."""
+        """Return the result as the JSON object of `--json`, indented, with a final line feed."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON object to `path`, whole or not at all.
+        """Write the JSON object to `path` atomically.
 
         Raises:
-            OffbeatError: it cannot be written.
+            OffbeatError: `path` cannot be written.
         """
         target = Path(path)
         data = self.to_json()
-        with _told(target):
+        with _write_errors(target):
             if _is_stream(target):
                 with open(target, "ab") as file:
                     file.write(data)
                 return
-            with _beside(target) as (file_descriptor, beside):
+            with _temporary_next_to(target) as (file_descriptor, temporary):
                 with open(file_descriptor, "wb") as file:
                     file.write(data)
-                beside.replace(target.resolve())
+                temporary.replace(target.resolve())
 
     def print(self) -> None:
-        """Print the figures and the first 40 rows as tables, and in one line how they came about.
+        """Print the figures and the first 40 rows as tables, then the kind, seed and machine in one line.
 
         Raises:
-            OutputError: they cannot be written.
+            OutputError: the output cannot be written.
         """
         shown: list[output.TextTable | str | Text] = []
         if self.rows:
@@ -111,7 +111,7 @@ class Result:
             if len(self.rows) > _SHOWN_ROWS:
                 shown.append(Text(f"and {len(self.rows) - _SHOWN_ROWS:,} more rows", style="dim"))
         if self.figures:
-            figures = [(name, _shown(value)) for name, value in self.figures.items()]
+            figures = [(name, _format_value(value)) for name, value in self.figures.items()]
             shown.append(output.TextTable(title="" if self.rows else self.name, rows=figures))
         where = f"{self.machine.get('cores', '?')} cores, {self.machine.get('cpu', '?')}"
         output.print_output(*shown, Text(f"{self.kind}, seed {self.seed}, {where}", style="dim"))
@@ -124,22 +124,22 @@ class Result:
         return output.TextTable(
             title=self.name,
             headers=tuple(names),
-            rows=[tuple(_shown(row.get(name)) for name in names) for row in self.rows[:_SHOWN_ROWS]],
+            rows=[tuple(_format_value(row.get(name)) for name in names) for row in self.rows[:_SHOWN_ROWS]],
             text_columns=frozenset(words),
         )
 
 
 def machine(**more: str | float | None) -> dict[str, Any]:
-    """Describe this machine without naming it.
+    """Describe this machine without identifying it.
 
     Args:
-        more: what the benchmark knows besides, such as `congestion_control` inside its own hosts.
+        more: further properties, such as `congestion_control` inside the benchmark's own hosts.
 
     Returns:
-        cores this process may use, cpu, memory_gb, accelerator (None without one), kernel, python, torch,
-        congestion_control, and `more`.
+        cores available to this process, cpu, memory_gb, accelerator (None without one), kernel, python,
+        torch, congestion_control, and `more`.
     """
-    import torch  # here, for workers that have no need of it: its import takes two seconds
+    import torch  # a local import: it takes two seconds, and some workers do not need it
 
     described: dict[str, Any] = {
         "cores": available_cores(),
@@ -155,29 +155,29 @@ def machine(**more: str | float | None) -> dict[str, Any]:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Make sure that `Result.write` will be able to write `path`; for before a long benchmark.
+    """Check that `Result.write` will be able to write `path`; for use before a long benchmark.
 
-    An existing file is left as it is, and none is made.
+    It neither changes an existing file nor creates one.
 
     Raises:
-        OffbeatError: it cannot be written.
+        OffbeatError: `path` cannot be written.
     """
     target = Path(path)
-    with _told(target):
+    with _write_errors(target):
         if target.is_dir():
             raise IsADirectoryError(21, "it is a directory")
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(13, "it is not writable")
         if _is_stream(target):
             return
-        with _beside(target) as (file_descriptor, _):
+        with _temporary_next_to(target) as (file_descriptor, _):
             os.close(file_descriptor)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return the smallest of `values` that at least `percent` % of them do not exceed (nearest rank).
 
-    Always one of the values, never between two: the p99 of fewer than 100 values is therefore their maximum.
+    The result is always one of the values: the p99 of fewer than 100 values is therefore their maximum.
 
     Raises:
         ValueError: no values, or a percentage not in (0, 100].
@@ -191,12 +191,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return the p50 and p99 of `values` as figures called `name`_p50 and `name`_p99 (see `percentile`)."""
+    """Return the p50 and p99 of `values` as figures `name`_p50 and `name`_p99 (see `percentile`)."""
     return {f"{name}_p{p}": float(percentile(values, p)) for p in (50, 99)}
 
 
 def _is_stream(path: Path) -> bool:
-    """Say whether `path` must be written to as it is: a pipe, a terminal, /dev/stdout."""
+    """Return whether `path` must be written in place: a pipe, a terminal, /dev/stdout."""
     return path.is_relative_to("/dev") or (path.exists() and not path.is_file())
 
 
@@ -204,7 +204,7 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # nor numpy's kinds
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return output.NO_VALUE
     if isinstance(value, float):
@@ -215,7 +215,7 @@ def _shown(value: object) -> str:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -223,8 +223,8 @@ def _told(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _beside(target: Path) -> Iterator[tuple[int, Path]]:
-    """Give a new, empty file in the folder of `target`, with its rights, and remove it if it is left."""
+def _temporary_next_to(target: Path) -> Iterator[tuple[int, Path]]:
+    """Create an empty temporary file next to `target`, with its mode; remove it at the end if it is left."""
     file_descriptor, name = tempfile.mkstemp(prefix=".offbeat-", suffix=".json", dir=target.resolve().parent)
     try:
         umask = os.umask(0)
