@@ -23,13 +23,14 @@ import msgspec
 import numpy as np
 
 from benchmarks.children import Child, Lines
+from offbeat.apps.sparse_lr.libsvm import read_libsvm
+from offbeat.apps.sparse_lr.logistic import BlockWorker, PassSchedule
+from offbeat.apps.sparse_lr.powerlaw import power_law_blocks
+from offbeat.apps.sparse_lr.sparse import SignedColumns, SparseRows, concatenate_rows
 from offbeat.cli.result import Result
-from offbeat.libsvm import read_libsvm
-from offbeat.numerics.logistic import BlockProximal, BlockWorker, PassSchedule
-from offbeat.numerics.powerlaw import power_law_blocks
+from offbeat.numerics.ps.block_proximal import BlockProximal
 from offbeat.numerics.ps.spaces import FilterSpec
 from offbeat.numerics.ps.updates import Assign
-from offbeat.numerics.sparse import SignedColumns, SparseRows, concatenate_rows
 from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.namespace import Namespace

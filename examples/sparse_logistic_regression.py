@@ -13,13 +13,14 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import offbeat
-from offbeat.libsvm import read_libsvm
-from offbeat.numerics.logistic import BlockProximal, BlockWorker, PassSchedule
-from offbeat.numerics.powerlaw import power_law_blocks
-from offbeat.numerics.proximal_newton import distance_from_optimum
+from offbeat.apps.sparse_lr.libsvm import read_libsvm
+from offbeat.apps.sparse_lr.logistic import BlockWorker, PassSchedule
+from offbeat.apps.sparse_lr.powerlaw import power_law_blocks
+from offbeat.apps.sparse_lr.proximal_newton import distance_from_optimum
+from offbeat.apps.sparse_lr.sparse import SignedColumns, concatenate_rows
+from offbeat.numerics.ps.block_proximal import BlockProximal
 from offbeat.numerics.ps.spaces import FilterSpec
 from offbeat.numerics.ps.updates import Assign
-from offbeat.numerics.sparse import SignedColumns, concatenate_rows
 
 
 def load(path):

@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks import sparse_lr
 from benchmarks.__main__ import main
-from offbeat.libsvm import write_libsvm
-from offbeat.numerics.powerlaw import power_law_blocks
-from offbeat.numerics.proximal_newton import solve
-from offbeat.numerics.sparse import SignedColumns, concatenate_rows
+from offbeat.apps.sparse_lr.libsvm import write_libsvm
+from offbeat.apps.sparse_lr.powerlaw import power_law_blocks
+from offbeat.apps.sparse_lr.proximal_newton import solve
+from offbeat.apps.sparse_lr.sparse import SignedColumns, concatenate_rows
 
 ROWS = concatenate_rows(list(power_law_blocks(400, 2000, 0, rows_per_block=200)))
 

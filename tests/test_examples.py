@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.libsvm import write_libsvm
-from offbeat.numerics.powerlaw import power_law_blocks
-from offbeat.numerics.sparse import concatenate_rows
+from offbeat.apps.sparse_lr.libsvm import write_libsvm
+from offbeat.apps.sparse_lr.powerlaw import power_law_blocks
+from offbeat.apps.sparse_lr.sparse import concatenate_rows
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.numerics.logistic import BlockProximal
+from offbeat.numerics.ps.block_proximal import BlockProximal
 from offbeat.numerics.ps.entries import Entries, PushMeta
 from offbeat.numerics.ps.filters import FilterBytes
 from offbeat.numerics.ps.spaces import FilterSpec, NamespaceFilters, encode_namespace

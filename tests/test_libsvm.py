@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.apps.sparse_lr.libsvm import read_libsvm, write_libsvm
+from offbeat.apps.sparse_lr.powerlaw import FEATURES_MAX, power_law_blocks
+from offbeat.apps.sparse_lr.proximal_newton import solve
+from offbeat.apps.sparse_lr.sparse import SignedColumns, SparseRows, concatenate_rows
 from offbeat.data import DEFAULT_DIR, DataError
-from offbeat.libsvm import read_libsvm, write_libsvm
-from offbeat.numerics.powerlaw import FEATURES_MAX, power_law_blocks
-from offbeat.numerics.proximal_newton import solve
-from offbeat.numerics.sparse import SignedColumns, SparseRows, concatenate_rows
 
 
 def read(folder: Path, text: bytes, **rows: int) -> SparseRows:

@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.errors import OffbeatError
-from offbeat.numerics.logistic import (
-    WIDTH_INITIAL,
-    WIDTH_MAX,
-    BlockProximal,
+from offbeat.apps.sparse_lr.logistic import (
     BlockPush,
     BlockWorker,
     PassSchedule,
@@ -25,18 +21,24 @@ from offbeat.numerics.logistic import (
     gradient,
     kkt_margin_after,
     loss,
-    next_widths,
     optimality,
-    soft_threshold_changes,
     sum_pushes,
     violations,
 )
-from offbeat.numerics.powerlaw import power_law_blocks
-from offbeat.numerics.proximal_newton import distance_from_optimum, hessian, solve
+from offbeat.apps.sparse_lr.powerlaw import power_law_blocks
+from offbeat.apps.sparse_lr.proximal_newton import distance_from_optimum, hessian, solve
+from offbeat.apps.sparse_lr.sparse import SignedColumns, SparseRows, concatenate_rows
+from offbeat.errors import OffbeatError
+from offbeat.numerics.ps.block_proximal import (
+    WIDTH_INITIAL,
+    WIDTH_MAX,
+    BlockProximal,
+    next_widths,
+    soft_threshold_changes,
+)
 from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.filters import KKT
 from offbeat.numerics.ps.spaces import build_table, encode_namespace
-from offbeat.numerics.sparse import SignedColumns, SparseRows, concatenate_rows
 
 
 def rows_of(dense: np.ndarray, labels: np.ndarray) -> SparseRows:

@@ -1,5 +1,4 @@
-"""Promises of `offbeat.cli.output`: no number is cut, whatever the terminal; what is lost ends in one line.
-"""
+"""Promises of `offbeat.cli.output`: no number is cut on any terminal; lost output ends in one line."""
 
 import io
 import os

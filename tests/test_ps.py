@@ -15,7 +15,7 @@ import torch
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.numerics.logistic import BlockProximal
+from offbeat.numerics.ps.block_proximal import BlockProximal
 from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.spaces import FilterSpec, UserFunction
 from offbeat.numerics.ps.updates import SGD, Adagrad, Assign

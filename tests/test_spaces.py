@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.numerics.logistic import BlockProximal
+from offbeat.numerics.ps.block_proximal import BlockProximal
 from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.spaces import (
     FILTERS,

@@ -10,9 +10,9 @@ import pytest
 
 import offbeat
 from cluster import start, values
-from offbeat.numerics.logistic import optimality
-from offbeat.numerics.proximal_newton import distance_from_optimum
-from offbeat.numerics.sparse import SignedColumns
+from offbeat.apps.sparse_lr.logistic import optimality
+from offbeat.apps.sparse_lr.proximal_newton import distance_from_optimum
+from offbeat.apps.sparse_lr.sparse import SignedColumns
 from runlogs import wait_until
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "sparse_logistic_regression.py"

@@ -40,7 +40,7 @@ LAYERS = {
     "wire": ("errors", "events", "policies", "wire"),
     "models": (),
     "data": ("errors", "data"),
-    "libsvm": ("errors", "numerics"),
+    "apps": ("errors", "numerics", "apps"),
     "runtime": ("errors", "events", "policies", "numerics", "wire", "runtime"),
     "keras": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
     "strategies": ("errors", "events", "policies", "numerics", "wire", "runtime", "strategies"),
@@ -306,7 +306,7 @@ def test_a_parameter_server_needs_no_torch_until_somebody_has_tensors():
 
 
 def test_sparse_logistic_regression_needs_no_torch():
-    code = "import sys, benchmarks.sparse_lr, offbeat.libsvm\nprint('torch' in sys.modules)"
+    code = "import sys, benchmarks.sparse_lr, offbeat.apps.sparse_lr.libsvm\nprint('torch' in sys.modules)"
     assert in_a_fresh_process(code) == "False"
 
 

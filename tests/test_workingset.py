@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.apps.sparse_lr.sparse import SignedColumns, SparseRows
+from offbeat.apps.sparse_lr.working_set import WorkingSet, multiply, multiply_transposed
 from offbeat.numerics.ps.entries import KEY_STOP_MAX, Entries
 from offbeat.numerics.ps.tables import ArrayTable
 from offbeat.numerics.ps.updates import SGD
-from offbeat.numerics.sparse import SignedColumns, SparseRows
-from offbeat.numerics.workingset import WorkingSet, multiply, multiply_transposed
 
 # Few enough for two sets to have some in common, and of every size that a key can have.
 ALL_KEYS = [0, 1, 2, 3, 7, 2**40, 2**53 + 1, 2**53 + 2, KEY_STOP_MAX - 2, KEY_STOP_MAX - 1]

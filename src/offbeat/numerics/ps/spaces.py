@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.numerics.logistic import BlockProximal
+from offbeat.numerics.ps.block_proximal import BlockProximal
 from offbeat.numerics.ps.filters import (
     KKT,
     Compression,

@@ -97,7 +97,7 @@ class GradientAverager:
         self._make_buckets()
         self._late = None if binding is None else binding.late_gradients
         if self._late is not None:
-            self._late.set_tensors(self._parameters, self._buffers)
+            self._late.set_tensors(self._parameters, self._buffers.tensors)
         self._hook_handles: list[RemovableHandle | HookFreeScripting] = []
         self._ready_entries: set[int] = set()
         self._launched = 0

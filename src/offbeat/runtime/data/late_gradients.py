@@ -19,7 +19,6 @@ from offbeat.errors import LinkError
 from offbeat.events import AssignBlocks, AssignLateBlock, Block, LateGradientArrived, ResolveLateBlock
 
 if TYPE_CHECKING:
-    from offbeat.runtime.averaging.buckets import ModelBuffers
     from offbeat.runtime.control.client import CoordinatorClient
 
 _FIRST_TAG = 1 << 63  # exchanges use the tags below
@@ -115,7 +114,7 @@ class LateGradients:
     def __init__(self, member: CoordinatorClient) -> None:
         self._member = member
         self._parameters: list[torch.Tensor] = []
-        self._buffers: Callable[[], list[torch.Tensor]] = list
+        self._get_buffers: Callable[[], list[torch.Tensor]] = list
         self._late_block: _LateBlock | None = None
         self._has_had_late_block = False
         self._is_requesting = False
@@ -124,9 +123,11 @@ class LateGradients:
         self.active: list[_LateGradient] = []
         member.on_late_block_action = self._on_action
 
-    def set_tensors(self, parameters: Sequence[torch.Tensor], buffers: ModelBuffers) -> None:
+    def set_tensors(
+        self, parameters: Sequence[torch.Tensor], get_buffers: Callable[[], list[torch.Tensor]]
+    ) -> None:
         """Sets the tensors to send: the same, in the same order, on every worker."""
-        self._parameters, self._buffers = list(parameters), buffers.tensors
+        self._parameters, self._get_buffers = list(parameters), get_buffers
 
     # Actions of the coordinator, in the links' thread ---------------------------------------------------
 
@@ -152,7 +153,7 @@ class LateGradients:
         if self._member.block_queue.ignores_assignments:
             self._late_block = None
             return
-        message = _TensorMessage(1, [*self._parameters, *self._buffers()])
+        message = _TensorMessage(1, [*self._parameters, *self._get_buffers()])
         late_block = self._late_block = _LateBlock(lend, message)
 
         def on_data(_: int, length: int) -> None:
@@ -228,7 +229,7 @@ class LateGradients:
             if late_block is None or not self.has_block or self._member.membership.is_member:
                 return None
             late_block.is_begun = True
-        targets = [*self._parameters, *self._buffers()]
+        targets = [*self._parameters, *self._get_buffers()]
         for tensor, value in zip(targets, late_block.message.tensors, strict=True):
             tensor.data.copy_(value)
         return late_block.lend.block
@@ -277,7 +278,7 @@ class LateGradients:
 
     @torch.no_grad()
     def _send_parameters(self, due: list[tuple[int, _LateGradient]]) -> None:
-        tensors = [*self._parameters, *self._buffers()]
+        tensors = [*self._parameters, *self._get_buffers()]
         message = _TensorMessage(1, tensors)
         message.numbers_N[0] = self._member.membership.step
         for section, tensor in zip(message.tensors, tensors, strict=True):

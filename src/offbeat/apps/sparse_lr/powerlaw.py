@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.numerics.sparse import SparseRows
+from offbeat.apps.sparse_lr.sparse import SparseRows
 
 FEATURES_MAX = 2**31
 _INFORMATIVE_SHARE = 0.1

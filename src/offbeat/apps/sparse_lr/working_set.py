@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from offbeat.apps.sparse_lr.sparse import SignedColumns, SparseRows, sum_by_index
 from offbeat.numerics.ps.entries import KEY_STOP_MAX, Entries, Keys, Rows, find_problem, key_slice
-from offbeat.numerics.sparse import SignedColumns, SparseRows, sum_by_index
 
 
 @dataclass(frozen=True, slots=True, eq=False)

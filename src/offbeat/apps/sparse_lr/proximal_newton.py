@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.apps.sparse_lr.logistic import Optimality, error_probability, gradient, loss, optimality
+from offbeat.apps.sparse_lr.sparse import SignedColumns
 from offbeat.errors import OffbeatError
-from offbeat.numerics.logistic import Optimality, error_probability, gradient, loss, optimality
-from offbeat.numerics.sparse import SignedColumns
 
 _PASSES_MAX = 100
 _SWEEPS_MAX = 1000

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from offbeat.apps.sparse_lr.sparse import SparseRows, concatenate_rows
 from offbeat.errors import DataError
-from offbeat.numerics.sparse import SparseRows, concatenate_rows
 
 _ROWS_AT_ONCE = 1 << 14
 _KEY_MAX = 2**63 - 1
