@@ -18,9 +18,7 @@ from offbeat.apps.sparse_lr.logistic import BlockWorker, PassSchedule
 from offbeat.apps.sparse_lr.powerlaw import power_law_blocks
 from offbeat.apps.sparse_lr.proximal_newton import distance_from_optimum
 from offbeat.apps.sparse_lr.sparse import SignedColumns, concatenate_rows
-from offbeat.numerics.ps.block_proximal import BlockProximal
-from offbeat.numerics.ps.spaces import FilterSpec
-from offbeat.numerics.ps.updates import Assign
+from offbeat.ps import Assign, BlockProximal, FilterSpec
 
 
 def load(path):

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 import numpy as np
 
 import offbeat
-from offbeat.numerics.ps.updates import SGD
+from offbeat.ps import SGD
 
 SHARDS, ROWS, PASSES = 12, 64, 20
 WEIGHTS = np.linspace(-1.0, 1.0, 10)

@@ -42,6 +42,7 @@ LAYERS = {
     "data": ("errors", "data"),
     "apps": ("errors", "numerics", "apps"),
     "runtime": ("errors", "events", "policies", "numerics", "wire", "runtime"),
+    "ps": ("numerics", "runtime"),
     "keras": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
     "strategies": ("errors", "events", "policies", "numerics", "wire", "runtime", "strategies"),
     "simulator": ("errors", "events", "policies", "numerics", "wire", "simulator"),
@@ -303,6 +304,15 @@ def test_the_coordinator_needs_no_torch():
 def test_a_parameter_server_needs_no_torch_until_somebody_has_tensors():
     code = "import sys, offbeat, offbeat.runtime.ps.server\noffbeat.PS\nprint('torch' in sys.modules)"
     assert in_a_fresh_process(code) == "False"
+
+
+def test_the_public_parameter_server_needs_torch_for_its_translations_only():
+    code = (
+        "import sys, offbeat.ps\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(all(hasattr(offbeat.ps, name) for name in offbeat.ps.__all__))"
+    )
+    assert in_a_fresh_process(code) == "True"
 
 
 def test_sparse_logistic_regression_needs_no_torch():

@@ -1,1 +1,1 @@
-"""Sparse logistic regression with an L1 penalty: data, objective, a solver, and delayed block proximal steps."""
+"""Sparse logistic regression with an L1 penalty: data, objective, a solver, delayed block proximal steps."""
