@@ -1,7 +1,7 @@
 """The rules of the house that a program can check: who imports whom, what importing does, what must not be.
 
-Sizes are only warned about: a file of more than 500 lines or a function of more than 60 wants a reason, and
-may have one.
+Sizes are only warned about: a file of more than 500 lines, a class of more than 450 lines or 25 attributes, or
+a function of more than 60 lines wants a reason, and may have one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "offbeat"
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 60
+CLASS_LINES_MAX = 450
+CLASS_ATTRIBUTES_MAX = 25
 PUBLIC_NAMES_MAX = 30
 
 # What a decision must not have within reach: clocks, the world outside, other threads of control, printing.
@@ -436,6 +438,38 @@ def test_what_is_public_has_a_docstring_that_begins_with_a_sentence(path):
         assert text, f"{name or 'the module'} has no docstring"
         first = text.split("\n\n")[0].rstrip()
         assert first[-1] in ".:;?", f"{name or 'the module'}: the first paragraph is no sentence: {first!r}"
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """The attributes that a class's methods assign to self, and the fields that its body declares."""
+    assigned = {
+        target.attr
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+    }
+    fields = {
+        item.target.id
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    return assigned | fields
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_sizes_of_classes(path):
+    """Never fails; says which classes have grown large."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ClassDef):
+            assert node.end_lineno is not None
+            lines, attributes = node.end_lineno - node.lineno + 1, len(attributes_of(node))
+            if lines > CLASS_LINES_MAX or attributes > CLASS_ATTRIBUTES_MAX:
+                warnings.warn(
+                    f"{name_of(path)}:{node.lineno} {node.name}: {lines} lines, {attributes} attributes",
+                    stacklevel=1,
+                )
 
 
 def test_sizes():

@@ -1,4 +1,4 @@
-"""The parameter server from a program's side: `PS`, the updates and filters of namespaces, torch's optimizers.
+"""The parameter server from a program's side: `PS`, updates and filters of namespaces, torch's optimizers.
 
 The updates say what a server makes of pushed values, `FilterSpec` names a filter between clients and servers,
 and `update_for_group` and its relatives translate torch's optimizers and their states; these need torch,
