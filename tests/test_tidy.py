@@ -1,7 +1,7 @@
 """The rules of the house that a program can check: who imports whom, what importing does, what must not be.
 
-Sizes are only warned about: a file of more than 500 lines, a class of more than 450 lines or 25 attributes, or
-a function of more than 60 lines wants a reason, and may have one.
+Sizes are only warned about: a file of more than 500 lines, a class of more than 450 lines or 25 attributes,
+or a function of more than 60 lines wants a reason, and may have one.
 """
 
 from __future__ import annotations
