@@ -32,6 +32,7 @@ from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.control.environment import read_environment
 from offbeat.runtime.launch import find_free_port
 from offbeat.runtime.transport.endpoint import Endpoint
+from offbeat.torch_compat import default_store
 
 SIZES_BYTES = {"35KB": 35_000, "600KB": 600_000, "5MB": 5_000_000, "67MB": 67_000_000}
 _ROUNDS = {"35KB": 40, "600KB": 20, "5MB": 6, "67MB": 2}
@@ -149,7 +150,7 @@ def _open_sockets(rank: int, addresses: list[str], size: str) -> SocketRing:
     Each size has new connections: TCP may shrink a connection's window when it takes reordered packets for
     lost ones, and the window grows back so slowly that all later transfers would be delayed.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     listener = socket.create_server((addresses[rank], 0))
     store.set(f"sockets/{size}/{rank}", str(listener.getsockname()[1]))
     following = (rank + 1) % len(addresses)
@@ -168,7 +169,7 @@ def _open_links(rank: int, addresses: list[str]) -> Endpoint:
         host=addresses[rank],
         unix=len(set(addresses)) == 1,
     )
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     store.set_timeout(timedelta(seconds=_DEADLINE_S))
     store.set(f"links/{rank}", json.dumps(endpoint.addresses))
     for other in range(len(addresses)):

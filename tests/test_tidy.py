@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -41,9 +42,10 @@ LAYERS = {
     "numerics": ("errors", "numerics"),
     "wire": ("errors", "events", "policies", "wire"),
     "models": (),
+    "torch_compat": (),
     "data": ("errors", "data"),
     "apps": ("errors", "numerics", "apps"),
-    "runtime": ("errors", "events", "policies", "numerics", "wire", "runtime"),
+    "runtime": ("errors", "events", "policies", "numerics", "wire", "torch_compat", "runtime"),
     "ps": ("numerics", "runtime"),
     "keras": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
     "strategies": ("errors", "events", "policies", "numerics", "wire", "runtime", "strategies"),
@@ -239,6 +241,21 @@ def test_strategies_are_imported_by_the_door_and_the_command_line_only(path):
     if name.startswith(("strategies/", *STRATEGIES_FOR)):
         return
     assert "strategies" not in layers_used(path)
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_private_names_of_torch_are_in_one_module(path):
+    if name_of(path) == "torch_compat.py":
+        return
+    names = imports(path) | {
+        ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)
+    }
+    allowed = (
+        "torch.utils._pytree",
+        "torch.__version__",
+    )  # the one is used by everybody, the other is public
+    private = {name for name in names if re.match(r"torch(\.\w+)*\._", name)}
+    assert not {name for name in private if not name.startswith(allowed)}
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)

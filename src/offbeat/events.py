@@ -46,9 +46,10 @@ class Ready:
     A worker that is in no group sends it too, with the step and round in which it last took part.
 
     Attributes:
-        generation: of the last group that the worker has adopted. epoch: the worker's epoch. batches_fetched:
-        number of batches of the epoch fetched from the session; 0 where the loop brings its own
-            batches.
+        generation: of the last group that the worker has adopted.
+        epoch: the worker's epoch.
+        batches_fetched: number of batches of the epoch fetched from the session; 0 where the loop brings its
+            own batches.
         compute_s: forward and backward time of this round, without waiting and exchange.
         samples: samples behind the gradients; 0 where the batch was not assigned by the session.
         blocks: ids of the assigned blocks that the gradients come from; empty where the worker is in no
@@ -72,9 +73,9 @@ class BatchesSkipped:
     """A worker has skipped batches of its session, and asks which batch its next round is for.
 
     Attributes:
-        round: the worker's next round. batches_fetched: number of batches of the epoch fetched, including the
-        one that it computes next; one more than
-            the epoch has where none is left.
+        round: the worker's next round.
+        batches_fetched: number of batches of the epoch fetched, including the one that it computes next; one
+            more than the epoch has where none is left.
         skipped: how many of the earlier ones were skipped since its last round.
     """
 
@@ -96,12 +97,13 @@ class SamplesRequested:
         batch_size: largest number of samples in a block; the same for all workers.
         drop_last: blocks hold exactly `batch_size` samples, and a remainder that does not fill a block is
             left out of the epoch; the same for all workers.
-        is_last: the loop has no epoch after this one. abandons_previous: the loop left the previous epoch
-        early: the rest of it is assigned to no worker. blocks_max: how many blocks the worker can use at
-        once; 0 for the usual number. started_blocks: ids of the blocks that the worker has begun since its
-        last `Ready`. round: exchanges finished. consumed_ranges: positions of the epoch, as ranges, that the
-        state from which the job resumes has consumed
-            already.
+        is_last: the loop has no epoch after this one.
+        abandons_previous: the loop left the previous epoch early: the rest of it is assigned to no worker.
+        blocks_max: how many blocks the worker can use at once; 0 for the usual number.
+        started_blocks: ids of the blocks that the worker has begun since its last `Ready`.
+        round: exchanges finished.
+        consumed_ranges: positions of the epoch, as ranges, that the state from which the job resumes has
+            consumed already.
     """
 
     now_s: float
@@ -138,9 +140,9 @@ class StepFinished:
     It is also sent before the first step, once the worker has the state and can begin.
 
     Attributes:
-        clock: of the finished step; None before the first one. parameter_version: the least version of the
-        parameters that the step was computed with; before the first step,
-            the first clock at which the worker can push.
+        clock: of the finished step; None before the first one.
+        parameter_version: the least version of the parameters that the step was computed with; before the
+            first step, the first clock at which the worker can push.
         epoch: the worker's epoch.
         step: steps that the worker has finished.
         compute_s: forward and backward time of the step, without waiting and communication.
@@ -240,10 +242,11 @@ class ContributionReport:
     `ContributionQuery`.
 
     Attributes:
-        lost_worker: the lost worker. first_round: the first round from which on the member remembers all
-        contributions. end_round: the first round that the member has not finished. contributions: the rounds
-        from `since` on, in order, to which the lost worker contributed anything: the
-            round, the number of its own blocks, and the number of blocks whose gradients other workers
+        lost_worker: the lost worker.
+        first_round: the first round from which on the member remembers all contributions.
+        end_round: the first round that the member has not finished.
+        contributions: the rounds from `since` on, in order, to which the lost worker contributed anything:
+            the round, the number of its own blocks, and the number of blocks whose gradients other workers
             computed for it.
     """
 
@@ -845,9 +848,9 @@ class ConsumedSamples:
     """Which samples a worker's state has consumed; only that worker receives it.
 
     Attributes:
-        round: exchanges that the state has finished. epoch: the first epoch that they have not used up.
-        consumed_by_epoch: that epoch and later ones that have begun, each with the ranges of positions
-        consumed.
+        round: exchanges that the state has finished.
+        epoch: the first epoch that they have not used up.
+        consumed: that epoch and later ones that have begun, each with the ranges of positions consumed.
         is_current: other workers have not gone on without this worker since; otherwise the state is an old
             one.
     """
@@ -885,10 +888,11 @@ class ResolveLateBlock:
     """The assignment of a late block is over; only the member on whose behalf it was computed receives it.
 
     Attributes:
-        worker: that member. late_worker: the worker that computed the block, or was to. assignment: of the
-        assignment. is_contributed: the member contributes the block, with the gradient that arrived;
-        otherwise it contributes
-            none.
+        worker: that member.
+        late_worker: the worker that computed the block, or was to.
+        assignment: of the assignment.
+        is_contributed: the member contributes the block, with the gradient that arrived; otherwise it
+            contributes none.
     """
 
     worker: int
@@ -1157,10 +1161,14 @@ class ClusterView:
     `offbeat.policies.ps.messages.PlacementView`).
 
     Attributes:
-        node: the recipient; empty for all nodes. ring: the servers of the ring in force. virtual_nodes,
-        copies: of every ring. next_ring: the servers of the ring in preparation; empty where there is none.
-        servers: all servers present. lost: keys whose data are lost. lost_arcs_dropped: ranges of places of
-        the ring, (first, one past the last), whose data are lost with this view.
+        node: the recipient; empty for all nodes.
+        ring: the servers of the ring in force.
+        virtual_nodes, copies: of every ring.
+        next_ring: the servers of the ring in preparation; empty where there is none.
+        servers: all servers present.
+        lost: keys whose data are lost.
+        lost_arcs_dropped: ranges of places of the ring, (first, one past the last), whose data are lost with
+            this view.
         silent_servers: servers that have been silent for too long, but are still waited for.
     """
 

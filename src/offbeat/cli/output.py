@@ -138,9 +138,9 @@ class TextTable:
     """Rows of text under heads.
 
     Attributes:
-        title: a line above the table, "" for none. headers: heads of the columns, which may contain line
-        feeds. With two columns and no heads each row is a
-            name and its value.
+        title: a line above the table, "" for none.
+        headers: heads of the columns, which may contain line feeds. With two columns and no heads each row is
+            a name and its value.
         rows: as many cells each as there are columns.
         text_columns: indices of the text columns, which are left-aligned; the remaining ones are numbers.
     """

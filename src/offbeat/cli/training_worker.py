@@ -46,10 +46,14 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a training, the same on every worker.
 
     Attributes:
-        model: a key of `offbeat.models.MODELS`. data: a key of `offbeat.data.DATA_SETS`. strategy: as on the
-        command line, `name` or `name:key=value,key=value`. epochs: passes over the data, at least 1.
-        batch_size: samples per worker and step, at least 1. lr: learning rate, above 0. decays_lr: the
-        learning rate falls linearly, by the same amount after every epoch, to 0 after the last.
+        model: a key of `offbeat.models.MODELS`.
+        data: a key of `offbeat.data.DATA_SETS`.
+        strategy: as on the command line, `name` or `name:key=value,key=value`.
+        epochs: passes over the data, at least 1.
+        batch_size: samples per worker and step, at least 1.
+        lr: learning rate, above 0.
+        decays_lr: the learning rate falls linearly, by the same amount after every epoch, to 0 after the
+            last.
         momentum: momentum of SGD, or the first of Adam's betas; at least 0 and below 1.
         optimizer: a key of `OPTIMIZERS`.
         threads: worker threads in each process, at least 1; more than one only with a parameter server.

@@ -145,7 +145,7 @@ def _receive(
             received_bytes = 0
         elif _range_start(response) != received_bytes:
             part.unlink()
-            raise _InterruptedError(f"the server sent the range {response.headers.get('Payload-Range')!r}")
+            raise _InterruptedError(f"the server sent the range {response.headers.get('Content-Range')!r}")
         offered_bytes = None if response.length is None else received_bytes + response.length
         if offered_bytes not in (None, remote.size_bytes):
             raise DataError(

@@ -84,6 +84,7 @@ from offbeat.runtime.validation.parts import ValidationData
 from offbeat.runtime.validation.result import Validation
 from offbeat.runtime.validation.shared_validator import SharedValidator
 from offbeat.runtime.validation.validator import Validator
+from offbeat.torch_compat import backward_pass_id
 
 _STATE_VERSION = 2
 _SILENT_S = 10.0
@@ -887,7 +888,7 @@ class Session:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.raise_if_failed()
         self._watch.check()
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass_id() != -1:
             raise OffbeatError(
                 "expected optimizer.step() after the backward pass, got it within one, before gradients are "
                 "averaged: call it when backward() has returned"

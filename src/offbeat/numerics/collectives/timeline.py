@@ -17,8 +17,7 @@ Consequences, which are tested:
 - Without latency, no order is better than `priority` with nothing in flight (`least_step_s`), and none is
   worse than `fifo`, since gradients become ready in the reverse of the order in which they are needed.
 - In that case `fifo` gains nothing by overlapping the next forward pass too, if the first layer has
-gradients:
-  they are sent last and needed first, so that all others have arrived before that pass begins.
+  gradients: they are sent last and needed first, so that all others have arrived before that pass begins.
 - With latency these rules do not hold, as in all list scheduling: even a longer transfer may shorten a step.
 
 Source: specification 3.9 (`simulate_step`, one channel); the order of need is that of Jayarajan et al. 2019,

@@ -44,10 +44,10 @@ class PlacementView:
             time of each.
         paused: the namespaces in which no participant begins another time until a newcomer has been admitted,
             with the numbers of the views that paused them.
-        lost: keys whose data are lost; no server serves them. lost_arcs_dropped: places whose data are lost
-        with this view; every server drops what it has of them. silent_servers: servers that have been silent
-        for too long and that the manager waits for nevertheless. They
-            may change without another view.
+        lost: keys whose data are lost; no server serves them.
+        lost_arcs_dropped: places whose data are lost with this view; every server drops what it has of them.
+        silent_servers: servers that have been silent for too long and that the manager waits for
+            nevertheless. They may change without another view.
     """
 
     version: int

@@ -30,11 +30,11 @@ class EpochCost:
     """The cost of an epoch: seconds of wall time, and of core time of this machine that this process used.
 
     Attributes:
-        calls: of torch functions during the validation. train_s, train_cpu_s: from the end of the last
-        validation to the end of the epoch. validate_s, validate_cpu_s: validating while no training runs.
+        calls: of torch functions during the validation.
+        train_s, train_cpu_s: from the end of the last validation to the end of the epoch.
+        validate_s, validate_cpu_s: validating while no training runs.
         contention_share: how much one evaluating thread delays another: 0 if two of them need half of the
-        time
-            that one needs, 1 if they need as much. None where that is not known.
+            time that one needs, 1 if they need as much. None where that is not known.
     """
 
     train_s: float

@@ -42,6 +42,7 @@ from torch import nn
 from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.runtime.collectives.interface import PendingExchange
+from offbeat.torch_compat import storage_use_count
 
 
 class ModelBuffers:
@@ -106,7 +107,7 @@ class BucketBuffer:
 
     def _references(self) -> list[int]:
         counts = [sys.getrefcount(view) for view in self.views]
-        counts.append(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+        counts.append(storage_use_count(self.flat))
         return counts
 
 

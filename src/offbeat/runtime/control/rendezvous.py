@@ -25,8 +25,8 @@ from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # documented, all the same
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from offbeat.errors import OffbeatError, describe_os_error
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
@@ -36,6 +36,7 @@ from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.transport import descriptors
 from offbeat.runtime.transport.addresses import own_address
 from offbeat.runtime.transport.descriptors import is_out_of_descriptors
+from offbeat.torch_compat import default_store
 
 _COORDINATOR = "meeting"
 _FAILED = "failed"  # why a worker that has reached the store cannot join
@@ -324,7 +325,7 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
     if len(environment.threads) == environment.world:
         return PrefixStore(prefix, _local_store)
     if dist.is_initialized():
-        return PrefixStore(prefix, _get_default_store())
+        return PrefixStore(prefix, default_store())
     try:
         store = _run_with_deadline(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s)
     except (RuntimeError, TimeoutError) as error:

@@ -8,6 +8,8 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_map_only
 
+from offbeat.torch_compat import without_subclass_functions
+
 
 class PendingGradient(torch.Tensor):
     """A gradient whose mean is still being computed; any operation on it waits for the mean.
@@ -34,12 +36,12 @@ class PendingGradient(torch.Tensor):
         cls, function: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Wait, and call the function with plain tensors."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             args, kwargs = tree_map_only(cls, cls.wait, (args, kwargs or {}))
             return function(*args, **kwargs)
 
     def wait(self) -> torch.Tensor:
         """Wait, and return the gradient as a plain tensor."""
         self._wait()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             return self.as_subclass(torch.Tensor)

@@ -86,10 +86,10 @@ class PulledParameters:
     """Parameters as the servers had them.
 
     Attributes:
-        version: all gradients of earlier clocks are in it. values: of each group, flat; read-only.
+        version: all gradients of earlier clocks are in it.
+        values: of each group, flat; read-only.
         applied_times: of each group: key ranges, each with the time up to which this process's own pushes are
-        in
-            these values; 0 where there are none.
+            in these values; 0 where there are none.
     """
 
     version: int

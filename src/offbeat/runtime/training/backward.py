@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_leaves
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.training.hooks import do_nothing
-
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+from offbeat.torch_compat import (
+    backward_hooks,
+    backward_pass_id,
+    call_at_end_of_backward,
+    global_backward_hooks,
+)
 
 
 class BackwardPass:
@@ -42,7 +45,7 @@ class BackwardPass:
     @property
     def is_innermost(self) -> bool:
         """Whether autograd runs this pass now, not one inside it."""
-        return self._task_id == torch._C._current_graph_task_id()
+        return self._task_id == backward_pass_id()
 
     @property
     def has_failed(self) -> bool:
@@ -50,14 +53,14 @@ class BackwardPass:
         return self._task_id is not None and self._callback() is None
 
     def begin(self) -> None:
-        """Requests a call of `ended` at the end of the pass that autograd runs now."""
-        self._task_id = torch._C._current_graph_task_id()
+        """Requests a call of `on_end` at the end of the pass that autograd runs now."""
+        self._task_id = backward_pass_id()
         callback = partial(self._finish, self._task_id)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        call_at_end_of_backward(callback)
         self._callback = weakref.ref(callback)
 
     def cancel(self) -> None:
-        """Cancels the call of `ended`."""
+        """Cancels the call of `on_end`."""
         self._task_id = None
 
     def _finish(self, task_id: int) -> None:
@@ -81,11 +84,8 @@ class GradientObservers:
         self._parameter_hooks: list[Sized] = [
             hooks for one in parameters if (hooks := one._post_accumulate_grad_hooks) is not None
         ]
-        model_hooks = [getattr(one, name, {}) for one in model.modules() for name in _BACKWARD_HOOKS]
-        self._module_hooks = [
-            *model_hooks,
-            *(getattr(global_hooks, f"_global{name}") for name in _BACKWARD_HOOKS),
-        ]
+        model_hooks = [hooks for one in model.modules() for hooks in backward_hooks(one)]
+        self._module_hooks = [*model_hooks, *global_backward_hooks()]
 
     @property
     def exist(self) -> bool:

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import (
-    _get_dispatch_mode,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-    _TorchDispatchModeKey,
+
+from offbeat.torch_compat import (
+    is_observed_by_tool,
+    is_traced_by_jit,
+    is_traced_by_proxies,
+    uncompiled,
+    without_transformations,
 )
-from torch._C._functorch import maybe_current_level
-from torch._compile import _disable_dynamo
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 _PREPARE_SCRIPTABLE = "__prepare_scriptable__"  # torch.jit.script compiles what this method returns
 
@@ -86,23 +85,21 @@ class SessionForwardHook(SessionHook):
                 self._shown()
             else:
                 _call_uncompiled(self._call_hidden, arguments)
-        elif (
-            _get_tracing_state() is None and not _len_torch_dispatch_stack() and maybe_current_level() is None
-        ):
-            self._call(*arguments)
-        else:
+        elif is_observed_by_tool():
             self._call_hidden(*arguments)
+        else:
+            self._call(*arguments)
 
     def _call_hidden(self, *arguments: Any) -> None:
         """Call while a tool processes the forward pass, hidden from that tool."""
-        if _get_tracing_state() is not None or _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
+        if is_traced_by_jit() or is_traced_by_proxies():
             self._shown()
             return
-        with temporarily_clear_interpreter_stack():  # the stack of torch.func's transformations
+        with without_transformations():
             self._call(*arguments)
 
 
-@_disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only where one is used
+@uncompiled
 def _call_uncompiled(call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     call(*arguments)
 

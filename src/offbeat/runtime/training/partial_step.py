@@ -12,9 +12,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as global_hooks
 
 from offbeat.errors import OffbeatError
+from offbeat.torch_compat import has_global_step_hooks
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -42,8 +42,7 @@ class PartialOptimizer:
         return (
             self._steps_independently
             and (own is None or getattr(own, "__wrapped__", None) is type(self._optimizer).step)
-            and not global_hooks._global_optimizer_pre_hooks
-            and not global_hooks._global_optimizer_post_hooks
+            and not has_global_step_hooks()
             and len(self._optimizer._optimizer_step_pre_hooks) == _OWN_HOOKS
             and len(self._optimizer._optimizer_step_post_hooks) == _OWN_HOOKS
         )

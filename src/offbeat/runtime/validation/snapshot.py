@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from offbeat.errors import OffbeatError, describe_os_error
 from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY, allocate_memory, map_memory
+from offbeat.torch_compat import copy_tensors
 
 DeviceBlocks: TypeAlias = Mapping[torch.device, Tensor]
 _ALIGNMENT_BYTES: Final = 64
@@ -156,7 +157,7 @@ class Snapshot:
             self._allocate(values)
             self._kinds_of = kinds
         if values:
-            torch._foreach_copy_(self._tensors, values)
+            copy_tensors(self._tensors, values)
         self.ready = []
         for device in self.blocks:
             if device.type == "cuda":
@@ -211,7 +212,7 @@ class Snapshot:
                 "the model has different parameters or buffers than when the snapshot was taken"
             )
         if values:
-            torch._foreach_copy_(values, self._tensors)
+            copy_tensors(values, self._tensors)
 
     @property
     def size_bytes(self) -> int:

@@ -1,0 +1,111 @@
+"""Every private name of torch that offbeat uses, each behind a function that says what it is for.
+
+Where a version of torch renames one of them, this module and its test are what breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch._C import (
+    _current_graph_task_id,
+    _get_dispatch_mode,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _TorchDispatchModeKey,
+)
+from torch._C._functorch import maybe_current_level
+from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules import module as _modules
+from torch.optim import optimizer as _optimizers
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def backward_pass_id() -> int:
+    """Return the number of the backward pass that autograd runs in this thread, -1 outside of one."""
+    return _current_graph_task_id()
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have autograd call `callback` when the backward pass that it runs now has ended; not if it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_hooks(module: nn.Module) -> list[Mapping[int, Any]]:
+    """Return the backward hooks of a module: mappings that stay those of the module."""
+    return [getattr(module, name, {}) for name in _BACKWARD_HOOKS]
+
+
+def global_backward_hooks() -> list[Mapping[int, Any]]:
+    """Return the backward hooks of all modules: mappings that stay the global ones."""
+    return [getattr(_modules, f"_global{name}") for name in _BACKWARD_HOOKS]
+
+
+def has_global_step_hooks() -> bool:
+    """Say whether there are step hooks of all optimizers."""
+    return bool(_optimizers._global_optimizer_pre_hooks or _optimizers._global_optimizer_post_hooks)
+
+
+def is_traced_by_jit() -> bool:
+    """Say whether torch.jit.trace records the operations of this thread."""
+    return _get_tracing_state() is not None
+
+
+def is_traced_by_proxies() -> bool:
+    """Say whether make_fx or a compiler records the operations of this thread with proxies of tensors."""
+    return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+
+
+def is_observed_by_tool() -> bool:
+    """Say whether a tracer, a dispatch mode or a torch.func transformation sees this thread's operations."""
+    return is_traced_by_jit() or bool(_len_torch_dispatch_stack()) or maybe_current_level() is not None
+
+
+def without_transformations() -> AbstractContextManager[Any]:
+    """Return a context in which operations are not seen by the transformations of torch.func under way."""
+    return temporarily_clear_interpreter_stack()
+
+
+def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate a function that torch.compile calls as it is, between two graphs.
+
+    Unlike `torch.compiler.disable`, it imports the compiler only where one is used.
+    """
+    return _disable_dynamo(function)
+
+
+def without_subclass_functions() -> AbstractContextManager[Any]:
+    """Return a context in which `__torch_function__` of subclasses of tensors is not called."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """Return how many tensors, and others, hold the storage of a tensor."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into the target of the same position, in as few kernels as possible."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def default_store() -> Store:
+    """Return the store of the default process group of torch.distributed.
+
+    Raises:
+        ValueError: there is no process group.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

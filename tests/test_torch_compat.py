@@ -1,0 +1,176 @@
+"""Promises of `offbeat.torch_compat`, with the torch that is installed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer
+
+from offbeat import torch_compat
+from offbeat.torch_compat import (
+    backward_hooks,
+    backward_pass_id,
+    call_at_end_of_backward,
+    copy_tensors,
+    default_store,
+    global_backward_hooks,
+    has_global_step_hooks,
+    is_observed_by_tool,
+    is_traced_by_jit,
+    is_traced_by_proxies,
+    storage_use_count,
+    uncompiled,
+    without_subclass_functions,
+    without_transformations,
+)
+
+
+def test_a_backward_pass_has_a_number_and_calls_back_once_at_its_end():
+    seen, ended = [], []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def observe(_):
+        if not seen:
+            call_at_end_of_backward(lambda: ended.append(x.grad is not None))
+        seen.append(backward_pass_id())
+
+    y.register_hook(observe)
+    assert backward_pass_id() == -1
+    y.sum().backward()
+    assert len(seen) == 1
+    assert seen[0] >= 0
+    assert ended == [True]
+    assert backward_pass_id() == -1
+
+
+def test_a_backward_pass_that_raises_calls_nothing_back():
+    ended = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def fail(_):
+        call_at_end_of_backward(lambda: ended.append(True))
+        raise KeyError("by hand")
+
+    y.register_hook(fail)
+    with pytest.raises(KeyError):
+        y.sum().backward()
+    assert ended == []
+
+
+def test_hooks_of_a_module_and_of_all_modules_are_seen_when_they_come_and_go():
+    layer = nn.Linear(2, 2)
+    own, everywhere = backward_hooks(layer), global_backward_hooks()
+    assert not any(own)
+    assert not any(everywhere)
+    handles = [
+        layer.register_full_backward_hook(lambda *_: None),
+        layer.register_full_backward_pre_hook(lambda *_: None),
+        nn.modules.module.register_module_full_backward_hook(lambda *_: None),
+        nn.modules.module.register_module_full_backward_pre_hook(lambda *_: None),
+    ]
+    assert all(own)
+    assert all(everywhere)
+    for handle in handles:
+        handle.remove()
+    assert not any(own)
+    assert not any(everywhere)
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_step_hooks_of_all_optimizers_are_seen(when):
+    register = getattr(optimizer, f"register_optimizer_step_{when}_hook")
+    assert not has_global_step_hooks()
+    handle = register(lambda *_: None)
+    assert has_global_step_hooks()
+    handle.remove()
+    assert not has_global_step_hooks()
+
+
+class Observed(nn.Module):
+    """Notes who sees its operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((is_traced_by_jit(), is_traced_by_proxies(), is_observed_by_tool()))
+        return x * 2
+
+
+def test_each_kind_of_tool_is_told_from_the_others():
+    model = Observed()
+    model(torch.ones(2))
+    assert model.seen.pop() == (False, False, False)
+    torch.jit.trace(model, torch.ones(2), check_trace=False)
+    assert model.seen.pop() == (True, False, True)
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    make_fx(model)(torch.ones(2))
+    assert model.seen.pop() == (False, True, True)
+    torch.func.vmap(model)(torch.ones(2, 2))
+    assert model.seen.pop() == (False, False, True)
+
+
+def test_a_transformation_does_not_see_what_is_computed_without_it():
+    shapes = []
+
+    def f(x):
+        with without_transformations():
+            shapes.append((torch.ones(2, 3) * 2).shape)
+        return x * 2
+
+    torch.func.vmap(f)(torch.ones(4, 5))
+    assert shapes == [(2, 3)]
+
+
+def test_a_function_that_is_not_compiled_runs_as_it_is():
+    assert uncompiled(lambda a, b: a + b)(1, 2) == 3
+
+
+class Counted(torch.Tensor):
+    """Counts calls of its function."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        Counted.calls += 1
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_functions_of_subclasses_are_not_called():
+    x = torch.ones(2).as_subclass(Counted)
+    before = Counted.calls
+    with without_subclass_functions():
+        x.add(1)
+    assert Counted.calls == before
+    x.add(1)
+    assert Counted.calls > before
+
+
+def test_a_view_holds_the_storage():
+    x = torch.ones(4)
+    before = storage_use_count(x)
+    view = x[1:]
+    assert storage_use_count(x) == before + 1
+    del view
+    assert storage_use_count(x) == before
+
+
+def test_tensors_are_copied_into_their_targets():
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+    copy_tensors(targets, sources)
+    assert [one.tolist() for one in targets] == [[1, 1], [2, 2, 2]]
+
+
+def test_without_a_process_group_there_is_no_default_store():
+    with pytest.raises(ValueError, match="process group"):
+        default_store()
+
+
+def test_every_function_is_tested():
+    public = {name for name, value in vars(torch_compat).items() if callable(value) and name.islower()}
+    public = {name for name in public if getattr(torch_compat, name).__module__ == torch_compat.__name__}
+    assert {name for name in public if not name.startswith("_")} <= globals().keys()
