@@ -270,12 +270,10 @@ def hierarchical(workers: int, rank: int, group: int, intra_group: IntraGroup = 
     algorithms are
 
     - `ring`: to the master by a reduce-scatter along a ring and then segment by segment; back in reverse.
-    With
-      G ranks per group and M groups this takes 4(G-1) + 2(M-1) steps.
+      With G ranks per group and M groups this takes 4(G-1) + 2(M-1) steps.
     - `tree`: whole vectors along a binomial tree, 2 ceil(log2 G) + 2(M-1) steps.
     - `direct`: whole vectors from all ranks to the master and back, 2(G-1) + 2(M-1) steps; apart from those
-    of
-      the masters' ring, they wait for each other only twice.
+      of the masters' ring, they wait for each other only twice.
 
     Source: X. Jia et al., "Highly scalable deep learning training system with mixed-precision: training
     ImageNet in four minutes", arXiv 1807.11205 (2018), section 3.3; `ring` takes the number of steps given
