@@ -78,7 +78,7 @@ class GroupBlockAssigner(BlockAssigner):
         is_active: a worker has requested samples. Until then no rounds are recorded.
     """
 
-    _why_awaited: ClassVar[str] = "other members wait"
+    _awaited_reason: ClassVar[str] = "other members wait"
 
     def __init__(self, staleness_steps_max: int | None = None) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ class SoloBlockAssigner(BlockAssigner):
     (`CheckpointQuery.round`), and receives the samples used at these clocks.
     """
 
-    _why_awaited: ClassVar[str] = "other workers wait for what it has begun"
+    _awaited_reason: ClassVar[str] = "other workers wait for what it has begun"
 
     def __init__(self) -> None:
         super().__init__()
