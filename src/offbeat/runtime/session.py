@@ -92,7 +92,7 @@ _STAY_S = 10.0  # longest wait for other workers to finish where none of them ne
 _COUNT_EVERY_S = 0.005
 _SILENT_RETURNING_S = 300.0
 _VALIDATION = PolicySpec(path="offbeat.policies.validation.shared_schedule:SharedValidation")
-_PREEMPTION = PolicySpec(path="offbeat.policies.membership.preemption:Preemption")
+_PREEMPTION = PolicySpec(path="offbeat.policies.membership.preemption:PreemptionBroadcast")
 _in_session: weakref.WeakSet[Optimizer | nn.Module] = weakref.WeakSet()
 
 

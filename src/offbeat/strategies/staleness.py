@@ -43,7 +43,7 @@ class ServerStrategy(ABC):
                 arguments={"world": world, **self.staleness_arguments()},
             ),
             PolicySpec(
-                path="offbeat.policies.ps.manager:Manager",
+                path="offbeat.policies.ps.manager:PsManager",
                 arguments={"servers": servers, "copies": self.copies},
             ),
         )

@@ -118,7 +118,7 @@ def start_manager(
             job=job,
             token=token,
             host=host,
-            policies=(PolicySpec(path="offbeat.policies.ps.manager:Manager", arguments=arguments),),
+            policies=(PolicySpec(path="offbeat.policies.ps.manager:PsManager", arguments=arguments),),
             log_path=run_log,
             silent_s=silent_s,
         )

@@ -156,7 +156,7 @@ def draw_lockstep_case(seed: int) -> FaultCase:
         stuck_after_s=_STUCK_S + sum(map(_outage_s, faults)),
         seed=seed,
     )
-    arguments = {"silent_s": silent_s}
+    arguments = {"unreachable_timeout_s": silent_s}
     return FaultCase(
         setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25, is_lockstep=True
     )
@@ -321,7 +321,7 @@ def check_lockstep(case: FaultCase, cluster: SimulatedCluster) -> None:
         dead = {
             worker for fault in setting.faults if isinstance(fault, WorkerDeath) for worker in fault.workers
         }
-        if stopped.worker is None and outages_s < case.arguments["silent_s"]:
+        if stopped.worker is None and outages_s < case.arguments["unreachable_timeout_s"]:
             cluster.fail_invariant(f"a transient outage stopped the job: {stopped.reason}")
         if stopped.worker is not None and stopped.worker not in dead and outages_s < setting.lost_after_s:
             cluster.fail_invariant(f"a pause was taken for a death: {stopped.reason}")
