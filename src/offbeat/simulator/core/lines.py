@@ -21,15 +21,15 @@ Nothing here decides on membership.
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from offbeat.events import PeerReachable, PeerUnreachable
-
-if TYPE_CHECKING:
-    from offbeat.simulator.training.cluster import SimulatedCluster
+from offbeat.simulator.core.engine import Engine
+from offbeat.simulator.core.network import NetworkCosts
 
 COORDINATOR = -1
 UNREACHABLE_S = 1.25
@@ -79,18 +79,83 @@ class Outage:
         return self.peers is None or receiver in self.peers
 
 
+class ConnectedWorker(Protocol):
+    """A worker, as far as its control connection needs it.
+
+    Attributes:
+        worker: its id.
+        uplink_s: when its last message to the coordinator arrives.
+        downlink_s: when the coordinator's last message to it arrives.
+    """
+
+    worker: int
+    uplink_s: float
+    downlink_s: float
+
+
+class Cluster(Protocol):
+    """A cluster, as far as its connections need it.
+
+    Attributes:
+        engine: the calendar.
+        chance: a generator of random numbers.
+        network: cost of messages.
+    """
+
+    engine: Engine
+    chance: random.Random
+    network: NetworkCosts
+
+    def running_workers(self) -> Sequence[ConnectedWorker]:
+        """Return all running workers, hung ones included, in the order of their ids."""
+
+    def is_running(self, worker: int) -> bool:
+        """Whether the worker runs; a hung one does."""
+
+    def is_hung(self, worker: int) -> bool:
+        """Whether the worker hangs and sends nothing."""
+
+    def is_present(self, worker: int) -> bool:
+        """Whether the coordinator has a connection to the worker."""
+
+    def is_observing(self, node: int) -> bool:
+        """Whether a worker or the coordinator is able to notice events now."""
+
+    def session_groups(self, worker: int) -> set[tuple[int, ...]]:
+        """Return the member tuples of all groups in which a worker has exchanged anything."""
+
+    def block_exchanges(self, outage: Outage) -> None:
+        """Block the exchanges that an outage prevents."""
+
+    def unblock_exchanges(self, outage: Outage) -> None:
+        """Let the exchanges continue that an outage has blocked."""
+
+    def report_reachability(self, node: int, event: PeerUnreachable | PeerReachable) -> None:
+        """Pass a node's report on reachability to the policies."""
+
+    def reconnect_reachable(self, _: object = None) -> None:
+        """Reconnect workers that the coordinator reaches again."""
+
+    def give_up_worker(self, worker: int, cause: str) -> None:
+        """Let the coordinator give up a worker."""
+
+    def kill_worker(self, worker: int, after_s: float, cause: str) -> None:
+        """End a worker; the coordinator learns of it after `after_s`."""
+
+
 class NetworkOutages:
     """The state of all connections of a cluster: current outages and reported silences.
 
     Args:
         cluster: the cluster.
+        lost_after_s: silence after which a node counts as lost.
 
     Attributes:
         outages: the current ones.
     """
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, *, lost_after_s: float) -> None:
+        self._cluster, self._lost_after_s = cluster, lost_after_s
         self.outages: list[Outage] = []
         self._silent_s: dict[tuple[int, int], float] = {}  # by receiver and sender: begin of the silence
         self._reported: set[tuple[int, int]] = set()  # receiver, sender
@@ -136,10 +201,7 @@ class NetworkOutages:
         until_s = cluster.engine.now_s + length_s
         outage = Outage(nodes=nodes, peers=peers, is_one_way=is_one_way, until_s=until_s)
         self.outages.append(outage)
-        for exchange in cluster.exchanges.values():
-            present = tuple(worker.worker for worker in exchange.workers if worker.exchange is exchange)
-            if outage.separates_members(present):
-                exchange.block(outage)
+        cluster.block_exchanges(outage)
         self._delay(outage)
         if is_one_way and length_s > _REDIAL_AFTER_S:
             cluster.engine.schedule(cluster.engine.now_s + _REDIAL_AFTER_S, self._replace, outage)
@@ -161,8 +223,7 @@ class NetworkOutages:
 
     def _mend(self, outage: Outage) -> None:
         self.outages.remove(outage)
-        for exchange in list(self._cluster.exchanges.values()):
-            exchange.unblock(outage)
+        self._cluster.unblock_exchanges(outage)
         self.update_silences()
         self._cluster.engine.schedule(self._cluster.engine.now_s, self._cluster.reconnect_reachable)
 
@@ -180,9 +241,9 @@ class NetworkOutages:
             if sender != COORDINATOR:
                 cluster.engine.schedule(now_s + UNREACHABLE_S, self._report, since)
             if receiver == COORDINATOR:
-                cluster.engine.schedule(now_s + cluster.setting.lost_after_s, self._lose, since)
+                cluster.engine.schedule(now_s + self._lost_after_s, self._lose, since)
             elif sender == COORDINATOR:
-                notices_s = now_s + cluster.setting.lost_after_s + cluster.chance.random()
+                notices_s = now_s + self._lost_after_s + cluster.chance.random()
                 cluster.engine.schedule(notices_s, self._end_orphan, since)
         for receiver, sender in sorted(self._reported - silent):
             is_over = not cluster.is_running(sender) or not (
@@ -246,7 +307,7 @@ class NetworkOutages:
     def _lose(self, pair: tuple[int, int, float]) -> None:
         if self._is_still_silent(pair):
             self._cluster.give_up_worker(
-                pair[1], f"nothing was received from it for {self._cluster.setting.lost_after_s:g} s"
+                pair[1], f"nothing was received from it for {self._lost_after_s:g} s"
             )
 
     def _end_orphan(self, since: tuple[int, int, float]) -> None:

@@ -124,7 +124,9 @@ class SimulatedPsCluster(SimulatedCluster):
     ) -> None:
         super().__init__(setting, policies, keeps_log=keeps_log, one_by_one=True)
         self.ps_setting, self.terms = served, served.terms
-        self.servers = SimulatedServers(self, served.servers, is_versioned=self.terms.is_versioned)
+        self.servers = SimulatedServers(
+            self, self.lines, self.complete_clock, served.servers, is_versioned=self.terms.is_versioned
+        )
         self.processes: dict[int, PsWorkerProcess] = {}
         self.epoch = 0
         self.is_exactly_once = True

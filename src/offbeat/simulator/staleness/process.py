@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from offbeat.events import (
     AbortJob,
@@ -26,9 +26,10 @@ from offbeat.events import (
     StepFinished,
     StepPermit,
 )
-from offbeat.policies.staleness.caches import CacheDirectory, push_time
+from offbeat.policies.staleness.caches import CacheDirectory, PsOptions, push_time
 from offbeat.simulator.core.times import ComputeTimeSource
-from offbeat.simulator.staleness.servers import PulledRow, PushedStep, SimulatedPush
+from offbeat.simulator.staleness.servers import PulledRow, PushedStep, SimulatedPush, SimulatedServers
+from offbeat.simulator.training.interface import Simulation
 from offbeat.simulator.training.sample_loop import LoopActivity, SimulatedLoop
 from offbeat.simulator.training.worker import (
     APPLYING,
@@ -42,10 +43,38 @@ from offbeat.simulator.training.worker import (
     SimulatedWorker,
 )
 
-if TYPE_CHECKING:
-    from offbeat.simulator.staleness.cluster import SimulatedPsCluster
-
 BEGINNING, PULLING, PUSHING, REPORTING = "beginning", "pulling", "pushing", "reporting"
+
+
+class PsSimulation(Simulation, Protocol):
+    """A simulated run on a parameter server, as far as its workers need it.
+
+    Attributes:
+        servers: the parameter servers.
+        terms: how the strategy uses the parameter server.
+        epoch: the latest one in which a worker has started a step.
+    """
+
+    servers: SimulatedServers
+    terms: PsOptions
+    epoch: int
+
+    def loss(self, clock: int) -> float:
+        """Return the loss that all workers report at a clock."""
+
+    def check_step(self, step: PushedStep) -> None:
+        """Record a step, and check that its clock is not over."""
+
+    def check_read(
+        self, worker: PsWorkerThread, grant: StepPermit, row: PulledRow, visible: Sequence[int]
+    ) -> None:
+        """Check that what a worker reads contains the required steps, and its own steps once."""
+
+    def end_process(self, process: PsWorkerProcess) -> None:
+        """End the process of a thread that was told to end."""
+
+    def on_thread_ended(self, process: PsWorkerProcess) -> None:
+        """Note that a thread has ended."""
 
 
 class PsWorkerProcess:
@@ -61,7 +90,7 @@ class PsWorkerProcess:
         pulls: pulls so far.
     """
 
-    def __init__(self, cluster: SimulatedPsCluster, number: int, directory: CacheDirectory) -> None:
+    def __init__(self, cluster: PsSimulation, number: int, directory: CacheDirectory) -> None:
         self.cluster, self.process, self.directory = cluster, number, directory
         self.threads: list[PsWorkerThread] = []
         self.row: PulledRow | None = None
@@ -204,11 +233,11 @@ class PsWorkerThread(SimulatedWorker):
         reads_by_source: reads, by source.
     """
 
-    cluster: SimulatedPsCluster
+    cluster: PsSimulation
 
     def __init__(
         self,
-        cluster: SimulatedPsCluster,
+        cluster: PsSimulation,
         worker: int,
         stopwatch: ComputeTimeSource,
         process: PsWorkerProcess,
@@ -221,7 +250,7 @@ class PsWorkerThread(SimulatedWorker):
         self.process, self._is_newcomer = process, is_new
         self.place = f"simulated, process {process.process}"
         process.threads.append(self)
-        samples = cluster.setting.samples
+        samples = cluster.samples
         self.loop = None if samples is None else SimulatedLoop(samples, self, self._send_request)
         self.permit: StepPermit | None = None
         self.steps_finished = 0
@@ -343,9 +372,9 @@ class PsWorkerThread(SimulatedWorker):
         cluster = self.cluster
         self.activity = FINISHED
         finished = Finished(
-            now_s=cluster.arrival_s(self), worker=self.worker, epoch=epoch, step=self.steps_finished
+            now_s=cluster.arrival_s(self.worker), worker=self.worker, epoch=epoch, step=self.steps_finished
         )
-        cluster.send_event(self, finished)
+        cluster.send_event(self.worker, finished)
         if self._unpushed:
             self._push()
         self.process.remove_thread(self.worker)
@@ -361,14 +390,15 @@ class PsWorkerThread(SimulatedWorker):
         self.activity = LEAVING
         self.has_left = True
         cluster.send_event(
-            self, Left(now_s=cluster.arrival_s(self), worker=self.worker, step=self.steps_finished)
+            self.worker,
+            Left(now_s=cluster.arrival_s(self.worker), worker=self.worker, step=self.steps_finished),
         )
 
     def _send_request(self, wants: SamplesRequested) -> None:
         self._send(wants)
 
     def _send(self, event: Event) -> None:
-        self.cluster.send_event(self, replace(event, now_s=self.cluster.arrival_s(self)))
+        self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
 
     # A step ----------------------------------------------------------------------------------------------
 

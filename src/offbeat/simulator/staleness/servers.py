@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from offbeat.policies.staleness.caches import push_clock, push_time
 from offbeat.simulator.core.faults import SERVERS
-
-if TYPE_CHECKING:
-    from offbeat.simulator.staleness.cluster import SimulatedPsCluster
+from offbeat.simulator.core.lines import NetworkOutages
+from offbeat.simulator.training.interface import Simulation
 
 
 class PushedStep(NamedTuple):
@@ -103,13 +102,25 @@ class SimulatedServers:
     it; else each push is applied on arrival. Every server does so by itself. No two transfers share a link.
 
     Args:
-        cluster: the cluster.
+        cluster: the run.
+        lines: the connections of its nodes.
+        complete_clock: returns the first clock of which a living worker's step is not among these, counted
+            by worker.
         count: number of servers.
         is_versioned: pushes are summed clock by clock.
     """
 
-    def __init__(self, cluster: SimulatedPsCluster, count: int, *, is_versioned: bool) -> None:
-        self._cluster, self._is_versioned = cluster, is_versioned
+    def __init__(
+        self,
+        cluster: Simulation,
+        lines: NetworkOutages,
+        complete_clock: Callable[[Counter[int]], float],
+        count: int,
+        *,
+        is_versioned: bool,
+    ) -> None:
+        self._cluster, self._lines, self._is_versioned = cluster, lines, is_versioned
+        self._complete_clock = complete_clock
         self._servers = [_Server() for _ in range(count)]
         self._first_clocks: dict[
             int, int
@@ -166,7 +177,7 @@ class SimulatedServers:
                 row = PulledRow(
                     self._version_of(pieces, version), [piece for _, piece in sorted(pieces.items())]
                 )
-                free_s = self._cluster.lines.reachable_s(process, SERVERS)
+                free_s = self._lines.reachable_s(process, SERVERS)
                 takes_s = self._cluster.network.transfer_s(self._cluster.size_bytes)
                 self._cluster.engine.schedule(free_s + takes_s, on_row, row)
 
@@ -180,7 +191,7 @@ class SimulatedServers:
 
     def _piece(self, server: _Server, process: int) -> RowPiece:
         steps = server.steps.copy()
-        return RowPiece(server.times.get(process, 0), steps, self._cluster.complete_clock(steps))
+        return RowPiece(server.times.get(process, 0), steps, self._complete_clock(steps))
 
     def _arrival_s(self, server: _Server, process: int, size_bytes: int) -> float:
         cluster = self._cluster
@@ -188,7 +199,7 @@ class SimulatedServers:
             1 + cluster.network.spread * cluster.chance.random()
         )
         at_s = max(
-            server.last_arrival_s.get(process, 0.0), cluster.lines.reachable_s(process, SERVERS) + takes_s
+            server.last_arrival_s.get(process, 0.0), self._lines.reachable_s(process, SERVERS) + takes_s
         )
         server.last_arrival_s[process] = at_s
         return at_s
@@ -234,5 +245,5 @@ class SimulatedServers:
         server.times[push.process] = push.time
         push.acks += 1
         if push.acks == len(self._servers):
-            free_s = self._cluster.lines.reachable_s(push.process, SERVERS)
+            free_s = self._lines.reachable_s(push.process, SERVERS)
             self._cluster.engine.schedule(free_s + self._cluster.network.latency_s, push.on_applied, push)

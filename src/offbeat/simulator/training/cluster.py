@@ -108,14 +108,15 @@ from offbeat.simulator.core.faults import (
     check_faults,
     format_fault,
 )
-from offbeat.simulator.core.lines import COORDINATOR, UNREACHABLE_S, NetworkOutages
+from offbeat.simulator.core.lines import COORDINATOR, UNREACHABLE_S, NetworkOutages, Outage
 from offbeat.simulator.core.network import NetworkCosts
 from offbeat.simulator.core.times import ComputeTimes, ComputeTimeSource, ConstantTimes
 from offbeat.simulator.training.exchange import SimulatedExchange
+from offbeat.simulator.training.interface import StateTransfer
 from offbeat.simulator.training.replicas import HistoryProblem, SampleTrackingProblem, TrainingProblem
 from offbeat.simulator.training.sample_loop import SampleSetting
 from offbeat.simulator.training.vectorized_group import VectorizedGroup
-from offbeat.simulator.training.worker import RECEIVING_STATE, SimulatedWorker, StateTransfer
+from offbeat.simulator.training.worker import RECEIVING_STATE, SimulatedWorker
 
 _NEVER = 10**18
 _REPORTED_S = UNREACHABLE_S + 0.1  # a silence of this length has been reported to the policies
@@ -223,7 +224,7 @@ class SimulatedCluster:
         self.engine = Engine()
         self.chance = random.Random(f"cluster {setting.seed}")
         self.problem: TrainingProblem = problem or HistoryProblem()
-        samples = setting.samples
+        self.samples = samples = setting.samples
         if samples is not None:
             self.problem = SampleTrackingProblem(self.problem)
         self.network, self.world = setting.network, setting.world
@@ -233,7 +234,7 @@ class SimulatedCluster:
             self.steps_per_epoch = -(-samples.epoch_samples // (samples.batch_size * setting.world))
         self.size_bytes, self.apply_s = setting.size_bytes, setting.apply_s
         self.exchanges: dict[int, SimulatedExchange] = {}
-        self.vectorized_group = VectorizedGroup(self)
+        self.vectorized_group = VectorizedGroup(self, self.open_exchange)
         self.received_early: frozenset[int] = frozenset()
         is_plain = setting.rounds_per_step == 1 and not setting.apply_s and samples is None
         self._may_vectorize = not one_by_one and is_plain
@@ -245,7 +246,7 @@ class SimulatedCluster:
         self.log: list[tuple[Event, tuple[Action, ...]]] = []
         self.groups: list[tuple[float, Group]] = []
         self._hung_until_s: dict[int, float] = {}
-        self.lines = NetworkOutages(self)
+        self.lines = NetworkOutages(self, lost_after_s=setting.lost_after_s)
         self._exchange_ids: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._keeps_log = keeps_log or any(isinstance(fault, CoordinatorRestart) for fault in setting.faults)
         self._durable = 0  # length of the part of the log that a killed coordinator has written
@@ -371,33 +372,36 @@ class SimulatedCluster:
 
     # Control messages ----------------------------------------------------------------------------------
 
-    def arrival_s(self, worker: SimulatedWorker) -> float:
+    def arrival_s(self, worker: int) -> float:
         """Return when an event that a worker sends now arrives, on the coordinator's clock."""
-        return max(worker.uplink_s, self.engine.now_s + self.network.latency_s) - self.clock_lag_s
+        uplink_s = self._workers[worker].uplink_s
+        return max(uplink_s, self.engine.now_s + self.network.latency_s) - self.clock_lag_s
 
-    def send_event(self, worker: SimulatedWorker, event: Event) -> None:
-        """Send an event to the coordinator."""
-        at_s = max(worker.uplink_s, self.engine.now_s + self.network.latency_s)
-        worker.uplink_s = at_s
+    def send_event(self, worker: int, event: Event) -> None:
+        """Send an event of a worker to the coordinator."""
+        simulated = self._workers[worker]
+        at_s = max(simulated.uplink_s, self.engine.now_s + self.network.latency_s)
+        simulated.uplink_s = at_s
         if self.is_exactly_once:
-            worker.sent_events.append(event)
-        self.schedule_arrival(worker.worker, event, at_s)
+            simulated.sent_events.append(event)
+        self.schedule_arrival(worker, event, at_s)
 
     def send_ready(
-        self, worker: SimulatedWorker, generation: int, epoch: int, step: int, round: int, compute_s: float
+        self, worker: int, generation: int, epoch: int, step: int, round: int, compute_s: float
     ) -> None:
-        """Send a Ready: the same as `tell`, but faster."""
+        """Send a Ready: the same as `send_event`, but faster."""
+        simulated = self._workers[worker]
         at_s = self.engine.now_s + self.network.latency_s
-        if at_s < worker.uplink_s:
-            at_s = worker.uplink_s
-        worker.uplink_s = at_s
+        if at_s < simulated.uplink_s:
+            at_s = simulated.uplink_s
+        simulated.uplink_s = at_s
         ready: Ready = object.__new__(Ready)  # three times as fast as the dataclass's constructor
         object.__setattr__(
             ready,
             "__dict__",
             {
                 "now_s": at_s - self.clock_lag_s,
-                "worker": worker.worker,
+                "worker": worker,
                 "generation": generation,
                 "epoch": epoch,
                 "step": step,
@@ -407,11 +411,11 @@ class SimulatedCluster:
                 "blocks": (),
             },
         )
-        worker.last_ready = ready
+        simulated.last_ready = ready
         if self.is_exactly_once:
-            worker.sent_events.append(ready)
-        if worker.worker not in self.received_early:
-            self.schedule_arrival(worker.worker, ready, at_s)
+            simulated.sent_events.append(ready)
+        if worker not in self.received_early:
+            self.schedule_arrival(worker, ready, at_s)
 
     def schedule_arrival(self, worker: int, event: Event, at_s: float) -> None:
         """Schedule the arrival of an event at the coordinator."""
@@ -684,9 +688,10 @@ class SimulatedCluster:
 
     # Exchanges -----------------------------------------------------------------------------------------
 
-    def exchange(self, worker: SimulatedWorker) -> None:
+    def exchange(self, worker: int) -> None:
         """Enter a worker into its next exchange."""
-        follower = worker.follower
+        simulated = self._workers[worker]
+        follower = simulated.follower
         group = follower.group
         assert group is not None
         exchange_id = follower.exchange_id
@@ -694,8 +699,8 @@ class SimulatedCluster:
         exchange = self.exchanges.get(exchange_id)
         if exchange is None:
             exchange = self.open_exchange(group, exchange_id, follower.step, follower.round)
-        worker.exchange = exchange
-        exchange.arrive(worker)
+        simulated.exchange = exchange
+        exchange.arrive(simulated)
 
     def open_exchange(self, group: Group, exchange_id: int, step: int, round: int) -> SimulatedExchange:
         """Return a new exchange without any arrived member."""
@@ -704,24 +709,39 @@ class SimulatedCluster:
             self.fail_invariant(
                 f"exchange {exchange_id} of {sign} was used by {self._exchange_ids[exchange_id]}"
             )
-        exchange = self.exchanges[exchange_id] = SimulatedExchange(self, group, exchange_id, step, round)
+        exchange = self.exchanges[exchange_id] = SimulatedExchange(
+            self, group, exchange_id, step, round, self.vectorized_group.form
+        )
         return exchange
 
-    def apply_blocks(self, exchange: SimulatedExchange) -> None:
-        """Block an exchange that begins by its hung members and by outages between members."""
-        if self._hung_until_s:
-            for worker in exchange.workers:
-                if worker.is_hung:
-                    exchange.block(worker)
-        for outage in self.lines.outages:
-            if outage.separates_members(exchange.group.members):
+    def close_exchange(self, exchange_id: int) -> None:
+        """Forget an exchange that has ended for all of its members."""
+        self.exchanges.pop(exchange_id, None)
+
+    def blockers(self, members: tuple[int, ...]) -> list[object]:
+        """Return what blocks an exchange among these members: hung ones, and outages between them."""
+        hung = [self._workers[worker] for worker in self._hung_until_s if worker in members]
+        return [*hung, *(outage for outage in self.lines.outages if outage.separates_members(members))]
+
+    def block_exchanges(self, outage: Outage) -> None:
+        """Block the exchanges whose present members an outage separates."""
+        for exchange in self.exchanges.values():
+            present = tuple(worker.worker for worker in exchange.workers if worker.exchange is exchange)
+            if outage.separates_members(present):
                 exchange.block(outage)
 
-    def send_state(self, donor: SimulatedWorker, joiner: int, place: int, parcel: StateTransfer) -> None:
+    def unblock_exchanges(self, outage: Outage) -> None:
+        """Let the exchanges continue that an outage has blocked."""
+        for exchange in list(self.exchanges.values()):
+            exchange.unblock(outage)
+
+    def send_state(self, donor: int, joiner: int, place: int, parcel: StateTransfer) -> None:
         """Send a donor's state to the joiner at index `place`; transfers are sequential."""
         transfer_s = self.network.transfer_s(3 * self.size_bytes)
         self.engine.schedule(
-            self.engine.now_s + (place + 1) * transfer_s, self._deliver_state, (donor, joiner, parcel)
+            self.engine.now_s + (place + 1) * transfer_s,
+            self._deliver_state,
+            (self._workers[donor], joiner, parcel),
         )
 
     def _deliver_state(self, message: tuple[SimulatedWorker, int, StateTransfer]) -> None:
@@ -876,8 +896,7 @@ class SimulatedCluster:
         if node == COORDINATOR:
             self.handle_event(replace(event, now_s=self.engine.now_s - self.clock_lag_s))
             return
-        simulated = self._workers[node]
-        self.send_event(simulated, replace(event, now_s=self.arrival_s(simulated)))
+        self.send_event(node, replace(event, now_s=self.arrival_s(node)))
 
     def give_up_worker(self, worker: int, cause: str) -> None:
         """Let the coordinator give up a worker."""
@@ -943,7 +962,7 @@ class SimulatedCluster:
         self._send(simulated.worker, tuple(self._last_actions))
         for event in (simulated.last_ready, simulated.last_halted, simulated.last_finished):
             if event is not None:
-                self.send_event(simulated, replace(event, now_s=self.arrival_s(simulated)))
+                self.send_event(simulated.worker, replace(event, now_s=self.arrival_s(simulated.worker)))
         reports = self.lines.open_reports(simulated.worker)
         for peer in sorted({peer for worker, peer in self._open_reports() if worker == simulated.worker}):
             if all(report.peer != peer for report in reports):
@@ -963,7 +982,7 @@ class SimulatedCluster:
             simulated.sent_events[: self._recorded[simulated.worker]],
         )
         for event in missed[len(simulated.sent_events) :]:
-            self.send_event(simulated, replace(event, now_s=self.arrival_s(simulated)))
+            self.send_event(simulated.worker, replace(event, now_s=self.arrival_s(simulated.worker)))
         told = self._sent[simulated.worker]
         for number in range(simulated.received_messages, len(told)):
             self._schedule_delivery(simulated.worker, number, told[number])

@@ -5,17 +5,15 @@ Nothing here knows of policies; it checks that all members mean the same exchang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.events import Group
-
-if TYPE_CHECKING:
-    from offbeat.simulator.training.cluster import SimulatedCluster
-    from offbeat.simulator.training.worker import SimulatedWorker
+from offbeat.simulator.training.interface import Simulation
+from offbeat.simulator.training.worker import SimulatedWorker
 
 _ENDS_MAX = 8
 
@@ -26,6 +24,14 @@ class SimulatedExchange:
     If a member dies or hangs meanwhile, a member that had received all data before that still ends, up to a
     time drawn at random; the remaining ones end when the blocked member resumes.
 
+    Args:
+        cluster: the run.
+        group: the group that exchanges.
+        exchange_id: a number that no other exchange has.
+        step: steps that each member has finished.
+        round: rounds that each member has finished.
+        vectorize: lets a vectorized group take over the members if possible; returns whether it has.
+
     Attributes:
         mean: the result for every member; None before all have arrived.
         contributions: dealt blocks in the mean, per member; empty without dealt samples.
@@ -35,13 +41,19 @@ class SimulatedExchange:
     """
 
     def __init__(
-        self, cluster: SimulatedCluster, group: Group, exchange_id: int, step: int, round: int
+        self,
+        cluster: Simulation,
+        group: Group,
+        exchange_id: int,
+        step: int,
+        round: int,
+        vectorize: Callable[[SimulatedExchange], bool],
     ) -> None:
         self.group, self.step, self.round = group, step, round
         self.exchange_id = exchange_id
         self.mean: Any = None
         self.contributions: Sequence[tuple[int, int]] = ()
-        self._cluster = cluster
+        self._cluster, self._vectorize = cluster, vectorize
         self._workers: list[SimulatedWorker] = []
         self._blocked: set[Any] = set()
         self._blocked_s = 0.0
@@ -113,14 +125,15 @@ class SimulatedExchange:
         self.average(workers, [worker.gradient for worker in workers], weights)
         if workers[0].loop is not None:
             self.contributions = [(worker.contributed_blocks, 0) for worker in workers]
-        cluster.apply_blocks(self)
+        for what in cluster.blockers(self.group.members):
+            self.block(what)
         if self._blocked:
             self._blocked_s = self._ends_until_s = self.begin_s
         # After all other calls of this time: a member may be in the middle of processing a message.
         cluster.engine.schedule(self.begin_s, self._start_ends)
 
     def _start_ends(self, _: Any) -> None:
-        if not self._cluster.vectorized_group.form(self):
+        if not self._vectorize(self):
             self.schedule_ends()
 
     def average(
@@ -167,7 +180,7 @@ class SimulatedExchange:
             worker.on_mean(self)
         self._ended += len(workers)
         if self._ended == len(self._workers):
-            self._cluster.exchanges.pop(self.exchange_id, None)
+            self._cluster.close_exchange(self.exchange_id)
 
 
 def _worker_id(worker: SimulatedWorker) -> int:

@@ -7,18 +7,17 @@ happens, the members replay the round under way, each through its own code.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from offbeat.events import Ready
+from offbeat.events import Group, Ready
 from offbeat.simulator.core.engine import Engine
-
-if TYPE_CHECKING:
-    from offbeat.simulator.core.times import ComputeTimeSource
-    from offbeat.simulator.training.cluster import SimulatedCluster
-    from offbeat.simulator.training.exchange import SimulatedExchange
-    from offbeat.simulator.training.worker import SimulatedWorker
+from offbeat.simulator.core.times import ComputeTimeSource
+from offbeat.simulator.training.exchange import SimulatedExchange
+from offbeat.simulator.training.interface import Simulation
+from offbeat.simulator.training.worker import SimulatedWorker
 
 _ROUNDS_AHEAD = 64  # compute times drawn at a time
 _new, _set = object.__new__, object.__setattr__
@@ -38,11 +37,14 @@ class VectorizedGroup:
     very same time the order may differ: a member's Ready may follow one that it would have preceded.
 
     Args:
-        cluster: the cluster of the workers.
+        cluster: the run.
+        open_exchange: makes the exchange of a group with this id, step and round.
     """
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, cluster: Simulation, open_exchange: Callable[[Group, int, int, int], SimulatedExchange]
+    ) -> None:
+        self._cluster, self._open_exchange = cluster, open_exchange
         self._exchange: SimulatedExchange | None = None  # the last that has begun; None without a cohort
         self._members: list[SimulatedWorker] = []
         self._ids = np.zeros(0, np.int64)
@@ -218,11 +220,11 @@ class VectorizedGroup:
         iterations = (computed + self._rounds for computed in self._computed)
         self._gradients = problem.gradients(state, self._workers, iterations)
         self._rounds += 1
-        following = cluster.open_exchange(
+        following = self._open_exchange(
             exchange.group, exchange.exchange_id + 1, exchange.step + 1, exchange.round + 1
         )
         following.average(self._members, self._gradients, exchange.group.weights)
-        del cluster.exchanges[exchange.exchange_id]
+        cluster.close_exchange(exchange.exchange_id)
         if following.step + 1 < cluster.steps:
             self._plan_round(following)
             return

@@ -6,9 +6,9 @@ Nothing here decides on membership.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Protocol
 
 from offbeat.events import (
     AbortJob,
@@ -32,11 +32,8 @@ from offbeat.events import (
 )
 from offbeat.policies.membership.group_membership import ExchangeDecision, GroupMembership
 from offbeat.simulator.core.times import ComputeTimeSource
+from offbeat.simulator.training.interface import Simulation, StateTransfer
 from offbeat.simulator.training.sample_loop import LoopActivity, SimulatedLoop
-
-if TYPE_CHECKING:
-    from offbeat.simulator.training.cluster import SimulatedCluster
-    from offbeat.simulator.training.exchange import SimulatedExchange
 
 COMPUTING, EXCHANGING, APPLYING = "computing", "exchanging", "applying"
 WAITING, RECEIVING_STATE, JOINING, FINISHED, ENDED = (
@@ -50,13 +47,26 @@ REQUESTING, LEAVING = "requesting samples", "leaving"
 _SAVES_EVERY = 13  # steps, where samples are dealt
 
 
-class StateTransfer(NamedTuple):
-    """The state that a donor sends to joiners."""
+class Exchange(Protocol):
+    """An exchange, as far as its members need it.
 
-    generation: int
-    state: Any
-    round: int
-    epoch: int
+    Attributes:
+        group: the group that exchanges.
+        exchange_id: a number that no other exchange has.
+        mean: the result for every member.
+        contributions: dealt blocks in the mean, per member; empty without dealt samples.
+    """
+
+    group: Group
+    exchange_id: int
+    mean: Any
+    contributions: Sequence[tuple[int, int]]
+
+    def block(self, what: object) -> None:
+        """Keep members from ending; `what` is a worker that hangs or is dead, or an outage."""
+
+    def unblock(self, what: object) -> None:
+        """Remove a cause; when none is left, the held members end."""
 
 
 class SimulatedWorker:
@@ -84,7 +94,7 @@ class SimulatedWorker:
     place = "simulated"
 
     def __init__(
-        self, cluster: SimulatedCluster, worker: int, stopwatch: ComputeTimeSource, *, is_new: bool
+        self, cluster: Simulation, worker: int, stopwatch: ComputeTimeSource, *, is_new: bool
     ) -> None:
         self.cluster = cluster
         self.worker = worker
@@ -94,7 +104,7 @@ class SimulatedWorker:
         self.gradient: Any = None
         self.weight = 1.0
         self.contributed_blocks = 0
-        self.exchange: SimulatedExchange | None = None
+        self.exchange: Exchange | None = None
         self.is_hung = False
         self.is_leaving = False
         self.steps_outside = 0
@@ -108,7 +118,7 @@ class SimulatedWorker:
         self._is_dismissed = False
         self._is_new = is_new
         self.stopwatch = stopwatch
-        samples = cluster.setting.samples
+        samples = cluster.samples
         self.loop = None if samples is None else SimulatedLoop(samples, self.follower, self._send_request)
         self.saved_states: dict[int, Any] = {}
         self.sent_events: list[Event] = []
@@ -141,9 +151,9 @@ class SimulatedWorker:
         """Send the request to join."""
         cluster = self.cluster
         cluster.send_event(
-            self,
+            self.worker,
             Joined(
-                now_s=cluster.arrival_s(self),
+                now_s=cluster.arrival_s(self.worker),
                 worker=self.worker,
                 world=cluster.world,
                 peer=f"worker-{self.worker}",
@@ -183,8 +193,8 @@ class SimulatedWorker:
             case EndEpoch():
                 self._end_epoch(action.epoch)
             case ContributionQuery():
-                recalled = self.follower.on_contribution_query(action, self.cluster.arrival_s(self))
-                self.cluster.send_event(self, recalled)
+                recalled = self.follower.on_contribution_query(action, self.cluster.arrival_s(self.worker))
+                self.cluster.send_event(self.worker, recalled)
             case AssignBlocks():
                 if self.loop is not None:
                     self.loop.on_deal(action)
@@ -206,7 +216,7 @@ class SimulatedWorker:
         elif self.activity in (RECEIVING_STATE, JOINING):
             self._continue()
 
-    def on_mean(self, exchange: SimulatedExchange) -> None:
+    def on_mean(self, exchange: Exchange) -> None:
         """Receive the mean of an exchange."""
         if self.is_hung:
             self._queue.append((True, self.on_mean, exchange))
@@ -262,7 +272,7 @@ class SimulatedWorker:
         self.activity = ENDED
         self.cluster.stop_if_empty()
 
-    def can_vectorize(self, exchange: SimulatedExchange) -> bool:
+    def can_vectorize(self, exchange: Exchange) -> bool:
         """Whether it has begun this exchange, and the next one follows if nothing else happens."""
         cluster, follower = self.cluster, self.follower
         return (
@@ -277,7 +287,7 @@ class SimulatedWorker:
 
     def fast_forward(
         self,
-        exchange: SimulatedExchange,
+        exchange: Exchange,
         *,
         rounds: int,
         state: Any,
@@ -296,7 +306,7 @@ class SimulatedWorker:
             ready: the Ready that it sent then.
         """
         follower = self.follower
-        follower.step, follower.round = exchange.step, exchange.round
+        follower.step, follower.round = ready.step, ready.round
         follower.exchange_id = exchange.exchange_id + 1
         self.exchange = exchange
         self.state, self.gradient = state, gradient
@@ -356,7 +366,7 @@ class SimulatedWorker:
             self.gradient = cluster.problem.gradient(self.state, self.worker, self.gradients_computed - 1)
             epoch = (follower.step + self.steps_outside) // cluster.steps_per_epoch
             cluster.send_ready(
-                self, follower.generation, epoch, follower.step, follower.round, self._compute_s
+                self.worker, follower.generation, epoch, follower.step, follower.round, self._compute_s
             )
         else:
             self.gradient = cluster.problem.gradient(
@@ -367,7 +377,7 @@ class SimulatedWorker:
             blocks = loop.contribute()
             self.contributed_blocks = len(blocks)
             self.last_ready = Ready(
-                now_s=cluster.arrival_s(self),
+                now_s=cluster.arrival_s(self.worker),
                 worker=self.worker,
                 generation=follower.generation,
                 epoch=loop.epoch,
@@ -377,12 +387,12 @@ class SimulatedWorker:
                 samples=samples,
                 blocks=blocks,
             )
-            cluster.send_event(self, self.last_ready)
+            cluster.send_event(self.worker, self.last_ready)
         self._compute_s = 0.0
         self._continue()
 
     def _send_request(self, wants: SamplesRequested) -> None:
-        self.cluster.send_event(self, replace(wants, now_s=self.cluster.arrival_s(self)))
+        self.cluster.send_event(self.worker, replace(wants, now_s=self.cluster.arrival_s(self.worker)))
 
     def _continue(self) -> None:
         """Ask the follower what to do with the gradients, or in a newcomer, whether to receive a state."""
@@ -395,7 +405,7 @@ class SimulatedWorker:
         if turn is ExchangeDecision.EXCHANGE:
             self.steps_outside = 0
             self.activity = EXCHANGING
-            cluster.exchange(self)
+            cluster.exchange(self.worker)
         elif turn is ExchangeDecision.WAIT:
             self.activity = JOINING if self.gradient is None and self.state is None else WAITING
         elif turn is ExchangeDecision.FETCH_STATE:
@@ -464,16 +474,17 @@ class SimulatedWorker:
         cluster, round_ = self.cluster, self.follower.round
         self.saved_states[round_] = self.state
         cluster.send_event(
-            self, CheckpointQuery(now_s=cluster.arrival_s(self), worker=self.worker, round=round_)
+            self.worker,
+            CheckpointQuery(now_s=cluster.arrival_s(self.worker), worker=self.worker, round=round_),
         )
 
     def _finish(self, epoch: int) -> None:
         cluster = self.cluster
         self.activity = FINISHED
         self.last_finished = Finished(
-            now_s=cluster.arrival_s(self), worker=self.worker, epoch=epoch, step=self.follower.step
+            now_s=cluster.arrival_s(self.worker), worker=self.worker, epoch=epoch, step=self.follower.step
         )
-        cluster.send_event(self, self.last_finished)
+        cluster.send_event(self.worker, self.last_finished)
 
     def _leave(self) -> None:
         """Adopt the final state if the last group requires it, and leave."""
@@ -490,7 +501,8 @@ class SimulatedWorker:
     def _send_left(self) -> None:
         cluster = self.cluster
         cluster.send_event(
-            self, Left(now_s=cluster.arrival_s(self), worker=self.worker, step=self.follower.step)
+            self.worker,
+            Left(now_s=cluster.arrival_s(self.worker), worker=self.worker, step=self.follower.step),
         )
         self.has_left = True
         if not cluster.is_exactly_once:
@@ -511,11 +523,11 @@ class SimulatedWorker:
 
     def _on_halt(self, halt: Halt) -> None:
         cluster = self.cluster
-        answer = self.follower.on_halt(halt, cluster.arrival_s(self))
+        answer = self.follower.on_halt(halt, cluster.arrival_s(self.worker))
         if answer is None:
             return
         self.last_halted = answer
-        cluster.send_event(self, answer)
+        cluster.send_event(self.worker, answer)
         if halt.abandon and self.exchange is not None:
             if self.follower.finish_round():
                 cluster.fail_invariant(f"worker {self.worker} counts an exchange that it has abandoned")
@@ -532,4 +544,4 @@ class SimulatedWorker:
         for place, joiner in enumerate(follower.state_recipients):
             epoch = 0 if self.loop is None else self.loop.epoch
             parcel = StateTransfer(group.generation, self.state, follower.round, epoch)
-            self.cluster.send_state(self, joiner, place, parcel)
+            self.cluster.send_state(self.worker, joiner, place, parcel)
