@@ -13,7 +13,7 @@ ring that is being prepared (`_chain_at`). The manager numbers views; a view fix
 A push. The client sends each part of a push to its master. The master keeps only the keys for which the
 client's push is new (`RangeVectorClock.earlier_ranges`), rehearses it, applies it, and sends it down the
 chain as `Replicate`, source-routed. Each holder applies the operation and forwards it; the last one replies
-`ReplicateAck`, which travels back up. Each holder keeps the operation in `_kept` until `ReplicateAck` has
+`ReplicateAck`, which travels back up. Each holder keeps the operation in `_unacked` until `ReplicateAck` has
 passed it. The master then answers the client with `PushAck`, or with `PullResult` if the push wants values.
 An operation that cannot be applied goes nowhere: the client receives `Rejected`. A namespace that aggregates
 differs in one point: pushes wait in `Aggregation` until those of all participants are there, and their sum is

@@ -70,7 +70,7 @@ class PS:
         client_id: this client's.
 
     Raises:
-        ValueError: `number` is out of range.
+        ValueError: `client_id` is out of range.
         FileNotFoundError: there is no such file.
         OffbeatError: the cluster cannot be reached, or does not have all its servers within `start_s`.
     """
@@ -84,7 +84,7 @@ class PS:
         client_id: int | None = None,
     ) -> None:
         if client_id is not None and not 0 <= client_id < _NUMBERS:
-            raise ValueError(f"expected a client number from 0 to 2**62 - 1, got {client_id}")
+            raise ValueError(f"expected a client_id from 0 to 2**62 - 1, got {client_id}")
         self.cluster = cluster if isinstance(cluster, ClusterFile) else ClusterFile.read(cluster)
         self._local_servers: LocalServers | None = None
         self._pid = os.getpid()
