@@ -22,7 +22,7 @@ class PreemptionBroadcast:
         match event:
             case Preempted() if self._first is None:
                 reason = f"worker {event.worker} was sent {event.signal} after {event.step} steps"
-                self._first = {"by": event.worker, "reason": reason}
+                self._first = {"signalled_worker": event.worker, "reason": reason}
                 return [Preempt(worker=None, **self._first)]
             case Joined() if self._first is not None:
                 return [Preempt(worker=event.worker, **self._first)]

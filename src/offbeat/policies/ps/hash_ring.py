@@ -20,14 +20,14 @@ class NamespaceSpec(NamedTuple):
     """A namespace: keys 0 to `keys` - 1, in blocks of `block_keys` neighbours that are stored together.
 
     Attributes:
-        about: the type of its values and its update, in a form that the servers' stores understand.
+        spec: the type of its values and its update, in a form that the servers' stores understand.
         aggregates: whether the pushes of all participants at one time are summed into one operation.
     """
 
     name: str
     keys: int
     block_keys: int
-    about: Any = None
+    spec: Any = None
     aggregates: bool = False
 
     def blocks_of_range(self, first: int, last: int) -> range:
@@ -87,7 +87,7 @@ class HashRing:
             raise ValueError(f"expected every server once, got {self.servers}")
         for name, value, least in (
             ("virtual_nodes", virtual_nodes, 1),
-            ("copies", replicas, 0),
+            ("replicas", replicas, 0),
         ):
             if value < least:
                 raise ValueError(f"expected {name} of at least {least}, got {value}")
@@ -176,7 +176,7 @@ class HashRing:
         return {
             "servers": list(self.servers),
             "virtual_nodes": self.virtual_nodes,
-            "copies": self.replicas,
+            "replicas": self.replicas,
         }
 
     def _walk(self, index: int) -> tuple[int, ...]:

@@ -280,7 +280,7 @@ class ServerGroup:
             "participants": begins,
             "paused": dict(self._participants.pauses),
             "lost": tuple(self._lost),
-            "silent": tuple(one for one in self._silent if one in self._alive),
+            "silent_servers": tuple(one for one in self._silent if one in self._alive),
         }
 
     def _next_view(

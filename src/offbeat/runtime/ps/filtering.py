@@ -78,10 +78,10 @@ class NodeFilters:
     def add_namespaces(self, spaces: Mapping[str, NamespaceSpec]) -> None:
         """Store the definitions of namespaces; invalid filters raise on first use, not here."""
         for name in spaces.keys() - self._definitions.keys():
-            self._definitions[name] = spaces[name].about
+            self._definitions[name] = spaces[name].spec
 
     def knows(self, namespace: str) -> bool:
-        """Whether the namespace was passed to `learn`."""
+        """Whether the namespace was passed to `add_namespaces`."""
         return namespace in self._definitions
 
     def kkt(self, namespace: str) -> KKT:
@@ -281,9 +281,13 @@ class NodeFilters:
         if chain is None:
             if not self.knows(namespace):
                 raise ProtocolError(f"expected a namespace that was opened, got {namespace}")
-            filters = getattr(self._of(namespace), kind.partition(" ")[0])
+            filters = self._of(namespace)
+            specs = {"push": filters.push, "copy": filters.replica_filters, "pull": filters.pull}
             seed = crc32(f"{self._seed} {self._recreated} {node} {namespace} {kind}".encode())
-            made = [self._kkts[namespace] if spec.kind == "KKT" else spec.make(seed) for spec in filters]
+            made = [
+                self._kkts[namespace] if spec.kind == "KKT" else spec.build(seed)
+                for spec in specs[kind.partition(" ")[0]]
+            ]
             chain = FilterChain(made)
             self._chains[node, namespace, kind] = chain
         return chain

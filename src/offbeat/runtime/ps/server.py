@@ -68,7 +68,7 @@ class ServerTables:
         found = self._tables.get(space.name)
         if found is None:
             found = self._tables[space.name] = build_table(
-                space.about, space.keys, space.block_keys, self._functions, self._empty
+                space.spec, space.keys, space.block_keys, self._functions, self._empty
             )
         return found
 
