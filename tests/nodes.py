@@ -137,7 +137,7 @@ class Stranger:
             self.sock = socket.create_connection(to.tcp(), timeout=DEADLINE_S)
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)
         self.reader = FrameReader(None)
-        claims = {"job": "job", "token": "secret", "me": name, "you": you or to.links.name} | secrets
+        claims = {"job": "job", "token": "secret", "node": name, "peer": you or to.links.name} | secrets
         self.greeting = DiallerHandshake(**claims)
 
     def greet(self) -> Stranger:

@@ -74,7 +74,7 @@ class ByHand:
         self.node = self._node(COORDINATOR, listeners=listeners)
 
     def dies(self):
-        self.node.links.call(lambda: 1 / 0)
+        self.node.links.call_soon(lambda: 1 / 0)
         assert isinstance(self.node.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
 
     def hear(self):
@@ -158,7 +158,7 @@ def test_whatever_thread_says_it_it_goes_out_in_the_order_in_which_it_was_said(b
         assert goes_on.wait(DEADLINE_S)
         worker.line.send(ready(0, 2))
 
-    worker.links.call(in_a_callback)
+    worker.links.call_soon(in_a_callback)
     assert is_inside.wait(DEADLINE_S)
     worker.line.send(ready(0, 1))
     goes_on.set()

@@ -49,8 +49,8 @@ MIB = 2**20
 class Process:
     """A coordinator in a process of its own."""
 
-    def __init__(self, world, log, *, prelude="", policy="lockstep:Lockstep", **options):
-        names = ["assembly:Assembly", policy]
+    def __init__(self, world, log, *, prelude="", policy="membership.lockstep:Lockstep", **options):
+        names = ["membership.assembly:Assembly", policy]
         arguments = {"world": world}
         policies = tuple(PolicySpec(path=f"offbeat.policies.{n}", arguments=arguments) for n in names)
         configuration = CoordinatorConfiguration(
@@ -495,7 +495,10 @@ def whole_job():
 
 
 def test_a_grant_is_heard_by_nobody_but_the_worker_that_it_is_for(tmp_path):
-    with running_job(2, tmp_path / "log", policy="staleness:BoundedStaleness") as (process, peers):
+    with running_job(2, tmp_path / "log", policy="staleness.bounded_staleness:BoundedStaleness") as (
+        process,
+        peers,
+    ):
         for peer in peers:
             peer.say(begun(peer.worker))
         for peer in peers:

@@ -156,7 +156,7 @@ def test_what_a_push_brings_comes_through_the_filters_of_pulls_once(chain: str) 
     ends = Ends(pull=OF_PULLS[chain])
     rows, message = some(1, is_listed=False).values, push(some(2, is_listed=False))
     for wants_values in (True, False):
-        asked = replace(message, number=1, wants_values=wants_values)
+        asked = replace(message, request=1, returns_values=wants_values)
         (arrived,) = came(*packed(ends.there.encode("here", asked)))
         assert plain(ends.here.decode("there", arrived)) == plain(asked)
         if wants_values:
@@ -186,7 +186,7 @@ def test_what_is_assigned_is_never_off_by_more_than_the_threshold(chain: str) ->
     for time in range(20):
         here += chance.normal(0, 0.2, KEYS).astype(np.float32)
         content = ends.heard(push(Entries(0, here.copy()), time=time)).content
-        there[content.listed()] = content.values
+        there[content.key_array()] = content.values
         assert np.abs(there - here).max() <= 0.5 + 1e-3  # and a step of fixed point
         assert not time or len(content) < KEYS
 
@@ -341,7 +341,7 @@ def test_what_is_pulled_is_never_off_by_more_than_the_threshold(data: st.DataObj
                 last = data.draw(st.integers(first + 1, KEYS))
                 keys = first + np.flatnonzero(chance.random(last - first) < 0.3)
                 asked = replace(
-                    pull(data.draw(st.sampled_from((None, keys)))), first=first, last=last, number=number
+                    pull(data.draw(st.sampled_from((None, keys)))), first=first, last=last, request=number
                 )
                 found = both.pulled(server, rows, asked)
                 held = rows[first:last] if asked.keys is None else rows[keys]
@@ -354,7 +354,7 @@ def test_what_is_pulled_is_never_off_by_more_than_the_threshold(data: st.DataObj
                 "infinite"
             ):  # no fixed point can be sent of it; the server's chain ends, the client's does not
                 odd = np.where(np.arange(KEYS) == 7, np.inf, rows)
-                found = both.pulled(server, odd, replace(pull(None), number=number))
+                found = both.pulled(server, odd, replace(pull(None), request=number))
                 assert found[7] == np.inf
             case "away":  # for so long that the server has forgotten the client, which comes back
                 both.servers[server].on_node_gone("client")
@@ -434,10 +434,10 @@ def test_what_a_push_says_besides_its_values_goes_by_every_filter(chain: str) ->
     for rows in (np.ones(KEYS, np.float32), np.full(KEYS, np.inf, np.float32)):
         ends = Ends(OF_SUMS[chain])
         content = Entries(0, rows, None, PushMeta(2.5, {"lr": 0.5, "betas": [0.5, 0.75]}))
-        assert plain(ends.heard(push(content)).content.terms) == plain(content.meta)
-        assert plain(ends.heard(copy(content)).operation.content.terms) == plain(content.meta)
+        assert plain(ends.heard(push(content)).content.meta) == plain(content.meta)
+        assert plain(ends.heard(copy(content)).operation.content.meta) == plain(content.meta)
         content.meta = None
-        assert ends.heard(push(content)).content.terms is None
+        assert ends.heard(push(content)).content.meta is None
 
 
 @pytest.mark.parametrize("chain", [*OF_SUMS, *OF_STATES])
@@ -452,7 +452,7 @@ def test_what_replaces_values_travels_as_it_is_and_filters_count_nothing_as_sent
     assert plain(ends.heard(copy(put)).operation.content) == plain(put)
     again = ends.heard(push(Entries(0, np.ones(KEYS, np.float32)), time=3)).content
     if chain in OF_STATES:
-        assert again.listed().tolist() == list(range(KEYS))  # though this is what was sent before
+        assert again.key_array().tolist() == list(range(KEYS))  # though this is what was sent before
 
 
 @pytest.mark.parametrize("chain", [*OF_PULLS, "modified"])
@@ -462,18 +462,18 @@ def test_an_answer_says_its_times_and_states_behind_any_filters(chain: str, with
     ends = Ends(pull=OF_PULLS.get(chain) or REMEMBERING.get(chain, ()))
     rows, keys = np.arange(5, dtype=np.float32), np.arange(0, 10, 2)
     ends.answered(rows, keys)
-    fields = {"client": 1, "number": 2, "epoch": 0, "namespace": "w", "first": 0, "last": 10, "keys": keys}
+    fields = {"client": 1, "request": 2, "epoch": 0, "namespace": "w", "first": 0, "last": 10, "keys": keys}
     asked = InspectPull(**fields, returns_states=with_states, returns_times=True)
     (arrived,) = came(*packed(ends.there.encode("here", asked)))
     assert plain(ends.here.decode("there", arrived)) == plain(asked)
     terms = PushMeta(states={"mean": rows + 1}) if with_states else None
     content = Entries(0, rows, keys, terms)
-    fields = {"number": 2, "namespace": "w", "first": 0, "last": 10}
+    fields = {"request": 2, "namespace": "w", "first": 0, "last": 10}
     answer = ends.heard(InspectResult(**fields, content=content, times=(ClockRange(0, 9, 4),)))
     assert answer.times == (ClockRange(0, 9, 4),)
-    assert answer.content.listed().tolist() == keys.tolist()
+    assert answer.content.key_array().tolist() == keys.tolist()
     assert np.allclose(answer.content.values, rows, atol=1e-3)
-    assert plain(answer.content.terms) == plain(terms)
+    assert plain(answer.content.meta) == plain(terms)
     rows[0] += 100
     assert np.allclose(ends.answered(rows, keys), rows, atol=1e-2)
 

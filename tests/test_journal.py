@@ -28,9 +28,9 @@ def fresh(write):
 def test_what_was_flushed_is_found_and_what_was_not_is_not():
     def write(journal):
         for record in RECORDS[:20]:
-            journal.add(record)
+            journal.append(record)
         journal.flush()
-        journal.add(b"not flushed")
+        journal.append(b"not flushed")
 
     assert fresh(write).read() == (b"", RECORDS[:20])
 
@@ -38,7 +38,7 @@ def test_what_was_flushed_is_found_and_what_was_not_is_not():
 def test_a_snapshot_takes_the_place_of_everything_before_it():
     def write(journal):
         for number, record in enumerate(RECORDS):
-            journal.add(record)
+            journal.append(record)
             if number % 30 == 29:
                 journal.replace_by_snapshot(b"snapshot %d" % number)
         journal.flush()

@@ -170,8 +170,8 @@ def test_a_host_takes_no_other_name_where_its_own_cannot_be_read() -> None:
         ({"token": "wrong"}, "a", "b does not prove that it knows the token of job job"),
         ({"job": "other"}, "a", "this is job job, not job other"),
         ({}, "c", "this is a, not c"),
-        ({"me": "a"}, "a", "this is a itself, a second node needs a name of its own"),
-        ({"me": "line\nbreak"}, "a", "expected a printable name of 1 to 256 characters"),
+        ({"node": "a"}, "a", "this is a itself, a second node needs a name of its own"),
+        ({"node": "line\nbreak"}, "a", "expected a printable name of 1 to 256 characters"),
     ],
 )
 def test_who_has_no_right_is_refused_with_one_line_on_both_sides(
@@ -453,7 +453,7 @@ import sys, os, threading
 from offbeat.runtime.transport.endpoint import Endpoint
 links = Endpoint("victim", job="job", token="secret", on_message=lambda *_: None, on_lost=lambda e: None,
                  unix=sys.argv[1] == "unix")
-links.introduce("survivor", sys.argv[2].split())
+links.add_peer("survivor", sys.argv[2].split())
 links.send("survivor", b"hello")
 if sys.argv[3] == "fork" and os.fork() == 0:
     sys.stdin.readline()  # lives on with copies of what it was given

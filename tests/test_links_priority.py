@@ -39,8 +39,8 @@ def on_data(tag, offset, length):
 
 links = Endpoint("receiver", job="job", token="secret", on_message=lambda *_: None, on_lost=print,
                  host=sys.argv[1])
-links.expect("sender", 1, memoryview(big), lambda *piece: on_data(1, *piece))
-links.expect("sender", 2, memoryview(urgent), lambda *piece: on_data(2, *piece))
+links.post_receive("sender", 1, memoryview(big), lambda *piece: on_data(1, *piece))
+links.post_receive("sender", 2, memoryview(urgent), lambda *piece: on_data(2, *piece))
 print(json.dumps(links.addresses), flush=True)
 assert complete.wait(50)
 answer["exact"] = big == b"b" * BIG and urgent == b"u" * URGENT
@@ -57,12 +57,12 @@ urgent = memoryview(b"u" * URGENT)
 left = threading.Event()
 
 def on_message(peer, message):
-    links.put("receiver", 2, urgent, priority=0)
+    links.send_tensor("receiver", 2, urgent, priority=0)
 
 links = Endpoint("sender", job="job", token="secret", on_message=on_message, on_lost=print,
                  on_left=lambda peer: left.set(), host=sys.argv[1])
-links.introduce("receiver", json.loads(sys.argv[4]))
-links.put("receiver", 1, memoryview(b"b" * BIG), priority=1)
+links.add_peer("receiver", json.loads(sys.argv[4]))
+links.send_tensor("receiver", 1, memoryview(b"b" * BIG), priority=1)
 assert left.wait(50)
 links.close()
 """

@@ -234,7 +234,7 @@ VICTIM = """
 import sys, threading
 from offbeat.runtime.transport.endpoint import Endpoint
 links = Endpoint("victim", job="job", token="secret", on_message=print, on_lost=print, unix=False)
-links.introduce("survivor", sys.argv[1:])
+links.add_peer("survivor", sys.argv[1:])
 links.send("survivor", b"hello")
 sys.stdin.readline()
 """

@@ -379,10 +379,10 @@ def test_the_memory_of_a_killed_peer_can_still_be_read(node: Callable[..., Node]
         "import sys, os, signal, threading\n"
         "from offbeat.runtime.transport.endpoint import Endpoint\n"
         "a = Endpoint('a', job='job', token='secret', on_message=print, on_lost=print)\n"
-        "a.introduce('b', sys.argv[1:])\n"
+        "a.add_peer('b', sys.argv[1:])\n"
         "memory = a.allocate(1 << 20)\n"
         "memory[:] = b'x' * (1 << 20)\n"
-        "a.put('b', 1, memory)\n"
+        "a.send_tensor('b', 1, memory)\n"
         "sys.stdin.read()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -173,7 +173,7 @@ def test_however_many_calls_there_are_timers_come_in_between(run) -> None:
         for _ in range(20):
             one.loop.call(take_time)
         one.loop.call(one.end)
-        one.loop.later(0.0, one.say("timer"))
+        one.loop.call_later(0.0, one.say("timer"))
 
     one.loop.call(begin)
     assert "timer" in one.wait()[:10]
@@ -191,7 +191,7 @@ def test_who_waits_runs_what_is_due(run) -> None:
     one, over, insiders = run(), threading.Event(), []
 
     def call() -> None:
-        insiders.append((threading.get_ident(), one.loop.inside))
+        insiders.append((threading.get_ident(), one.loop.is_loop_thread))
         one.loop.call_when_idle(over.set)
 
     one.loop.start()
@@ -199,7 +199,7 @@ def test_who_waits_runs_what_is_due(run) -> None:
         over.clear()
         one.loop.call(call)
         assert one.loop.run_until(*asleep(over), DEADLINE_S)
-        assert not one.loop.inside
+        assert not one.loop.is_loop_thread
     # A call may be run by the thread, before the waiter has come; one at least is run by the waiter.
     assert (threading.get_ident(), True) in insiders
     assert all(inside for _, inside in insiders)
@@ -210,7 +210,7 @@ def test_who_waits_sees_sockets_and_timers(run, ready) -> None:
 
     def read(_: int) -> None:
         ready.recv(1)
-        one.loop.later(0.01, over.set)
+        one.loop.call_later(0.01, over.set)
 
     one.loop.start()
     one.loop.call(one.loop.watch, ready, EPOLL_READ, read)
@@ -238,7 +238,7 @@ def test_a_second_one_who_waits_is_not_left_alone_when_the_first_one_has_gone(ru
     def call() -> None:  # in the turn of whoever waits for the first
         threading.Thread(target=wait_for_second, daemon=True).start()
         assert here.wait(DEADLINE_S)
-        one.loop.later(0.05, second.set)
+        one.loop.call_later(0.05, second.set)
         first.set()
 
     one.loop.start()
@@ -344,7 +344,7 @@ def test_a_wait_for_nothing_can_be_interrupted(run, number) -> None:
 
     before = signal.signal(number, end)
     one.loop.start()
-    one.loop.later(0.02, lambda: os.kill(os.getpid(), number))
+    one.loop.call_later(0.02, lambda: os.kill(os.getpid(), number))
     try:
         with pytest.raises(InterruptedError):
             one.loop.run_until(*asleep(never), DEADLINE_S)
@@ -381,10 +381,10 @@ def test_a_signal_whose_handler_raises_nothing_does_not_end_a_wait(run) -> None:
 
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        one.loop.later(0.05, over.set)
+        one.loop.call_later(0.05, over.set)
 
     try:
-        one.loop.call(one.loop.later, 0.02, kill)
+        one.loop.call(one.loop.call_later, 0.02, kill)
         assert one.loop.run_until(*asleep(over), DEADLINE_S)
         assert came == ["signal"]
     finally:

@@ -63,7 +63,7 @@ try:
                         pipe.write("now")
                     signal.pause()
                 if session.step == 3:  # everybody is here, and has spoken to its neighbours
-                    links = session._member.endpoint
+                    links = session._coordinator.endpoint
                     families = {
                         name.partition(".")[0]: peer.link.sock.family.name
                         for name, peer in links._peers.items()

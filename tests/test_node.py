@@ -91,7 +91,7 @@ class ByHand:
 
     def answer_to(self, number: int) -> Any:
         """The answer to a request, behind those of servers that others are to be asked instead of."""
-        while (answer := self.messages.get(timeout=DEADLINE_S)).number != number:
+        while (answer := self.messages.get(timeout=DEADLINE_S)).request != number:
             assert isinstance(
                 answer, WrongMaster
             )  # of a server that has not looked at the request any closer
@@ -265,9 +265,9 @@ def test_a_manager_that_is_killed_costs_no_request_and_takes_in_who_comes(mark):
 PUSHES = """
 import sys
 import msgspec
-from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.ps.node import ClusterFile
 from offbeat.runtime.ps.client import PS
-ps = PS(msgspec.json.decode(sys.argv[1], type=Cluster))
+ps = PS(msgspec.json.decode(sys.argv[1], type=ClusterFile))
 w = ps.namespace("w", keys=20)
 waiting = []
 for number in range(1, 10**6):
@@ -312,10 +312,10 @@ def test_a_server_keeps_what_it_has_for_a_client_until_the_manager_says_that_the
     kept: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def lose() -> None:
-        server.node._lost(LinkError(client.node.name, "by hand"))
+        server.node._on_lost(LinkError(client.node.name, "by hand"))
         kept.put(client.node.name in server.node.messenger._peers)
 
-    server.node.endpoint.call(lose)
+    server.node.endpoint.call_soon(lose)
     assert kept.get(timeout=DEADLINE_S)
     client.node.close()
     wait_until(lambda: client.node.name not in server.node.messenger._peers, "that the client is forgotten")
@@ -330,20 +330,20 @@ ROWS = np.ones(4, np.float32)
 def push(content: Any, **different: Any) -> Push:
     fields = {
         "client": EVIL,
-        "number": 1,
+        "request": 1,
         "epoch": 2,
         "namespace": "w",
         "first": 0,
         "last": 4,
         "time": 1,
-        "after": (),
+        "previous_times": (),
         "content": content,
     }
     return Push(**(fields | different))
 
 
 def pull(keys: Any = None, **different: Any) -> Pull:
-    fields = {"client": EVIL, "number": 1, "epoch": 2, "namespace": "w", "first": 0, "last": 4, "keys": keys}
+    fields = {"client": EVIL, "request": 1, "epoch": 2, "namespace": "w", "first": 0, "last": 4, "keys": keys}
     return Pull(**(fields | different))
 
 
@@ -507,7 +507,7 @@ def test_a_node_whose_name_is_no_servers_may_not_speak_as_one(mark, by_hand):
     with PS.local(servers=1) as ps:
         w = ps.namespace("w", keys=KEYS)
         evil = by_hand("server-evil", ps.cluster)
-        evil.node.endpoint.add_peer("server-0", server_addresses(ps), lasting=True)
+        evil.node.endpoint.add_peer("server-0", server_addresses(ps), has_fixed_addresses=True)
         evil.say("server-0", TransferRequest(view=1, present_blocks=()))
         evil.say("server-0", pull())
         evil.node.join()
@@ -535,12 +535,12 @@ def test_a_hostile_client_changes_nothing_and_hurts_nobody_but_itself(mark, by_h
         evil.node.join()
         view = evil.view()
         assert view.epoch == 2
-        assert view.number == 2
+        assert view.version == 2
         for number, (what, message) in enumerate(HOSTILE.items(), 2):
             for server in (0, 1):
                 evil.say(f"server-{server}", message)
             master = f"server-{view.ring.holders(view.spaces['w'], 0)[0]}"
-            evil.say(master, pull(number=number))
+            evil.say(master, pull(request=number))
             answer = evil.answer_to(number)
             assert isinstance(answer, PullResult), what
             assert answer.content.values.tolist() == values[:4].tolist(), what
@@ -594,16 +594,16 @@ def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_wait
     with PS(cluster) as ps:
         early = by_hand("client-1", ps.cluster)
         early.node.join()
-        number = early.view().number
+        number = early.view().version
         then = {"client": 1, "epoch": number + 1, "namespace": "f"}
-        early.say("server-0", push(made_by_filters(), number=1, **then))
-        early.say("server-0", push(made_by_filters(keys=None), number=2, time=2, **then))
-        early.say("server-0", push(made_by_filters(body=b"garbage"), number=3, time=3, **then))
-        early.say("server-0", pull(None, number=4, **then))
-        wait_until(lambda: len(server._held.get("client-1", ())) == 4, "what waits for a namespace")
+        early.say("server-0", push(made_by_filters(), request=1, **then))
+        early.say("server-0", push(made_by_filters(keys=None), request=2, time=2, **then))
+        early.say("server-0", push(made_by_filters(body=b"garbage"), request=3, time=3, **then))
+        early.say("server-0", pull(None, request=4, **then))
+        wait_until(lambda: len(server._early_messages.get("client-1", ())) == 4, "what waits for a namespace")
         f = ps.namespace("f", keys=KEYS, push_filters=FILTERS)
         answers = [early.messages.get(timeout=DEADLINE_S) for _ in range(4)]
-        assert [(type(one), one.number) for one in answers] == [
+        assert [(type(one), one.request) for one in answers] == [
             (PushAck, 1),
             (PushAck, 2),
             (Rejected, 3),
@@ -612,5 +612,5 @@ def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_wait
         assert "zlib" in answers[2].reason
         assert answers[3].content.values.tolist() == [2.0] * 4
         assert f.pull().result().tolist() == [2.0] * 4 + [0.0] * (KEYS - 4)
-        assert not server._held
+        assert not server._early_messages
         assert not broken(early.node)

@@ -42,9 +42,9 @@ def written(caplog):
 
 
 def test_one_line_names_all_that_become_unreachable_together(notes, later, caplog):
-    notes.begin("worker 0", "nothing has been received from it for 1.25 s, in step 7")
-    notes.begin("the coordinator", "something else")
-    notes.begin("worker 1", "something else")
+    notes.on_unreachable("worker 0", "nothing has been received from it for 1.25 s, in step 7")
+    notes.on_unreachable("the coordinator", "something else")
+    notes.on_unreachable("worker 1", "something else")
     assert written(caplog) == []
     later.come()
     assert written(caplog) == [
@@ -54,13 +54,13 @@ def test_one_line_names_all_that_become_unreachable_together(notes, later, caplo
 
 
 def test_an_outage_is_named_once_and_its_end_once(notes, later, caplog):
-    notes.begin("worker 0", "nothing comes")
+    notes.on_unreachable("worker 0", "nothing comes")
     later.come()
-    notes.begin("worker 0", "nothing comes")  # as another connection says
+    notes.on_unreachable("worker 0", "nothing comes")  # as another connection says
     later.come()
     assert len(written(caplog)) == 1
-    notes.end("worker 0")
-    notes.end("worker 0")
+    notes.on_reachable("worker 0")
+    notes.on_reachable("worker 0")
     later.come()
     assert written(caplog) == ["worker 2 can reach worker 0 again"]
     later.come()
@@ -69,9 +69,9 @@ def test_an_outage_is_named_once_and_its_end_once(notes, later, caplog):
 
 def test_the_next_outage_is_named_again(notes, later, caplog):
     for _ in range(2):
-        notes.begin("worker 0", "nothing comes")
+        notes.on_unreachable("worker 0", "nothing comes")
         later.come()
-        notes.end("worker 0")
+        notes.on_reachable("worker 0")
         later.come()
     assert [line.split(" worker 0")[0] for line in written(caplog)] == [
         "worker 2 cannot reach",
@@ -80,25 +80,25 @@ def test_the_next_outage_is_named_again(notes, later, caplog):
 
 
 def test_what_is_over_before_it_is_written_is_not_written(notes, later, caplog):
-    notes.begin("worker 0", "nothing comes")
-    notes.end("worker 0")
+    notes.on_unreachable("worker 0", "nothing comes")
+    notes.on_reachable("worker 0")
     later.come()
     assert written(caplog) == []
 
 
 def test_of_a_peer_that_is_gone_nothing_more_is_written(notes, later, caplog):
-    notes.begin("worker 0", "nothing comes")
+    notes.on_unreachable("worker 0", "nothing comes")
     later.come()
     written(caplog)
-    notes.forget("worker 0")
-    notes.begin("worker 1", "nothing comes")
+    notes.on_gone("worker 0")
+    notes.on_unreachable("worker 1", "nothing comes")
     later.come()
     assert written(caplog) == ["worker 2 cannot reach worker 1: nothing comes; it keeps trying"]
 
 
 def test_many_are_not_all_named(notes, later, caplog):
     for worker in range(20):
-        notes.begin(f"worker {worker}", "nothing comes")
+        notes.on_unreachable(f"worker {worker}", "nothing comes")
     later.come()
     (line,) = written(caplog)
     assert "worker 7 and 12 more: nothing comes" in line

@@ -118,16 +118,16 @@ contents = (
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "namespace": st.text(max_size=10),
     "reason": st.text(max_size=10),
-    "after": pieces.map(tuple),
+    "previous_times": pieces.map(tuple),
     "times": pieces.map(tuple),
-    "with_states": st.booleans(),
-    "with_times": st.booleans(),
-    "wants_values": st.booleans(),
+    "returns_states": st.booleans(),
+    "returns_times": st.booleans(),
+    "returns_values": st.booleans(),
     "content": contents,
     "keys": st.none() | arrays("int64"),
     "route": st.lists(whole_numbers, max_size=3).map(tuple),
     "chain": st.lists(whole_numbers, max_size=3).map(tuple),
-    "have": st.lists(st.tuples(st.text(max_size=5), whole_numbers), max_size=3).map(tuple),
+    "present_blocks": st.lists(st.tuples(st.text(max_size=5), whole_numbers), max_size=3).map(tuple),
     "clocks": st.dictionaries(whole_numbers, pieces, max_size=3),
 }
 
@@ -137,7 +137,7 @@ def of_kind(kind: type) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{name: FIELDS.get(name, whole_numbers) for name in names})
 
 
-FIELDS["marks"] = st.lists(of_kind(PushStamp), min_size=1, max_size=2).map(tuple)
+FIELDS["stamps"] = st.lists(of_kind(PushStamp), min_size=1, max_size=2).map(tuple)
 FIELDS["operation"] = of_kind(Operation)
 FIELDS["operations"] = FIELDS["pending"] = st.lists(of_kind(Operation), max_size=2).map(tuple)
 
@@ -353,7 +353,7 @@ CODE = {type(one): msgspec.msgpack.decode(packed(one)[0])[0][0] for one in ONE_O
 
 
 def pulled(content: Any, code: int = CODE[PullResult]) -> bytes:
-    fields = {"number": 1, "namespace": "w", "first": 0, "last": 1, "content": content}
+    fields = {"request": 1, "namespace": "w", "first": 0, "last": 1, "content": content}
     return msgspec.msgpack.encode([(code, fields)])
 
 
@@ -425,10 +425,10 @@ def test_an_unknown_kind_is_refused(code):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"number": 1, "first": 0},
-        {"number": "1", "first": 0, "last": 1},
-        {"number": 1.5, "first": 0, "last": 1},
-        {"number": None, "first": 0, "last": 1},
+        {"request": 1, "first": 0},
+        {"request": "1", "first": 0, "last": 1},
+        {"request": 1.5, "first": 0, "last": 1},
+        {"request": None, "first": 0, "last": 1},
         [1, 0, 1],
         None,
     ],
@@ -588,7 +588,7 @@ def test_a_claim_of_more_memory_than_there_is_is_the_fault_of_who_claims_it() ->
 
 
 def test_arrays_are_where_plain_content_may_be_and_nowhere_else() -> None:
-    data = msgspec.msgpack.encode([(CODE[PushAck], {"number": claim(0), "first": 0, "last": 1})])
+    data = msgspec.msgpack.encode([(CODE[PushAck], {"request": claim(0), "first": 0, "last": 1})])
     with pytest.raises(ProtocolError):
         unpacked(data, TO_CLIENT)
 

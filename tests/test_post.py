@@ -227,7 +227,7 @@ def long(number: int, size_bytes: int) -> HandoffOperations:
 
 
 def number_of(message: Any) -> int:
-    return message.view if isinstance(message, HandoffOperations) else message.number
+    return message.view if isinstance(message, HandoffOperations) else message.request
 
 
 def mixture(chance: random.Random, count: int) -> list[Any]:
@@ -317,12 +317,12 @@ class Reader(Writer):
         assert not shown.flags.writeable
         if self._may_show(message):
             message.content = Entries(0, shown)
-            self.shown.append(message.number)
+            self.shown.append(message.request)
             return True
         return False
 
     def _note(self, peer: str, message: Any) -> None:
-        super()._note(peer, (message.number, float(message.content.values.sum())))
+        super()._note(peer, (message.request, float(message.content.values.sum())))
 
 
 @pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is not shared on this system")
@@ -330,7 +330,7 @@ def test_what_a_neighbour_has_in_memory_is_read_there_by_who_may(node):
     """Up to 4 MiB; of what is longer, the sender's memory takes a part at a time."""
     sizes = [300 * KIB, MIB, 3 * MIB, 4 * MIB, 4 * MIB + 8, 9 * MIB, 100 * KIB, 8]
     a = Writer(node, "server-0", unix=True)
-    b = Reader(node, "server-1", lambda message: message.number % 4 != 3)
+    b = Reader(node, "server-1", lambda message: message.request % 4 != 3)
     a.knows("server-1", *b.links.addresses)
     a.write("server-1", large(0, 8))
     b.wait_for("server-0", 1)  # they know that they are neighbours
@@ -375,7 +375,7 @@ def test_a_node_is_told_of_little_that_has_not_gone_out(pair):
     a.write("server-1", small(0))
     b.wait_for("server-0", 1)
     may_go_on = threading.Event()
-    b.links.call(lambda: may_go_on.wait(DEADLINE_S))  # it reads nothing
+    b.links.call_soon(lambda: may_go_on.wait(DEADLINE_S))  # it reads nothing
     messages = [large(number, 4 * MIB) for number in range(40)]
     a.write("server-1", *messages)
     wait_until(lambda: a.kept("server-1") > 1, "a letter of these")

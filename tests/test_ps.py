@@ -873,13 +873,14 @@ def test_filters_that_lose_nothing_change_nothing_but_bytes(ps, name):
             one.push(values, keys=keys).result()
         assert np.array_equal(w.pull(keys=keys).result(), plain.pull(keys=keys).result())
     assert np.array_equal(w.pull().result(), plain.pull().result())
-    passed = w.report()["push"]
+    passed = w.filter_report()["push"]
     assert passed["key caching"].out_bytes < 0.6 * passed["key caching"].in_bytes  # one list of four
     assert passed["compression"].out_bytes < 0.6 * passed["compression"].in_bytes
     assert (
-        w.report()["pull heard"]["compression"].out_bytes > w.report()["pull heard"]["compression"].in_bytes
+        w.filter_report()["pull heard"]["compression"].out_bytes
+        > w.filter_report()["pull heard"]["compression"].in_bytes
     )
-    assert plain.report() == {}
+    assert plain.filter_report() == {}
 
 
 def test_filters_that_draw_are_right_on_average(ps, name):
@@ -926,7 +927,7 @@ def test_what_has_hardly_changed_does_not_come_back(ps, name):
             assert np.abs(found - held).max() <= 0.5
             found[:] = 99  # they are the program's own
         pulled = [one, other]
-    came = w.report()["pull heard"]["significantly modified"]
+    came = w.filter_report()["pull heard"]["significantly modified"]
     assert came.in_bytes < 0.4 * came.out_bytes
 
 
@@ -943,20 +944,20 @@ def test_what_the_optimality_conditions_hold_at_zero_is_not_pushed(ps, name):
         return w.pull(keys=keys, after=[pushed]).result()
 
     def passed():
-        return w.report()["push"]["KKT"]
+        return w.filter_report()["push"]["KKT"]
 
     assert np.array_equal(step()[:, 1], gradients)
-    assert w.active(keys).all()
+    assert w.active_keys(keys).all()
     w.set_margin(0.1)
     assert np.array_equal(step()[:, 0] == 0, keys < 50)
-    assert w.active(keys).tolist() == (keys >= 50).tolist()
+    assert w.active_keys(keys).tolist() == (keys >= 50).tolist()
     before = passed()
     gradients[:] = 3.0
     found = step()
     assert passed().in_bytes - before.in_bytes == 2 * (passed().out_bytes - before.out_bytes) == 20 * 24
     assert np.array_equal(found[:, 1] == 3.0, keys >= 50)  # of the others nothing came
     w.set_margin(math.inf)
-    assert w.active(keys).all()
+    assert w.active_keys(keys).all()
     assert (step()[:, 0] != 0).all()
 
 
@@ -975,14 +976,14 @@ def test_an_answer_that_comes_again_when_its_pull_is_done_skips_nothing(ps, name
         ps._requests._on_message(server, rows)
 
     ps.when_done([], hear).result()
-    assert w.active(keys).all()
+    assert w.active_keys(keys).all()
     w.pull(keys=keys).result()
-    assert not w.active(keys).any()
+    assert not w.active_keys(keys).any()
 
 
 def test_only_a_namespace_with_a_kkt_filter_has_a_margin(ps, name):
     w = ps.namespace(name, keys=10)
-    for ask in (lambda: w.set_margin(0.1), lambda: w.active([1])):
+    for ask in (lambda: w.set_margin(0.1), lambda: w.active_keys([1])):
         with pytest.raises(ValueError, match="expected a namespace with a KKT filter"):
             ask()
 

@@ -113,7 +113,7 @@ def test_where_each_counts_by_itself_they_come_one_after_the_other_to_all_replic
             for step in range(1, 4):
                 w.push(np.full(60, float(sign * step)), settings={"lr": 0.1 * step}).result()
             w.leave_aggregation()
-            return client.number, sign
+            return client.client_id, sign
 
         return program
 
@@ -171,7 +171,7 @@ def test_where_pushes_are_aggregated_the_settings_of_the_first_client_count(ps, 
             w = client.namespace(name, keys=10, update=SGD(1.0), aggregate="sum", dtype="float64")
             w.join_aggregation(3)
             w.push(np.ones(10) * weight, weight=weight, settings={"lr": lr}).result()
-            number = client.number
+            number = client.client_id
             value = w.pull().result()[0]
             w.leave_aggregation()
             return number, weight, lr, value
@@ -252,7 +252,7 @@ def test_where_pushes_are_aggregated_the_put_of_the_first_client_counts(ps, name
             after = w.pull().result().tolist()
             w.push(np.ones(30)).result()
             w.leave_aggregation()
-            return client.number, value, after
+            return client.client_id, value, after
 
         return program
 
@@ -328,7 +328,7 @@ def test_rows_that_are_pulled_say_which_of_the_clients_own_pushes_are_in_them(ps
             # Of the first `piece.time` pushes, those that have had these keys.
             for at in range(1, piece.time + 1):
                 first, last = keys // 4 - at, keys // 4 - at + keys // 2
-                told[max(first, piece.first) : min(last, piece.last)] += 1
+                told[max(first, piece.start) : min(last, piece.stop)] += 1
         assert np.array_equal(rows % 1000, told)
     assert w.pull(times=True).result()[1] == ()
     assert w.pull(keys=[], times=True).result()[1] == ()
@@ -437,5 +437,5 @@ def test_a_time_that_has_been_is_refused(ps, name):
 
 @pytest.mark.parametrize("number", [-1, 2**62])
 def test_what_is_no_number_is_refused(ps, number):
-    with pytest.raises(ValueError, match="expected a client number from 0 to"):
+    with pytest.raises(ValueError, match="expected a client_id from 0 to"):
         offbeat.PS(ps.cluster, client_id=number)

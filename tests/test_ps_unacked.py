@@ -183,10 +183,10 @@ def kept_bytes(server):
     found, is_found = [], threading.Event()
 
     def look():
-        found.append(sum(kept.operation.content.values.nbytes for kept in server._core._kept.values()))
+        found.append(sum(kept.operation.content.values.nbytes for kept in server._core._unacked.values()))
         is_found.set()
 
-    server._node.endpoint.call(look)
+    server._node.endpoint.call_soon(look)
     assert is_found.wait(JOIN_S)
     return found[0]
 

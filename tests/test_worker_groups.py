@@ -56,7 +56,7 @@ def test_a_worker_alone_goes_through_everything_in_order(ps, name):
         found = [(task.pass_number, task.shards) for task in group.tasks(passes=2, shards_per_task=2)]
         assert found == [(0, (0, 1)), (0, (2,)), (1, (0, 1)), (1, (2,))]
         (one,) = group.progress().workers
-        assert (one.passes, one.done) == (2, 6)
+        assert (one.passes, one.shard_passes_done) == (2, 6)
         assert list(group.tasks(passes=2)) == []
         assert [task.pass_number for task in group.tasks(passes=3, shards_per_task=3)] == [2]
 
@@ -79,11 +79,11 @@ def test_a_task_is_reported_when_the_requests_are_done_that_it_names(ps, name):
         with ps.iteration():
             pushed = w.push([1.0])
         task.done(after=[pushed])
-        assert group.progress().workers[0].done == 0
+        assert group.progress().workers[0].shard_passes_done == 0
         release.set()
         assert list(group.tasks(passes=1)) == []
         assert pushed.is_done
-        assert group.progress().workers[0].done == 1
+        assert group.progress().workers[0].shard_passes_done == 1
     holder.join()
     ps.tau = None
 
@@ -99,7 +99,7 @@ def test_a_request_that_fails_before_a_report_is_said_where_tasks_are_asked_for(
         ps.when_done([]).result()
         with pytest.raises(OffbeatError, match="it cannot be"):
             next(tasks)
-        assert group.progress().workers[0].done == 0
+        assert group.progress().workers[0].shard_passes_done == 0
 
 
 def test_a_loop_that_was_left_in_the_midst_of_a_task_goes_on_with_it(ps, name):
@@ -262,7 +262,7 @@ def test_a_client_that_says_what_cannot_be_hurts_nobody(ps, other, name):
             ),
             WorkerGroupLeft(now_s=0.0, node=node, group=name),
         ):
-            other._node.tell(wrong)
+            other._node.send_event(wrong)
         assert other.namespace(name, keys=1).pull().result() == 0.0  # it is heard as before
         assert [task.shards for task in group.tasks(passes=1)] == [(0,), (1,), (2,), (3,)]
         assert group.tau is None
