@@ -106,7 +106,7 @@ class NodeFilters:
             return
         if pulled.values.shape[1:] != (2,):
             raise ProtocolError(f"expected rows of weight and gradient, got values of {pulled.values.shape}")
-        kkt.update_skipped(pulled.listed(), pulled.values[:, 0], pulled.values[:, 1])
+        kkt.update_skipped(pulled.key_array(), pulled.values[:, 0], pulled.values[:, 1])
 
     def on_node_gone(self, node: str) -> None:
         """Drop the state kept for a node that is gone."""
@@ -193,9 +193,9 @@ class NodeFilters:
 
     def _encode_answer(self, node: str, message: PullResult) -> EncodedValues | Entries:
         content, filters = message.content, self._of(message.namespace)
-        if not filters.pull or not len(content) or content.terms is not None:
-            return Entries(message.first, content.values, None, content.terms)
-        known = content.listed() if filters.needs_pull_keys else None
+        if not filters.pull or not len(content) or content.meta is not None:
+            return Entries(message.first, content.values, None, content.meta)
+        known = content.key_array() if filters.needs_pull_keys else None
         answer = FilterMessage.response(message.namespace, content.values, known)
         return self._encode((node, message.namespace, "pull"), answer)
 
