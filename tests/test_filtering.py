@@ -279,7 +279,7 @@ def test_rows_that_nobody_asked_for_are_refused() -> None:
     ends, keys = Ends(), np.arange(3)
     answer = pulled(np.ones(3, np.float32), keys)
     ends.there.encode("here", pull(keys))
-    for other in ({"number": 2}, {"first": 1}, {"last": 9}, {"namespace": "v"}):
+    for other in ({"request": 2}, {"first": 1}, {"last": 9}, {"namespace": "v"}):
         with pytest.raises(ProtocolError, match="expected rows that were requested, got rows of"):
             ends.there.decode("here", replace(answer, **other))
     with pytest.raises(ProtocolError, match="expected rows that were requested"):
