@@ -11,11 +11,11 @@ at once because one failed (each must end with its own error, which names the pe
 lets a worker block on its output.
 
 Workers do not outlive the process that launched them, even if that is killed by SIGKILL: each worker asks
-the kernel to be killed when its parent ends (`child.tied`). A few lines of Python make that request before
-they become the worker's command by exec: `preexec_fn` would run Python code between fork and exec, which can
-deadlock in a process with threads, and watching the end of a pipe would need a thread in every worker. To the
-kernel the parent is the *thread*, so workers are started by the thread that monitors them, which lives as
-long as any of them. This makes it Linux only.
+the kernel to be killed when its parent ends (`child.tied_command`). A few lines of Python make that request
+before they become the worker's command by exec: `preexec_fn` would run Python code between fork and exec,
+which can deadlock in a process with threads, and watching the end of a pipe would need a thread in every
+worker. To the kernel the parent is the *thread*, so workers are started by the thread that monitors them,
+which lives as long as any of them. This makes it Linux only.
 """
 
 from __future__ import annotations

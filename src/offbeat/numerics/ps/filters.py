@@ -653,7 +653,7 @@ class FixedPoint:
 class KKT:
     """Omits coordinates that are zero and will stay zero by the Karush-Kuhn-Tucker conditions.
 
-    For a loss with the penalty `l1` |w|: a coordinate with w = 0 is skipped once `learn` finds
+    For a loss with the penalty `l1` |w|: a coordinate with w = 0 is skipped once `update_skipped` finds
     |g| <= l1 - margin, where g is its last aggregated gradient, until all coordinates are restored; meanwhile
     it need not be computed (`active`). One filter serves one namespace, and pushes to all of its servers.
 
@@ -679,7 +679,7 @@ class KKT:
         self._skipped = np.zeros(0, np.int64)  # ascending
 
     def set_margin(self, margin: float) -> None:
-        """Set the margin for later calls of `learn`.
+        """Set the margin for later calls of `update_skipped`.
 
         Args:
             margin: at least 0 (δ), initially infinite. A larger margin skips less, and one above `l1`

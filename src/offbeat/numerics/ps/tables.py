@@ -52,7 +52,7 @@ class ArrayTable:
         dtype: float32 or float64.
         aggregate: values that are pushed together are applied as their sum, as their mean, or each by itself,
             one after the other.
-        may_fail: the update is user-defined and may raise; `rehearse` finds out before it is applied.
+        may_fail: the update is user-defined and may raise; `dry_run` finds out before it is applied.
         empty: allocates memory for values that are read, from (shape, dtype), like `np.empty`.
 
     Raises:

@@ -21,7 +21,7 @@ Ways back:
 - to the pool: untaken blocks of a worker that leaves the group (`set_members`), all blocks of a worker that
   is revoked or lost, and what a lost worker contributed to a round that is abandoned;
 - to *taken*: what a living worker contributed to a round that is abandoned (`abandon_round`), or to a round
-  in which it takes no part after all (`withdrawn`).
+  in which it takes no part after all (`withdraw`).
 
 Ways to *used* without a round: the worker gives its blocks up (`discard_blocks`), its loop has ended
 (`retire`), or the rest of the epoch is not wanted (`cut`, and `drop_last` when the epoch is opened).

@@ -35,11 +35,11 @@ Invariants:
 - While more than half of the members are silent, the coordinator assumes that it is isolated itself, and
   decides nothing.
 
-Timeouts: no `Halted` within `answer_s` makes a member hung; no Ready within the patience, while another
-member waits, makes it late; a joining member has `join_s`. If every member is Ready and an exchange hangs,
-nothing is received at all: then a planned Halt without a change serves as a probe. Reports that two workers
-cannot reach each other are gathered for 0.25 s before a member is excluded. An excluded worker returns by a
-planned change once it is Ready, or answers, and reaches all members.
+Timeouts: no `Halted` within `halt_timeout_s` makes a member hung; no Ready within the patience, while another
+member waits, makes it late; a joining member has `join_timeout_s`. If every member is Ready and an exchange
+hangs, nothing is received at all: then a planned Halt without a change serves as a probe. Reports that two
+workers cannot reach each other are gathered for 0.25 s before a member is excluded. An excluded worker
+returns by a planned change once it is Ready, or answers, and reaches all members.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Theory of operation: pushes, pulls, and resending exactly once
 --------------------------------------------------------------
 
 Parts. A program makes requests (`push`, `pull`), each of a range of keys of one namespace and with a number.
-A request stays in `_asked`, in the order of creation, until every key of its range is answered; `missing`
+A request stays in `_pending`, in the order of creation, until every key of its range is answered; `missing`
 lists the ranges that are not. Each call returns messages to send (`SendMessage`) and completions
 (`RequestDone`, `RequestFailed`).
 

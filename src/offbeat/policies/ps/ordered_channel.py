@@ -64,7 +64,7 @@ class ReliableChannel:
 
     @property
     def due_s(self) -> float | None:
-        """When `tick` has something to resend; None while everything is acknowledged."""
+        """When `on_tick` has something to resend; None while everything is acknowledged."""
         return self._due_s
 
     def send(self, messages: Iterable[Any], now_s: float) -> list[Packet]:

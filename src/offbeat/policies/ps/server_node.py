@@ -19,9 +19,9 @@ An operation that cannot be applied goes nowhere: the client receives `Rejected`
 differs in one point: pushes wait in `Aggregation` until those of all participants are there, and their sum is
 one operation.
 
-A new view (`see`). Messages of servers from older views are dropped, those from newer views are kept until
-this server has that view (`_early`). Then, in this order: data of blocks that are lost or that belong to
-other servers are dropped; missing blocks are requested from their sources; every operation that is not
+A new view (`on_view`). Messages of servers from older views are dropped, those from newer views are kept
+until this server has that view (`_early`). Then, in this order: data of blocks that are lost or that belong
+to other servers are dropped; missing blocks are requested from their sources; every operation that is not
 acknowledged here is sent down its new chains if this server is the master now, else handed to the master
 (`HandoffOperations`), which treats it like a push and lets `HandoffReplayed` follow it down the chain; where
 namespaces aggregate, `HandoffDone` closes the handover, and the master accepts no push to such a namespace

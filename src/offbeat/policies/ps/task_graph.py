@@ -37,7 +37,7 @@ class TaskFinished(NamedTuple):
 
 
 class TaskNeedsCallees(NamedTuple):
-    """A task has lost all its callees before any finished it: it needs new ones, see `issue_again`."""
+    """A task has lost all its callees before any finished it: it needs new ones, see `reassign`."""
 
     number: int
 

@@ -8,12 +8,12 @@ in the process cache, and in a copy per thread. A `CacheDirectory` keeps for eac
 *version*: version v holds all that was done at clocks up to v - 1, and -1 means older than any version. The
 owner moves the parameters and reports here what it did.
 
-Pushing. A thread adds each gradient with `give`, which returns the *time* of the push that carries it. With
-versions (`is_versioned`), all gradients of one clock travel in one push per process, and the time of a clock
-is `push_time(clock)`. A clock is pushed when no thread can add to it any more: `passed` and `leave` return
-the range of clocks for which this has just become true, empty clocks included, because a version is complete
-only once every process has pushed. Each clock is returned once, in order. Without versions every gradient is
-a push of its own, and times count these.
+Pushing. A thread adds each gradient with `add_gradient`, which returns the *time* of the push that carries
+it. With versions (`is_versioned`), all gradients of one clock travel in one push per process, and the time of
+a clock is `push_time(clock)`. A clock is pushed when no thread can add to it any more: `finish_clocks` and
+`remove_thread` return the range of clocks for which this has just become true, empty clocks included, because
+a version is complete only once every process has pushed. Each clock is returned once, in order. Without
+versions every gradient is a push of its own, and times count these.
 
 Reading, for a version v that the permit of the step requires:
 

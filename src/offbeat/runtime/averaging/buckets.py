@@ -9,7 +9,7 @@ entry. A `GradientBucket` has three of them:
 
 - `own`: this worker's contribution. Gradients are scaled by the worker's weight and packed here. An exchange
   does not change its values, so that a round can be repeated with them after an exchange was abandoned.
-- `bank`: receives the sum. It is divided by the sum of weights in place, and its views become `param.grad`,
+- `output`: receives the sum. It is divided by the sum of weights in place, and its views become `param.grad`,
   so nothing is copied out.
 - A second one for sums. `swap_output` exchanges the two, so that the next round does not overwrite this
   round's gradients. Two rounds later, memory is written again, unless the program still has a reference to

@@ -126,8 +126,8 @@ class GroupBinding:
         """Return this worker's handle for the next exchange, or None if no group has this worker.
 
         Args:
-            wait: wait for the next group and, if `may_take`, receive its state where needed; otherwise return
-                None in these cases.
+            wait: wait for the next group and, if `may_replace_state`, receive its state where needed;
+                otherwise return None in these cases.
             may_replace_state: this worker's state may be replaced now.
 
         Raises:

@@ -14,10 +14,10 @@ Exactly once. Events and actions are counted at both ends. The coordinator appen
 before it sends any action that follows from it, and acknowledges events by their count in the journal. An
 event that is not acknowledged is kept and sent again on the next connection; of a batch of events that is
 recorded in part, only the rest is sent. The coordinator keeps actions in the same way. When the connection
-breaks, the channel opens the next one, with a number higher by one, and sends its counts in a `Tally`. Until
-the coordinator's `Tally` for that connection arrives, incoming actions are dropped, for the coordinator sends
-them again, and outgoing events are queued. A coordinator that was killed is restarted from its journal, so
-that it repeats the same decisions: to a worker a restart looks like a broken connection.
+breaks, the channel opens the next one, with a number higher by one, and sends its counts in a `SequenceAck`.
+Until the coordinator's `SequenceAck` for that connection arrives, incoming actions are dropped, for the
+coordinator sends them again, and outgoing events are queued. A coordinator that was killed is restarted from
+its journal, so that it repeats the same decisions: to a worker a restart looks like a broken connection.
 
 Failures. The first one wins: `_fail` sets `failure` once and calls `on_failure` once; `check`, `pause` and
 `wait_for` raise it in the training loop.

@@ -28,7 +28,7 @@ What is yielded where no block is at hand, by `_choose`:
 Else the worker waits, for a limited time, until a Deal changes that.
 
 A loop that leaves its epoch early discards its queue, and ignores assignments until one has `replaces_queue`
-set; the next Wants has `skips` set.
+set; the next SamplesRequested has `abandons_previous` set.
 
 Nothing here decides which worker gets which samples, nor computes with them. `BlockQueue` is used under the
 member's lock only.

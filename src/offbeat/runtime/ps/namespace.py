@@ -197,9 +197,9 @@ class Namespace:
             states: also return the states that the update keeps, by name, and the rows as "values": the
                 result is a dictionary instead of the rows.
             times: also return the times of this client's own pushes that are contained in these rows. The
-                future is then of a pair whose second item are `Piece`s (first, last, time), ascending: keys
-                `first` to `last` - 1 contain this client's pushes up to `time`. Keys without any are in no
-                piece. If keys are listed, pieces also cover those between them.
+                future is then of a pair whose second item are `ClockRange`s (start, stop, time), ascending:
+                keys `start` to `stop` - 1 contain this client's pushes up to `time`. Keys without any are in
+                no piece. If keys are listed, pieces also cover those between them.
             after: requests that have to be done before this one is sent.
 
         Returns:

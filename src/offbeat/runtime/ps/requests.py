@@ -136,7 +136,7 @@ class InflightRequests:
 
     Args:
         client_id: the client's.
-        cluster, host: see `Node`.
+        cluster, host: see `PsNode`.
         start_s: how many seconds to wait for the cluster's servers.
         on_group: the manager has sent an action for a group of workers; called in the links' thread.
         on_end: this client is out of the parameter server, with the cause; called once, before its requests

@@ -6,7 +6,7 @@ whichever side needs it.
 Theory of operation
 -------------------
 
-Parts: an `Endpoint` owns a `Loop` (thread, epoll, timers), an `ConnectionOpener` (listening, dialling,
+Parts: an `Endpoint` owns an `IoLoop` (thread, epoll, timers), a `ConnectionOpener` (listening, dialling,
 handshake) and one `Peer` record per remote node (inbox, outbox, session, current `Connection`). All state
 belongs to the I/O thread. Public methods queue their work for it; called from that thread (from inside a
 callback) they do it at once, which costs no lock and no system call.
@@ -149,7 +149,7 @@ class Endpoint:
         silent_s: a peer from which nothing was received for so long is lost.
         unreachable_s: a peer from which nothing was received for so long is reported as unreachable.
         connect_s: how long reaching a peer for the first time may take, retries and handshake included.
-        busy_polls: see `Loop`.
+        busy_polls: see `IoLoop`.
         unacked_bytes: how many bytes of shared memory may be announced to a peer before it has read them, at
             most 8 MiB.
 

@@ -56,8 +56,8 @@ from offbeat.runtime.transport.shared_memory import UNACKED_BYTES, Region
 
 FRAME_STEP_BYTES = 64 * 1024
 MAX_FRAMES_AT_ONCE = 64
-# A long message may have longer frames, of at most 1 / FRAMES_MIN of its length: a frame delays an urgent
-# message by at most that part of the time that the long one needs.
+# A long message may have longer frames, of at most 1 / LONG_MESSAGE_FRAMES_MIN of its length: a frame delays
+# an urgent message by at most that part of the time that the long one needs.
 LONG_MESSAGE_FRAMES_MIN = 4
 LONG_FRAME_BYTES = 512 * 1024
 SHARED_FRAME_BYTES = HEADER_BYTES + SHARED_PAYLOAD_BYTES

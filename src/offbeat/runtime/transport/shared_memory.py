@@ -6,7 +6,7 @@ Theory of operation
 Owner: `RegionAllocator` allocates a `Region` of anonymous memory (`memfd_create`, Linux): it has no name and
 no file, and is gone with the last process that maps it. Its size is sealed, so that no reader can be made to
 reach beyond its end. The program holds views of the memory, the region only a weak reference to it; when the
-last view is gone, the memory is unmapped, its descriptor closed and `released` called.
+last view is gone, the memory is unmapped, its descriptor closed and `on_released` called.
 
 Protocol, over a Unix socket, since only that carries descriptors:
 
