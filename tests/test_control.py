@@ -288,7 +288,7 @@ def coordinator_that_dies(tmp_path, world, at, when, **options):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_who_is_killed_while_it_tells_has_told_everybody_once(at, when, journal_events_max, tmp_path):
-    """The last of three joins, and is the reason for a Start and a Group to each of them."""
+    """The last of three joins, and is the reason for a PeerList and a Group to each of them."""
     with coordinator_that_dies(tmp_path, 3, at, when, journal_events_max=journal_events_max) as process:
         workers = [Worker(f"w{number}", process.addresses, number).joins(3) for number in range(3)]
         for worker in workers:
