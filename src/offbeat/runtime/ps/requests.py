@@ -474,7 +474,7 @@ class InflightRequests:
         for request in window.admit_held():
             request.is_held, request.is_admitted = False, True
             if request.no_wait is not None:
-                request.no_wait.finish(None)
+                request.no_wait.set_result(None)
             self._advance(request)
 
     def _give_up(self, request: _Request) -> OffbeatError | None:
