@@ -188,7 +188,7 @@ class LayerAverager:
         self._hook_handles.append(HookFreeScripting(self._model, self.apply_deferred_step))
         self._observers = GradientObservers(self._model, self._parameters)
         _drains[self._model] = only_in_this_process(self.apply_deferred_step)
-        self._model.train = MethodType(train_after_deferred_step, self._model)  # type: ignore[method-assign]
+        self._model.train = MethodType(train, self._model)  # type: ignore[method-assign]
 
     def _drain_hook(self, *_: Any) -> None:
         self.apply_deferred_step()
@@ -546,10 +546,10 @@ class LayerAverager:
 _drains: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
 
 
-def train_after_deferred_step(module: nn.Module, mode: bool = True) -> nn.Module:
+def train(module: nn.Module, mode: bool = True) -> nn.Module:
     """Replaces `module.train`, and so `eval`, in a session: applies a deferred step first.
 
-    A copy of the module has no session, and only the original `train_after_deferred_step` is called.
+    Copies and scripts find a method by its name, hence `train`; in a copy, only the original is called.
     """
     drain = _drains.get(module)
     if drain is not None:

@@ -126,7 +126,7 @@ class ServerSynchronizer:
     # Properties that a session reads ---------------------------------------------------------------------
 
     @property
-    def deals(self) -> bool:
+    def assigns_samples(self) -> bool:
         """See `Synchronizer.assigns_samples`."""
         return self._terms.assigns_samples
 
@@ -137,7 +137,7 @@ class ServerSynchronizer:
 
     @property
     def round(self) -> int:
-        """See `Synchronizer.round`: that of the state which `refresh` has fetched."""
+        """See `Synchronizer.round`: that of the state which `complete_state` has fetched."""
         return self._fetched
 
     @property
@@ -146,18 +146,18 @@ class ServerSynchronizer:
         return tuple(range(self._loop.world))
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """See `Synchronizer.is_leader`."""
         grant = self._member.permit
         return self._loop.worker == 0 if grant is None else grant.is_leader
 
     @property
-    def is_current(self) -> bool:
+    def has_current_state(self) -> bool:
         """See `Synchronizer.has_current_state`."""
         return True
 
     @property
-    def is_common(self) -> bool:
+    def replicas_identical(self) -> bool:
         """See `Synchronizer.replicas_identical`."""
         return False
 
@@ -168,7 +168,7 @@ class ServerSynchronizer:
         return grant is not None and grant.is_preempted
 
     @property
-    def late(self) -> LateGradients | None:
+    def late_gradients(self) -> LateGradients | None:
         """See `Synchronizer.late_gradients`."""
         return None
 
@@ -183,19 +183,19 @@ class ServerSynchronizer:
         return self._served.traffic
 
     @property
-    def is_clear(self) -> bool:
+    def has_no_pending_gradient(self) -> bool:
         """See `Synchronizer.has_no_pending_gradient`."""
         return not self._is_open
 
-    def batch_of_round(self, batch: int, left_out: int) -> int:
+    def agree_on_batch(self, batch: int, skipped: int) -> int:
         """See `Synchronizer.agree_on_batch`: a step is of any batch that its worker has computed."""
         return batch
 
-    def quiet(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """See `Synchronizer.no_sync`."""
         return nullcontext()
 
-    def give_up_the_rest(self) -> None:
+    def on_epoch_left_early(self) -> None:
         """See `Synchronizer.on_epoch_left_early`: a step that has begun is restarted; its clock may pass."""
         self._is_open = False
         self._drop_gradients()
@@ -205,14 +205,14 @@ class ServerSynchronizer:
 
     # Joining and leaving ---------------------------------------------------------------------------------
 
-    def enter(self, member: CoordinatorClient | None, meeting: RendezvousInfo | None) -> None:
+    def join_job(self, member: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
         """See `Synchronizer.join_job`."""
         assert member is not None
-        assert meeting is not None
+        assert rendezvous is not None
         self._member = member
         member.on_permit = self._on_permit
         self._process = ServedProcess.open_or_get(
-            self._loop, meeting, self._terms.deadline_s, self._open_model
+            self._loop, rendezvous, self._terms.deadline_s, self._open_model
         )
         if self._loop.is_newcomer:
             self._process.restore_position(self._loop)
@@ -264,13 +264,13 @@ class ServerSynchronizer:
                 self._served.remove_failed(self._loop.worker)
             self._process.release()
 
-    def resume(self, step: int) -> None:
+    def on_state_loaded(self, step: int) -> None:
         """See `Synchronizer.on_state_loaded`."""
         if self._has_begun:
             raise OffbeatError("training has begun already: load a state before the first step")
         self._steps = step
 
-    def refresh(self) -> None:
+    def complete_state(self) -> None:
         """See `Synchronizer.complete_state`.
 
         Where gradients are summed clock by clock, the state holds all that any worker has done at clocks
@@ -317,7 +317,7 @@ class ServerSynchronizer:
             self._begin()
         self._served.leave(self._loop.worker, self._loop.raise_if_failed)
 
-    def settle(self) -> None:
+    def receive_final_state(self) -> None:
         """See `Synchronizer.receive_final_state`."""
         self._check_writes()
         self._served.wait_until_alone(self._loop.raise_if_failed)
@@ -325,7 +325,7 @@ class ServerSynchronizer:
 
     # A step ----------------------------------------------------------------------------------------------
 
-    def weigh(self, batches: float) -> None:
+    def set_batch_weight(self, batches: float) -> None:
         """See `Synchronizer.set_batch_weight`."""
         self._restore(self._parameters())
         self._kept_gradients.clear()

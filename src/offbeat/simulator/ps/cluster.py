@@ -95,7 +95,7 @@ class CountTable:
         """See `Table.check`."""
 
     def dry_run(self, first: int, last: int, content: Payload) -> None:
-        """See `Table.check_apply`."""
+        """See `Table.dry_run`."""
 
     def apply(self, first: int, last: int, content: Payload) -> None:
         """See `Table.apply`."""
@@ -106,27 +106,27 @@ class CountTable:
         return slice_content(self.values, first, last)
 
     def key_range(self, content: Payload, first: int, last: int) -> Payload:
-        """See `Table.cut`."""
+        """See `Table.key_range`."""
         return slice_content(content, first, last)
 
     def combine(self, contents: Sequence[Payload], first: int, last: int) -> Payload:
-        """See `Table.aggregate`."""
+        """See `Table.combine`."""
         total: Counter[int] = Counter()
         for content in contents:
             total.update(slice_content(content, first, last))
         return total
 
     def export_block(self, first: int, last: int) -> Payload:
-        """See `Table.copy_out`."""
+        """See `Table.export_block`."""
         return slice_content(self.values, first, last)
 
     def import_block(self, first: int, last: int, content: Payload) -> None:
-        """See `Table.copy_in`."""
+        """See `Table.import_block`."""
         self.remove_block(first, last)
         self.values.update(content)
 
     def remove_block(self, first: int, last: int) -> None:
-        """See `Table.drop`."""
+        """See `Table.remove_block`."""
         for key in [key for key in self.values if first <= key < last]:
             del self.values[key]
 
