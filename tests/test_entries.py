@@ -43,12 +43,12 @@ def entries_within(draw, count):
 
 
 def as_dict(content):
-    return dict(zip(content.listed().tolist(), content.values.tolist(), strict=True))
+    return dict(zip(content.key_array().tolist(), content.values.tolist(), strict=True))
 
 
 @given(entries(), st.one_of(KEYS, st.just(KEY_STOP_MAX)), st.one_of(KEYS, st.just(KEY_STOP_MAX)))
 def test_a_cut_has_what_is_there_of_a_range_and_copies_nothing(content, first, last):
-    part = content.cut(first, last)
+    part = content.key_range(first, last)
     assert as_dict(part) == {key: value for key, value in as_dict(content).items() if first <= key < last}
     assert len(part) == len(part.values)
     assert not len(part) or np.shares_memory(part.values, content.values)
@@ -56,11 +56,11 @@ def test_a_cut_has_what_is_there_of_a_range_and_copies_nothing(content, first, l
 
 @given(entries(), st.one_of(KEYS, st.just(KEY_STOP_MAX)), st.one_of(KEYS, st.just(KEY_STOP_MAX)))
 def test_every_part_says_what_the_whole_says(content, first, last):
-    content.terms = PushMeta(weight=2.5, states={"mean": content.values + 1})
-    part = content.cut(first, last)
-    assert part.terms.weight == 2.5
+    content.meta = PushMeta(weight=2.5, states={"mean": content.values + 1})
+    part = content.key_range(first, last)
+    assert part.meta.weight == 2.5
     assert part.is_replacement
-    assert np.array_equal(part.terms.states["mean"], part.values + 1)
+    assert np.array_equal(part.meta.states["mean"], part.values + 1)
     assert not Entries(0, content.values).key_range(first, last).is_replacement
 
 
@@ -75,7 +75,7 @@ def test_the_largest_keys_are_told_apart():
 @given(entries(), st.lists(st.one_of(KEYS, st.just(KEY_STOP_MAX)), max_size=3))
 def test_cut_parts_make_the_whole(content, middles):
     ends = [0, *sorted(middles), KEY_STOP_MAX]
-    whole = concatenate_entries([content.cut(first, last) for first, last in pairwise(ends)])
+    whole = concatenate_entries([content.key_range(first, last) for first, last in pairwise(ends)])
     assert as_dict(whole) == as_dict(content)
     assert (whole.keys is None) == (content.keys is None)
 
@@ -89,7 +89,7 @@ def test_parts_of_two_kinds_are_refused():
 
 @given(entries())
 def test_a_row_for_each_key_within_the_range_is_no_problem(content):
-    keys = content.listed()
+    keys = content.key_array()
     if content.keys is None:
         assert find_problem(content, content.first, content.first + len(content)) == ""
     elif len(keys):
@@ -129,7 +129,7 @@ def test_a_problem_is_told_by_what_was_expected_and_what_came(content, problem):
 def test_a_sum_has_what_its_parts_have_by_key(parts, first, count):
     last = min(40, first + count)
     total = sum_entries(parts, first, last)
-    cuts = [as_dict(part.cut(first, last)) for part in parts]
+    cuts = [as_dict(part.key_range(first, last)) for part in parts]
     expected = {key: sum(one.get(key, 0) for one in cuts) for one in cuts for key in one}
     if any(part.keys is None for part in parts):
         expected = dict.fromkeys(range(first, last), 0) | expected

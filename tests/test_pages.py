@@ -54,5 +54,5 @@ def test_large_blocks_of_a_table_begin_with_a_page(width):
     rows = np.arange(60_000 * max(width, 1), dtype=np.float32).reshape(60_000, *shape)
     for _ in range(2):
         table.apply(0, 60_000, Entries(0, rows))
-    assert all(begins_with_a_page(one.arrays["values"]) for one in table._stretches.values())
+    assert all(begins_with_a_page(one.arrays["values"]) for one in table._runs.values())
     assert np.array_equal(table.read(0, 60_000, None).values, 2 * rows)

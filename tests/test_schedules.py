@@ -145,7 +145,7 @@ def test_what_is_copied_holds_everything_that_was_sent_of_it(make):
 def test_a_vector_of_101_elements_takes_the_known_steps_and_elements(make, workers, steps, sent):
     schedules = [make(workers, rank) for rank in range(workers)]
     assert {len(one.steps) for one in schedules} == {steps}
-    assert max(one.sent(101) for one in schedules) == sent
+    assert max(one.elements_sent(101) for one in schedules) == sent
 
 
 def test_1024_workers_in_groups_of_16_take_the_papers_186_steps_and_a_flat_ring_2046():

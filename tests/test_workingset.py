@@ -98,7 +98,7 @@ def test_a_scaled_set_has_each_value_times_the_factor(vector, factor, is_numpys)
 @given(working_sets(), RANGES)
 def test_a_cut_has_the_keys_of_a_range_and_shares_their_values(vector, ends):
     first, last = ends
-    part = vector.cut(first, last)
+    part = vector.key_range(first, last)
     assert as_dict(part) == {key: row for key, row in as_dict(vector).items() if first <= key < last}
     part.assign(Entries(0, part.values + 1, part.keys))
     assert {key: as_dict(vector)[key] for key in part.keys.tolist()} == as_dict(part)
@@ -114,7 +114,7 @@ def test_a_united_set_lists_more_and_is_the_same_vector(vector, more):
 
 @given(working_sets(), st.lists(KEYS))
 def test_values_can_be_had_of_any_keys_in_any_order(vector, keys):
-    came = vector.at(np.array(keys, np.int64)).reshape(len(keys), width_of(vector)).tolist()
+    came = vector.values_at(np.array(keys, np.int64)).reshape(len(keys), width_of(vector)).tolist()
     assert came == [as_dict(vector).get(key, [0.0] * width_of(vector)) for key in keys]
 
 
@@ -184,7 +184,7 @@ def examples(draw):
 def test_rows_times_weights_are_those_of_the_dense_matrix(drawn, data):
     sparse, dense, labels = drawn
     weights = data.draw(working_sets(width=0))
-    expected = dense @ weights.at(np.array(ALL_KEYS)).astype(np.float64)
+    expected = dense @ weights.values_at(np.array(ALL_KEYS)).astype(np.float64)
     assert multiply(sparse, weights).tolist() == expected.tolist()
     assert multiply(SignedColumns.from_rows(sparse), weights).tolist() == (labels * expected).tolist()
     assert multiply(sparse, weights).dtype == np.float64
