@@ -138,7 +138,7 @@ def draw_lockstep_case(seed: int) -> FaultCase:
     """Draw a cluster in lockstep; deterministic for a seed."""
     chance = random.Random(f"lockstep {seed}")
     world = chance.randint(2, 8)
-    lost_after_s, silent_s = chance.choice([3.0, 5.0]), chance.choice([3.0, 10.0])
+    lost_after_s, unreachable_timeout_s = chance.choice([3.0, 5.0]), chance.choice([3.0, 10.0])
     kinds = ["hang", "cut", "split", "pair", "reset", "late", "restart"]
     kinds += ["die"] * (chance.random() < 0.2)
     faults = list(_faults(chance, world, lost_after_s, kinds))
@@ -156,7 +156,7 @@ def draw_lockstep_case(seed: int) -> FaultCase:
         stuck_after_s=_STUCK_S + sum(map(_outage_s, faults)),
         seed=seed,
     )
-    arguments = {"unreachable_timeout_s": silent_s}
+    arguments = {"unreachable_timeout_s": unreachable_timeout_s}
     return FaultCase(
         setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25, is_lockstep=True
     )
