@@ -205,7 +205,7 @@ def joined_pid(log, worker):
     for line in Path(log).read_text().splitlines():
         event = json.loads(line)
         if event.get("type") == "Joined" and event["worker"] == worker:
-            return int(event["place"].rpartition(" ")[2])
+            return int(event["location"].rpartition(" ")[2])
     raise AssertionError(f"worker {worker} is not in the log")
 
 

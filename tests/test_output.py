@@ -68,7 +68,7 @@ def tables_of_a_training():
 
 
 def words_of(table):
-    cells = [table.title, *table.heads, *(cell for row in table.rows for cell in row)]
+    cells = [table.title, *table.headers, *(cell for row in table.rows for cell in row)]
     return {word for cell in cells for word in cell.split()}
 
 

@@ -38,7 +38,7 @@ STRATEGIES = [
 
 def case_of(seed: int, strategy: str) -> campaign.StalenessFaultCase:
     parsed: Any = parse_strategy(strategy)
-    return campaign.draw_case(seed, parsed.ps_options(), parsed.staleness())
+    return campaign.draw_case(seed, parsed.ps_options(), parsed.staleness_arguments())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -253,7 +253,7 @@ def test_who_makes_no_local_steps_under_a_bound_that_rises_is_found():
     def find_it() -> None:
         for seed in range(SEEDS):
             terms = replace(strategy.ps_options(), applies_local_steps=False)
-            campaign.run_case(campaign.draw_case(seed, terms, strategy.staleness()), f"seed {seed}")
+            campaign.run_case(campaign.draw_case(seed, terms, strategy.staleness_arguments()), f"seed {seed}")
 
     with pytest.raises(ViolationError, match="of its own"):
         find_it()
@@ -272,15 +272,15 @@ def run(
 ) -> SimulatedPsCluster:
     """A cluster on which nothing goes wrong."""
     parsed: Any = parse_strategy(strategy)
-    terms, arguments = parsed.ps_options(), parsed.staleness()
+    terms, arguments = parsed.ps_options(), parsed.staleness_arguments()
     samples = (
         SampleSetting(epoch_samples=world * 100, batch_size=1, epochs=steps // 100)
-        if terms.is_dealt
+        if terms.assigns_samples
         else None
     )
     setting = SimulationSetting(
         world=world,
-        steps=None if terms.is_dealt else steps,
+        steps=None if terms.assigns_samples else steps,
         samples=samples,
         times=times,
         slow=tuple(map(rule, slow)),
@@ -288,7 +288,7 @@ def run(
     )
 
     def build() -> list[Policy]:
-        return [Assembly(world, accepts_late_joiners=terms.is_dealt), BoundedStaleness(world, **arguments)]
+        return [Assembly(world, accepts_late_joiners=terms.assigns_samples), BoundedStaleness(world, **arguments)]
 
     served = ps_setting(terms, arguments, halves_after=halves_after)
     cluster = SimulatedPsCluster(setting, build, served, keeps_log=True)
