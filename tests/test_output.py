@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from benchmarks.__main__ import main
 from offbeat.cli import output, tables, timesheet
+from offbeat.cli.main import main
 from offbeat.cli.output import OutputError, ReaderClosedError, TextTable
 from offbeat.cli.result import Result
 from test_cli import lockstep_group, log_of
