@@ -288,7 +288,10 @@ def run(
     )
 
     def build() -> list[Policy]:
-        return [Assembly(world, accepts_late_joiners=terms.assigns_samples), BoundedStaleness(world, **arguments)]
+        return [
+            Assembly(world, accepts_late_joiners=terms.assigns_samples),
+            BoundedStaleness(world, **arguments),
+        ]
 
     served = ps_setting(terms, arguments, halves_after=halves_after)
     cluster = SimulatedPsCluster(setting, build, served, keeps_log=True)

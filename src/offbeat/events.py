@@ -245,7 +245,7 @@ class ContributionReport:
         lost_worker: the lost worker.
         first_round: the first round from which on the member remembers all contributions.
         end_round: the first round that the member has not finished.
-        contributions: the rounds from `since` on, in order, to which the lost worker contributed anything:
+        contributions: the rounds from `first_round` on, in order, to which the lost worker contributed anything:
             the round, the number of its own blocks, and the number of blocks whose gradients other workers
             computed for it.
     """
@@ -783,7 +783,7 @@ class AssignBlocks:
         blocks: to be used after those that the worker has, in this order.
         is_last: after them there is nothing for the worker in its epoch.
         is_awaited: other workers have begun a round that needs this one: it takes part with weight zero.
-        consumed_samples: number of samples of the epoch that finished rounds have consumed.
+        consumed: number of samples of the epoch that finished rounds have consumed.
     """
 
     worker: int
@@ -809,7 +809,7 @@ class StepPermit:
         version_min: the least version of the parameters with which the step may be computed, once it may
             start.
         complete_version: the last complete version: no later read returns an older one.
-        staleness_bound: how many clocks `version` may lie before `clock`, None for any number.
+        staleness_bound: how many clocks `version_min` may lie before `clock`, None for any number.
         may_start: whether the step may start now.
         is_leader: whether this worker evaluates, prints and saves for all.
         is_preempted: whether a worker is about to be terminated, and this clock is later than every clock
@@ -1106,7 +1106,7 @@ class Namespace:
 
 @dataclass(frozen=True, kw_only=True)
 class Participant:
-    """A client whose pushes to a namespace are aggregated, from time `begins` on."""
+    """A client whose pushes to a namespace are aggregated, from time `first_time` on."""
 
     namespace: str
     client: int
@@ -1123,7 +1123,7 @@ class Pause:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTransfer:
-    """A server that is receiving the data at places `first` to `last` - 1 of the ring."""
+    """A server that is receiving the data at places `start` to `stop` - 1 of the ring."""
 
     server: int
     start: int
@@ -1136,7 +1136,7 @@ class LostArc:
 
     Attributes:
         loss: of the loss, from 1 on, among all losses of the parameter server.
-        start, stop: the keys are those of the blocks at places `first` to `last` - 1 of the ring.
+        start, stop: the keys are those of the blocks at places `start` to `stop` - 1 of the ring.
         server: the last server that had all of them.
     """
 

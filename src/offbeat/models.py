@@ -23,7 +23,7 @@ MODELS: Mapping[str, str] = MappingProxyType(
         "bert_small": "BERT's encoder with 4 layers of 512 units; reads the values of any sample as tokens",
     }
 )
-"""What `build` can build: name -> one line of description."""
+"""What `build_model` can build: name -> one line of description."""
 
 
 class Mlp(nn.Module):

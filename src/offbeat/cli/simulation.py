@@ -247,7 +247,7 @@ def _run_on_servers(
 
 
 def _with_dealt_samples(setting: SimulationSetting) -> SimulationSetting:
-    """Return a setting with the same work, dealt to workers as they request it: a sample is a batch."""
+    """Return a setting with the same work, assigned to workers as they request it: a sample is a batch."""
     from offbeat.simulator.training.sample_loop import SampleSetting
 
     steps = setting.steps or 1

@@ -2,7 +2,7 @@
 
     files.py      file formats: readers that turn any damage into a DataError
     download.py   transfer: checksummed, resumable, atomic
-    sets.py       the data sets, and `load`
+    sets.py       the data sets, and `load_data_set`
 
 Nothing here shards, shuffles, augments or batches; the network is used only with `download`.
 """

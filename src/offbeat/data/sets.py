@@ -32,7 +32,7 @@ DATA_SETS: Mapping[str, str] = MappingProxyType(
         "cifar10": "50,000 + 10,000 colour images of 32x32 pixels in 10 classes",
     }
 )
-"""What `load` can load: name -> one line of description."""
+"""What `load_data_set` can load: name -> one line of description."""
 
 MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

@@ -1,17 +1,17 @@
 """Worker processes on this machine: started together, monitored, never left running.
 
-`offbeat train`, `compare` and `bench` start their workers here; a user's own script is started by torchrun,
-Ray Train or Slurm instead, without this module. It sets the environment that torchrun would set, with two
-differences: a launch names its job by OFFBEAT_JOB, and rank 0 hosts the job's torch TCPStore itself, unless
-workers that die are to be replaced. Then this process hosts the store, as torchrun does, so that a
-replacement finds the job whichever worker has died.
+`offbeat train`, `offbeat compare`, `offbeat run --replace` and the benchmarks start their workers here; other
+scripts are started by torchrun, Ray Train or Slurm, without this module. It sets the environment that
+torchrun would set, with two differences: a launch names its job by OFFBEAT_JOB, and rank 0 hosts the job's
+torch TCPStore itself, unless workers that die are to be replaced. Then this process hosts the store, as
+torchrun does, so that a replacement finds the job whichever worker has died.
 
 It never restarts a worker (a replacement is a new worker with a new id), never kills the remaining workers
 at once because one failed (each must end with its own error, which names the peer that it lost), and never
 lets a worker block on its output.
 
-Workers do not outlive the process that launched them, even if that is killed by SIGKILL: each worker asks
-the kernel to be killed when its parent ends (`child.tied_command`). A few lines of Python make that request
+Workers do not outlive the process that launched them, even if that is killed by SIGKILL: each worker asks the
+kernel to be killed when its parent ends (`child.tied_command`). A few lines of Python make that request
 before they become the worker's command by exec: `preexec_fn` would run Python code between fork and exec,
 which can deadlock in a process with threads, and watching the end of a pipe would need a thread in every
 worker. To the kernel the parent is the *thread*, so workers are started by the thread that monitors them,

@@ -6,13 +6,13 @@ workers. It exchanges events and actions with the coordinator through a `Coordin
 worker may do without. One step of the user's loop:
 
 1. `batches` asks for a batch. If an optimizer has stepped, the step before ends here (6). `RoundPairing`
-   takes the next batch from `AssignedBatches` or from this worker's equal shard, and counts it. `weigh` sets
-   what the gradients of this batch count, relative to a full batch.
+   takes the next batch from `AssignedBatches` or from this worker's equal shard, and counts it.
+   `set_batch_weight` sets what the gradients of this batch count, relative to a full batch.
 2. Forward pass. In training mode a step that has not ended ends here. Where programs may skip batches,
    `RoundPairing` finds out whether this batch stands in for one that was skipped; its weight is 0 then. The
    synchronizer's hooks follow, which may wait for parameters.
 3. Backward pass. The synchronizer's hooks collect the gradients and may begin to exchange them; it calls
-   `computed`, which marks the batch as used and adds injected slowness.
+   `on_computed`, which marks the batch as used and adds injected slowness.
 4. `optimizer.step()`, before. Raises the job's failure and errors such as parameters added since `join`. A
    second step of one optimizer ends the step before. `before_step` lets the synchronizer complete what the
    optimizer is about to use.
@@ -26,11 +26,11 @@ Invariants. State (`state_dict`) is that of the last step that has ended; a batc
 Hooks do nothing in a forked process. Methods that wait raise a WorkerError if a signal handler calls them
 within a step.
 
-Failures. The member's failure ends all waits of synchronizer and validator (`_abandon`) and is raised by the
-next `check`, in (1), (4) or a wait. An exception of the loop leaves the session, and the coordinator is sent
-Failed. After a loop that ends well, `_finish` ends the last step, sends what the synchronizer still holds,
-sends Finished, and waits for the other workers, which may still need this worker's state; then Left is sent,
-and the hooks are removed.
+Failures. The `CoordinatorClient`'s failure ends all waits of synchronizer and validator (`_abandon`) and is
+raised by the next `raise_if_failed`, in (1), (4) or a wait. An exception of the loop leaves the session, and
+the coordinator is sent Failed. After a loop that ends well, `_finish` ends the last step, sends what the
+synchronizer still holds, sends Finished, and waits for the other workers, which may still need this worker's
+state; then Left is sent, and the hooks are removed.
 """
 
 from __future__ import annotations
@@ -979,9 +979,9 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Returns all that a run needs to continue: model, optimizers, and the position in the data.
 
-        Call it between optimizer steps, on the worker that `leads`: the state of every other member is the
-        same but for the order of the bytes on disk. It is the state after the last finished step, without a
-        batch taken since. To save when a signal arrives, read `preempted`.
+        Call it between optimizer steps, on the worker where `is_leader` is true: the state of every other
+        member is the same but for the order of the bytes on disk. It is the state after the last finished
+        step, without a batch taken since. To save when a signal arrives, read `preempted`.
 
         Raises:
             OffbeatError: this worker is excluded from the group, so that its parameters are outdated.

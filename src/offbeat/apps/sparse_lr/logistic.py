@@ -215,7 +215,7 @@ class PassSchedule:
 
     If the objective has changed by at most `epsilon` of itself, all keys are active in the next pass; if it
     changes by no more in that pass, it was the last one. Iterating yields the blocks of each pass in random
-    order, as first key and the key after the last; `ended` must be called after each pass.
+    order, as first key and the key after the last; `end_pass` must be called after each pass.
 
     Source: dmlc/parameter_server.
 

@@ -55,7 +55,7 @@ def forecast_step(
     Source: specification 3.9, with the costs of appendix C. No deviation.
 
     Args:
-        layers: in the order of the forward pass.
+        works: in the order of the forward pass.
         workers: number of workers.
         link: cost of a message.
         policy, fuse_bytes: see `offbeat.numerics.collectives.plans.plan_fused_buckets`.

@@ -102,7 +102,7 @@ class FilterMessage:
 
     @property
     def entries(self) -> Entries:
-        """The entries of a message that is not encoded, as they were given to `of`."""
+        """The entries of a message that is not encoded, as they were given to `from_entries`."""
         assert self.values is not None
         return Entries(self.first, self.values, self.keys)
 
@@ -424,7 +424,7 @@ class SignificantlyModified:
     that last offered it. That holds if every encoded message arrives. Values must be states, which the
     receiver assigns; non-finite ones are always sent.
 
-    For messages with `known` keys (responses to pulls) the receiver also remembers values, and fills in the
+    For messages with `known_keys` (responses to pulls) the receiver also remembers values, and fills in the
     omitted ones; a bitmap, one bit per row, marks the rows that were sent. Each end remembers one row per key
     that was ever sent, as long as the chain exists.
 

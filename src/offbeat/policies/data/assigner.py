@@ -24,7 +24,7 @@ class BlockAssigner:
         self._epochs_of_workers: dict[
             int, tuple[int, int]
         ] = {}  # each worker's epoch, and the samples of that epoch
-        self._reset_workers: set[int] = set()  # workers whose next Deal clears the blocks that they have
+        self._reset_workers: set[int] = set()  # workers whose blocks their next AssignBlocks clears
         self._checkpoint_queries: dict[
             int, int
         ] = {}  # workers that save a checkpoint: rounds or clocks that it holds

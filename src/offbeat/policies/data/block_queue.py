@@ -18,7 +18,7 @@ class BlockQueue:
     Attributes:
         epoch: the worker's current epoch.
         is_awaited: other members have begun a round that needs this worker, and it has nothing to contribute.
-        samples_used: samples of the epoch that finished rounds had used, as of the last Deal.
+        samples_used: samples of the epoch that finished rounds had used, as of the last AssignBlocks.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class BlockQueue:
         self._taken: list[int] = []
         self._late: list[int] = []  # blocks whose gradient another worker has computed
         self._last_ended_epoch = -1
-        self._ignores_deals = False  # Deals sent before the coordinator knew of an early exit
+        self._ignores_deals = False  # assignments sent before the coordinator knew of an early exit
 
     def begin_epoch(self, epoch: int) -> None:
         """Begins an epoch; blocks of the epoch before stay in the queue."""
         self.epoch, self.samples_used, self.is_awaited = epoch, 0, False
 
     def on_assigned(self, deal: AssignBlocks) -> None:
-        """Applies a Deal."""
+        """Applies an AssignBlocks."""
         if deal.replaces_queue:
             self._queue.clear()
             self._loading = 0
@@ -61,7 +61,7 @@ class BlockQueue:
 
     @property
     def ignores_assignments(self) -> bool:
-        """Whether Deals are ignored, because the loop has left the epoch that they are of."""
+        """Whether assignments are ignored, because the loop has left the epoch that they are of."""
         return self._ignores_deals
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class BlockQueue:
         self._late.append(block_id)
 
     def pop_contribution(self, is_counted: bool) -> tuple[int, ...]:
-        """Returns and clears the ids of the blocks taken since the last call; none if `counts` is False."""
+        """Returns and clears the ids of the blocks taken since the last call; none without `is_counted`."""
         taken = (*self._taken, *self._late) if is_counted else ()
         self._taken.clear()
         self._late.clear()

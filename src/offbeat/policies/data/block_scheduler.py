@@ -4,17 +4,18 @@ This module knows positions only: the order of an epoch is a permutation that th
 (seed, epoch). It sends nothing either; the policy that owns a scheduler sends what it assigns, and reports
 to it what the workers do.
 
-**Theory of operation: the life of a block.** `begin` opens an epoch: its positions form the epoch's *pool*.
-`deal` cuts a *block* from the pool (a batch's worth of positions) and assigns it to a member. From there on a
-block is in one of these states:
+**Theory of operation: the life of a block.** `begin_epoch` opens an epoch: its positions form the epoch's
+*pool*. `assign` cuts a *block* from the pool (a batch's worth of positions) and assigns it to a member. From
+there on a block is in one of these states:
 
 - *untaken*: assigned, and not yet handed to the worker's training loop;
-- *taken*: handed to the loop (`taken`), its gradient not yet contributed;
-- *contributed*: its gradient is part of an open round (`contributed`);
-- *used*: the round is completed (`completed`). This is final. An epoch with every position used is finished.
+- *taken*: handed to the loop (`mark_started`), its gradient not yet contributed;
+- *contributed*: its gradient is part of an open round (`contribute`);
+- *used*: the round is completed (`complete_round`). This is final. An epoch with every position used is
+  finished.
 
-A *lent* block takes a detour: `lend` assigns it to a worker outside the group, and `adopt` passes it to a
-member that has received its gradient. An adopted block is contributed like a block of the member's own.
+A *late* block takes a detour: `assign_late` assigns it to a worker outside the group, and `adopt` passes it
+to a member that has received its gradient. An adopted block is contributed like a block of the member's own.
 
 Ways back:
 
@@ -24,13 +25,13 @@ Ways back:
   in which it takes no part after all (`withdraw`).
 
 Ways to *used* without a round: the worker gives its blocks up (`discard_blocks`), its loop has ended
-(`retire`), or the rest of the epoch is not wanted (`cut`, and `drop_last` when the epoch is opened).
+(`retire`), or the rest of the epoch is not wanted (`cut_epoch`, and `drop_last` when the epoch is opened).
 
 Order of assignment. A worker's *level* is the number of hands that it has had; a hand is one block for each
-member at the lowest level. `deal` repeats three actions: `_update_levels` updates which workers can be served
-and which have nothing left of their epoch; `_next_hand` chooses the next workers and the sizes of their
-blocks; `_serve` cuts them from the oldest epoch with a pool. A worker that enters late gets the level of the
-others, less the blocks that they still hold.
+member at the lowest level. `assign` repeats three actions: `_update_levels` updates which workers can be
+served and which have nothing left of their epoch; `_next_hand` chooses the next workers and the sizes of
+their blocks; `_serve` cuts them from the oldest epoch with a pool. A worker that enters late gets the level
+of the others, less the blocks that they still hold.
 
 Invariants: each position of an open epoch is in exactly one place (pool, one worker, one open round, used);
 block ids are never reused; only members have a level; an operation that raises has changed nothing.
@@ -129,9 +130,9 @@ class _WorkerBlocks:
 class BlockScheduler:
     """Assigns blocks so that each position of an epoch is used once, whichever workers are slow, die or join.
 
-    A position is always in one place: in its epoch's pool, with one worker (untaken, then taken), in one
-    open round, or used. Only `completed` uses; `set_members`, `revoke`, `lost` and `abandon_round` give back.
-    Positions that came back are assigned first.
+    A position is always in one place: in its epoch's pool, with one worker (untaken, then taken), in one open
+    round, or used. Only `complete_round` uses; `set_members`, `revoke`, `remove_worker` and `abandon_round`
+    give back. Positions that came back are assigned first.
 
     Members are served in hands: one block for each member that has had the fewest. A member without blocks is
     served out of turn, because other workers may wait for it. Blocks hold `batch_size` positions until two
@@ -301,7 +302,8 @@ class BlockScheduler:
     ) -> None:
         """Move a worker to an epoch; the first worker in an epoch opens it.
 
-        What the worker has of earlier epochs stays with it. A repeated call changes only `hold` and `ahead`.
+        What the worker has of earlier epochs stays with it. A repeated call changes only `holds_until_used`
+        and `ahead`.
 
         Args:
             worker: the worker's id.
@@ -320,7 +322,7 @@ class BlockScheduler:
         Raises:
             ProtocolError: other values than those with which the epoch was opened, impossible ranges, an
                 epoch out of turn, or a new one `epochs_open_max` after one that is not finished, unless
-                `early`.
+                `ends_previous_early`.
         """
         self._check_begin(worker, epoch, samples, batch_size, ends_previous_early, drop_last)
         self._check_used(worker, epoch, samples, tuple(used_ranges))
@@ -369,12 +371,12 @@ class BlockScheduler:
         return {worker: tuple(block.id for block in blocks) for worker, blocks in returned.items()}
 
     def assign(self) -> list[BlockAssignment]:
-        """Assign what can be assigned now; each block and each `over` is returned once, ascending by worker.
+        """Assign what can be assigned now; blocks and ends of epochs are returned once, ascending by worker.
 
         A worker's epoch is over when nothing of it or of an earlier one is left in a pool. For a worker with
-        `hold`, for one that is no member, and where the next epoch would be too far from the oldest
-        unfinished one, it is over only when all of these are finished. The worker is served again when it
-        begins another epoch.
+        `holds_until_used`, for one that is no member, and where the next epoch would be too far from the
+        oldest unfinished one, it is over only when all of these are finished. The worker is served again when
+        it begins another epoch.
         """
         dealt: dict[int, list[Block]] = {}
         over: set[int] = set()
@@ -415,7 +417,7 @@ class BlockScheduler:
         return block
 
     def adopt(self, worker: int, block_id: int, late_worker: int) -> bool:
-        """Pass a lent block to the member that has received its gradient; return whether the gradient counts.
+        """Pass a late block to the member that has received its gradient; return whether the gradient counts.
 
         If so, the member contributes the block like its own. It does not count if the late worker does not
         have the block any more, or if the member's loop has nothing left to do.

@@ -71,8 +71,8 @@ class GroupBlockAssigner(BlockAssigner):
     other workers.
 
     Args:
-        staleness_steps_max: lend blocks to workers outside the group, whose gradients count if their
-            parameters are not older than this (see `LateBlockAssigner`); None lends nothing.
+        staleness_steps_max: assign late blocks to workers outside the group, whose gradients count if their
+            parameters are not older than this (see `LateBlockAssigner`); None assigns none.
 
     Attributes:
         is_active: a worker has requested samples. Until then no rounds are recorded.
@@ -359,7 +359,7 @@ class GroupBlockAssigner(BlockAssigner):
             self._release_when_reported(worker, self._last_rounds[worker], is_lost=True)
 
     def on_left_group(self, worker: int) -> None:
-        """Note that a worker knows that it is outside: its blocks, unless lent, go to other workers."""
+        """Note that a worker knows that it is outside: its blocks, unless late ones, go to other workers."""
         for known in (self._leaving, self._last_rounds, self._last_contributed, self._unreported):
             known.pop(worker, None)
         is_lent = self._lending is not None and worker in self._lending
@@ -368,7 +368,7 @@ class GroupBlockAssigner(BlockAssigner):
         self._complete_rounds()
 
     def on_idle(self, worker: int) -> None:
-        """Note that a worker outside the group can compute a lent block."""
+        """Note that a worker outside the group can compute a late block."""
         if self._lending is not None and self.is_active:
             self._lending.on_idle(worker)
 
@@ -423,7 +423,7 @@ class GroupBlockAssigner(BlockAssigner):
     # Actions ---------------------------------------------------------------------------------------------
 
     def pop_actions(self) -> list[Action]:
-        """Return the actions to send now: first of lent blocks, then the assignments, ascending by worker."""
+        """Return the actions to send now: first of late blocks, then the assignments, ascending by worker."""
         dealt: dict[int, tuple[tuple[Block, ...], bool]] = {}
         self._assign_into(dealt)
         actions: list[Action] = []

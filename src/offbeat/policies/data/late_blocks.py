@@ -42,7 +42,7 @@ class LateBlockAssigner:
         self._numbers: Counter[int] = Counter()  # of each worker's next loan
         self._patrons: frozenset[int] = frozenset()  # members that hold the state and have not ended
         self._idle: set[int] = set()  # workers outside with nothing to compute
-        self._freed: set[int] = set()  # workers whose loans have ended since the last `lend`
+        self._freed: set[int] = set()  # workers whose loans have ended since the last `assign`
         self._actions: list[Action] = []  # actions to send
 
     def __contains__(self, worker: int) -> bool:
@@ -122,7 +122,7 @@ class LateBlockAssigner:
             self.revoke(event.late_worker, "the block is not its own any more")
 
     def assign(self) -> tuple[list[Action], set[int]]:
-        """Lend what can be lent; return the actions to send, and the workers whose loans were not renewed."""
+        """Assign late blocks; return the actions to send, and the workers whose loans were not renewed."""
         loans_of_patron = Counter(loan.patron for loan in self._loans.values())
         for worker in sorted(self._idle):
             if not self._patrons or worker not in self._scheduler:

@@ -1,6 +1,6 @@
 """Checks at the start that all workers are present and have the same model and strategy.
 
-After its Start, this policy only accepts or refuses workers that come later.
+After its PeerList, this policy only accepts or rejects workers that come later.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _NAMES_MAX = 16
 class Assembly:
     """Starts the job once every worker has joined with the same model and strategy; else stops it.
 
-    Before the Start, the first mismatch ends the job with one Stop. After a Stop, every further worker is
-    refused. After a Start too, unless the job is open: then a worker with an unused id and the same model and
-    strategy is answered with a Start that lists all workers that are present. One case stops a job that has
-    started: within the deadline for the start, a second worker joins with the id, world, model and strategy
-    of a worker that is present. Then two unnamed jobs share one address, and it is undetermined which workers
-    train together.
+    Before the PeerList, the first mismatch ends the job with one AbortJob. After that, every further worker
+    is rejected. After a PeerList too, unless the job is open: then a worker with an unused id and the same
+    model and strategy is answered with a PeerList of all workers that are present. One case stops a job that
+    has started: within the deadline for the start, a second worker joins with the id, world, model and
+    strategy of a worker that is present. Then two unnamed jobs share one address, and it is undetermined
+    which workers train together.
 
     Args:
         world: number of workers in the job, at least 1; their ids are 0 to `world` - 1.
@@ -79,7 +79,7 @@ class Assembly:
         self._gone_ids: set[int] = set()  # ids of workers that have gone, while the job is open
 
     def handle(self, event: Event) -> list[Action]:
-        """Return a Start, a Stop, a Refuse or nothing.
+        """Return a PeerList, an AbortJob, a RejectPeer or nothing.
 
         Raises:
             ProtocolError: a Lost, Failed or Left of a worker that the job does not have; nothing changes.

@@ -136,7 +136,7 @@ class GroupMembership:
         self._adopt()
 
     def begin_exchange(self) -> ExchangeDecision:
-        """Decides what to do with gradients; after GO the worker counts as having begun its step's exchange.
+        """Decides what to do with gradients; after EXCHANGE the worker has begun its step's exchange.
 
         This is the commit point of the protocol: a Halt that comes before it stops the exchange, and one that
         comes after it lets the exchange finish, unless it abandons exchanges.

@@ -65,8 +65,8 @@ class Lockstep:
     The policy stops the job, at most once, when a worker is lost or fails; when two workers are in different
     steps, or at different batches, in the same round; when a worker begins a round that can never complete
     because another worker has finished; or when two workers that both reach the coordinator cannot reach each
-    other for too long. After a Stop it returns nothing. An outage that passes changes nothing: a worker that
-    is silent towards the coordinator is not late. `offbeat.policies.membership.assembly` decides which
+    other for too long. After an AbortJob it returns nothing. An outage that passes changes nothing: a worker
+    that is silent towards the coordinator is not late. `offbeat.policies.membership.assembly` decides which
     workers may join.
 
     Source: L. G. Valiant, "A bridging model for parallel computation", Communications of the ACM 33(8),
@@ -120,7 +120,7 @@ class Lockstep:
         self._stopped = False
 
     def handle(self, event: Event) -> list[Action]:
-        """Return the Group, a Stop, a Dismiss, the answers to LeftOut, or nothing.
+        """Return the Group, an AbortJob, a JobComplete, the answers to BatchesSkipped, or nothing.
 
         Raises:
             ProtocolError: an event that no worker of a running job can cause; nothing changes.

@@ -12,7 +12,7 @@ two phases:
    no other step's exchange. Members of the group before answer too, until all have switched to this one.
 2. `Group`: sent once every answer that is still awaited has come.
 
-There are two kinds of change, told apart by `Halt.abandon`:
+There are two kinds of change, distinguished by `Halt.abandon`:
 
 - *Planned* (`abandon=False`; a straggler was classed, a worker recovered, joined or finished). Exchanges
   under way finish in the old group. The Group names the first step that no member has begun, and each member
@@ -242,7 +242,7 @@ class PartialGroups:
         self._reasons: dict[int, str] = {}  # worker: reason of its last change of membership
 
     def handle(self, event: Event) -> list[Action]:
-        """Return a Halt, a Group, a Stop or nothing; after the end of the job, a Refuse for each Joined.
+        """Return a Halt, a Group, an AbortJob or nothing; after the end, a RejectPeer for each Joined.
 
         Raises:
             ProtocolError: an event that no worker of a running job can cause; nothing changes.

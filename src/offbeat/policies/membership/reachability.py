@@ -66,10 +66,10 @@ class Reachability:
 
         First every worker that is silent towards the coordinator. Then, one after the other, the member that
         most of the remaining members cannot reach (of two such, the one with the higher id). Then those of
-        `others` that `outside_exclusions` returns.
+        `outside` that `outside_exclusions` returns.
 
         Args:
-            members: workers that are preferred to `others`.
+            members: workers that are preferred to `outside`.
             outside: workers that take part too if they can reach all members.
         """
         out: dict[int, str] = {}
@@ -86,7 +86,7 @@ class Reachability:
         return out | self.outside_exclusions(kept, outside)
 
     def outside_exclusions(self, members: Iterable[int], outside: Iterable[int]) -> dict[int, str]:
-        """Return those of `others` that cannot reach all members, each with the reason.
+        """Return those of `outside` that cannot reach all members, each with the reason.
 
         They are checked in the order of their ids; each that can counts as a member for those after it.
         """

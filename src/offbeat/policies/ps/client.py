@@ -16,15 +16,15 @@ is not in it, requests wait. Spans without a holder are skipped until a view nam
 
 Times. A push receives its time when it is first sent, not when it is made: the next one of the namespace, or
 the one that the program chose. From then on it keeps it. The push also carries, piece by piece, the times of
-the client's previous pushes to its keys (`after`), from a range vector clock. In a namespace that aggregates,
-a push first needs participation (`JoinAggregation`, answered by a view) and waits while the namespace is
-paused; the client answers a pause with `PauseReached`, the latest time that it has sent.
+the client's previous pushes to its keys (`previous_times`), from a range vector clock. In a namespace that
+aggregates, a push first needs participation (`JoinAggregation`, answered by a view) and waits while the
+namespace is paused; the client answers a pause with `PauseReached`, the latest time that it has sent.
 
 Exactly once. A new view of the same epoch changes nothing here. In a new epoch everything that is missing is
-split and sent again, in order and with the same times, before anything newer. A server whose clock is at
-a push's time or later acknowledges it without applying it, so a push is applied once however often it is
-sent; a server to which the previous push is missing notices that from `after`. Replies may come twice: only
-ranges that are still missing are used, and replies to unknown numbers are ignored.
+split and sent again, in order and with the same times, before anything newer. A server whose clock is at a
+push's time or later acknowledges it without applying it, so a push is applied once however often it is sent;
+a server to which the previous push is missing notices that from `previous_times`. Replies may come twice:
+only ranges that are still missing are used, and replies to unknown numbers are ignored.
 
 Stale. A server that is not the master of a part, or has a newer epoch, replies `WrongMaster`. The client does
 nothing then: the view of that epoch makes it send again.
@@ -222,8 +222,9 @@ class PsClient:
     def join_aggregation(self, namespace: str) -> list[SendMessage | RequestDone | RequestFailed]:
         """Take part in a namespace that aggregates, from a time that a view gives.
 
-        Clients that begin together enlist before the first of them pushes; otherwise the first push does it.
-        A client that comes later, where ranges differ from time to time, learns its first time from `begins`.
+        Clients that begin together join before the first of them pushes; otherwise the first push does it. A
+        client that comes later, where ranges differ from time to time, learns its first time from
+        `first_time`.
 
         Raises:
             ProtocolError: this client has withdrawn from the namespace.

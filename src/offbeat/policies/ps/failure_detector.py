@@ -21,9 +21,10 @@ class NodeLoss(NamedTuple):
 class FailureDetector:
     """Declares silent nodes lost, by the clock of the coordinator's events.
 
-    - A node from which the coordinator has received nothing for `silent_s` is lost.
-    - Of two servers that the coordinator receives from and that have not reached each other for `silent_s`,
-      one is lost: the one that cannot reach more servers, else the one with the higher id.
+    - A node from which the coordinator has received nothing for `silence_timeout_s` is lost.
+    - Of two servers that the coordinator receives from and that have not reached each other for
+      `silence_timeout_s`, one is lost: the one that cannot reach more servers, else the one with the higher
+      id.
     - No server is lost by these rules while it holds the last copy of something; of two that cannot reach
       each other, the other one is lost then, if it has no last copy either. The first one *stands*: requests
       for what it holds wait for it.
@@ -36,7 +37,7 @@ class FailureDetector:
         silence_timeout_s: time after which a silent node is lost, in seconds.
 
     Raises:
-        ValueError: `silent_s` is not positive.
+        ValueError: `silence_timeout_s` is not positive.
     """
 
     def __init__(self, silence_timeout_s: float = SILENCE_TIMEOUT_S) -> None:

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-RING_SIZE: Final = 2**62  # places on the ring are 0 to POINTS - 1, the upper bits of a hash
+RING_SIZE: Final = 2**62  # places on the ring are 0 to RING_SIZE - 1, the upper bits of a hash
 
 
 class NamespaceSpec(NamedTuple):
@@ -102,7 +102,7 @@ class HashRing:
     def holders_at(self, point: int) -> tuple[int, ...]:
         """Return the servers that hold the data at a place of the ring: the master first, then the replicas.
 
-        They are fewer than `copies` + 1 if there are fewer servers; none without servers.
+        They are fewer than `replicas` + 1 if there are fewer servers; none without servers.
         """
         if not self._points:
             return ()

@@ -76,7 +76,7 @@ class Push:
         time: the client's time of this push; keys of the range that `content` does not list advance to it
             too.
         previous_times: the times of the client's previous pushes, for the whole range.
-        returns_values: the reply is the values of all keys of the range after the push, instead of Pushed.
+        returns_values: the reply is the values of all keys of the range after the push, instead of a PushAck.
     """
 
     client: int
@@ -212,7 +212,7 @@ class Replicate:
 
 @dataclass(kw_only=True, slots=True)
 class ReplicateAck:
-    """The receiver of a Copy and all holders after it have applied the operation."""
+    """The receiver of a Replicate and all holders after it have applied the operation."""
 
     view: int
     master: int
@@ -286,7 +286,7 @@ class TransferChunk:
 
 @dataclass(kw_only=True, slots=True)
 class TransferAck:
-    """The receiver of a Chunk has stored it; the sender may send another."""
+    """The receiver of a TransferChunk has stored it; the sender may send another."""
 
     view: int
 

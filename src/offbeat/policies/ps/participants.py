@@ -14,7 +14,7 @@ class AggregationParticipants:
     A client begins at time 1 if no other client takes part, or no servers are there yet. Otherwise the
     namespace is paused: every participant reports the latest time that it has sent, and sends none after it
     until a view ends the pause; in that view the newcomer begins at the time after the latest. Clients that
-    are to begin together enlist before the first of them pushes. A client that has withdrawn or is lost does
+    are to begin together join before the first of them pushes. A client that has withdrawn or is lost does
     not come back.
     """
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-KEY_END: Final = 2**63  # keys are 0 to KEYS - 1
+KEY_END: Final = 2**63  # keys are 0 to KEY_END - 1
 
 
 class ClockRange(NamedTuple):
-    """Keys `first` to `last` - 1, which have the same time."""
+    """Keys `start` to `stop` - 1, which have the same time."""
 
     start: int
     stop: int
@@ -24,9 +24,9 @@ class ClockRange(NamedTuple):
 class RangeVectorClock:
     """A time for every client and key, stored by ranges of keys with equal times.
 
-    The times of a client and key never fall. Before the first `set` every key has time 0. A `set` splits at
-    most two pieces and adds at most two; neighbours with equal times are merged, so that a client that pushes
-    whole ranges costs one piece, however many keys they hold.
+    The times of a client and key never fall. Before the first `set_time` every key has time 0. A `set_time`
+    splits at most two pieces and adds at most two; neighbours with equal times are merged, so that a client
+    that pushes whole ranges costs one piece, however many keys they hold.
 
     Source: the parameter server of OSDI'14, section 4.1 ("vector clocks": O(m k) for m nodes and k ranges).
     Deviation: coalescing.
@@ -136,7 +136,7 @@ class RangeVectorClock:
         return not any(self.earlier_ranges(client, first, last, time) for client in clients)
 
     def extract(self, first: int, last: int) -> dict[int, list[ClockRange]]:
-        """Return all times other than 0 in a range, for `adopt` elsewhere.
+        """Return all times other than 0 in a range, for `merge` elsewhere.
 
         Raises:
             ValueError: the range of keys is not valid.

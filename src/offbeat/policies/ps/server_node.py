@@ -34,12 +34,13 @@ operation; the older content comes as `TransferChunk`s from the last complete ho
 that has not come are buffered and applied behind it; clocks drop what the block contains already.
 
 Invariants. A client is answered only after all holders have applied its push. Each push is applied at most
-once per key, in the client's order; `gaps` counts violations of the order. Holders of a block apply the same
-operations in the same order. A deposed master with replicas can acknowledge nothing: they have a later view.
+once per key, in the client's order; `sequence_gaps` counts violations of the order. Holders of a block apply
+the same operations in the same order. A deposed master with replicas can acknowledge nothing: they have a
+later view.
 
 Failures. An invalid client message raises `ProtocolError` and changes nothing. A holder that does not reply
 stops acknowledgements until a view without it. Values are lost only when all complete holders of a block are
-gone; the view then lists the place in `emptied`.
+gone; the view then lists the place in `lost_arcs_dropped`.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class ServerTable(Protocol):
         """Return a copy of everything that is kept for keys `first` to `last` - 1."""
 
     def import_block(self, first: int, last: int, content: Payload) -> None:
-        """Replace everything kept for keys `first` to `last` - 1 by another table's `copy_out`."""
+        """Replace everything kept for keys `first` to `last` - 1 by another table's `export_block`."""
 
     def remove_block(self, first: int, last: int) -> None:
         """Delete keys `first` to `last` - 1."""
@@ -214,7 +215,7 @@ class ServerNode:
         self._fills: dict[int, _Fill] = {}  # by the server that is being filled from here, in this view
         self._pending_sources: set[int] = (
             set()
-        )  # sources of this server that have not sent FillEnd in this view
+        )  # sources of this server that have not sent TransferDone in this view
         self._have: set[BlockId] = set()  # of the blocks that it gains
         self._buffered: dict[BlockId, list[Operation]] = {}  # on blocks that have not come
         self._deferred: list[Push | Pull] = []  # for blocks that have not come, of which this is the master
@@ -672,7 +673,7 @@ class ServerNode:
             self._send_to_server(chain[0], handed)
 
     def _send_handoff_done(self) -> None:
-        """Send HandEnd to the masters of this server's chains; note which holders owe one."""
+        """Send HandoffDone to the masters of this server's chains; note which holders owe one."""
         self._pending_handoffs.clear()
         if not any(space.aggregates for space in self._current_view().spaces.values()):
             return

@@ -202,7 +202,7 @@ class BoundedStaleness:
         self._preempted_clock: int | None = None  # the last one without `StepPermit.is_preempted`
 
     def handle(self, event: Event) -> list[Action]:
-        """Return Grants, Deals, a Refuse, a Dismiss, a CloseServers or nothing.
+        """Return StepPermits, AssignBlocks, a RejectPeer, a JobComplete, a CloseServers or nothing.
 
         Raises:
             ProtocolError: the event cannot come from a worker of a running job.

@@ -17,19 +17,20 @@ versions every gradient is a push of its own, and times count these.
 
 Reading, for a version v that the permit of the step requires:
 
-1. `read` names the nearest place that has v or a later version: thread, process, or server;
-2. before a pull from the servers, `has_pushed(v)` tells whether this process has contributed all that v
+1. `read_source` names the nearest place that has v or a later version: thread, process, or server;
+2. before a pull from the servers, `has_pushed(v)` returns whether this process has contributed all that v
    needs; otherwise the pull would wait for the process's own threads;
-3. `pulled` records the version of the process cache, `on_thread_copied` that of a thread's copy.
+3. `on_pulled` records the version of the process cache, `on_thread_copied` that of a thread's copy.
 
 A thread's own latest updates may be missing from what it reads, because they are not pushed or not yet
-applied. They are in its *log*, by the time of the push that carries them (`log`), ascending. `held(time)` is
-the number of leading entries contained in values that hold this process's pushes up to `time`; the entries
-after them are replayed on those values. `on_thread_copied` forgets entries that every later read contains.
+applied. They are in its *log*, by the time of the push that carries them (`log_update`), ascending.
+`count_included` returns the number of leading entries contained in values that hold this process's pushes up
+to a time; the entries after them are replayed on those values. `on_thread_copied` forgets entries that every
+later read contains.
 
 Invariants: a thread never adds to a clock that it has passed (`ProtocolError`); clocks are pushed in order,
-each once; an update is in the values that a thread reads or in its log. `drop` makes a thread's copy too old
-for every read and keeps its log, because the log is replayed on the next copy.
+each once; an update is in the values that a thread reads or in its log. `invalidate` makes a thread's copy
+too old for every read and keeps its log, because the log is replayed on the next copy.
 
 The runtime's worker and the simulator's both use this object. Nothing here holds a parameter or a gradient,
 decides whether a step may start, or waits.
@@ -56,8 +57,7 @@ class PsOptions:
     Attributes:
         is_versioned: the gradients of a clock are applied together; otherwise each is a step on arrival.
         steps_per_process: together, they are one step per process, one after the other; otherwise one step
-        with
-            their mean.
+            with their mean.
         is_bounded: the coordinator bounds the staleness; otherwise parameters are pulled before every step.
         assigns_samples: samples are assigned as they are needed.
         push_every: number of steps whose gradients are pushed as one.

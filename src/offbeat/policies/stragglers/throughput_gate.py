@@ -51,7 +51,7 @@ class ThroughputGate:
     def batches_per_s(
         self, recent_compute_s: Mapping[int, Sequence[float]], excluded: Collection[int]
     ) -> float:
-        """Return the predicted throughput of all but `out`, in batches a second; 0 if no worker is left.
+        """Return the predicted throughput of all but `excluded`, in batches a second; 0 if no worker is left.
 
         Args:
             recent_compute_s: each worker's times of its last iterations, in seconds, at least 0, the newest
@@ -72,7 +72,7 @@ class ThroughputGate:
         excluded: Collection[int],
         candidates: Collection[int],
     ) -> frozenset[int]:
-        """Return which of `suspects` to exclude in addition to `out`: the best choice, or none.
+        """Return which of `candidates` to exclude in addition to `excluded`: the best choice, or none.
 
         The worker with the highest mean time is excluded first, which is best for steady times; of equally
         good choices the smallest is used. At least one worker always stays.

@@ -14,7 +14,7 @@ MetricMode: TypeAlias = Literal["min", "max"]
 
 @dataclass(frozen=True, kw_only=True)
 class EpochVerdict:
-    """Result of one epoch: whether it `improved` on the best so far, and whether training should `stop`."""
+    """Result of one epoch: whether it is the best so far, and whether training should stop."""
 
     has_improved: bool
     should_stop: bool

@@ -109,7 +109,7 @@ class ValidationScheduler:
         """Decide what happens to the epoch that has ended; after `WaitForValidation` it must be called again.
 
         Args:
-            epoch: later than those before, apart from dropped ones (see `forget`).
+            epoch: later than those before, apart from dropped ones (see `drop_after`).
             parts: at least one; positions of the validation set, as from `split_even`.
 
         Raises:

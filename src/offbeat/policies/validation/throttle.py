@@ -106,7 +106,7 @@ class Throttle:
 
     Attributes:
         is_slow: they were too slow.
-        next_check_s: when to call `look` next.
+        next_check_s: when to call `check_rate` next.
     """
 
     def __init__(self, threads: int, minimum_rate: MinimumRate | None) -> None:

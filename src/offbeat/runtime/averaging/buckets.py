@@ -7,8 +7,9 @@ A bucket is a 1-D tensor of one dtype that is all-reduced at once. Its entries a
 gradients, model buffers and the trailer. A `BucketBuffer` is memory for one bucket, with a view for each
 entry. A `GradientBucket` has three of them:
 
-- `own`: this worker's contribution. Gradients are scaled by the worker's weight and packed here. An exchange
-  does not change its values, so that a round can be repeated with them after an exchange was abandoned.
+- `contribution`: what this worker contributes. Gradients are scaled by the worker's weight and packed here.
+  An exchange does not change its values, so that a round can be repeated with them after an exchange was
+  abandoned.
 - `output`: receives the sum. It is divided by the sum of weights in place, and its views become `param.grad`,
   so nothing is copied out.
 - A second one for sums. `swap_output` exchanges the two, so that the next round does not overwrite this

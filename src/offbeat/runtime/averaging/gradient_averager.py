@@ -46,13 +46,13 @@ _FLAGS = 4
 class GradientAverager:
     """Keeps the gradients and buffers of `model` equal on all members of a group.
 
-    Every backward pass ends in one *round*: the mean of the members' gradients, weighted by samples where
-    the session assigned them. Buffers are copied from the first member, as in DistributedDataParallel. The
-    last bucket ends in a trailer (weights, amount of program writes, preemption flags, which parameters have
-    a gradient, each worker's time and number of assigned blocks, the first member's hyperparameters), so that
+    Every backward pass ends in one *round*: the mean of the members' gradients, weighted by samples where the
+    session assigned them. Buffers are copied from the first member, as in DistributedDataParallel. The last
+    bucket ends in a trailer (weights, amount of program writes, preemption flags, which parameters have a
+    gradient, each worker's time and number of assigned blocks, the first member's hyperparameters), so that
     none of it costs a message of its own. A round that is abandoned because the group has changed is repeated
-    in the new group with the same gradients. A worker outside every group exchanges nothing, and `drop`
-    discards its gradients.
+    in the new group with the same gradients. A worker outside every group exchanges nothing, and
+    `drop_gradients` discards its gradients.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2 (bucketing, overlap). Deviations: buckets
     follow the reversed order of registration and are not rebuilt; parameters without a gradient are always

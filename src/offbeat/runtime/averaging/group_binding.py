@@ -8,14 +8,14 @@ coordinator's `Halt` and `Group` actions, under `CoordinatorClient.lock`. This m
 out in the worker's thread: it waits, opens exchanges and transfers state. It never decides on membership.
 
 A handle (`GroupHandle`) belongs to one group: an exchange over its members, with this worker's position and
-weight. It is current while its generation is the follower's. `GroupBinding.acquire` asks
+weight. It is current while its generation is that of `membership`. `GroupBinding.acquire` asks
 `GroupMembership.begin_exchange` before an exchange:
 
-- `Turn.EXCHANGE`: return the handle, opened first if the group is new. The worker has begun its step's
-  exchange: a `Halt` that does not abandon the exchange lets it finish.
-- `Turn.WAIT`: a change is under way; wait for the next `Group`.
-- `Turn.FETCH_STATE`: this worker joins; receive the donor's state, then ask again.
-- `Turn.KEEP_LOCAL`: no group has this worker; it exchanges nothing.
+- `ExchangeDecision.EXCHANGE`: return the handle, opened first if the group is new. The worker has begun its
+  step's exchange: a `Halt` that does not abandon the exchange lets it finish.
+- `ExchangeDecision.WAIT`: a change is under way; wait for the next `Group`.
+- `ExchangeDecision.FETCH_STATE`: this worker joins; receive the donor's state, then ask again.
+- `ExchangeDecision.KEEP_LOCAL`: no group has this worker; it exchanges nothing.
 
 A group names its first exchange id. The first `StateCopier.EXCHANGE_IDS` ids are for the transfer of state;
 the following ones are counted by `next_exchange_id`, in the same order on every member.

@@ -77,25 +77,25 @@ class GroupSynchronizer:
 
     @property
     def timer(self) -> PartTimer:
-        """See `averager.Host`."""
+        """See `AveragerContext`."""
         return self._loop.timer
 
     @property
     def tracer(self) -> Tracer | None:
-        """See `averager.Host`."""
+        """See `AveragerContext`."""
         return self._loop.tracer
 
     @property
     def has_preemption_signal(self) -> bool:
-        """See `averager.Host`."""
+        """See `AveragerContext`."""
         return self._loop.has_preemption_signal
 
     def raise_if_failed(self) -> None:
-        """See `averager.Host`."""
+        """See `AveragerContext`."""
         self._loop.raise_if_failed()
 
     def on_computed(self, compute_s: float) -> None:
-        """See `averager.Host`."""
+        """See `AveragerContext`."""
         self._loop.on_computed(compute_s)
 
     @property
@@ -346,7 +346,7 @@ class GroupSynchronizer:
             self.binding.late_gradients.drop_all()
 
     def announce_gradients(self, compute_s: float) -> tuple[int, int]:
-        """Announces this worker's gradients to the coordinator; see `averager.Host`."""
+        """Announces this worker's gradients to the coordinator; see `AveragerContext`."""
         blocks: tuple[int, ...] = ()
         own_blocks = 0
         if self.assigns_samples and self._member is not None:
@@ -372,7 +372,7 @@ class GroupSynchronizer:
         return own_blocks, len(blocks) - own_blocks
 
     def hyperparameters(self) -> list[float]:
-        """The numbers in the optimizers' parameter groups, such as learning rates; see `averager.Host`.
+        """The numbers in the optimizers' parameter groups, such as learning rates; see `AveragerContext`.
 
         Each worker has its own schedulers, and those of an excluded worker lag behind.
         """
@@ -381,5 +381,5 @@ class GroupSynchronizer:
     def apply_hyperparameters(
         self, values: list[float], groups: Sequence[ParameterGroup] | None = None
     ) -> None:
-        """Applies the first member's hyperparameters; see `averager.Host`."""
+        """Applies the first member's hyperparameters; see `AveragerContext`."""
         write_numbers(self._trained.groups if groups is None else groups, self._shared_numbers, values)

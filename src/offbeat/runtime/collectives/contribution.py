@@ -59,7 +59,7 @@ class Contribution:
             self._parts = []
 
     def add(self, received: torch.Tensor, start: int, stop: int, *, out: torch.Tensor) -> None:
-        """Write `theirs` plus elements `start` to `stop` to `out`, which may be `theirs`."""
+        """Write `received` plus elements `start` to `stop` to `out`, which may be `received`."""
         for first, end, part in self._runs(start, stop):
             span = slice(first - start, end - start)
             if part is None:

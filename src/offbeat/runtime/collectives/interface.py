@@ -51,7 +51,7 @@ class Exchange(Protocol):
         """Sums the 1-D tensor `flat` over the members, into a tensor of the same shape and dtype.
 
         `flat` is only read, so that the call can be repeated with the same values if it fails; but elements
-        that lie in `parts` are written to it where they have to be sent.
+        that lie in `in_place` are written to it where they have to be sent.
 
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.

@@ -4,16 +4,16 @@ Each end counts the messages that it sends and receives. A worker keeps its even
 written them to its journal. When the connection breaks, because the coordinator was killed and is restarted,
 the two resynchronize by exchanging their counts, each in a `SequenceAck`:
 
-    worker                                              coordinator
-    Tally: connection 2, received 3, sent 10      ──►
-                                                  ◄──   Tally: connection 2, received 8, sent 5
-                                                  ◄──   actions 4 and 5
-    events 9 and 10                               ──►
-    Tally: connection 2, received 5, sent 10      ──►   the worker counts as connected again
+    worker                                                coordinator
+    SequenceAck: connection 2, received 3, sent 10  ──►
+                                                    ◄──   SequenceAck: connection 2, received 8, sent 5
+                                                    ◄──   actions 4 and 5
+    events 9 and 10                                 ──►
+    SequenceAck: connection 2, received 5, sent 10  ──►   the worker counts as connected again
 
-A Tally names its connection, so that one still queued from an earlier connection is recognized and ignored.
-Every `SEQUENCE_ACK_INTERVAL` messages, and before it leaves, a worker sends a Tally, which the coordinator
-answers with its own.
+A SequenceAck names its connection, so that one still queued from an earlier connection is recognized and
+ignored. Every `SEQUENCE_ACK_INTERVAL` messages, and before it leaves, a worker sends a SequenceAck, which the
+coordinator answers with its own.
 
 This module never decides what is sent, and never opens a connection: the endpoint does.
 """
@@ -68,15 +68,15 @@ _FIRST_BYTE: Final = msgspec.msgpack.encode(SequenceAck(0, 0, 0))[0]
 
 
 def encode_sequence_ack(ack: SequenceAck) -> bytes:
-    """Return the control message that holds this tally."""
+    """Return the control message that holds this SequenceAck."""
     return msgspec.msgpack.encode(ack)
 
 
 def decode_sequence_ack(data: bytes) -> SequenceAck | None:
-    """Return the tally in a control message; None if the message holds something else.
+    """Return the SequenceAck in a control message; None if the message holds something else.
 
     Raises:
-        ProtocolError: the message begins like a tally and cannot be decoded as one.
+        ProtocolError: the message begins like a SequenceAck and cannot be decoded as one.
     """
     if not data or data[0] != _FIRST_BYTE:
         return None
@@ -130,7 +130,7 @@ class ControlChannel:
         self._caught_up_at: int | None = (
             None  # count of received actions at which resynchronization is complete
         )
-        self._tally_requested = False  # send a tally after the queued events
+        self._tally_requested = False  # send a SequenceAck after the queued events
         self._loss_cause = ""
         endpoint.add_peer(peer, self._addresses, has_fixed_addresses=True)
 
@@ -238,7 +238,7 @@ class ControlChannel:
             self._endpoint.call_soon(self._send_queued)
 
     def _confirm_resync(self) -> None:
-        """Sends a tally, after the replies to missed actions, once all of these have been received."""
+        """Sends a SequenceAck, after the replies to missed actions, once all of these have been received."""
         if self._caught_up_at is not None and self._received >= self._caught_up_at:
             self._caught_up_at = None
             self._request_tally()

@@ -5,10 +5,11 @@ them in one thread, the links' thread. A `ControlChannel` makes the connections 
 reliable channel. A `CoordinatorClient` holds the state that actions change, and on which the training loop
 waits.
 
-Threads. The training loop calls `tell`, `check`, `pause` and `wait_for`, which touch no socket. Messages and
-lost connections are processed in the links' thread, which notifies all waiting threads after every message.
-`follower` and `hand` are protocol objects without I/O; both threads use them under `lock` only. The `on_*`
-callbacks run in the links' thread, outside the lock; all links wait while they run.
+Threads. The training loop calls `send_event`, `raise_if_failed`, `pause` and `wait_for`, which touch no
+socket. Messages and lost connections are processed in the links' thread, which notifies all waiting threads
+after every message. `membership` and `block_queue` are protocol objects without I/O; both threads use them
+under `lock` only. The `on_*` callbacks run in the links' thread, outside the lock; all links wait while they
+run.
 
 Exactly once. Events and actions are counted at both ends. The coordinator appends an event to its journal
 before it sends any action that follows from it, and acknowledges events by their count in the journal. An
@@ -19,9 +20,9 @@ Until the coordinator's `SequenceAck` for that connection arrives, incoming acti
 coordinator sends them again, and outgoing events are queued. A coordinator that was killed is restarted from
 its journal, so that it repeats the same decisions: to a worker a restart looks like a broken connection.
 
-Failures. The first one wins: `_fail` sets `failure` once and calls `on_failure` once; `check`, `pause` and
-`wait_for` raise it in the training loop.
-- The coordinator sends Stop (the job has failed) or Refuse (this worker is out).
+Failures. The first one wins: `_fail` sets `failure` once and calls `on_failure` once; `raise_if_failed`,
+`pause` and `wait_for` raise it in the training loop.
+- The coordinator sends AbortJob (the job has failed) or RejectPeer (this worker is out).
 - The coordinator cannot be reached after a lost connection, or closes its end before the job is over.
 - The connection to another worker is lost. Where the strategy survives that, this worker reports it, dials
   again every second, and leaves the verdict to the coordinator. Where not, the coordinator has one second to
@@ -117,13 +118,13 @@ class CoordinatorClient:
         membership: the group protocol: what Halts and Groups allow; to be used under `lock`.
         block_queue: the blocks of samples assigned to this worker; to be used under `lock`.
         epochs_ended: number of epochs that the group has finished, as far as is known.
-        consumed_samples: the last Used received: which samples the state has consumed.
+        consumed_samples: the last ConsumedSamples received: which samples the state has consumed.
         preempt: the last Preempt received, which names the worker about to be preempted; None before.
         is_job_complete: all workers have finished.
-        permit: the last Grant received; set to None before another is requested.
-        round_batch: the last RoundNamed received: the batch of the next round; set to None before another is
-            requested.
-        on_permit: called, in the links' thread, with every Grant.
+        permit: the last StepPermit received; set to None before another is requested.
+        round_batch: the last AssignRoundBatch received: the batch of the next round; set to None before
+            another is requested.
+        on_permit: called, in the links' thread, with every StepPermit.
         on_exchanges_aborted: called, in the links' thread, when exchanges under way cannot be finished.
         on_late_block_action: called, in the links' thread, with every action about late gradients.
         on_validation_action: called, in the links' thread, with every action about validations.
@@ -239,7 +240,7 @@ class CoordinatorClient:
 
     @property
     def lock(self) -> SignalSafeCondition:
-        """To be held while `follower` or `hand` is used."""
+        """To be held while `membership` or `block_queue` is used."""
         return self._changed
 
     def link_name(self, worker: int) -> str:

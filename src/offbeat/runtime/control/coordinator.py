@@ -153,7 +153,7 @@ class Coordinator:
         self._peers: dict[str, _PeerRecord] = {}  # by link name
         self._present: set[str] = set()
         self._rejected: set[str] = set()  # refused before they joined
-        self._connections: dict[str, int] = {}  # by peer, the number of the connection of its last tally
+        self._connections: dict[str, int] = {}  # by peer, the connection of its last SequenceAck
         self._reconnecting: dict[str, float] = {}  # present peers, and until when they must reconnect
         self._expected_workers = 0  # workers; the largest world that a worker has announced
         self._has_started = False
@@ -388,7 +388,7 @@ class Coordinator:
     def _outgoing(self, event: Event, peer: str, actions: list[Action]) -> list[Action]:
         """The actions to send after an event: those decided, and the news of a lost worker or node.
 
-        A lost worker receives a Refuse, and the remaining workers a WorkerLost unless the job stops.
+        A lost worker receives a RejectPeer, the remaining workers an AnnounceWorkerLost unless the job stops.
         """
         out = list(actions)
         if isinstance(event, Lost | NodeLost) and not self._peers[peer].is_refused:

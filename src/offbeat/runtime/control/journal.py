@@ -51,7 +51,7 @@ class Journal:
         return tuple(os.fstat(file).st_size for file in self._files)
 
     def read(self) -> tuple[bytes, list[bytes]]:
-        """Return the last snapshot, b"" before the first, and the records since; `add` continues after."""
+        """Return the last snapshot, b"" before the first, and the records since; `append` continues after."""
         heads = [_HEAD.unpack(os.pread(file, _HEAD.size, 0) or bytes(_HEAD.size)) for file in self._files]
         self._active = max((0, 1), key=lambda which: heads[which])
         self._serial, length = heads[self._active]

@@ -100,7 +100,7 @@ class RendezvousInfo:
                 _root(self.store).set(key, json.dumps(place))
 
     def publish_failure(self, error: BaseException) -> None:
-        """Publishes why this worker cannot join, for workers that wait for the start; see `failure`."""
+        """Publishes why this worker cannot join, for workers that wait (see `published_failure`)."""
         if self.store is not None:
             _set_failed(self.store, self.worker, error)
 

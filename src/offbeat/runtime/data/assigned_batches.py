@@ -3,11 +3,11 @@
 Theory of operation: the life of a block, as a worker sees it. A block is one batch: positions in the order of
 an epoch, with an id that is never used again.
 
-1. Requested. `_request` sends Wants: the epoch, how many blocks this worker can hold at once, and the ids
-   that it has taken since it last announced a contribution. It is sent as the epoch begins, and when there is
-   nothing to yield; once, until a batch has been yielded.
-2. Assigned. A Deal appends blocks to the `BlockQueue`, in the links' thread. If its `replaces_queue` is set,
-   the blocks queued before are not this worker's any more.
+1. Requested. `_request` sends SamplesRequested: the epoch, how many blocks this worker can hold at once, and
+   the ids that it has taken since it last announced a contribution. It is sent as the epoch begins, and when
+   there is nothing to yield; once, until a batch has been yielded.
+2. Assigned. An AssignBlocks appends blocks to the `BlockQueue`, in the links' thread. If its `replaces_queue`
+   is set, the blocks queued before are not this worker's any more.
 3. Loaded. The sampler of a DataLoader fetches the next block that is not being loaded yet and turns its
    positions into samples. The loader's processes work ahead of the loop. A loader cannot wait for samples
    without holding back those that it has loaded, so where no block is queued it gets an empty item.
@@ -25,13 +25,13 @@ What is yielded where no block is at hand, by `_choose`:
   behalf (see `LateGradients`).
 - The end: nothing is left of the epoch for this worker, or all workers have finished; for an excluded one,
   the group has finished the epoch.
-Else the worker waits, for a limited time, until a Deal changes that.
+Else the worker waits, for a limited time, until an AssignBlocks changes that.
 
 A loop that leaves its epoch early discards its queue, and ignores assignments until one has `replaces_queue`
 set; the next SamplesRequested has `abandons_previous` set.
 
 Nothing here decides which worker gets which samples, nor computes with them. `BlockQueue` is used under the
-member's lock only.
+lock of the `CoordinatorClient` only.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ The gradients of a round travel in buckets, in the order in which the forward pa
 which records the optimizer's hyperparameters and the parameters' versions, and lets the call itself step
 nothing. The step is applied to a bucket's parameters later, by one of two threads:
 
-- The loop calls `reach` before a module uses a bucket, from the module's forward pre-hook. It waits for the
-  means and applies the step if the other thread has not. Whatever reads all parameters (evaluation,
+- The loop calls `wait_and_apply` before a module uses a bucket, from the module's forward pre-hook. It waits
+  for the means and applies the step if the other thread has not. Whatever reads all parameters (evaluation,
   `state_dict`, the next step) calls `wait_and_apply_all` first.
 - `DeferredStepThread` is a thread that applies the buckets in order as they arrive, while the forward pass is
   under way: a step with the largest layers takes as long as their forward pass. It begins once the forward
@@ -26,9 +26,9 @@ Invariants:
   checked.
 
 Failures: if an exchange fails, the thread stops, and the loop gets the WorkerError when it waits for the
-bucket. An error while the thread applies a bucket is kept, and raised by the loop's next `reach`. A parameter
-that the forward pass has used without a hook, while the thread may have stepped it, is found by the caller
-from what `stop_ahead` returns.
+bucket. An error while the thread applies a bucket is kept, and raised by the loop's next `wait_and_apply`. A
+parameter that the forward pass has used without a hook, while the thread may have stepped it, is found by the
+caller from what `stop_ahead` returns.
 
 This module never decides whether a step may be deferred, nor when a pass begins and ends.
 """
@@ -75,13 +75,13 @@ class DeferredStep:
         # By parameter, its version now, and after its step then:
         self._versions = [parameter._version for parameter in self._parameters]
         self._is_applied = [False] * len(rounds.buckets)  # by bucket
-        self._is_reached = [False] * len(rounds.buckets)  # by bucket, whether the loop has called `reach`
+        self._is_reached = [False] * len(rounds.buckets)  # by bucket, whether it was waited for
         self._failure: Exception | None = None  # the thread's
         self._apply_lock = threading.Lock()
         self.is_ahead = False
 
     def was_waited_for(self, index: int) -> bool:
-        """Whether the loop has called `reach` for this bucket."""
+        """Whether the loop has called `wait_and_apply` for this bucket."""
         return self._is_reached[index]
 
     def wait_and_apply(self, index: int) -> None:
@@ -103,7 +103,7 @@ class DeferredStep:
         self._is_reached[index] = True
 
     def wait_and_apply_all(self) -> None:
-        """Calls `reach` for every bucket of gradients."""
+        """Calls `wait_and_apply` for every bucket of gradients."""
         for index in range(self._rounds.layout.gradient_buckets):
             self.wait_and_apply(index)
 

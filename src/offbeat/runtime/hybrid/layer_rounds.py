@@ -42,8 +42,8 @@ class LayerRounds:
     Args:
         model: its buffers are exchanged too.
         parameters: the parameters whose gradients are averaged.
-        binding: the binding to the group, which has more than one member.
-        context: the session.
+        grouping: the binding to the group, which has more than one member.
+        host: the session.
         deadline_s: the longest duration of an exchange, in seconds.
 
     Attributes:
@@ -51,7 +51,7 @@ class LayerRounds:
         buffers: the model's.
         exchange: over the members.
         position, size: this worker's position among them, and their number.
-        layout: the layout of the buckets; set by the first `adopt`.
+        layout: the layout of the buckets; set by the first `apply_plan`.
         buckets: by bucket of the layout, its memory.
         gradients_per_pass: by parameter, how often its gradient is computed in a backward pass; 0 before that
             is known.
@@ -150,7 +150,7 @@ class LayerRounds:
             raise
 
     def raise_if_failed(self) -> None:
-        """See `Host.raise_if_failed`.
+        """See `AveragerContext.raise_if_failed`.
 
         Raises:
             WorkerError: the job has failed.
@@ -410,7 +410,7 @@ class GradientRound:
         return self.used
 
     def mean(self, entry: int) -> torch.Tensor:
-        """Return the tensor for a parameter's mean, with the parameter's strides; filled by `settle`."""
+        """Return the tensor for a parameter's mean, with the parameter's strides; filled by `finalize`."""
         index, position = self._rounds.layout.location_of[entry]
         view, parameter = self._outputs[index].views[position], self._rounds.parameters[entry]
         if view.stride() == parameter.stride():

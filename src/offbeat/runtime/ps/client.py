@@ -114,7 +114,7 @@ class PS:
 
         Args:
             servers: how many processes.
-            replicas: how many replicas each block has, as far as there are servers.
+            copies: how many replicas each block has, as far as there are servers.
             functions: import paths of user-defined updates.
             run_log: path of the file to which the manager writes its run log.
             silent_s: a node from which the manager receives nothing for so many seconds, more than 2, is

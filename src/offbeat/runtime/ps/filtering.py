@@ -52,7 +52,7 @@ class NodeFilters:
     keys in pulls are cached where key caching is a filter of pulls. What a filter cannot encode, such as
     values that are not finite with fixed point, is sent unchanged; so are values together with states.
 
-    A KKT filter of pushes is one for all servers, and learns from answers (`observe`).
+    A KKT filter of pushes is one for all servers, and learns from answers (`update_kkt`).
 
     A chain that is recreated at a sender counts nothing as sent, so its receiver may continue with the old
     one. A node that replaces a lost node has chains of its own.

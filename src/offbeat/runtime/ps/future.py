@@ -16,7 +16,7 @@ _CHECK_EVERY_S: Final = 0.25
 _flag_creation: Final = threading.Lock()
 
 RunUntil = Callable[[Callable[[float], bool], Callable[[], bool], float], bool]
-"""As `Loop.run_until`."""
+"""As `Endpoint.run_until`."""
 
 NamespaceRange = tuple[str, int, int]
 """A namespace, and its keys `first` to `last` - 1."""

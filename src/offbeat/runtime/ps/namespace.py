@@ -246,7 +246,7 @@ class Namespace:
         return found
 
     def set_margin(self, margin: float) -> None:
-        """Set the margin of the KKT filter for values pulled from now on; see `numerics.filters.KKT`.
+        """Set the margin of the KKT filter for values pulled from now on; see `KKT.set_margin`.
 
         Where pushes are aggregated, all participants have to skip the same keys: a sum that lacks one
         participant's share is no gradient. They do if each key is pushed and then pulled once between two

@@ -58,15 +58,15 @@ class PullBuffer:
         return rows[self._slice_of(first, last)]
 
     def for_range(self, first: int, last: int) -> PullBuffer:
-        """Return an `PullBuffer` with rows of the same kind, for all keys `first` to `last` - 1."""
+        """Return a `PullBuffer` with rows of the same kind, for all keys `first` to `last` - 1."""
         return PullBuffer(first, last, None, self._shape, self._dtype, self._buffers)
 
     def place_for(self, first: int, last: int, coming: Rows) -> Rows | None:
         """Return the memory into which a server's rows are to be received; None for memory of their own.
 
-        Memory is given once only, as two arrivals could not be told apart: an answer that arrives again, even
-        from the same server, may contain other pushes, and the first one may be used before all of the second
-        has arrived.
+        Memory is given once only, as two arrivals could not be distinguished: an answer that arrives again,
+        even from the same server, may contain other pushes, and the first one may be used before all of the
+        second has arrived.
         """
         where = self._slice_of(first, last)
         shape = (where.stop - where.start, *self._shape)

@@ -94,7 +94,7 @@ class GradientObservers:
 
 
 def on_output_gradient(output: Any, callback: Callable[[torch.Tensor], None]) -> None:
-    """Calls `begins` with the gradient of each tensor in a model's output, when it is computed."""
+    """Calls `callback` with the gradient of each tensor in a model's output, when it is computed."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             leaf.register_hook(callback)

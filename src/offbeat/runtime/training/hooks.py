@@ -79,7 +79,7 @@ class SessionForwardHook(SessionHook):
         self._shown = on_shown  # is traced itself, where it runs operations
 
     def __call__(self, *arguments: Any) -> None:
-        """Call the session's callback, or `shown` in a pass that only shows what the model does."""
+        """Call the session's callback, or `on_shown` in a pass that only shows what the model does."""
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
                 self._shown()

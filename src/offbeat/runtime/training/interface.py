@@ -128,7 +128,7 @@ class Synchronizer(Protocol):
         """Whether no gradient has been computed since the last optimizer step."""
 
     def join_job(self, member: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
-        """Joins the started job; in a world of one, `member` and `meeting` may be None.
+        """Joins the started job; in a world of one, `member` and `rendezvous` may be None.
 
         Raises:
             WorkerError: the job failed.

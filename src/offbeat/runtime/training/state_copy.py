@@ -99,7 +99,7 @@ class StateCopier:
             position: the position of the root's state; ignored on other members.
 
         Returns:
-            The root's `place`.
+            The root's `position`.
 
         Raises:
             WorkerError: a member was lost.

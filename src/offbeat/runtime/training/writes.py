@@ -23,7 +23,7 @@ class _ParameterState(NamedTuple):
 
 
 class WriteDetector:
-    """What the program has written since the last `note`.
+    """What the program has written since the last `mark`.
 
     Args:
         trained: the parameters and states to watch.
@@ -39,7 +39,7 @@ class WriteDetector:
         self.mark()
 
     def collect(self, optimizer: Optimizer | None = None) -> None:
-        """Keeps what has been written since the last `note`, for `take`; see `found`."""
+        """Keeps what has been written since the last `mark`, for `pop`; see `written_since_mark`."""
         now = self._now()
         self._collected += self._changed(now, optimizer)
         for place, (_, _, owner) in enumerate(self._watched):
@@ -57,7 +57,7 @@ class WriteDetector:
         self._marks = self._now()
 
     def written_since_mark(self, optimizer: Optimizer | None = None) -> list[str]:
-        """Returns what has been written since `note`: "0.weight", or "the optimizer's state of 0.weight".
+        """Returns what has been written since `mark`: "0.weight", or "the optimizer's state of 0.weight".
 
         Args:
             optimizer: restricts the check to its parameters; another optimizer may have stepped its own.

@@ -1,7 +1,7 @@
 """State of each peer and each connection of a node, and how a socket is prepared.
 
-This module decides nothing and sends nothing; received bytes go where the link's reader and `ImportedRegions`
-say.
+This module decides nothing and sends nothing; received bytes go where a connection's `FrameReader` and
+`ImportedRegions` say.
 """
 
 from __future__ import annotations

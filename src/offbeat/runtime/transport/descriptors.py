@@ -25,9 +25,9 @@ NODE_DESCRIPTORS: Final = 7
 START_DESCRIPTORS: Final = 4
 CHILD_DESCRIPTORS: Final = 6
 STORE_DESCRIPTORS: Final = 2  # a client of torch's TCPStore
-HOSTED_STORE_DESCRIPTORS: Final = 8  # its server; besides one for each worker
+HOSTED_STORE_DESCRIPTORS: Final = 8  # its server; in addition, one for each worker
 COORDINATOR_DESCRIPTORS: Final = (
-    4  # the run log and the standard streams; besides a node and one for each worker
+    4  # the run log and the standard streams; in addition, a node and one for each worker
 )
 # Connections to other workers at a time, at least: recursive doubling, among 2**16 of them.
 PEER_DESCRIPTORS: Final = 16

@@ -71,7 +71,7 @@ class ConnectionOpener:
         get_addresses: returns where this node listens.
         get_peer: returns the peer of a name.
         on_opened: (peer, link, received): a connection is ready for the peer, which has none, and which has
-            received so many frames of the session; the link's reader may hold unread bytes.
+            received so many frames of the session; the connection's reader may hold unread bytes.
         on_detached: the peer's connection is dropped for another one of the same session.
         on_replaced: the peer does not know the session any more.
         on_failed: (peer, text, failure): the peer cannot be reached; the text gives the cause.
@@ -102,7 +102,7 @@ class ConnectionOpener:
         self._opened, self._detached, self._replaced = on_opened, on_detached, on_replaced
         self._failed = on_failed
         self._refused = on_refused
-        self._reported_s = float("-inf")  # when `refused` was last called
+        self._reported_s = float("-inf")  # when `on_refused` was last called
         self._unreported = 0  # connections refused since
         self._listeners: list[socket.socket] = []
         self._half_open: dict[Connection, None] = {}  # accepted, not authenticated yet; the oldest first

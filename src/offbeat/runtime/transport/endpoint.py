@@ -7,17 +7,17 @@ Theory of operation
 -------------------
 
 Parts: an `Endpoint` owns an `IoLoop` (thread, epoll, timers), a `ConnectionOpener` (listening, dialling,
-handshake) and one `Peer` record per remote node (inbox, outbox, session, current `Connection`). All state
-belongs to the I/O thread. Public methods queue their work for it; called from that thread (from inside a
-callback) they do it at once, which costs no lock and no system call.
+handshake) and one `RemoteNode` per peer (inbox, outbox, session, current `Connection`). All state belongs to
+the I/O thread. Public methods queue their work for it; called from that thread (from inside a callback) they
+do it at once, which costs no lock and no system call.
 
 Send scheduler: every message has a key (0 for control or 1 for tensor bytes, priority, order of arrival); the
 lowest goes first. A peer's `Outbox` sorts its messages by key and cuts them into frames. `_schedule` enters
 the peer in the node's heap under its most urgent key, unless its socket is full. `_pump`, called once a turn
 of the loop, pops the most urgent peer, writes about one frame, and schedules the peer again. So a message
 overtakes all bytes that the kernel has not accepted, whichever peer they are for. One heap entry per peer is
-valid, the one whose key is `peer.turn`; others are skipped. A frame that the kernel accepted in part is
-finished first; a peer whose socket is full is not scheduled until it is writable.
+valid, the one whose key is its `scheduled_key`; others are skipped. A frame that the kernel accepted in part
+is finished first; a peer whose socket is full is not scheduled until it is writable.
 
 Receiving: `FrameReader` names the buffers to receive into, so that the bytes of an expected tensor message
 land in their destination without a copy. `_process_frames` handles all complete frames, and sends in between
@@ -38,8 +38,8 @@ Sessions outlive TCP connections: a pause of the network is not a death.
   its other end is lost.
 
 Shared memory: between nodes on one host, bytes in memory of `Endpoint.allocate` are not sent. A REGION frame
-passes the region's descriptor, SHARED frames say where the bytes lie, and TAKEN acknowledges that they have
-been read.
+passes the region's descriptor, SHARED frames say where the bytes lie, and SHARED_ACK acknowledges that they
+have been read.
 
 This module never imports torch or numpy, never copies tensor bytes that are expected when they arrive, never
 unpickles, and never waits for a peer without a deadline.
@@ -296,8 +296,9 @@ class Endpoint:
     def has_readers(self, memory: memoryview) -> bool:
         """Whether a peer may still read this memory, or what is allocated together with it.
 
-        It may as long as a `put` of it is not done, even if that was forgotten since; and without a limit if
-        the peer was lost before. Such memory must not be written again: use other memory in its place.
+        It may as long as a `send_tensor` of it is not done, even if that was cancelled since; and without a
+        limit if the peer was lost before. Such memory must not be written again: use other memory in its
+        place.
         """
         found = self._regions.find(_as_bytes(memory))
         return found is not None and found[0].unacked_frames > 0
@@ -333,11 +334,11 @@ class Endpoint:
     ) -> None:
         """Queue bytes [offset, offset + len(data)) of tensor message `tag`, which has `total` bytes in all.
 
-        Nothing is copied: the bytes must not change until `done` is called, in the I/O thread, when the
-        kernel has accepted them; or until they are dropped because the peer is lost or leaves, or by `forget`
-        or `close`, after which `done` is not called. A peer on this host reads memory of `allocate` in place:
-        then `done` means that it has read it, and dropped bytes must not change as long as they are being
-        read (`is_read`).
+        Nothing is copied: the bytes must not change until `on_done` is called, in the I/O thread, when the
+        kernel has accepted them; or until they are dropped because the peer is lost or leaves, or by `cancel`
+        or `close`, after which `on_done` is not called. A peer on this host reads memory of `allocate` in
+        place: then `on_done` means that it has read it, and dropped bytes must not change as long as they are
+        being read (`has_readers`).
 
         Args:
             peer: the receiver.
@@ -408,11 +409,11 @@ class Endpoint:
     def cancel(self, first: int, last: int) -> None:
         """Cancel every message with first <= tag < last, of all peers, for good.
 
-        Queued puts, posted receives and early data are dropped, and so is what arrives later. After the
+        Queued messages, posted receives and early data are dropped, and so is what arrives later. After the
         return their buffers are neither read nor written, except memory that a peer on this host reads
-        (`is_read`), and their callbacks are not called (the call waits for one that is running: do not hold a
-        lock that it acquires). Tags are remembered as ranges, so forget adjacent runs where possible: of more
-        than 65536 separate ranges the lowest is no longer remembered.
+        (`has_readers`), and their callbacks are not called (the call waits for one that is running: do not
+        hold a lock that it acquires). Tags are remembered as ranges, so cancel adjacent runs where possible:
+        of more than 65536 separate ranges the lowest is no longer remembered.
 
         Raises:
             LinkError: the I/O thread was busy with a callback for 10 s.
@@ -455,7 +456,7 @@ class Endpoint:
         return self._loop.is_loop_thread
 
     def run_until(self, wait: Callable[[float], bool], is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Run the I/O thread's work until `is_over`, in place of waiting for it; see `Loop.run_until`.
+        """Run the I/O thread's work until `is_over`, in place of waiting for it; see `IoLoop.run_until`.
 
         Meanwhile callbacks run in the calling thread.
         """

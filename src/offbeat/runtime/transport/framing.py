@@ -70,8 +70,8 @@ _LIMITS = {int(kind): MAX_HANDSHAKE_BYTES for kind in _HANDSHAKE} | {
     int(FrameKind.ACK): 0,
     int(FrameKind.SKIP): 0,
 }
-# Frames that a session counts, and sends again after its connection broke. TAKEN and the like are not among
-# them: connections on which memory is shared are not resumed.
+# Frames that a session counts, and sends again after its connection broke. SHARED_ACK and the like are not
+# among them: connections on which memory is shared are not resumed.
 NUMBERED = frozenset({int(FrameKind.MESSAGE), int(FrameKind.DATA), int(FrameKind.BYE), int(FrameKind.SKIP)})
 _DATA, _SHARED = int(FrameKind.DATA), int(FrameKind.SHARED)
 _WITH_TAG = frozenset({FrameKind.REGION, FrameKind.WITHDRAW})
@@ -118,10 +118,10 @@ def shared_slice(frame: Frame) -> tuple[int, int, int]:
 class FrameReader:
     """Turns received bytes into frames, in order, or raises ProtocolError.
 
-    Receive into `buffers()`, report with `received(n)` how many bytes were received, then call `next_frame()`
-    until it is None. The destination of a frame is looked up when its header is read, after the frame before
-    it was returned, so an effect of processing one frame applies to the next one. After a ProtocolError the
-    reader is not usable.
+    Receive into `buffers()`, report with `on_received(n)` how many bytes were received, then call
+    `next_frame()` until it is None. The destination of a frame is looked up when its header is read, after
+    the frame before it was returned, so an effect of processing one frame applies to the next one. After a
+    ProtocolError the reader is not usable.
 
     Args:
         destination: where the payload of a DATA frame belongs; may raise ProtocolError. None allows handshake

@@ -45,7 +45,7 @@ SocketCallback = Callable[[int], None]
 class IoLoop:
     """The event loop and its thread.
 
-    Other threads may call only `call`, `run_until`, `inside`, `start` and `join`.
+    Other threads may call only `call`, `run_until`, `is_loop_thread`, `start` and `join`.
 
     Args:
         name: of the thread.

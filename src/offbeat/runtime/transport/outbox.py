@@ -10,8 +10,9 @@ urgent one by a small part of the message's own time.
 
 One write has three steps. `gather` returns buffers of about one frame, in this order: the rest of a begun
 frame, an acknowledgement that is due, frames to be sent again or else new ones. The endpoint passes them to
-the kernel in one call. `taken(n)` then accounts for the `n` bytes accepted: it marks what went out, keeps the
-rest of a frame that went out in part (`_begun`), and puts messages that are not wholly out back in the heap.
+the kernel in one call. `on_written(n)` then accounts for the `n` bytes accepted: it marks what went out,
+keeps the rest of a frame that went out in part (`_begun`), and puts messages that are not wholly out back in
+the heap.
 
 Acknowledgement: for a session that outlives its connections (`keeps_unacked`), each numbered frame stays in
 `_kept` until the peer has acknowledged it: the header and a view of the bytes, never a copy. Frames are
@@ -77,7 +78,7 @@ class QueuedMessage:
     """A queued message: `data` is the part of it to send, from `offset` of `total` bytes on.
 
     Attributes:
-        kind: of its frames. SHARED ones say where in the region `lent` the data lies; a REGION frame
+        kind: of its frames. SHARED ones say where in the region `exported` the data lies; a REGION frame
             announces that region, and `data` is an empty view that keeps its memory.
         uses_long_frames: SHARED frames are as few as possible.
     """
@@ -132,9 +133,10 @@ class _Frame(NamedTuple):
 class Outbox:
     """The messages to one peer.
 
-    `gather()` the next buffers to send, report with `taken(n)` how many of their bytes the kernel accepted,
-    and get the messages that are done: wholly sent or, where frames are kept until they are acknowledged, the
-    ones that `acknowledge(n)` returns. Messages in shared memory are done when the peer has read them.
+    `gather()` the next buffers to send, report with `on_written(n)` how many of their bytes the kernel
+    accepted, and get the messages that are done: wholly sent or, where frames are kept until they are
+    acknowledged, the ones that `on_ack(n)` returns. Messages in shared memory are done when the peer has read
+    them.
 
     Args:
         frame_bytes: see below.
@@ -310,7 +312,7 @@ class Outbox:
         self._ack = None
 
     def resume(self, received: int) -> list[QueuedMessage]:
-        """Continue on a new connection after the `received` frames the peer has; returns as `acknowledge`."""
+        """Continue on a new connection after the `received` frames the peer has; returns as `on_ack`."""
         self._out = len(self._kept)  # the peer may have received all of them
         finished = self.on_ack(received)
         self._out = 0

@@ -10,14 +10,14 @@ last view is gone, the memory is unmapped, its descriptor closed and `on_release
 
 Protocol, over a Unix socket, since only that carries descriptors:
 
-1. The owner sends REGION once per region and connection, with the region's descriptor. The reader (a
+1. The owner sends REGION once per region and connection, with the region's descriptor. The reader (an
    `ImportedRegions`, one per connection) checks seals, size and page size with the kernel, maps the region
    for reading, and closes the descriptor.
 2. Instead of bytes, the owner sends SHARED: region, place and length. The reader copies or processes the
    bytes before it handles the next frame.
-3. The reader acknowledges with TAKEN how many SHARED frames it has read, in order. Until then the owner must
-   not write these bytes; `Region.unacked_frames` counts such frames. How many bytes may be announced and not
-   acknowledged is limited (`unread_bytes` of `Endpoint`).
+3. The reader acknowledges with SHARED_ACK how many SHARED frames it has read, in order. Until then the owner
+   must not write these bytes; `Region.unacked_frames` counts such frames. How many bytes may be announced and
+   not acknowledged is limited (`unacked_bytes` of `Endpoint`).
 4. When a region's memory has no views left, the owner sends WITHDRAW and the reader unmaps it.
 
 Failures: connections with shared memory are not resumed. If a reader is lost, its unacknowledged frames keep
@@ -176,7 +176,7 @@ class ImportedRegions:
 
     def __init__(self) -> None:
         self.unacked_reads = 0
-        self._read_bytes = 0  # since the last `check`
+        self._read_bytes = 0  # since the last `check_descriptors`
         self._regions: dict[int, Any] = {}
         self._descriptors: deque[int] = deque()
 
@@ -253,7 +253,7 @@ class ImportedRegions:
         return memoryview(region).cast("B")[place : place + length]
 
     def on_acked(self) -> None:
-        """Reset `read`: all pieces read so far are acknowledged."""
+        """Reset `unacked_reads`: all pieces read so far are acknowledged."""
         self.unacked_reads = 0
 
     def unmap(self, number: int) -> None:

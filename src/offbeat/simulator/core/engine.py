@@ -24,7 +24,7 @@ class Engine:
         begin_s: the virtual time at the beginning.
 
     Attributes:
-        now_s: the virtual time. A called function may advance it itself, up to `free_until_s`.
+        now_s: the virtual time. A called function may advance it itself, up to `next_call_s`.
         calls_made: calls executed so far.
     """
 

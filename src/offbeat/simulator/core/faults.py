@@ -48,7 +48,7 @@ class WorkerHang:
 
 @dataclass(frozen=True, kw_only=True)
 class Delay:
-    """Messages of a worker, in one direction, arrive `length_s` after `at_s` at the earliest."""
+    """Messages of a worker, in one direction, arrive `duration_s` after `at_s` at the earliest."""
 
     at_s: float
     worker: int

@@ -92,41 +92,41 @@ class CountTable:
     reads_pushes_once = True
 
     def check(self, content: dict[int, int], first: int, last: int) -> None:
-        """See `Table.check`."""
+        """See `ServerTable.check`."""
 
     def dry_run(self, first: int, last: int, content: Payload) -> None:
-        """See `Table.dry_run`."""
+        """See `ServerTable.dry_run`."""
 
     def apply(self, first: int, last: int, content: Payload) -> None:
-        """See `Table.apply`."""
+        """See `ServerTable.apply`."""
         self.values.update(content)
 
     def read(self, first: int, last: int, keys: Payload | None, states: bool = False) -> Payload:
-        """See `Table.read`."""
+        """See `ServerTable.read`."""
         return slice_content(self.values, first, last)
 
     def key_range(self, content: Payload, first: int, last: int) -> Payload:
-        """See `Table.key_range`."""
+        """See `ServerTable.key_range`."""
         return slice_content(content, first, last)
 
     def combine(self, contents: Sequence[Payload], first: int, last: int) -> Payload:
-        """See `Table.combine`."""
+        """See `ServerTable.combine`."""
         total: Counter[int] = Counter()
         for content in contents:
             total.update(slice_content(content, first, last))
         return total
 
     def export_block(self, first: int, last: int) -> Payload:
-        """See `Table.export_block`."""
+        """See `ServerTable.export_block`."""
         return slice_content(self.values, first, last)
 
     def import_block(self, first: int, last: int, content: Payload) -> None:
-        """See `Table.import_block`."""
+        """See `ServerTable.import_block`."""
         self.remove_block(first, last)
         self.values.update(content)
 
     def remove_block(self, first: int, last: int) -> None:
-        """See `Table.remove_block`."""
+        """See `ServerTable.remove_block`."""
         for key in [key for key in self.values if first <= key < last]:
             del self.values[key]
 
@@ -138,7 +138,7 @@ class SimulatedStore:
         self._tables: dict[str, CountTable] = {}
 
     def table(self, space: NamespaceSpec) -> CountTable:
-        """See `Store.table`."""
+        """See `TableStore.table`."""
         return self._tables.setdefault(space.name, CountTable())
 
 

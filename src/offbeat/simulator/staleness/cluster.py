@@ -100,7 +100,7 @@ class SimulatedPsCluster(SimulatedCluster):
     Args:
         setting: parameters of the run.
         policies: builds the coordinator's policies; called again for each restarted coordinator.
-        ps_setting: parameters of the run that concern the parameter server.
+        served: parameters of the run that concern the parameter server.
         directory_factory: makes a process's cache directory.
         keeps_log: whether `log` is kept.
 
@@ -108,7 +108,7 @@ class SimulatedPsCluster(SimulatedCluster):
         servers: the parameter servers.
         epoch: the latest one in which a worker has started a step.
         clocks_by_worker: the clocks of the steps, by worker.
-        last_bound: the bound in the last Grant that had one.
+        last_bound: the bound in the last StepPermit that had one.
     """
 
     HAS_SERVERS: ClassVar = True
@@ -231,12 +231,12 @@ class SimulatedPsCluster(SimulatedCluster):
             self._report_servers(number)
 
     def kill_worker(self, worker: int, after_s: float, cause: str) -> None:
-        """See `Cluster.kill_worker`; the other threads of its process end, too."""
+        """See `SimulatedCluster.kill_worker`; the other threads of its process end, too."""
         for thread_worker in self._process_workers(worker):
             super().kill_worker(thread_worker, after_s, cause)
 
     def end_process(self, process: PsWorkerProcess) -> None:
-        """End the process of a thread that was told to end."""
+        """End the process of a thread that received an AbortJob or a RejectPeer."""
         self.kill_worker(process.process, self.setting.detect_s, "its process has ended")
 
     def on_thread_ended(self, process: PsWorkerProcess) -> None:
@@ -258,7 +258,7 @@ class SimulatedPsCluster(SimulatedCluster):
     # Events and actions ----------------------------------------------------------------------------------
 
     def handle_event(self, event: Event) -> bool:
-        """See `Cluster.handle_event`."""
+        """See `SimulatedCluster.handle_event`."""
         if isinstance(event, Left | Lost | Finished):
             self._clocks.pop(event.worker, None)
         if isinstance(event, Left) and not self.is_dismissed:

@@ -226,7 +226,7 @@ class PsWorkerThread(SimulatedWorker):
 
     Attributes:
         process: its process.
-        permit: the last Grant since the last event that one answers.
+        permit: the last StepPermit since the last event that one answers.
         steps_finished: steps that it has finished.
         spent_s: time spent, by activity.
         reads_by_staleness: reads, by the age of the version in clocks.
@@ -287,12 +287,12 @@ class PsWorkerThread(SimulatedWorker):
 
     @property
     def round(self) -> int:
-        """Steps that it has finished, for its `Loop`."""
+        """Steps that it has finished, for its `SimulatedLoop`."""
         return self.steps_finished
 
     @property
     def is_member(self) -> bool:
-        """Whether its gradients count, for its `Loop`: always."""
+        """Whether its gradients count, for its `SimulatedLoop`: always."""
         return True
 
     # Input -----------------------------------------------------------------------------------------------
@@ -578,7 +578,7 @@ class PsWorkerThread(SimulatedWorker):
         self._computed_s = 0.0
 
     def _report(self, clock: int | None, version: int, blocks: tuple[int, ...]) -> None:
-        """Report a finished step to the coordinator, whose Grant names the next clock."""
+        """Report a finished step to the coordinator, whose StepPermit names the next clock."""
         loop = self.loop
         self.permit = None
         self.activity = REPORTING

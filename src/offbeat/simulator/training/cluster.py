@@ -8,10 +8,10 @@ runs: a wait is an entry further ahead. All chance comes from `random.Random` an
 `SimulationSetting.seed`, so equal settings give equal runs.
 
 *Parts.* A `SimulatedWorker` is a state machine (computing, waiting, exchanging, applying, …) around the
-runtime's own `GroupMembership`. An `Exchange` starts when its last member has arrived, and ends for the
-members one after the other. `Lines` holds the outages of the network and reports unreachable peers.
-`SimulatedCluster` stands for the coordinator and for every transport: `tell` sends an event up, `ask` hands
-it to the policies, `_answer` sends their actions down.
+runtime's own `GroupMembership`. A `SimulatedExchange` starts when its last member has arrived, and ends for
+the members one after the other. `NetworkOutages` holds the outages of the network and reports unreachable
+peers. `SimulatedCluster` stands for the coordinator and for every transport: `send_event` sends an event up,
+`handle_event` passes it to the policies, `_apply_actions` sends their actions down.
 
 *Order.* Each direction of a worker's control connection is FIFO: a message arrives at the later of now +
 latency and the arrival time of the message before it (`uplink_s`, `downlink_s`). A fault of the network moves
@@ -25,15 +25,15 @@ and Finished again. A new coordinator replays the log; its clock lags `clock_lag
 is blocked while a member hangs or is dead, or while an outage separates members.
 
 *Vectorization.* While nothing goes wrong, a `VectorizedGroup` computes whole rounds with arrays instead of
-one engine entry for each worker. Every fault, every delivery but EpochEnded, and every look at `workers`
+one engine entry for each worker. Every fault, every delivery but EndEpoch, and every look at `workers`
 dissolves it: the members replay the round under way through their own code, in an engine of their own, up to
 now.
 
-*Invariants*, checked during the run and at its end (`_check_…`, and in `Exchange`): generations increase; a
-group has members that are present, and at least one with the state; members of an exchange have equal
-states; no group excludes members while the coordinator cannot reach most of them; no sample is used twice,
-and in a job that ends well each one is used; within `stuck_after_s` some worker finishes a step. A violation
-raises `ViolationError`.
+*Invariants*, checked during the run and at its end (`_check_…`, and in `SimulatedExchange`): generations
+increase; a group has members that are present, and at least one with the state; members of an exchange have
+equal states; no group excludes members while the coordinator cannot reach most of them; no sample is used
+twice, and in a job that ends well each one is used; within `stuck_after_s` some worker finishes a step. A
+violation raises `ViolationError`.
 
 Nothing here decides on membership, and nothing waits for real time.
 """
@@ -134,8 +134,8 @@ class SimulationSetting:
         world: workers at the start.
         steps: steps after which each worker leaves; None for no limit.
         until_s: the virtual time at which the run ends at the latest.
-        steps_per_epoch: steps in an epoch of each worker; derived from `samples` where samples are dealt.
-        samples: the samples that are dealt to the workers; None to simulate time only.
+        steps_per_epoch: steps in an epoch of each worker; derived from `samples` where samples are assigned.
+        samples: the samples that are assigned to the workers; None to simulate time only.
         rounds_per_step: exchanges in a step (gradient accumulation).
         times: the model of compute time.
         slow: slowdown rules, on top of `times`.
@@ -196,9 +196,9 @@ class SimulatedCluster:
 
     Attributes:
         log: every event with the actions that answered it.
-        stopped: the Stop that ended the job, if any.
+        stopped: the AbortJob that ended the job, if any.
         is_dismissed: the job has completed.
-        progress_s: when a worker last finished a step, or earlier while there is a cohort.
+        progress_s: when a worker last finished a step, or earlier while there is a vectorized group.
         vectorized_group: the members of the group, while their rounds are computed together.
         received_early: workers whose last Ready the coordinator has already received, during `dissolve`.
         membership_changed_s: when the last Halt or Group was sent.
@@ -298,20 +298,20 @@ class SimulatedCluster:
 
     @property
     def workers(self) -> dict[int, SimulatedWorker]:
-        """All workers, past and present; reading this dissolves the cohort."""
+        """All workers, past and present; reading this dissolves the vectorized group."""
         self.vectorized_group.dissolve()
         return self._workers
 
     @property
     def step(self) -> int:
-        """Steps finished by the furthest worker, or one less while there is a cohort."""
+        """Steps finished by the furthest worker, or one less while there is a vectorized group."""
         return max(
             self.vectorized_group.step, max(simulated.follower.step for simulated in self._workers.values())
         )
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether nothing prevents a cohort: no outage, no hung worker, a running coordinator."""
+        """Whether nothing prevents a vectorized group: no outage, no hung worker, a running coordinator."""
         return self._may_vectorize and self.lines.has_no_outages and not (self._hung_until_s or self._is_down)
 
     def _add(self, worker: int, *, is_new: bool) -> None:
@@ -484,7 +484,7 @@ class SimulatedCluster:
                     self._check_saved(action)
                     continue
                 case AssignLateBlock() | ResolveLateBlock():
-                    continue  # simulated workers do not compute late blocks; loans are recalled
+                    continue  # simulated workers compute no late blocks; their loans are revoked
                 case (
                     ValidationStarted()
                     | SendSnapshot()

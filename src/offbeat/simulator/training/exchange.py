@@ -34,7 +34,7 @@ class SimulatedExchange:
 
     Attributes:
         mean: the result for every member; None before all have arrived.
-        contributions: dealt blocks in the mean, per member; empty without dealt samples.
+        contributions: assigned blocks in the mean, per member; empty where no samples are assigned.
         begin_s: when the last member arrived.
         first_member: index of the member that ends first; the rest follow in cyclic order.
         all_ended_s: when the last members end.

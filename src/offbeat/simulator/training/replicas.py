@@ -25,7 +25,7 @@ class TrainingProblem(Protocol):
         """Return the state before the first step."""
 
     def gradient(self, state: State, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> Gradient:
-        """Return a worker's gradient in its `iteration`-th computation, for the blocks that it was dealt."""
+        """Return a worker's gradient in its `iteration`-th computation, for the blocks assigned to it."""
 
     def gradients(self, state: State, workers: Sequence[int], iterations: Iterable[int]) -> list[Gradient]:
         """Return the gradients of many workers, for each in its `iterations`-th computation."""
@@ -136,7 +136,7 @@ class _TrackedState:
 
 
 class SampleTrackingProblem:
-    """A wrapped problem whose states also record which dealt blocks were in the means that made them.
+    """A wrapped problem whose states also record which assigned blocks were in the means that made them.
 
     Args:
         problem: the wrapped problem; its gradients do not depend on the blocks.

@@ -1,7 +1,7 @@
 """The training loop of a simulated worker: it requests samples, waits, consumes them and ends epochs.
 
-Nothing here decides who gets which samples; `offbeat.runtime.data.assigned_batches` is the original of this
-model.
+Nothing here decides which worker gets which samples; `offbeat.runtime.data.assigned_batches` is the original
+of this model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SampleSetting:
 class LoopActivity(Enum):
     """The next activity of a loop."""
 
-    BATCH = auto()  # gradients of a dealt block, or of samples that count for nothing
+    BATCH = auto()  # gradients of an assigned block, or of samples that count for nothing
     ROUND = auto()  # the exchange of the accumulated gradients: the epoch is over
     WAIT = auto()  # nothing, until a message arrives
     OVER = auto()  # nothing, the loop has ended
@@ -78,7 +78,7 @@ class SimulatedLoop:
     Attributes:
         epoch: the worker's, from 0.
         epochs_ended: epochs that the group has completed, as far as is known.
-        block_queue: the dealt blocks.
+        block_queue: the assigned blocks.
         blocks: the blocks behind the gradients of the round under way.
     """
 
@@ -102,7 +102,7 @@ class SimulatedLoop:
         return self.block_queue.samples_used / self.samples.epoch_samples
 
     def on_deal(self, deal: AssignBlocks) -> None:
-        """Apply a Deal."""
+        """Apply an AssignBlocks."""
         self.block_queue.on_assigned(deal)
 
     def enter_epoch(self, epoch: int) -> None:
@@ -125,7 +125,7 @@ class SimulatedLoop:
             elif is_member and not len(hand) and not hand.is_awaited:
                 self._ask()
                 return LoopActivity.WAIT
-            else:  # a worker outside the group keeps its dealt blocks until it has the members' state
+            else:  # a worker outside the group keeps its assigned blocks until it has the members' state
                 self._consume(hand.next_to_load() if is_member else None)
                 return LoopActivity.BATCH
 

@@ -29,10 +29,10 @@ class VectorizedGroup:
     Between two exchanges a member does nothing that depends on another one, and sends nothing but its Ready.
     So a round is computed when its exchange begins: when members get the mean, when each has computed, and in
     which order their Readys arrive; the coordinator processes each Ready as usual. The member objects stay as
-    they were when the cohort was formed. `dissolve` brings them up to date: it restores their state at the
+    they were when the group was formed. `dissolve` brings them up to date: it restores their state at the
     beginning of the last exchange and runs their own code from there up to now.
 
-    The run is the same with and without a cohort: same times, same random numbers, same actions
+    The run is the same with and without a vectorized group: same times, same random numbers, same actions
     (`test_simulator.py::test_a_cohort_does_what_its_members_would`). Only among messages that arrive at the
     very same time the order may differ: a member's Ready may follow one that it would have preceded.
 
@@ -50,8 +50,8 @@ class VectorizedGroup:
         self._ids = np.zeros(0, np.int64)
         self._workers: list[int] = []  # the members' ids
         self._id_set: frozenset[int] = frozenset()
-        self._computed: list[int] = []  # gradients each had computed when the cohort was formed
-        self._rounds = 0  # rounds since the cohort was formed
+        self._computed: list[int] = []  # gradients each had computed when the group was formed
+        self._rounds = 0  # rounds since the group was formed
         self._slowed: list[tuple[int, ComputeTimeSource]] = []  # members with slowdown rules, by index
         self._ahead_s = np.zeros((0, 0))  # compute times, shape (rounds, members)
         self._row = 0
@@ -73,15 +73,15 @@ class VectorizedGroup:
 
     @property
     def step(self) -> int:
-        """Steps that all its members have finished; 0 without a cohort."""
+        """Steps that all its members have finished; 0 without a vectorized group."""
         return 0 if self._exchange is None else self._exchange.step
 
     def form(self, exchange: SimulatedExchange) -> bool:
-        """Form a cohort of this exchange's members if possible; return whether it was."""
+        """Form a vectorized group of this exchange's members if possible; return whether it was."""
         members = exchange.workers
         if not self._cluster.is_undisturbed or not all(member.can_vectorize(exchange) for member in members):
             return False
-        self.dissolve()  # a cohort of another group, if any
+        self.dissolve()  # the vectorized group of an earlier one, if any
         self._members = members
         self._workers = [member.worker for member in members]
         self._ids, self._id_set = np.array(self._workers), frozenset(self._workers)

@@ -44,7 +44,7 @@ WAITING, RECEIVING_STATE, JOINING, FINISHED, ENDED = (
     "ended",
 )
 REQUESTING, LEAVING = "requesting samples", "leaving"
-_SAVES_EVERY = 13  # steps, where samples are dealt
+_SAVES_EVERY = 13  # steps, where samples are assigned
 
 
 class Exchange(Protocol):
@@ -75,16 +75,16 @@ class SimulatedWorker:
     Attributes:
         activity: the current activity, one of the constants above.
         state: the replica; None in a newcomer that has not received one yet.
-        weight: 0 where the gradients belong to other parameters than the group's, else 1, or where
-            samples are dealt, its samples in units of the batch size.
+        weight: 0 where the gradients belong to other parameters than the group's, else 1, or where samples
+            are assigned, its samples in units of the batch size.
         steps_outside: computations since it was last a member.
         steps_taken: optimizer steps as a member.
-        contributed_blocks: dealt blocks behind the gradients.
+        contributed_blocks: assigned blocks behind the gradients.
         active_s: when it last had gradients or finished a step.
         gradients_computed: gradients that it has computed.
         stopwatch: durations of its computations.
-        loop: its progress through the samples, None where none are dealt.
-        saved_states: saved states by finished rounds, where samples are dealt.
+        loop: its progress through the samples, None where none are assigned.
+        saved_states: saved states by finished rounds, where samples are assigned.
         sent_events: events sent to the coordinator, where messages are numbered.
         received_messages: messages received from the coordinator.
         session_groups: the members of all groups in which it has exchanged anything.
@@ -395,7 +395,7 @@ class SimulatedWorker:
         self.cluster.send_event(self.worker, replace(wants, now_s=self.cluster.arrival_s(self.worker)))
 
     def _continue(self) -> None:
-        """Ask the follower what to do with the gradients, or in a newcomer, whether to receive a state."""
+        """Decide what to do with the gradients or, in a newcomer, whether to receive a state."""
         cluster, follower = self.cluster, self.follower
         turn = follower.begin_exchange()
         if follower.group is not self._donated_to:
