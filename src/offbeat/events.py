@@ -242,11 +242,12 @@ class ContributionReport:
     `ContributionQuery`.
 
     Attributes:
-        lost_worker: the lost worker. first_round: the first round from which on the member remembers all
-        contributions. end_round: the first round that the member has not finished. contributions: the rounds
-        from `first_round` on, in order, to which the lost worker contributed anything:
-            the round, the number of its own blocks, and the number of blocks whose gradients other workers
-            computed for it.
+        lost_worker: the lost worker.
+        first_round: the first round from which on the member remembers all contributions.
+        end_round: the first round that the member has not finished.
+        contributions: the rounds from `first_round` on, in order, to which the lost worker contributed
+            anything: the round, the number of its own blocks, and the number of blocks whose gradients other
+            workers computed for it.
     """
 
     now_s: float

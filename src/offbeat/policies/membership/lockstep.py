@@ -101,7 +101,9 @@ class Lockstep:
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"expected a finite deadline of more than 0 s, got {deadline_s}")
         if not 0 < unreachable_timeout_s < math.inf:
-            raise ValueError(f"expected a finite silent_s of more than 0 s, got {unreachable_timeout_s}")
+            raise ValueError(
+                f"expected a finite unreachable_timeout_s of more than 0 s, got {unreachable_timeout_s}"
+            )
         self._world = world
         self._silent_s = unreachable_timeout_s
         self._deadline_s = deadline_s

@@ -42,7 +42,7 @@ class FailureDetector:
 
     def __init__(self, silence_timeout_s: float = SILENCE_TIMEOUT_S) -> None:
         if not silence_timeout_s > 0:
-            raise ValueError(f"expected silent_s of more than 0 s, got {silence_timeout_s}")
+            raise ValueError(f"expected silence_timeout_s of more than 0 s, got {silence_timeout_s}")
         self._silent_s = silence_timeout_s
         self._silent: dict[str, float] = {}  # node: since when
         self._outages: dict[tuple[str, str], tuple[float, str]] = {}  # reporter and server: since when, cause
