@@ -32,9 +32,9 @@ def joined(worker: int, now_s: float = 0.0, **changes) -> Joined:
         "worker": worker,
         "world": 3,
         "peer": f"worker-{worker}",
-        "place": f"host{worker} process {100 + worker}",
+        "location": f"host{worker} process {100 + worker}",
         "addresses": (f"10.0.0.{worker}:7000", f"unix:/tmp/{worker}"),
-        "model": MODEL,
+        "model_signature": MODEL,
         "strategy": "bsp",
     }
     return Joined(**(fields | changes))
@@ -90,7 +90,7 @@ def test_bad_arguments_are_refused(world, deadline_s):
         ),
         (joined(3), ["worker 3 (host3 process 103)", "not one of the workers 0 to 2", "RANK"]),
         (
-            joined(0, place="host9 process 9"),
+            joined(0, location="host9 process 9"),
             [
                 "two workers have the id 0",
                 "host0 process 100",
@@ -107,7 +107,7 @@ def test_bad_arguments_are_refused(world, deadline_s):
             ],
         ),
         (
-            joined(1, model=("weight float32 (10, 6)", MODEL[1])),
+            joined(1, model_signature=("weight float32 (10, 6)", MODEL[1])),
             [
                 "line 1 of model and optimizer is 'weight float32 (10, 5)' on worker 0 (host0 process",
                 "but 'weight float32 (10, 6)' on worker 1 (host1 process 101)",
@@ -115,20 +115,20 @@ def test_bad_arguments_are_refused(world, deadline_s):
             ],
         ),
         (
-            joined(1, model=MODEL[:1]),
+            joined(1, model_signature=MODEL[:1]),
             [
                 "model and optimizer have 2 lines on worker 0 (host0 process 100) but 1 on worker 1",
                 "'bias float32 (10,)' is the first line that the latter lacks",
             ],
         ),
         (
-            joined(1, model=(*MODEL, "scale float32 ()")),
+            joined(1, model_signature=(*MODEL, "scale float32 ()")),
             [
                 "model and optimizer have 3 lines on worker 1 (host1 process 101) but 2 on worker 0",
                 "'scale float32 ()' is the first line that the latter lacks",
             ],
         ),
-        (joined(1, model=()), ["but 0 on worker 1", "'weight float32 (10, 5)' is the first"]),
+        (joined(1, model_signature=()), ["but 0 on worker 1", "'weight float32 (10, 5)' is the first"]),
     ],
 )
 def test_a_worker_that_came_to_do_other_work_stops_the_job_in_words(newcomer, words):
@@ -222,7 +222,7 @@ def test_a_worker_that_the_job_does_not_have_cannot_go(worker):
 def test_a_latecomer_is_refused_and_the_job_goes_on():
     policy = Assembly(3, deadline_s=30.0)
     answers(policy, *map(joined, range(3)))
-    (refuse,) = policy.handle(joined(1, now_s=30.1, peer="impostor", place="elsewhere"))
+    (refuse,) = policy.handle(joined(1, now_s=30.1, peer="impostor", location="elsewhere"))
     assert refuse == RejectPeer(
         peer="impostor",
         reason="worker 1 (elsewhere) cannot take part: its id is taken by the one at host1 process 101, and "
@@ -237,7 +237,7 @@ def test_a_second_worker_of_one_id_ends_a_job_that_has_just_started(is_open):
     """Two jobs without names at one address: it cannot be told whose workers train with one another."""
     policy = Assembly(3, deadline_s=30.0, accepts_late_joiners=is_open)
     answers(policy, *map(joined, range(3)))
-    stop = only_stop(policy.handle(joined(1, now_s=30.0, peer="second", place="host9 process 9")))
+    stop = only_stop(policy.handle(joined(1, now_s=30.0, peer="second", location="host9 process 9")))
     assert stop == AbortJob(
         worker=1,
         step=None,
@@ -249,7 +249,7 @@ def test_a_second_worker_of_one_id_ends_a_job_that_has_just_started(is_open):
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-@pytest.mark.parametrize("changes", [{"world": 4}, {"strategy": "asp"}, {"model": ()}])
+@pytest.mark.parametrize("changes", [{"world": 4}, {"strategy": "asp"}, {"model_signature": ()}])
 def test_a_worker_that_is_another_jobs_for_sure_is_refused_and_the_job_goes_on(is_open, changes):
     policy = Assembly(3, accepts_late_joiners=is_open)
     answers(policy, *map(joined, range(3)))
@@ -347,7 +347,7 @@ def test_a_restored_policy_compares_with_those_who_came_before():
     policy, restored = Assembly(3), Assembly(3)
     policy.handle(joined(0))
     restored.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    for event in (joined(1, model=()), joined(0), joined(1, strategy="asp"), Tick(now_s=31.0)):
+    for event in (joined(1, model_signature=()), joined(0), joined(1, strategy="asp"), Tick(now_s=31.0)):
         one, other = Assembly(3), Assembly(3)
         one.load_state_dict(policy.state_dict())
         other.load_state_dict(restored.state_dict())

@@ -27,11 +27,11 @@ class Model:
 
 
 def same(clock, model):
-    assert [[clock.at(client, key) for key in range(SOME)] for client in range(CLIENTS)] == model.times
+    assert [[clock.time_of(client, key) for key in range(SOME)] for client in range(CLIENTS)] == model.times
     for client in range(CLIENTS):
         pieces = clock.pieces(client, 0, SOME)
-        assert [p.first for p in pieces] == [0, *(p.last for p in pieces[:-1])]
-        assert pieces[-1].last == SOME
+        assert [p.start for p in pieces] == [0, *(p.stop for p in pieces[:-1])]
+        assert pieces[-1].stop == SOME
         assert all(a.time != b.time for a, b in itertools.pairwise(pieces))
 
 

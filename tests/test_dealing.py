@@ -41,10 +41,10 @@ class Job:
             "samples": self.samples,
             "batch_size": BATCH,
             "is_last": False,
-            "skips": False,
-            "ahead": 0,
-            "taken": (),
-            "used": (),
+            "abandons_previous": False,
+            "blocks_max": 0,
+            "started_blocks": (),
+            "consumed_ranges": (),
             **more,
         }
         self.dealing.on_samples_requested(SamplesRequested(now_s=0.0, worker=worker, round=round_, **said))
@@ -244,7 +244,7 @@ def test_who_has_taken_a_part_of_a_round_s_batches_and_finds_no_more_goes_on_wit
     """A loop that accumulates; everybody may be in the same place."""
     job = last_epoch()
     taken = tuple(block.id for block in job.has[0])
-    deal = said(job.wants(0, is_last=True, taken=taken), 0)
+    deal = said(job.wants(0, is_last=True, started_blocks=taken), 0)
     assert (deal.is_awaited, deal.is_last, deal.blocks) == (True, False, ())
 
 
@@ -509,10 +509,10 @@ def test_in_a_repetition_who_is_left_out_loses_what_it_has_at_once():
 def test_a_loop_that_breaks_off_cuts_the_epoch_and_is_dealt_anew():
     job = Job(2)
     job.round(0, (0, 1))
-    deal = said(job.wants(0, 1, epoch=1, skips=True), 0)
+    deal = said(job.wants(0, 1, epoch=1, abandons_previous=True), 0)
     assert deal.replaces_queue
     assert {block.epoch for block in deal.blocks} == {1}
-    assert said(job.wants(1, 1, epoch=1, skips=True), 1).replaces_queue
+    assert said(job.wants(1, 1, epoch=1, abandons_previous=True), 1).replaces_queue
     job.round(1, (0, 1))
     job.round(2, (0, 1))
     assert job.used == job.samples  # or nobody's
@@ -521,7 +521,7 @@ def test_a_loop_that_breaks_off_cuts_the_epoch_and_is_dealt_anew():
 def test_a_loop_may_break_off_again_while_others_hold_an_earlier_epoch():
     job = Job(2)
     for epoch in (1, 2, 3):
-        job.wants(0, epoch=epoch, skips=True)
+        job.wants(0, epoch=epoch, abandons_previous=True)
     assert {block.epoch for block in job.has[0]} == {3}
 
 
@@ -571,7 +571,7 @@ def test_a_state_at_any_point_gives_the_same_future(script):
                 rounds[other_one] for other_one in alive
             ):
                 continue
-            calls = [("ready", (event,), {})]
+            calls = [("on_ready", (event,), {})]
             rounds[worker] += 1
             del one.has[worker][:1]
         elif what == 3 and len(alive) > 1:
@@ -581,11 +581,11 @@ def test_a_state_at_any_point_gives_the_same_future(script):
             furthest = max(0, min(rounds[other_one] for other_one in alive) - 1)
             calls.append(("repeat_round", (sorted(alive), furthest, step), {}))
         elif what == 4:
-            calls = [("outside", (worker,), {})]
+            calls = [("on_ready_outside", (worker,), {})]
         elif what == 5:
-            calls = [("tick", (float(number), 1.0), {})]
+            calls = [("on_tick", (float(number), 1.0), {})]
         else:
-            calls = [("followed", (float(number),), {})]
+            calls = [("on_group_in_force", (float(number),), {})]
         for name, arguments, named in calls:
             answers = []
             for dealing in (one.dealing, other):

@@ -13,7 +13,7 @@ def block(number: int, epoch: int = 0) -> Block:
 
 
 def deal(*numbers: int, epoch: int = 0, **more: Any) -> AssignBlocks:
-    said = {"anew": False, "over": False, "is_awaited": False, "used": 0, **more}
+    said = {"replaces_queue": False, "is_last": False, "is_awaited": False, "consumed": 0, **more}
     return AssignBlocks(worker=0, epoch=epoch, blocks=tuple(map(block, numbers)), reason="", **said)
 
 
@@ -61,13 +61,13 @@ def test_what_is_dealt_anew_takes_the_place_of_what_it_had_and_of_what_is_being_
 
 def test_an_epoch_is_over_when_it_was_said_and_nothing_is_left():
     hand = begun(1)
-    hand.on_assigned(deal(over=True))
+    hand.on_assigned(deal(is_last=True))
     assert not hand.is_exhausted
     hand.start(1)
     assert hand.is_exhausted
     hand.begin_epoch(1)
     assert not hand.is_exhausted
-    hand.on_assigned(deal(over=True))  # of the epoch before
+    hand.on_assigned(deal(is_last=True))  # of the epoch before
     assert not hand.is_exhausted
 
 
@@ -85,13 +85,13 @@ def test_it_is_awaited_until_it_takes_something_or_goes_on_to_another_epoch():
 
 def test_how_far_the_epoch_is_is_that_of_its_own():
     hand = begun()
-    hand.on_assigned(deal(used=8))
+    hand.on_assigned(deal(consumed=8))
     assert hand.samples_used == 8
     hand.begin_epoch(1)
     assert hand.samples_used == 0
-    hand.on_assigned(deal(used=12))
+    hand.on_assigned(deal(consumed=12))
     assert hand.samples_used == 0
-    hand.on_assigned(deal(epoch=1, used=4))
+    hand.on_assigned(deal(epoch=1, consumed=4))
     assert hand.samples_used == 4
 
 
@@ -103,7 +103,7 @@ def test_after_a_loop_that_broke_off_nothing_is_heard_but_what_is_dealt_anew():
     assert (len(hand), hand.started) == (0, ())
     hand.begin_epoch(1)
     hand.on_assigned(deal(3, is_awaited=True))
-    hand.on_assigned(deal(epoch=1, over=True))
+    hand.on_assigned(deal(epoch=1, is_last=True))
     assert (len(hand), hand.is_awaited, hand.is_exhausted) == (0, False, False)
     hand.on_assigned(deal(4, epoch=1, replaces_queue=True))
     hand.on_assigned(deal(5, epoch=1))

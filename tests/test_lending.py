@@ -105,7 +105,7 @@ def used(job: Job) -> int:
 def test_one_outside_is_lent_a_block_that_nobody_else_has_for_a_member():
     job = Job()
     lend = only(AssignLateBlock, job.said)
-    assert (lend.worker, lend.number, lend.patron) == (9, 0, 0)
+    assert (lend.worker, lend.assignment, lend.proxy) == (9, 0, 0)
     dealt = [b.ranges for worker in (0, 1) for b in blocks_of(job.said, worker)]
     assert lend.block.ranges not in dealt
 
@@ -130,7 +130,7 @@ def test_what_was_brought_is_the_patron_s_and_is_used_in_its_round():
         is_contributed=True,
         reason="its parameters are 4 of at most 5 steps old",
     )
-    assert only(AssignLateBlock, said).number == 1  # and the next one at once
+    assert only(AssignLateBlock, said).assignment == 1  # and the next one at once
     own = [blocks_of(job.said, worker)[0].id for worker in (0, 1)]
     job.ready(0, 0, (own[0], block.id))
     job.ready(1, 0, (own[1],))
@@ -144,14 +144,14 @@ def test_what_was_brought_is_the_patron_s_and_is_used_in_its_round():
 def test_parameters_may_be_so_old_and_no_older(by, counts):
     """The next round is that of step `by` + 1."""
     job = Job(staleness=5)
-    assert only(ResolveLateBlock, job.brought(0, 0, of=0, by=by)).counts == counts
+    assert only(ResolveLateBlock, job.brought(0, 0, of=0, by=by)).is_contributed == counts
 
 
 def test_what_does_not_count_is_lent_again():
     job = Job()
     lend = only(AssignLateBlock, job.said)
     again = only(AssignLateBlock, job.brought(0, 0, of=0, by=99))
-    assert (again.number, again.block.ranges) == (1, lend.block.ranges)
+    assert (again.assignment, again.block.ranges) == (1, lend.block.ranges)
 
 
 def test_a_loan_that_was_settled_before_is_not_settled_again():
@@ -164,7 +164,7 @@ def test_a_loan_that_was_settled_before_is_not_settled_again():
 def test_when_the_late_one_dies_others_get_the_block_and_what_it_brings_does_not_count():
     job = Job()
     job.dealing.on_gone(9, has_reported_all=True)
-    assert not only(ResolveLateBlock, job.dealing.pop_actions()).counts
+    assert not only(ResolveLateBlock, job.dealing.pop_actions()).is_contributed
     assert not job.brought(0, 0)
     assert used_up(job)
 
@@ -174,7 +174,7 @@ def test_when_the_patron_dies_another_is_named():
     lend = only(AssignLateBlock, job.said)
     job.dealing.on_gone(0, has_reported_all=True)
     again = only(AssignLateBlock, job.dealing.pop_actions())
-    assert again.patron == 1
+    assert again.proxy == 1
     assert again.block.id != lend.block.id
     assert not job.brought(0, 0)
 
@@ -203,7 +203,7 @@ def test_who_joins_the_group_has_no_loan_any_more():
     job = Job()
     job.dealing.change_group((0, 1, 9), (9,), 3)
     said = job.dealing.pop_actions()
-    assert not only(ResolveLateBlock, said).counts
+    assert not only(ResolveLateBlock, said).is_contributed
     assert next(deal for deal in of(AssignBlocks, said) if deal.worker == 9).replaces_queue
     assert not job.brought(0, 0)
 
@@ -211,7 +211,7 @@ def test_who_joins_the_group_has_no_loan_any_more():
 def test_who_leaves_the_epoch_early_has_no_loan_any_more():
     job = Job()
     said = job.wants(9, 1, skips=True)
-    assert not only(ResolveLateBlock, said).counts
+    assert not only(ResolveLateBlock, said).is_contributed
 
 
 def test_when_the_others_wait_for_it_the_block_is_called_in():
@@ -224,7 +224,7 @@ def test_when_the_others_wait_for_it_the_block_is_called_in():
 
 def used_up(job: Job, said: list | None = None) -> bool:
     said = job.use_up() if said is None else said
-    return any(deal.over for deal in of(AssignBlocks, said))
+    return any(deal.is_last for deal in of(AssignBlocks, said))
 
 
 def test_it_goes_on_alike_from_its_state():

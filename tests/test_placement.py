@@ -122,7 +122,7 @@ def test_a_ring_of_nobody_holds_nothing():
     [
         ([1, 1], {}, "every server once"),
         ([1], {"virtual_nodes": 0}, "virtual_nodes of at least 1, got 0"),
-        ([1], {"copies": -1}, "copies of at least 0, got -1"),
+        ([1], {"replicas": -1}, "replicas of at least 0, got -1"),
     ],
 )
 def test_a_ring_that_cannot_be_is_refused(servers, arguments, words):

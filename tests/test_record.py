@@ -451,7 +451,7 @@ def test_a_message_may_be_empty():
 def test_events_are_no_actions_and_actions_no_events():
     with pytest.raises(ProtocolError, match="expected a list of actions: Invalid value 'Joined'"):
         decode_actions(encode_events(EVENTS))
-    with pytest.raises(ProtocolError, match="expected a list of events: Invalid value 'Start'"):
+    with pytest.raises(ProtocolError, match="expected a list of events: Invalid value 'PeerList'"):
         decode_events(encode_actions(ACTIONS), 0.0)
 
 
@@ -753,7 +753,7 @@ def test_a_killed_run_leaves_a_log_that_reads_and_replays_wherever_it_was_cut(tm
         (b'{"offbeat_log": 1}\n{"type":"Tick","now_s":-1}\n', "line 2: .*now_s"),
         (b'{"offbeat_log": 1}\n{"type":"Lost","now_s":1,"worker":0,"cause":"\xff"}\n', "line 2: expected"),
         (
-            b'{"offbeat_log": 1}\n{"type":"Stop","worker":null,"step":null,"reason":"r"}\n',
+            b'{"offbeat_log": 1}\n{"type":"AbortJob","worker":null,"step":null,"reason":"r"}\n',
             "line 2: expected an event before the first action",
         ),
     ],
@@ -787,8 +787,8 @@ def test_replay_reports_the_first_changed_action_in_words():
     text = str(difference)
     assert f"entry {place} (line {place + 1}): to " in text
     assert '{"type":"Lost","now_s":9.0,"worker":1,"cause":"closed"}' in text
-    assert 'the log has the answer {"type":"Stop","worker":0,"step":3,"reason":"r"}' in text
-    assert 'the policies now give  {"type":"Stop","worker":1,"step":2,' in text
+    assert 'the log has the answer {"type":"AbortJob","worker":0,"step":3,"reason":"r"}' in text
+    assert 'the policies now give  {"type":"AbortJob","worker":1,"step":2,' in text
 
 
 def test_replay_sees_every_action_that_is_missing_added_or_moved():
@@ -856,7 +856,7 @@ def test_a_log_names_policies_and_nothing_else(path, words):
 @pytest.mark.parametrize("arguments", [{}, {"world": 0}, {"world": "x"}, {"world": 2, "more": 1}])
 def test_a_policy_that_does_not_take_the_arguments_is_named(arguments):
     with pytest.raises(
-        ValueError, match=r"the policy offbeat\.policies\.lockstep:Lockstep cannot be built with"
+        ValueError, match=r"the policy offbeat\.policies\.membership\.lockstep:Lockstep cannot be built with"
     ):
         build_policy("offbeat.policies.membership.lockstep:Lockstep", arguments)
 

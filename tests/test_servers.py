@@ -167,7 +167,7 @@ def test_nothing_is_kept_of_a_push_where_nobody_else_has_to_have_it(copies):
     assert node.can_apply_in_place(push) == (copies == 0)
     others = ({"epoch": 99}, {"namespace": "x"}, {"last": 101}, {"first": 7})
     assert not any(node.can_apply_in_place(replace(push, **other)) for other in others)
-    node._store.table(SPACE).reads_push_once = False
+    node._store.table(SPACE).reads_pushes_once = False
     assert not node.can_apply_in_place(push)
 
 
@@ -259,7 +259,7 @@ def test_a_request_that_a_server_refuses_is_over():
     (failed,) = job.client.on_message(Rejected(request=number, first=0, last=10, reason="too large"))
     assert failed == RequestFailed(number, "too large")
     assert job.client.on_message(PushAck(request=number, first=10, last=100)) == []
-    assert job.client.on_view(replace(job.group.view, number=9, epoch=9)) == []
+    assert job.client.on_view(replace(job.group.view, version=9, epoch=9)) == []
 
 
 def test_who_follows_a_dead_master_has_what_was_acknowledged_and_serves_at_once():
@@ -347,7 +347,7 @@ def pull(job: Job, first: int, last: int) -> RequestDone | RequestFailed:
     number, said = job.client.pull("w", first, last)
     job.take("client-0", said)
     job.settle()
-    (found,) = [found for found in [*job.done, *job.failed] if found.number == number]
+    (found,) = [found for found in [*job.done, *job.failed] if found.request == number]
     return found
 
 

@@ -200,7 +200,7 @@ class SumsWhatCameTwice(ServerNode):
     def _sum(self, namespace, one):
         table = self._store.table(self._current_view().spaces[namespace])
         contents = [request.push.content for came in one.requests for request in came]
-        return replace(super()._sum(namespace, one), content=table.aggregate(contents, one.first, one.last))
+        return replace(super()._sum(namespace, one), content=table.combine(contents, one.first, one.last))
 
 
 class SumsWhatThereIs(ServerNode):

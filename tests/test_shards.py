@@ -49,14 +49,14 @@ class Group:
             client,
             shards=self.shards,
             on_loss=self.on_loss,
-            patience_s=PATIENCE_S,
+            wait_timeout_s=PATIENCE_S,
         )
 
     def leave(self, client: int) -> list[Action]:
         return self._hear(WorkerGroupLeft, client)
 
     def want(self, client: int, passes: int = 100, shards_max: int = 1) -> list[Action]:
-        return self._hear(TaskRequested, client, passes=passes, shards_max=shards_max)
+        return self._hear(TaskRequested, client, passes_max=passes, shards_max=shards_max)
 
     def done(self, client: int, task: int) -> list[Action]:
         return self._hear(TaskDone, client, task=task)
@@ -385,7 +385,7 @@ def test_who_asks_is_told_who_is_how_far():
 
 
 def joins(client: int, group: str = "g", **different: Any) -> WorkerGroupJoined:
-    fields = {"shards": 4, "on_loss": "replace", "patience_s": PATIENCE_S} | different
+    fields = {"shards": 4, "on_loss": "replace", "wait_timeout_s": PATIENCE_S} | different
     return WorkerGroupJoined(now_s=0.0, node=name(client), group=group, **fields)
 
 
@@ -402,7 +402,7 @@ def reports(client: int, task: int) -> TaskDone:
     [
         (joins(7, shards=5), "the group g as it was created, 4 shards, .* got 5 shards"),
         (joins(7, on_loss="continue"), "the group g as it was created, .*'replace', .*'continue'"),
-        (joins(7, patience_s=9.0), "the group g as it was created, .*=10, .*=9"),
+        (joins(7, wait_timeout_s=9.0), "the group g as it was created, .*=10, .*=9"),
         (joins(0), "expected a newcomer in the group g, got client-0"),
         (joins(7, "h", shards=0), "expected 1 to 65536 shards, got 0"),
         (joins(7, "h", shards=SHARDS_MAX + 1), "expected 1 to 65536 shards, got 65537"),

@@ -206,8 +206,8 @@ def test_victims_depend_on_the_seed_and_on_the_rules_place():
 
 def test_victims_are_the_same_in_a_process_with_other_hashes():
     code = (
-        "from offbeat.policies.stragglers.injection import Slowness, parse\n"
-        "s = Slowness([parse('random:3')], workers=4, seed=7)\n"
+        "from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule\n"
+        "s = InjectedSlowness([parse_slow_rule('random:3')], workers=4, seed=7)\n"
         "print([w for e in range(30) for w in range(4) if s.factor(w, e, 0, 1, e) > 1])"
     )
     outputs = {

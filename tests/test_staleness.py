@@ -54,7 +54,13 @@ def joined(worker: int) -> Joined:
 
 
 def clocked(worker: int, clock: int | None, **more: Any) -> StepFinished:
-    said = {"now_s": 0.0, "version": 0 if clock is None else clock, "epoch": 0, "step": 0, "compute_s": 0.1}
+    said = {
+        "now_s": 0.0,
+        "parameter_version": 0 if clock is None else clock,
+        "epoch": 0,
+        "step": 0,
+        "compute_s": 0.1,
+    }
     said |= {"samples": BATCH, "loss": None, "blocks": ()}
     return StepFinished(worker=worker, clock=clock, **{**said, **more})
 
@@ -64,12 +70,12 @@ def wants(worker: int, epoch: int = 0, **more: Any) -> SamplesRequested:
         "samples": SAMPLES,
         "batch_size": BATCH,
         "is_last": False,
-        "skips": False,
-        "ahead": 0,
-        "taken": (),
+        "abandons_previous": False,
+        "blocks_max": 0,
+        "started_blocks": (),
     }
     return SamplesRequested(
-        **{"now_s": 0.0, "worker": worker, "epoch": epoch, **said, "round": 0, "used": (), **more}
+        **{"now_s": 0.0, "worker": worker, "epoch": epoch, **said, "round": 0, "consumed_ranges": (), **more}
     )
 
 
@@ -202,7 +208,7 @@ def test_nobody_starts_before_all_are_there_or_gone():
 def test_a_newcomer_begins_at_a_clock_at_which_it_can_push():
     policy = apart()
     assert policy.handle(joined(2)) == []
-    assert granted(policy.handle(clocked(2, None, version=5))) == {2: (5, True)}
+    assert granted(policy.handle(clocked(2, None, parameter_version=5))) == {2: (5, True)}
     policy.handle(joined(3))
     assert granted(policy.handle(clocked(3, None))) == {3: (3, True)}
 
@@ -210,7 +216,7 @@ def test_a_newcomer_begins_at_a_clock_at_which_it_can_push():
 def test_without_a_bound_nobody_waits_and_any_version_will_do():
     policy = started(2, s=None)
     for clock in range(50):
-        (grant,) = policy.handle(clocked(0, clock, version=0))
+        (grant,) = policy.handle(clocked(0, clock, parameter_version=0))
         assert (grant.clock, grant.may_start, grant.version_min, grant.staleness_bound) == (
             clock + 1,
             True,
@@ -222,20 +228,24 @@ def test_without_a_bound_nobody_waits_and_any_version_will_do():
 
 def test_in_a_warm_start_the_first_worker_is_alone_and_then_all_start_at_once():
     policy = started(3, s=None, warm_start=4)
-    assert granted(policy.handle(clocked(0, 0, version=0))) == {0: (1, True)}
+    assert granted(policy.handle(clocked(0, 0, parameter_version=0))) == {0: (1, True)}
     for clock in (1, 2):
         policy = remembered(policy, 3, s=None, warm_start=4, shards="equal")
-        said = policy.handle(clocked(0, clock, version=0))
+        said = policy.handle(clocked(0, clock, parameter_version=0))
         assert granted(said) == {0: (clock + 1, True), 1: (clock + 1, False), 2: (clock + 1, False)}
         assert said[1].reason == f"worker 0 takes {3 - clock} more steps alone"
-    assert granted(policy.handle(clocked(0, 3, version=0))) == {0: (4, True), 1: (4, True), 2: (4, True)}
-    assert granted(policy.handle(clocked(2, 4, version=0))) == {2: (5, True)}
+    assert granted(policy.handle(clocked(0, 3, parameter_version=0))) == {
+        0: (4, True),
+        1: (4, True),
+        2: (4, True),
+    }
+    assert granted(policy.handle(clocked(2, 4, parameter_version=0))) == {2: (5, True)}
 
 
 @pytest.mark.parametrize("how", [Lost, Finished])
 def test_a_warm_start_goes_on_with_the_next_worker(how):
     policy = started(3, s=None, warm_start=4)
-    policy.handle(clocked(0, 0, version=0))
+    policy.handle(clocked(0, 0, parameter_version=0))
     more = {"cause": "cut"} if how is Lost else {"epoch": 0, "step": 0}
     assert granted(policy.handle(how(now_s=0.0, worker=0, **more))) == {1: (2, True), 2: (2, False)}
     assert granted(walk(policy, 1, range(2, 5))) == {1: (5, True), 2: (5, True)}
@@ -244,7 +254,10 @@ def test_a_warm_start_goes_on_with_the_next_worker(how):
 def test_who_is_alone_in_a_warm_start_and_takes_no_step_is_out():
     policy = started(2, s=None, warm_start=4, deadline_s=5.0)
     assert (
-        answers(policy, Tick(now_s=0.0), clocked(0, 0, version=0), Tick(now_s=4.0), Tick(now_s=8.0))[2:] == []
+        answers(
+            policy, Tick(now_s=0.0), clocked(0, 0, parameter_version=0), Tick(now_s=4.0), Tick(now_s=8.0)
+        )[2:]
+        == []
     )
     refused, *said = policy.handle(Tick(now_s=9.1))
     assert isinstance(refused, RejectPeer)
@@ -254,19 +267,19 @@ def test_who_is_alone_in_a_warm_start_and_takes_no_step_is_out():
 
 def test_who_rests_in_a_warm_start_is_not_blamed_by_who_has_finished():
     policy = started(3, s=None, warm_start=100, deadline_s=5.0)
-    answers(policy, clocked(0, 0, version=0), Finished(now_s=0.0, worker=0, epoch=0, step=1))
+    answers(policy, clocked(0, 0, parameter_version=0), Finished(now_s=0.0, worker=0, epoch=0, step=1))
     for second in range(12):
-        said = answers(policy, Tick(now_s=float(second)), clocked(1, 2 + second, version=0))
+        said = answers(policy, Tick(now_s=float(second)), clocked(1, 2 + second, parameter_version=0))
         assert not any(isinstance(one, RejectPeer) for one in said)
 
 
 def test_a_warm_start_is_over_when_the_others_have_all_samples_that_are_left():
     policy, said = dealing(2, 4 * BATCH, s=None, warm_start=100)
     first = blocks(said, 0)
-    assert granted(policy.handle(clocked(0, 0, version=0, blocks=(first[0],)))) == {0: (1, True)}
+    assert granted(policy.handle(clocked(0, 0, parameter_version=0, blocks=(first[0],)))) == {0: (1, True)}
     said = answers(
         policy,
-        clocked(0, 1, version=0, blocks=(first[1],)),
+        clocked(0, 1, parameter_version=0, blocks=(first[1],)),
         wants(0, samples=4 * BATCH, is_last=True),
     )
     assert granted(said)[1] == (2, True)
@@ -410,7 +423,7 @@ def test_a_server_that_most_workers_miss_is_not_held_against_them():
 
 def test_the_only_process_may_miss_a_server_for_ever_however_many_workers_it_has():
     policy = BoundedStaleness(3, s=0, shards="equal")
-    answers(policy, *(replace(joined(worker), place="one process") for worker in range(3)))
+    answers(policy, *(replace(joined(worker), location="one process") for worker in range(3)))
     answers(policy, *(clocked(worker, None) for worker in range(3)))
     assert answers(policy, missed(0, 4, 1.0), Tick(now_s=100.0)) == []
 
@@ -545,7 +558,7 @@ def test_who_is_dealt_a_lost_workers_samples_comes_back_at_a_clock_that_is_not_c
 def test_who_has_begun_a_step_and_gets_no_more_is_told_to_do_without():
     policy, said = dealing(2, 2 * BATCH)
     (block,) = blocks(said, 0)
-    (deal,) = policy.handle(wants(0, samples=2 * BATCH, is_last=True, taken=(block,)))
+    (deal,) = policy.handle(wants(0, samples=2 * BATCH, is_last=True, started_blocks=(block,)))
     assert (deal.worker, deal.is_awaited, deal.blocks) == (0, True, ())
     assert answers(policy, wants(1, samples=2 * BATCH, is_last=True)) == []
 
@@ -553,7 +566,7 @@ def test_who_has_begun_a_step_and_gets_no_more_is_told_to_do_without():
 def test_who_asks_for_more_while_some_are_under_way_to_it_gets_none_in_their_place():
     policy, said = dealing(2)
     taken = blocks(said, 0)[0]
-    assert not any(deal.is_awaited for deal in policy.handle(wants(0, is_last=True, taken=(taken,))))
+    assert not any(deal.is_awaited for deal in policy.handle(wants(0, is_last=True, started_blocks=(taken,))))
 
 
 def test_who_waits_at_the_gate_is_not_blamed_by_who_waits_for_its_samples():
@@ -580,7 +593,7 @@ def test_who_never_wants_samples_runs_without():
 
 def test_who_leaves_an_epoch_early_gives_up_the_rest_for_all():
     policy, _ = dealing(2)
-    said = policy.handle(wants(0, 1, skips=True))
+    said = policy.handle(wants(0, 1, abandons_previous=True))
     (deal,) = [one for one in said if isinstance(one, AssignBlocks) and one.worker == 0]
     assert deal.replaces_queue
     assert {block.epoch for block in deal.blocks} == {1}
@@ -601,7 +614,9 @@ def test_who_saves_is_told_what_was_used_at_the_clocks_that_its_state_holds():
     mine, ahead = blocks(said, 0), blocks(said, 1)
     answers(policy, clocked(1, 0, blocks=tuple(ahead[:1])), clocked(0, 0, blocks=tuple(mine[:1])))
     said = answers(
-        policy, clocked(2, 0, blocks=tuple(blocks(said, 2))), clocked(1, 1, version=0, blocks=(ahead[1],))
+        policy,
+        clocked(2, 0, blocks=tuple(blocks(said, 2))),
+        clocked(1, 1, parameter_version=0, blocks=(ahead[1],)),
     )
     policy = remembered(policy, 3, s=3)
     (answer,) = policy.handle(CheckpointQuery(now_s=0.0, worker=0, round=1))
@@ -628,7 +643,7 @@ def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        (clocked(5, 0), "takes part in a running job, got Clocked of worker 5"),
+        (clocked(5, 0), "takes part in a running job, got StepFinished of worker 5"),
         (clocked(0, None), "expected a clock from a worker that has begun"),
         (clocked(0, 6), "no step at clock 6 of worker 0, which may not start"),
         (clocked(0, 7), "no step at clock 7 of worker 0, which may not start"),
@@ -662,7 +677,7 @@ def test_a_step_with_parameters_that_are_too_old_is_refused():
     policy = apart()
     policy.handle(clocked(1, 3))
     with pytest.raises(ProtocolError, match="at least version 4 of the parameters, got 3"):
-        policy.handle(clocked(0, 7, version=3))
+        policy.handle(clocked(0, 7, parameter_version=3))
 
 
 def test_blocks_of_nobody_are_refused():

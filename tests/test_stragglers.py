@@ -69,7 +69,7 @@ def test_a_worker_slow_from_the_start_is_found_in_the_10th_iteration_from_the_th
     """Figure 2: the counter is 1 when the threshold is set, and the 10th iteration changes the class."""
     made = classifier()
     (verdict,) = epoch_of(made, 0, 40, one_slow)
-    assert (verdict.worker, verdict.straggler, verdict.epoch, verdict.iteration) == (1, True, 0, 4 + 9)
+    assert (verdict.worker, verdict.is_straggler, verdict.epoch, verdict.iteration) == (1, True, 0, 4 + 9)
     assert verdict.reason == "compute time above 0.2 s (2 x 0.1 s) in 10 more judged iterations than not"
     assert made.stragglers == {1}
 
@@ -88,7 +88,7 @@ def test_ten_epochs_of_half_slow_find_in_10_then_6_iterations_recover_in_1_and_n
                 FAST_S * chance.uniform(0.95, 1.05) * (3 if worker == victim and iteration < 50 else 1)
             ),
         )
-        assert [(one.worker, one.straggler) for one in verdicts] == [(victim, True), (victim, False)]
+        assert [(one.worker, one.is_straggler) for one in verdicts] == [(victim, True), (victim, False)]
         found.append(verdicts[0].iteration - 3)
         recovered.append(verdicts[1].iteration - 49)
     assert found == [10] + [6] * 9
@@ -201,7 +201,7 @@ def test_it_follows_the_definition_iteration_by_iteration(data):
         for iteration, row in enumerate(rows)
         for verdict in iterate(made, epoch, iteration, dict(enumerate(row)))
     ]
-    got = [(one.worker, one.straggler, one.epoch, one.iteration) for one in verdicts]
+    got = [(one.worker, one.is_straggler, one.epoch, one.iteration) for one in verdicts]
     assert sorted(got, key=lambda one: one[2:] + one[:1]) == expected
     assert made.threshold_s(2) == pytest.approx(theta)
 
@@ -272,7 +272,7 @@ def test_scaling_all_times_changes_no_decision(seed, scale, k):
     def verdicts(scale: float) -> list:
         chance, made = random.Random(seed), classifier(k=k, gate="throughput")
         return [
-            (one.worker, one.straggler, one.epoch, one.iteration)
+            (one.worker, one.is_straggler, one.epoch, one.iteration)
             for epoch in range(2)
             for one in epoch_of(made, epoch, 40, lambda *_: chance.choice([1.0, 1.1, 1.2, 5.0]) * scale)
         ]
@@ -407,7 +407,7 @@ def test_a_verdict_is_given_only_when_the_class_changes():
     straggles: set[int] = set()
     for epoch in range(3):
         for verdict in epoch_of(made, epoch, 60, lambda *_: chance.choice([0.1, 0.1, 0.5])):
-            assert (verdict.worker in straggles) != verdict.straggler
+            assert (verdict.worker in straggles) != verdict.is_straggler
             straggles ^= {verdict.worker}
     assert straggles == made.stragglers
 
@@ -432,7 +432,7 @@ def test_a_slowdown_of_everybody_makes_nobody_a_straggler_and_a_new_threshold():
     assert made.threshold_s(0) == pytest.approx(0.6)
     assert counts(made) == [0, 0, 0, 0]
     (verdict,) = epoch_of(made, 1, 20, lambda worker, iteration: 1.5 if worker == 2 else 0.3)
-    assert (verdict.worker, verdict.straggler) == (2, True)
+    assert (verdict.worker, verdict.is_straggler) == (2, True)
 
 
 def test_the_new_profile_is_in_a_window_and_is_judged_only_from_its_last_iteration_on():
@@ -452,7 +452,7 @@ def test_the_new_profile_is_in_a_window_and_is_judged_only_from_its_last_iterati
 def test_three_of_four_that_are_slower_than_the_fourth_are_found_after_one_more_profile():
     made = classifier()
     verdicts = epoch_of(made, 0, 60, lambda worker, iteration: FAST_S if worker == 2 else SLOW_S)
-    assert [(one.worker, one.straggler) for one in verdicts] == [(0, True), (1, True), (3, True)]
+    assert [(one.worker, one.is_straggler) for one in verdicts] == [(0, True), (1, True), (3, True)]
     assert {one.iteration for one in verdicts} == {13 + 5 + 9}
 
 
@@ -462,7 +462,7 @@ def test_those_found_in_this_epoch_are_taken_back_when_the_others_become_slow_to
     verdicts = epoch_of(
         made, 0, 60, lambda worker, iteration: FAST_S * (3 if iteration >= onset[worker] else 1)
     )
-    assert [(one.worker, one.straggler, one.iteration) for one in verdicts] == [
+    assert [(one.worker, one.is_straggler, one.iteration) for one in verdicts] == [
         *[(0, True, 13), (1, True, 15)],
         *[(0, False, 23), (1, False, 23)],
     ]
@@ -478,14 +478,14 @@ def test_the_last_one_that_is_not_slow_is_never_classed():
     for at in range(20, 40):
         verdicts += iterate(made, 0, at, {0: 0.3, 1: 0.5})
     # The new threshold, twice 0.3 s, is one that worker 1 keeps to.
-    assert [(one.worker, one.straggler) for one in verdicts] == [(1, False)]
+    assert [(one.worker, one.is_straggler) for one in verdicts] == [(1, False)]
 
 
 def test_the_last_one_of_three_found_in_an_epoch_is_not_classed_though_the_guard_has_been():
     made = classifier(3, max_straggler_fraction=0.4, limit=3)
     onset = {1: 10, 2: 10, 0: 40}
     verdicts = epoch_of(made, 0, 60, lambda worker, at: FAST_S * (4 if at >= onset[worker] else 1), workers=3)
-    assert [(one.worker, one.straggler) for one in verdicts[:2]] == [(1, True), (2, True)]
+    assert [(one.worker, one.is_straggler) for one in verdicts[:2]] == [(1, True), (2, True)]
     assert 0 not in {one.worker for one in verdicts}
     assert made.threshold_s(0) == pytest.approx(0.8)
 
@@ -496,7 +496,7 @@ def test_the_guard_stands_once_in_every_epoch():
         verdicts = epoch_of(
             made, epoch, 80, lambda worker, at: SLOW_S if worker and 20 <= at < 60 else FAST_S
         )
-        assert [(one.worker, one.straggler, one.iteration) for one in verdicts] == [
+        assert [(one.worker, one.is_straggler, one.iteration) for one in verdicts] == [
             *[(worker, True, 29 + 5 + 9) for worker in (1, 2, 3)],
             *[(worker, False, 60) for worker in (1, 2, 3)],
         ]
@@ -594,7 +594,10 @@ def test_of_two_equally_slow_workers_neither_is_worth_leaving_out_alone_but_both
     verdicts = epoch_of(
         made, 0, 60, lambda worker, at: SLOW_S if at >= 10 and worker in (1, 4) else FAST_S, workers=6
     )
-    assert [(one.worker, one.straggler, one.iteration) for one in verdicts] == [(1, True, 19), (4, True, 19)]
+    assert [(one.worker, one.is_straggler, one.iteration) for one in verdicts] == [
+        (1, True, 19),
+        (4, True, 19),
+    ]
     made = classifier(6, gate="throughput")
     onset = {1: 10, 4: 15}
     verdicts = epoch_of(
@@ -604,7 +607,10 @@ def test_of_two_equally_slow_workers_neither_is_worth_leaving_out_alone_but_both
         lambda worker, at: SLOW_S if at >= onset.get(worker, 99) else FAST_S,
         workers=6,
     )
-    assert [(one.worker, one.straggler, one.iteration) for one in verdicts] == [(1, True, 19), (4, True, 24)]
+    assert [(one.worker, one.is_straggler, one.iteration) for one in verdicts] == [
+        (1, True, 19),
+        (4, True, 24),
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -645,7 +651,7 @@ def test_automatic_parameters_find_a_slow_worker_earlier_than_fixed_ones():
                 100,
                 jittered(chance, 0.095, 0.105, 3, until=50),
             )
-            assert [(one.worker, one.straggler) for one in verdicts] == [(1, True), (1, False)]
+            assert [(one.worker, one.is_straggler) for one in verdicts] == [(1, True), (1, False)]
             iterations.append(verdicts[0].iteration + 1)
     assert found[2.0] == [14, 10, 10]
     assert found["auto"][0] <= 13

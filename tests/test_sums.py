@@ -92,8 +92,12 @@ class Job:
     def hear(self, sender, to, message):
         kind, _, number = to.partition("-")
         if to == MANAGER:
-            answers = {JoinAggregation: "enlisted", PauseReached: "reached", LeaveAggregation: "withdrawn"}
-            self.say(getattr(self.group, answers.get(type(message), "filled"))(message))
+            answers = {
+                JoinAggregation: self.group.on_join_aggregation,
+                PauseReached: self.group.on_pause_reached,
+                LeaveAggregation: self.group.on_leave_aggregation,
+            }
+            self.say(answers.get(type(message), self.group.on_filled)(message))
         elif kind == "client" and int(number) in self.clients:
             self.take(to, self.clients[int(number)].on_message(message))
         elif kind == "server" and int(number) in self.nodes:
@@ -464,7 +468,7 @@ def test_a_new_master_that_was_handed_nothing_begins_the_sum():
     new.push(1)
     new.end(1)
     (send,) = new.end(0)
-    assert [mark.client for mark in send.message.operation.marks] == [0, 1]
+    assert [mark.client for mark in send.message.operation.stamps] == [0, 1]
 
 
 def test_what_is_handed_and_has_a_push_that_is_applied_is_not_taken():

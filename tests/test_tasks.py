@@ -24,15 +24,15 @@ def do(graph, number, *callees):
     """Run a task at these callees and return what follows."""
     told = []
     for callee in callees:
-        graph.started(number, callee)
-        told += graph.returned(number, callee)
+        graph.on_started(number, callee)
+        told += graph.on_returned(number, callee)
     return told
 
 
 def begun(graph, *callees, **how):
     number, _ = graph.add(callees, **how)
     for callee in callees:
-        graph.started(number, callee)
+        graph.on_started(number, callee)
     return number
 
 
@@ -154,7 +154,9 @@ def test_a_task_waits_for_subtasks_of_the_same_call_and_of_no_other():
     parent = begun(graph, "a", "b")
     subtask, _ = graph.add(["c"], parent=TaskRun(parent, "a"))
     assert graph.add(["c"], parent=TaskRun(parent, "a"), after=[subtask])[1] == []
-    with pytest.raises(ValueError, match=r"expected task 3, issued by Run.*'b'.*, got 1, issued by Run.*'a'"):
+    with pytest.raises(
+        ValueError, match=r"expected task 3, issued by Tas.*'b'.*, got 1, issued by TaskRun.*'a'"
+    ):
         graph.add(["c"], parent=TaskRun(parent, "b"), after=[subtask])
     with pytest.raises(ValueError, match=r"expected task 3, which is nobody's subtask, .* got 1"):
         graph.add(["c"], after=[subtask])
@@ -196,7 +198,7 @@ def test_only_what_is_ready_starts_and_only_what_runs_returns():
         lambda: graph.on_returned(2, "a"),
     ):
         with pytest.raises(
-            ProtocolError, match=r"expected Run\(number=\d, callee='[ab]'\) to be r\w+: it is"
+            ProtocolError, match=r"expected TaskRun\(task=\d, callee='[ab]'\) to be r\w+: it is"
         ):
             impossible()
     graph.on_started(first, "a")

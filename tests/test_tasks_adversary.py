@@ -89,11 +89,11 @@ class Trial:
 
     def start(self, run):
         self.graph.on_started(*run)
-        self.calls[run.number][run.callee] = "running"
+        self.calls[run.task][run.callee] = "running"
         return [], []
 
     def finish(self, run):
-        self.calls[run.number][run.callee] = "returned"
+        self.calls[run.task][run.callee] = "returned"
         return self.graph.on_returned(*run), []
 
     def kill(self):
@@ -105,7 +105,7 @@ class Trial:
         lost = [run for run in lost if run.callee == node and self.calls[run.task][node] != "finished"]
         withdrawn = set()
         for number, parent in self.parent.items():  # parents first
-            if number in self.calls and (parent in lost or (parent and parent.number in withdrawn)):
+            if number in self.calls and (parent in lost or (parent and parent.task in withdrawn)):
                 withdrawn.add(number)
         for number in withdrawn:
             self.unheard += [

@@ -2,14 +2,14 @@
 
 A scenario is lines of four kinds; `#` begins a comment.
 
-    policies assembly:Assembly(world=2) lockstep:Lockstep(world=2)    who is asked, in this order; once
+    policies membership.assembly:Assembly(world=2)                        who is asked, in this order; once
     1.5 Ready worker=1 step=3 round=3                                 an event at 1.5 s
-      -> Stop worker=1 reason="…"                                     an action it must be answered with
+      -> AbortJob worker=1 reason="…"                                an action it must be answered with
     restore                                                           all policies give way to restored ones
 
 An event without actions below it must be answered with none. What an event leaves out has a default; what an
 action leaves out is not compared (its reason may be given in part, with … at either end). Lists are written
-a,b,c, and the peers of a Start as their ids.
+a,b,c, and the peers of a PeerList as their ids.
 """
 
 import ast
@@ -26,7 +26,7 @@ from offbeat.policies import dispatch_event
 from offbeat.wire.record import build_policy, from_plain, read_log, replay, to_plain
 
 HERE = Path(__file__).parent
-_POLICY = re.compile(r"(\w+):(\w+)\(([^)]*)\)")
+_POLICY = re.compile(r"([\w.]+):(\w+)\(([^)]*)\)")
 
 
 def defaults(worker: str) -> dict:
@@ -153,7 +153,7 @@ def test_recorded_run_replays_action_for_action(path):
     assert difference is None, str(difference)
 
 
-HEAD = "policies lockstep:Lockstep(world=1)\n"
+HEAD = "policies membership.lockstep:Lockstep(world=1)\n"
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,11 @@ HEAD = "policies lockstep:Lockstep(world=1)\n"
     [
         (HEAD + "0 Joined worker=0\n", "not expected"),
         (HEAD + "0 Joined worker=0\n -> Group step=1\n", "line 3: -> Group step=1: got"),
-        (HEAD + "0 Joined worker=0\n -> Stop\n", "line 3: -> Stop: got"),
-        (HEAD + "0 Joined worker=0\n -> Group\n -> Stop\n", "line 4: -> Stop: there is no such action"),
+        (HEAD + "0 Joined worker=0\n -> AbortJob\n", "line 3: -> AbortJob: got"),
+        (
+            HEAD + "0 Joined worker=0\n -> Group\n -> AbortJob\n",
+            "line 4: -> AbortJob: there is no such action",
+        ),
         (HEAD + '0 Joined worker=0\n -> Group reason="nobody…"\n', "got"),
         (HEAD + '0 Joined worker=0\n -> Group reason="…nobody"\n', "got"),
         (HEAD + '0 Joined worker=0\n -> Group reason="…nobody…"\n', "got"),
