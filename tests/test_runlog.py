@@ -115,7 +115,7 @@ def test_every_action_has_a_reason(run):
 def test_the_log_begins_and_ends_with_its_workers(run):
     _, log, _ = run
     assert log.header["world"] == WORKERS
-    assert not log.cut_off
+    assert not log.is_truncated
     assert sorted(e.worker for e in log.entries if isinstance(e, Joined)) == list(range(WORKERS))
     assert sorted(e.worker for e in log.entries if isinstance(e, Left)) == list(range(WORKERS))
     assert not any(isinstance(e, Lost) for e in log.entries)

@@ -65,8 +65,8 @@ class Counting(PsManager):
 
     def handle(self, event):
         actions = super().handle(event)
-        self.lost_for_silence += any("nothing was heard of it" in action.reason for action in actions)
-        self.waited += any("is waited for:" in action.reason for action in actions)
+        self.lost_for_silence += any("nothing was received from it" in action.reason for action in actions)
+        self.waited += any("requests wait for it:" in action.reason for action in actions)
         return actions
 
 
@@ -92,7 +92,7 @@ def some_trials():
 
 
 def test_trials_see_deaths_joins_and_fills(some_trials):
-    views = [view for trial in some_trials for view in trial.views]
+    views = [view for trial in some_trials for view in trial.published_views]
     assert sum(bool(view.filling) for view in views) > 5
     assert sum(view.target is not None for view in views) > 10
 
@@ -105,7 +105,7 @@ def test_trials_see_silences_that_are_deaths_and_silences_that_are_not(some_tria
 
 def test_trials_see_sums_newcomers_and_lost_participants(some_trials):
     assert sum(len(clients) > 1 for trial in some_trials for clients in trial._sums.values()) > 1000
-    assert sum(bool(view.paused) for trial in some_trials for view in trial.views) > 10
+    assert sum(bool(view.paused) for trial in some_trials for view in trial.published_views) > 10
     assert sum(len(trial._doomed_clients) for trial in some_trials if trial.trial.aggregates) > 10
 
 
@@ -252,8 +252,8 @@ class TellsWhatItHasHeard(ServerNode):
 
     def _push_to_aggregate(self, push):
         clock = self._heard.setdefault(push.namespace, RangeVectorClock())
-        if clock.fresh(push.client, push.first, push.last, push.time) == [(push.first, push.last)]:
-            clock.set(push.client, push.first, push.last, push.time)
+        if clock.earlier_ranges(push.client, push.first, push.last, push.time) == [(push.first, push.last)]:
+            clock.set_time(push.client, push.first, push.last, push.time)
         super()._push_to_aggregate(push)
 
     def _pulled(self, space, pull):

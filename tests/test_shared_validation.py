@@ -132,7 +132,7 @@ def test_each_evaluates_its_share_and_all_hear_the_mean():
     assert len(done) == 3 * PARTS_PER_EVALUATOR
     assert sorted(position for part in done for position in range(part.start, part.stop)) == list(range(100))
     assert len(over) == 1
-    assert (over[0].worker, over[0].owner, over[0].digest) == (None, 0, "same")
+    assert (over[0].worker, over[0].snapshot_owner, over[0].digest) == (None, 0, "same")
     assert is_of_one_snapshot(over[0])
 
 
