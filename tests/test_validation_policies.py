@@ -155,7 +155,11 @@ def test_a_metric_that_is_not_there_is_named():
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [({"mode": "least"}, "'min' or 'max'"), ({"patience": 0}, "at least 1"), ({"delta_min": math.inf}, "finite")],
+    [
+        ({"mode": "least"}, "'min' or 'max'"),
+        ({"patience": 0}, "at least 1"),
+        ({"delta_min": math.inf}, "finite"),
+    ],
 )
 def test_bad_arguments_of_a_monitor_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
