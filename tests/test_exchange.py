@@ -169,7 +169,7 @@ def test_parts_that_lie_elsewhere_are_summed_from_there_to_the_same_bits_on_all(
             exchange_id = chosen.new_id()
             wait(
                 [
-                    member.all_reduce(flat, into, exchange_id=exchange_id, algorithm=algorithm, parts=some)
+                    member.all_reduce(flat, into, exchange_id=exchange_id, algorithm=algorithm, in_place=some)
                     for member, flat, into, some in zip(chosen.members, flats, sums, parts, strict=True)
                 ]
             )

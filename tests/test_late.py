@@ -29,7 +29,7 @@ STRATEGY = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=
 
 def late_ones(log):
     """The gradients that counted."""
-    return [settled for settled in entries_of(log, ResolveLateBlock) if settled.counts]
+    return [settled for settled in entries_of(log, ResolveLateBlock) if settled.is_contributed]
 
 
 def counts(rank, say, strategy=STRATEGY, epochs=4, misdeed=None, options=None):
@@ -74,7 +74,7 @@ def test_with_two_late_ones_of_four(tmp_path):
     once(run(counts, 4, env=env))
     lent = entries_of(log, AssignLateBlock)
     assert {lend.worker for lend in lent} >= {1, 2}
-    assert {lend.patron for lend in lent} >= {0, 3}
+    assert {lend.proxy for lend in lent} >= {0, 3}
     assert late_ones(log)
 
 

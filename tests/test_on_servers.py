@@ -413,7 +413,7 @@ class Rules:
             grant, behind = self.granted[event.worker], event.clock - event.parameter_version
             if event.clock != grant.clock or not grant.may_start:
                 self.broken.append(f"{event} without leave")
-            if self.s is not None and behind > min(grant.bound, self.s_max):
+            if self.s is not None and behind > min(grant.staleness_bound, self.s_max):
                 self.broken.append(f"{event} with parameters {behind} clocks old")
         if isinstance(event, Finished | Lost | Failed | Left):
             self.clocks.pop(event.worker, None)
@@ -434,11 +434,14 @@ class Rules:
             return
         self.version = max(self.version, min(self.clocks.values()))
         passed = max(1, self.version - self.version_of_bound)
-        if abs(grant.bound - self.bound) > self.step * passed or not self.s_min <= grant.bound <= self.s_max:
+        if (
+            abs(grant.staleness_bound - self.bound) > self.step * passed
+            or not self.s_min <= grant.staleness_bound <= self.s_max
+        ):
             self.broken.append(f"{grant} after a bound of {self.bound}")
-        if grant.clock - min(self.clocks.values()) > grant.bound:
+        if grant.clock - min(self.clocks.values()) > grant.staleness_bound:
             self.broken.append(f"{grant} where others are at {self.clocks}")
-        self.bound, self.version_of_bound = grant.bound, self.version
+        self.bound, self.version_of_bound = grant.staleness_bound, self.version
 
 
 def test_every_run_keeps_the_rules_and_is_replayed(recordings):
@@ -514,9 +517,17 @@ def test_the_rules_can_be_broken(recordings):
 
     for number, change, words in [
         (1, lambda one: replace(one, clock=one.clock + 3) if is_ahead(one) else None, "others are at"),
-        (1, lambda one: replace(one, version=one.clock - 3) if is_step(one) else None, "3 clocks old"),
+        (
+            1,
+            lambda one: replace(one, parameter_version=one.clock - 3) if is_step(one) else None,
+            "3 clocks old",
+        ),
         (1, lambda one: replace(one, clock=one.clock + 1) if is_step(one) else None, "without leave"),
-        (3, lambda one: replace(one, bound=one.bound + 20) if is_ahead(one) else None, "after a bound"),
+        (
+            3,
+            lambda one: replace(one, staleness_bound=one.staleness_bound + 20) if is_ahead(one) else None,
+            "after a bound",
+        ),
         (5, lambda one: replace(one, may_start=False) if is_ahead(one) else None, "without a bound"),
     ]:
         assert any(words in one for one in violations(edited(logs[number], change))), words

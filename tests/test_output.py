@@ -259,8 +259,8 @@ def test_closed_and_full_streams_leave_no_traceback_and_the_code_says_whether_th
 
 def test_no_file_gets_the_number_of_a_standard_stream_that_is_closed(tmp_path):
     code = (
-        "import os; from offbeat import output\n"
-        "with output.guarded():\n"
+        "import os; from offbeat.cli import output\n"
+        "with output.guarded_streams():\n"
         "    with open('numbers', 'w') as file:\n"
         "        file.write(str([file.fileno() > 2, *map(os.get_inheritable, range(3))]))"
     )

@@ -26,7 +26,7 @@ class Saver:
 
     def __call__(self, session):
         while session.step >= self._next:
-            if session.leads:
+            if session.is_leader:
                 torch.save(session.state_dict(), self._path / f"{self._next}.pt")
             self._next = self._next + self._every if self._every else float("inf")
 
@@ -95,7 +95,7 @@ def test_a_worker_that_is_left_out_has_nothing_to_save():
     first, second, third = run(saves_outside, 3, env={"OFFBEAT_SLOW": "1:20"})
     assert second.error_type == "OffbeatError"
     assert "worker 1 is excluded from the group, and its parameters are outdated" in second.error
-    assert "session.leads" in second.error
+    assert "session.is_leader" in second.error
     once([first, third])
 
 

@@ -134,7 +134,7 @@ def test_all_hear_the_metrics_of_one_snapshot_to_which_each_has_contributed(stra
     assert histories[1:] == histories[:1] * 2
     over = {one.epoch: one for one in entries_of(log, ValidationFinished)}
     for epoch, metrics in histories[0].items():
-        assert metrics == evaluated(ended[over[epoch].owner].ends[epoch], kind)
+        assert metrics == evaluated(ended[over[epoch].snapshot_owner].ends[epoch], kind)
         taken = {one.worker: one.digest for one in entries_of(log, SnapshotTaken) if one.epoch == epoch}
         same = [worker for worker in taken if taken[worker] == over[epoch].digest]
         for worker in same:
@@ -538,7 +538,7 @@ def test_what_was_trained_in_vain_is_not_waited_for(tmp_path):
     assert [list(one.history) for one in ended] == [[0, 1, 2, 3, 4]] * 2
     of_no_use = [one for one in entries_of(log, ValidationFinished) if one.epoch > 4]
     assert {one.epoch for one in of_no_use} >= {5, 6}
-    assert {(one.owner, one.reason) for one in of_no_use} == {
+    assert {(one.snapshot_owner, one.reason) for one in of_no_use} == {
         (None, "training went back to the end of epoch 4")
     }
 
@@ -575,7 +575,7 @@ def test_who_has_the_best_snapshot_has_the_one_that_was_evaluated(strategy, tmp_
     env = {"OFFBEAT_RUN_LOG": str(log)}
     ended = values(run(with_options, 3, STRATEGIES[strategy], {"patience": 100}, env=env))
     best = min(ended[0].history, key=lambda epoch: ended[0].history[epoch]["loss"])
-    (owner,) = [one.owner for one in entries_of(log, ValidationFinished) if one.epoch == best]
+    (owner,) = [one.snapshot_owner for one in entries_of(log, ValidationFinished) if one.epoch == best]
     evaluated_it = {one.worker for one in entries_of(log, PartEvaluated) if one.epoch == best}
     assert evaluated_it <= {rank for rank, one in enumerate(ended) if one.best is not None}
     assert all(same(one.best, ended[owner].ends[best]) for one in ended if one.best is not None)
@@ -600,7 +600,7 @@ def comes_to_the_end_last(rank, say, log):
 def test_who_has_another_snapshot_than_the_best_says_who_has_that(tmp_path):
     log = tmp_path / "log"
     *_, late = values(run(comes_to_the_end_last, 3, log, env={"OFFBEAT_RUN_LOG": str(log)}))
-    (owner,) = [one.owner for one in entries_of(log, ValidationFinished)]
+    (owner,) = [one.snapshot_owner for one in entries_of(log, ValidationFinished)]
     assert late[0] is False
     assert late[1].startswith(f"the best snapshot is worker {owner}'s, and this is worker 2")
 
