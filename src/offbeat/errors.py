@@ -7,7 +7,7 @@ import resource
 from typing import Literal, TypeAlias
 
 # An open session broke ("broken"), the peer violated the protocol ("protocol"), or a new session with the
-# peer takes its place ("replaced"). Or dialling failed: the peer's process has ended ("ended"); nothing
+# peer takes its place ("replaced"). Or connecting failed: the peer's process has ended ("ended"); nothing
 # answers ("unreachable"); another process answers, or one that rejects this node ("refused"); the peer can
 # open no more files ("peer has no files"), or this node cannot ("no files").
 LinkFailure: TypeAlias = Literal[
@@ -39,7 +39,7 @@ class LinkError(OffbeatError):
     """A link to a peer could not be opened, or it broke.
 
     Attributes:
-        peer: the link name of the peer, or the address dialled where the name is not known yet.
+        peer: the link name of the peer, or the address that was tried where the name is not known yet.
         failure: the kind of failure.
     """
 
@@ -50,7 +50,7 @@ class LinkError(OffbeatError):
 
     @property
     def was_open(self) -> bool:
-        """Whether a session was open, and another one may follow; otherwise dialling the peer failed."""
+        """Whether a session was open, and another one may follow; otherwise connecting to the peer failed."""
         return self.failure in ("broken", "protocol", "replaced")
 
 

@@ -1192,7 +1192,7 @@ class ClusterView:
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetClient:
-    """A client is gone for good; only servers receive it, and drop all that they keep for the client."""
+    """A client is permanently gone; only servers receive it, and drop all that they keep for the client."""
 
     node: str
     reason: str

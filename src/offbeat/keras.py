@@ -231,6 +231,8 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         """Wait for all validations, process their results, and complete the `History` that `fit` returns.
 
+        Then restore the weights of the best epoch, if that was requested, and end the evaluating threads.
+
         Raises:
             OffbeatError: a validation timed out; names what is missing.
             Exception: raised by the evaluation of an epoch, with its traceback.

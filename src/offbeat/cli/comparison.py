@@ -154,7 +154,7 @@ def describe_slowness(slow: Sequence[str]) -> str:
 
 
 def summary_sentences(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return sentences that interpret the figures."""
+    """Return sentences that interpret the results."""
     texts = []
     for row in rows:
         own = next((r for r in rows if r.case.strategy == row.case.strategy and not r.case.slow), None)

@@ -100,7 +100,7 @@ class Result:
                 temporary.replace(target.resolve())
 
     def print(self) -> None:
-        """Print the figures and the first 40 rows as tables, then the kind, seed and machine in one line.
+        """Print the results and the first 40 rows as tables, then the kind, seed and machine in one line.
 
         Raises:
             OutputError: the output cannot be written.

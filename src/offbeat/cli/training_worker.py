@@ -1,8 +1,8 @@
 """One worker of a built-in training, as started by `offbeat train` and `offbeat compare`.
 
-Run as `python -m offbeat.training SETTINGS`, with the settings as one JSON object. It is an ordinary user of
-`offbeat.join`: it reports its results into the run log, from which the process that started it reads them. It
-prints nothing and downloads nothing.
+Run as `python -m offbeat.cli.training_worker SETTINGS`, with the settings as one JSON object. It is an
+ordinary user of `offbeat.join`: it reports its results into the run log, from which the process that started
+it reads them. It prints nothing and downloads nothing.
 """
 
 from __future__ import annotations

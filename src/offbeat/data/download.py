@@ -61,10 +61,11 @@ def download_file(
     attempts: int = 5,
     pause_s: float = 1.0,
 ) -> None:
-    """Download a file unless it exists; afterwards it is there and complete, or an error is raised.
+    """Download a file unless `target` exists; afterwards it is there and complete, or an error is raised.
 
-    After a wrong checksum of a resumed download the old part is deleted and the file downloaded once more
-    from the beginning. Where several processes may download the same file, hold `lock_folder`.
+    A `target` that exists is not checked. A download is checked by size and MD5. After a wrong checksum of a
+    resumed download the old part is deleted and the file downloaded once more from the beginning, with as
+    many attempts again. Where several processes may download the same file, hold `lock_folder`.
 
     Args:
         remote: the file to download.
@@ -72,8 +73,8 @@ def download_file(
         progress: called as bytes arrive.
         timeout_s: longest time without a byte from the server, connecting included, in seconds; there is no
             limit on a server that keeps sending, however slowly.
-        attempts: largest number of connections, at least 1; only an interrupted transfer or a server error
-            (5xx, 408, 429) is retried, not a connection that cannot be made.
+        attempts: largest number of connections of one download, at least 1; only an interrupted transfer or a
+            server error (5xx, 408, 429) is retried, not a connection that cannot be made.
         pause_s: pause before the second connection, in seconds; each later pause is longer by as much.
 
     Raises:

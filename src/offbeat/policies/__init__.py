@@ -28,10 +28,12 @@ class Policy(Protocol):
 
 
 def dispatch_event(policies: Sequence[Policy], event: Event) -> list[Action]:
-    """Passes one event to every policy, in order, and returns all actions; a ProtocolError stops the job.
+    """Passes one event to every policy, in order, and returns all actions.
 
-    A Joined that one policy refuses is not passed to the policies after it. The coordinator, the simulator
-    and a replay all use this function, so that they agree.
+    A policy that raises ProtocolError ends this: the last action is then an AbortJob with the error's text.
+    A RejectPeer in answer to a Joined ends it too: the policies after that one do not get the event.
+
+    The coordinator, the simulator and a replay all use this function, so that they agree.
     """
     actions: list[Action] = []
     try:

@@ -15,7 +15,7 @@ kernel to be killed when its parent ends (`child.tied_command`). A few lines of 
 before they become the worker's command by exec: `preexec_fn` would run Python code between fork and exec,
 which can deadlock in a process with threads, and watching the end of a pipe would need a thread in every
 worker. To the kernel the parent is the *thread*, so workers are started by the thread that monitors them,
-which lives as long as any of them. This makes it Linux only.
+which runs as long as any of them. This makes it Linux only.
 """
 
 from __future__ import annotations

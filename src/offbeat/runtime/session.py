@@ -980,8 +980,9 @@ class Session:
         """Returns all that a run needs to continue: model, optimizers, and the position in the data.
 
         Call it between optimizer steps, on the worker where `is_leader` is true: the state of every other
-        member is the same but for the order of the bytes on disk. It is the state after the last finished
-        step, without a batch taken since. To save when a signal arrives, read `preempted`.
+        member is equal, though its file may differ in bytes. It is the state after the last finished step;
+        batches fetched after it are not counted as used. The call may wait for the coordinator to report
+        which samples the state has consumed. To save when a signal arrives, read `preempted`.
 
         Raises:
             OffbeatError: this worker is excluded from the group, so that its parameters are outdated.

@@ -58,7 +58,7 @@ def all_reduce_cost(algorithm: str, workers: int) -> AllReduceCost:
     latency takes time, `volume` if only bytes do.
 
     Source: R. Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994): alpha and beta;
-    appendix C of the specification for the figures. No deviation.
+    appendix C of the specification for the values. No deviation.
 
     Args:
         algorithm: see `offbeat.numerics.collectives.schedules.schedule`.

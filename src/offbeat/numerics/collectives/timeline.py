@@ -6,9 +6,9 @@ more than the standard library.
 The model: a backward pass, last layer first; then the forward pass of the next step, first layer first. A
 layer's gradients are ready when its backward pass is over, and its next forward pass waits until they have
 been all-reduced. All workers are equal and communication never slows down computation, so that the time of
-one worker is the time of all. All messages share one line, which does one second of work per second while it
-has any. A message alternates: each step of its schedule occupies the line for some time, and is followed by a
-latency in which others can use the line.
+one worker is the time of all. All messages share one line (the worker's network link), which does one second
+of work per second while it has any. A message alternates: each step of its schedule occupies the line for
+some time, and is followed by a latency in which others can use the line.
 
 Consequences, which are tested:
 
@@ -175,15 +175,15 @@ def simulate_step(
 
 
 def least_step_s(layers: Sequence[TimedLayer], messages: Sequence[TimedMessage]) -> float:
-    """Return the least time of a step on this line in any order: a bound, which is reached without latency.
+    """Return a lower bound on the time of a step, in any order of sending; without latency it is reached.
 
-    Before the gradients of a layer and of all layers before it have arrived, that layer and all after it have
-    done their backward passes, and their forward passes follow. A step therefore takes at least the
-    computation of the latter plus the transfers of the former, for any layer. Latencies are not counted; they
-    can only add to it.
+    For any layer k: the transfers of layers 0 to k can only begin after the backward passes of layers k and
+    later, and the forward passes of layers k and later can only begin after these transfers. So a step takes
+    at least these passes plus the transfers of layers 0 to k. Latencies are not counted; they can only add to
+    it.
 
-    Source: the bound of J. Carlier 1982, which the preemptive schedule reaches. Of its subsets of jobs only
-    these matter, since gradients that are ready later are needed earlier.
+    Source: the bound of J. Carlier 1982, which the preemptive schedule reaches (`priority`). Of its subsets
+    of jobs only these matter, since gradients that are ready later are needed earlier.
     """
     transfers_s = [0.0] * len(layers)
     for message in messages:

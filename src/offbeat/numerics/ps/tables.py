@@ -248,11 +248,10 @@ class ArrayTable:
         """Combine pushes to keys `first` to `last` - 1 into one, according to `aggregate`.
 
         sum: their sum by key, added in their order. mean: that sum divided by the sum of the weights. Both
-            use
-        the settings of the first push that has a weight. each: the result of applying the update to each push
-        in turn, divided by its weight and with its settings; the returned rows replace the current ones. If
-        all weights are 0, there is nothing to apply, and the result has no keys. If some pushes replace
-        values, the first of them is returned, and the rest are ignored.
+        use the settings of the first push that has a weight. each: the result of applying the update to one
+        push after the other, divided by its weight and with its settings; the returned rows replace the
+        current ones. If all weights are 0, there is nothing to apply, and the result has no keys. If some
+        pushes replace values, the first of them is returned, and the rest are ignored.
         """
         if self._aggregate != "each" and all(one.meta is None for one in contents):
             total = sum_entries(contents, first, last)
@@ -437,7 +436,10 @@ class _BlockRun:
         update.apply(states.pop("values"), states, rows)
 
     def replace(self, content: Entries) -> None:
-        """Replace values and states by those of a push."""
+        """Apply a push that replaces (`Entries.is_replacement`): its keys get its values and states.
+
+        States that it lacks become 0.
+        """
         if self._keys is not None:
             self._insert_keys(content.key_array())
         positions = self._positions(content)

@@ -94,9 +94,9 @@ class TensorTable:
         return {"shapes": [[name, list(shape)] for name, shape in self._shapes.items()], "dtype": self.dtype}
 
     def gather(self, tensors: Mapping[str, Tensor], first: int = 0, last: int | None = None) -> NDArray[Any]:
-        """Return the numbers of keys `first` to `last` - 1, (`last` - `first`,).
+        """Return the elements of keys `first` to `last` - 1 as a 1-D array of `last` - `first` elements.
 
-        Numbers of one contiguous tensor in main memory are not copied: they change with the tensor.
+        If they lie in one contiguous tensor in main memory, it is a view of that tensor.
 
         Args:
             tensors: by name, all that the range touches; parameters, their gradients, or other tensors of the

@@ -78,7 +78,11 @@ def with_settings(update: _U, settings: UpdateSettings) -> _U:
 
 
 def _converted(current: float | Sequence[float], value: Any, name: str) -> float | tuple[float, ...]:
-    """Convert a number, or as many numbers as the current setting has."""
+    """Convert a new value of a setting: a number, or as many numbers as `current` has.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if not isinstance(current, Sequence):
         if _is_number(value):
             return float(value)

@@ -85,7 +85,7 @@ class BlockQueue:
         return block
 
     def start(self, block_id: int) -> bool:
-        """Takes the block that was loaded first; False if the worker does not have it any more."""
+        """Takes block `block_id` if it still heads the queue; False if it was withdrawn meanwhile."""
         if not self._queue or self._queue[0].id != block_id:
             return False
         self._queue.popleft()

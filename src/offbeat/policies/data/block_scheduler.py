@@ -135,7 +135,7 @@ class BlockScheduler:
     give back. Positions that came back are assigned first.
 
     Members are served in hands: one block for each member that has had the fewest. A member without blocks is
-    served out of turn, because other workers may wait for it. Blocks hold `batch_size` positions until two
+    served first, because other workers may wait for it. Blocks hold `batch_size` positions until two
     hands or less are left; these are cut into equal parts (sizes differ by one at most), so that members that
     take equally many end the epoch in the same round, after as few rounds as possible, and no part is much
     less than half a batch unless the epoch is. With `drop_last` nothing is cut: the last positions, which do
@@ -153,7 +153,7 @@ class BlockScheduler:
     Args:
         ahead: untaken blocks that a member has at most, if it does not ask for more, at least 1. Two, so that
             one can be loaded while another is computed and the next is under way. With fewer than a round
-            takes, the first member in a round is served out of turn, and members may end an epoch in
+            takes, the first member in a round is served before the others, and members may end an epoch in
             different rounds.
         epochs_open_max: how many epochs may be unfinished at once, at least 1; with 1, no worker begins an
             epoch before the last one is finished.
@@ -307,7 +307,7 @@ class BlockScheduler:
 
         Args:
             worker: the worker's id.
-            epoch: the first may be any; then each in turn. A late worker may begin a finished one.
+            epoch: the first may be any; then each in order. A late worker may begin a finished one.
             samples: positions in the epoch, at least 1.
             batch_size: positions in a block at most, at least 1; an odd number in blocks of 2 makes one of 3,
                 so that none holds a single position.
@@ -321,7 +321,7 @@ class BlockScheduler:
 
         Raises:
             ProtocolError: other values than those with which the epoch was opened, impossible ranges, an
-                epoch out of turn, or a new one `epochs_open_max` after one that is not finished, unless
+                epoch out of order, or a new one `epochs_open_max` after one that is not finished, unless
                 `ends_previous_early`.
         """
         self._check_begin(worker, epoch, samples, batch_size, ends_previous_early, drop_last)
@@ -591,7 +591,7 @@ class BlockScheduler:
         return tuple(block.id for block in blocks)
 
     def remove_worker(self, worker: int) -> None:
-        """Remove a worker for good: its blocks go back to the pool; its contributions stay in their rounds.
+        """Remove a worker permanently: its blocks return to the pool; its contributions stay in their rounds.
 
         Raises:
             ProtocolError: an unknown worker.

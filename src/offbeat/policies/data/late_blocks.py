@@ -1,6 +1,6 @@
 """Lends blocks to workers outside the group, each on behalf of a member; a component of group policies.
 
-No gradient is moved here; `offbeat.policies.data.block_scheduler` cuts the blocks.
+No gradient is moved here; `offbeat.policies.data.block_scheduler` makes the blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offbeat.policies.data.block_scheduler import BlockScheduler
 
 class _Loan(NamedTuple):
     number: int
-    patron: int
+    patron: int  # the proxy
     block: int
     epoch: int
 
@@ -23,10 +23,10 @@ class _Loan(NamedTuple):
 class LateBlockAssigner:
     """Assigns blocks to workers outside the group, and decides whether a late gradient counts.
 
-    A worker outside the group computes one block at a time for a member, its *patron*. The block stays with
-    the worker until the patron reports that it has the whole gradient: at that moment it becomes the
-    patron's, which contributes it with its next round like its own; what happens to a round or to the patron
-    from then on happens to the block as to any other. Before that moment a loan may be revoked at any time,
+    A worker outside the group computes one block at a time for a member, its *proxy*. The block stays with
+    the worker until the proxy reports that it has the whole gradient: at that moment it becomes the proxy's,
+    which contributes it with its next round like its own; what happens to a round or to the proxy from then
+    on happens to the block as to any other. Before that moment a loan may be revoked at any time,
     and its gradient does not count if it comes later. No worker ever waits for a loan.
 
     Args:
@@ -99,10 +99,10 @@ class LateBlockAssigner:
         return bool(due)
 
     def on_late_gradient(self, event: LateGradientArrived, step: int) -> None:
-        """Process a late gradient that a patron has received: count it, or end the loan.
+        """Process a late gradient that a proxy has received: count it, or end the loan.
 
         Args:
-            event: names the patron, the worker, the loan and the step of the gradient's parameters.
+            event: names the proxy, the worker, the loan and the step of the gradient's parameters.
             step: the last that a member has begun.
         """
         loan = self._loans.get(event.late_worker)

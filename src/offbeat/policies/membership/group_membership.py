@@ -138,8 +138,8 @@ class GroupMembership:
     def begin_exchange(self) -> ExchangeDecision:
         """Decides what to do with gradients; after EXCHANGE the worker has begun its step's exchange.
 
-        This is the commit point of the protocol: a Halt that comes before it stops the exchange, and one that
-        comes after it lets the exchange finish, unless it abandons exchanges.
+        This is the commit point of the protocol. A Halt that arrives before it prevents the exchange. After
+        it, the exchange finishes, unless the Halt has `abandon` set.
         """
         self._adopt()
         if self._halt is not None and self._halted_step != self.step:

@@ -62,7 +62,7 @@ class AggregationParticipants:
         return self._end_pause(namespace) or took_part
 
     def on_client_lost(self, client: int) -> bool:
-        """A client is lost for good; return whether a new view is needed."""
+        """A client is permanently lost; return whether a new view is needed."""
         self._gone.add(client)
         changed = [self.leave(client, namespace) for namespace in self.first_times]
         return any(changed)

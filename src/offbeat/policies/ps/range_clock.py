@@ -1,6 +1,6 @@
 """Which pushes of which client have been applied to which keys.
 
-Nothing here knows what a push holds or where keys live.
+Nothing here knows what a push holds or which server holds which keys.
 """
 
 from __future__ import annotations

@@ -713,7 +713,11 @@ class ServerNode:
         self._have = {block for block in self._have if not self._is_emptied(block)}
 
     def _not_emptied(self, operations: Iterable[Operation]) -> list[Operation]:
-        """Return the parts of operations whose keys' data are not lost; clients do not resend them."""
+        """Return the parts of operations on keys whose data were not lost with this view.
+
+        A client fails a request for lost keys as a whole and resends no part of it, so the holders finish the
+        rest.
+        """
         found: list[Operation] = []
         for one in operations:
             blocks = list(self._blocks_of(one.namespace, one.first, one.last))

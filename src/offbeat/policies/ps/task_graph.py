@@ -178,7 +178,7 @@ class TaskGraph:
         return self._settle(TaskRun(number, callee))
 
     def on_node_lost(self, node: str) -> list[TaskAction]:
-        """A node is lost for good; return tasks to issue again, withdrawn tasks and the actions that follow.
+        """A node is permanently lost; return tasks to issue again, withdrawn tasks and resulting actions.
 
         What the node has finished stays finished.
         """

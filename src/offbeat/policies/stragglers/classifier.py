@@ -510,7 +510,14 @@ class StragglerClassifier:
         return [self._make_straggler(other, epoch, iteration, reason) for other in sorted(leaving)]
 
     def _is_general_slowdown(self, leaving: set[int]) -> bool:
-        """Return whether so many workers are slow that this is a slowdown of all workers."""
+        """Return whether so many workers are slow that this is a slowdown of all workers.
+
+        That is, all are slow, or more than the allowed share of them and profiling again is still allowed.
+
+        Args:
+            leaving: workers about to be classed as stragglers; they count as slow, and so do normal workers
+                whose counter is near the limit.
+        """
         # Counters of workers that became slow together differ by the iteration or two that they are apart.
         near = max(self._limit - 2, (self._limit + 1) // 2)
         slow = leaving | {

@@ -125,7 +125,10 @@ class OverlapChooser:
         return BackendChoice(backend="inline", reason="; ".join([times, usage, *exclusions]))
 
     def minimum_rate(self) -> MinimumRate | None:
-        """Return the minimum rate of threads during the next epoch; None without an estimate."""
+        """Return the rate of torch calls below which threads that validate during training have to rest.
+
+        It is None if no validation in line has been measured, or if the last one made too few calls.
+        """
         spent = self._spent
         if spent is None or spent.calls < _CALLS_MIN or not spent.validate_s:
             return None

@@ -402,7 +402,10 @@ class SharedValidation:
         ]
 
     def _check_deadlines(self, epoch: int, state: _EpochState, now_s: float) -> list[Action]:
-        """Stop the job where a part, or merging, takes longer than the deadline on its first worker."""
+        """Abort the job if a worker has had a part, or the merge, for longer than `deadline_s`.
+
+        Of the workers that have one part, the one that has had it longest counts.
+        """
         waits = [
             (*min(assignees.items(), key=lambda item: item[1]), f"evaluate part {part}", "evaluate is")
             for part, assignees in state.assigned.items()

@@ -149,7 +149,7 @@ class Throttle:
         self._allow(now_s)
 
     def force(self, turn: EvaluatorTurn) -> None:
-        """Let a thread go on until its turn ends, whatever the other threads do."""
+        """Let a thread go on to the end of its part, whatever the other threads do."""
         turn.is_forced = turn.may_run = True
 
     def lift_limit(self, now_s: float) -> None:

@@ -113,7 +113,7 @@ class BucketBuffer:
 
 
 class GradientBucket:
-    """A bucket: this worker's contribution to a round, and memory for two sums, used in turn.
+    """A bucket: this worker's contribution to a round, and memory for two sums, used alternately.
 
     The means of a round become the gradients where they were summed, without a copy. The next round
     uses the other memory, so that these gradients stay unchanged until it is over; if the program still has a

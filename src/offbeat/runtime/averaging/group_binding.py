@@ -75,7 +75,9 @@ class GroupHandle:
 
 
 class GroupBinding:
-    """The binding of this worker to its group, across changes of the group.
+    """Holds this worker's exchange over its current group, and replaces it when the group changes.
+
+    Where the new group has joining workers, it also transfers the state from the donor to them.
 
     Args:
         member: the connection to the coordinator.
@@ -219,7 +221,11 @@ class GroupBinding:
             return self._is_current() and self._follower.finish_round(contributions)
 
     def finish_step(self) -> None:
-        """Counts an optimizer step, and starts the state transfer to workers that join after it."""
+        """Counts an optimizer step, and opens the exchange of a new group that is in force from here on.
+
+        If this worker is the donor, it first starts to send its state to the joining workers, in the
+        background.
+        """
         with self._member.lock:
             self._follower.finish_step()
         self.late_gradients.finish_step()

@@ -29,6 +29,9 @@ class PendingExchange(Protocol):
     def wait(self, deadline_s: float) -> None:
         """Blocks until the result is in the output tensor and the memory may be written again.
 
+        Args:
+            deadline_s: the longest wait from now on, in seconds.
+
         Raises:
             WorkerError: the exchange was abandoned, or did not finish within `deadline_s` seconds.
         """
@@ -50,16 +53,19 @@ class Exchange(Protocol):
     ) -> PendingExchange:
         """Sums the 1-D tensor `flat` over the members, into a tensor of the same shape and dtype.
 
-        `flat` is only read, so that the call can be repeated with the same values if it fails; but elements
-        that lie in `in_place` are written to it where they have to be sent.
+        `flat` is only read, except where `in_place` says otherwise, so that the call can be repeated with the
+        same values if it fails.
 
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
             index: distinguishes the tensors of one exchange id, less than 2**20.
-            algorithm: a name of `offbeat.numerics.collectives.schedules.schedule`, the same on all members.
-                Torch chooses its own.
-            priority: exchanges with a lower number overtake those under way. Torch keeps the order of the
-                calls.
+            algorithm: one of `offbeat.numerics.collectives.schedules.ALGORITHMS` or `hierarchical:G` for
+                groups of G members, the same on all members. `TorchExchange` ignores it: torch chooses its
+                own.
+            priority: exchanges with a lower number overtake those under way. `TorchExchange` keeps the order
+                of the calls.
+            in_place: elements of `flat` whose values lie elsewhere. Where they have to be sent, they are
+                first written to `flat`.
 
         Raises:
             ValueError: a member may still read `into` (`TensorMemory.may_be_read`), or the algorithm is

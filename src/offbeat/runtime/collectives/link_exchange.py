@@ -90,7 +90,7 @@ class LinkExchange:
         return self._begin(self._new_run(flat, root, exchange_id, index), Contribution(flat), 0)
 
     def abandon(self, error: WorkerError) -> None:
-        """See `Exchange.abandon`."""
+        """Fails all pending and later exchanges; see `Exchange.abandon`."""
         with self._lock:
             self._error = self._error or error
             pending, self._pending = self._pending, set()

@@ -96,7 +96,7 @@ class TorchExchange:
 
 
 class _TorchPending:
-    """A work handle; on a GPU the current stream waits for it and the host does not."""
+    """A work handle; with NCCL the current stream waits for it and the host does not."""
 
     ended_s: float | None = None
 

@@ -37,7 +37,7 @@ from offbeat.wire.record import decode_actions, encode_events
 SEQUENCE_ACK_INTERVAL: Final = (
     256  # events or actions; about as many are kept for retransmission at either end
 )
-# Why the coordinator cannot be reached and what to do, by how dialling it failed.
+# Why the coordinator cannot be reached and what to do, by how connecting to it failed.
 _ADVICE: Final[dict[LinkFailure, str]] = {
     "ended": "its process has ended, because the job is over or because it failed: see the output of rank 0",
     "unreachable": "its process may be alive: check that its host is up and that no firewall blocks it",
@@ -105,7 +105,7 @@ class ControlChannel:
         peer: the coordinator's name.
         addresses: where the coordinator listens, also after a restart.
         on_coordinator_gone: called once with the cause, in the links' thread, when the coordinator is gone
-            for good.
+            and will not return.
     """
 
     def __init__(

@@ -24,10 +24,10 @@ Failures. The first one wins: `_fail` sets `failure` once and calls `on_failure`
 `pause` and `wait_for` raise it in the training loop.
 - The coordinator sends AbortJob (the job has failed) or RejectPeer (this worker is out).
 - The coordinator cannot be reached after a lost connection, or closes its end before the job is over.
-- The connection to another worker is lost. Where the strategy survives that, this worker reports it, dials
-  again every second, and leaves the verdict to the coordinator. Where not, the coordinator has one second to
-  send the cause, which it knows better, and longer while it is restarted; then this worker fails by itself.
-  A violation of the protocol, which only this worker has seen, it reports and raises at once.
+- The connection to another worker is lost. Where the strategy survives that, this worker reports it, tries
+  to connect every second, and leaves the verdict to the coordinator. Where not, the coordinator has one
+  second to send the cause, which it knows better, and longer while it is restarted; then this worker fails by
+  itself. A violation of the protocol, which only this worker has seen, it reports and raises at once.
 - The links' thread, or another thread of this worker (`start_thread`), raises.
 
 Leaving. `send_end` sends Left or Failed, once. `close` waits until the coordinator has recorded it, and then
@@ -202,6 +202,15 @@ class CoordinatorClient:
 
     def join(self, *, world: int, location: str, model: tuple[str, ...], strategy: str) -> PeerList:
         """Joins the job and waits until all workers have joined.
+
+        Args:
+            world: number of workers at the start.
+            location: host and process id, for messages.
+            model: the model's signature, see `Joined.model_signature`.
+            strategy: as text.
+
+        Returns:
+            All workers, with their addresses.
 
         Raises:
             WorkerError: the job did not start; names the workers that are missing or what does not match.
@@ -423,7 +432,7 @@ class CoordinatorClient:
                 self._introduce(peer.name)
 
     def _introduce(self, peer: str) -> None:
-        """Lets the links dial another worker; the coordinator is the first to declare it lost."""
+        """Lets the links connect to another worker; the coordinator is the first to declare it lost."""
         silent_s = _PEER_SILENCE_FACTOR * self._silent_s
         self.endpoint.add_peer(peer, self._addresses[peer], has_fixed_addresses=True, silent_s=silent_s)
 
@@ -498,7 +507,7 @@ class CoordinatorClient:
             self._forget_peer(peer)
 
     def _forget_peer(self, peer: str) -> None:
-        """Forgets a worker that has left the job: it is not dialled again."""
+        """Forgets a worker that has left the job: no connection to it is opened again."""
         self._addresses.pop(peer, None)
         self._reported_unreachable.discard(peer)
         self._notes.on_gone(self._display_name(peer))

@@ -431,7 +431,11 @@ class Coordinator:
         return True
 
     def _is_for(self, action: Action, peer: str) -> bool:
-        """Whether an action is to be sent to a peer."""
+        """Whether an action is sent to the peer with this link name.
+
+        An action that names a worker or node goes to it, and most others to all workers; an AbortJob goes to
+        every node as well. A peer that is not present receives nothing but its own rejection.
+        """
         if isinstance(action, RejectPeer):
             return action.peer == peer
         if peer not in self._present:
@@ -479,7 +483,7 @@ class Coordinator:
         self._send(peer, encode_sequence_ack(SequenceAck(0, worker.recorded, worker.sent)))
 
     def _introduce(self, peer: str) -> None:
-        """Lets the links dial a peer that has joined; a policy, not the links, judges a silent node."""
+        """Lets the links connect to a peer that has joined; a policy, not the links, judges a silent node."""
         member = self._peers[peer]
         if self._endpoint is not None:
             silent_s = math.inf if isinstance(member.sender, str) else None

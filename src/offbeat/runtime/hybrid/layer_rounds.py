@@ -424,7 +424,11 @@ class GradientRound:
             self._apply_auxiliary(index)
 
     def _apply_auxiliary(self, index: int) -> None:
-        """Waits for an auxiliary bucket, and applies its trailer and the first member's buffers."""
+        """Waits for an auxiliary bucket (see `BucketLayout`) and applies what it holds, once.
+
+        Every member takes the weight and the flags from the trailer; all but the first also take the first
+        member's hyperparameters and buffers.
+        """
         if self._has_arrived[index]:
             return
         self._wait(index)

@@ -72,8 +72,8 @@ def evaluation_command(code: str, *arguments: str) -> list[str]:
 def tied_command(command: Sequence[str]) -> list[str]:
     """Return `command` changed so that the kernel kills it as soon as the thread that started it is gone.
 
-    For a process that must not outlive its parent. Start it from a thread that lives as long as the process
-    should. Processes that it starts in turn are not covered.
+    For a process that must not outlive its parent. Start it from a thread that runs as long as the process
+    should. Processes that it starts itself are not covered.
 
     Raises:
         OffbeatError: the interpreter's path is not known.

@@ -7,7 +7,7 @@ A coordinator survives being killed in this way, together with `offbeat.runtime.
 
 1. The supervisor process opens what must survive: the listening sockets, the journal's files, the run log.
    It starts no thread, so that it can fork. Every child inherits these descriptors and they stay open as long
-   as a child or the supervisor lives.
+   as a child or the supervisor runs.
 2. It forks a child, which runs `serve`. The child begins with `Journal.read`: a snapshot of the policies'
    state, if there is one, and the records since. Each record is an event and the actions that answered it.
    The child replays the events through the policies and checks that they give the same actions.

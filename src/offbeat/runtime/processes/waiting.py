@@ -2,7 +2,7 @@
 
 Python runs signal handlers in the main thread, between any two calls, and they may raise, for instance
 KeyboardInterrupt. `threading.Condition` acquires its lock in a method written in Python; if a handler raises
-in there, after the call that acquires the lock, the lock stays held for good, and every thread that needs it
+in there, after the call that acquires the lock, the lock stays held forever, and every thread that needs it
 blocks. Here the `with` statement itself acquires the lock, and no handler runs between that and its block.
 """
 

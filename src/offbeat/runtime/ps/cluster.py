@@ -57,7 +57,7 @@ class LocalServers:
         self.cluster = start_manager(
             servers, host="127.0.0.1", copies=copies, run_log=run_log, silent_s=silent_s
         )
-        # Its thread lives as long as the servers: the kernel ends them with the thread that started them.
+        # Its thread runs as long as the servers: the kernel ends them with the thread that started them.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="offbeat servers")
         try:
             for server in range(servers):

@@ -21,7 +21,7 @@ class ClusterState:
 
     Attributes:
         latest: the latest view; None before the first.
-        failure: why this client is out of the parameter server; None as long as it is not.
+        failure: why this client is disconnected from the parameter server; None as long as it is not.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class ClusterState:
             timeout_s: in seconds.
 
         Raises:
-            OffbeatError: that took longer, or this client is out of the parameter server.
+            OffbeatError: that took longer, or this client is disconnected from the parameter server.
         """
         with self._changed:
             self._changed.wait_for(lambda: condition() or self.failure is not None, timeout_s)
@@ -120,7 +120,7 @@ class ClusterState:
             self._changed.notify_all()
 
     def set_failure(self, cause: str) -> bool:
-        """This client is out of the parameter server; return whether it was not before."""
+        """This client is disconnected from the parameter server; return whether that is new."""
         with self._changed:
             if self.failure is not None:
                 return False

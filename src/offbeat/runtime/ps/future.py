@@ -68,7 +68,10 @@ class Future:
         self._flag: SignalSafeEvent | None = None  # created when a thread blocks
 
     def result(self, timeout_s: float = TIMEOUT_S) -> Any:
-        """Wait until the request is done, and return its result: for a pull the rows.
+        """Wait until the request is done, and return its result.
+
+        That is the rows for `Namespace.pull` (or as its arguments say), None for a push, and the function's
+        value for `when_done`.
 
         Raises:
             OffbeatError: that took longer than `timeout_s` seconds, or the request failed; names the servers

@@ -106,8 +106,8 @@ class Namespace:
             ValueError: rows or keys that the namespace does not have, or more than 2 GiB with `keys`; a
                 weight below 0, or one other than 1 where nothing is aggregated; settings that the update does
                 not have, or any for a function; a time below 1.
-            OffbeatError: this client is out of the parameter server; there was no room in 60 s, and nothing
-                was pushed; names the servers that have not answered.
+            OffbeatError: this client is disconnected from the parameter server; there was no room in 60 s,
+                and nothing was pushed; names the servers that have not answered.
         """
         rows = self._rows(values)
         is_plain = keys is None and last is None and time is None and weight == 1.0 and settings is None
@@ -207,7 +207,7 @@ class Namespace:
 
         Raises:
             ValueError: keys that the namespace does not have, or more than 2 GiB with `keys`.
-            OffbeatError: this client is out of the parameter server; there was no room in 60 s.
+            OffbeatError: this client is disconnected from the parameter server; there was no room in 60 s.
         """
         given = None if keys is None else _array(keys, "keys")
         arrays = 1 + len(self._states) if states else 1
@@ -257,7 +257,7 @@ class Namespace:
 
         Raises:
             ValueError: the namespace has no such filter, or the margin is invalid.
-            OffbeatError: this client is out of the parameter server.
+            OffbeatError: this client is disconnected from the parameter server.
         """
         self._requests.call_in_order(lambda: self._requests.node.filtering.kkt(self.name).set_margin(margin))
 
@@ -271,7 +271,7 @@ class Namespace:
 
         Raises:
             ValueError: keys that the namespace does not have, or it has no such filter.
-            OffbeatError: this client is out of the parameter server.
+            OffbeatError: this client is disconnected from the parameter server.
         """
         listed = self._listed(keys)
         found: NDArray[np.bool_] = self._requests.call_in_order(

@@ -93,7 +93,13 @@ class PullBuffer:
     def result(
         self, parts: tuple[tuple[int, int, Entries], ...], times: tuple[ClockRange, ...]
     ) -> Rows | RowsByState | tuple[Rows | RowsByState, tuple[ClockRange, ...]]:
-        """Return the result from parts in ascending order: rows, or rows by state, and times."""
+        """Return the result: rows, or rows by state; with their times if these were requested.
+
+        Args:
+            parts: (first, last, entries) for keys `first` to `last` - 1, ascending; together all keys of the
+                pull.
+            times: the times of this client's pushes.
+        """
         rows = self._states(parts) if self._wants_states else self.rows(parts)
         return (rows, times) if self._wants_times else rows
 
@@ -105,10 +111,13 @@ class PullBuffer:
         }
 
     def rows(self, parts: tuple[tuple[int, int, Entries], ...]) -> Rows:
-        """Return all rows, from parts in ascending order.
+        """Return all rows.
 
         If another server has answered for a range that is still being received in place, the rows are copied,
-        so that late bytes do not reach them.
+        so that what arrives later does not change them.
+
+        Args:
+            parts: see `result`.
         """
         if self._rows is None:
             if len(parts) == 1 and parts[0][2].values.flags.writeable:

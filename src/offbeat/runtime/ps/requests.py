@@ -139,8 +139,8 @@ class InflightRequests:
         cluster, host: see `PsNode`.
         start_s: how many seconds to wait for the cluster's servers.
         on_group: the manager has sent an action for a group of workers; called in the links' thread.
-        on_end: this client is out of the parameter server, with the cause; called once, before its requests
-            fail.
+        on_end: this client is disconnected from the parameter server, with the cause; called once, before
+            its requests fail.
 
     Attributes:
         client_id: as given.
@@ -229,8 +229,8 @@ class InflightRequests:
             may_wait: wait for room; otherwise the push is queued here until there is room.
 
         Raises:
-            OffbeatError: this client is out of the parameter server; or there was no room in time, and
-                nothing was pushed. Names the servers that have not answered.
+            OffbeatError: this client is disconnected from the parameter server; or there was no room in time,
+                and nothing was pushed. Names the servers that have not answered.
         """
         space = self.cluster_state.space(name)
         account = name if space is not None and space.aggregates else _SHARED_ACCOUNT
@@ -344,7 +344,8 @@ class InflightRequests:
             function: must not block.
 
         Raises:
-            OffbeatError: this client is out of the parameter server; the function was not called in time.
+            OffbeatError: this client is disconnected from the parameter server; the function was not called
+                in time.
             Exception: any that the function raises.
         """
         return self.when_done([], function).result()

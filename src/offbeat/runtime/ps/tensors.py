@@ -27,13 +27,13 @@ class PsTensors:
         """Send tensors, or gradients of them, by name; those that are left out do not change.
 
         Args:
-            tensors: of the names, shapes and type that the namespace has. They must not change until the push
+            tensors: by name; names, shapes and dtype as in the namespace. They must not change until the push
                 is done.
             after: requests that have to be done before this one is sent.
 
         Raises:
             ValueError: no tensor, or one that the namespace does not have.
-            OffbeatError: this client is out of the parameter server.
+            OffbeatError: this client is disconnected from the parameter server.
         """
         ranges = self._ranges(tensors)
         contents = [self.offsets.gather(tensors, first, last) for first, last in ranges]
@@ -45,15 +45,17 @@ class PsTensors:
         return self._requests.when_done(pushes)
 
     def pull(self, tensors: Mapping[str, Tensor], *, after: Iterable[Future] = ()) -> Future:
-        """Fetch tensors by name into the given ones, which change before the pull is done.
+        """Fetch tensors by name into the given ones, which may be partly written before the pull is done.
+
+        The future's result is None.
 
         Args:
-            tensors: of the names, shapes and type that the namespace has.
+            tensors: by name; names, shapes and dtype as in the namespace.
             after: requests that have to be done before this one is sent.
 
         Raises:
             ValueError: no tensor, or one that the namespace does not have.
-            OffbeatError: this client is out of the parameter server.
+            OffbeatError: this client is disconnected from the parameter server.
         """
         ranges = self._ranges(tensors)
         for first, last in ranges:

@@ -393,7 +393,11 @@ class ServerSynchronizer:
         self._compute_mark_s, self._compute_s = timer.total_s("compute"), 0.0
 
     def _begin(self) -> int:
-        """Join with the first worker's parameters, once all workers do; return the first clock."""
+        """Join the parameter server: before the first step, or at the end if there was none.
+
+        Worker 0 first stores its parameters and its optimizer's state there. Return the first clock to which
+        this process can add.
+        """
         self._has_begun = True
         initial = list(self._initial_states()) if self._loop.worker == 0 else None
         try:

@@ -225,7 +225,7 @@ def _decode(described: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def check_can_copy(trained: TrainingState) -> None:
-    """Check that the current state of the optimizers can be copied to another worker.
+    """Check that the optimizers' state, complete from the first step on, can be copied to another worker.
 
     Raises:
         OffbeatError: the state has a value of an unsupported type, which the message names.

@@ -54,7 +54,7 @@ class Address:
         return False
 
     def unusable_reason(self) -> str | None:
-        """Return why this address cannot be dialled from this host; None if it can."""
+        """Return why this host cannot connect to this address; None if it can."""
         return (
             "a Unix socket of another host" if self.socket_name and self.host_id != this_host_id() else None
         )
@@ -116,7 +116,7 @@ def listen(host: str | None, port: int = 0, *, unix: bool = True) -> list[tuple[
         unix: also listen on a Unix socket, where abstract names exist (Linux).
 
     Raises:
-        ValueError: `host` is a wildcard address, which no peer can dial.
+        ValueError: `host` is a wildcard address, to which no peer can connect.
         OSError: an address cannot be bound.
     """
     found: list[tuple[socket.socket, str]] = []
@@ -133,10 +133,10 @@ def listen(host: str | None, port: int = 0, *, unix: bool = True) -> list[tuple[
 
 
 def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
-    """Listen on `host`, the address that peers dial; port 0 means any free one.
+    """Listen on `host`, the address that peers connect to; port 0 means any free one.
 
     Raises:
-        ValueError: `host` is a wildcard address, which no peer can dial.
+        ValueError: `host` is a wildcard address, to which no peer can connect.
         OSError: the address cannot be bound.
     """
     if host in ("", "0.0.0.0", "::"):

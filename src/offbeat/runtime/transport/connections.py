@@ -26,10 +26,10 @@ TCP_FRAME_BYTES = 64 * 1024
 LOCAL_FRAME_BYTES = 1024 * 1024
 UNIX_BUFFER_BYTES = 1024 * 1024
 # Bytes that the kernel holds unsent cannot be overtaken. Limiting the whole send buffer instead (SO_SNDBUF)
-# limits the bytes in flight too: 64 KB gave 640 of 956 Mbit/s on a line busy both ways, where ACKs queue too.
+# limits the bytes in flight too: 64 KB gave 640 of 956 Mbit/s on a link busy both ways, where ACKs queue too.
 TCP_UNSENT_BYTES = 128 * 1024
 # In the middle of a long frame there is nothing to process, so the kernel need not wake this node before so
-# much was received: AlexNet at 1 Gbit/s makes 2.4 times fewer receives, each a turn of the loop.
+# much was received: AlexNet at 1 Gbit/s makes 2.4 times fewer receives, each an iteration of the loop.
 TCP_WAKE_BYTES = 128 * 1024
 LOCAL_UNSENT_BYTES = 2 * 1024 * 1024
 
@@ -59,7 +59,7 @@ class Connection:
 
 @dataclass(eq=False, slots=True)
 class Dial:
-    """A dial in progress: the peer's addresses are tried in turn, round after round, until the deadline."""
+    """A dial in progress: it tries the peer's addresses one by one, again and again, until the deadline."""
 
     deadline_s: float  # infinite for an open session, which ends when the peer has been silent too long
     untried_addresses: list[Address] = field(default_factory=list)
@@ -109,7 +109,7 @@ class RemoteNode:
     inbox: Inbox
     outbox: Outbox
     addresses: tuple[Address, ...] = ()
-    has_fixed_addresses: bool = False  # it listens there for as long as it lives
+    has_fixed_addresses: bool = False  # it listens there for as long as it runs
     silent_s: float | None = None  # after which this peer is lost, in place of the endpoint's limit
     session: LinkSession = field(default_factory=LinkSession)
     silent_ticks: int = 0  # ticks without received bytes, over all connections
@@ -180,7 +180,7 @@ def set_wakeup_bytes(link: Connection, wake_bytes: int) -> None:
 
 
 def configure_socket(sock: socket.socket) -> socket.socket:
-    """Prepare an accepted or dialled socket for the loop. The one place where TLS would wrap it."""
+    """Prepare an accepted or connected socket for the loop. The one place where TLS would wrap it."""
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)

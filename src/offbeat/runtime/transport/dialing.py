@@ -1,5 +1,7 @@
 """Opens connections: listening, dialling, the handshake, and which of two simultaneous dials survives.
 
+To dial is to open a connection to a peer, handshake included.
+
 Simultaneous dials: when two nodes dial each other at once, the connection that the smaller name dialled
 survives. The smaller one leaves the other's dial without WELCOME while its own may still succeed; the larger
 one drops its own when it welcomes the smaller's. No data flows before WELCOME, so none is lost.
@@ -55,7 +57,7 @@ from offbeat.runtime.transport.io_loop import EPOLL_READ, EPOLL_WRITE, IoLoop
 MAX_HALF_OPEN = 64
 RETRY_S = 0.1
 # An address that does not answer is dialled again after so long: the kernel retries ever more rarely, and
-# would leave a line idle that works again between two of its attempts.
+# would leave a link idle that works again between two of its attempts.
 CONNECT_ATTEMPT_S = 1.0
 HANDSHAKE_ATTEMPT_S = 4.0
 REFUSAL_REPORT_INTERVAL_S = 1.0  # between two reports of refused connections

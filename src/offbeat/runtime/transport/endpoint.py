@@ -13,11 +13,11 @@ do it at once, which costs no lock and no system call.
 
 Send scheduler: every message has a key (0 for control or 1 for tensor bytes, priority, order of arrival); the
 lowest goes first. A peer's `Outbox` sorts its messages by key and cuts them into frames. `_schedule` enters
-the peer in the node's heap under its most urgent key, unless its socket is full. `_pump`, called once a turn
-of the loop, pops the most urgent peer, writes about one frame, and schedules the peer again. So a message
-overtakes all bytes that the kernel has not accepted, whichever peer they are for. One heap entry per peer is
-valid, the one whose key is its `scheduled_key`; others are skipped. A frame that the kernel accepted in part
-is finished first; a peer whose socket is full is not scheduled until it is writable.
+the peer in the node's heap under its most urgent key, unless its socket is full. `_pump`, called in
+each iteration of the loop, pops the most urgent peer, writes about one frame, and schedules the peer again.
+So a message overtakes all bytes that the kernel has not accepted, whichever peer they are for. One heap entry
+per peer is valid, the one whose key is its `scheduled_key`; others are skipped. A frame that the kernel
+accepted in part is finished first; a peer whose socket is full is not scheduled until it is writable.
 
 Receiving: `FrameReader` names the buffers to receive into, so that the bytes of an expected tensor message
 land in their destination without a copy. `_process_frames` handles all complete frames, and sends in between
@@ -25,10 +25,10 @@ if that takes long. Bytes that nothing expects yet are kept up to a limit, then 
 
 Sessions outlive TCP connections: a pause of the network is not a death.
 
-- A connection that breaks is dialled again at once, and the session goes on without loss or repetition
+- A connection that breaks is opened again at once, and the session goes on without loss or repetition
   (see `offbeat.runtime.transport.dialing` and `Outbox`).
 - A connection on which nothing was received for REDIAL_S is replaced: the kernel retransmits ever more
-  rarely, and would notice late that a line works again.
+  rarely, and would notice late that the network works again.
 - A peer from which nothing was received for `unreachable_s` is reported as unreachable. That changes nothing
   here.
 - A peer is lost if all its addresses refuse connections, since then its process has ended; if another
@@ -135,7 +135,7 @@ class Endpoint:
         on_message: (peer, payload) of a control message.
         on_lost: a peer died, was refused, fell silent or cannot be reached; not called for an orderly leave.
         on_unreachable: (peer, cause): nothing was received from a peer for `unreachable_s`, on a connection
-            or while it was dialled.
+            or while one was being opened.
         on_reachable: something was received again from a peer that was reported as unreachable.
         on_left: a peer has closed its session in order; it sends nothing more. What it sent before is still
             delivered.
@@ -250,15 +250,15 @@ class Endpoint:
         has_fixed_addresses: bool = False,
         silent_s: float | None = None,
     ) -> None:
-        """Set a peer's addresses, best first; a peer that was lost may be dialled again.
+        """Set a peer's addresses, best first; a peer that was lost may be connected to again.
 
         Args:
             peer: its name.
             addresses: where it listens.
-            has_fixed_addresses: it listens there for as long as it lives, so that it is lost at once where
+            has_fixed_addresses: it listens there for as long as it runs, so that it is lost at once where
                 all its addresses refuse a connection; else it may still begin to listen within `connect_s`.
-            silent_s: for this peer, in place of the endpoint's; reaching it for the first time may take as
-                long.
+            silent_s: this peer is lost after so many seconds without a byte from it, and reaching it for the
+                first time may take as long; None for the endpoint's `silent_s`.
 
         Raises:
             ValueError: an address or the name is malformed.
@@ -278,7 +278,7 @@ class Endpoint:
     def allocate(self, size_bytes: int) -> memoryview:
         """Return zeroed memory that peers on this host can read in place.
 
-        It lives as long as a view of it. Where no peer is known to be on this host, or no shared memory can
+        It exists as long as a view of it. Where no peer is known to be on this host, or no shared memory can
         be had, it is ordinary memory.
         """
         shared = self._regions.allocate(size_bytes) if self._has_neighbours else None
@@ -407,7 +407,7 @@ class Endpoint:
         self._run_in_loop(self._expect, self._checked_peer(peer), tag, view, on_data, on_shared)
 
     def cancel(self, first: int, last: int) -> None:
-        """Cancel every message with first <= tag < last, of all peers, for good.
+        """Cancel every message with first <= tag < last, of all peers, permanently.
 
         Queued messages, posted receives and early data are dropped, and so is what arrives later. After the
         return their buffers are neither read nor written, except memory that a peer on this host reads
@@ -443,7 +443,7 @@ class Endpoint:
         self._loop.call(function, *args)
 
     def call_when_idle(self, function: Callable[[], None]) -> None:
-        """Run a function when no socket is ready, or some turns later; to be called in the I/O thread."""
+        """Run a function when no socket is ready, or some iterations later; call it in the I/O thread."""
         self._loop.call_when_idle(function)
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
@@ -1014,7 +1014,7 @@ class Endpoint:
     def close_after_fork(self) -> None:
         """Close this process's copies of all sockets; for a forked child, which has no I/O thread.
 
-        Otherwise the peers would not notice the parent's death as long as the child lives.
+        Otherwise the peers would not notice the parent's death as long as the child runs.
         """
         self._failure = RuntimeError("this is a forked process; its parent owns the connections")
         for sock in self._opening.sockets:

@@ -259,7 +259,11 @@ class FrameReader:
         return kind, length, tag, offset, total
 
     def _receive_directly(self, frame: Frame, into: memoryview | None, begin: int) -> None:
-        """Receive the rest of a payload directly into its destination, starting with the bytes read ahead."""
+        """Let the rest of a payload be received into its destination, or into new memory without one.
+
+        This receives nothing: it moves the bytes that were read ahead, from index `begin`, to the start of
+        the destination, and `buffers()` then names the rest of it.
+        """
         if into is None:
             payload = bytearray(frame.length)
             frame = frame._replace(payload=payload)

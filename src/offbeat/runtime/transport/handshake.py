@@ -119,7 +119,7 @@ class DiallerHandshake:
     """The side that opened the connection.
 
     Args:
-        addresses: where this node listens, for the acceptor to dial if the connection breaks.
+        addresses: where this node listens, for the acceptor to connect to if the connection breaks.
         position: of this node in the session.
 
     Attributes:
@@ -169,7 +169,7 @@ class DiallerHandshake:
 
 
 class AcceptorHandshake:
-    """The side that was dialled.
+    """The side that accepted the connection.
 
     Attributes:
         peer: the name of the dialler once it has proved that it knows the token, None before.

@@ -21,10 +21,10 @@ Protocol, over a Unix socket, since only that carries descriptors:
 4. When a region's memory has no views left, the owner sends WITHDRAW and the reader unmaps it.
 
 Failures: connections with shared memory are not resumed. If a reader is lost, its unacknowledged frames keep
-`Region.unacked_frames` above zero for good, since its process may live and read late; that memory must not be
-written again. If memory or descriptors are short, `allocate` returns None and the bytes are sent as usual;
-the last 32 descriptors below the limit are left to connections. A reader never believes a size that the
-kernel does not confirm: reading beyond the end of memory raises a deadly signal.
+`Region.unacked_frames` above zero permanently, since its process may run on and read late; that memory must
+not be written again. If memory or descriptors are short, `allocate` returns None and the bytes are sent as
+usual; the last 32 descriptors below the limit are left to connections. A reader never believes a size that
+the kernel does not confirm: reading beyond the end of memory raises a deadly signal.
 
 This module never sends or receives, and never writes to a peer's memory.
 """
@@ -83,13 +83,13 @@ class Region:
 
     Args:
         number: identifies the region to peers; never used twice by a node.
-        descriptor: with which a peer maps the memory; open as long as that lives.
+        descriptor: with which a peer maps the memory; open as long as that exists.
         memory: the whole of it.
 
     Attributes:
         start: the memory's address.
         unacked_frames: pieces that were announced to peers and not acknowledged as read. Those of a lost peer
-            count for good: its process may live, and read late.
+            count permanently: its process may run on and read late.
     """
 
     __slots__ = ("_memory", "descriptor", "number", "size", "start", "unacked_frames")

@@ -77,7 +77,7 @@ class GlobalRandomState:
         np.random.set_state(self._numpy)
 
     def changed_generators(self) -> list[str]:
-        """Return the names of the generators from which numbers have been drawn since."""
+        """Return the names of the generators whose state now differs from this one."""
         current = GlobalRandomState()
         same_cuda = all(
             torch.equal(before, after) for before, after in zip(self._cuda, current._cuda, strict=False)

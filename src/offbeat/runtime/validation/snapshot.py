@@ -147,7 +147,10 @@ class Snapshot:
 
     @torch.no_grad()
     def capture(self, model: nn.Module) -> None:
-        """Copy `model`, which is `unwrap`, as it is now; earlier content is overwritten.
+        """Copy `model` as it is now; earlier content is overwritten.
+
+        Args:
+            model: a result of `unwrap`.
 
         Raises:
             OffbeatError: something attached to the model cannot be copied.
@@ -201,10 +204,14 @@ class Snapshot:
 
     @torch.no_grad()
     def restore_to(self, model: nn.Module) -> None:
-        """Copy the values back into `model`, which is `unwrap`.
+        """Copy the values of the dense parameters and buffers back into `model`.
+
+        Args:
+            model: a result of `unwrap`.
 
         Raises:
-            OffbeatError: the model has different tensors now.
+            OffbeatError: the model's parameters or buffers are not those of the snapshot any more: their
+                number, a shape, a layout, a dtype or a device differs.
         """
         values = _dense_tensors(model)
         if _kinds_of(values) != self._kinds_of:

@@ -82,7 +82,7 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionReset:
-    """The connection of a worker to another worker, or to the coordinator (None), breaks; both live on."""
+    """The connection of a worker to another worker, or to the coordinator (None), breaks; both go on."""
 
     at_s: float
     worker: int

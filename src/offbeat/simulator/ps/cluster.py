@@ -389,7 +389,13 @@ class PsSimulation:
             self._engine.schedule(now_s + 0.001 + self._chance.random() * 0.03, self._lose, server)
 
     def _may_lose(self, server: int, kind: str) -> bool:
-        """Whether other servers have everything that a server has, whatever happens to separated ones."""
+        """Whether the simulation may lose a server by a fault of this kind without losing data.
+
+        The kinds are "die", "be called dead" and "vanish". If no separation lasts long enough for a server to
+        be called dead, every kind but "vanish" is allowed. Otherwise servers that are neither separated nor
+        about to be lost must have all that this one has, and of the servers of the group at most half may
+        have vanished, this one included.
+        """
         if self.trial.cut_s_max < SILENCE_TIMEOUT_S:
             return kind != "vanish"
         now_s, servers = self._engine.now_s, self._manager._group.servers

@@ -344,7 +344,7 @@ def _waits_for_slow_member(cluster: SimulatedCluster, worker: SimulatedWorker) -
 
 
 def check_run(case: FaultCase, cluster: SimulatedCluster) -> None:
-    """Check the invariants at the end of a run."""
+    """Check the invariants that hold at the end of a run."""
     now_s = cluster.engine.now_s
     members = cluster.groups[-1][1].members if cluster.groups else ()
     left = [cluster.workers[member] for member in members if cluster.workers[member].has_left]
