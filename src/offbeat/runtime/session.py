@@ -800,6 +800,11 @@ class Session:
         return self.validator.validate(self.epoch)
 
     def _validator(self, evaluate: Evaluate, dataset: ValidationData, options: dict[str, Any]) -> Validator:
+        """Makes the session's validator, which the workers share, or one of its own for a single worker.
+
+        Raises:
+            ValueError: a decision of rollback with a plateau.
+        """
         common = self._synchronizer.replicas_identical
         if options.get("decision") == "rollback" and options.get("plateau") is not None:
             raise ValueError(

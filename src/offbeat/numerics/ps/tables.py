@@ -482,6 +482,7 @@ class _BlockRun:
         return content.keys - self.first
 
     def _insert_keys(self, keys: Keys) -> None:
+        """Insert rows of zeros for those of these keys that have none."""
         assert self._keys is not None
         merged = np.union1d(self._keys, keys)
         if len(merged) == len(self._keys):

@@ -94,6 +94,7 @@ class _Epoch:
         self.unused = self.pooled = count
 
     def add_ranges(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Return ranges of positions to the pool, merged with those that they touch."""
         merged: list[tuple[int, int]] = []
         for start, stop in sorted([*self.pool, *ranges]):
             if merged and merged[-1][1] == start:

@@ -161,6 +161,7 @@ class LateBlockAssigner:
         self._patrons, self._idle = frozenset(state["patrons"]), set(state["wishing"])
 
     def _settle(self, late: int, loan: _Loan, *, counts: bool, reason: str) -> None:
+        """Queue the action that tells the proxy that a loan is over, and whether its gradient counts."""
         self._actions.append(
             ResolveLateBlock(
                 worker=loan.patron,

@@ -148,6 +148,12 @@ class Assembly:
         self._gone_ids = set(state["gone"])
 
     def _joined(self, event: Joined) -> list[Action]:
+        """Add a worker to those that are present, or refuse it.
+
+        Return the PeerList once all are present, and for every worker that joins an open job later; an
+        AbortJob for a mismatch before the start, or for a second job on the same address; a RejectPeer for a
+        worker that may not join, or not any more; nothing while workers are missing.
+        """
         if self._has_started and self._may_be_second_job(event):
             reason = (
                 f"{self._duplicate(event)}, or, if these are two jobs, give each a MASTER_PORT of its own"

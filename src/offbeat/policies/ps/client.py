@@ -493,6 +493,13 @@ def _lost_ranges(
 
 
 def _lost_keys_error(namespace: str, ranges: list[tuple[int, int]], servers: list[int]) -> LostKeysError:
+    """Return the error of a request for lost keys.
+
+    Args:
+        namespace: the namespace of the keys.
+        ranges: the lost keys as (first, one past the last), at most `_RANGES_MAX` of them.
+        servers: those that had them last.
+    """
     named = " and ".join(f"server {server}" for server in servers)
     keys = ", ".join(f"{first} to {last - 1}" for first, last in ranges)
     more = ", and perhaps more" if len(ranges) == _RANGES_MAX else ""

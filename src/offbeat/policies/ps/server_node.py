@@ -329,6 +329,12 @@ class ServerNode:
                 self._push(message)
 
     def _check(self, space: NamespaceSpec, push: Push) -> None:
+        """Check that the table accepts a push, which is for keys of this master and not too old to aggregate.
+
+        Raises:
+            ProtocolError: another server is the master of some of the keys; the client takes part in the
+                aggregation from a later time on; or the table does not accept the content.
+        """
         if any(chain[0] != self.server for _, _, chain in self._route(space.name, push.first, push.last)):
             raise ProtocolError(
                 f"expected a push of keys with one master, server {self.server}, got {push.first} to "

@@ -307,6 +307,11 @@ class BoundedStaleness:
         return self._proceed() + self._complete_job()
 
     def _on_gone(self, event: Left | Lost | Failed) -> list[Action]:
+        """Remove a worker; stop the job if the initial parameters are lost with it and other workers remain.
+
+        Raises:
+            ProtocolError: the worker has never joined, though the job has started.
+        """
         if event.worker not in self._workers:
             if event.worker in self._gone or not self._has_started:
                 return []

@@ -106,6 +106,7 @@ class _TorchPending:
         self._error = error
 
     def wait(self, deadline_s: float) -> None:
+        """See `PendingExchange.wait`; with NCCL only the current stream waits, without a time limit."""
         if self._error is not None:
             raise self._error
         try:

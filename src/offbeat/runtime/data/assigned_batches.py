@@ -215,6 +215,10 @@ class AssignedBatches:
         return self._hand.is_exhausted or self._member.is_job_complete
 
     def _request(self) -> None:
+        """Requests blocks of the epoch, unless a request is open: nothing has been yielded since.
+
+        Called at the epoch's beginning, and when there is nothing to yield.
+        """
         if self._has_requested:
             return
         self._has_requested = True

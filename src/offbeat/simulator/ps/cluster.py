@@ -911,6 +911,7 @@ class PsSimulation:
                     )
 
     def _check_the_end(self) -> None:
+        """Check the invariants that hold at the end of a run."""
         view = self._manager._group.view
         if view is None:
             self._violated("the servers never formed a cluster")

@@ -385,6 +385,7 @@ class SimulatedPsCluster(SimulatedCluster):
                     self.fail_invariant(f"{reader} sees steps of worker {other} that are not before it")
 
     def _check_end(self) -> None:
+        """Check the invariants that hold at the end of a run."""
         samples = self.setting.samples
         uses: Counter[tuple[int, int]] = Counter()
         for blocks in self._used.values():

@@ -369,6 +369,7 @@ class PsWorkerThread(SimulatedWorker):
         self._report(None, first_clock, ())
 
     def _finish(self, epoch: int) -> None:
+        """End the thread's training: report it, push what is left, and leave if the job is complete."""
         cluster = self.cluster
         self.activity = FINISHED
         finished = Finished(
