@@ -1031,7 +1031,7 @@ class Session:
         assert member.consumed_samples is not None
         if not member.consumed_samples.is_current:
             raise OffbeatError(self._outdated_message())
-        return member.consumed_samples.epoch, dict(member.consumed_samples.used)
+        return member.consumed_samples.epoch, dict(member.consumed_samples.consumed)
 
     def _outdated_message(self) -> str:
         return (
