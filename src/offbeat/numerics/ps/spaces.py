@@ -174,7 +174,7 @@ def encode_namespace(
         description = {"update": type(update).__name__, "arguments": dataclasses.asdict(update)}
     else:
         raise ValueError(
-            f"expected one of the updates {', '.join(UPDATES)}, or Function(import path), "
+            f"expected one of the updates {', '.join(UPDATES)}, or UserFunction(import path), "
             f"got {type(update).__name__}"
         )
     filters.check(update)
