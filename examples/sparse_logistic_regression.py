@@ -2,8 +2,8 @@
 
     python examples/sparse_logistic_regression.py a9a --l1 10 --blocks 31 --rate 1.1 --epsilon 2e-8 --no-kkt
 
-Four processes share the rows of a file in LIBSVM's format, or generated rows, and two servers hold the
-weights. Columns of tau + 1 blocks move at once: the more they depend on each other, the smaller the --rate.
+Four processes share the rows of a file in LIBSVM's format, or generated rows; two servers hold the weights.
+Columns of tau + 1 blocks move at once: the more they depend on each other, the smaller the --rate.
 """
 
 import argparse
@@ -22,23 +22,20 @@ from offbeat.ps import Assign, BlockProximal, FilterSpec
 
 
 def load(path):
-    return (
-        read_libsvm(path)
-        if path
-        else concatenate_rows(list(power_law_blocks(2000, 200, 0, draws=8, exponent=0.5)))
-    )
+    made_up = power_law_blocks(2000, 200, 0, draws=8, exponent=0.5)
+    return read_libsvm(path) if path else concatenate_rows(list(made_up))
 
 
 def one_pass(worker, w, blocks, tau):
     """One step in each block, with weights in which the last `tau` steps may be missing."""
     in_flight, worker.violation = [], 0.0
     for number, (first, last) in enumerate(blocks, 1):
-        block = worker.push(first, last, w.active)  # gradients and curvature bounds of the worker's rows
+        block = worker.compute_push(first, last, w.active_keys)  # gradients and curvature bounds
         pushed = w.push(block.rows, keys=block.keys, first=first, last=last)  # servers sum, then step
         in_flight.append((block.keys, w.pull(keys=block.keys, after=[pushed])))
         while len(in_flight) > (tau if number < len(blocks) else 0):
             keys, pulled = in_flight.pop(0)
-            worker.pull(keys, *pulled.result().T)  # updates the margins of the worker's rows
+            worker.apply_pull(keys, *pulled.result().T)  # updates the margins of the worker's rows
 
 
 def work(rank, workers, cluster, options, report=print):
@@ -58,12 +55,10 @@ def work(rank, workers, cluster, options, report=print):
             own = w.pull(first=rank * keys // workers, last=(rank + 1) * keys // workers).result()[:, 0]
             row = worker.loss + l1 * abs(own).sum(), (own != 0).sum(), ps.traffic_bytes, worker.violation
             reports = totals.pull(after=[totals.push([row], keys=[rank], first=0, last=workers)]).result()
-            total, weights, size, _ = reports.sum(0)
+            total, used, size, _ = reports.sum(0)
             passes.end_pass(total, reports[:, 3].max())
             if rank == 0:
-                report(
-                    f"pass {passes.passes_ended}: objective {total:.6f}, {weights:.0f} weights, {size:.3g} B"
-                )
+                report(f"pass {passes.passes_ended}: objective {total:.6f}, {used:.0f} weights, {size:.3g} B")
         return w.pull().result()[:, 0]
 
 

@@ -202,8 +202,8 @@ def test_what_a_worker_contributed_that_dies_unheard_is_known_from_the_others(tm
         running.died(1)
         os.kill(running.coordinator(), signal.SIGKILL)
         once([one for one in running.ends() if one.rank != 1])
-    recalled = [entry for entry in entries_of(log, ContributionReport) if entry.of == 1]
-    assert any(own for entry in recalled for _, own, _ in entry.rounds)
+    recalled = [entry for entry in entries_of(log, ContributionReport) if entry.lost_worker == 1]
+    assert any(own for entry in recalled for _, own, _ in entry.contributions)
 
 
 def stops(rank, say):

@@ -70,7 +70,7 @@ def test_a_policy_that_ignores_who_cannot_reach_whom_is_found():
 
 def test_a_policy_that_lets_a_minority_decide_is_found():
     class Rash(PartialGroups):
-        def _are_most_unheard(self):
+        def _are_most_silent(self):
             return False
 
     def build(case: campaign.FaultCase) -> list[Policy]:
