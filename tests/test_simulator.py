@@ -365,7 +365,7 @@ def test_a_sample_that_is_used_twice_or_never_is_caught():
                 for one in super().handle(event)
             ]
 
-        def change_group(self, block: Block) -> Block:
+        def change(self, block: Block) -> Block:
             return deals_twice(block) if block.id == 7 else block
 
     class Forgetful(Confused):

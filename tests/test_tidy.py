@@ -146,9 +146,16 @@ def layers_used(path: Path) -> set[str]:
 
 
 def modules_used(path: Path) -> set[str]:
-    """The modules of offbeat that a file imports, dotted; a name imported from a module is not one."""
+    """The modules of offbeat that a file imports, dotted; of a module in a package, not the package too."""
     known = {dotted_name(module) for module in modules()}
-    return imports(path) & known
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else str(node.module) for name in names}
+    return found & known
 
 
 def dotted_name(path: Path) -> str:
