@@ -485,7 +485,7 @@ def test_a_world_that_only_one_worker_believes_in_is_named(slow_cases):
 def test_two_workers_with_rank_0_are_told(slow_cases):
     errors = sorted(one.error for one in slow_cases["rank 0 twice"].result())
     assert "rank 0 cannot listen on port" in errors[0]
-    assert "another process has rank 0 too" in errors[0]
+    assert "another process has rank 0, too" in errors[0]
     assert errors[1].startswith("worker 1 did not join within 8 s, 1 of 2 are here (worker 0 (")
 
 
