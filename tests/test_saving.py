@@ -126,8 +126,8 @@ def fails_where_it_gives_its_state(rank, say, is_late):
         first_seat = GroupBinding.acquire_initial
 
         def first_seat_later(self, world):
-            follower = self.follower
-            self._member.wait_for(lambda: "worker 0" in follower.reason, 60, "the end of worker 0")
+            membership = self.membership
+            self._member.wait_for(lambda: "worker 0" in membership.change_reason, 60, "the end of worker 0")
             return first_seat(self, world)
 
         GroupBinding.acquire_initial = first_seat_later

@@ -123,8 +123,8 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
         when_full: what happens at the end of an epoch when that many wait: "block" waits for one to be
             evaluated, "skip" does not validate the epoch.
         on_result: called in the training thread with each epoch and its metrics, in order.
-        monitor: watches a metric, such as `offbeat.Monitor("val_loss", patience=3)`, and stops training when
-            its patience is exhausted. It keeps its state across calls of `fit`.
+        monitor: watches a metric, such as `offbeat.EarlyStopping("val_loss", patience=3)`, and stops training
+            when its patience is exhausted. It keeps its state across calls of `fit`.
         restore_best_weights: set the model to the weights of the monitor's best epoch at the end.
         decision: "lag" acts on metrics at the end of the epoch during which they arrive. "sync" waits for
             them, so that nothing overlaps, and callbacks after this one see them in their logs.

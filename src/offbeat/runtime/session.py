@@ -409,7 +409,7 @@ class Session:
 
             optimizer.step()
             if session.preempted:
-                if session.leads:
+                if session.is_leader:
                     torch.save(session.state_dict(), path)
                 break
 
@@ -1036,7 +1036,7 @@ class Session:
     def _outdated_message(self) -> str:
         return (
             f"worker {self.worker} is excluded from the group, and its parameters are outdated: save on the "
-            "worker on which session.leads is true"
+            "worker on which session.is_leader is true"
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
