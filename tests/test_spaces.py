@@ -200,7 +200,7 @@ def test_a_function_that_makes_no_update_of_its_arguments_is_a_protocol_error(
 
 @pytest.mark.parametrize("update", [Scaled(1.0), object(), Sum, "Sum", None])
 def test_an_update_that_servers_do_not_know_is_not_described(update: Any) -> None:
-    with pytest.raises(ValueError, match=r"one of the updates Sum, .*, or Function\(import path\), got"):
+    with pytest.raises(ValueError, match=r"one of the updates Sum, .*, or UserFunction\(import path\), got"):
         encode_namespace(update, width=0, dtype="float32")
 
 

@@ -727,5 +727,5 @@ def steps_unequally(rank, say, strategy, what):
 def test_a_worker_that_steps_after_another_number_of_backward_passes_is_named(strategy, what):
     ended = run(steps_unequally, WORKERS, strategy, what)
     assert all(one.error_type == "WorkerError" and "both in round 3" in one.error for one in ended) or all(
-        "all in round 3: they take a step after different numbers" in one.error for one in ended
+        "all in round 3: workers call step() after different numbers" in one.error for one in ended
     ), ended
