@@ -41,7 +41,7 @@ def test_what_is_neither_a_number_nor_plain_is_refused_by_name(value):
 def test_numbers_are_found_in_tuples_and_tensors_but_switches_are_none():
     groups = [group(lr=torch.tensor(0.5), betas=(0.9, torch.tensor(0.25)), fused=True, mode="a", eps=None)]
     places = find_numbers(groups)
-    assert [(place.name, place.index) for place in places] == [("betas", 0), ("betas", 1), ("lr", None)]
+    assert [(place.name, place.element) for place in places] == [("betas", 0), ("betas", 1), ("lr", None)]
     assert read_numbers(groups, places) == [0.9, 0.25, 0.5]
 
 
