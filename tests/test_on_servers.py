@@ -284,7 +284,7 @@ def test_who_takes_no_step_ends_with_what_the_others_have_made():
         ended = values(run(steps_for_some, WORKERS, strategies, idle, env={"OFFBEAT_SLOW": "1:5"}))
         for number, strategy in enumerate(strategies):
             last = [one[number][1] for one in ended]
-            if strategy.terms().is_versioned:  # the mean of who took part in the clock
+            if strategy.ps_options().is_versioned:  # the mean of who took part in the clock
                 assert last[1] == last[2] == last[0]
                 assert sum(last[0]) == pytest.approx(max(idle.values()))
             else:

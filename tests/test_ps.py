@@ -616,7 +616,9 @@ def test_an_unknown_way_to_aggregate_is_refused_and_the_name_is_free(ps, name):
 def test_more_than_a_message_may_have_is_refused_at_once(ps, name):
     """The arrays take no memory, for nobody looks at them."""
     w = ps.namespace(name, keys=2**40)
-    with pytest.raises(ValueError, match=f"at most {2**31} bytes .* got {2**31 + 8}; push or pull smaller ranges"):
+    with pytest.raises(
+        ValueError, match=f"at most {2**31} bytes .* got {2**31 + 8}; push or pull smaller ranges"
+    ):
         w.push(np.zeros(2**28 + 1, np.float32), keys=np.zeros(2**28 + 1, np.int64))
     with pytest.raises(ValueError, match="push or pull smaller ranges of keys"):
         w.pull(keys=np.zeros(2**28 + 1, np.int64))

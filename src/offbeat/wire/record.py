@@ -41,7 +41,7 @@ from offbeat.events import (
 from offbeat.policies import Policy, dispatch_event
 from offbeat.wire.known import prime_msgspec_types
 
-LOG_VERSION: Final = 1
+LOG_VERSION: Final = 2
 MESSAGE_BYTES_MAX: Final = 1024 * 1024  # maximum size of a control message on a link
 _BUFFER_BYTES_MAX: Final = 64 * 1024
 _HEADER_BYTES_MAX: Final = 64 * 1024 * 1024  # a file that is no log may be one line of any length
@@ -480,10 +480,10 @@ def _header(path: Path, line: bytes) -> dict[str, Any]:
     version = header.get(_VERSION_KEY)
     if type(version) is not int or version < 1:
         raise ValueError(f"{path} is not a run log: {expected}")
-    if version > LOG_VERSION:
+    if version != LOG_VERSION:
         raise ValueError(
-            f"{path} is a run log of version {version}, expected at most version {LOG_VERSION}: "
-            "read it with the offbeat that wrote it, or a newer one"
+            f"{path} is a run log of version {version}, expected version {LOG_VERSION}: "
+            "read it with the offbeat that wrote it"
         )
     return header
 
