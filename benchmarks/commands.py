@@ -27,6 +27,8 @@ Model = Annotated[str, typer.Option(help="mlp, cnn2, alexnet, resnet18, resnet50
 RateMbit = Annotated[int, typer.Option(min=1, help="Rate of each host's line, in Mbit/s.")]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 Epochs = Annotated[int, typer.Option(min=1, help="Epochs of each run.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Samples per worker and step.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder of the data; by default ~/.cache/offbeat.")]
 StepMs = Annotated[
     float, typer.Option(min=1.0, help="Timed: forward plus backward time of a step after scaling, in ms.")
 ]
@@ -301,7 +303,7 @@ def chaos(
         float, typer.Option(min=0.1, help="How long a stopped worker stays stopped, in s.")
     ] = 10.0,
     step_ms: StepMs = 100.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.")] = 32,
+    batch_size: BatchSize = 32,
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
@@ -329,14 +331,12 @@ def chaos(
 @bench.command()
 def accuracy(
     data: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "mnist",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data; by default ~/.cache/offbeat.")
-    ] = None,
+    data_dir: DataDir = None,
     model: Model = "mlp",
     workers: Workers = 4,
     factor: Annotated[float, typer.Option(help="Slowdown factor of the slow worker.")] = 5.0,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of the lockstep run.")] = 3,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.")] = 32,
+    batch_size: BatchSize = 32,
     lr: Annotated[float, typer.Option(help="Learning rate of SGD with momentum 0.9.")] = 0.01,
     step_ms: Annotated[
         float,
@@ -472,11 +472,9 @@ def staleness(
     ] = None,
     model: Model = "cnn2",
     data: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "cifar10",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data; by default ~/.cache/offbeat.")
-    ] = None,
+    data_dir: DataDir = None,
     workers: Annotated[int, typer.Option(min=2, help="Number of processes.")] = 4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.")] = 128,
+    batch_size: BatchSize = 128,
     factor: Annotated[float, typer.Option(help="Slowdown factor of a step in a burst.")] = 5.0,
     burst: Annotated[int, typer.Option(min=1, help="Steps of a burst.")] = 12,
     calm: Annotated[int, typer.Option(min=0, help="Steps between two bursts.")] = 0,
@@ -556,9 +554,7 @@ def validate(
     gigabytes: Annotated[
         float, typer.Option(min=0.01, help="Training data of the load 'repeated', in 10^9 bytes.")
     ] = 1.0,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data; by default ~/.cache/offbeat.")
-    ] = None,
+    data_dir: DataDir = None,
     seed: Seed = 0,
     json: Json = None,
 ) -> None:

@@ -69,7 +69,11 @@ def is_traced_by_proxies() -> bool:
 
 def is_observed_by_tool() -> bool:
     """Say whether a tracer, a dispatch mode or a torch.func transformation sees this thread's operations."""
-    return is_traced_by_jit() or bool(_len_torch_dispatch_stack()) or maybe_current_level() is not None
+    return (  # written out: every hook of a forward pass asks
+        _get_tracing_state() is not None
+        or bool(_len_torch_dispatch_stack())
+        or maybe_current_level() is not None
+    )
 
 
 def without_transformations() -> AbstractContextManager[Any]:

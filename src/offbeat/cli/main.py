@@ -507,7 +507,7 @@ def _data_dir(given: Path | None, download: bool) -> str:
 
 def _new_run_folder(what: str) -> Path:
     """A folder for a run, in `runs`, or in the system's temporary folder where that is not writable."""
-    plain = "".join(letter if letter.isalnum() else "-" for letter in what)
+    plain = "".join(character if character.isalnum() else "-" for character in what)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{plain}"
     runs = Path("runs")
     above = runs if runs.exists() else runs.parent

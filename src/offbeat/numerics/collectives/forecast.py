@@ -76,17 +76,17 @@ def forecast_step(
         for index, (work, slack_s) in enumerate(zip(works, slacks_s, strict=False))
         if work.size_bytes
     ]
-    parcels = plans.plan_fused_buckets(
+    fused = plans.plan_fused_buckets(
         [layer for _, layer in sending], workers, link, policy=policy, fuse_bytes=fuse_bytes
     )
     messages = []
-    for parcel in parcels:
-        size = sum(sending[place][1].size_bytes for place in parcel.layers)
-        price = all_reduce_cost(algorithm or parcel.algorithm, workers)
+    for bucket in fused:
+        size = sum(sending[place][1].size_bytes for place in bucket.layers)
+        price = all_reduce_cost(algorithm or bucket.algorithm, workers)
         step_s = price.volume * size * link.beta_s / price.rounds
         messages.append(
             TimedMessage(
-                layer=sending[parcel.layers[0]][0],
+                layer=sending[bucket.layers[0]][0],
                 steps_s=(step_s,) * price.rounds,
                 latency_s=link.alpha_s,
             )

@@ -103,11 +103,11 @@ def plan_fused_buckets(
         fuse_bytes = latency_bound_bytes(workers, busy_link(link, sum(layer.size_bytes for layer in layers)))
     elif fuse_bytes < 0:
         raise ValueError(f"expected fuse_bytes of at least 0, got {fuse_bytes}")
-    parcels = []
+    fused = []
     for run in _runs(layers, fuse_bytes):
         algorithm = _algorithm([layers[index] for index in run], workers, link, policy)
-        parcels.append(FusedBucket(layers=tuple(run), algorithm=algorithm))
-    return tuple(parcels)
+        fused.append(FusedBucket(layers=tuple(run), algorithm=algorithm))
+    return tuple(fused)
 
 
 def busy_link(link: LinkModel, filling_bytes: int) -> LinkModel:

@@ -15,7 +15,7 @@ from offbeat.policies.data.block_scheduler import BlockScheduler
 
 class _Loan(NamedTuple):
     number: int
-    patron: int  # the proxy
+    proxy: int
     block: int
     epoch: int
 
@@ -40,7 +40,7 @@ class LateBlockAssigner:
         self._staleness_steps_max = staleness_steps_max
         self._loans: dict[int, _Loan] = {}  # by the worker that computes
         self._numbers: Counter[int] = Counter()  # of each worker's next loan
-        self._patrons: frozenset[int] = frozenset()  # members that hold the state and have not ended
+        self._proxies: frozenset[int] = frozenset()  # members that hold the state and have not ended
         self._idle: set[int] = set()  # workers outside with nothing to compute
         self._freed: set[int] = set()  # workers whose loans have ended since the last `assign`
         self._actions: list[Action] = []  # actions to send
@@ -57,19 +57,19 @@ class LateBlockAssigner:
     def change_group(self, members: Iterable[int], joining: Iterable[int]) -> None:
         """Change the group: loans to its members end, and so do loans for workers that are no members."""
         members = frozenset(members)
-        self._patrons = members.difference(joining)
+        self._proxies = members.difference(joining)
         for worker, loan in list(self._loans.items()):
             if worker in members:
                 self.revoke(worker, f"worker {worker} joins the group")
-            elif loan.patron not in self._patrons:
-                self.revoke(worker, f"worker {loan.patron} is not a member any more")
+            elif loan.proxy not in self._proxies:
+                self.revoke(worker, f"worker {loan.proxy} is not a member any more")
         self._idle -= members
 
     def on_gone(self, worker: int) -> None:
         """Remove a worker that is gone or whose training loop has ended."""
-        self._patrons -= {worker}
+        self._proxies -= {worker}
         for late, loan in list(self._loans.items()):
-            if worker in (late, loan.patron):
+            if worker in (late, loan.proxy):
                 self.revoke(late, f"worker {worker} has left or finished")
         self._idle.discard(worker)
         self._freed.discard(worker)
@@ -106,7 +106,7 @@ class LateBlockAssigner:
             step: the last that a member has begun.
         """
         loan = self._loans.get(event.late_worker)
-        if loan is None or (loan.number, loan.patron) != (event.assignment, event.worker):
+        if loan is None or (loan.number, loan.proxy) != (event.assignment, event.worker):
             return  # the loan ended before the event came
         age = step + 1 - event.step
         if age > self._staleness_steps_max:
@@ -123,22 +123,22 @@ class LateBlockAssigner:
 
     def assign(self) -> tuple[list[Action], set[int]]:
         """Assign late blocks; return the actions to send, and the workers whose loans were not renewed."""
-        loans_of_patron = Counter(loan.patron for loan in self._loans.values())
+        loans_by_proxy = Counter(loan.proxy for loan in self._loans.values())
         for worker in sorted(self._idle):
-            if not self._patrons or worker not in self._scheduler:
+            if not self._proxies or worker not in self._scheduler:
                 continue
             block = self._scheduler.assign_late(worker)
             if block is None:
                 continue
-            patron = min(self._patrons, key=lambda member: (loans_of_patron[member], member))
-            loans_of_patron[patron] += 1
+            proxy = min(self._proxies, key=lambda member: (loans_by_proxy[member], member))
+            loans_by_proxy[proxy] += 1
             number = self._numbers[worker]
             self._numbers[worker] += 1
-            self._loans[worker] = _Loan(number, patron, block.id, block.epoch)
+            self._loans[worker] = _Loan(number, proxy, block.id, block.epoch)
             self._freed.discard(worker)
-            reason = f"worker {worker} is outside the group, member {patron} has the fewest loans"
+            reason = f"worker {worker} is outside the group, member {proxy} has the fewest loans"
             self._actions.append(
-                AssignLateBlock(worker=worker, assignment=number, proxy=patron, block=block, reason=reason)
+                AssignLateBlock(worker=worker, assignment=number, proxy=proxy, block=block, reason=reason)
             )
         self._idle.clear()  # until their next event
         actions, self._actions = self._actions, []
@@ -150,7 +150,7 @@ class LateBlockAssigner:
         return {
             "loans": [[worker, *loan] for worker, loan in self._loans.items()],
             "numbers": sorted(self._numbers.items()),
-            "patrons": sorted(self._patrons),
+            "proxies": sorted(self._proxies),
             "wishing": sorted(self._idle),
         }
 
@@ -158,13 +158,13 @@ class LateBlockAssigner:
         """Restore a `state_dict`."""
         self._loans = {worker: _Loan(*loan) for worker, *loan in state["loans"]}
         self._numbers = Counter(dict(state["numbers"]))
-        self._patrons, self._idle = frozenset(state["patrons"]), set(state["wishing"])
+        self._proxies, self._idle = frozenset(state["proxies"]), set(state["wishing"])
 
     def _settle(self, late: int, loan: _Loan, *, counts: bool, reason: str) -> None:
         """Queue the action that tells the proxy that a loan is over, and whether its gradient counts."""
         self._actions.append(
             ResolveLateBlock(
-                worker=loan.patron,
+                worker=loan.proxy,
                 late_worker=late,
                 assignment=loan.number,
                 is_contributed=counts,

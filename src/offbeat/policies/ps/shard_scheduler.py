@@ -201,8 +201,8 @@ class ShardScheduler:
 
     def view(self, node: str, reason: str) -> WorkerGroupView:
         """Return the view of the group for a node, or for every member if `node` is empty."""
-        lost = [parcel.shards for parcel in self._free if parcel.due_s is None]
-        waiting = [parcel.shards for parcel in self._free if parcel.due_s is not None]
+        lost = [free.shards for free in self._free if free.due_s is None]
+        waiting = [free.shards for free in self._free if free.due_s is not None]
         return WorkerGroupView(
             node=node,
             group=self.name,

@@ -100,11 +100,11 @@ def plan_by_layer(
         for (_, dtype), entries in layers.items()
     ]
     entries_by_layer = [*layers.values()]
-    parcels = plan_fused_buckets(descriptions, workers, line, policy=policy, fuse_bytes=fuse_bytes)
+    fused = plan_fused_buckets(descriptions, workers, line, policy=policy, fuse_bytes=fuse_bytes)
     return BucketPlan(
         [
             ([entry for layer in one.layers for entry in entries_by_layer[layer]], one.algorithm)
-            for one in parcels
+            for one in fused
         ]
     )
 

@@ -93,13 +93,13 @@ class Packer:
         batch: list[msgspec.Raw] = []
         size = 0
         for message in messages:
-            beside: list[Array] = []
-            self._separate = beside
+            attachments: list[Array] = []
+            self._separate = attachments
             data = self._encoder.encode((_CODES[type(message)], message))
             batch.append(msgspec.Raw(data))
             size += len(data)
-            if beside or size > _BATCH_BYTES:
-                yield Packed(msgspec.Raw(self._encoder.encode(batch)), beside)
+            if attachments or size > _BATCH_BYTES:
+                yield Packed(msgspec.Raw(self._encoder.encode(batch)), attachments)
                 batch, size = [], 0
         if batch:
             yield Packed(msgspec.Raw(self._encoder.encode(batch)), [])

@@ -71,7 +71,7 @@ class PsSimulation(Simulation, Protocol):
         """Check that what a worker reads contains the required steps, and its own steps once."""
 
     def end_process(self, process: PsWorkerProcess) -> None:
-        """End the process of a thread that was told to end."""
+        """End the process of a thread whose job was stopped."""
 
     def on_thread_ended(self, process: PsWorkerProcess) -> None:
         """Note that a thread has ended."""

@@ -426,8 +426,8 @@ class SimulatedCluster:
         if incarnation != self._incarnation or self._is_down:
             return
         if self.is_exactly_once:
-            told, recorded = self._workers[worker].sent_events, self._recorded[worker]
-            if recorded == len(told) or event is not told[recorded]:
+            sent, recorded = self._workers[worker].sent_events, self._recorded[worker]
+            if recorded == len(sent) or event is not sent[recorded]:
                 return  # a duplicate, or out of order
             self._recorded[worker] += 1
         if type(event) is Joined:
@@ -735,17 +735,17 @@ class SimulatedCluster:
         for exchange in list(self.exchanges.values()):
             exchange.unblock(outage)
 
-    def send_state(self, donor: int, joiner: int, place: int, parcel: StateTransfer) -> None:
+    def send_state(self, donor: int, joiner: int, place: int, transfer: StateTransfer) -> None:
         """Send a donor's state to the joiner at index `place`; transfers are sequential."""
         transfer_s = self.network.transfer_s(3 * self.size_bytes)
         self.engine.schedule(
             self.engine.now_s + (place + 1) * transfer_s,
             self._deliver_state,
-            (self._workers[donor], joiner, parcel),
+            (self._workers[donor], joiner, transfer),
         )
 
     def _deliver_state(self, message: tuple[SimulatedWorker, int, StateTransfer]) -> None:
-        donor, joiner, parcel = message
+        donor, joiner, transfer = message
         self.vectorized_group.dissolve()
         if not (donor.is_alive or donor.has_left) or not self._workers[joiner].is_alive:
             return
@@ -755,7 +755,7 @@ class SimulatedCluster:
         if free_s > self.engine.now_s:
             self.engine.schedule(free_s + self.network.latency_s, self._deliver_state, message)
             return
-        self._workers[joiner].on_state(parcel)
+        self._workers[joiner].on_state(transfer)
 
     # Faults --------------------------------------------------------------------------------------------
 
@@ -983,9 +983,9 @@ class SimulatedCluster:
         )
         for event in missed[len(simulated.sent_events) :]:
             self.send_event(simulated.worker, replace(event, now_s=self.arrival_s(simulated.worker)))
-        told = self._sent[simulated.worker]
-        for number in range(simulated.received_messages, len(told)):
-            self._schedule_delivery(simulated.worker, number, told[number])
+        sent = self._sent[simulated.worker]
+        for number in range(simulated.received_messages, len(sent)):
+            self._schedule_delivery(simulated.worker, number, sent[number])
 
 
 def _node(peer: int | None) -> int:

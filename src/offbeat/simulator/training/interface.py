@@ -98,7 +98,7 @@ class Simulation(Protocol):
     def close_exchange(self, exchange_id: int) -> None:
         """Forget an exchange that has ended for all of its members."""
 
-    def send_state(self, donor: int, joiner: int, place: int, parcel: StateTransfer) -> None:
+    def send_state(self, donor: int, joiner: int, place: int, transfer: StateTransfer) -> None:
         """Send a donor's state to the joiner at index `place`."""
 
     def on_new_sessions(self) -> None:

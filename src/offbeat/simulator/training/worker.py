@@ -204,13 +204,13 @@ class SimulatedWorker:
             case AbortJob() | RejectPeer():
                 self.end()
 
-    def on_state(self, parcel: StateTransfer) -> None:
+    def on_state(self, transfer: StateTransfer) -> None:
         """Receive a donor's state."""
         if self.is_hung:
-            self._queue.append((True, self.on_state, parcel))
+            self._queue.append((True, self.on_state, transfer))
             return
-        if self._received is None or self._received.generation < parcel.generation:
-            self._received = parcel
+        if self._received is None or self._received.generation < transfer.generation:
+            self._received = transfer
         if self._is_dismissed:
             self._leave()
         elif self.activity in (RECEIVING_STATE, JOINING):
@@ -543,5 +543,5 @@ class SimulatedWorker:
         self._donated_to = group
         for place, joiner in enumerate(follower.state_recipients):
             epoch = 0 if self.loop is None else self.loop.epoch
-            parcel = StateTransfer(group.generation, self.state, follower.round, epoch)
-            self.cluster.send_state(self.worker, joiner, place, parcel)
+            transfer = StateTransfer(group.generation, self.state, follower.round, epoch)
+            self.cluster.send_state(self.worker, joiner, place, transfer)
