@@ -114,14 +114,18 @@ def test_each_kind_of_tool_is_told_from_the_others():
 
 
 def test_a_transformation_does_not_see_what_is_computed_without_it():
-    shapes = []
+    seen, shapes = [], []
 
     def f(x):
+        seen.append(is_observed_by_tool())
         with without_transformations():
+            seen.append(is_observed_by_tool())
             shapes.append((torch.ones(2, 3) * 2).shape)
+        seen.append(is_observed_by_tool())
         return x * 2
 
     torch.func.vmap(f)(torch.ones(4, 5))
+    assert seen == [True, False, True]
     assert shapes == [(2, 3)]
 
 
