@@ -129,8 +129,21 @@ def test_a_transformation_does_not_see_what_is_computed_without_it():
     assert shapes == [(2, 3)]
 
 
-def test_a_function_that_is_not_compiled_runs_as_it_is():
-    assert uncompiled(lambda a, b: a + b)(1, 2) == 3
+def test_a_compiled_function_calls_one_that_is_not_compiled_as_it_is():
+    seen = []
+
+    def note():
+        seen.append(torch.compiler.is_compiling())
+
+    plain = uncompiled(note)
+
+    @torch.compile(backend="eager")
+    def double(x):
+        plain()
+        return x * 2
+
+    assert double(torch.ones(2)).tolist() == [2, 2]
+    assert seen == [False]
 
 
 class Counted(torch.Tensor):
