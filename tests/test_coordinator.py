@@ -32,6 +32,7 @@ from offbeat.events import (
     StepFinished,
     Tick,
 )
+from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.control.channel import ControlChannel, SequenceAck, encode_sequence_ack
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.configuration import COORDINATOR, CoordinatorConfiguration, PolicySpec
@@ -625,7 +626,7 @@ def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
         start_s=0.0,
         deadline_s=0.0,
     )
-    member = CoordinatorClient(meeting, 1, heard.put, steps_finished=lambda: 0)
+    member = CoordinatorClient(meeting, 1, GroupProtocol(1), heard.put, steps_finished=lambda: 0)
     try:
         member.send_event(ready(1))
         assert member.endpoint.flush(DEADLINE_S)
@@ -635,6 +636,35 @@ def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
             member.raise_if_failed()
     finally:
         member.close()
+
+
+def test_an_action_that_the_strategy_does_not_have_fails_the_job():
+    failures = queue.SimpleQueue()
+    with coordinator(1, policy="staleness.bounded_staleness:BoundedStaleness") as process:
+        info = RendezvousInfo(
+            job="job",
+            token="secret",
+            host="127.0.0.1",
+            coordinator=tuple(process.addresses),
+            store=None,
+            hosts_store=False,
+            worker=0,
+            world=1,
+            start_s=DEADLINE_S,
+            deadline_s=DEADLINE_S,
+        )
+        client = CoordinatorClient(info, 0, GroupProtocol(0), failures.put, steps_finished=lambda: 0)
+        try:
+            client.join(world=1, location="here", model=("weight",), strategy="bsp")
+            client.send_event(begun(0))
+            assert str(failures.get(timeout=DEADLINE_S)) == (
+                "worker 0 cannot use a message of the coordinator: "
+                "GroupProtocol does not handle the action StepPermit"
+            )
+            with pytest.raises(WorkerError, match="does not handle the action StepPermit"):
+                client.raise_if_failed()
+        finally:
+            client.close()
 
 
 def test_the_log_shows_within_a_tick_what_was_heard_though_nothing_followed_from_it(tmp_path):

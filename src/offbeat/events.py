@@ -13,6 +13,7 @@ parameter server, "server-3" or "client-7".
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -695,6 +696,80 @@ Event: TypeAlias = (
 )
 
 
+@dataclass(frozen=True)
+class Recipient:
+    """A worker or node that the coordinator may send an action to.
+
+    Attributes:
+        peer: its link name.
+        sender: the worker's id, or the node's name.
+    """
+
+    peer: str
+    sender: int | str
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it is a worker; otherwise it is a node of the parameter server."""
+        return isinstance(self.sender, int)
+
+
+class _Addressed(ABC):
+    """Base of all actions: each one defines its recipients, so that none is sent by default."""
+
+    @abstractmethod
+    def is_for(self, recipient: Recipient) -> bool:
+        """Return whether the coordinator sends the action to this worker or node, which is present."""
+
+
+class ToAllWorkers(_Addressed):
+    """All workers receive the action."""
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return recipient.is_worker
+
+
+class _ToWorker(_Addressed):
+    """One worker receives the action."""
+
+    worker: int
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return recipient.sender == self.worker
+
+
+class _ToWorkerOrAll(_Addressed):
+    """One worker receives the action, or all workers where it names none."""
+
+    worker: int | None
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return recipient.is_worker and self.worker in (None, recipient.sender)
+
+
+class _ToNode(_Addressed):
+    """One node of the parameter server receives the action."""
+
+    node: str
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return recipient.sender == self.node
+
+
+class _ToNodeOrAll(_Addressed):
+    """One node of the parameter server receives the action, or all nodes where it names none."""
+
+    node: str
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return recipient.sender == self.node or (not self.node and not recipient.is_worker)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Peer:
     """How to reach one worker: its link name and its addresses, best first."""
@@ -705,7 +780,7 @@ class Peer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerList:
+class PeerList(ToAllWorkers):
     """The list of workers and of the addresses on which they reach one another.
 
     Sent once all workers of the start have joined, and again, with all workers present then, after each later
@@ -717,7 +792,7 @@ class PeerList:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Halt:
+class Halt(ToAllWorkers):
     """The group will change: no member begins the exchange of a further step until the next `Group`.
 
     Attributes:
@@ -731,7 +806,7 @@ class Halt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class Group(ToAllWorkers):
     """From step `step` on, until the next `Group`, `members` average with `weights`.
 
     Attributes:
@@ -773,7 +848,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssignBlocks:
+class AssignBlocks(_ToWorker):
     """Samples for one worker, or the reason why there are none.
 
     Attributes:
@@ -797,7 +872,7 @@ class AssignBlocks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPermit:
+class StepPermit(_ToWorker):
     """The clock of a worker's next step, and whether the step may start; only that worker receives it.
 
     All work of the worker at earlier clocks is complete, so it can push those clocks, empty ones included.
@@ -828,7 +903,7 @@ class StepPermit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContributionQuery:
+class ContributionQuery(_ToWorker):
     """Ask a member for contributions of a lost worker that were not reported.
 
     Attributes:
@@ -844,7 +919,7 @@ class ContributionQuery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConsumedSamples:
+class ConsumedSamples(_ToWorker):
     """Which samples a worker's state has consumed; only that worker receives it.
 
     Attributes:
@@ -864,7 +939,7 @@ class ConsumedSamples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssignLateBlock:
+class AssignLateBlock(_Addressed):
     """A worker outside the group computes a block on behalf of a member; only these two receive it.
 
     The member sends it parameters as of its next step, and receives the gradient. The worker's previous
@@ -882,9 +957,13 @@ class AssignLateBlock:
     block: Block
     reason: str
 
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return recipient.sender in (self.worker, self.proxy)
+
 
 @dataclass(frozen=True, kw_only=True)
-class ResolveLateBlock:
+class ResolveLateBlock(_ToWorker):
     """The assignment of a late block is over; only the member on whose behalf it was computed receives it.
 
     Attributes:
@@ -903,7 +982,7 @@ class ResolveLateBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preempt:
+class Preempt(_ToWorkerOrAll):
     """A worker is about to be terminated: save, and leave.
 
     Attributes:
@@ -917,7 +996,7 @@ class Preempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationStarted:
+class ValidationStarted(_ToWorkerOrAll):
     """The validation of an epoch has begun: some worker has a snapshot of the model at its end.
 
     Attributes:
@@ -930,7 +1009,7 @@ class ValidationStarted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SendSnapshot:
+class SendSnapshot(_Addressed):
     """A worker sends its snapshot to another one, which evaluates parts with it; only these two receive it.
 
     Attributes:
@@ -947,9 +1026,13 @@ class SendSnapshot:
     transfer: int
     reason: str
 
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return recipient.sender in (self.worker, self.receiver)
+
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatePart:
+class EvaluatePart(_ToWorker):
     """A part of the validation set for one worker, which alone receives it.
 
     Attributes:
@@ -968,7 +1051,7 @@ class EvaluatePart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeStates:
+class MergeStates(_ToWorker):
     """The metric states of one part, for the worker that evaluated the first part; only it receives them.
 
     All parts are sent, in the order of the set; with the last one the worker merges them and reports the
@@ -990,7 +1073,7 @@ class MergeStates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationFinished:
+class ValidationFinished(_ToWorkerOrAll):
     """The validation of an epoch is over.
 
     Attributes:
@@ -1011,7 +1094,7 @@ class ValidationFinished:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndEpoch:
+class EndEpoch(ToAllWorkers):
     """The group has finished `epoch`: workers that are behind go on to the next one.
 
     Attributes:
@@ -1023,7 +1106,7 @@ class EndEpoch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssignRoundBatch:
+class AssignRoundBatch(_ToWorker):
     """The next round of a worker that has skipped batches is for the batch of this number.
 
     Where it has skipped that batch itself, it takes part with weight 0.
@@ -1036,21 +1119,25 @@ class AssignRoundBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobComplete:
+class JobComplete(ToAllWorkers):
     """All workers have finished: receive or send the final state, as the last `Group` says, and leave."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class CloseServers:
+class CloseServers(_Addressed):
     """No worker trains any more: the servers that belong to the job end."""
 
     reason: str
 
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return not recipient.is_worker
+
 
 @dataclass(frozen=True, kw_only=True)
-class AbortJob:
+class AbortJob(ToAllWorkers):
     """The job cannot go on: every worker ends with this reason.
 
     Attributes:
@@ -1062,9 +1149,13 @@ class AbortJob:
     step: int | None
     reason: str
 
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`: all workers and all nodes."""
+        return True
+
 
 @dataclass(frozen=True, kw_only=True)
-class RejectPeer:
+class RejectPeer(_Addressed):
     """One peer may not take part; the job goes on without it.
 
     The coordinator sends the reason to the peer and closes its connection. None of the peer's messages, its
@@ -1077,9 +1168,13 @@ class RejectPeer:
     peer: str
     reason: str
 
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return recipient.peer == self.peer
+
 
 @dataclass(frozen=True, kw_only=True)
-class AnnounceWorkerLost:
+class AnnounceWorkerLost(ToAllWorkers):
     """A worker was lost or has failed, and the job goes on without it; every other worker logs the reason.
 
     No policy decides this: the coordinator adds it to the actions that answer the `Lost` or the `Failed`.
@@ -1156,7 +1251,7 @@ class ServerAddress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterView:
+class ClusterView(_ToNodeOrAll):
     """Which server holds what on the parameter server, from now on (see
     `offbeat.policies.ps.messages.PlacementView`).
 
@@ -1191,15 +1286,19 @@ class ClusterView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForgetClient:
+class ForgetClient(_Addressed):
     """A client is permanently gone; only servers receive it, and drop all that they keep for the client."""
 
     node: str
     reason: str
 
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return isinstance(recipient.sender, str) and recipient.sender.startswith("server-")
+
 
 @dataclass(frozen=True, kw_only=True)
-class RejectNamespace:
+class RejectNamespace(_ToNodeOrAll):
     """A namespace cannot be as `node` asks for it; only that node receives it."""
 
     node: str
@@ -1224,7 +1323,7 @@ class WorkerGroupMember:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerGroupView:
+class WorkerGroupView(_Addressed):
     """The assignment of shards in a group of workers, from now on, and the progress of each worker.
 
     Attributes:
@@ -1243,9 +1342,13 @@ class WorkerGroupView:
     lost: tuple[tuple[int, int], ...]
     reason: str
 
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return recipient.sender in ([self.node] if self.node else [member.node for member in self.workers])
+
 
 @dataclass(frozen=True, kw_only=True)
-class AssignTask:
+class AssignTask(_ToNode):
     """A worker is to do a pass over some of its shards; only that worker receives it.
 
     Attributes:
@@ -1262,7 +1365,7 @@ class AssignTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassesEnded:
+class PassesEnded(_ToNode):
     """All shards that are not lost have been through at least as many passes as a worker asked for."""
 
     node: str
@@ -1272,7 +1375,7 @@ class PassesEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerGroupRejected:
+class WorkerGroupRejected(_ToNode):
     """A client, the only recipient, is no longer a member of a group, or its request cannot be met."""
 
     node: str

@@ -1,8 +1,10 @@
 """Pure decisions: which workers wait for which, which average together, which are slow.
 
 A policy has one method, `handle(event) -> list[Action]`, and `state_dict` / `load_state_dict` of plain data;
-its constructor arguments are its whole configuration. A policy reads no clock, draws from no global
-generator, does not log, and imports nothing but the standard library and `offbeat.events`.
+its constructor arguments are its whole configuration. It is the coordinator's side of a strategy; the
+worker's side is a `WorkerProtocol`. A policy ignores events that it does not need; an action that the
+worker's side does not know is an error. Both read no clock, draw from no global generator, do not log, and
+import nothing but the standard library and `offbeat.events`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any, Protocol
 
 from offbeat.errors import ProtocolError
 from offbeat.events import AbortJob, Action, Event, Joined, RejectPeer
+from offbeat.policies.data.block_queue import BlockQueue
 
 
 class Policy(Protocol):
@@ -25,6 +28,35 @@ class Policy(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a `state_dict`."""
+
+
+class WorkerProtocol(Protocol):
+    """A worker's side of a strategy: what the actions that the worker has received allow it to do.
+
+    The runtime's client of the coordinator and the simulated workers drive it, each with its own strategy's;
+    it sends nothing, waits for nothing and reads no clock.
+
+    Attributes:
+        block_queue: the blocks of samples that are assigned to the worker.
+    """
+
+    block_queue: BlockQueue
+
+    @property
+    def round(self) -> int:
+        """Number of exchanges that the worker has finished; 0 where there are none."""
+
+    def handle(self, action: Action) -> list[Event]:
+        """Applies an action; returns the events that answer it, whose time the coordinator sets.
+
+        Raises:
+            ProtocolError: the strategy has no such action.
+        """
+
+
+def unexpected_action(protocol: WorkerProtocol, action: Action) -> ProtocolError:
+    """Returns the error of a worker protocol that receives an action which its strategy does not have."""
+    return ProtocolError(f"{type(protocol).__name__} does not handle the action {type(action).__name__}")
 
 
 def dispatch_event(policies: Sequence[Policy], event: Event) -> list[Action]:

@@ -55,6 +55,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import CheckpointQuery, Evaluated, Event, Finished, Preempted, StepTimed
+from offbeat.policies import WorkerProtocol
 from offbeat.policies.data.block_scheduler import describe_batches
 from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
 from offbeat.runtime.control.client import CoordinatorClient
@@ -127,6 +128,9 @@ class Strategy(Protocol):
             start_s: how long after the first worker the last one may join, in seconds.
             servers: number of server processes of the parameter server, where the strategy has one.
         """
+
+    def make_worker_protocol(self, worker: int) -> WorkerProtocol:
+        """Makes the object that applies the policies' actions in a worker, and answers them."""
 
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> Synchronizer:
         """Makes the object that keeps this worker's model in step with those of other workers."""
@@ -283,6 +287,7 @@ class Session:
             self._coordinator = CoordinatorClient(
                 meeting,
                 self.worker,
+                self._strategy.make_worker_protocol(self.worker),
                 self._abandon,
                 steps_finished=lambda: self.step,
                 survives_worker_loss=self._strategy.survives_worker_loss,
@@ -730,7 +735,7 @@ class Session:
         if self._synchronizer.assigns_samples and self._coordinator is not None:
             self._has_left_epoch_early = True
             with self._coordinator.lock:
-                self._coordinator.block_queue.discard()
+                self._coordinator.protocol.block_queue.discard()
                 self._synchronizer.on_epoch_left_early()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -887,7 +892,11 @@ class Session:
             or self._coordinator is None
         ):
             return max(0, self._pairing.batch - 1)
-        return self._coordinator.block_queue.samples_used * self._batches_in_epoch // self._samples_in_epoch
+        return (
+            self._coordinator.protocol.block_queue.samples_used
+            * self._batches_in_epoch
+            // self._samples_in_epoch
+        )
 
     @out_of_inference_mode
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -1017,7 +1026,7 @@ class Session:
     def _query_consumed(self) -> tuple[int, dict[int, tuple[tuple[int, int], ...]]]:
         """Returns the state's epoch, and the positions that it has consumed of that and later epochs."""
         assert self._coordinator is not None
-        if self._coordinator.block_queue.epoch < 0:  # nothing since the start
+        if self._coordinator.protocol.block_queue.epoch < 0:  # nothing since the start
             return self.epoch, self._used
         member, round_ = self._coordinator, self._synchronizer.round
 

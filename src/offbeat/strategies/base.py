@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
+from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import AveragerContext
@@ -60,6 +61,10 @@ class GroupAveraging:
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
+
+    def make_worker_protocol(self, worker: int) -> GroupProtocol:
+        """See `Strategy.make_worker_protocol`."""
+        return GroupProtocol(worker)
 
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> GroupSynchronizer:
         """See `Strategy.make_synchronizer`."""

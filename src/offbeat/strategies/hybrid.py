@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, get_args
 
 from offbeat.numerics.collectives.plans import ALGORITHM_POLICIES, AlgorithmPolicy
+from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import Averager, AveragerContext
@@ -83,6 +84,10 @@ class Hybrid:
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return lockstep_specs(world, start_s, self.deadline_s)
+
+    def make_worker_protocol(self, worker: int) -> GroupProtocol:
+        """See `Strategy.make_worker_protocol`."""
+        return GroupProtocol(worker)
 
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> GroupSynchronizer:
         """See `Strategy.make_synchronizer`."""

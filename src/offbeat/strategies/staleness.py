@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from offbeat.policies.staleness.adaptive_bound import ProgressSignal
 from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 from offbeat.policies.staleness.caches import PsOptions
+from offbeat.policies.staleness.clock_protocol import ClockProtocol
 from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.runtime.staleness.synchronizer import ServerSynchronizer
 from offbeat.runtime.training.interface import TrainingLoop
@@ -47,6 +48,10 @@ class ServerStrategy(ABC):
                 arguments={"servers": servers, "copies": self.copies},
             ),
         )
+
+    def make_worker_protocol(self, worker: int) -> ClockProtocol:
+        """See `Strategy.make_worker_protocol`."""
+        return ClockProtocol()
 
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> ServerSynchronizer:
         """See `Strategy.make_synchronizer`."""

@@ -12,31 +12,15 @@ from offbeat.errors import ProtocolError
 from offbeat.events import (
     AbortJob,
     Action,
-    BatchesSkipped,
-    CheckpointQuery,
-    ContributionReport,
-    Evaluated,
     Event,
     Failed,
-    Finished,
-    Halted,
     Joined,
-    LateGradientArrived,
     Left,
     Lost,
-    NodeEvent,
     Peer,
     PeerList,
-    PeerReachable,
-    PeerUnreachable,
-    Preempted,
-    Ready,
     RejectPeer,
-    SamplesRequested,
-    StepFinished,
-    StepTimed,
     Tick,
-    ValidationEvent,
 )
 
 _NAMES_MAX = 16
@@ -87,33 +71,13 @@ class Assembly:
         if self._first_event_s is None:
             self._first_event_s = event.now_s
         match event:
-            case (
-                Ready()
-                | BatchesSkipped()
-                | SamplesRequested()
-                | LateGradientArrived()
-                | CheckpointQuery()
-                | ContributionReport()
-                | StepFinished()
-                | StepTimed()
-                | Halted()
-                | Evaluated()
-                | Preempted()
-                | Finished()
-                | PeerUnreachable()
-                | PeerReachable()
-                | NodeEvent()
-                | ValidationEvent()
-            ):
-                return []  # nearly all events are these
             case Joined():
-                return self._joined(event)
+                return self._handle_joined(event)
             case Lost() | Failed() | Left():
-                return self._gone(event)
+                return self._handle_gone(event)
             case Tick():
-                return self._tick(event.now_s)
-            case _:
-                assert_never(event)
+                return self._handle_tick(event.now_s)
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that is not an argument of the constructor, as plain data."""
@@ -147,7 +111,7 @@ class Assembly:
         self._has_started = state["has_started"]
         self._gone_ids = set(state["gone"])
 
-    def _joined(self, event: Joined) -> list[Action]:
+    def _handle_joined(self, event: Joined) -> list[Action]:
         """Add a worker to those that are present, or refuse it.
 
         Return the PeerList once all are present, and for every worker that joins an open job later; an
@@ -162,7 +126,7 @@ class Assembly:
         if self._refusal_cause is not None:
             return [RejectPeer(peer=event.peer, reason=self._refusal(event))]
         if self._has_started:
-            return self._joined_later(event)
+            return self._handle_late_joined(event)
         mismatch = self._mismatch(event)
         if mismatch is not None:
             return self._stop(event.worker, None, mismatch)
@@ -178,7 +142,7 @@ class Assembly:
         peers = tuple(self._present[worker][0] for worker in range(self._world))
         return [PeerList(peers=peers, reason=f"all {self._world} workers are here with the same model")]
 
-    def _joined_later(self, event: Joined) -> list[Action]:
+    def _handle_late_joined(self, event: Joined) -> list[Action]:
         if event.worker in self._present or event.worker in self._gone_ids:
             mismatch: str | None = (
                 f"its id, {event.worker}, has been used: give every new worker an unused id"
@@ -250,7 +214,7 @@ class Assembly:
             )
         return f"worker {event.worker} ({event.location}) cannot take part: {self._refusal_cause}"
 
-    def _gone(self, event: Lost | Failed | Left) -> list[Action]:
+    def _handle_gone(self, event: Lost | Failed | Left) -> list[Action]:
         if self._has_started and self._is_open:
             if self._present.pop(event.worker, None) is not None:
                 self._gone_ids.add(event.worker)
@@ -281,7 +245,7 @@ class Assembly:
             case _:
                 assert_never(event)
 
-    def _tick(self, now_s: float) -> list[Action]:
+    def _handle_tick(self, now_s: float) -> list[Action]:
         assert self._first_event_s is not None
         if (
             self._refusal_cause is not None

@@ -16,29 +16,19 @@ from offbeat.events import (
     Action,
     AssignRoundBatch,
     BatchesSkipped,
-    CheckpointQuery,
-    ContributionReport,
-    Evaluated,
     Event,
     Failed,
     Finished,
     Group,
-    Halted,
     JobComplete,
     Joined,
-    LateGradientArrived,
     Left,
     Lost,
-    NodeEvent,
     PeerReachable,
     PeerUnreachable,
-    Preempted,
     Ready,
-    SamplesRequested,
-    StepFinished,
     StepTimed,
     Tick,
-    ValidationEvent,
 )
 from offbeat.policies.membership.reachability import Reachability
 
@@ -150,19 +140,7 @@ class Lockstep:
                 return []
             case Finished():
                 return self._handle_finished(event)
-            case (
-                SamplesRequested()
-                | LateGradientArrived()
-                | CheckpointQuery()
-                | ContributionReport()
-                | Evaluated()
-                | Halted()
-            ):
-                return []
-            case StepFinished() | Preempted() | NodeEvent() | ValidationEvent():
-                return []
-            case _:
-                assert_never(event)
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that is not an argument of the constructor, as plain data."""

@@ -51,11 +51,9 @@ from offbeat.errors import ProtocolError
 from offbeat.events import (
     AbortJob,
     Action,
-    BatchesSkipped,
     CheckpointQuery,
     ContributionReport,
     EndEpoch,
-    Evaluated,
     Event,
     Failed,
     Finished,
@@ -67,17 +65,12 @@ from offbeat.events import (
     LateGradientArrived,
     Left,
     Lost,
-    NodeEvent,
     PeerReachable,
     PeerUnreachable,
-    Preempted,
     Ready,
     RejectPeer,
     SamplesRequested,
-    StepFinished,
-    StepTimed,
     Tick,
-    ValidationEvent,
 )
 from offbeat.policies.data.group_assigner import GroupBlockAssigner
 from offbeat.policies.membership.reachability import Reachability
@@ -285,14 +278,9 @@ class PartialGroups:
                 return self._handle_tick(event.now_s)
             case Finished():
                 return self._handle_finished(event)
-            case BatchesSkipped() | StepFinished() | StepTimed() | Evaluated() | Preempted():
-                return []
-            case NodeEvent() | ValidationEvent():
-                return []
             case PeerUnreachable() | PeerReachable():
                 return self._handle_report(event)
-            case _:
-                assert_never(event)
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that is not an argument of the constructor, as plain data."""

@@ -44,18 +44,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, TypeAlias, assert_never
+from typing import Any, Final, Literal, TypeAlias
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
     AbortJob,
     Action,
     AssignBlocks,
-    BatchesSkipped,
     CheckpointQuery,
     CloseServers,
     ContributionReport,
-    Evaluated,
     Event,
     Failed,
     Finished,
@@ -65,7 +63,6 @@ from offbeat.events import (
     LateGradientArrived,
     Left,
     Lost,
-    NodeEvent,
     PeerReachable,
     PeerUnreachable,
     Preempted,
@@ -76,9 +73,7 @@ from offbeat.events import (
     ServerUnreachable,
     StepFinished,
     StepPermit,
-    StepTimed,
     Tick,
-    ValidationEvent,
 )
 from offbeat.policies.data.worker_assigner import SoloBlockAssigner
 from offbeat.policies.ps.manager import client_id
@@ -230,19 +225,13 @@ class BoundedStaleness:
                 )
             case ServerUnreachable() | ServerReachable():
                 self._on_server_reachability(event)
-                return []
             case Preempted():
                 if self._preempted_clock is None:
                     self._preempted_clock = -1 if self._gate.s is None else self._gate.latest_clock
-                return []
-            case BatchesSkipped() | StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
-                return []
             case PeerUnreachable() | PeerReachable():
                 if event.worker is None and event.peer in self._workers:
                     self._set_reachable(event.peer, isinstance(event, PeerReachable))
-                return []
-            case _:
-                assert_never(event)
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that is not a constructor argument, as plain data."""

@@ -43,8 +43,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from offbeat.errors import LinkError, WorkerError
-from offbeat.events import Group
+from offbeat.events import Action, AssignBlocks, AssignLateBlock, Group, Halt, ResolveLateBlock
 from offbeat.policies.membership.group_membership import ExchangeDecision, GroupMembership
+from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.collectives.interface import Exchange, TensorMemory
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.data.late_gradients import LateGradients
@@ -80,7 +81,7 @@ class GroupBinding:
     Where the new group has joining workers, it also transfers the state from the donor to them.
 
     Args:
-        member: the connection to the coordinator.
+        member: the connection to the coordinator; its protocol is a `GroupProtocol`.
         open_exchange: makes an exchange over a list of workers.
         copy_state: copies the state of an exchange's first member to all other members, blocking; gets the
             exchange, this worker's position in it, the first of `StateCopier.EXCHANGE_IDS` exchange ids and,
@@ -88,6 +89,7 @@ class GroupBinding:
         deadline_s: the longest time to wait for a group, in seconds.
 
     Attributes:
+        protocol: the worker's side of the group protocol.
         memory: allocates tensors for exchanges, independent of the group.
         was_state_replaced: this worker's state has been replaced since this was last set to False.
         late_gradients: the late blocks that this worker computes or is the proxy for.
@@ -100,8 +102,9 @@ class GroupBinding:
         copy_state: Callable[[Exchange, int, int, int], int],
         deadline_s: float,
     ) -> None:
-        self._member = member
-        self._follower: GroupMembership = member.membership
+        assert isinstance(member.protocol, GroupProtocol)
+        self._member, self.protocol = member, member.protocol
+        self._follower: GroupMembership = member.protocol.membership
         self._open_exchange = open_exchange
         self._copy_state = copy_state
         self._deadline_s = deadline_s
@@ -112,8 +115,8 @@ class GroupBinding:
         self._transfer_thread: threading.Thread | None = None
         self.memory = TensorMemory(member.endpoint)
         self.was_state_replaced = False
-        self.late_gradients = LateGradients(member)
-        member.on_exchanges_aborted = self._on_abandon
+        self.late_gradients = LateGradients(member, member.protocol)
+        member.on_action = self._on_action
 
     def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
         """See `CoordinatorClient.start_thread`."""
@@ -331,9 +334,15 @@ class GroupBinding:
         if has_changed:
             exchange.abandon(_regrouped_error())
 
-    def _on_abandon(self) -> None:
-        """Fails the exchanges under way; called in the links' thread."""
-        self.abandon(_regrouped_error())
+    def _on_action(self, action: Action) -> None:
+        """Carries out what follows from an action; called in the links' thread."""
+        match action:
+            case Halt() if self._follower.is_aborted:
+                self.abandon(_regrouped_error())
+            case AssignLateBlock() | ResolveLateBlock():
+                self.late_gradients.on_action(action)
+            case AssignBlocks() if action.replaces_queue or not self._follower.is_member:
+                self.late_gradients.on_action(action)
 
 
 def _regrouped_error() -> GroupChangedError:

@@ -189,7 +189,7 @@ class GroupSynchronizer:
                 self._copy_state(handle.exchange, handle.position, 0, 0)
                 return
         with member.lock:
-            reason = member.membership.change_reason
+            reason = self.binding.membership.change_reason
         raise WorkerError(
             f"worker {self._loop.worker} could not receive the initial state before the first step: "
             f"{reason}; nothing was trained yet: start the job again"
@@ -290,10 +290,10 @@ class GroupSynchronizer:
 
     def agree_on_batch(self, batch: int, skipped: int) -> int:
         """See `Synchronizer.agree_on_batch`: asks the coordinator where all are in every round."""
-        member = self._member
-        if member is None or self.binding is None or self._survives:
+        if self._member is None or self.binding is None or self._survives:
             return batch
-        round_, member.round_batch = self.averager.round, None
+        protocol = self.binding.protocol
+        round_, protocol.round_batch = self.averager.round, None
         self._loop.send_event(
             BatchesSkipped(
                 now_s=0.0,
@@ -306,8 +306,9 @@ class GroupSynchronizer:
             )
         )
         what = f"the batch of round {round_}, after it left out {skipped} batches"
-        member.wait_for(lambda: member.round_batch is not None, self._deadline_s + COORDINATOR_MARGIN_S, what)
-        answer = member.round_batch
+        deadline_s = self._deadline_s + COORDINATOR_MARGIN_S
+        self._member.wait_for(lambda: protocol.round_batch is not None, deadline_s, what)
+        answer = protocol.round_batch
         assert answer is not None
         return answer.batch
 
@@ -349,10 +350,11 @@ class GroupSynchronizer:
         """Announces this worker's gradients to the coordinator; see `AveragerContext`."""
         blocks: tuple[int, ...] = ()
         own_blocks = 0
-        if self.assigns_samples and self._member is not None:
+        if self.assigns_samples and self._member is not None and self.binding is not None:
             with self._member.lock:
-                own_blocks = len(self._member.block_queue.started)
-                blocks = self._member.block_queue.pop_contribution(self._member.membership.is_member)
+                own_blocks = len(self.binding.protocol.block_queue.started)
+                is_member = self.binding.membership.is_member
+                blocks = self.binding.protocol.block_queue.pop_contribution(is_member)
             own_blocks = min(own_blocks, len(blocks))
             self._blocks_per_round = max(self._blocks_per_round, own_blocks)
         self._loop.send_event(

@@ -7,9 +7,14 @@ waits.
 
 Threads. The training loop calls `send_event`, `raise_if_failed`, `pause` and `wait_for`, which touch no
 socket. Messages and lost connections are processed in the links' thread, which notifies all waiting threads
-after every message. `membership` and `block_queue` are protocol objects without I/O; both threads use them
+after every message. `protocol` is the strategy's `WorkerProtocol`, an object without I/O; both threads use it
 under `lock` only. The `on_*` callbacks run in the links' thread, outside the lock; all links wait while they
 run.
+
+Actions. This client applies those that every job has: who takes part, how far an epoch or the job is, what a
+checkpoint holds, validations. All others belong to the strategy: `protocol` applies them, its answers are
+sent, and `on_action` lets the synchronizer carry out what follows. An action that neither knows fails the
+job.
 
 Exactly once. Events and actions are counted at both ends. The coordinator appends an event to its journal
 before it sends any action that follows from it, and acknowledges events by their count in the journal. An
@@ -22,7 +27,8 @@ its journal, so that it repeats the same decisions: to a worker a restart looks 
 
 Failures. The first one wins: `_fail` sets `failure` once and calls `on_failure` once; `raise_if_failed`,
 `pause` and `wait_for` raise it in the training loop.
-- The coordinator sends AbortJob (the job has failed) or RejectPeer (this worker is out).
+- The coordinator sends AbortJob (the job has failed), RejectPeer (this worker is out), or an action that the
+  strategy does not have.
 - The coordinator cannot be reached after a lost connection, or closes its end before the job is over.
 - The connection to another worker is lost. Where the strategy survives that, this worker reports it, tries
   to connect every second, and leaves the verdict to the coordinator. Where not, the coordinator has one
@@ -48,18 +54,13 @@ from functools import partial
 from offbeat.errors import LinkError, OffbeatError, ProtocolError, WorkerError
 from offbeat.events import (
     AbortJob,
+    Action,
     AnnounceWorkerLost,
-    AssignBlocks,
-    AssignLateBlock,
-    AssignRoundBatch,
     ConsumedSamples,
-    ContributionQuery,
     EndEpoch,
     EvaluatePart,
     Event,
     Failed,
-    Group,
-    Halt,
     JobComplete,
     Joined,
     Left,
@@ -70,14 +71,11 @@ from offbeat.events import (
     PeerUnreachable,
     Preempt,
     RejectPeer,
-    ResolveLateBlock,
     SendSnapshot,
-    StepPermit,
     ValidationFinished,
     ValidationStarted,
 )
-from offbeat.policies.data.block_queue import BlockQueue
-from offbeat.policies.membership.group_membership import GroupMembership
+from offbeat.policies import WorkerProtocol
 from offbeat.runtime.control.channel import ControlChannel
 from offbeat.runtime.control.configuration import COORDINATOR
 from offbeat.runtime.control.outages import OutageLog
@@ -108,6 +106,7 @@ class CoordinatorClient:
     Args:
         rendezvous: the rendezvous of the job.
         worker: this worker's id.
+        protocol: the worker's side of the strategy's protocol.
         on_failure: called with the first failure.
         steps_finished: returns the number of optimizer steps that this worker has finished.
         survives_worker_loss: the loss of another worker does not end this one; the coordinator decides what
@@ -115,18 +114,12 @@ class CoordinatorClient:
         silent_s: a peer that has sent nothing for this many seconds is lost.
 
     Attributes:
-        membership: the group protocol: what Halts and Groups allow; to be used under `lock`.
-        block_queue: the blocks of samples assigned to this worker; to be used under `lock`.
+        protocol: the worker's side of the strategy's protocol; to be used under `lock`.
         epochs_ended: number of epochs that the group has finished, as far as is known.
         consumed_samples: the last ConsumedSamples received: which samples the state has consumed.
         preempt: the last Preempt received, which names the worker about to be preempted; None before.
         is_job_complete: all workers have finished.
-        permit: the last StepPermit received; set to None before another is requested.
-        round_batch: the last AssignRoundBatch received: the batch of the next round; set to None before
-            another is requested.
-        on_permit: called, in the links' thread, with every StepPermit.
-        on_exchanges_aborted: called, in the links' thread, when exchanges under way cannot be finished.
-        on_late_block_action: called, in the links' thread, with every action about late gradients.
+        on_action: called, in the links' thread, with every action that `protocol` has applied.
         on_validation_action: called, in the links' thread, with every action about validations.
         validation_results: by epoch, the result of its validation, None while that is under way.
         failure: why the job has failed; None while it has not.
@@ -137,6 +130,7 @@ class CoordinatorClient:
         self,
         rendezvous: RendezvousInfo,
         worker: int,
+        protocol: WorkerProtocol,
         on_failure: Callable[[WorkerError], None],
         *,
         steps_finished: Callable[[], int],
@@ -144,19 +138,12 @@ class CoordinatorClient:
         silent_s: float = 10.0,
     ) -> None:
         self.worker, self._pid = worker, os.getpid()
-        self.membership = GroupMembership(worker)
-        self.block_queue = BlockQueue()
+        self.protocol = protocol
         self.epochs_ended = 0
         self.consumed_samples: ConsumedSamples | None = None
         self.preempt: Preempt | None = None
         self.is_job_complete = False
-        self.permit: StepPermit | None = None
-        self.round_batch: AssignRoundBatch | None = None
-        self.on_permit: Callable[[StepPermit], None] = _do_nothing
-        self.on_exchanges_aborted: Callable[[], None] = _do_nothing
-        self.on_late_block_action: Callable[[AssignLateBlock | ResolveLateBlock | AssignBlocks], None] = (
-            _do_nothing
-        )
+        self.on_action: Callable[[Action], None] = _do_nothing
         self.on_validation_action: Callable[
             [SendSnapshot | EvaluatePart | MergeStates | ValidationFinished], None
         ] = _do_nothing
@@ -249,7 +236,7 @@ class CoordinatorClient:
 
     @property
     def lock(self) -> SignalSafeCondition:
-        """To be held while `membership` or `block_queue` is used."""
+        """To be held while `protocol` is used."""
         return self._changed
 
     def link_name(self, worker: int) -> str:
@@ -364,62 +351,53 @@ class CoordinatorClient:
         if peer != COORDINATOR:
             return
         try:
-            actions = self._channel.receive(payload)
+            for action in self._channel.receive(payload):
+                self._apply(action)
         except ProtocolError as error:
-            self._fail(WorkerError(f"the coordinator sent a message that cannot be decoded: {error}"))
-            return
-        for action in actions:
-            match action:
-                case PeerList():
-                    self._add_peers(action.peers)
-                    self._start = action
-                case Halt():
-                    self._on_halt(action)
-                case Group():
-                    with self._changed:
-                        self.membership.on_group(action)
-                case AssignBlocks():
-                    with self._changed:
-                        self.block_queue.on_assigned(action)
-                    if action.replaces_queue or not self.membership.is_member:
-                        self.on_late_block_action(action)
-                case StepPermit():
-                    self.permit = action
-                    self.on_permit(action)
-                case AssignRoundBatch():
-                    self.round_batch = action
-                case ContributionQuery():
-                    with self._changed:
-                        recalled = self.membership.on_contribution_query(action)
-                    self.send_event(recalled)
-                case ConsumedSamples():
-                    self.consumed_samples = action
-                case AssignLateBlock() | ResolveLateBlock():
-                    self.on_late_block_action(action)
-                case ValidationStarted():
-                    self.validation_results.setdefault(action.epoch, None)
-                case SendSnapshot() | EvaluatePart() | MergeStates() | ValidationFinished():
-                    if isinstance(action, ValidationFinished):
-                        self.validation_results[action.epoch] = action
-                    self.on_validation_action(action)
-                case Preempt():
-                    self.preempt = action
-                case EndEpoch():
-                    self.epochs_ended = action.epoch + 1
-                case JobComplete():
-                    self.is_job_complete = True
-                case AbortJob():
-                    self.is_failure_reported = True
-                    self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))
-                case AnnounceWorkerLost():
-                    self._forget_peer(self._name_of_worker.get(action.worker, ""))
-                    if self.failure is None and not (self.is_job_complete or self._is_closing):
-                        _log.warning(action.reason)
-                case RejectPeer():
-                    self.is_failure_reported = True
-                    self._fail(WorkerError(action.reason, worker=self.worker))
+            self._fail(WorkerError(f"worker {self.worker} cannot use a message of the coordinator: {error}"))
         with self._changed:
             self._changed.notify_all()
+
+    def _apply(self, action: Action) -> None:
+        """Applies an action, in the links' thread.
+
+        Raises:
+            ProtocolError: the strategy has no such action.
+        """
+        match action:
+            case PeerList():
+                self._add_peers(action.peers)
+                self._start = action
+            case ConsumedSamples():
+                self.consumed_samples = action
+            case ValidationStarted():
+                self.validation_results.setdefault(action.epoch, None)
+            case SendSnapshot() | EvaluatePart() | MergeStates() | ValidationFinished():
+                if isinstance(action, ValidationFinished):
+                    self.validation_results[action.epoch] = action
+                self.on_validation_action(action)
+            case Preempt():
+                self.preempt = action
+            case EndEpoch():
+                self.epochs_ended = action.epoch + 1
+            case JobComplete():
+                self.is_job_complete = True
+            case AbortJob():
+                self.is_failure_reported = True
+                self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))
+            case AnnounceWorkerLost():
+                self._forget_peer(self._name_of_worker.get(action.worker, ""))
+                if self.failure is None and not (self.is_job_complete or self._is_closing):
+                    _log.warning(action.reason)
+            case RejectPeer():
+                self.is_failure_reported = True
+                self._fail(WorkerError(action.reason, worker=self.worker))
+            case _:
+                with self._changed:
+                    answers = self.protocol.handle(action)
+                if answers:
+                    self.send_event(*answers)
+                self.on_action(action)
 
     def _add_peers(self, peers: tuple[Peer, ...]) -> None:
         for peer in peers:
@@ -438,8 +416,7 @@ class CoordinatorClient:
 
     def _report_unreachable(self, peer: str, cause: str) -> None:
         """Logs that a peer is unreachable; reports it to the coordinator if the peer is a worker."""
-        with self._changed:
-            cause = f"{cause}, in step {self.membership.step}"
+        cause = f"{cause}, in step {self._step()}"
         if not self._is_closing and (peer == COORDINATOR or peer in self._addresses):
             self._notes.on_unreachable(self._display_name(peer), cause)
         if peer in self._addresses and peer not in self._reported_unreachable:
@@ -459,14 +436,6 @@ class CoordinatorClient:
         if peer in self._addresses and not self._is_closing:
             self._introduce(peer)
             self.endpoint.connect(peer)
-
-    def _on_halt(self, halt: Halt) -> None:
-        with self._changed:
-            answer = self.membership.on_halt(halt)
-        if answer is not None:
-            self.send_event(answer)
-            if halt.abandon:
-                self.on_exchanges_aborted()
 
     def _on_lost(self, error: LinkError) -> None:
         if error.peer == COORDINATOR:

@@ -27,42 +27,23 @@ from offbeat.events import (
     AbortJob,
     Action,
     AnnounceWorkerLost,
-    AssignBlocks,
-    AssignLateBlock,
-    AssignRoundBatch,
-    AssignTask,
-    CloseServers,
     ClusterView,
-    ConsumedSamples,
-    ContributionQuery,
-    EvaluatePart,
     Event,
     Failed,
-    ForgetClient,
     Joined,
     Left,
     Lost,
-    MergeStates,
     NodeJoined,
     NodeLeft,
     NodeLost,
     NodeResumed,
     NodeSilent,
-    PassesEnded,
     PeerList,
     PeerReachable,
     PeerUnreachable,
-    Preempt,
-    RejectNamespace,
+    Recipient,
     RejectPeer,
-    ResolveLateBlock,
-    SendSnapshot,
-    StepPermit,
     Tick,
-    ValidationFinished,
-    ValidationStarted,
-    WorkerGroupRejected,
-    WorkerGroupView,
 )
 from offbeat.policies import dispatch_event
 from offbeat.runtime.control.channel import SequenceAck, decode_sequence_ack, encode_sequence_ack
@@ -418,7 +399,7 @@ class Coordinator:
         common: list[Action] = []
         payloads: list[bytes] = []
         for peer in sorted(self._peers):
-            mine = [action for action in actions if self._is_for(action, peer)]
+            mine = [action for action in actions if self._is_addressed_to(action, peer)]
             if not mine:
                 continue
             member = self._peers[peer]
@@ -430,41 +411,13 @@ class Coordinator:
                 self._send(peer, payload)
         return True
 
-    def _is_for(self, action: Action, peer: str) -> bool:
+    def _is_addressed_to(self, action: Action, peer: str) -> bool:
         """Whether an action is sent to the peer with this link name.
 
-        An action that names a worker or node goes to it, and most others to all workers; an AbortJob goes to
-        every node as well. A peer that is not present receives nothing but its own rejection.
+        A peer that is not present receives nothing but its own rejection.
         """
-        if isinstance(action, RejectPeer):
-            return action.peer == peer
-        if peer not in self._present:
-            return False
-        sender = self._peers[peer].sender
-        match action:
-            case ClusterView() | RejectNamespace():
-                return action.node == sender or (not action.node and isinstance(sender, str))
-            case CloseServers():
-                return isinstance(sender, str)
-            case ForgetClient():
-                return isinstance(sender, str) and sender.startswith("server-")
-            case AssignTask() | PassesEnded() | WorkerGroupRejected():
-                return action.node == sender
-            case WorkerGroupView():
-                return sender in (
-                    [action.node] if action.node else [member.node for member in action.workers]
-                )
-            case AssignBlocks() | ConsumedSamples() | StepPermit() | ContributionQuery() | AssignRoundBatch():
-                return action.worker == sender
-            case ResolveLateBlock() | EvaluatePart() | MergeStates():
-                return action.worker == sender
-            case SendSnapshot():
-                return sender in (action.worker, action.receiver)
-            case Preempt() | ValidationStarted() | ValidationFinished():
-                return isinstance(sender, int) and action.worker in (None, sender)
-            case AssignLateBlock():
-                return sender in (action.worker, action.proxy)
-        return isinstance(sender, int) or isinstance(action, AbortJob)
+        is_reachable = peer in self._present or isinstance(action, RejectPeer)
+        return is_reachable and action.is_for(Recipient(peer, self._peers[peer].sender))
 
     def _send(self, peer: str, payload: bytes) -> None:
         """Sends a message, after flushing the journal; sends nothing during a replay."""

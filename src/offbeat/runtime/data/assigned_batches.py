@@ -108,11 +108,7 @@ class AssignedBatches:
         deadline_s: float,
     ) -> None:
         check_loader_options(loader_options)
-        self._member, self._hand, self._follower = (
-            coordinator,
-            coordinator.block_queue,
-            coordinator.membership,
-        )
+        self._member, self._hand = coordinator, coordinator.protocol.block_queue
         self._order = order
         self._orders: dict[int, Tensor] = {}
         self._batch_size, self._drop_last, self._epoch = batch_size, drop_last, epoch
@@ -188,7 +184,7 @@ class AssignedBatches:
 
     @property
     def _is_excluded(self) -> bool:
-        return self._late is not None and not self._follower.is_member
+        return self._late is not None and self._late.is_excluded
 
     def _choose(self) -> _Source | None:
         with self._member.lock:
@@ -223,7 +219,7 @@ class AssignedBatches:
             return
         self._has_requested = True
         with self._member.lock:
-            taken, round_ = self._hand.started, self._follower.round
+            taken, round_ = self._hand.started, self._member.protocol.round
             if self._late is not None and self._is_excluded:
                 self._late.on_samples_requested()
         self._member.send_event(

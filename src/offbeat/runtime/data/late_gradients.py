@@ -19,6 +19,7 @@ from offbeat.errors import LinkError
 from offbeat.events import AssignBlocks, AssignLateBlock, Block, LateGradientArrived, ResolveLateBlock
 
 if TYPE_CHECKING:
+    from offbeat.policies.membership.group_protocol import GroupProtocol
     from offbeat.runtime.control.client import CoordinatorClient
 
 _FIRST_TAG = 1 << 63  # exchanges use the tags below
@@ -106,13 +107,14 @@ class LateGradients:
 
     Args:
         member: the control side; its lock guards this object.
+        protocol: this worker's side of the group protocol.
 
     Attributes:
         active: the late gradients that count in the round under way.
     """
 
-    def __init__(self, member: CoordinatorClient) -> None:
-        self._member = member
+    def __init__(self, member: CoordinatorClient, protocol: GroupProtocol) -> None:
+        self._member, self._membership, self._block_queue = member, protocol.membership, protocol.block_queue
         self._parameters: list[torch.Tensor] = []
         self._get_buffers: Callable[[], list[torch.Tensor]] = list
         self._late_block: _LateBlock | None = None
@@ -121,7 +123,11 @@ class LateGradients:
         self._awaited: dict[int, _LateGradient] = {}  # by worker, until resolved
         self._accepted: list[_LateGradient] = []  # accepted, for the next round
         self.active: list[_LateGradient] = []
-        member.on_late_block_action = self._on_action
+
+    @property
+    def is_excluded(self) -> bool:
+        """Whether this worker is outside the group."""
+        return not self._membership.is_member
 
     def set_tensors(
         self, parameters: Sequence[torch.Tensor], get_buffers: Callable[[], list[torch.Tensor]]
@@ -131,7 +137,8 @@ class LateGradients:
 
     # Actions of the coordinator, in the links' thread ---------------------------------------------------
 
-    def _on_action(self, action: AssignLateBlock | ResolveLateBlock | AssignBlocks) -> None:
+    def on_action(self, action: AssignLateBlock | ResolveLateBlock | AssignBlocks) -> None:
+        """Carries out an action about late blocks or, in a worker outside the group, about its samples."""
         with self._member.lock:
             match action:
                 case AssignLateBlock() if action.worker == self._member.worker:
@@ -150,7 +157,7 @@ class LateGradients:
     def _accept_block(self, lend: AssignLateBlock) -> None:
         self._has_had_late_block, self._is_requesting = True, False
         self._forget(lend.worker, lend.assignment)
-        if self._member.block_queue.ignores_assignments:
+        if self._block_queue.ignores_assignments:
             self._late_block = None
             return
         message = _TensorMessage(1, [*self._parameters, *self._get_buffers()])
@@ -189,7 +196,7 @@ class LateGradients:
             return
         del self._awaited[settle.late_worker]
         self._forget(settle.late_worker, settle.assignment + 1)
-        if settle.is_contributed and not self._member.block_queue.ignores_assignments:
+        if settle.is_contributed and not self._block_queue.ignores_assignments:
             late_gradient.open()
             self._accepted.append(late_gradient)
 
@@ -226,7 +233,7 @@ class LateGradients:
         """Loads the received parameters; returns the block to compute, or None if it was revoked."""
         with self._member.lock:
             late_block = self._late_block
-            if late_block is None or not self.has_block or self._member.membership.is_member:
+            if late_block is None or not self.has_block or self._membership.is_member:
                 return None
             late_block.is_begun = True
         targets = [*self._parameters, *self._get_buffers()]
@@ -273,14 +280,14 @@ class LateGradients:
                 for worker, late_gradient in self._awaited.items()
                 if late_gradient.is_due
             ]
-        if due and self._member.membership.is_member:
+        if due and self._membership.is_member:
             self._send_parameters(due)
 
     @torch.no_grad()
     def _send_parameters(self, due: list[tuple[int, _LateGradient]]) -> None:
         tensors = [*self._parameters, *self._get_buffers()]
         message = _TensorMessage(1, tensors)
-        message.numbers_N[0] = self._member.membership.step
+        message.numbers_N[0] = self._membership.step
         for section, tensor in zip(message.tensors, tensors, strict=True):
             section.copy_(tensor)
         for worker, late_gradient in due:
@@ -294,7 +301,7 @@ class LateGradients:
         with self._member.lock:
             self.active += self._accepted
             for late_gradient in self._accepted:
-                self._member.block_queue.adopt(late_gradient.block)
+                self._block_queue.adopt(late_gradient.block)
             self._accepted = []
 
     def clear_active(self) -> None:

@@ -16,7 +16,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from offbeat.errors import LinkError, OffbeatError
+from offbeat.errors import LinkError, OffbeatError, ProtocolError
 from offbeat.events import (
     AbortJob,
     AssignTask,
@@ -226,6 +226,8 @@ class PsNode:
                     self._on_close()
                 case RejectPeer() | AbortJob():
                     self._disconnect(action.reason)
+                case _:
+                    raise ProtocolError(f"{self.name} cannot use the action {type(action).__name__}")
 
     def _on_view_action(self, viewed: ClusterView) -> None:
         servers = {f"server-{one.server}": one.addresses for one in viewed.servers}

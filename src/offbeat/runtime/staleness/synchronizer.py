@@ -20,12 +20,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.events import StepFinished, StepPermit
+from offbeat.events import Action, StepFinished, StepPermit
 from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.tables import Aggregate
 from offbeat.numerics.ps.tensors import TensorTable
 from offbeat.numerics.ps.translation import export_states, import_states, settings_of_group, update_for_group
 from offbeat.policies.staleness.caches import CacheDirectory, PsOptions
+from offbeat.policies.staleness.clock_protocol import ClockProtocol
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
@@ -148,7 +149,7 @@ class ServerSynchronizer:
     @property
     def is_leader(self) -> bool:
         """See `Synchronizer.is_leader`."""
-        grant = self._member.permit
+        grant = self._protocol.permit
         return self._loop.worker == 0 if grant is None else grant.is_leader
 
     @property
@@ -164,7 +165,7 @@ class ServerSynchronizer:
     @property
     def is_preempted(self) -> bool:
         """See `Synchronizer.is_preempted`."""
-        grant = self._member.permit
+        grant = self._protocol.permit
         return grant is not None and grant.is_preempted
 
     @property
@@ -209,8 +210,9 @@ class ServerSynchronizer:
         """See `Synchronizer.join_job`."""
         assert member is not None
         assert rendezvous is not None
-        self._member = member
-        member.on_permit = self._on_permit
+        assert isinstance(member.protocol, ClockProtocol)
+        self._member, self._protocol = member, member.protocol
+        member.on_action = self._on_action
         self._process = ServedProcess.open_or_get(
             self._loop, rendezvous, self._terms.deadline_s, self._open_model
         )
@@ -425,11 +427,11 @@ class ServerSynchronizer:
             yield states
 
     def _may_start(self) -> bool:
-        grant = self._member.permit
+        grant = self._protocol.permit
         return grant is not None and grant.may_start
 
     def _last_permit(self) -> StepPermit:
-        grant = self._member.permit
+        grant = self._protocol.permit
         assert grant is not None
         return grant
 
@@ -514,7 +516,7 @@ class ServerSynchronizer:
         blocks: tuple[int, ...] = ()
         if self._terms.assigns_samples:
             with self._member.lock:
-                blocks = self._member.block_queue.pop_contribution(is_counted=True)
+                blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
         self._report(clock, self._read_version, self._loop.pop_mean_loss(), self._compute_s, blocks)
         timer.switch("push")
         self._served.finish_clocks(self._loop.worker, self._last_permit().clock)
@@ -550,7 +552,7 @@ class ServerSynchronizer:
         self, clock: int | None, version: int, loss: float | None, compute_s: float, blocks: tuple[int, ...]
     ) -> None:
         """Report a finished step to the coordinator, and wait for the clock of the next one."""
-        self._member.permit, self._is_reporting = None, True
+        self._protocol.permit, self._is_reporting = None, True
         loop = self._loop
         loop.send_event(
             StepFinished(
@@ -567,10 +569,14 @@ class ServerSynchronizer:
             )
         )
         what = "the coordinator to name the next clock"
-        self._member.wait_for(lambda: self._member.permit is not None, self._terms.deadline_s, what)
+        self._member.wait_for(lambda: self._protocol.permit is not None, self._terms.deadline_s, what)
         self._is_reporting = False
         if clock is None:
             self._served.finish_clocks(loop.worker, self._last_permit().clock)
+
+    def _on_action(self, action: Action) -> None:
+        if isinstance(action, StepPermit):
+            self._on_permit(action)
 
     def _on_permit(self, grant: StepPermit) -> None:
         """Process a permit, in the links' thread: clocks pass even while the worker waits for samples."""

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from offbeat.events import (
     AbortJob,
     Action,
-    AssignBlocks,
     Event,
     Finished,
     JobComplete,
@@ -27,6 +26,7 @@ from offbeat.events import (
     StepPermit,
 )
 from offbeat.policies.staleness.caches import CacheDirectory, PsOptions, push_time
+from offbeat.policies.staleness.clock_protocol import ClockProtocol
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.staleness.servers import PulledRow, PushedStep, SimulatedPush, SimulatedServers
 from offbeat.simulator.training.interface import Simulation
@@ -226,7 +226,7 @@ class PsWorkerThread(SimulatedWorker):
 
     Attributes:
         process: its process.
-        permit: the last StepPermit since the last event that one answers.
+        clock_protocol: its `protocol`.
         steps_finished: steps that it has finished.
         spent_s: time spent, by activity.
         reads_by_staleness: reads, by the age of the version in clocks.
@@ -250,9 +250,13 @@ class PsWorkerThread(SimulatedWorker):
         self.process, self._is_newcomer = process, is_new
         self.place = f"simulated, process {process.process}"
         process.threads.append(self)
+        self.protocol = self.clock_protocol = ClockProtocol()
         samples = cluster.samples
-        self.loop = None if samples is None else SimulatedLoop(samples, self, self._send_request)
-        self.permit: StepPermit | None = None
+        self.loop = (
+            None
+            if samples is None
+            else SimulatedLoop(samples, self.protocol.block_queue, self, self._send_request)
+        )
         self.steps_finished = 0
         self.reads_by_staleness: Counter[int] = Counter()
         self.reads_by_source: Counter[str] = Counter()
@@ -317,22 +321,25 @@ class PsWorkerThread(SimulatedWorker):
 
     def _apply_action(self, action: Action) -> None:
         match action:
-            case PeerList() if self.activity == JOINING:
-                self.activity = BEGINNING
-                self.process.join(self._is_newcomer)
-                self.on_begun()
-            case StepPermit():
-                self.permit = action
-                if self._has_begun and not self._has_step and not action.may_start:
-                    self.process.advance_clock(self.worker, action.clock)
-            case AssignBlocks():
-                assert self.loop is not None
-                self.loop.on_deal(action)
+            case PeerList():
+                if self.activity == JOINING:
+                    self.activity = BEGINNING
+                    self.process.join(self._is_newcomer)
+                    self.on_begun()
             case JobComplete():
                 self._is_dismissed = True
                 self.leave_if_done()
             case AbortJob() | RejectPeer():
                 self.cluster.end_process(self.process)
+            case _:
+                self.answer(action)
+                if (
+                    isinstance(action, StepPermit)
+                    and self._has_begun
+                    and not self._has_step
+                    and not action.may_start
+                ):
+                    self.process.advance_clock(self.worker, action.clock)
 
     def hang(self) -> None:
         """Stop all activity."""
@@ -405,7 +412,7 @@ class PsWorkerThread(SimulatedWorker):
 
     def _proceed(self) -> None:
         """Continue if the message that it waits for is there."""
-        grant = self.permit
+        grant = self.clock_protocol.permit
         if self.activity == REPORTING and grant is not None:
             self.process.advance_clock(self.worker, grant.clock)
             if self.is_leaving:
@@ -512,7 +519,7 @@ class PsWorkerThread(SimulatedWorker):
         self._row = row
 
     def _begin_to_compute(self) -> None:
-        cluster, grant = self.cluster, self.permit
+        cluster, grant = self.cluster, self.clock_protocol.permit
         assert grant is not None
         assert self._row is not None
         if self.activity == PULLING:
@@ -581,7 +588,7 @@ class PsWorkerThread(SimulatedWorker):
     def _report(self, clock: int | None, version: int, blocks: tuple[int, ...]) -> None:
         """Report a finished step to the coordinator, whose StepPermit names the next clock."""
         loop = self.loop
-        self.permit = None
+        self.clock_protocol.permit = None
         self.activity = REPORTING
         samples = 1 if loop is None else sum(block.samples for block in loop.blocks)
         self._send(

@@ -51,42 +51,24 @@ from offbeat.errors import OffbeatError
 from offbeat.events import (
     AbortJob,
     Action,
-    AnnounceWorkerLost,
-    AssignBlocks,
     AssignLateBlock,
-    AssignRoundBatch,
-    AssignTask,
-    CloseServers,
-    ClusterView,
     ConsumedSamples,
-    ContributionQuery,
     EndEpoch,
-    EvaluatePart,
     Event,
-    ForgetClient,
     Group,
     Halt,
     JobComplete,
     Joined,
     Left,
     Lost,
-    MergeStates,
-    PassesEnded,
-    PeerList,
     PeerReachable,
     PeerUnreachable,
-    Preempt,
     Ready,
-    RejectNamespace,
+    Recipient,
     RejectPeer,
     ResolveLateBlock,
-    SendSnapshot,
-    StepPermit,
     Tick,
-    ValidationFinished,
-    ValidationStarted,
-    WorkerGroupRejected,
-    WorkerGroupView,
+    ToAllWorkers,
 )
 from offbeat.policies import Policy, dispatch_event
 from offbeat.policies.data.block_scheduler import BlockScheduler
@@ -119,6 +101,9 @@ from offbeat.simulator.training.vectorized_group import VectorizedGroup
 from offbeat.simulator.training.worker import RECEIVING_STATE, SimulatedWorker
 
 _NEVER = 10**18
+# A simulated worker computes no late block, so those assigned to it are withdrawn; and it does not wait for
+# the answer to its checkpoint query.
+_NOT_SIMULATED = (AssignLateBlock, ResolveLateBlock, ConsumedSamples)
 _REPORTED_S = UNREACHABLE_S + 0.1  # a silence of this length has been reported to the policies
 
 
@@ -463,67 +448,36 @@ class SimulatedCluster:
     def _apply_actions(self, actions: list[Action]) -> None:
         common = []
         for action in actions:
-            match action:
-                case RejectPeer():
-                    worker = int(action.peer.removeprefix("worker-"))
-                    self._joined_workers.discard(worker)
-                    self._send(worker, (action,))
-                    continue
-                case AbortJob():
-                    self.stopped = action
-                    self._check_stop(action)
-                case Group():
-                    self._check_group(action)
-                    self.groups.append((self.engine.now_s, action))
-                case Halt():
-                    self._check_halt(action)
-                case AssignBlocks() | StepPermit() | ContributionQuery():
-                    self._send(action.worker, (action,))
-                    continue
-                case ConsumedSamples():
-                    self._check_saved(action)
-                    continue
-                case AssignLateBlock() | ResolveLateBlock():
-                    continue  # simulated workers compute no late blocks; their loans are revoked
-                case (
-                    ValidationStarted()
-                    | SendSnapshot()
-                    | EvaluatePart()
-                    | MergeStates()
-                    | ValidationFinished()
-                ):
-                    continue  # simulated workers do not validate
-                case JobComplete():
-                    self.is_dismissed = True
-                case Preempt():
-                    continue  # simulated workers receive no signal
-                case AssignRoundBatch():
-                    continue  # simulated workers skip no batch
-                case (
-                    PeerList()
-                    | EndEpoch()
-                    | ClusterView()
-                    | RejectNamespace()
-                    | ForgetClient()
-                    | CloseServers()
-                ):
-                    pass
-                case (
-                    WorkerGroupView()
-                    | AssignTask()
-                    | PassesEnded()
-                    | WorkerGroupRejected()
-                    | AnnounceWorkerLost()
-                ):
-                    pass
-                case _:
-                    assert_never(action)
-            if isinstance(action, Halt | Group):
-                self.membership_changed_s = self.engine.now_s
-            common.append(action)
-            self._keep_last(action)
+            self._check_action(action)
+            if isinstance(action, ToAllWorkers):
+                common.append(action)
+                self._keep_last(action)
+            elif not isinstance(action, _NOT_SIMULATED):
+                for worker in sorted(self._joined_workers):
+                    if action.is_for(Recipient(f"worker-{worker}", worker)):
+                        self._send(worker, (action,))
+            if isinstance(action, RejectPeer):
+                self._joined_workers.discard(int(action.peer.removeprefix("worker-")))
         for worker in sorted(self._joined_workers):
             self._send(worker, tuple(common))
+
+    def _check_action(self, action: Action) -> None:
+        """Note what an action changes in the job, and check what must hold then."""
+        match action:
+            case AbortJob():
+                self.stopped = action
+                self._check_stop(action)
+            case Group():
+                self._check_group(action)
+                self.groups.append((self.engine.now_s, action))
+                self.membership_changed_s = self.engine.now_s
+            case Halt():
+                self._check_halt(action)
+                self.membership_changed_s = self.engine.now_s
+            case ConsumedSamples():
+                self._check_saved(action)
+            case JobComplete():
+                self.is_dismissed = True
 
     def _keep_last(self, action: Action) -> None:
         self._last_actions = [last for last in self._last_actions if type(last) is not type(action)] + [

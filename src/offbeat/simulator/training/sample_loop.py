@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from offbeat.events import AssignBlocks, Block, SamplesRequested
+from offbeat.events import Block, SamplesRequested
 from offbeat.policies.data.block_queue import BlockQueue
 
 
@@ -72,21 +72,24 @@ class SimulatedLoop:
 
     Args:
         samples: the samples of all workers.
+        block_queue: the assigned blocks; see `WorkerProtocol`.
         worker: the worker; its `GroupMembership` where there are groups.
         send_request: sends a request to the coordinator, at once.
 
     Attributes:
         epoch: the worker's, from 0.
         epochs_ended: epochs that the group has completed, as far as is known.
-        block_queue: the assigned blocks.
         blocks: the blocks behind the gradients of the round under way.
     """
 
     def __init__(
-        self, samples: SampleSetting, worker: SampleConsumer, send_request: Callable[[SamplesRequested], None]
+        self,
+        samples: SampleSetting,
+        block_queue: BlockQueue,
+        worker: SampleConsumer,
+        send_request: Callable[[SamplesRequested], None],
     ) -> None:
-        self.samples = samples
-        self.block_queue = BlockQueue()
+        self.samples, self.block_queue = samples, block_queue
         self.epoch = self.epochs_ended = 0
         self.blocks: tuple[Block, ...] = ()
         self._taker, self._send = worker, send_request
@@ -100,10 +103,6 @@ class SimulatedLoop:
     def epoch_share(self) -> float:
         """The share of the epoch that is used, 0 to 1."""
         return self.block_queue.samples_used / self.samples.epoch_samples
-
-    def on_deal(self, deal: AssignBlocks) -> None:
-        """Apply an AssignBlocks."""
-        self.block_queue.on_assigned(deal)
 
     def enter_epoch(self, epoch: int) -> None:
         """Enter the loop late, with a state of members that are in `epoch`."""

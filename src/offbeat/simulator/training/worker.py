@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from offbeat.events import (
     AbortJob,
     Action,
-    AssignBlocks,
     CheckpointQuery,
-    ContributionQuery,
     EndEpoch,
     Event,
     Finished,
@@ -30,7 +28,9 @@ from offbeat.events import (
     RejectPeer,
     SamplesRequested,
 )
-from offbeat.policies.membership.group_membership import ExchangeDecision, GroupMembership
+from offbeat.policies import WorkerProtocol
+from offbeat.policies.membership.group_membership import ExchangeDecision
+from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.training.interface import Simulation, StateTransfer
 from offbeat.simulator.training.sample_loop import LoopActivity, SimulatedLoop
@@ -73,6 +73,7 @@ class SimulatedWorker:
     """One worker and its replica.
 
     Attributes:
+        protocol: the runtime's own worker's side of the strategy.
         activity: the current activity, one of the constants above.
         state: the replica; None in a newcomer that has not received one yet.
         weight: 0 where the gradients belong to other parameters than the group's, else 1, or where samples
@@ -98,7 +99,9 @@ class SimulatedWorker:
     ) -> None:
         self.cluster = cluster
         self.worker = worker
-        self.follower = GroupMembership(worker)
+        protocol = GroupProtocol(worker)
+        self.protocol: WorkerProtocol = protocol
+        self.follower = protocol.membership
         self.activity = JOINING
         self.state: Any = None if is_new else cluster.problem.initial_state()
         self.gradient: Any = None
@@ -119,7 +122,11 @@ class SimulatedWorker:
         self._is_new = is_new
         self.stopwatch = stopwatch
         samples = cluster.samples
-        self.loop = None if samples is None else SimulatedLoop(samples, self.follower, self._send_request)
+        self.loop = (
+            None
+            if samples is None
+            else SimulatedLoop(samples, self.protocol.block_queue, self.follower, self._send_request)
+        )
         self.saved_states: dict[int, Any] = {}
         self.sent_events: list[Event] = []
         self.received_messages = 0
@@ -180,29 +187,35 @@ class SimulatedWorker:
         match action:
             case PeerList():
                 self.has_started = True
-            case Halt():
-                self._on_halt(action)
-            case Group():
-                self.follower.on_group(action)
-                if self.activity != REQUESTING:  # a worker that requests samples sends no state
-                    self._donate_state()
-                if self.activity == JOINING and self.state is not None:
-                    self._compute()
-                elif self.activity in (WAITING, RECEIVING_STATE, JOINING):
-                    self._continue()
             case EndEpoch():
                 self._end_epoch(action.epoch)
-            case ContributionQuery():
-                recalled = self.follower.on_contribution_query(action, self.cluster.arrival_s(self.worker))
-                self.cluster.send_event(self.worker, recalled)
-            case AssignBlocks():
-                if self.loop is not None:
-                    self.loop.on_deal(action)
             case JobComplete():
                 self._is_dismissed = True
                 self._leave()
             case AbortJob() | RejectPeer():
                 self.end()
+            case _:
+                self._apply_to_protocol(action)
+
+    def _apply_to_protocol(self, action: Action) -> None:
+        """Apply an action of the strategy, send what answers it, and carry out what follows."""
+        answers = self.answer(action)
+        match action:
+            case Halt() if answers:
+                self.last_halted = cast(Halted, answers[0])
+                self._on_halt(action)
+            case Group():
+                self._on_group()
+
+    def answer(self, action: Action) -> list[Event]:
+        """Pass an action to the worker's protocol; send and return its answers."""
+        cluster = self.cluster
+        answers = [
+            replace(answer, now_s=cluster.arrival_s(self.worker)) for answer in self.protocol.handle(action)
+        ]
+        for answer in answers:
+            cluster.send_event(self.worker, answer)
+        return answers
 
     def on_state(self, transfer: StateTransfer) -> None:
         """Receive a donor's state."""
@@ -522,16 +535,18 @@ class SimulatedWorker:
     # Changes -------------------------------------------------------------------------------------------
 
     def _on_halt(self, halt: Halt) -> None:
-        cluster = self.cluster
-        answer = self.follower.on_halt(halt, cluster.arrival_s(self.worker))
-        if answer is None:
-            return
-        self.last_halted = answer
-        cluster.send_event(self.worker, answer)
         if halt.abandon and self.exchange is not None:
             if self.follower.finish_round():
-                cluster.fail_invariant(f"worker {self.worker} counts an exchange that it has abandoned")
+                self.cluster.fail_invariant(f"worker {self.worker} counts an exchange that it has abandoned")
             self.exchange = None
+            self._continue()
+
+    def _on_group(self) -> None:
+        if self.activity != REQUESTING:  # a worker that requests samples sends no state
+            self._donate_state()
+        if self.activity == JOINING and self.state is not None:
+            self._compute()
+        elif self.activity in (WAITING, RECEIVING_STATE, JOINING):
             self._continue()
 
     def _donate_state(self) -> None:
