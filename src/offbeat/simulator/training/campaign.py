@@ -340,7 +340,7 @@ def _waits_for_slow_member(cluster: SimulatedCluster, worker: SimulatedWorker) -
     if worker.exchange is None:
         return False
     workers = cluster.workers
-    return any(workers[member].activity == COMPUTING for member in worker.exchange.group.members)
+    return any(workers[member].activity == COMPUTING for member in worker.exchange.members)
 
 
 def check_run(case: FaultCase, cluster: SimulatedCluster) -> None:

@@ -45,7 +45,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NoReturn, assert_never
+from typing import Any, ClassVar, NoReturn, assert_never, cast
 
 from offbeat.errors import OffbeatError
 from offbeat.events import (
@@ -93,7 +93,7 @@ from offbeat.simulator.core.faults import (
 from offbeat.simulator.core.lines import COORDINATOR, UNREACHABLE_S, NetworkOutages, Outage
 from offbeat.simulator.core.network import NetworkCosts
 from offbeat.simulator.core.times import ComputeTimes, ComputeTimeSource, ConstantTimes
-from offbeat.simulator.training.exchange import SimulatedExchange
+from offbeat.simulator.training.exchange import BlockableExchange, SimulatedExchange
 from offbeat.simulator.training.interface import StateTransfer
 from offbeat.simulator.training.replicas import HistoryProblem, SampleTrackingProblem, TrainingProblem
 from offbeat.simulator.training.sample_loop import SampleSetting
@@ -218,7 +218,7 @@ class SimulatedCluster:
         if samples is not None:
             self.steps_per_epoch = -(-samples.epoch_samples // (samples.batch_size * setting.world))
         self.size_bytes, self.apply_s = setting.size_bytes, setting.apply_s
-        self.exchanges: dict[int, SimulatedExchange] = {}
+        self.exchanges: dict[int, BlockableExchange] = {}
         self.vectorized_group = VectorizedGroup(self, self.open_exchange)
         self.received_early: frozenset[int] = frozenset()
         is_plain = setting.rounds_per_step == 1 and not setting.apply_s and samples is None
@@ -650,7 +650,7 @@ class SimulatedCluster:
         assert group is not None
         exchange_id = follower.exchange_id
         follower.exchange_id += 1
-        exchange = self.exchanges.get(exchange_id)
+        exchange = cast(SimulatedExchange | None, self.exchanges.get(exchange_id))
         if exchange is None:
             exchange = self.open_exchange(group, exchange_id, follower.step, follower.round)
         simulated.exchange = exchange
@@ -663,9 +663,8 @@ class SimulatedCluster:
             self.fail_invariant(
                 f"exchange {exchange_id} of {sign} was used by {self._exchange_ids[exchange_id]}"
             )
-        exchange = self.exchanges[exchange_id] = SimulatedExchange(
-            self, group, exchange_id, step, round, self.vectorized_group.form
-        )
+        exchange = SimulatedExchange(self, group, exchange_id, step, round, self.vectorized_group.form)
+        self.exchanges[exchange_id] = exchange
         return exchange
 
     def close_exchange(self, exchange_id: int) -> None:

@@ -1,10 +1,11 @@
-"""One all-reduce among simulated workers, which may die or hang during it.
+"""Exchanges among simulated workers, which may die or hang during one.
 
 Nothing here knows of policies; it checks that all members mean the same exchange.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,42 +19,26 @@ from offbeat.simulator.training.worker import SimulatedWorker
 _ENDS_MAX = 8
 
 
-class SimulatedExchange:
-    """An all-reduce: it starts when the last member arrives, and the members end at different times.
+class BlockableExchange(ABC):
+    """An exchange: it starts when the last member arrives, and the members end at different times.
 
     If a member dies or hangs meanwhile, a member that had received all data before that still ends, up to a
     time drawn at random; the remaining ones end when the blocked member resumes.
 
     Args:
         cluster: the run.
-        group: the group that exchanges.
+        members: worker ids, ascending.
         exchange_id: a number that no other exchange has.
-        step: steps that each member has finished.
-        round: rounds that each member has finished.
-        vectorize: lets a vectorized group take over the members if possible; returns whether it has.
 
     Attributes:
-        mean: the result for every member; None before all have arrived.
-        contributions: assigned blocks in the mean, per member; empty where no samples are assigned.
         begin_s: when the last member arrived.
         first_member: index of the member that ends first; the rest follow in cyclic order.
         all_ended_s: when the last members end.
     """
 
-    def __init__(
-        self,
-        cluster: Simulation,
-        group: Group,
-        exchange_id: int,
-        step: int,
-        round: int,
-        vectorize: Callable[[SimulatedExchange], bool],
-    ) -> None:
-        self.group, self.step, self.round = group, step, round
-        self.exchange_id = exchange_id
-        self.mean: Any = None
-        self.contributions: Sequence[tuple[int, int]] = ()
-        self._cluster, self._vectorize = cluster, vectorize
+    def __init__(self, cluster: Simulation, members: tuple[int, ...], exchange_id: int) -> None:
+        self.members, self.exchange_id = members, exchange_id
+        self._cluster = cluster
         self._workers: list[SimulatedWorker] = []
         self._blocked: set[Any] = set()
         self._blocked_s = 0.0
@@ -64,6 +49,18 @@ class SimulatedExchange:
         self._held_ends: list[tuple[float, list[SimulatedWorker]]] = []
         self._ended = 0
 
+    @abstractmethod
+    def check_member(self, worker: SimulatedWorker) -> None:
+        """Check that a worker that arrives means this exchange."""
+
+    @abstractmethod
+    def combine(self) -> None:
+        """Compute the result from what all members contribute."""
+
+    @abstractmethod
+    def deliver(self, worker: SimulatedWorker) -> None:
+        """Give the result to a member."""
+
     @property
     def workers(self) -> list[SimulatedWorker]:
         """The members that have arrived."""
@@ -71,20 +68,9 @@ class SimulatedExchange:
 
     def arrive(self, worker: SimulatedWorker) -> None:
         """Add a member; the last one starts the exchange."""
-        follower, group = worker.follower, self.group
-        if (
-            (follower.group is not group and follower.group != group)
-            or follower.step != self.step
-            or follower.round != self.round
-        ):
-            self._cluster.fail_invariant(
-                f"exchange {self.exchange_id} is of generation {group.generation}, step {self.step} and "
-                f"round {self.round} for worker {self._workers[0].worker}, "
-                f"of generation {follower.generation}, "
-                f"step {follower.step} and round {follower.round} for worker {worker.worker}"
-            )
+        self.check_member(worker)
         self._workers.append(worker)
-        if len(self._workers) == len(group.members) and all(
+        if len(self._workers) == len(self.members) and all(
             member.exchange is self for member in self._workers
         ):
             self._begin()  # else a member has abandoned it or is dead, and it never ends
@@ -111,40 +97,24 @@ class SimulatedExchange:
         self._held_ends.clear()
 
     def _begin(self) -> None:
-        cluster, workers = self._cluster, self._workers
-        problem, weight_of = cluster.problem, dict(zip(self.group.members, self.group.weights, strict=True))
-        state = workers[0].state
-        for worker in workers:
-            if worker.state is not state and not problem.states_equal(worker.state, state):
-                cluster.fail_invariant(
-                    f"workers {workers[0].worker} and {worker.worker} have different states before step "
-                    f"{self.step}"
-                )
-        workers.sort(key=_worker_id)
-        weights = [weight_of[worker.worker] * worker.weight for worker in workers]
-        self.average(workers, [worker.gradient for worker in workers], weights)
-        if workers[0].loop is not None:
-            self.contributions = [(worker.contributed_blocks, 0) for worker in workers]
-        for what in cluster.blockers(self.group.members):
+        cluster = self._cluster
+        self._workers.sort(key=_worker_id)
+        self.combine()
+        for what in cluster.blockers(self.members):
             self.block(what)
         if self._blocked:
             self._blocked_s = self._ends_until_s = self.begin_s
         # After all other calls of this time: a member may be in the middle of processing a message.
-        cluster.engine.schedule(self.begin_s, self._start_ends)
+        cluster.engine.schedule(self.begin_s, self.on_begun)
 
-    def _start_ends(self, _: Any) -> None:
-        if not self._vectorize(self):
-            self.schedule_ends()
+    def on_begun(self, _: Any) -> None:
+        """Called once all members have arrived and the result is known."""
+        self.schedule_ends()
 
-    def average(
-        self, workers: list[SimulatedWorker], gradients: Sequence[Any], weights: Sequence[float]
-    ) -> None:
-        """Average the gradients of all members, in the order of their ids, and draw the end times."""
-        cluster = self._cluster
-        self._workers = workers
-        self.mean = cluster.problem.mean(gradients, weights, self.exchange_id)
+    def draw_ends(self) -> None:
+        """Draw the end time of each member, in an exchange that begins now."""
+        cluster, count = self._cluster, len(self._workers)
         self.begin_s = now_s = cluster.engine.now_s
-        count = len(workers)
         whole_s = cluster.network.all_reduce_s(cluster.size_bytes, count)
         spread_s = cluster.network.spread * whole_s
         ends = min(count, _ENDS_MAX)
@@ -159,12 +129,6 @@ class SimulatedExchange:
             for end in range(ends)
         ]
 
-    @property
-    def member_ends_s(self) -> NDArray[np.float64]:
-        """The end time of each member, shape (members,), in the order of their ids."""
-        ends_s = [end_s for end_s, _, _ in self._ends]
-        return np.roll(np.repeat(ends_s, [last - first for _, first, last in self._ends]), self.first_member)
-
     def schedule_ends(self) -> None:
         """Schedule the end of each member at its time."""
         ordered = self._workers[self.first_member :] + self._workers[: self.first_member]
@@ -177,10 +141,96 @@ class SimulatedExchange:
             self._held_ends.append((max(end_s, self._blocked_s), workers))
             return
         for worker in workers:
-            worker.on_mean(self)
+            self.deliver(worker)
         self._ended += len(workers)
         if self._ended == len(self._workers):
             self._cluster.close_exchange(self.exchange_id)
+
+
+class SimulatedExchange(BlockableExchange):
+    """An all-reduce of gradients.
+
+    Args:
+        cluster: the run.
+        group: the group that exchanges.
+        exchange_id: a number that no other exchange has.
+        step: steps that each member has finished.
+        round: rounds that each member has finished.
+        vectorize: lets a vectorized group take over the members if possible; returns whether it has.
+
+    Attributes:
+        mean: the result for every member; None before all have arrived.
+        contributions: assigned blocks in the mean, per member; empty where no samples are assigned.
+    """
+
+    def __init__(
+        self,
+        cluster: Simulation,
+        group: Group,
+        exchange_id: int,
+        step: int,
+        round: int,
+        vectorize: Callable[[SimulatedExchange], bool],
+    ) -> None:
+        super().__init__(cluster, group.members, exchange_id)
+        self.group, self.step, self.round = group, step, round
+        self.mean: Any = None
+        self.contributions: Sequence[tuple[int, int]] = ()
+        self._vectorize = vectorize
+
+    def check_member(self, worker: SimulatedWorker) -> None:
+        """See `BlockableExchange.check_member`."""
+        follower, group = worker.follower, self.group
+        if (
+            (follower.group is not group and follower.group != group)
+            or follower.step != self.step
+            or follower.round != self.round
+        ):
+            self._cluster.fail_invariant(
+                f"exchange {self.exchange_id} is of generation {group.generation}, step {self.step} and "
+                f"round {self.round} for worker {self._workers[0].worker}, "
+                f"of generation {follower.generation}, "
+                f"step {follower.step} and round {follower.round} for worker {worker.worker}"
+            )
+
+    def combine(self) -> None:
+        """See `BlockableExchange.combine`: all members have equal states, and average their gradients."""
+        cluster, workers = self._cluster, self._workers
+        problem, weight_of = cluster.problem, dict(zip(self.group.members, self.group.weights, strict=True))
+        state = workers[0].state
+        for worker in workers:
+            if worker.state is not state and not problem.states_equal(worker.state, state):
+                cluster.fail_invariant(
+                    f"workers {workers[0].worker} and {worker.worker} have different states before step "
+                    f"{self.step}"
+                )
+        weights = [weight_of[worker.worker] * worker.weight for worker in workers]
+        self.average(workers, [worker.gradient for worker in workers], weights)
+        if workers[0].loop is not None:
+            self.contributions = [(worker.contributed_blocks, 0) for worker in workers]
+
+    def deliver(self, worker: SimulatedWorker) -> None:
+        """See `BlockableExchange.deliver`."""
+        worker.on_mean(self)
+
+    def on_begun(self, _: Any) -> None:
+        """See `BlockableExchange.on_begun`: a vectorized group takes over if it can."""
+        if not self._vectorize(self):
+            self.schedule_ends()
+
+    def average(
+        self, workers: list[SimulatedWorker], gradients: Sequence[Any], weights: Sequence[float]
+    ) -> None:
+        """Average the gradients of all members, in the order of their ids, and draw the end times."""
+        self._workers = workers
+        self.mean = self._cluster.problem.mean(gradients, weights, self.exchange_id)
+        self.draw_ends()
+
+    @property
+    def member_ends_s(self) -> NDArray[np.float64]:
+        """The end time of each member, shape (members,), in the order of their ids."""
+        ends_s = [end_s for end_s, _, _ in self._ends]
+        return np.roll(np.repeat(ends_s, [last - first for _, first, last in self._ends]), self.first_member)
 
 
 def _worker_id(worker: SimulatedWorker) -> int:

@@ -47,26 +47,34 @@ REQUESTING, LEAVING = "requesting samples", "leaving"
 _SAVES_EVERY = 13  # steps, where samples are assigned
 
 
-class Exchange(Protocol):
-    """An exchange, as far as its members need it.
+class ExchangeUnderWay(Protocol):
+    """An exchange that a worker has entered.
 
     Attributes:
-        group: the group that exchanges.
+        members: all its members, by id.
         exchange_id: a number that no other exchange has.
-        mean: the result for every member.
-        contributions: dealt blocks in the mean, per member; empty without dealt samples.
     """
 
-    group: Group
+    members: tuple[int, ...]
     exchange_id: int
-    mean: Any
-    contributions: Sequence[tuple[int, int]]
 
     def block(self, what: object) -> None:
         """Keep members from ending; `what` is a worker that hangs or is dead, or an outage."""
 
     def unblock(self, what: object) -> None:
         """Remove a cause; when none is left, the held members end."""
+
+
+class Exchange(ExchangeUnderWay, Protocol):
+    """An exchange of gradients, as far as its members need it.
+
+    Attributes:
+        mean: the result for every member.
+        contributions: assigned blocks in the mean, per member; empty where no samples are assigned.
+    """
+
+    mean: Any
+    contributions: Sequence[tuple[int, int]]
 
 
 class SimulatedWorker:
@@ -107,7 +115,7 @@ class SimulatedWorker:
         self.gradient: Any = None
         self.weight = 1.0
         self.contributed_blocks = 0
-        self.exchange: Exchange | None = None
+        self.exchange: ExchangeUnderWay | None = None
         self.is_hung = False
         self.is_leaving = False
         self.steps_outside = 0
