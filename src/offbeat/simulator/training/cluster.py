@@ -859,6 +859,7 @@ class SimulatedCluster:
         if self._is_down:
             return
         self._is_down = True
+        self.lines.update_silences()  # a killed coordinator notices nothing
         self._incarnation += 1
         del self.log[self._durable :]
         self.engine.schedule(self.engine.now_s + fault.duration_s, self._restart_coordinator)
