@@ -61,6 +61,7 @@ ROOMS = {
         "ps": (),
         "membership": ("data", "stragglers"),
         "staleness": ("data", "stragglers", "ps"),
+        "model_averaging": ("data", "membership"),
     },
     "numerics": {"collectives": (), "ps": ()},
     "runtime": {
@@ -75,12 +76,14 @@ ROOMS = {
         "averaging": ("control", "collectives", "data", "training"),
         "hybrid": ("collectives", "training", "averaging"),
         "staleness": ("processes", "control", "data", "training", "ps"),
+        "model_averaging": ("control", "collectives", "data", "training"),
     },
     "simulator": {
         "core": (),
         "training": ("core",),
         "ps": ("core", "training"),
         "staleness": ("core", "training"),
+        "model_averaging": ("core", "training"),
     },
 }
 

@@ -44,6 +44,8 @@ class Joined:
 class Ready:
     """A worker has computed its gradients of a round and has not begun to wait for other workers.
 
+    Where workers own their models, it has made its step with them.
+
     A worker that is in no group sends it too, with the step and round in which it last took part.
 
     Attributes:
@@ -358,6 +360,22 @@ class RolledBack(ValidationEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelsAveraged:
+    """A worker has ended an averaging of models (see `AverageModels`) and goes on.
+
+    Attributes:
+        exchange_id: of the averaging.
+        has_mean: its model is the mean, or for a joining member the state that it has received; otherwise the
+            averaging was cancelled, and its model is unchanged.
+    """
+
+    now_s: float
+    worker: int
+    exchange_id: int
+    has_mean: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finished:
     """A worker's loop has ended after `step` steps; the worker stays to send or receive the final state.
 
@@ -667,6 +685,7 @@ Event: TypeAlias = (
     | PartEvaluated
     | StatesMerged
     | RolledBack
+    | ModelsAveraged
     | Finished
     | Left
     | Lost
@@ -748,6 +767,16 @@ class _ToWorkerOrAll(_Addressed):
     def is_for(self, recipient: Recipient) -> bool:
         """See `_Addressed.is_for`."""
         return recipient.is_worker and self.worker in (None, recipient.sender)
+
+
+class _ToMembers(_Addressed):
+    """The members of a group receive the action."""
+
+    members: tuple[int, ...]
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `_Addressed.is_for`."""
+        return recipient.sender in self.members
 
 
 class _ToNode(_Addressed):
@@ -978,6 +1007,38 @@ class ResolveLateBlock(_ToWorker):
     late_worker: int
     assignment: int
     is_contributed: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageModels(_ToMembers):
+    """Workers that own their models average them once, each between two of its steps.
+
+    Attributes:
+        exchange_id: the first of the exchange ids of this averaging; those of one worker ascend.
+        members: worker ids, ascending.
+        joining: the members without a state: the first of the other members copies its state to them when it
+            has the mean.
+        weights: one per member, not negative, sum 1; 0 for those that are joining.
+        includes_buffers: buffers are averaged too, so that the members' models are equal afterwards.
+        leader: the worker that evaluates, prints and saves for all.
+    """
+
+    exchange_id: int
+    members: tuple[int, ...]
+    joining: tuple[int, ...]
+    weights: tuple[float, ...]
+    includes_buffers: bool
+    leader: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelAveraging(_ToMembers):
+    """An averaging cannot be finished: a member that does not have the mean yet keeps its own model."""
+
+    exchange_id: int
+    members: tuple[int, ...]
     reason: str
 
 
@@ -1395,6 +1456,8 @@ Action: TypeAlias = (
     | ContributionQuery
     | AssignLateBlock
     | ResolveLateBlock
+    | AverageModels
+    | CancelAveraging
     | Preempt
     | ValidationStarted
     | SendSnapshot

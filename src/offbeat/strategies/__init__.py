@@ -2,6 +2,7 @@
 
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
+from offbeat.strategies.model_averaging import PReduce
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.registry import STRATEGIES, parse_strategy
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
@@ -15,6 +16,7 @@ __all__ = [
     "AllReduce",
     "Downpour",
     "Hybrid",
+    "PReduce",
     "PartialAllReduce",
     "ServerBSP",
     "parse_strategy",

@@ -10,11 +10,12 @@ import msgspec
 from offbeat.runtime.session import Strategy
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
+from offbeat.strategies.model_averaging import PReduce
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 from offbeat.wire.known import prime_msgspec_types
 
-_KINDS = (AllReduce, Hybrid, PartialAllReduce, DPAR, ServerBSP, SSP, DTSSP, ASP, Downpour)
+_KINDS = (AllReduce, Hybrid, PartialAllReduce, DPAR, PReduce, ServerBSP, SSP, DTSSP, ASP, Downpour)
 STRATEGIES: dict[str, type[Any]] = {kind.name: kind for kind in _KINDS}
 prime_msgspec_types(*_KINDS)
 

@@ -1,0 +1,1 @@
+"""Workers that own their models: which of them average, and when."""

@@ -1,0 +1,65 @@
+"""The worker's side of the strategies that average models."""
+
+from __future__ import annotations
+
+from offbeat.errors import ProtocolError
+from offbeat.events import Action, AssignBlocks, AverageModels, CancelAveraging, Event, ModelsAveraged
+from offbeat.policies import unexpected_action
+from offbeat.policies.data.block_queue import BlockQueue
+
+
+class ModelAveragingProtocol:
+    """Keeps the averaging that a worker is in: at most one, from its action until the worker has ended it.
+
+    Args:
+        worker: the worker's id.
+
+    Attributes:
+        block_queue: the blocks of samples assigned to the worker.
+        averaging: what the worker has to do now; None while it trains.
+        is_cancelled: `averaging` cannot be finished.
+        last: the last AverageModels received, None before the first.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self.block_queue = BlockQueue()
+        self.averaging: AverageModels | None = None
+        self.is_cancelled = False
+        self.last: AverageModels | None = None
+        self._worker, self._round = worker, 0
+
+    @property
+    def round(self) -> int:
+        """See `WorkerProtocol.round`: averagings that the worker has ended."""
+        return self._round
+
+    def handle(self, action: Action) -> list[Event]:
+        """See `WorkerProtocol.handle`."""
+        match action:
+            case AverageModels():
+                if self.averaging is not None:
+                    raise ProtocolError(
+                        f"expected no averaging before the end of {self.averaging.exchange_id}, got "
+                        f"{action.exchange_id}"
+                    )
+                self.averaging = self.last = action
+                self.is_cancelled = False
+            case CancelAveraging():
+                if self.averaging is not None and self.averaging.exchange_id == action.exchange_id:
+                    self.is_cancelled = True
+            case AssignBlocks():
+                self.block_queue.on_assigned(action)
+            case _:
+                raise unexpected_action(self, action)
+        return []
+
+    def finish(self, *, has_mean: bool) -> ModelsAveraged:
+        """Ends the averaging; returns the event that reports it.
+
+        Args:
+            has_mean: the worker's model is the mean, or the state that it has received.
+        """
+        assert self.averaging is not None
+        exchange_id, self.averaging = self.averaging.exchange_id, None
+        self._round += 1
+        return ModelsAveraged(now_s=0.0, worker=self._worker, exchange_id=exchange_id, has_mean=has_mean)

@@ -1,0 +1,1 @@
+"""Averaging the models of workers that each train their own."""

@@ -1,0 +1,87 @@
+"""A list of tensors as a few contiguous vectors, which an exchange can average. This module sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from offbeat.runtime.collectives.interface import TensorMemory
+
+
+class FlatTensors:
+    """Packs tensors into one vector for each dtype, and unpacks the results of an exchange.
+
+    Numbers with a fraction are averaged in float32, or in float64 where they are float64; complex numbers as
+    pairs. Of integers and booleans the first member's are taken: the others contribute zeros.
+
+    Args:
+        tensors: returns the tensors, each time of the same shapes and dtypes.
+        memory: allocates the vectors.
+        device: of the tensors.
+
+    Attributes:
+        contributions: what this worker contributes, by `pack`.
+        outputs: for the sums, of the same shapes and dtypes.
+    """
+
+    def __init__(
+        self, tensors: Callable[[], Sequence[torch.Tensor]], memory: TensorMemory, device: torch.device
+    ) -> None:
+        self._tensors, self._memory, self._device = tensors, memory, device
+        elements: dict[torch.dtype, int] = {}
+        for tensor in self._real_tensors():
+            dtype = _exchanged_dtype(tensor)
+            elements[dtype] = elements.get(dtype, 0) + tensor.numel()
+        self._dtypes = list(elements)
+        self.contributions = [self._zeros(elements[dtype], dtype) for dtype in self._dtypes]
+        self.outputs = [self._zeros(elements[dtype], dtype) for dtype in self._dtypes]
+
+    def _zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._memory.zeros(elements, dtype, device=self._device)
+
+    def _real_tensors(self) -> list[torch.Tensor]:
+        detached = [tensor.detach() for tensor in self._tensors() if tensor.numel()]
+        return [torch.view_as_real(one) if one.is_complex() else one for one in detached]
+
+    @torch.no_grad()
+    def pack(self, weight: float, *, is_first: bool) -> None:
+        """Fills `contributions` with the tensors times `weight`; integers are taken as they are or left out.
+
+        Memory that another worker may still read, because an exchange was abandoned, is replaced before.
+        """
+        for flats in (self.contributions, self.outputs):
+            for index, flat in enumerate(flats):
+                if self._memory.may_be_read(flat):
+                    flats[index] = self._zeros(flat.numel(), flat.dtype)
+        for tensor, part in self._parts(self.contributions):
+            if tensor.is_floating_point():
+                part.copy_(tensor).mul_(weight)
+            elif is_first:
+                part.copy_(tensor)
+            else:
+                part.zero_()
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Copies `outputs` into the tensors."""
+        for tensor, part in self._parts(self.outputs):
+            tensor.copy_(part)
+
+    def _parts(self, flats: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each tensor with its part of the vectors, in its shape."""
+        flat_of = dict(zip(self._dtypes, flats, strict=True))
+        offsets = dict.fromkeys(self._dtypes, 0)
+        parts = []
+        for tensor in self._real_tensors():
+            dtype = _exchanged_dtype(tensor)
+            start = offsets[dtype]
+            offsets[dtype] = start + tensor.numel()
+            parts.append((tensor, flat_of[dtype][start : offsets[dtype]].view(tensor.shape)))
+        return parts
+
+
+def _exchanged_dtype(tensor: torch.Tensor) -> torch.dtype:
+    if tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return torch.float32
+    return tensor.dtype

@@ -1,0 +1,383 @@
+"""The synchronizer of workers that own their models: after each step a worker averages its model with others.
+
+Theory of operation. The optimizer steps the worker's own model, with the gradients of its own batch. After
+the step the worker reports `Ready` and waits for an `AverageModels`, which its `ModelAveragingProtocol`
+keeps. It packs its parameters, times its weight, into vectors; the members sum these by a ring, and the sum
+becomes each member's parameters. Then it reports `ModelsAveraged`. Until the sum is complete the parameters
+are unchanged, so that an averaging that is cancelled has no effect. Optimizer state stays with its worker;
+buffers are averaged at the end only.
+
+Members without a state receive it from the first other member, which waits anyway. A new worker begins so,
+and at the start all workers but the first.
+
+Threads. The links' thread applies actions and, where an averaging is cancelled, fails its exchange. All else
+happens in the worker's thread. Nothing here decides which workers average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offbeat.errors import OffbeatError, WorkerError
+from offbeat.events import Action, AverageModels, CancelAveraging, Ready
+from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.runtime.collectives.interface import Exchange, TensorMemory
+from offbeat.runtime.collectives.link_exchange import LinkExchange
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.control.rendezvous import RendezvousInfo
+from offbeat.runtime.data.late_gradients import LateGradients
+from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
+from offbeat.runtime.training.checks import ParameterFormCheck
+from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
+from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.state_copy import StateCopier, check_can_copy
+from offbeat.runtime.training.trained import TrainingState
+
+_COORDINATOR_MARGIN_S = 5.0  # so that the coordinator, which names the late worker, comes first
+
+
+class AveragingCancelledError(WorkerError):
+    """An averaging was cancelled by the coordinator: the model keeps its values."""
+
+
+class ModelAveragingSynchronizer:
+    """A worker that owns its model and averages it with others; see `Synchronizer`.
+
+    Args:
+        loop: the worker's session.
+        trained: the model and its optimizers.
+        deadline_s: how long a worker may keep others waiting, in seconds.
+        assigns_samples: samples are assigned as they are needed.
+
+    Raises:
+        OffbeatError: the model is not on the CPU.
+    """
+
+    def __init__(
+        self, loop: TrainingLoop, trained: TrainingState, *, deadline_s: float, assigns_samples: bool
+    ) -> None:
+        if trained.device.type != "cpu":
+            raise OffbeatError(
+                f"the model lies on {trained.device}, where models cannot be averaged yet: use the strategy "
+                "bsp, or train on the CPU"
+            )
+        self._loop, self._trained, self._deadline_s = loop, trained, deadline_s
+        self._assigns_samples = assigns_samples
+        self._forms = ParameterFormCheck(trained.model)
+        self._client: CoordinatorClient | None = None
+        self._protocol = ModelAveragingProtocol(loop.worker)  # until the client has one
+        self._parameters: FlatTensors | None = None
+        self._exchange: Exchange | None = None
+        self._handles: list[RemovableHandle | HookFreeScripting] = []
+        # Gradients before a backward pass of weight 0, by parameter:
+        self._kept_gradients: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._compute_s = self._compute_mark_s = 0.0
+        self._steps = 0
+        self._has_position = not loop.is_newcomer
+        self._is_state_checked = self._is_preempted = False
+
+    # Properties that a session reads ---------------------------------------------------------------------
+
+    @property
+    def assigns_samples(self) -> bool:
+        """See `Synchronizer.assigns_samples`."""
+        return self._client is not None and self._assigns_samples
+
+    @property
+    def step(self) -> int | None:
+        """See `Synchronizer.step`."""
+        return None
+
+    @property
+    def round(self) -> int:
+        """See `Synchronizer.round`: averagings that this worker has ended."""
+        return self._protocol.round
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """See `Synchronizer.members`: the workers with which this one has averaged last."""
+        last = self._protocol.last
+        return (self._loop.worker,) if last is None else last.members
+
+    @property
+    def is_leader(self) -> bool:
+        """See `Synchronizer.is_leader`."""
+        last = self._protocol.last
+        return last is None or last.leader == self._loop.worker
+
+    @property
+    def has_current_state(self) -> bool:
+        """See `Synchronizer.has_current_state`: each worker's model is as good as any other."""
+        return True
+
+    @property
+    def replicas_identical(self) -> bool:
+        """See `Synchronizer.replicas_identical`."""
+        return False
+
+    @property
+    def is_preempted(self) -> bool:
+        """See `Synchronizer.is_preempted`: known to this worker when its last step ended."""
+        return self._is_preempted
+
+    @property
+    def late_gradients(self) -> LateGradients | None:
+        """See `Synchronizer.late_gradients`."""
+        return None
+
+    @property
+    def blocks_per_round(self) -> int:
+        """See `Synchronizer.blocks_per_round`."""
+        return 0
+
+    @property
+    def traffic(self) -> Mapping[str, float]:
+        """See `Synchronizer.traffic`."""
+        return {}
+
+    @property
+    def has_no_pending_gradient(self) -> bool:
+        """See `Synchronizer.has_no_pending_gradient`."""
+        return all(parameter.grad is None for parameter in self._trained.model.parameters())
+
+    # Joining and leaving ---------------------------------------------------------------------------------
+
+    def join_job(self, member: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
+        """See `Synchronizer.join_job`."""
+        if member is None:
+            return
+        assert isinstance(member.protocol, ModelAveragingProtocol)
+        self._client, self._protocol = member, member.protocol
+        self._memory = TensorMemory(member.endpoint)
+        parameters = [one for one in self._trained.model.parameters() if one.requires_grad]
+        self._parameters = FlatTensors(lambda: parameters, self._memory, self._trained.device)
+        member.on_action = self._on_action
+        while not self._average("the state of the other workers"):
+            pass
+
+    def attach(self) -> None:
+        """See `Synchronizer.attach`."""
+        model = self._trained.model
+        self._handles.append(model.register_forward_pre_hook(SessionForwardHook(self._before_forward)))
+        self._handles.append(HookFreeScripting(model))
+
+    def detach(self) -> None:
+        """See `Synchronizer.detach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def on_state_loaded(self, step: int) -> None:
+        """See `Synchronizer.on_state_loaded`."""
+        self._steps = step
+
+    def complete_state(self) -> None:
+        """See `Synchronizer.complete_state`."""
+
+    def on_epoch_left_early(self) -> None:
+        """See `Synchronizer.on_epoch_left_early`."""
+
+    def flush(self) -> None:
+        """See `Synchronizer.flush`."""
+
+    def finish(self) -> None:
+        """See `Synchronizer.finish`: takes part in the averagings that follow the end of all loops."""
+        client = self._client
+        while client is not None and not client.is_job_complete:
+            client.wait_for(
+                lambda: self._protocol.averaging is not None or client.is_job_complete,
+                self._deadline_s,
+                "all workers to finish",
+            )
+            if self._protocol.averaging is not None:
+                self._average("the last averaging")
+
+    def receive_final_state(self) -> None:
+        """See `Synchronizer.receive_final_state`: `finish` has received it."""
+
+    def abandon(self, error: Exception) -> None:
+        """See `Synchronizer.abandon`."""
+        assert isinstance(error, WorkerError)
+        if (exchange := self._exchange) is not None:
+            exchange.abandon(error)
+
+    # A step ----------------------------------------------------------------------------------------------
+
+    def set_batch_weight(self, batches: float) -> None:
+        """See `Synchronizer.set_batch_weight`: a batch counts as it is, unless its weight is 0."""
+        self._restore_gradients()
+        if not batches:
+            parameters = list(self._trained.model.parameters())
+            self._kept_gradients = {one: None if one.grad is None else one.grad.clone() for one in parameters}
+
+    def _restore_gradients(self) -> None:
+        """Removes the gradients of a backward pass that does not count."""
+        for parameter, gradient in self._kept_gradients.items():
+            parameter.grad = gradient
+        self._kept_gradients.clear()
+
+    def agree_on_batch(self, batch: int, skipped: int) -> int:
+        """See `Synchronizer.agree_on_batch`: a step is of any batch that its worker has computed."""
+        return batch
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See `Synchronizer.no_sync`: only steps are followed by an averaging."""
+        return nullcontext()
+
+    def _before_forward(self, model: nn.Module, inputs: object) -> None:
+        self._loop.raise_if_failed()
+        if model.training and torch.is_grad_enabled():
+            self._forms.check()
+            self._loop.timer.switch("compute")
+
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """See `Synchronizer.before_step`."""
+        self._restore_gradients()
+        timer = self._loop.timer
+        timer.switch("compute")
+        self._loop.on_computed(timer.total_s("compute") - self._compute_mark_s)
+        timer.switch("other")
+        self._compute_s += timer.total_s("compute") - self._compute_mark_s
+        self._compute_mark_s = timer.total_s("compute")
+
+    def after_step(self) -> None:
+        """See `Synchronizer.after_step`: averages the model with those of the group that the policy names."""
+        self._steps += 1
+        compute_s, self._compute_s = self._compute_s, 0.0
+        client, timer = self._client, self._loop.timer
+        if client is None:
+            return
+        if not self._is_state_checked:
+            check_can_copy(self._trained)  # after the first step the optimizers' state is complete
+            self._is_state_checked = True
+        blocks: tuple[int, ...] = ()
+        if self._assigns_samples:
+            with client.lock:
+                blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
+        self._loop.send_event(
+            Ready(
+                now_s=0.0,
+                worker=self._loop.worker,
+                generation=0,
+                epoch=self._loop.epoch,
+                step=self._steps - 1,
+                round=self._protocol.round,
+                compute_s=compute_s,
+                samples=self._loop.samples,
+                blocks=blocks,
+                batches_fetched=self._loop.batch,
+            )
+        )
+        timer.switch("wait")
+        self._average("the workers of its group")
+        timer.switch("other")
+        self._is_preempted = client.preempt is not None
+
+    # An averaging ----------------------------------------------------------------------------------------
+
+    def _average(self, what: str) -> bool:
+        """Waits for an averaging, takes part in it and reports its end; returns whether it was not cancelled.
+
+        Args:
+            what: what is waited for, for the error message.
+
+        Raises:
+            WorkerError: the job failed, or no averaging began within the deadline.
+        """
+        client = self._client
+        assert client is not None
+        deadline_s = self._deadline_s + _COORDINATOR_MARGIN_S
+        client.wait_for(lambda: self._protocol.averaging is not None, deadline_s, what)
+        averaging = self._protocol.averaging
+        assert averaging is not None
+        self._loop.timer.switch("communicate")
+        has_mean = True
+        try:
+            self._carry_out(averaging)
+        except AveragingCancelledError:
+            has_mean = False
+        with client.lock:
+            event = self._protocol.finish(has_mean=has_mean)
+        self._loop.send_event(event)
+        return has_mean
+
+    def _carry_out(self, averaging: AverageModels) -> None:
+        worker, joining = self._loop.worker, averaging.joining
+        group = [member for member in averaging.members if member not in joining]
+        if worker in joining:
+            self._copy_state(averaging, [group[0], *joining])
+            return
+        if len(group) > 1:
+            self._average_models(averaging, group)
+        if joining and worker == group[0]:
+            with suppress(AveragingCancelledError):  # they receive it from the next group
+                self._copy_state(averaging, [worker, *joining])
+
+    def _average_models(self, averaging: AverageModels, group: Sequence[int]) -> None:
+        exchange = self._open_exchange(group)
+        position = group.index(self._loop.worker)
+        weight = averaging.weights[averaging.members.index(self._loop.worker)]
+        assert self._parameters is not None
+        flats = [self._parameters]
+        if averaging.includes_buffers:
+            flats.append(
+                FlatTensors(lambda: list(self._trained.model.buffers()), self._memory, self._trained.device)
+            )
+        for one in flats:
+            one.pack(weight, is_first=position == 0)
+        pairs = [pair for one in flats for pair in zip(one.contributions, one.outputs, strict=True)]
+        pending = [
+            exchange.all_reduce(flat, into, exchange_id=averaging.exchange_id, index=index)
+            for index, (flat, into) in enumerate(pairs)
+        ]
+        for one_pending in pending:
+            one_pending.wait(self._deadline_s)
+        for one in flats:
+            one.unpack()
+        self._exchange = None
+
+    def _copy_state(self, averaging: AverageModels, workers: Sequence[int]) -> None:
+        """Copies the state of the first of these workers to the others."""
+        exchange = self._open_exchange(workers)
+        copier = StateCopier(
+            exchange,
+            self._trained,
+            position=workers.index(self._loop.worker),
+            deadline_s=self._deadline_s,
+            exchange_id=averaging.exchange_id + 1,
+        )
+        place = copier.copy(self._loop.position(self._protocol.round))
+        if not self._has_position:
+            self._loop.restore_position(place)
+            self._has_position = True
+        self._exchange = None
+
+    def _open_exchange(self, workers: Sequence[int]) -> Exchange:
+        """Opens an exchange over some workers; it fails at once if the averaging is cancelled already."""
+        client = self._client
+        assert client is not None
+        names = [client.link_name(worker) for worker in workers]
+        exchange = LinkExchange(client.endpoint, names, workers.index(self._loop.worker))
+        self._exchange = exchange
+        with client.lock:
+            is_cancelled = self._protocol.is_cancelled
+        if client.failure is not None:
+            exchange.abandon(client.failure)
+        elif is_cancelled:
+            exchange.abandon(_cancelled_error())
+        return exchange
+
+    def _on_action(self, action: Action) -> None:
+        """Fails the exchange of an averaging that is cancelled; called in the links' thread."""
+        if isinstance(action, CancelAveraging) and self._protocol.is_cancelled:
+            self.abandon(_cancelled_error())
+
+
+def _cancelled_error() -> AveragingCancelledError:
+    return AveragingCancelledError("the averaging was cancelled: a member cannot finish it")

@@ -1,0 +1,1 @@
+"""Simulated jobs whose workers own their models and average them in groups."""

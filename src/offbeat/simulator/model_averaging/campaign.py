@@ -1,0 +1,93 @@
+"""Fault campaigns of model averaging: random clusters with random faults, one for each seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offbeat.policies import Policy
+from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.model_averaging.partial_reduce import PartialReduce
+from offbeat.simulator.core.faults import format_fault
+from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
+from offbeat.simulator.training import campaign as gradient_campaign
+from offbeat.simulator.training.cluster import SimulationSetting, ViolationError
+from offbeat.simulator.training.sample_loop import SampleSetting
+
+_UNTIL_S = 2000.0
+_STUCK_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFaultCase:
+    """The cluster of one seed.
+
+    Attributes:
+        setting: the cluster and its faults.
+        arguments: of `PartialReduce`.
+    """
+
+    setting: SimulationSetting
+    arguments: dict[str, Any]
+
+    def build_policies(self) -> list[Policy]:
+        """Return new policies."""
+        world = self.setting.world
+        return [Assembly(world, accepts_late_joiners=True), PartialReduce(world, **self.arguments)]
+
+    def __str__(self) -> str:
+        faults = " ".join(format_fault(fault) for fault in self.setting.faults) or "no faults"
+        return f"{self.setting.world} workers, {self.arguments}, {faults}"
+
+
+def draw_case(seed: int) -> ModelFaultCase:
+    """Draw a cluster; deterministic for a seed. Its faults are those of the campaign of gradient groups."""
+    chance = random.Random(f"model averaging {seed}")
+    setting = gradient_campaign.draw_case(seed).setting
+    batch_size = chance.randint(1, 6)
+    samples = SampleSetting(
+        epoch_samples=chance.randint(1, 40 * setting.world) * batch_size + chance.randrange(batch_size),
+        batch_size=batch_size,
+        epochs=chance.randint(1, 4),
+        batches_per_round=chance.choice([1, 1, 1, 2]),
+    )
+    return ModelFaultCase(
+        setting=replace(
+            setting,
+            samples=samples,
+            steps=None,
+            rounds_per_step=1,
+            apply_s=0.0,
+            until_s=_UNTIL_S,
+            stuck_after_s=_STUCK_S,
+        ),
+        arguments={
+            "size": chance.choice([None, 2, 3, 4]),
+            "window": chance.choice([None, 0, 3, 10]),
+            "hold_timeout_s": chance.choice([0.5, 5.0]),
+            "deadline_s": 100.0,
+        },
+    )
+
+
+def run_case(
+    seed: int, build: Callable[[ModelFaultCase], list[Policy]] = ModelFaultCase.build_policies
+) -> SimulatedModelCluster:
+    """Run the case of a seed.
+
+    Args:
+        seed: of `draw_case`.
+        build: builds the policies of a case.
+
+    Raises:
+        ViolationError: an invariant was violated; the text names the seed and the case.
+    """
+    case = draw_case(seed)
+    cluster = SimulatedModelCluster(case.setting, lambda: build(case))
+    try:
+        cluster.run()
+    except ViolationError as error:
+        raise ViolationError(f"{error} (seed {seed}: {case})") from None
+    return cluster

@@ -1,0 +1,156 @@
+"""A simulated job whose workers own their models; see `SimulatedCluster` for the simulation itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from offbeat.events import (
+    AbortJob,
+    Action,
+    AssignBlocks,
+    AverageModels,
+    Block,
+    Event,
+    Left,
+    Lost,
+    ModelsAveraged,
+    Ready,
+)
+from offbeat.policies import Policy
+from offbeat.simulator.core.times import ComputeTimeSource
+from offbeat.simulator.model_averaging.worker import AveragingWorker, SimulatedAveraging
+from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
+from offbeat.simulator.training.worker import SimulatedWorker
+
+
+class SimulatedModelCluster(SimulatedCluster):
+    """One simulated run in which workers average models.
+
+    Checked invariants: a worker is in at most one averaging until it has reported the end, and the ids of its
+    averagings ascend; members are present, and weights sum to 1 over those with a model; a worker that joins
+    has no model, and all others have one; each sample is used once, by a step that was reported; the job is
+    stopped only where no worker has a model; and it ends with equal models of all workers.
+
+    Args:
+        setting: parameters of the run, with samples.
+        policies: builds the coordinator's policies; called again for each restarted coordinator.
+
+    Attributes:
+        averagings: all averagings, in order.
+    """
+
+    def __init__(self, setting: SimulationSetting, policies: Callable[[], Sequence[Policy]]) -> None:
+        super().__init__(setting, policies, one_by_one=True)
+        chance = np.random.default_rng(setting.seed)
+        self._solution = chance.normal(size=4)
+        self.averagings: list[AverageModels] = []
+        self._averaging_of: dict[int, int] = {}  # by member, until it has reported the end
+        self._blocks: dict[int, Block] = {}
+        self._uses: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def step(self) -> int:
+        """Steps of the worker that has made most."""
+        return max(worker.steps_taken for worker in self._workers.values())
+
+    def _make(self, worker: int, stopwatch: ComputeTimeSource, is_new: bool) -> SimulatedWorker:
+        return AveragingWorker(self, worker, stopwatch, is_new=is_new)
+
+    def gradient(self, parameters: Any, worker: int, number: int) -> Any:
+        """Return the gradient of a worker's batch: that of a quadratic, with noise."""
+        noise = np.random.default_rng([self.setting.seed, worker, number]).normal(size=4)
+        return parameters - self._solution + 0.1 * noise
+
+    def enter_averaging(self, worker: AveragingWorker, averaging: AverageModels) -> None:
+        """Enter a worker into an averaging."""
+        exchange = self.exchanges.get(averaging.exchange_id)
+        if exchange is None:
+            exchange = self.exchanges[averaging.exchange_id] = SimulatedAveraging(self, averaging)
+        worker.exchange = exchange
+        exchange.arrive(worker)
+
+    def handle_event(self, event: Event) -> bool:
+        """See `SimulatedCluster.handle_event`."""
+        self._note_event(event)
+        return super().handle_event(event)
+
+    def _restart_coordinator(self, _: Any) -> None:
+        """See `SimulatedCluster`: what the killed coordinator has not logged did not happen."""
+        self._uses.clear()
+        self._averaging_of.clear()
+        for event, actions in self.log:
+            self._note_event(event)
+            for action in actions:
+                self._note_action(action)
+        super()._restart_coordinator(_)
+
+    def _note_event(self, event: Event) -> None:
+        if isinstance(event, ModelsAveraged | Lost | Left):
+            self._averaging_of.pop(event.worker, None)
+        if isinstance(event, Ready):
+            for block_id in event.blocks:
+                block = self._blocks[block_id]
+                for start, stop in block.ranges:
+                    self._uses.update((block.epoch, position) for position in range(start, stop))
+            twice = [use for use, count in self._uses.items() if count > 1]
+            if twice:
+                self.fail_invariant(f"worker {event.worker} uses a sample again: {min(twice)}")
+
+    def _note_action(self, action: Action) -> None:
+        if isinstance(action, AssignBlocks):
+            self._blocks |= {block.id: block for block in action.blocks}
+        elif isinstance(action, AverageModels):
+            self._averaging_of |= dict.fromkeys(action.members, action.exchange_id)
+
+    def _check_action(self, action: Action) -> None:
+        super()._check_action(action)
+        if isinstance(action, AverageModels):
+            self._check_averaging(action)
+            self.averagings.append(action)
+        self._note_action(action)
+
+    def _check_averaging(self, averaging: AverageModels) -> None:
+        members, named = averaging.members, f"averaging {averaging.exchange_id}"
+        if tuple(sorted(set(members))) != members or not set(members) <= self._joined_workers:
+            self.fail_invariant(f"{named} has the members {members}, of {sorted(self._joined_workers)}")
+        if self.averagings and averaging.exchange_id <= self.averagings[-1].exchange_id:
+            self.fail_invariant(f"{named} follows {self.averagings[-1].exchange_id}")
+        busy = self._averaging_of.keys() & set(members)
+        if busy:
+            self.fail_invariant(f"{named} has members that are in another one: {sorted(busy)}")
+        weights = dict(zip(members, averaging.weights, strict=True))
+        own = [weights[member] for member in members if member not in averaging.joining]
+        if not own or abs(sum(own) - 1) > 1e-9 or any(weights[member] for member in averaging.joining):
+            self.fail_invariant(f"{named} has the weights {averaging.weights}, joining {averaging.joining}")
+
+    def _check_stop(self, stop: AbortJob) -> None:
+        for worker in sorted(self._joined_workers):
+            simulated = cast(AveragingWorker, self._workers[worker])
+            if simulated.is_alive and simulated.model is not None:
+                self.fail_invariant(f"the job was stopped though worker {worker} has a model: {stop.reason}")
+
+    def _check_end(self) -> None:
+        assert self.setting.samples is not None
+        if self.stopped is not None:
+            return
+        workers = [cast(AveragingWorker, worker) for worker in self._workers.values()]
+        if not self.is_dismissed:
+            alive = [f"{worker.worker} {worker.activity}" for worker in workers if worker.is_alive]
+            if alive:
+                self.fail_invariant(f"the job does not end: {', '.join(alive)}")
+            return
+        epochs, samples = self.setting.samples.epochs, self.setting.samples.epoch_samples
+        if epochs is not None and len(self._uses) != epochs * samples:
+            self.fail_invariant(f"{len(self._uses)} samples were used in {epochs} epochs of {samples}")
+        final = [worker for worker in workers if worker.has_left and not worker.is_leaving]
+        for worker in final:
+            assert worker.model is not None
+            assert final[0].model is not None
+            if not np.array_equal(worker.model.parameters, final[0].model.parameters):
+                self.fail_invariant(
+                    f"workers {final[0].worker} and {worker.worker} ended with different models"
+                )

@@ -1,0 +1,226 @@
+"""A simulated worker that owns its model: a model of the runtime in virtual time.
+
+It uses the same `ModelAveragingProtocol` as the runtime. Nothing here decides which workers average. See
+`offbeat.runtime.model_averaging.synchronizer` for the original of this model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from offbeat.events import (
+    AbortJob,
+    Action,
+    AverageModels,
+    CancelAveraging,
+    JobComplete,
+    PeerList,
+    Ready,
+    RejectPeer,
+)
+from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.simulator.core.times import ComputeTimeSource
+from offbeat.simulator.training.exchange import BlockableExchange
+from offbeat.simulator.training.interface import Simulation
+from offbeat.simulator.training.sample_loop import SimulatedLoop
+from offbeat.simulator.training.worker import (
+    ENDED,
+    EXCHANGING,
+    FINISHED,
+    JOINING,
+    WAITING,
+    SimulatedWorker,
+)
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A worker's own state.
+
+    Attributes:
+        parameters: float64, shape (parameters,).
+        momentum: of the same shape; each worker keeps its own.
+    """
+
+    parameters: Any
+    momentum: Any
+
+
+class ModelSimulation(Simulation, Protocol):
+    """A simulated run, as far as a worker that owns its model needs it."""
+
+    def gradient(self, parameters: Any, worker: int, number: int) -> Any:
+        """Return the gradient of a worker's `number`-th batch."""
+
+    def enter_averaging(self, worker: AveragingWorker, averaging: AverageModels) -> None:
+        """Enter a worker into an averaging."""
+
+
+class AveragingWorker(SimulatedWorker):
+    """One worker with a model of its own.
+
+    Attributes:
+        model: its state, None before it has received one.
+    """
+
+    cluster: ModelSimulation
+
+    def __init__(
+        self, cluster: ModelSimulation, worker: int, stopwatch: ComputeTimeSource, *, is_new: bool
+    ) -> None:
+        super().__init__(cluster, worker, stopwatch, is_new=is_new)
+        self.protocol = self.averaging_protocol = ModelAveragingProtocol(worker)
+        assert cluster.samples is not None
+        self.loop = SimulatedLoop(cluster.samples, self.protocol.block_queue, self, self._send_request)
+        zeros = np.zeros(4)
+        self.model = None if is_new or worker else ModelState(zeros, zeros)
+
+    @property
+    def round(self) -> int:
+        """Averagings that it has ended, for its `SimulatedLoop`."""
+        return self.averaging_protocol.round
+
+    @property
+    def is_member(self) -> bool:
+        """Whether its samples count, for its `SimulatedLoop`: always."""
+        return True
+
+    def _apply_action(self, action: Action) -> None:
+        match action:
+            case PeerList():
+                self.has_started = True
+            case JobComplete():
+                self._send_left()
+            case AbortJob() | RejectPeer():
+                self.end()
+            case _:
+                self.answer(action)
+                if isinstance(action, AverageModels):
+                    self._open_sessions_with(action.members)
+                    self._doing_before = self.activity
+                    self.activity = EXCHANGING
+                    self.cluster.enter_averaging(self, action)
+                elif isinstance(action, CancelAveraging) and self.averaging_protocol.is_cancelled:
+                    self._give_up()
+
+    def _open_sessions_with(self, members: tuple[int, ...]) -> None:
+        if members not in self.session_groups:
+            self.session_groups.add(members)
+            self.cluster.on_new_sessions()
+
+    def _give_up(self) -> None:
+        if self.exchange is not None:
+            self.exchange = None
+            self._end_averaging(has_mean=False)
+
+    def on_average(self, averaging: SimulatedAveraging) -> None:
+        """Receive the mean or, in a worker that joins, a state."""
+        if self.is_hung:
+            self._queue.append((True, self.on_average, averaging))
+            return
+        if self.exchange is not averaging:
+            return
+        self.exchange = None
+        if self.model is None:
+            self.model = averaging.donor_model
+            self.loop_of.enter_epoch(averaging.epoch)
+        assert self.model is not None
+        self.model = replace(self.model, parameters=averaging.mean)
+        self._end_averaging(has_mean=True)
+
+    @property
+    def loop_of(self) -> SimulatedLoop:
+        """Its loop."""
+        assert self.loop is not None
+        return self.loop
+
+    def _end_averaging(self, *, has_mean: bool) -> None:
+        event = self.averaging_protocol.finish(has_mean=has_mean)
+        self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
+        if self.model is None:
+            self.activity = JOINING
+        elif self._doing_before == FINISHED:
+            self.activity = FINISHED
+        elif self.is_leaving:
+            self._send_left()
+        else:
+            self._compute()
+
+    def _send_ready(self) -> None:
+        """Make the step with its own model, report it, and wait for an averaging."""
+        cluster, loop = self.cluster, self.loop_of
+        assert self.model is not None
+        gradient = cluster.gradient(self.model.parameters, self.worker, self.gradients_computed)
+        momentum = 0.9 * self.model.momentum + gradient
+        self.model = ModelState(self.model.parameters - 0.02 * momentum, momentum)
+        self.steps_taken += 1
+        cluster.progress_s = self.active_s = cluster.engine.now_s
+        samples = sum(block.samples for block in loop.blocks)
+        self.last_ready = Ready(
+            now_s=cluster.arrival_s(self.worker),
+            worker=self.worker,
+            generation=0,
+            epoch=loop.epoch,
+            step=self.steps_taken - 1,
+            round=self.round,
+            compute_s=self._compute_s,
+            samples=samples,
+            blocks=loop.contribute(),
+        )
+        self._compute_s = 0.0
+        loop.end_round()
+        self.activity = WAITING
+        cluster.send_event(self.worker, self.last_ready)
+
+
+class SimulatedAveraging(BlockableExchange):
+    """An averaging of models, and the transfer of the state to members that join.
+
+    Args:
+        cluster: the run.
+        averaging: the action that names it.
+
+    Attributes:
+        mean: the parameters of every member; None before all have arrived.
+        donor_model: the state that joining members receive.
+        epoch: of the worker that sends it.
+    """
+
+    def __init__(self, cluster: Simulation, averaging: AverageModels) -> None:
+        super().__init__(cluster, averaging.members, averaging.exchange_id)
+        self.averaging = averaging
+        self.mean: Any = None
+        self.donor_model: ModelState | None = None
+        self.epoch = 0
+
+    def check_member(self, worker: SimulatedWorker) -> None:
+        """See `BlockableExchange.check_member`."""
+        assert isinstance(worker, AveragingWorker)
+        is_joining = worker.worker in self.averaging.joining
+        if worker.averaging_protocol.averaging != self.averaging or (worker.model is None) != is_joining:
+            self._cluster.fail_invariant(
+                f"worker {worker.worker} enters averaging {self.exchange_id}, which it is not to be in so"
+            )
+
+    def combine(self) -> None:
+        """See `BlockableExchange.combine`."""
+        weights = dict(zip(self.averaging.members, self.averaging.weights, strict=True))
+        group = [worker for worker in _own_models(self._workers) if worker.model is not None]
+        self.mean = sum(
+            weights[worker.worker] * worker.model.parameters for worker in group if worker.model is not None
+        )
+        self.donor_model, self.epoch = group[0].model, group[0].loop_of.epoch
+        self.draw_ends()
+
+    def deliver(self, worker: SimulatedWorker) -> None:
+        """See `BlockableExchange.deliver`."""
+        if worker.activity != ENDED:
+            _own_models([worker])[0].on_average(self)
+
+
+def _own_models(workers: Sequence[SimulatedWorker]) -> list[AveragingWorker]:
+    return [worker for worker in workers if isinstance(worker, AveragingWorker)]

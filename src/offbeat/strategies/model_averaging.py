@@ -1,0 +1,83 @@
+"""Strategies whose workers own their models and average them in groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from offbeat.policies.model_averaging.partial_reduce import PartialReduce
+from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.runtime.control.configuration import PolicySpec
+from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
+from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.trained import TrainingState
+from offbeat.strategies.base import assembly_spec, check_deadline
+
+
+@dataclass(frozen=True, kw_only=True)
+class PReduce:
+    """Partial reduce: after each step, the first P workers that are ready average their models.
+
+    A worker steps its own model with the gradients of its own batch, so a learning rate is that of one
+    worker. No worker waits for a slow one, unless fewer than P others train: it averages when it is ready,
+    and takes fewer steps. Models differ while workers train. When all have finished, all models and their
+    buffers are averaged, so that every worker ends with the same. Until then the model of the worker where
+    `session.is_leader` is true stands for all of them in validation and checkpoints. Optimizer state is not
+    averaged. A worker that is lost leaves its group; the others go on.
+
+    Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
+    (constant partial reduce). Deviations: those of `PartialReduce`.
+
+    Args:
+        P: workers in a group, at least 2; by default 3, or 2 with fewer than 4 workers.
+        window: consecutive groups that connect all workers, so that no models drift apart; 0 for no such
+            rule, by default four times the least possible window.
+        shards: "dynamic" assigns samples as they are needed, each once an epoch; "equal" splits them in
+            advance, so that fast workers finish early.
+        deadline_s: how long a live worker may keep others waiting before it is rejected, in seconds.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    name: ClassVar[str] = "preduce"
+    survives_worker_loss: ClassVar[bool] = True
+    readmits_workers: ClassVar[bool] = False
+    always_needs_coordinator: ClassVar[bool] = False
+
+    P: int | None = None
+    window: int | None = None
+    shards: Literal["dynamic", "equal"] = "dynamic"
+    deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_deadline(self.deadline_s)
+        PartialReduce(1, **self._policy_arguments())
+
+    def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
+        """See `Strategy.policies`."""
+        return (
+            assembly_spec(world, start_s, self.shards),
+            PolicySpec(
+                path="offbeat.policies.model_averaging.partial_reduce:PartialReduce",
+                arguments={"world": world, **self._policy_arguments()},
+            ),
+        )
+
+    def make_worker_protocol(self, worker: int) -> ModelAveragingProtocol:
+        """See `Strategy.make_worker_protocol`."""
+        return ModelAveragingProtocol(worker)
+
+    def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> ModelAveragingSynchronizer:
+        """See `Strategy.make_synchronizer`."""
+        return ModelAveragingSynchronizer(
+            loop, trained, deadline_s=self.deadline_s, assigns_samples=self.shards == "dynamic"
+        )
+
+    def _policy_arguments(self) -> dict[str, Any]:
+        return {
+            "size": self.P,
+            "window": self.window,
+            "shards": self.shards,
+            "deadline_s": self.deadline_s,
+        }

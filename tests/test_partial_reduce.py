@@ -1,0 +1,563 @@
+"""Promises of partial reduce (P-Reduce): groups of the first that are ready, and one model at the end."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.errors import ProtocolError
+from offbeat.events import (
+    AbortJob,
+    AssignBlocks,
+    AverageModels,
+    CancelAveraging,
+    Finished,
+    JobComplete,
+    Joined,
+    Left,
+    Lost,
+    ModelsAveraged,
+    PeerReachable,
+    PeerUnreachable,
+    Ready,
+    RejectPeer,
+    SamplesRequested,
+    Tick,
+)
+from offbeat.policies.model_averaging.first_ready import FirstReadyGroups
+from offbeat.policies.model_averaging.partial_reduce import PartialReduce
+from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+
+
+def anybody(group, worker):
+    return True
+
+
+class Job:
+    """A policy and the worker's side of each of its workers; actions arrive at once."""
+
+    def __init__(self, world, **options):
+        self.policy = PartialReduce(world, **{"shards": "equal"} | options)
+        self.workers = {}
+        self.averagings = []
+        self.actions = []
+        self.now_s = 0.0
+        for worker in range(world):
+            self.join(worker, world)
+
+    def say(self, event):
+        actions = self.policy.handle(event)
+        for action in actions:
+            if isinstance(action, AverageModels):
+                self.averagings.append(action)
+            if isinstance(action, AverageModels | CancelAveraging):
+                for member in action.members:
+                    if member in self.workers:
+                        self.workers[member].handle(action)
+        self.actions += actions
+        return actions
+
+    def join(self, worker, world):
+        self.workers[worker] = ModelAveragingProtocol(worker)
+        return self.say(
+            Joined(
+                now_s=self.now_s,
+                worker=worker,
+                world=world,
+                peer=f"worker-{worker}",
+                location="here",
+                addresses=(),
+                model_signature=(),
+                strategy="preduce",
+            )
+        )
+
+    def ready(self, worker, **values):
+        fields = {"generation": 0, "epoch": 0, "step": 0, "round": 0, "compute_s": 0.1, "samples": 0}
+        return self.say(Ready(now_s=self.now_s, worker=worker, blocks=(), **fields | values))
+
+    def averaged(self, worker, *, has_mean=True):
+        return self.say(self.workers[worker].finish(has_mean=has_mean))
+
+    def end_all(self):
+        """All members of all averagings have the mean."""
+        return [
+            action
+            for worker, protocol in sorted(self.workers.items())
+            if protocol.averaging is not None
+            for action in self.averaged(worker)
+        ]
+
+    def begin(self):
+        self.end_all()
+        self.averagings.clear()
+        self.actions.clear()
+        return self
+
+    def finished(self, worker):
+        return self.say(Finished(now_s=self.now_s, worker=worker, epoch=0, step=1))
+
+    def lost(self, worker):
+        self.workers.pop(worker)
+        return self.say(Lost(now_s=self.now_s, worker=worker, cause="it died"))
+
+
+def members(actions):
+    return [action.members for action in actions if isinstance(action, AverageModels)]
+
+
+# The start and the end ------------------------------------------------------------------------------------
+
+
+def test_all_workers_begin_with_the_state_of_worker_0():
+    (first,) = Job(4).averagings
+    assert first.members == (0, 1, 2, 3)
+    assert first.joining == (1, 2, 3)
+    assert first.weights == (1.0, 0.0, 0.0, 0.0)
+
+
+def test_the_state_of_worker_0_is_needed():
+    job = Job(3)
+    job.lost(0)
+    assert job.averaged(1, has_mean=False) == []
+    (stopped,) = job.averaged(2, has_mean=False)
+    assert isinstance(stopped, AbortJob)
+    assert "the initial state" in stopped.reason
+
+
+def test_a_worker_that_has_received_the_state_replaces_worker_0():
+    job = Job(3)
+    job.lost(0)
+    assert job.averaged(1, has_mean=False) == []
+    assert job.averaged(2) == []
+    assert members(job.ready(2)) == [(1, 2)]
+    assert job.averagings[-1].joining == (1,)
+    assert job.averagings[-1].leader == 2
+
+
+def test_a_worker_that_has_not_received_the_state_receives_it_with_the_next_group():
+    job = Job(4)
+    job.lost(3)
+    job.averaged(0)
+    job.averaged(1, has_mean=False)
+    job.averaged(2)
+    job.averagings.clear()
+    assert job.ready(0) == []
+    (group,) = members(job.ready(2))
+    assert group == (0, 1, 2)
+    assert job.averagings[-1].joining == (1,)
+    assert job.averagings[-1].weights == (0.5, 0.0, 0.5)
+
+
+def test_the_first_group_waits_for_workers_that_are_receiving_the_state():
+    job = Job(3, size=3)
+    job.averaged(0)
+    job.averaged(1)
+    assert job.ready(0) + job.ready(1) == []
+    assert job.averaged(2) == []
+    assert members(job.ready(2)) == [(0, 1, 2)]
+
+
+def test_a_newcomer_receives_the_state_with_the_next_group():
+    job = Job(4).begin()
+    assert job.join(7, 4) == []
+    job.ready(0)
+    job.ready(2)
+    assert members(job.ready(1)) == [(0, 1, 2, 7)]
+    assert job.averagings[-1].joining == (7,)
+    job.end_all()
+    job.ready(7)
+    job.ready(3)
+    assert members(job.ready(0)) == [(0, 3, 7)]
+
+
+def test_a_newcomer_receives_the_state_from_a_worker_that_has_finished():
+    job = Job(2).begin()
+    job.finished(0)
+    job.finished(1)
+    job.averaged(0)
+    job.join(5, 2)
+    job.averaged(1)
+    assert job.averagings[-1].members == (0, 5)
+    assert job.averagings[-1].joining == (5,)
+
+
+def test_when_all_have_finished_all_models_and_buffers_are_averaged_once():
+    job = Job(3).begin()
+    assert job.finished(0) + job.finished(2) == []
+    (last,) = job.finished(1)
+    assert last.members == (0, 1, 2)
+    assert last.includes_buffers
+    assert job.averaged(0) + job.averaged(1) == []
+    assert [type(action) for action in job.averaged(2)] == [JobComplete]
+
+
+def test_the_last_averaging_is_repeated_where_a_member_was_lost():
+    job = Job(3).begin()
+    for worker in range(3):
+        job.finished(worker)
+    (cancelled,) = job.lost(1)
+    assert isinstance(cancelled, CancelAveraging)
+    job.averaged(0)
+    (again,) = job.averaged(2, has_mean=False)
+    assert again.members == (0, 2)
+    job.averaged(0)
+    assert [type(action) for action in job.averaged(2)] == [JobComplete]
+
+
+def test_a_single_worker_needs_no_partner():
+    job = Job(1).begin()
+    assert members(job.ready(0)) == [(0,)]
+    job.averaged(0)
+    assert [type(action) for action in job.finished(0)] == [JobComplete]
+
+
+def test_after_the_end_nobody_joins():
+    job = Job(1).begin()
+    job.finished(0)
+    (rejected,) = job.join(4, 1)
+    assert isinstance(rejected, RejectPeer)
+    assert "the job is over" in rejected.reason
+
+
+# Groups ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (3, 2), (4, 3), (9, 3)])
+def test_by_default_a_group_has_three_workers_or_two_of_fewer_than_four(world, size):
+    job = Job(world).begin()
+    for worker in range(size - 1):
+        assert job.ready(worker) == []
+    assert members(job.ready(size - 1)) == [tuple(range(size))]
+    assert job.averagings[0].weights == (1 / size,) * size
+
+
+def test_groups_of_different_workers_run_at_the_same_time():
+    job = Job(6, size=3, window=0).begin()
+    for worker in (4, 1, 5, 0, 3):
+        job.ready(worker)
+    job.ready(2)
+    assert [one.members for one in job.averagings] == [(1, 4, 5), (0, 2, 3)]
+    assert job.averagings[0].exchange_id < job.averagings[1].exchange_id
+
+
+def test_a_slow_worker_is_not_waited_for():
+    job = Job(4, size=3, window=0).begin()
+    for _ in range(20):
+        for worker in (0, 1, 3):
+            job.ready(worker)
+        job.end_all()
+    assert [one.members for one in job.averagings] == [(0, 1, 3)] * 20
+
+
+def test_with_as_many_workers_in_a_group_as_there_are_all_average_together():
+    job = Job(4, size=4).begin()
+    for worker in (3, 1, 2):
+        assert job.ready(worker) == []
+    assert members(job.ready(0)) == [(0, 1, 2, 3)]
+
+
+def test_the_last_workers_that_train_form_a_smaller_group():
+    job = Job(4, size=3).begin()
+    job.ready(0)
+    job.ready(1)
+    job.finished(2)
+    assert members(job.finished(3)) == [(0, 1)]
+    job.end_all()
+    job.finished(1)
+    assert members(job.ready(0)) == [(0,)]
+
+
+def test_a_worker_is_in_one_averaging_at_a_time():
+    job = Job(3, size=3).begin()
+    job.ready(0)
+    with pytest.raises(ProtocolError, match="which waits for an averaging"):
+        job.ready(0)
+    job.ready(1)
+    job.ready(2)
+    with pytest.raises(ProtocolError, match="which waits for an averaging"):
+        job.ready(1)
+
+
+@pytest.mark.parametrize("event", [ModelsAveraged(now_s=0, worker=1, exchange_id=77, has_mean=True)])
+def test_an_averaging_ends_once_and_for_its_members(event):
+    with pytest.raises(ProtocolError, match="worker 1 is in, got 77"):
+        Job(3).begin().say(event)
+
+
+# Windows: no part of the workers stays among itself ---------------------------------------------------------
+
+
+def isolated_pairs(window, rounds=200):
+    """Two fast and two slow workers, groups of two; returns the share of windows that connect all."""
+    groups = FirstReadyGroups(2, window, 1e9)
+    next_s = {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0}
+    pace_s = {0: 1.0, 1: 1.0, 2: 3.1, 3: 3.1}
+    formed = []
+    while len(formed) < rounds:
+        worker = min(next_s.keys() - groups.ready, key=lambda one: (next_s[one], one))
+        now_s = next_s[worker]
+        groups.add(worker, now_s)
+        while (group := groups.pop_group({0, 1, 2, 3}, now_s, anybody)) is not None:
+            formed.append(group)
+            for member in group:
+                next_s[member] = now_s + pace_s[member]
+    connected = [is_connected(formed[at : at + 6]) for at in range(len(formed) - 6)]
+    return sum(connected) / len(connected)
+
+
+def is_connected(groups):
+    parts = [{worker} for worker in range(4)]
+    for group in groups:
+        joined = [part for part in parts if part & set(group)]
+        parts = [part for part in parts if part not in joined] + [set().union(*joined)]
+    return len(parts) == 1
+
+
+def test_workers_of_equal_pace_meet_others_within_a_window():
+    assert isolated_pairs(0) < 0.2
+    assert isolated_pairs(6) == 1.0
+
+
+def test_a_group_takes_the_first_of_each_unconnected_part():
+    groups = FirstReadyGroups(2, 2, 10.0)
+    for worker in (0, 1):
+        groups.add(worker, 0.0)
+    assert groups.pop_group({0, 1, 2}, 0.0, anybody) == (0, 1)
+    for worker in (1, 0, 2):
+        groups.add(worker, 1.0)
+    assert groups.pop_group({0, 1, 2}, 1.0, anybody) == (1, 2)
+
+
+def test_a_group_is_held_for_a_worker_of_another_part_but_not_for_ever():
+    groups = FirstReadyGroups(2, 2, 10.0)
+    for now_s in (0.0, 1.0):
+        for worker in (0, 1):
+            groups.add(worker, now_s)
+        formed = groups.pop_group({0, 1, 2}, now_s, anybody)
+        assert formed == ((0, 1) if not now_s else None)
+    assert groups.pop_group({0, 1, 2}, 11.0, anybody) is None
+    assert groups.timeouts == 0
+    assert groups.pop_group({0, 1, 2}, 11.5, anybody) == (0, 1)
+    assert groups.timeouts == 1
+
+
+def test_no_group_is_held_for_a_worker_that_does_not_train_any_more():
+    groups = FirstReadyGroups(2, 2, 10.0)
+    for now_s in (0.0, 1.0):
+        groups.add(0, now_s)
+        groups.add(1, now_s)
+        assert groups.pop_group({0, 1, 2} if not now_s else {0, 1}, now_s, anybody) == (0, 1)
+
+
+# Failures -------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_a_member_cancels_its_averaging_and_no_other():
+    job = Job(6, size=3, window=0).begin()
+    for worker in range(6):
+        job.ready(worker)
+    (cancelled,) = job.lost(4)
+    assert cancelled.exchange_id == job.averagings[1].exchange_id
+    assert job.workers[3].is_cancelled
+    assert not job.workers[0].is_cancelled
+
+
+def test_members_that_cannot_reach_each_other_give_up_and_do_not_meet_until_they_can():
+    job = Job(3, size=2, window=0).begin()
+    job.ready(0)
+    job.ready(1)
+    report = {"now_s": 1.0, "worker": 0, "peer": 1}
+    (cancelled,) = job.say(PeerUnreachable(cause="nothing comes", **report))
+    assert "worker 0 cannot reach worker 1: nothing comes" in cancelled.reason
+    job.averaged(0, has_mean=False)
+    job.averaged(1, has_mean=False)
+    assert job.ready(0) + job.ready(1) == []
+    assert members(job.ready(2)) == [(0, 2)]
+    job.averaged(0)
+    job.averaged(2)
+    assert job.ready(0) == []
+    assert members(job.say(PeerReachable(**report))) == [(0, 1)]
+
+
+def test_two_workers_that_cannot_reach_each_other_go_on_by_themselves():
+    job = Job(2).begin()
+    job.say(PeerUnreachable(now_s=1.0, worker=0, peer=1, cause="nothing comes"))
+    assert job.ready(0) == []
+    assert members(job.ready(1)) == [(0,)]
+    job.averaged(0)
+    assert members(job.ready(0)) == [(1,)]
+
+
+def test_a_worker_from_which_nothing_comes_is_left_out():
+    job = Job(3, size=3).begin()
+    job.ready(0)
+    job.ready(1)
+    assert members(job.say(PeerUnreachable(now_s=1.0, worker=None, peer=2, cause="silent"))) == [(0, 1)]
+
+
+def test_a_worker_that_keeps_others_waiting_is_rejected_by_name():
+    job = Job(3, size=3, deadline_s=30.0).begin()
+    job.ready(0)
+    job.ready(1)
+    assert job.say(Tick(now_s=30.0)) == []
+    rejected, averaging = job.say(Tick(now_s=30.5))
+    assert rejected.peer == "worker-2"
+    assert "others have waited for it for more than 30 s" in rejected.reason
+    assert averaging.members == (0, 1)
+
+
+def test_a_worker_that_leaves_is_not_waited_for():
+    job = Job(3, size=3).begin()
+    job.ready(0)
+    job.ready(1)
+    assert members(job.say(Left(now_s=0.0, worker=2, step=4))) == [(0, 1)]
+
+
+# Samples --------------------------------------------------------------------------------------------------
+
+
+def request(worker, epoch=0, samples=40):
+    return SamplesRequested(
+        now_s=0.0,
+        worker=worker,
+        epoch=epoch,
+        samples=samples,
+        batch_size=10,
+        is_last=True,
+        abandons_previous=False,
+        blocks_max=1,
+        started_blocks=(),
+        round=0,
+        consumed_ranges=(),
+    )
+
+
+def test_the_samples_of_a_lost_worker_go_to_others():
+    job = Job(2, size=2, shards="dynamic").begin()
+    queue = []
+
+    def assign(actions):
+        queue.extend(
+            block
+            for action in actions
+            if isinstance(action, AssignBlocks) and action.worker == 0
+            for block in action.blocks
+        )
+
+    assign(job.say(request(0)))
+    assert any(action.blocks for action in job.say(request(1)) if isinstance(action, AssignBlocks))
+    assign(job.lost(1))
+    used = []
+    while queue:
+        block = queue.pop(0)
+        used += [position for start, stop in block.ranges for position in range(start, stop)]
+        assign(job.say(ready_of(0, block)))
+        assign(job.end_all())
+        if not queue:
+            assign(job.say(request(0)))
+    assert sorted(used) == list(range(40))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_group_waits_for_a_worker_that_waits_for_the_last_samples(seed):
+    chance = random.Random(seed)
+    job = Job(4, size=3, shards="dynamic").begin()
+    queues = {worker: [] for worker in job.workers}
+    requested, ended, used = set(), set(), 0
+
+    def assign(actions):
+        for action in actions:
+            if isinstance(action, AssignBlocks):
+                queues[action.worker] += action.blocks
+                if action.is_last:
+                    ended.add(action.worker)
+
+    while len(ended) < 4:
+        averaging = {worker for worker, protocol in job.workers.items() if protocol.averaging is not None}
+        ready = {worker for worker, _ in job.policy.state_dict()["groups"]["ready_s"]}
+        idle = queues.keys() - averaging - ready
+        can_move = averaging | {worker for worker in idle if queues[worker]} | (idle - requested - ended)
+        assert can_move, "all workers wait"
+        worker = chance.choice(sorted(can_move))
+        if worker in averaging:
+            assign(job.averaged(worker))
+            requested.discard(worker)
+        elif queues[worker]:
+            block = queues[worker].pop(0)
+            used += block.samples
+            assign(job.say(ready_of(worker, block)))
+        else:
+            requested.add(worker)
+            assign(job.say(request(worker)))
+    assert used == 40
+
+
+def ready_of(worker, block):
+    return Ready(
+        now_s=0.0,
+        worker=worker,
+        generation=0,
+        epoch=0,
+        step=0,
+        round=0,
+        compute_s=0.1,
+        samples=block.samples,
+        blocks=(block.id,),
+    )
+
+
+# Any order ------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), world=st.integers(1, 7), size=st.integers(2, 5), window=st.integers(0, 9))
+def test_whatever_happens_groups_are_disjoint_and_the_job_ends(seed, world, size, window):
+    chance = random.Random(seed)
+    job = Job(world, size=size, window=window, hold_timeout_s=5.0, deadline_s=100.0)
+    steps = dict.fromkeys(range(world), chance.randint(0, 12))
+    newest = world
+    for _ in range(2000):
+        if any(isinstance(action, JobComplete | AbortJob) for action in job.actions):
+            break
+        job.now_s += chance.random()
+        busy = {worker for worker, protocol in job.workers.items() if protocol.averaging is not None}
+        policy = job.policy.state_dict()
+        waiting = {worker for worker, _ in policy["groups"]["ready_s"]} | set(policy["roster"]["finished"])
+        free = job.workers.keys() - busy - waiting - set(policy["roster"]["without_state"])
+        choice = chance.random()
+        if choice < 0.03 and len(job.workers) > 1:
+            job.lost(chance.choice(sorted(job.workers)))
+        elif choice < 0.04:
+            job.join(newest, world)
+            steps[newest] = chance.randint(0, 6)
+            newest += 1
+        elif choice < 0.5 and busy:
+            worker = chance.choice(sorted(busy))
+            cancelled = job.workers[worker].is_cancelled
+            job.averaged(worker, has_mean=not cancelled or chance.random() < 0.3)
+        elif free:
+            worker = chance.choice(sorted(free))
+            steps[worker] -= 1
+            job.ready(worker) if steps[worker] >= 0 else job.finished(worker)
+        else:
+            job.say(Tick(now_s=job.now_s))
+        pending = [worker for _, averaging in policy["averagings"] for worker in averaging["pending"]]
+        assert len(pending) == len(set(pending))
+        again = PartialReduce(
+            world, size=size, window=window, shards="equal", hold_timeout_s=5.0, deadline_s=100.0
+        )
+        again.load_state_dict(policy)
+        assert again.state_dict() == policy
+    assert any(isinstance(action, JobComplete | AbortJob) for action in job.actions)
+    for one in job.averagings:
+        assert math.isclose(sum(one.weights), 1.0)
+        assert all(
+            weight == 0
+            for member, weight in zip(one.members, one.weights, strict=True)
+            if member in one.joining
+        )
+    ids = [one.exchange_id for one in job.averagings]
+    assert ids == sorted(set(ids))

@@ -1,0 +1,81 @@
+"""Simulated jobs that average models, and what the campaign finds in policies that are broken on purpose."""
+
+import pytest
+
+from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.model_averaging.partial_reduce import PartialReduce
+from offbeat.simulator.core.faults import WorkerArrival, WorkerDeath, WorkerHang
+from offbeat.simulator.model_averaging.campaign import draw_case, run_case
+from offbeat.simulator.training.cluster import ViolationError
+
+SEEDS = range(150)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_job_with_faults_ends_with_one_model_and_each_sample_used_once(seed):
+    cluster = run_case(seed)
+    assert cluster.averagings
+    assert cluster.is_dismissed or cluster.stopped or not cluster.running_workers()
+
+
+def test_the_seeds_hold_the_faults_that_matter():
+    faults = [fault for seed in SEEDS for fault in draw_case(seed).setting.faults]
+    for kind in (WorkerDeath, WorkerHang, WorkerArrival):
+        assert sum(isinstance(fault, kind) for fault in faults) > 10
+
+
+def build_with(kind):
+    def build(case):
+        world = case.setting.world
+        return [Assembly(world, accepts_late_joiners=True), kind(world, **case.arguments)]
+
+    return build
+
+
+class NeverCancels(PartialReduce):
+    def _cancel(self, exchange_id, reason):
+        return []
+
+
+class WaitsForResting(PartialReduce):
+    _resting = frozenset()
+
+
+class ForgetsBusy(PartialReduce):
+    def _average(self, group, joining, reason, *, is_final=False):
+        busy = sorted(self._exchange_of.keys() - set(group))[:1]
+        return super()._average([*group, *busy], joining, reason, is_final=is_final)
+
+
+class EndsEarly(PartialReduce):
+    def _complete(self):
+        self._has_final_model = True
+        return super()._complete()
+
+
+class ForgetsSamples(PartialReduce):
+    def _remove(self, worker):
+        assigner, self._assigner = self._assigner, None
+        try:
+            return super()._remove(worker)
+        finally:
+            self._assigner = assigner
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (NeverCancels, "nobody has finished a step|the job does not end"),
+        (WaitsForResting, "nobody has finished a step|the job does not end"),
+        (ForgetsBusy, "has members that are in another one"),
+        (EndsEarly, "ended with different models"),
+        (ForgetsSamples, "nobody has finished a step|the job does not end|samples were used"),
+    ],
+)
+def test_the_campaign_finds_a_policy_that(broken, found):
+    def run_all():
+        for seed in SEEDS:
+            run_case(seed, build_with(broken))
+
+    with pytest.raises(ViolationError, match=found):
+        run_all()
