@@ -1,21 +1,10 @@
-"""Every event that a policy receives and every action that it returns.
-
-Events are facts that a worker reports or that the coordinator observes; actions are decisions. Both are
-frozen, keyword-only dataclasses of plain data, so that they are sent and written to the run log as they
-are. Times are seconds: `now_s` is the coordinator's monotonic clock when the event reached it; every other
-`*_s` is a duration measured by the worker itself. This module never reads a clock and imports nothing but
-the standard library.
-
-`worker` is an id that is never reused in a job (the rank, for workers present from the start); `step` counts
-finished optimizer steps, `round` counts gradient exchanges. `node` is the name of a server or client of the
-parameter server, "server-3" or "client-7".
-"""
+"""Events and actions of training: joining, steps, groups, samples, models, the end."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TypeAlias
+
+from offbeat.events.recipients import Addressed, Recipient, ToAllWorkers, ToMembers, ToWorker, ToWorkerOrAll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,79 +276,6 @@ class Preempted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationEvent:
-    """A worker's report on the validation of an epoch.
-
-    Attributes:
-        epoch: the epoch at whose end the model was in the state that is evaluated.
-    """
-
-    now_s: float
-    worker: int
-    epoch: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnapshotTaken(ValidationEvent):
-    """A worker has finished an epoch, holds a snapshot of its model, and offers to evaluate parts of the set.
-
-    Attributes:
-        digest: equal for snapshots that are equal bit for bit, and different for all others.
-        is_current: the model is the one that the group trains or, with a parameter server, the leader's.
-        samples: in the validation set; the same for all workers.
-        evaluators: how many parts the worker evaluates at once, at least 1.
-        part_deadline_s: the longest time that a part may take.
-        decision_rule: what follows from the metrics, as text; the same for all workers.
-    """
-
-    digest: str
-    is_current: bool
-    samples: int
-    evaluators: int
-    part_deadline_s: float
-    decision_rule: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartEvaluated(ValidationEvent):
-    """A worker has evaluated a part that was assigned to it.
-
-    Attributes:
-        digest: of the snapshot (see `SnapshotTaken`).
-        part: its number.
-        means: over the part's samples, by name.
-        counts: by name, integers.
-        states: of metrics that are merged: name and state, as text.
-    """
-
-    digest: str
-    part: int
-    means: dict[str, float]
-    counts: dict[str, float]
-    states: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatesMerged(ValidationEvent):
-    """A worker has merged the states of all parts (see `MergeStates`), and computed the results.
-
-    Attributes:
-        digest: of the snapshot.
-        means: numbers over the set, by name.
-        counts: integers, by name.
-    """
-
-    digest: str
-    means: dict[str, float]
-    counts: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolledBack(ValidationEvent):
-    """A worker's training is back at the end of `epoch`; validations of later epochs are not needed."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelsAveraged:
     """A worker has ended an averaging of models (see `AverageModels`) and goes on.
 
@@ -459,347 +375,6 @@ class Tick:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeEvent:
-    """An event that a server or a client of the parameter server sends, or that concerns one.
-
-    Attributes:
-        node: its name on its links, "server-3" or "client-7"; never reused.
-    """
-
-    now_s: float
-    node: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeJoined(NodeEvent):
-    """The node has joined.
-
-    Attributes:
-        addresses: where its links listen, best first.
-        functions: import paths of the user-defined updates that a server has.
-    """
-
-    addresses: tuple[str, ...]
-    functions: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeLeft(NodeEvent):
-    """The node leaves in order."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeLost(NodeEvent):
-    """The node is gone without leaving.
-
-    Attributes:
-        cause: what was observed, as one clause.
-    """
-
-    cause: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeSilent(NodeEvent):
-    """The coordinator has received nothing from a node for a while; its process is not known to be closed.
-
-    It is sent once per silence. The policy decides what follows from it.
-
-    Attributes:
-        silent_s: how long nothing had arrived by then.
-    """
-
-    silent_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeResumed(NodeEvent):
-    """The coordinator receives messages again from a node that had been silent."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamespaceRequested(NodeEvent):
-    """A node asks for a namespace of the parameter server; the first request creates it.
-
-    Attributes:
-        spec: what its values are and how pushes are applied, in the form that servers read.
-        function: the import path of the user-defined update that every server needs; empty where there is
-            none.
-        aggregates: the pushes of all participants at one time are summed before they are applied.
-        on_loss: what happens to keys whose data are lost: "error", requests for them fail; "reset", they
-            start again from zero, including those that are lost already; "", unchanged ("error" initially).
-    """
-
-    name: str
-    keys: int
-    block_keys: int
-    spec: str
-    function: str
-    aggregates: bool
-    on_loss: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AggregationJoined(NodeEvent):
-    """A client asks to participate in a namespace that aggregates."""
-
-    namespace: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class AggregationPaused(NodeEvent):
-    """A client sends nothing to a namespace after some time until a view ends the pause.
-
-    Attributes:
-        pause_view: the number of the view that paused the namespace.
-        time: of the client's last push.
-    """
-
-    namespace: str
-    pause_view: int
-    time: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class AggregationLeft(NodeEvent):
-    """A client stops pushing to a namespace that aggregates; all its pushes to it have been applied."""
-
-    namespace: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerRemovalRequested(NodeEvent):
-    """A node requests that a server leave as soon as other servers have all that it holds."""
-
-    server: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerTransferDone(NodeEvent):
-    """A server has received all data that a view assigns to it.
-
-    Attributes:
-        view: its number.
-    """
-
-    view: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerUnreachable(NodeEvent):
-    """A server or a client receives nothing from a server; the report is open until `ServerReachable`.
-
-    Attributes:
-        server: the server from which nothing comes.
-        cause: what was observed, as one clause.
-    """
-
-    server: int
-    cause: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerReachable(NodeEvent):
-    """A server that was reported with `ServerUnreachable` sends again, or it is no longer part of the job."""
-
-    server: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerGroupRequest(NodeEvent):
-    """A client's request to a group of workers.
-
-    Attributes:
-        group: the name of the group.
-    """
-
-    group: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerGroupJoined(WorkerGroupRequest):
-    """The client asks to be a member; the first request creates the group (see `ShardScheduler`).
-
-    Attributes:
-        shards: number of shards of the group's data.
-        on_loss: what happens to the shards of a lost worker.
-        wait_timeout_s: how long the group waits for a new worker, or for a slow one.
-    """
-
-    shards: int
-    on_loss: str
-    wait_timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerGroupLeft(WorkerGroupRequest):
-    """The client returns its shards and its unfinished tasks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskRequested(WorkerGroupRequest):
-    """The client asks for a task.
-
-    Attributes:
-        passes_max: the task must belong to one of the first `passes` passes.
-        shards_max: the largest number of shards in the task.
-    """
-
-    passes_max: int
-    shards_max: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskDone(WorkerGroupRequest):
-    """The client has done a task, and its pushes for that task have been applied."""
-
-    task: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TauSet(WorkerGroupRequest):
-    """The client bounds how many passes one shard may be ahead of another; None for no bound."""
-
-    tau: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgressRequested(WorkerGroupRequest):
-    """Request the progress of every worker in the group."""
-
-
-Event: TypeAlias = (
-    Joined
-    | Ready
-    | BatchesSkipped
-    | SamplesRequested
-    | CheckpointQuery
-    | ContributionReport
-    | StepFinished
-    | LateGradientArrived
-    | StepTimed
-    | Halted
-    | Evaluated
-    | Preempted
-    | SnapshotTaken
-    | PartEvaluated
-    | StatesMerged
-    | RolledBack
-    | ModelsAveraged
-    | Finished
-    | Left
-    | Lost
-    | PeerUnreachable
-    | PeerReachable
-    | Failed
-    | Tick
-    | NodeJoined
-    | NodeLeft
-    | NodeLost
-    | NodeSilent
-    | NodeResumed
-    | NamespaceRequested
-    | AggregationJoined
-    | AggregationPaused
-    | AggregationLeft
-    | ServerRemovalRequested
-    | ServerTransferDone
-    | ServerUnreachable
-    | ServerReachable
-    | WorkerGroupJoined
-    | WorkerGroupLeft
-    | TaskRequested
-    | TaskDone
-    | TauSet
-    | ProgressRequested
-)
-
-
-@dataclass(frozen=True)
-class Recipient:
-    """A worker or node that the coordinator may send an action to.
-
-    Attributes:
-        peer: its link name.
-        sender: the worker's id, or the node's name.
-    """
-
-    peer: str
-    sender: int | str
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether it is a worker; otherwise it is a node of the parameter server."""
-        return isinstance(self.sender, int)
-
-
-class _Addressed(ABC):
-    """Base of all actions: each one defines its recipients, so that none is sent by default."""
-
-    @abstractmethod
-    def is_for(self, recipient: Recipient) -> bool:
-        """Return whether the coordinator sends the action to this worker or node, which is present."""
-
-
-class ToAllWorkers(_Addressed):
-    """All workers receive the action."""
-
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
-        return recipient.is_worker
-
-
-class _ToWorker(_Addressed):
-    """One worker receives the action."""
-
-    worker: int
-
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
-        return recipient.sender == self.worker
-
-
-class _ToWorkerOrAll(_Addressed):
-    """One worker receives the action, or all workers where it names none."""
-
-    worker: int | None
-
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
-        return recipient.is_worker and self.worker in (None, recipient.sender)
-
-
-class _ToMembers(_Addressed):
-    """The members of a group receive the action."""
-
-    members: tuple[int, ...]
-
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
-        return recipient.sender in self.members
-
-
-class _ToNode(_Addressed):
-    """One node of the parameter server receives the action."""
-
-    node: str
-
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
-        return recipient.sender == self.node
-
-
-class _ToNodeOrAll(_Addressed):
-    """One node of the parameter server receives the action, or all nodes where it names none."""
-
-    node: str
-
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
-        return recipient.sender == self.node or (not self.node and not recipient.is_worker)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Peer:
     """How to reach one worker: its link name and its addresses, best first."""
 
@@ -877,7 +452,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssignBlocks(_ToWorker):
+class AssignBlocks(ToWorker):
     """Samples for one worker, or the reason why there are none.
 
     Attributes:
@@ -901,7 +476,7 @@ class AssignBlocks(_ToWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPermit(_ToWorker):
+class StepPermit(ToWorker):
     """The clock of a worker's next step, and whether the step may start; only that worker receives it.
 
     All work of the worker at earlier clocks is complete, so it can push those clocks, empty ones included.
@@ -932,7 +507,7 @@ class StepPermit(_ToWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContributionQuery(_ToWorker):
+class ContributionQuery(ToWorker):
     """Ask a member for contributions of a lost worker that were not reported.
 
     Attributes:
@@ -948,7 +523,7 @@ class ContributionQuery(_ToWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConsumedSamples(_ToWorker):
+class ConsumedSamples(ToWorker):
     """Which samples a worker's state has consumed; only that worker receives it.
 
     Attributes:
@@ -968,7 +543,7 @@ class ConsumedSamples(_ToWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssignLateBlock(_Addressed):
+class AssignLateBlock(Addressed):
     """A worker outside the group computes a block on behalf of a member; only these two receive it.
 
     The member sends it parameters as of its next step, and receives the gradient. The worker's previous
@@ -987,12 +562,12 @@ class AssignLateBlock(_Addressed):
     reason: str
 
     def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
+        """See `Addressed.is_for`."""
         return recipient.sender in (self.worker, self.proxy)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolveLateBlock(_ToWorker):
+class ResolveLateBlock(ToWorker):
     """The assignment of a late block is over; only the member on whose behalf it was computed receives it.
 
     Attributes:
@@ -1011,7 +586,7 @@ class ResolveLateBlock(_ToWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AverageModels(_ToMembers):
+class AverageModels(ToMembers):
     """Workers that own their models average them once, each between two of its steps.
 
     Attributes:
@@ -1034,7 +609,7 @@ class AverageModels(_ToMembers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CancelAveraging(_ToMembers):
+class CancelAveraging(ToMembers):
     """An averaging cannot be finished: a member that does not have the mean yet keeps its own model."""
 
     exchange_id: int
@@ -1043,7 +618,7 @@ class CancelAveraging(_ToMembers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preempt(_ToWorkerOrAll):
+class Preempt(ToWorkerOrAll):
     """A worker is about to be terminated: save, and leave.
 
     Attributes:
@@ -1053,104 +628,6 @@ class Preempt(_ToWorkerOrAll):
 
     worker: int | None
     signalled_worker: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationStarted(_ToWorkerOrAll):
-    """The validation of an epoch has begun: some worker has a snapshot of the model at its end.
-
-    Attributes:
-        worker: the recipient, None for all.
-    """
-
-    worker: int | None
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SendSnapshot(_Addressed):
-    """A worker sends its snapshot to another one, which evaluates parts with it; only these two receive it.
-
-    Attributes:
-        worker: the sender of the snapshot.
-        receiver: its receiver, which replaces its own snapshot.
-        epoch, digest: of the snapshot.
-        transfer: of such transfers, from 0 up.
-    """
-
-    worker: int
-    receiver: int
-    epoch: int
-    digest: str
-    transfer: int
-    reason: str
-
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
-        return recipient.sender in (self.worker, self.receiver)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatePart(_ToWorker):
-    """A part of the validation set for one worker, which alone receives it.
-
-    Attributes:
-        epoch, digest: of the snapshot to evaluate; the worker has it, or another worker is sending it.
-        part: its number, from 0.
-        start, stop: positions in the set.
-    """
-
-    worker: int
-    epoch: int
-    digest: str
-    part: int
-    start: int
-    stop: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeStates(_ToWorker):
-    """The metric states of one part, for the worker that evaluated the first part; only it receives them.
-
-    All parts are sent, in the order of the set; with the last one the worker merges them and reports the
-    results.
-
-    Attributes:
-        epoch, digest: of the snapshot.
-        part, parts: the number of the part, from 0, and the number of parts.
-        states: name and state, as text.
-    """
-
-    worker: int
-    epoch: int
-    digest: str
-    part: int
-    parts: int
-    states: tuple[tuple[str, str], ...]
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationFinished(_ToWorkerOrAll):
-    """The validation of an epoch is over.
-
-    Attributes:
-        worker: the recipient, None for all.
-        snapshot_owner: the worker whose snapshot was evaluated; None where there are no metrics.
-        digest: of that snapshot, or "".
-        means: over the set, by name.
-        counts: by name, integers.
-    """
-
-    worker: int | None
-    epoch: int
-    snapshot_owner: int | None
-    digest: str
-    means: dict[str, float]
-    counts: dict[str, float]
     reason: str
 
 
@@ -1167,7 +644,7 @@ class EndEpoch(ToAllWorkers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssignRoundBatch(_ToWorker):
+class AssignRoundBatch(ToWorker):
     """The next round of a worker that has skipped batches is for the batch of this number.
 
     Where it has skipped that batch itself, it takes part with weight 0.
@@ -1187,17 +664,6 @@ class JobComplete(ToAllWorkers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CloseServers(_Addressed):
-    """No worker trains any more: the servers that belong to the job end."""
-
-    reason: str
-
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
-        return not recipient.is_worker
-
-
-@dataclass(frozen=True, kw_only=True)
 class AbortJob(ToAllWorkers):
     """The job cannot go on: every worker ends with this reason.
 
@@ -1211,12 +677,12 @@ class AbortJob(ToAllWorkers):
     reason: str
 
     def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`: all workers and all nodes."""
+        """See `Addressed.is_for`: all workers and all nodes."""
         return True
 
 
 @dataclass(frozen=True, kw_only=True)
-class RejectPeer(_Addressed):
+class RejectPeer(Addressed):
     """One peer may not take part; the job goes on without it.
 
     The coordinator sends the reason to the peer and closes its connection. None of the peer's messages, its
@@ -1230,7 +696,7 @@ class RejectPeer(_Addressed):
     reason: str
 
     def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
+        """See `Addressed.is_for`."""
         return recipient.peer == self.peer
 
 
@@ -1247,235 +713,3 @@ class AnnounceWorkerLost(ToAllWorkers):
 
     worker: int
     reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Namespace:
-    """Keys 0 to `keys` - 1 of the parameter server under a name (see `NamespaceRequested`)."""
-
-    name: str
-    keys: int
-    block_keys: int
-    spec: str
-    aggregates: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Participant:
-    """A client whose pushes to a namespace are aggregated, from time `first_time` on."""
-
-    namespace: str
-    client: int
-    first_time: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pause:
-    """No client pushes to a namespace until a new participant begins; `view` is the view that paused it."""
-
-    namespace: str
-    view: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerTransfer:
-    """A server that is receiving the data at places `start` to `stop` - 1 of the ring."""
-
-    server: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LostArc:
-    """Keys of a namespace whose data are lost: requests for them fail.
-
-    Attributes:
-        loss: of the loss, from 1 on, among all losses of the parameter server.
-        start, stop: the keys are those of the blocks at places `start` to `stop` - 1 of the ring.
-        server: the last server that had all of them.
-    """
-
-    loss: int
-    namespace: str
-    start: int
-    stop: int
-    server: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerAddress:
-    """How to reach a server of the parameter server: its addresses, best first."""
-
-    server: int
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterView(_ToNodeOrAll):
-    """Which server holds what on the parameter server, from now on (see
-    `offbeat.policies.ps.messages.PlacementView`).
-
-    Attributes:
-        node: the recipient; empty for all nodes.
-        ring: the servers of the ring in force.
-        virtual_nodes, copies: of every ring.
-        next_ring: the servers of the ring in preparation; empty where there is none.
-        servers: all servers present.
-        lost: keys whose data are lost.
-        lost_arcs_dropped: ranges of places of the ring, (first, one past the last), whose data are lost with
-            this view.
-        silent_servers: servers that have been silent for too long, but are still waited for.
-    """
-
-    node: str
-    version: int
-    epoch: int
-    ring: tuple[int, ...]
-    virtual_nodes: int
-    copies: int
-    next_ring: tuple[int, ...]
-    transfers: tuple[ServerTransfer, ...]
-    namespaces: tuple[Namespace, ...]
-    participants: tuple[Participant, ...]
-    paused: tuple[Pause, ...]
-    servers: tuple[ServerAddress, ...]
-    reason: str
-    lost: tuple[LostArc, ...] = ()
-    lost_arcs_dropped: tuple[tuple[int, int], ...] = ()
-    silent_servers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForgetClient(_Addressed):
-    """A client is permanently gone; only servers receive it, and drop all that they keep for the client."""
-
-    node: str
-    reason: str
-
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
-        return isinstance(recipient.sender, str) and recipient.sender.startswith("server-")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RejectNamespace(_ToNodeOrAll):
-    """A namespace cannot be as `node` asks for it; only that node receives it."""
-
-    node: str
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerGroupMember:
-    """A member of a group of workers.
-
-    Attributes:
-        shards: its own shards, as ranges (first, last), both included.
-        passes: that all of these have been through.
-        shard_passes_done: passes over a shard that it has reported done.
-    """
-
-    node: str
-    shards: tuple[tuple[int, int], ...]
-    passes: int
-    shard_passes_done: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerGroupView(_Addressed):
-    """The assignment of shards in a group of workers, from now on, and the progress of each worker.
-
-    Attributes:
-        node: the recipient; empty for all members.
-        passes: that all shards that are not lost have been through.
-        unassigned: shards that wait for a worker, as ranges.
-        lost: shards that no worker has, and without which the group goes on.
-    """
-
-    node: str
-    group: str
-    tau: int | None
-    passes: int
-    workers: tuple[WorkerGroupMember, ...]
-    unassigned: tuple[tuple[int, int], ...]
-    lost: tuple[tuple[int, int], ...]
-    reason: str
-
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `_Addressed.is_for`."""
-        return recipient.sender in ([self.node] if self.node else [member.node for member in self.workers])
-
-
-@dataclass(frozen=True, kw_only=True)
-class AssignTask(_ToNode):
-    """A worker is to do a pass over some of its shards; only that worker receives it.
-
-    Attributes:
-        task: a number that no other task of the group has or had.
-        pass_number: from 0 on.
-    """
-
-    node: str
-    group: str
-    task: int
-    pass_number: int
-    shards: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassesEnded(_ToNode):
-    """All shards that are not lost have been through at least as many passes as a worker asked for."""
-
-    node: str
-    group: str
-    passes: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerGroupRejected(_ToNode):
-    """A client, the only recipient, is no longer a member of a group, or its request cannot be met."""
-
-    node: str
-    group: str
-    reason: str
-
-
-WorkerGroupAction: TypeAlias = WorkerGroupView | AssignTask | PassesEnded | WorkerGroupRejected
-
-Action: TypeAlias = (
-    PeerList
-    | Halt
-    | Group
-    | AssignBlocks
-    | ConsumedSamples
-    | StepPermit
-    | ContributionQuery
-    | AssignLateBlock
-    | ResolveLateBlock
-    | AverageModels
-    | CancelAveraging
-    | Preempt
-    | ValidationStarted
-    | SendSnapshot
-    | EvaluatePart
-    | MergeStates
-    | ValidationFinished
-    | EndEpoch
-    | AssignRoundBatch
-    | JobComplete
-    | CloseServers
-    | AbortJob
-    | RejectPeer
-    | AnnounceWorkerLost
-    | ClusterView
-    | ForgetClient
-    | RejectNamespace
-    | WorkerGroupView
-    | AssignTask
-    | PassesEnded
-    | WorkerGroupRejected
-)

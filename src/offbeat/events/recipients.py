@@ -1,0 +1,90 @@
+"""Who receives an action: each action inherits from one of these classes, or defines its recipients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Recipient:
+    """A worker or node that the coordinator may send an action to.
+
+    Attributes:
+        peer: its link name.
+        sender: the worker's id, or the node's name.
+    """
+
+    peer: str
+    sender: int | str
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it is a worker; otherwise it is a node of the parameter server."""
+        return isinstance(self.sender, int)
+
+
+class Addressed(ABC):
+    """Base of all actions: each one defines its recipients, so that none is sent by default."""
+
+    @abstractmethod
+    def is_for(self, recipient: Recipient) -> bool:
+        """Return whether the coordinator sends the action to this worker or node, which is present."""
+
+
+class ToAllWorkers(Addressed):
+    """All workers receive the action."""
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `Addressed.is_for`."""
+        return recipient.is_worker
+
+
+class ToWorker(Addressed):
+    """One worker receives the action."""
+
+    worker: int
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `Addressed.is_for`."""
+        return recipient.sender == self.worker
+
+
+class ToWorkerOrAll(Addressed):
+    """One worker receives the action, or all workers where it names none."""
+
+    worker: int | None
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `Addressed.is_for`."""
+        return recipient.is_worker and self.worker in (None, recipient.sender)
+
+
+class ToMembers(Addressed):
+    """The members of a group receive the action."""
+
+    members: tuple[int, ...]
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `Addressed.is_for`."""
+        return recipient.sender in self.members
+
+
+class ToNode(Addressed):
+    """One node of the parameter server receives the action."""
+
+    node: str
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `Addressed.is_for`."""
+        return recipient.sender == self.node
+
+
+class ToNodeOrAll(Addressed):
+    """One node of the parameter server receives the action, or all nodes where it names none."""
+
+    node: str
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `Addressed.is_for`."""
+        return recipient.sender == self.node or (not self.node and not recipient.is_worker)
