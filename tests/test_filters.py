@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import zlib
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +28,13 @@ from offbeat.numerics.ps.filters import (
     UnknownKeysError,
 )
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 LAST = 2**63
+OVERHEAD_BYTES = 64  # of zstd, for each message of up to 1 MB
 STANDARD_ERRORS = 5  # a right filter is found wrong once in 1.7 million draws, and the seeds are fixed
 few = settings(max_examples=40)
 
@@ -141,14 +147,17 @@ def test_compression_keeps_what_is_nearly_zero_and_what_is_no_number(dtype):
 
 
 def test_rows_of_zeros_cost_a_bit_each():
-    values = np.zeros((8000, 2))
-    values[17] = 1, 0
-    chain = FilterChain([Compression(0)])
-    encoded = chain.encode(message_of(None, values))
-    without = FilterChain([Compression(0)]).encode(message_of(None, np.ones((8000, 2))))
-    overhead = len(without.body) - 8000 * 16
-    assert len(encoded.body) <= 8000 / 8 + 16 + overhead
-    assert overhead < 100
+    rng = np.random.default_rng(0)
+    bits = rng.integers(1, 2**32, 8000, np.uint32)
+    bits[rng.permutation(8000)[:4000]] = 0
+    encoded = FilterChain([Compression()]).encode(message_of(None, bits.view(np.float32)))
+    assert len(encoded.body) <= 8000 / 8 + 4000 * 4 + OVERHEAD_BYTES
+
+
+def test_values_that_nothing_compresses_grow_by_no_more_than_headers():
+    bits = np.random.default_rng(0).integers(0, 2**32, 250_000, np.uint32).view(np.float32)
+    encoded = FilterChain([Compression()]).encode(message_of(None, bits))
+    assert bits.nbytes < len(encoded.body) <= bits.nbytes + OVERHEAD_BYTES
 
 
 # Key caching ----------------------------------------------------------------------------------------------
@@ -518,7 +527,7 @@ def test_the_report_counts_what_went_in_and_came_out():
 
 def test_caching_takes_half_of_int64_keys_and_doubles_and_resends_are_counted():
     """OSDI'14 measured about a half too."""
-    chain = FilterChain([KeyCaching(1), Compression(0)])
+    chain = FilterChain([KeyCaching(1), Compression()])
     message = message_of(range(1000), np.random.default_rng(0).normal(size=1000))
     chain.encode(message)
     before = chain.report()
@@ -539,7 +548,8 @@ def test_caching_takes_half_of_int64_keys_and_doubles_and_resends_are_counted():
     ("make", "words"),
     [
         (lambda: KeyCaching(0), "at least 1 entry, got 0"),
-        (lambda: Compression(10), "level from 0 to 9, got 10"),
+        (lambda: Compression(0), "level from 1 to 19, got 0"),
+        (lambda: Compression(20), "level from 1 to 19, got 20"),
         (lambda: Compression(size_bytes_max=0), "at least 1 byte at most, got 0"),
         (lambda: SignificantlyModified(-1), "threshold of at least 0, got -1"),
         (lambda: SignificantlyModified(math.nan), "threshold of at least 0, got nan"),
@@ -680,11 +690,20 @@ def test_keys_that_do_not_have_their_signature_are_refused():
         receiver.decode(replace(encoded, notes=short))
 
 
-def compressed(plain, shape, *, is_sparse=False, dtype="float64"):
-    note = {"dtype": dtype, "shape": shape, "sparse": is_sparse}
-    return replace(
-        message_of(range(3), np.zeros(3)), values=None, body=zlib.compress(plain), notes={"compression": note}
-    )
+def compressed(plain, shape, *, is_sparse=False, dtype="float64", algorithm="zstd"):
+    note = {"algorithm": algorithm, "dtype": dtype, "shape": shape, "sparse": is_sparse}
+    body = zstd.compress(plain)
+    return replace(message_of(range(3), np.zeros(3)), values=None, body=body, notes={"compression": note})
+
+
+def cut_by(message, count):
+    return replace(message, body=message.body[:-count])
+
+
+def with_a_window_of(window_bytes):
+    options = {zstd.CompressionParameter.window_log: window_bytes.bit_length() - 1}
+    packer = zstd.ZstdCompressor(options=options)  # of data whose size it does not know
+    return packer.compress(bytes(24), packer.FLUSH_BLOCK) + packer.flush()
 
 
 @pytest.mark.parametrize(
@@ -702,6 +721,13 @@ def compressed(plain, shape, *, is_sparse=False, dtype="float64"):
         (compressed(b"\x80", [3], is_sparse=True), "8 bytes of values, got 0"),
         (compressed(bytes(24), [3], dtype="object"), "float32, float64 or uint8, got 'object'"),
         (compressed(bytes(24), [3, 0]), "a shape of rows"),
+        (compressed(bytes(24), [3], algorithm="lz4"), "compressed with zstd, got 'lz4'; all nodes"),
+        (replace(compressed(b"", [3]), body=b"garbage"), "expected a body that zstd decompresses, got"),
+        (cut_by(compressed(bytes(24), [3]), 1), "at most 24 bytes unpacked and its end, got .* no end"),
+        (
+            replace(compressed(b"", [3]), body=with_a_window_of(2**24)),
+            "a body that zstd decompresses, got .* memory",
+        ),
         (replace(compressed(b"", [0]), body=None), "expected a body, got a message without"),
     ],
 )

@@ -290,7 +290,7 @@ def test_what_is_pushed_together_is_summed_or_averaged_as_described(
         ("KeyCaching", {}, "valid arguments of KeyCaching"),
         ("KeyCaching", {"entries": 0}, "at least 1 entry"),
         ("KeyCaching", {"entries": "4"}, "KeyCaching"),
-        ("Compression", {"level": 10}, "level from 0 to 9"),
+        ("Compression", {"level": 20}, "level from 1 to 19"),
         ("Compression", {"speed": 1}, "valid arguments of Compression"),
         ("FixedPoint", {"bytes_per_value": 4}, "1, 2 or 3 bytes"),
         ("FixedPoint", {"bytes_per_value": 1, "seed": 1}, "valid arguments of FixedPoint"),
