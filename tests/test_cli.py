@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import offbeat
 from disks import needs_disk, small_disk
 from offbeat.cli.main import main
 from offbeat.events import Group, Joined, Left, Ready
@@ -128,6 +129,21 @@ def test_every_option_is_explained(capsys):
 def test_no_command_shows_the_help(capsys):
     assert main([]) == 2
     assert "Usage: offbeat" in capsys.readouterr().out
+
+
+def test_the_version_is_answered_without_torch_and_before_a_command_is_read():
+    code = (
+        "import sys\n"
+        "from offbeat.cli.main import main\n"
+        "assert main(['--version', 'nosuch']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"offbeat {offbeat.__version__}\n"
 
 
 def log_of(path, group):

@@ -3,7 +3,7 @@
 `join` is the one line that an existing training loop needs; `offbeat.strategies` holds the ways to
 synchronise workers. `runtime` does all I/O (processes, sockets, clocks), `policies` decide, `numerics`
 computes, `record` writes and replays run logs, `events` defines the events and actions that pass between
-them.
+them. `__version__` is the version of the library; its packages take it from here.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ __all__ = [
     "WorkerError",
     "join",
 ]
+
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

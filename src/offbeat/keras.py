@@ -43,6 +43,8 @@ except ModuleNotFoundError as error:
         "before Keras is imported, such as KERAS_BACKEND=torch in the environment"
     ) from error
 
+__all__ = ["OverlappedValidation"]
+
 OnResult: TypeAlias = Callable[[int, Mapping[str, float]], None]
 DecisionMode: TypeAlias = Literal["sync", "lag"]
 _CLOSE_TIMEOUT_S: Final = 5.0

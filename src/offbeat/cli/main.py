@@ -22,6 +22,7 @@ import typer
 from rich.progress import Progress, TaskID
 from rich.text import Text
 
+import offbeat
 from offbeat.cli import entry, output, simulation
 from offbeat.errors import OffbeatError
 
@@ -66,6 +67,23 @@ Download = Annotated[bool, typer.Option("--download", help="Download the data se
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")
 ]
+
+
+def _print_version(is_wanted: bool) -> None:
+    """Print the version and end the command, before anything else is read."""
+    if is_wanted:
+        print(f"offbeat {offbeat.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def with_version(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version),
+    ] = False,
+) -> None:
+    """Options that hold without a command."""
 
 
 @app.command()
