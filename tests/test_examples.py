@@ -16,10 +16,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def run(name, *options, workers=2):
+def run(name, *options, workers=2, slow=""):
     done = subprocess.run(
         [*TORCHRUN, str(workers), str(EXAMPLES / name), *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OFFBEAT_SLOW": slow},
         capture_output=True,
         text=True,
         timeout=300,
@@ -74,6 +74,39 @@ def test_own_loop_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path)
 
     assert len(whole) == 2
     assert begun + resumed == whole
+
+
+def accuracies_percent(said):
+    """As printed, one after the other: lines of several workers may be joined."""
+    return [float(found) for found in re.findall(r"test accuracy ([\d.]+)%", said)]
+
+
+def test_hybrid_learns():
+    said = run("hybrid.py", "--epochs", "2")
+
+    assert re.findall(r"^epoch (\d): norm ", said, re.MULTILINE) == ["1", "2"]
+    assert accuracies_percent(said)[-1] > 80
+
+
+def test_partial_goes_on_without_a_slow_worker_and_gives_it_the_same_model():
+    said = run("partial.py", "--epochs", "3", workers=3, slow="2:20")
+
+    groups = re.findall(r"^epoch \d: workers (.*) of 3$", said, re.MULTILINE)
+    assert len(groups) == 3
+    assert "0, 1" in groups
+    found = accuracies_percent(said)
+    assert len(found) == 3
+    assert len(set(found)) == 1
+    assert found[0] > 80
+
+
+@pytest.mark.parametrize("strategy", ["dtssp:s_min=1,s=2", "downpour:n_push=2"])
+def test_workers_of_a_parameter_server_end_with_one_model(strategy):
+    found = accuracies_percent(run("bounded_staleness.py", "--strategy", strategy))
+
+    assert len(found) == 2
+    assert len(set(found)) == 1
+    assert found[0] > 80
 
 
 @pytest.mark.parametrize("options", [(), ("--tau", "0", "--no-kkt")], ids=" ".join)
