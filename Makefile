@@ -6,7 +6,13 @@ STAMP := $(VENV)/.installed
 KERAS_VENV := .venv-keras
 KERAS_STAMP := $(KERAS_VENV)/.installed
 
-.PHONY: demo test test-network test-gpu test-keras check format lint types clean
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
+
+PACKAGE_VENV := .venv-package
+PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
+
+.PHONY: demo test test-network test-gpu test-keras check format lint types docs package clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
@@ -29,6 +35,26 @@ test-keras: $(KERAS_STAMP)
 	KERAS_BACKEND=torch $(KERAS_VENV)/bin/python -m pytest tests/test_keras.py
 	KERAS_BACKEND=tensorflow $(KERAS_VENV)/bin/python -m pytest tests/test_keras.py
 
+# The site, in build/docs. Every warning is an error.
+docs: $(DOCS_STAMP)
+	rm -rf build/docs
+	$(DOCS_VENV)/bin/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet --doctree-dir build/doctrees docs build/docs
+	@echo build/docs/index.html
+
+# Wheel and source distribution, in dist/; then tests of the unpacked source run with the installed wheel.
+PACKAGE_TESTS := package docs tidy scenarios record clocks consistency gate lockstep partial placement schedules stragglers sums
+UNPACKED := build/package
+
+package: $(PACKAGE_STAMP)
+	rm -rf dist $(UNPACKED)
+	$(PACKAGE_VENV)/bin/python -m build
+	$(PACKAGE_VENV)/bin/python -m twine check --strict dist/*
+	mkdir -p $(UNPACKED)
+	tar --extract --gzip --file dist/offbeat-*.tar.gz --strip-components 1 --directory $(UNPACKED)
+	python3 -m venv $(UNPACKED)/.venv
+	$(UNPACKED)/.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(echo dist/*.whl)[demo]" pytest hypothesis
+	cd $(UNPACKED) && OFFBEAT_TEST_PACKAGE=$(CURDIR)/dist .venv/bin/python -m pytest $$(find tests -false $(PACKAGE_TESTS:%=-o -name test_%.py))
+
 check: format lint types test
 
 format: $(STAMP)
@@ -50,5 +76,15 @@ $(KERAS_STAMP): pyproject.toml constraints.txt
 	$(KERAS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[keras,demo]' pytest tensorflow-cpu
 	touch $@
 
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	python3 -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+$(PACKAGE_STAMP): pyproject.toml constraints.txt
+	python3 -m venv $(PACKAGE_VENV)
+	$(PACKAGE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build twine
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(KERAS_VENV)
+	rm -rf $(VENV) $(KERAS_VENV) $(DOCS_VENV) $(PACKAGE_VENV) build dist

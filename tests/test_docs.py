@@ -1,4 +1,4 @@
-"""What the documents name is there: links, files, tests, commands, make targets; the README's loop runs."""
+"""What the documents name is there: links, files, tests, commands, make targets, public names; loops run."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ CODE = re.compile(r"`([^`\n]+)`")
 STATES = ("here", "in part", "not there yet")
 MAP_BYTES_MAX = 12_000
 GLOSSARY_ROWS_MAX = 45
+DOORS = {  # modules whose names are public
+    "offbeat": "__init__.py",
+    "offbeat.strategies": "strategies/__init__.py",
+    "offbeat.ps": "ps.py",
+    "offbeat.keras": "keras.py",
+    "offbeat.data": "data/__init__.py",
+}
+ENTRY = re.compile(r"^\.\. (?:auto)?(?:class|exception|function|data):: (\w+)$", re.MULTILINE)
 
 
 def from_root(path: Path) -> str:
@@ -170,16 +178,33 @@ def test_every_strategy_is_named_in_the_readme():
         assert f"`{kind.__name__}`" in text
 
 
-def python_of_the_readme() -> str:
-    (found,) = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    return found
+def last_python_of(document: str) -> str:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)[-1]
 
 
-def test_the_loop_of_the_readme_runs_in_a_world_of_one_and_learns(monkeypatch):
+@pytest.fixture
+def in_a_world_of_one(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_loop_of_the_quick_start_runs_and_learns(in_a_world_of_one):
+    x = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(4, 2)
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.5),
+        "train_set": TensorDataset(x, (x[:, 0] > 0).long()),
+    }
+    exec(compile(last_python_of("docs/quick-start.md"), "quick-start.md", "exec"), names)
+    assert names["session"].step == 30
+    saved = nn.Linear(4, 2)
+    saved.load_state_dict(torch.load("model.pt", weights_only=True))
+    assert (saved(x).argmax(1) == (x[:, 0] > 0)).float().mean() > 0.9
+
+
+def test_the_loop_of_the_readme_runs_in_a_world_of_one_and_learns(in_a_world_of_one):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(96, 4, generator=generator)
     model = nn.Linear(4, 2)
@@ -190,7 +215,7 @@ def test_the_loop_of_the_readme_runs_in_a_world_of_one_and_learns(monkeypatch):
         "validation_set": TensorDataset(x),
         "evaluate": lambda model, part: {"positive": int((model(part.tensors[0])[:, 1] > 0).sum())},
     }
-    exec(compile(python_of_the_readme(), "README.md", "exec"), names)
+    exec(compile(last_python_of("README.md"), "README.md", "exec"), names)
     assert names["session"].epoch == 10
     assert names["session"].step == 30
     assert list(names["session"].validator.history) == list(range(10))
@@ -216,5 +241,45 @@ def test_the_make_targets_that_are_named_are_there(path):
     assert set(re.findall(r"^\s*make (\w+)", told, re.MULTILINE)) <= targets
 
 
-def test_the_changelog_knows_the_version():
+def test_the_changelog_and_the_citation_know_the_version():
     assert f"## [{offbeat.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {offbeat.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+# The site -----------------------------------------------------------------------------------------------
+
+
+def public_names(door: str) -> list[str]:
+    """`__all__` of a module, which is read and not imported: one of them needs an extra."""
+    for node in ast.parse((PACKAGE / DOORS[door]).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{door} has no __all__")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_public_name_and_no_other_has_an_entry_in_the_reference(door):
+    page = (ROOT / "docs" / "reference" / f"{door.rpartition('.')[2]}.md").read_text()
+    assert set(re.findall(r"^\.\. currentmodule:: (\S+)$", page, re.MULTILINE)) == {door}
+    assert sorted(ENTRY.findall(page)) == sorted(public_names(door))
+
+
+def test_every_page_is_in_one_table_of_contents():
+    named = []
+    for path in (ROOT / "docs").rglob("*.md"):
+        for block in re.findall(r"^```\{toctree\}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
+            lines = [line for line in block.splitlines() if line and not line.startswith(":")]
+            found = [page for line in lines for page in path.parent.glob(f"{line}.md")]
+            assert len(found) >= len(lines), f"{from_root(path)} names a page that is not there"
+            named += found
+    assert sorted(named) == sorted(set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "index.md"})
+
+
+def test_what_pages_include_is_there_and_every_example_is_included():
+    included = {
+        (path.parent / name).resolve()
+        for path in (ROOT / "docs").rglob("*.md")
+        for name in re.findall(r"^```\{(?:literal)?include\} (\S+)$", path.read_text(), re.MULTILINE)
+    }
+    assert all(path.is_file() for path in included)
+    assert set((ROOT / "examples").glob("*.py")) <= included
