@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -27,22 +25,23 @@ import msgspec
 import torch
 from torch.nn import functional as F
 
+from benchmarks.commands import AccuracyOptions
 from benchmarks.exclusions import read_changes, read_steps
-from benchmarks.runs import slow_rules, worker_environment
+from benchmarks.runs import slow_rules
 from benchmarks.timed import Stretch
-from benchmarks.workers import read_settings, run_workers, send_result
+from benchmarks.workers import print_progress, read_settings, run_logged, send_result
 from offbeat.cli.result import Result, machine
 from offbeat.cli.training_worker import accuracy
-from offbeat.data import DEFAULT_DIR, Splits, load_data_set
+from offbeat.data import Splits, load_data_set, resolve_data_dir
 from offbeat.models import build_model
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
-from offbeat.wire.record import read_log
 
 LOCKSTEP = "bsp"
 SIDES = {"drop": "partial", "join": "partial:late=join"}
 """What is compared with lockstep: suffix of the figures' names, and strategy."""
 _SPARE_EPOCHS = 1
+_COPIES = 8  # points per epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,66 +141,40 @@ def figures(curves: Sequence[Curve]) -> dict[str, float]:
     return found
 
 
-def run(
-    *,
-    command: str,
-    data: str = "mnist",
-    data_dir: str = str(DEFAULT_DIR),
-    model: str = "mlp",
-    workers: int = 4,
-    factor: float = 5.0,
-    epochs: int = 3,
-    batch_size: int = 32,
-    lr: float = 0.01,
-    step_ms: float = 20.0,
-    copies: int = 8,
-    seeds: int = 3,
-    download: bool = False,
-) -> Result:
+def run(options: AccuracyOptions, *, command: str) -> Result:
     """Train with every strategy and seed; the last worker is slow.
 
-    Args:
-        command: the command line, for the result.
-        data: a key of `offbeat.data.DATA_SETS`.
-        data_dir: folder of its files.
-        model: a key of `offbeat.models.MODELS`.
-        workers: worker processes on this machine, at least 2.
-        factor: slowdown of the slow worker, above 1.
-        epochs: of lockstep; the other strategies have more, as their groups use fewer samples per step.
-        batch_size: samples per worker and step.
-        lr: of SGD with momentum 0.9.
-        step_ms: length of a step of a worker that is not slow.
-        copies: points per epoch.
-        seeds: number of seeds, starting at 0.
-        download: download the data if missing.
+    Strategies other than lockstep have more epochs, as their groups use fewer samples per step.
 
     Raises:
         OffbeatError: the data are missing.
-        ValueError: an argument out of range.
+        ValueError: an option out of range.
     """
+    workers, batch_size, epochs, lr = options.workers, options.batch_size, options.epochs, options.lr
+    data_dir = resolve_data_dir(options.data_dir)
     if not (math.isfinite(lr) and lr > 0):
         raise ValueError(f"the learning rate must be above 0, got {lr:g}")
-    slow = slow_rules(workers, 1, factor)
-    splits = load_data_set(data, data_dir, download=download)
-    _build_model(model, splits, 0)
+    slow = slow_rules(workers, 1, options.factor)
+    splits = load_data_set(options.data, data_dir, download=options.download)
+    _build_model(options.model, splits, 0)
     per_epoch = max(1, len(splits.train) // (workers * batch_size))
     longer_epochs = -(-epochs * workers // (workers - 1)) + _SPARE_EPOCHS
     curves = []
-    for seed in range(seeds):
+    for seed in range(options.seeds):
         for strategy in (LOCKSTEP, *SIDES.values()):
             settings = AccuracySettings(
-                data=data,
+                data=options.data,
                 data_dir=data_dir,
-                model=model,
+                model=options.model,
                 strategy=strategy,
                 batch_size=batch_size,
                 epochs=epochs if strategy == LOCKSTEP else longer_epochs,
                 lr=lr,
                 seed=seed,
-                copy_every=max(1, per_epoch // copies),
-                step_s=step_ms / 1000,
+                copy_every=max(1, per_epoch // _COPIES),
+                step_s=options.step_ms / 1000,
             )
-            print(f"{strategy}, seed {seed}", file=sys.stderr, flush=True)
+            print_progress(f"{strategy}, seed {seed}")
             curves.append(_train(settings, workers, slow))
     return Result(
         name="accuracy",
@@ -215,7 +188,12 @@ def run(
             for curve in curves
             for point in curve.points
         ],
-        machine=machine(model=model, data=data, batch_size=batch_size, stretched_step_ms=step_ms),
+        machine=machine(
+            model=options.model,
+            data=options.data,
+            batch_size=batch_size,
+            stretched_step_ms=options.step_ms,
+        ),
     )
 
 
@@ -224,15 +202,7 @@ def _build_model(model: str, splits: Splits, seed: int) -> torch.nn.Module:
 
 
 def _train(settings: AccuracySettings, workers: int, slow: tuple[str, ...]) -> Curve:
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
-        result = run_workers(
-            "benchmarks.accuracy",
-            msgspec.to_builtins(settings),
-            workers,
-            env=worker_environment(slow, settings.seed, log),
-        )
-        entries = read_log(log).entries
+    result, entries = run_logged("benchmarks.accuracy", settings, workers, slow=slow, seed=settings.seed)
     used = [0]
     for step in read_steps(entries, read_changes(entries)):
         used.append(used[-1] + step.samples)

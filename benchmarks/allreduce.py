@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.commands import AllreduceOptions
 from benchmarks.gloo import GlooSide, bound_s
 from benchmarks.namespaces import hosts
 from benchmarks.sockets import SocketRing
@@ -41,26 +42,17 @@ _DEADLINE_S = 120.0
 _Side = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-def run(
-    *, command: str, workers: int = 4, rate_bit_per_s: int = 1_000_000_000, blocks: int = 15, seed: int = 0
-) -> Result:
-    """Measure all sizes, in temporary network namespaces; needs root.
-
-    Args:
-        command: the command line, for the result.
-        workers: hosts, one worker on each.
-        rate_bit_per_s: of each host's line, each way.
-        blocks: per side and size.
-        seed: of the summed numbers.
-    """
+def run(options: AllreduceOptions, *, command: str) -> Result:
+    """Measure all sizes, in temporary network namespaces; needs root."""
+    workers, rate_bit_per_s = options.workers, options.rate_mbit * 1_000_000
     with hosts(workers, rate_bit_per_s=rate_bit_per_s) as made:
         settings = {
             "addresses": [host.address for host in made],
             "interface": made[0].interface,
             "port": find_free_port(),
             "sizes": list(SIZES_BYTES),
-            "blocks": blocks,
-            "seed": seed,
+            "blocks": options.blocks,
+            "seed": options.seed,
         }
         times_s = run_workers(
             "benchmarks.allreduce",
@@ -96,7 +88,7 @@ def run(
         name="allreduce",
         command=command,
         kind="real",
-        seed=seed,
+        seed=options.seed,
         figures=figures,
         rows=rows,
         machine=machine(congestion_control=congestion_control, line_mbit_per_s=rate_bit_per_s / 1e6),

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, all the same
 from torch.utils.data import TensorDataset
 
+from benchmarks.commands import ChaosOptions
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
@@ -94,49 +95,38 @@ class ChaosTrial:
     recover_s: list[float]
 
 
-def run(
-    *,
-    command: str,
-    strategy: str = "partial",
-    workers: int = 8,
-    duration_s: float = 300.0,
-    every_s: float = 30.0,
-    stop_s: float = 10.0,
-    step_ms: float = 100.0,
-    batch_size: int = 32,
-    seed: int = 0,
-) -> Result:
+def run(options: ChaosOptions, *, command: str) -> Result:
     """Run the job without faults for a fifth of the time, then with faults.
 
-    Args:
-        duration_s: approximate duration of the job with faults.
-        every_s: mean time between two faults; each follows the last after 0.5 to 1.5 times as long.
-        stop_s: how long a stopped worker stays stopped.
+    A fault follows the last one after 0.5 to 1.5 times the mean time between two.
 
     Raises:
+        ValueError: an unknown strategy.
         OffbeatError: a job failed or did not end.
     """
-    step_samples = workers * batch_size
+    parse_strategy(options.strategy)
+    duration_s, step_ms = 60 * options.minutes, options.step_ms
+    step_samples = options.workers * options.batch_size
     steps_an_epoch = max(1, round(10.0 / (step_ms / 1000)))
     epoch_s = steps_an_epoch * step_ms / 1000
 
     def trial(length_s: float, chance: random.Random | None) -> ChaosTrial:
         settings = ChaosSettings(
-            strategy=strategy,
+            strategy=options.strategy,
             step_ms=step_ms,
-            batch_size=batch_size,
+            batch_size=options.batch_size,
             samples=steps_an_epoch * step_samples,
             epochs=max(2, round(length_s / epoch_s)),
-            seed=seed,
+            seed=options.seed,
         )
         with tempfile.TemporaryDirectory() as folder:
-            job = _Job(settings, workers, Path(folder))
+            job = _Job(settings, options.workers, Path(folder))
             with job:
-                job.run(chance, every_s=every_s, stop_s=stop_s)
+                job.run(chance, every_s=options.every_s, stop_s=options.stop_s)
             return job.trial()
 
     calm = trial(duration_s / 5, None)
-    faulty = trial(duration_s, random.Random(f"chaos {seed}"))
+    faulty = trial(duration_s, random.Random(f"chaos {options.seed}"))
     rates = {name: _used(one) / one.alive_s for name, one in {"calm": calm, "wild": faulty}.items()}
     epochs = max(2, round(duration_s / epoch_s))
     wrong = [(max(0.0, epochs - uses), max(0.0, uses - epochs)) for uses in faulty.uses[0]]
@@ -144,7 +134,7 @@ def run(
         name="chaos",
         command=command,
         kind="timed",
-        seed=seed,
+        seed=options.seed,
         figures={
             "throughput_kept": rates["wild"] / rates["calm"],
             "samples_lost": sum(lost for lost, _ in wrong),

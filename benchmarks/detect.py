@@ -11,18 +11,17 @@ after* the number of steps that it missed while it was no longer slow.
 
 from __future__ import annotations
 
-import sys
-import tempfile
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks import runs
+from benchmarks.commands import DetectOptions
 from benchmarks.exclusions import Findings, evaluate_detection, read_changes, read_steps, slow_workers
 from benchmarks.runs import TrainingRun
+from benchmarks.workers import print_progress
 from offbeat.cli.result import Result, machine
 from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
-from offbeat.wire.record import read_log
+from offbeat.strategies import parse_strategy
 
 BATCH_SIZES = (32, 64)
 RULE = "random:3@0.0-0.5"
@@ -61,51 +60,33 @@ def plain_rows(findings: Findings, batch_size: int) -> list[dict[str, Any]]:
     ]
 
 
-def run(
-    *,
-    command: str,
-    strategy: str = "partial",
-    model: str = "resnet18",
-    workers: int = 4,
-    epochs: int = 10,
-    steps: int = 80,
-    step_ms: float = 100.0,
-    seed: int = 0,
-) -> Result:
+def run(options: DetectOptions, *, command: str) -> Result:
     """Measure both batch sizes.
 
-    Args:
-        command: the command line, for the result.
-        strategy: whose detector is measured, as on the command line.
-        model: a key of `offbeat.models.MODELS`.
-        workers: worker processes on this machine, at least 2.
-        epochs: at least 1.
-        steps: per epoch with batches of 32; half as many with 64.
-        step_ms: forward plus backward time of a batch of 32 after scaling.
-        seed: of victims, weights and random gradients.
-
     Raises:
-        ValueError: an unknown strategy.
+        ValueError: an unknown strategy or model.
     """
+    model, strategy, seed = options.model, options.strategy, options.seed
+    parse_strategy(strategy)
     rows: list[dict[str, Any]] = []
     found: dict[str, float] = {}
     about: dict[str, float] = {}
     scale: float | None = None
     for batch_size in BATCH_SIZES:
         alone = runs.measure_layers(model, batch_size, seed)
-        scale = scale or step_ms / 1000 / alone.step_s
+        scale = scale or options.step_ms / 1000 / alone.step_s
         times = alone.scaled(scale)
         about[f"alone_step_ms_b{batch_size}"] = 1000 * alone.step_s
         about[f"timed_step_ms_b{batch_size}"] = 1000 * times.step_s
-        print(f"{strategy}, batches of {batch_size}", file=sys.stderr, flush=True)
+        print_progress(f"{strategy}, batches of {batch_size}")
         findings = _measure(
             TrainingRun(
                 model=model,
                 times=times,
-                workers=workers,
+                workers=options.workers,
                 batch_size=batch_size,
-                epochs=epochs,
-                steps=max(1, steps * BATCH_SIZES[0] // batch_size),
+                epochs=options.epochs,
+                steps=max(1, options.steps * BATCH_SIZES[0] // batch_size),
                 strategy=strategy,
                 slow=(RULE,),
                 seed=seed,
@@ -125,10 +106,7 @@ def run(
 
 
 def _measure(settings: TrainingRun) -> Findings:
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
-        runs.run(settings, log)
-        entries = read_log(log).entries
+    _, entries = runs.run(settings)
     changes = read_changes(entries)
     steps = read_steps(entries, changes)
     rules = [parse_slow_rule(text) for text in settings.slow]

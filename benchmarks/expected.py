@@ -26,6 +26,9 @@ SIDES: Mapping[str, str] = {
 }
 """Name -> strategy; `ddp` is PyTorch's own."""
 
+BATCH_SIZE = 32
+"""Batch size for which layer times are measured, before they are scaled to a case."""
+
 TCP_SHARE = 0.956
 """Share of a line's rate that TCP carries."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 import tempfile
 import time
 from collections import deque
@@ -27,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.children import Child, Lines, request_all
+from benchmarks.commands import FailoverOptions
+from benchmarks.workers import print_progress
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.events import Action, ClusterView, Event, NodeLost
@@ -81,15 +82,8 @@ class DetectedKill:
     is_join: bool
 
 
-def run(*, command: str, kills: int = 20, workers: int = 4, size_mb: int = 64, seed: int = 0) -> Result:
-    """Kill `kills` of 4 servers one after the other, and start replacements.
-
-    Args:
-        command: the command line, for the result.
-        kills: in rounds of one, two at once, and one while another server joins.
-        workers: processes that push.
-        size_mb: size of the idle namespace, in 10^6 bytes.
-        seed: of victims and times.
+def run(options: FailoverOptions, *, command: str) -> Result:
+    """Kill servers, of 4, in rounds of one, two at once, and one while another joins; start replacements.
 
     Raises:
         OffbeatError: a process failed, or a wait timed out.
@@ -99,12 +93,12 @@ def run(*, command: str, kills: int = 20, workers: int = 4, size_mb: int = 64, s
         ps = stack.enter_context(PS.local(_SERVERS, copies=_COPIES, run_log=str(log)))
         pushing = [
             stack.enter_context(Child("benchmarks.failover", name=f"worker {worker}"))
-            for worker in range(workers)
+            for worker in range(options.workers)
         ]
-        trial = _FailoverTrial(ps, pushing, random.Random(f"failover {seed}"))
-        trial.begin(size_mb * 1_000_000)
-        for number, (kind, count) in enumerate(_rounds(kills)):
-            print(f"{len(trial.kills)} of {kills} killed", file=sys.stderr, flush=True)
+        trial = _FailoverTrial(ps, pushing, random.Random(f"failover {options.seed}"))
+        trial.begin(options.mb * 1_000_000)
+        for number, (kind, count) in enumerate(_rounds(options.kills)):
+            print_progress(f"{len(trial.kills)} of {options.kills} killed")
             trial.round(number, kind, count)
         lost, doubled = trial.count_wrong(is_last=True)
         detected = _read_detected_kills(log, [kill.server for kill in trial.kills])
@@ -124,7 +118,7 @@ def run(*, command: str, kills: int = 20, workers: int = 4, size_mb: int = 64, s
         name="failover",
         command=command,
         kind="real",
-        seed=seed,
+        seed=options.seed,
         figures=figures,
         rows=rows,
     )
@@ -194,7 +188,7 @@ class _FailoverTrial:
             self.pushes[worker] += [Push(begun_s=begun_s, done_s=done_s) for begun_s, done_s in times_s]
         lost, doubled = self.count_wrong()
         if lost or doubled:
-            print(f"round {number}: {lost} pushes lost, {doubled} twice", file=sys.stderr, flush=True)
+            print_progress(f"round {number}: {lost} pushes lost, {doubled} twice")
 
     def count_wrong(self, *, is_last: bool = False) -> tuple[int, int]:
         """Return how many of the completed pushes are lost, and how many were applied twice."""

@@ -37,7 +37,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import runs
+from benchmarks.commands import HybridOptions
 from benchmarks.expected import (
+    BATCH_SIZE,
     COST_MODEL,
     DDP,
     SIDES,
@@ -65,59 +67,29 @@ _DEADLINE_S = 120.0
 _EARLY_S = 800e-6  # how early messages may be after a pause; steps take seconds
 
 
-@dataclass(frozen=True, kw_only=True)
-class HybridPlan:
-    """Settings of the benchmark.
+def run(options: HybridOptions, *, command: str) -> Result:
+    """Measure all cases and sides, in temporary network namespaces; needs root.
 
-    Attributes:
-        model: a key of `offbeat.models.MODELS`.
-        sides: keys of `SIDES`, or strategies.
-        cases: each is run with all sides.
-        timed_batches: batch sizes; workers wait as long as one core takes for such a batch.
-        real_batches: batch sizes that all workers compute, on this machine's cores.
-        steps: measured steps per side and case.
-        workers: hosts, one worker on each.
-        rate_bit_per_s: of each host's line, each way.
-        batch_size: for which the layer times of `cases` are measured.
+    Raises:
+        ValueError: an option is out of range, or options contradict each other.
     """
-
-    model: str = "alexnet"
-    sides: tuple[str, ...] = tuple(SIDES)
-    cases: tuple[ComputeCase, ...] = ()
-    timed_batches: tuple[int, ...] = ()
-    real_batches: tuple[int, ...] = ()
-    steps: int = 5
-    workers: int = 4
-    rate_bit_per_s: int = 1_000_000_000
-    batch_size: int = 32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for side in self.sides:
-            if side not in SIDES:
-                parse_strategy(side)
-        if self.steps < 1 or self.workers < 2 or not (self.cases or self.timed_batches or self.real_batches):
-            raise ValueError("expected at least 1 step, 2 workers and 1 case")
-        if min([self.batch_size, *self.timed_batches, *self.real_batches]) < 1:
-            raise ValueError("expected batches of at least 1 sample")
-        if self.real_batches and (self.cases or self.timed_batches):
-            raise ValueError("expected real batches in a run without cases and timed batches, got both")
-
-
-def run(plan: HybridPlan, *, command: str) -> Result:
-    """Measure all cases and sides, in temporary network namespaces; needs root."""
-    optimizer_s = runs.optimizer_s(plan.model, plan.seed)
-    cases = [*_prepare(plan, optimizer_s)]
+    sides, rate_bit_per_s = options.side or [*SIDES], options.rate_mbit * 1_000_000
+    compute_cases = _compute_cases(options)
+    for side in sides:
+        if side not in SIDES:
+            parse_strategy(side)
+    optimizer_s = runs.optimizer_s(options.model, options.seed)
+    cases = [*_prepare(options, compute_cases, optimizer_s)]
     rows = []
-    with hosts(plan.workers, rate_bit_per_s=plan.rate_bit_per_s, early_s=_EARLY_S) as created:
+    with hosts(options.workers, rate_bit_per_s=rate_bit_per_s, early_s=_EARLY_S) as created:
         for case in cases:
             settings = {
-                "model": plan.model,
+                "model": options.model,
                 "times": None if case.times is None else case.times.to_plain(),
                 "batch_size": case.batch_size,
-                "sides": list(plan.sides),
-                "steps": plan.steps,
-                "seed": plan.seed,
+                "sides": sides,
+                "steps": options.steps,
+                "seed": options.seed,
                 "address": created[0].address,
                 "interface": created[0].interface,
                 "port": find_free_port(),
@@ -125,25 +97,25 @@ def run(plan: HybridPlan, *, command: str) -> Result:
             results = run_workers(
                 "benchmarks.hybrid",
                 settings,
-                plan.workers,
+                options.workers,
                 prefix=[host.prefix for host in created],
                 master_addr=created[0].address,
             )
-            rows += [_row(plan, case, side, results[side]) for side in plan.sides]
+            rows += [_row(options, case, side, results[side]) for side in sides]
         congestion_control, burst_bytes = created[0].congestion_control, created[0].burst_bytes
     return Result(
         name="hybrid",
         command=command,
-        kind="real" if plan.real_batches else "timed",
-        seed=plan.seed,
-        figures=figures(plan.model, rows),
+        kind="real" if options.real_batch else "timed",
+        seed=options.seed,
+        figures=figures(options.model, rows),
         rows=rows,
         machine=machine(
             congestion_control=congestion_control,
-            line_mbit_per_s=plan.rate_bit_per_s / 1e6,
+            line_mbit_per_s=options.rate_mbit,
             line_burst_bytes=burst_bytes,
-            workers=plan.workers,
-            batch_size_of_times=plan.batch_size,
+            workers=options.workers,
+            batch_size_of_times=BATCH_SIZE,
             optimizer_s=optimizer_s,
         ),
     )
@@ -169,10 +141,28 @@ class _PreparedCase:
     works: Sequence[LayerWork]
 
 
-def _prepare(plan: HybridPlan, optimizer_s: float) -> Iterator[_PreparedCase]:
-    """Yield all cases of a plan."""
-    built = runs.network(plan.model, None, plan.seed)
-    workers, rate = plan.workers, plan.rate_bit_per_s
+def _compute_cases(options: HybridOptions) -> list[ComputeCase]:
+    """Return the cases for which layer times are scaled, each of which is run with all sides."""
+    timed, real = options.timed_batch or [], options.real_batch or []
+    is_scaled = options.compute or options.forward_share or not (timed or real)
+    if real and (is_scaled or timed):
+        raise ValueError("expected real batches in a run without cases and timed batches, got both")
+    if min([1, *timed, *real]) < 1:
+        raise ValueError("expected batches of at least 1 sample")
+    return [
+        ComputeCase(ratio=ratio, forward_share=share)
+        for share in options.forward_share or [1 / 3, 1 / 2]
+        for ratio in options.compute or [0.25, 0.5, 0.75, 1.0, 1.5]
+        if is_scaled
+    ]
+
+
+def _prepare(
+    options: HybridOptions, cases: Sequence[ComputeCase], optimizer_s: float
+) -> Iterator[_PreparedCase]:
+    """Yield all cases."""
+    built = runs.network(options.model, None, options.seed)
+    workers, rate = options.workers, options.rate_mbit * 1_000_000
     whole_s = transfer_s(sum(p.nbytes for p in built.parameters()), workers, rate)
 
     def timed(name: str, times: ModelTimes) -> _PreparedCase:
@@ -187,17 +177,19 @@ def _prepare(plan: HybridPlan, optimizer_s: float) -> Iterator[_PreparedCase]:
         }
         return _PreparedCase(name=name, times=times, batch_size=1, expected=expected, works=works)
 
-    if plan.cases:
-        alone = runs.measure_layers(plan.model, plan.batch_size, plan.seed)
-        for case in plan.cases:
+    if cases:
+        alone = runs.measure_layers(options.model, BATCH_SIZE, options.seed)
+        for case in cases:
             yield timed(case.name, times_for(alone, case, whole_s, optimizer_s))
-    for size in plan.timed_batches:
-        yield timed(f"timed{size}", runs.measure_layers(plan.model, size, plan.seed))
-    for size in plan.real_batches:
+    for size in options.timed_batch or ():
+        yield timed(f"timed{size}", runs.measure_layers(options.model, size, options.seed))
+    for size in options.real_batch or ():
         yield _PreparedCase(name=f"real{size}", times=None, batch_size=size, expected={}, works=[])
 
 
-def _row(plan: HybridPlan, case: _PreparedCase, side: str, results: Mapping[str, Any]) -> dict[str, Any]:
+def _row(
+    options: HybridOptions, case: _PreparedCase, side: str, results: Mapping[str, Any]
+) -> dict[str, Any]:
     step_s = median(results["step_s"])
     row = {
         "case": case.name,
@@ -213,7 +205,7 @@ def _row(plan: HybridPlan, case: _PreparedCase, side: str, results: Mapping[str,
         row["ratio_to_floor"] = step_s / case.expected["floor_s"]
         row["ratio_to_least"] = step_s / case.expected["least_s"]
     if case.works and (side == DDP or isinstance(parse_strategy(SIDES.get(side, side)), Hybrid)):
-        row["predicted_s"] = predicted_s(side, case.works, plan.workers, plan.rate_bit_per_s)
+        row["predicted_s"] = predicted_s(side, case.works, options.workers, options.rate_mbit * 1_000_000)
     return row
 
 

@@ -11,15 +11,15 @@ of all). All lines are alike here: the gain of a group whose members are close t
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 from benchmarks import hybrid, runs
+from benchmarks.commands import HybridOptions, HybridSweepOptions
 from benchmarks.expected import (
+    BATCH_SIZE,
     COST_MODEL,
     LATENCY_S,
     SIDES,
@@ -30,6 +30,7 @@ from benchmarks.expected import (
     transfer_s,
     works_of,
 )
+from benchmarks.workers import print_progress
 from offbeat.cli.result import Result, machine
 from offbeat.numerics.collectives.forecast import forecast_step
 
@@ -37,48 +38,27 @@ GROUP = 16
 HIERARCHICAL = "hierarchical"
 _NEARLY = 1.01  # times the best still counts as a win
 
+Points: TypeAlias = Sequence[tuple[int, int]]
+"""Pairs of a rate in Mbit/s and a number of workers."""
 
-@dataclass(frozen=True, kw_only=True)
-class SweepPlan:
-    """Settings of the benchmark.
 
-    Attributes:
-        model: a key of `offbeat.models.MODELS`.
-        kind: `timed` or `simulated`.
-        rates_mbit: of the lines.
-        workers: numbers of workers.
-        sides: keys of `benchmarks.expected.SIDES`.
-        case: compute time of a step.
-        steps: measured steps per side and point, with `timed`.
-        batch_size: for which layer times are measured.
+def run(options: HybridSweepOptions, *, command: str) -> Result:
+    """Predict or measure all points; measuring needs root.
+
+    Raises:
+        ValueError: an option is out of range.
     """
-
-    model: str = "alexnet"
-    kind: Literal["timed", "simulated"] = "simulated"
-    rates_mbit: tuple[int, ...] = (100, 1000, 10_000)
-    workers: tuple[int, ...] = (2, 4, 8)
-    sides: tuple[str, ...] = tuple(SIDES)
-    case: ComputeCase = ComputeCase(ratio=1.0, forward_share=1 / 3)  # noqa: RUF009  # it is frozen
-    steps: int = 5
-    batch_size: int = 32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for side in self.sides:
-            if side not in SIDES:
-                raise ValueError(f"expected sides of {', '.join(SIDES)}, got {side!r}")
-        if not self.rates_mbit or not self.workers or min(self.rates_mbit) < 1 or min(self.workers) < 2:
-            raise ValueError("expected rates of at least 1 Mbit/s and at least 2 workers")
-
-    def points(self) -> Iterator[tuple[int, int]]:
-        """Yield pairs of rate and number of workers."""
-        yield from product(self.rates_mbit, self.workers)
-
-
-def run(plan: SweepPlan, *, command: str) -> Result:
-    """Predict or measure all points; measuring needs root."""
-    rows = [*(_measured(plan, command) if plan.kind == "timed" else _simulated(plan))]
-    for rate, workers in plan.points():
+    sides = options.side or [*SIDES]
+    for side in sides:
+        if side not in SIDES:
+            raise ValueError(f"expected sides of {', '.join(SIDES)}, got {side!r}")
+    case = ComputeCase(ratio=options.compute, forward_share=options.forward_share)
+    points = [*product(options.rate_mbit or (100, 1000, 10_000), options.workers or (2, 4, 8))]
+    if options.timed:
+        rows = [*_measured(options, points, command)]
+    else:
+        rows = [*_simulated(options, points, case, sides)]
+    for rate, workers in points:
         at_point = [row for row in rows if (row["rate_mbit"], row["workers"]) == (rate, workers)]
         best_s = min(row["step_s"] for row in at_point)
         for row in at_point:
@@ -86,47 +66,49 @@ def run(plan: SweepPlan, *, command: str) -> Result:
     return Result(
         name="hybrid-sweep",
         command=command,
-        kind=plan.kind,
-        seed=plan.seed,
+        kind="timed" if options.timed else "simulated",
+        seed=options.seed,
         figures=figures(rows),
         rows=rows,
         machine=machine(
-            model=plan.model,
-            batch_size_of_times=plan.batch_size,
-            compute_to_transfer=plan.case.ratio,
-            forward_share=plan.case.forward_share,
+            model=options.model,
+            batch_size_of_times=BATCH_SIZE,
+            compute_to_transfer=case.ratio,
+            forward_share=case.forward_share,
             latency_us=1e6 * LATENCY_S,
         ),
     )
 
 
-def _measured(plan: SweepPlan, command: str) -> Iterator[dict[str, Any]]:
-    for rate, workers in plan.points():
-        print(f"{rate} Mbit/s, {workers} workers", file=sys.stderr, flush=True)
+def _measured(options: HybridSweepOptions, points: Points, command: str) -> Iterator[dict[str, Any]]:
+    for rate, workers in points:
+        print_progress(f"{rate} Mbit/s, {workers} workers")
         found = hybrid.run(
-            hybrid.HybridPlan(
-                model=plan.model,
-                sides=plan.sides,
-                cases=(plan.case,),
-                steps=plan.steps,
+            HybridOptions(
+                model=options.model,
+                side=options.side or [*SIDES],
+                compute=[options.compute],
+                forward_share=[options.forward_share],
+                steps=options.steps,
                 workers=workers,
-                rate_bit_per_s=rate * 1_000_000,
-                batch_size=plan.batch_size,
-                seed=plan.seed,
+                rate_mbit=rate,
+                seed=options.seed,
             ),
             command=command,
         )
         yield from ({"rate_mbit": rate, "workers": workers, **row} for row in found.rows)
 
 
-def _simulated(plan: SweepPlan) -> Iterator[dict[str, Any]]:
-    built = runs.network(plan.model, None, plan.seed)
-    alone = runs.measure_layers(plan.model, plan.batch_size, plan.seed)
+def _simulated(
+    options: HybridSweepOptions, points: Points, case: ComputeCase, sides: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    built = runs.network(options.model, None, options.seed)
+    alone = runs.measure_layers(options.model, BATCH_SIZE, options.seed)
     whole = sum(parameter.nbytes for parameter in built.parameters())
-    for rate_mbit, workers in plan.points():
+    for rate_mbit, workers in points:
         rate = rate_mbit * 1_000_000
-        works = works_of(times_for(alone, plan.case, transfer_s(whole, workers, rate), 0.0), built, 0.0)
-        took_s = {side: predicted_s(side, works, workers, rate) for side in plan.sides}
+        works = works_of(times_for(alone, case, transfer_s(whole, workers, rate), 0.0), built, 0.0)
+        took_s = {side: predicted_s(side, works, workers, rate) for side in sides}
         if workers > GROUP:
             line = line_of(rate)
             took_s[HIERARCHICAL] = forecast_step(

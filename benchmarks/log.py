@@ -16,29 +16,23 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from benchmarks import runs
+from benchmarks.commands import LogOptions
+from benchmarks.sampling import cpu_times_s
 from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result
 from offbeat.events import Ready, StepTimed
-from offbeat.models import build_model
 from offbeat.runtime.session import Session, join
 from offbeat.strategies import AllReduce
 
-SHAPE, CLASSES, BATCH_SIZE = (3, 32, 32), 10, 32
+BATCH_SIZE = 32
 _TOLD = 300
 
 
-def run(*, command: str, workers: int = 4, blocks: int = 20, steps: int = 10, seed: int = 0) -> Result:
-    """Measure with and without a run log, with `cnn2`.
-
-    Args:
-        command: the command line, for the result.
-        workers: worker processes on this machine.
-        blocks: with and without a log each.
-        steps: training steps per block.
-        seed: of weights and data.
-    """
+def run(options: LogOptions, *, command: str) -> Result:
+    """Measure with and without a run log, with `cnn2`."""
+    workers, blocks, steps, seed = options.workers, options.blocks, options.steps, options.seed
     with tempfile.TemporaryDirectory() as folder:
         settings = {"blocks": blocks, "steps": steps, "seed": seed, "log": str(Path(folder) / "log.jsonl")}
         found = run_workers("benchmarks.log", settings, workers)
@@ -72,13 +66,8 @@ def main() -> None:
     settings = read_settings(sys.argv)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(settings["seed"] * 1000 + dist.get_rank())
-    x = torch.randn(BATCH_SIZE, *SHAPE, generator=generator)
-    y = torch.randint(0, CLASSES, (BATCH_SIZE,), generator=generator)
-    models = [
-        build_model("cnn2", sample_shape=SHAPE, classes=CLASSES, seed=settings["seed"])
-        for _ in ("recorded", "plain")
-    ]
+    x, y = runs.batch(BATCH_SIZE, settings["seed"] * 1000 + dist.get_rank(), timed=False)
+    models = [runs.network("cnn2", None, settings["seed"]) for _ in ("recorded", "plain")]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
     with (
         join(models[0], optimizers[0], AllReduce(), run_log=settings["log"]) as session,
@@ -90,18 +79,16 @@ def main() -> None:
         for block in range(settings["blocks"] + 1):
             for way in (0, 1) if block % 2 else (1, 0):
                 dist.barrier()
-                before_s = [_cpu_s(process) for process in coordinators]
+                before_s = _total_cpu_s(coordinators)
                 began_cpu_s = time.process_time()
                 for _ in range(settings["steps"]):
                     began_s = time.perf_counter()
-                    optimizers[way].zero_grad()
-                    F.cross_entropy(models[way](x), y).backward()
-                    optimizers[way].step()
+                    runs.step(models[way], optimizers[way], x, y)
                     if block:
                         step_s["plain" if way else "recorded"].append(time.perf_counter() - began_s)
                 if block and not way:
                     cpu_s += time.process_time() - began_cpu_s
-                    coordinator_cpu_s += sum(_cpu_s(process) for process in coordinators) - sum(before_s)
+                    coordinator_cpu_s += _total_cpu_s(coordinators) - before_s
         steps = settings["blocks"] * settings["steps"]
         tell_cpu_s = _tell_cpu_s(session)  # in all workers: in lockstep all must have the same rounds
         if session.worker == 0:
@@ -163,18 +150,16 @@ def _coordinators() -> list[int]:
     return found + [child for pid in found for child in _children(pid)]
 
 
+def _total_cpu_s(pids: list[int]) -> float:
+    return sum(sum(cpu_times_s(str(pid)).values()) for pid in pids)
+
+
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _command_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def _cpu_s(pid: int) -> float:
-    """Return user plus system time of a process, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

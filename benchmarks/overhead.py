@@ -15,47 +15,30 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks import runs
+from benchmarks.commands import OverheadOptions
 from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result
-from offbeat.models import build_model
 from offbeat.runtime.session import join
 from offbeat.strategies import AllReduce
 
-SHAPE, CLASSES = (3, 32, 32), 10
 PLAN = {"cnn2": (30, 20), "resnet18": (16, 2)}  # blocks per side, steps per block
 Sides = dict[str, Callable[[], None]]
 
 
-def run(
-    *,
-    command: str,
-    models: Sequence[str] = ("cnn2", "resnet18"),
-    workers: int = 4,
-    batch_size: int = 32,
-    scale: float = 1.0,
-    seed: int = 0,
-) -> Result:
-    """Measure the models one after the other.
-
-    Args:
-        command: the command line, for the result.
-        models: keys of `PLAN`.
-        workers: worker processes on this machine.
-        batch_size: CIFAR-10-shaped samples per worker and step.
-        scale: factor on the number of measured blocks.
-        seed: of weights and data.
-    """
+def run(options: OverheadOptions, *, command: str, models: Sequence[str] = ("cnn2", "resnet18")) -> Result:
+    """Measure the models, keys of `PLAN`, one after the other."""
     rows, figures = [], {}
     for model in models:
         blocks, steps = PLAN[model]
         settings = {
             "model": model,
-            "blocks": max(3, round(blocks * scale)),
+            "blocks": max(3, round(blocks * options.scale)),
             "steps": steps,
-            "batch_size": batch_size,
-            "seed": seed,
+            "batch_size": options.batch_size,
+            "seed": options.seed,
         }
-        times_s = run_workers("benchmarks.overhead", settings, workers)
+        times_s = run_workers("benchmarks.overhead", settings, options.workers)
         ratios = [
             median(ours) / median(ddp) for ours, ddp in zip(times_s["bsp"], times_s["ddp"], strict=True)
         ]
@@ -66,8 +49,8 @@ def run(
                 {
                     "model": model,
                     "side": side,
-                    "workers": workers,
-                    "batch_size": batch_size,
+                    "workers": options.workers,
+                    "batch_size": options.batch_size,
                     "steps": len(all_s),
                     "step_s_p50": median(all_s),
                     "step_s_mean": sum(all_s) / len(all_s),
@@ -76,7 +59,9 @@ def run(
                     "block_ratio_max": max(ratios) if side == "bsp" else None,
                 }
             )
-    return Result(name="overhead", command=command, kind="real", seed=seed, figures=figures, rows=rows)
+    return Result(
+        name="overhead", command=command, kind="real", seed=options.seed, figures=figures, rows=rows
+    )
 
 
 def main() -> None:
@@ -85,13 +70,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(settings["seed"] * 1000 + rank)
-    x = torch.randn(settings["batch_size"], *SHAPE, generator=generator)
-    y = torch.randint(0, CLASSES, (settings["batch_size"],), generator=generator)
-    models = [
-        build_model(settings["model"], sample_shape=SHAPE, classes=CLASSES, seed=settings["seed"])
-        for _ in range(2)
-    ]
+    x, y = runs.batch(settings["batch_size"], settings["seed"] * 1000 + rank, timed=False)
+    models = [runs.network(settings["model"], None, settings["seed"]) for _ in range(2)]
     wrapped = torch.nn.parallel.DistributedDataParallel(models[0])
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
     with join(models[1], optimizers[1], AllReduce()):

@@ -9,7 +9,6 @@ are compared with what was pushed.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,8 +19,10 @@ import msgspec
 
 from benchmarks.adding import sockets_per_s
 from benchmarks.children import Child, Lines, request_all
+from benchmarks.commands import PsOptions
 from benchmarks.namespaces import hosts
 from benchmarks.pushing import RequestCase
+from benchmarks.workers import print_progress
 from offbeat.cli.result import Result, machine, percentile
 from offbeat.errors import OffbeatError
 from offbeat.runtime.ps.cluster import start_manager, start_server
@@ -71,25 +72,21 @@ class PsMeasurement:
     latency_s: list[float]
 
 
-def run(*, command: str, sizes: Sequence[str] = (), seconds: float = 0.5, seed: int = 0) -> Result:
+def run(options: PsOptions, *, command: str) -> Result:
     """Run the benchmark; needs root.
-
-    Args:
-        command: the command line, for the result.
-        sizes: keys of `DENSE_BYTES` and `SPARSE_KEYS`; by default all.
-        seconds: minimum measuring time per case, which also has at least 5 repetitions.
-        seed: of the keys.
 
     Raises:
         ValueError: an unknown size, or a time out of range.
         OffbeatError: no root, no iproute2, or a process failed.
     """
+    sizes = [size.strip() for size in options.sizes.split(",") if size.strip()]
+    seconds = options.seconds
     known = (*DENSE_BYTES, *SPARSE_KEYS)
     if unknown := [size for size in sizes if size not in known]:
         raise ValueError(f"expected sizes of {', '.join(known)}, got {unknown[0]}")
     if not 0 < seconds <= 60:
         raise ValueError(f"expected to measure for up to 60 s, got {seconds:g} s")
-    settings = PsSettings(sizes=tuple(sizes) or known, seconds=seconds, seed=seed)
+    settings = PsSettings(sizes=tuple(sizes) or known, seconds=seconds, seed=options.seed)
     with hosts(1) as (host,):
         with Child("benchmarks.ps", name="the measuring process", prefix=host.prefix) as child:
             child.lines.send(msgspec.to_builtins(settings))
@@ -100,7 +97,7 @@ def run(*, command: str, sizes: Sequence[str] = (), seconds: float = 0.5, seed: 
         name="ps",
         command=command,
         kind="real",
-        seed=seed,
+        seed=options.seed,
         figures=answer["figures"],
         rows=answer["rows"],
         machine=machine(congestion_control=host.congestion_control),
@@ -234,14 +231,14 @@ def measure_all(settings: PsSettings) -> dict[str, Any]:
     for size in _SAMPLED:
         for case in compared:
             if (case.operation, case.size) == ("push", size):
-                _print_progress(f"where the time of a push of {size} goes")
+                print_progress(f"where the time of a push of {size} goes")
                 rows += _sampled_rows(case, settings)
     return {"figures": made, "rows": rows}
 
 
 def _floor(case: RequestCase, seconds: float) -> dict[str, Any]:
     """Return the rate of plain sockets to a process that adds, for the data of a push."""
-    _print_progress(f"plain sockets: {case.title}, {case.in_flight} in flight")
+    print_progress(f"plain sockets: {case.title}, {case.in_flight} in flight")
     per_s = sockets_per_s(case.size_bytes, case.in_flight, seconds)
     return {
         "where": "plain sockets",
@@ -282,7 +279,7 @@ class _BenchmarkCluster:
 
     def measure(self, case: RequestCase) -> PsMeasurement:
         """Measure one case with all workers."""
-        _print_progress(
+        print_progress(
             f"{self._transport} {self._nodes}+{self._nodes}: {case.title}, {case.in_flight} in flight"
         )
         replies = _measure(self._workers, case, self._settings.seconds)
@@ -352,10 +349,6 @@ def _sampled_rows(case: RequestCase, settings: PsSettings) -> list[dict[str, Any
         }
         for process, row in shares
     ]
-
-
-def _print_progress(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
 
 
 def main() -> None:

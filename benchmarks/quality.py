@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.commands import QualityOptions
 from offbeat.cli.result import Result, percentile
 from offbeat.policies.stragglers.classifier import StragglerClassifier
 from offbeat.policies.stragglers.throughput_gate import break_even_factor
@@ -202,19 +203,14 @@ class RuleScore:
         }
 
 
-def run(*, command: str, runs: int = 100, seed: int = 0) -> Result:
-    """Simulate every scenario with every noise `runs` times, and apply all rules.
-
-    Args:
-        command: the command line, for the result.
-        runs: of each scenario and noise; 8 workers, 3 epochs of 200 iterations each.
-        seed: of the first run.
-    """
+def run(options: QualityOptions, *, command: str) -> Result:
+    """Simulate every scenario with every noise, 8 workers and 3 epochs of 200 steps, and apply all rules."""
+    seed = options.seed
     rows = []
     for noise in NOISES:
         for scenario in SCENARIOS:
             scores = {rule: RuleScore() for rule in RULES}
-            for at in range(seed, seed + runs):
+            for at in range(seed, seed + options.runs):
                 case = simulate(scenario, noise, at)
                 for rule, score in scores.items():
                     score.add(case.slow_iw, RULES[rule](case.times_iw))

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -19,11 +18,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from benchmarks.timed import ModelTimes, TimedModel, time_layers
-from benchmarks.workers import read_settings, run_workers, send_result
+from benchmarks.workers import read_settings, run_logged, send_result
 from offbeat.cli.job import single_threaded
+from offbeat.events import Action, Event
 from offbeat.models import build_model
 from offbeat.policies.stragglers.injection import parse_slow_rule
-from offbeat.runtime.control import environment
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
 
@@ -60,25 +59,14 @@ class TrainingRun:
         return self.steps * self.workers * self.batch_size
 
 
-def run(run: TrainingRun, log: Path | None = None) -> float:
-    """Run the training; return the seconds from when all workers had joined until all had finished.
+def run(run: TrainingRun) -> tuple[float, Sequence[Event | Action]]:
+    """Run the training; return its seconds, from when all workers had joined, and its log.
 
     Raises:
         OffbeatError: a worker failed; the message names it.
     """
-    result = run_workers(
-        "benchmarks.runs",
-        msgspec.to_builtins(run),
-        run.workers,
-        env=worker_environment(run.slow, run.seed, log),
-    )
-    return float(result["run_s"])
-
-
-def worker_environment(slow: tuple[str, ...], seed: int, log: Path | None) -> Mapping[str, str]:
-    """Return the environment variables that `offbeat.join` reads in a worker, except its rank."""
-    env = {environment.SLOW_VARIABLE: ";".join(slow), environment.SEED_VARIABLE: str(seed)}
-    return env if log is None else {**env, environment.RUN_LOG_VARIABLE: str(log)}
+    result, entries = run_logged("benchmarks.runs", run, run.workers, slow=run.slow, seed=run.seed)
+    return float(result["run_s"]), entries
 
 
 def slow_rules(workers: int, stragglers: int, factor: float) -> tuple[str, ...]:

@@ -77,20 +77,23 @@ class Sampler:
             elif thread.name.startswith("links of "):
                 threads[thread] = "links"
         names = {thread.ident: name for thread, name in threads.items()}
-        began_s, before = monotonic(), {thread: _spent_s(thread) for thread in threads}
+        began_s, before = (
+            monotonic(),
+            {thread: cpu_times_s(f"self/task/{thread.native_id}") for thread in threads},
+        )
         while not self._is_stopped.wait(_INTERVAL_S):
             for ident, frame in sys._current_frames().items():
                 if ident in names:
                     self.counts[names[ident]][_name(frame)] += 1
         self._wall_s = monotonic() - began_s
         for thread, name in threads.items():
-            now = _spent_s(thread)
+            now = cpu_times_s(f"self/task/{thread.native_id}")
             self._spent_s[name] = {kind: now[kind] - before[thread][kind] for kind in now}
 
 
-def _spent_s(thread: threading.Thread) -> dict[str, float]:
-    """Return a thread's processor time so far, in seconds."""
-    fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+def cpu_times_s(who: str) -> dict[str, float]:
+    """Return the processor time so far of a process or a thread, a folder in /proc, in seconds."""
+    fields = Path(f"/proc/{who}/stat").read_text().rpartition(")")[2].split()
     return {"user": int(fields[11]) / _TICKS_PER_S, "system": int(fields[12]) / _TICKS_PER_S}
 
 

@@ -13,12 +13,10 @@ reports that of the batch at the same position there. Nothing else is learnt.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
 import msgspec
@@ -27,12 +25,11 @@ from torch.utils.data import TensorDataset
 
 from benchmarks import runs
 from benchmarks.timed import ModelTimes
-from benchmarks.workers import read_settings, run_workers, send_result
+from benchmarks.workers import read_settings, run_logged, send_result
 from offbeat.cli.timesheet import TIME_PARTS
 from offbeat.events import Action, Evaluated, Event, StepFinished, StepPermit, StepTimed
 from offbeat.runtime.session import Session, join
 from offbeat.strategies import parse_strategy
-from offbeat.wire.record import read_log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +101,8 @@ def run(served: ServedRun) -> ServedResult:
     Raises:
         OffbeatError: a worker failed; the message names it.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
-        run_workers(
-            "benchmarks.served",
-            msgspec.to_builtins(served),
-            served.workers,
-            env=runs.worker_environment(served.slow, served.seed, log),
-        )
-        return result_from_log(read_log(log).entries, served.threads)
+    _, entries = run_logged("benchmarks.served", served, served.workers, slow=served.slow, seed=served.seed)
+    return result_from_log(entries, served.threads)
 
 
 def result_from_log(entries: Sequence[Event | Action], threads: int) -> ServedResult:

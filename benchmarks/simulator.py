@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.commands import SimulatorOptions
 from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result
 from offbeat.events import Action, Event, Group
@@ -36,35 +37,18 @@ from offbeat.wire.record import RunRecord, build_policies, read_log
 SLOW = "1:2.25@burst=6/1000"
 _STRATEGY = PartialAllReduce(k=1.5, n_profile=2, limit=3, shards="equal")  # simulated workers have no samples
 _BATCH_SIZE = 2
+_JOB_STEPS, _COMPUTE_S = 60, 0.05  # of each worker of a real job; of a step without slowness
 
 
-def run(
-    *,
-    command: str,
-    workers: int = 10_000,
-    steps: int = 1000,
-    jobs: int = 5,
-    job_steps: int = 60,
-    compute_s: float = 0.05,
-    seed: int = 0,
-) -> Result:
-    """Simulate many workers once, and simulate real jobs of 4 workers, each after it has run.
-
-    Args:
-        command: the command line, for the result.
-        workers: number of simulated workers.
-        steps: of each simulated worker.
-        jobs: number of real jobs.
-        job_steps: of each worker of a real job.
-        compute_s: compute time of a step of a real job, without slowness.
-        seed: of the simulation.
-    """
+def run(options: SimulatorOptions, *, command: str) -> Result:
+    """Simulate many workers once, and simulate real jobs of 4 workers, each after it has run."""
+    workers, steps, seed = options.workers, options.steps, options.seed
     cpu_s, calls = simulate_many(workers, steps, seed)
     rows = []
-    for _ in range(jobs):
+    for _ in range(options.jobs):
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log.jsonl"
-            settings = {"log": str(log), "steps": job_steps, "compute_s": compute_s}
+            settings = {"log": str(log), "steps": _JOB_STEPS, "compute_s": _COMPUTE_S}
             run_workers("benchmarks.simulator", settings, 4)
             rows.append(compare(read_log(log), seed))
     ratios = [row["simulated_s"] / row["real_s"] for row in rows]

@@ -11,7 +11,6 @@ weights must be pulled as exact zeros.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.children import Child, Lines
+from benchmarks.commands import SparseLrOptions
+from benchmarks.workers import print_progress
 from offbeat.apps.sparse_lr.libsvm import read_libsvm
 from offbeat.apps.sparse_lr.logistic import BlockWorker, PassSchedule
 from offbeat.apps.sparse_lr.powerlaw import power_law_blocks
@@ -92,31 +93,39 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     traffic_bytes: int
 
 
-def run(*, command: str, setting: SparseLrSettings, taus: Sequence[int], gap: float) -> Result:
-    """Run all variants.
-
-    Args:
-        command: the command line, for the result.
-        setting: of all runs, except for delay and filters.
-        taus: bounds of the delay; variants other than "all" use the first.
-        gap: relative distance to the best objective of all runs that counts as reached.
+def run(options: SparseLrOptions, *, command: str) -> Result:
+    """Run all variants; those other than "all" use the first bound of the delay.
 
     Raises:
         OffbeatError: a process failed, or a wait timed out.
     """
+    taus = options.tau or [0, 1, 2, 4, 8, 16]
+    setting = SparseLrSettings(
+        path="" if options.path is None else str(options.path),
+        rows=options.rows,
+        features=options.features,
+        seed=options.seed,
+        workers=options.workers,
+        blocks=options.blocks,
+        l1=options.l1,
+        rate=options.rate,
+        epsilon=options.epsilon,
+        passes_max=options.passes,
+        slow=tuple(options.slow or ["1:10@burst=8/64"]),
+        task_ms=options.task_ms,
+    )
     keys, height = _extent(setting)
     found: dict[tuple[str, int], list[WorkerReport]] = {}
     for variant, filters in VARIANTS.items():
         for tau in taus if variant == "all" else taus[:1]:
-            print(f"filters: {variant}, tau {tau}", file=sys.stderr, flush=True)
+            print_progress(f"filters: {variant}, tau {tau}")
             one = msgspec.structs.replace(setting, tau=tau, filters=filters)
             reports = found[variant, tau] = _run_once(one, keys, height)
-            print(
-                f"  {len(reports[0].passes)} passes, objective {reports[0].passes[-1][0]:.9g}",
-                file=sys.stderr,
-            )
+            passes = reports[0].passes
+            print_progress(f"  {len(passes)} passes, objective {passes[-1][0]:.9g}")
     best = min(objective for reports in found.values() for objective, _, _ in reports[0].passes)
-    rows = [_row(variant, tau, reports, best * (1 + gap)) for (variant, tau), reports in found.items()]
+    target = best * (1 + options.gap)
+    rows = [_row(variant, tau, reports, target) for (variant, tau), reports in found.items()]
     figures: dict[str, float] = {}
     for row in rows:
         name = f"{row['filters']}_tau{row['tau']}"

@@ -22,7 +22,6 @@ ps-bsp no worker is slowed, since that would change no bit of the result.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import threading
 import time
@@ -37,12 +36,13 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 
 from benchmarks import runs, served
-from benchmarks.runs import Compute
+from benchmarks.commands import StalenessOptions
 from benchmarks.served import ServedResult, ServedRun
+from benchmarks.workers import print_progress
 from offbeat.cli import job, timesheet
 from offbeat.cli.result import Result, machine
 from offbeat.cli.training_worker import TrainingSettings
-from offbeat.data import DEFAULT_DIR
+from offbeat.data import resolve_data_dir
 from offbeat.errors import OffbeatError
 from offbeat.numerics.ps.updates import Adam
 from offbeat.policies.stragglers.injection import parse_slow_rule
@@ -155,48 +155,30 @@ def accuracy_figures(accuracies: Mapping[str, Sequence[float]]) -> dict[str, flo
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class StalenessPlan:
-    """Settings of the benchmark.
+class StalenessPlan(StalenessOptions):
+    """The runs that the benchmark's options ask for.
 
-    Attributes:
-        strategies: keys of `STRATEGIES`.
-        settings: keys of `SETTINGS`; with more threads than at first only the first one.
-        threads: per process; one or several numbers.
-        model: a key of `offbeat.models.MODELS`.
-        data: a key of `offbeat.data.DATA_SETS`, for real trainings.
-        data_dir: folder of its files.
-        workers: number of processes.
-        factor: slowdown of a step in a burst.
-        burst, calm: steps of a burst, and between two.
-        steps: of each worker in the setting `bursts`; half as many in the others.
-        step_ms: forward plus backward time after scaling, with one thread per process.
-        lr: initial learning rate of Adam in real trainings.
-        momentum: first beta of Adam.
-        epochs: of real trainings that measure accuracy.
-        seeds: number of real trainings.
+    Raises:
+        ValueError: an option is out of range.
     """
 
-    strategies: tuple[str, ...] = tuple(STRATEGIES)
-    settings: tuple[str, ...] = tuple(SETTINGS)
-    threads: tuple[int, ...] = (1, 2)
-    model: str = "cnn2"
-    data: str = "cifar10"
-    data_dir: str = str(DEFAULT_DIR)
-    workers: int = 4
-    batch_size: int = 128
-    factor: float = 5.0
-    burst: int = 12
-    calm: int = 0
-    steps: int = 96
-    step_ms: float = 120.0
-    lr: float = 1e-3
-    momentum: float = 0.9
-    epochs: int = 2
-    seeds: int = 1
-    seed: int = 0
+    @property
+    def strategies(self) -> Sequence[str]:
+        """Keys of `STRATEGIES`."""
+        return self.strategy or [*STRATEGIES]
+
+    @property
+    def settings(self) -> Sequence[str]:
+        """Keys of `SETTINGS`; with more threads than at first only the first one is used."""
+        return self.setting or [*SETTINGS]
+
+    @property
+    def thread_counts(self) -> Sequence[int]:
+        """One or several numbers of worker threads per process."""
+        return self.threads or [1, 2]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for what, chosen, known in (
             ("strategy", self.strategies, STRATEGIES),
             ("setting", self.settings, SETTINGS),
@@ -204,28 +186,19 @@ class StalenessPlan:
             for one in chosen:
                 if one not in known:
                     raise ValueError(f"unknown {what} {one!r}: expected some of {', '.join(known)}")
-        if self.workers < 2:
-            raise ValueError(f"expected at least 2 processes, got {self.workers}")
-        if not self.threads or min(self.threads) < 1:
-            raise ValueError(f"expected at least 1 thread per process, got {self.threads}")
-        if self.burst < 1 or self.calm < 0 or self.steps < 2:
-            raise ValueError(
-                "expected bursts of at least 1 step, at least 0 between them and 2 in all, "
-                f"got {self.burst}, {self.calm} and {self.steps}"
-            )
-        self.training("ps-bsp", self.threads[0], self.epochs, self.seed)
+        self.training("ps-bsp", self.thread_counts[0], self.epochs, self.seed)
         for rule in bursts(self.workers, self.factor, self.steps, self.burst, self.calm):
             parse_slow_rule(rule)
 
     def cases(self) -> Iterator[tuple[int, str, str]]:
         """Yield threads, setting and strategy of all timed runs in their order."""
-        for threads in self.threads:
+        for threads in self.thread_counts:
             yield threads, _NO_SLOWNESS, "bsp"
-            for setting in self.settings if threads == self.threads[0] else self.settings[:1]:
+            for setting in self.settings if threads == self.thread_counts[0] else self.settings[:1]:
                 for strategy in self.strategies:
                     yield threads, setting, strategy
 
-    def strategy(self, strategy: str, setting: str) -> str:
+    def full_strategy(self, strategy: str, setting: str) -> str:
         """Return a strategy as on the command line."""
         return STRATEGIES[strategy] + SETTINGS.get(setting, ("", "equal"))[1]
 
@@ -252,7 +225,7 @@ class StalenessPlan:
         return TrainingSettings(
             model=self.model,
             data=self.data,
-            data_dir=self.data_dir,
+            data_dir=resolve_data_dir(self.data_dir),
             strategy=strategy,
             epochs=epochs,
             batch_size=self.batch_size,
@@ -266,30 +239,26 @@ class StalenessPlan:
         )
 
 
-def run(plan: StalenessPlan, *, command: str, compute: Compute = "timed") -> Result:
-    """Run all cases of a plan one after the other.
-
-    Args:
-        plan: the settings.
-        command: the command line, for the result.
-        compute: `timed` measures times, `real` accuracies.
+def run(options: StalenessOptions, *, command: str) -> Result:
+    """Run all cases one after the other: `timed` measures times, `real` accuracies.
 
     Raises:
         OffbeatError: the data are missing, or a worker failed.
-        ValueError: there are fewer samples than one batch per worker.
+        ValueError: an option is out of range, or there are fewer samples than one batch per worker.
     """
-    return _measure_times(plan, command) if compute == "timed" else _measure_accuracies(plan, command)
+    plan = StalenessPlan(**vars(options))
+    return _measure_times(plan, command) if plan.compute == "timed" else _measure_accuracies(plan, command)
 
 
 # Times ------------------------------------------------------------------------------------------------------
 
 
 def _measure_times(plan: StalenessPlan, command: str) -> Result:
-    losses = {threads: _losses(plan, threads) for threads in plan.threads}
+    losses = {threads: _losses(plan, threads) for threads in plan.thread_counts}
     alone = runs.measure_layers(plan.model, plan.batch_size, plan.seed)
     rows = []
     for threads, setting, strategy in plan.cases():
-        _print_progress(f"{strategy}, {setting}, {plan.workers} x {threads} workers")
+        print_progress(f"{strategy}, {setting}, {plan.workers} x {threads} workers")
         steps = plan.steps_in(setting)
         found = served.run(
             ServedRun(
@@ -301,7 +270,7 @@ def _measure_times(plan: StalenessPlan, command: str) -> Result:
                 epochs=1,
                 steps=steps,
                 losses=losses[threads],
-                strategy=plan.strategy(strategy, setting),
+                strategy=plan.full_strategy(strategy, setting),
                 slow=plan.slow(setting, steps),
                 seed=plan.seed,
             )
@@ -338,7 +307,7 @@ def _losses(plan: StalenessPlan, threads: int) -> tuple[float, ...]:
             "samples"
         )
     epochs = -(-plan.steps * world // batches)
-    _print_progress(f"losses of ps-bsp, {plan.workers} x {threads} workers, {epochs} epochs")
+    print_progress(f"losses of ps-bsp, {plan.workers} x {threads} workers, {epochs} epochs")
     with tempfile.TemporaryDirectory() as folder:
         run_dir = job.open_run_dir(Path(folder))
         settings = plan.training("ps-bsp:shards=equal", threads, epochs, plan.seed)
@@ -387,7 +356,7 @@ def _measure_accuracies(plan: StalenessPlan, command: str) -> Result:
     accuracies: dict[str, list[float]] = {strategy: [] for strategy in plan.strategies}
     rows: list[dict[str, Any]] = []
     for seed in range(plan.seed, plan.seed + plan.seeds):
-        _print_progress(f"{', '.join(plan.strategies)}, seed {seed}")
+        print_progress(f"{', '.join(plan.strategies)}, seed {seed}")
         trainings = [partial(_train, plan, strategy, seed) for strategy in plan.strategies]
         for strategy, row in zip(plan.strategies, _run_concurrently(trainings), strict=True):
             accuracies[strategy].append(row["accuracy"])
@@ -432,8 +401,8 @@ def _run_concurrently(trainings: Sequence[Callable[[OnProgress], dict[str, Any]]
 
 def _train(plan: StalenessPlan, strategy: str, seed: int, on_progress: OnProgress) -> dict[str, Any]:
     """Train in bursts, with equal shards."""
-    threads = plan.threads[0]
-    settings = plan.training(plan.strategy(strategy, "bursts"), threads, plan.epochs, seed, decays=True)
+    threads = plan.thread_counts[0]
+    settings = plan.training(plan.full_strategy(strategy, "bursts"), threads, plan.epochs, seed, decays=True)
     one = job.Job(settings=settings, workers=plan.workers)
     steps = one.steps_per_epoch(len(job.load_data(settings).train))
     slow = () if strategy == "bsp" else plan.slow("bursts", steps)
@@ -450,7 +419,3 @@ def _train(plan: StalenessPlan, strategy: str, seed: int, on_progress: OnProgres
         "staleness_mean": mean(staleness) if staleness else None,
         "staleness_max": max(staleness, default=None),
     }
-
-
-def _print_progress(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)

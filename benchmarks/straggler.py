@@ -14,12 +14,10 @@ none is slower than the others) are shorter.
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,13 +25,13 @@ import msgspec
 import torch
 
 from benchmarks import runs
+from benchmarks.commands import StragglerOptions
 from benchmarks.exclusions import GroupChange, GroupStep, read_changes, read_steps
 from benchmarks.runs import Compute, TrainingRun
-from benchmarks.workers import read_settings, run_workers, send_result
+from benchmarks.workers import print_progress, read_settings, run_workers, send_result
 from offbeat.cli.result import Result, machine
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
-from offbeat.wire.record import read_log
 
 SIDES = ("bsp", "partial")
 AUTO = "partial:k=auto"
@@ -126,57 +124,33 @@ def figures(rows: list[StragglerRow], compute: Compute) -> dict[str, float]:
     return found
 
 
-def run(
-    *,
-    command: str,
-    compute: Compute = "timed",
-    model: str = "resnet18",
-    workers: int = 4,
-    stragglers: int | None = None,
-    factor: float = 5.0,
-    epochs: int = 10,
-    steps: int | None = None,
-    batch_size: int | None = None,
-    step_ms: float = 100.0,
-    seed: int = 0,
-) -> Result:
+def run(options: StragglerOptions, *, command: str) -> Result:
     """Measure all cases one after the other, then both strategies in alternation without slow workers.
 
-    Args:
-        command: the command line, for the result.
-        compute: `timed` waits for measured times, `real` computes.
-        model: a key of `offbeat.models.MODELS`.
-        workers: worker processes on this machine, at least 2.
-        stragglers: largest number of slow workers; by default all.
-        factor: slowdown of a slow worker, above 1.
-        epochs: of the cases whose steps are not alike.
-        steps: per epoch; by default 120 timed, 20 real.
-        batch_size: samples per worker and step; by default 32 timed, 4 real.
-        step_ms: forward plus backward time after scaling, where they are timed.
-        seed: of weights, samples and random gradients.
-
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an option out of range.
     """
+    model, workers, stragglers, seed = options.model, options.workers, options.stragglers, options.seed
     if stragglers is not None and not 0 <= stragglers <= workers:
         raise ValueError(f"expected 0 to {workers} stragglers of {workers} workers, got {stragglers}")
-    runs.slow_rules(workers, 1, factor)
-    batch_size = batch_size or (32 if compute == "timed" else 4)
-    steps = steps or (120 if compute == "timed" else 20)
+    runs.slow_rules(workers, 1, options.factor)
+    compute: Compute = "timed" if options.compute == "timed" else "real"
+    batch_size = options.batch_size or (32 if compute == "timed" else 4)
+    steps = options.steps or (120 if compute == "timed" else 20)
     alone = runs.measure_layers(model, batch_size, seed)
-    times = alone.scaled(step_ms / 1000 / alone.step_s) if compute == "timed" else None
+    times = alone.scaled(options.step_ms / 1000 / alone.step_s) if compute == "timed" else None
     base = TrainingRun(
         model=model,
         times=times,
         workers=workers,
         batch_size=batch_size,
-        epochs=epochs,
+        epochs=options.epochs,
         steps=steps,
         strategy="bsp",
         seed=seed,
     )
     stragglers = workers if stragglers is None else stragglers
-    rows = [_measure(base, case, factor) for case in cases(workers, stragglers)]
+    rows = [_measure(base, case, options.factor) for case in cases(workers, stragglers)]
     pair = run_workers("benchmarks.straggler", msgspec.to_builtins(base), workers)
     ratio = median(pair["partial"]) / median(pair["bsp"])
     suffix = "" if compute == "timed" else "_real"
@@ -207,11 +181,8 @@ def _measure(base: TrainingRun, case: StragglerCase, factor: float) -> Straggler
     )
     if case.is_alike:
         settings = replace(settings, epochs=1, steps=min(_ALIKE_STEPS, base.steps * base.epochs))
-    print(f"{case.strategy}, {case.stragglers} of {base.workers} slow", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
-        run_s = runs.run(settings, log)
-        entries = read_log(log).entries
+    print_progress(f"{case.strategy}, {case.stragglers} of {base.workers} slow")
+    run_s, entries = runs.run(settings)
     changes = read_changes(entries)
     return row(case, run_s, changes, read_steps(entries, changes), base.workers)
 

@@ -30,13 +30,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.commands import ValidateOptions
 from benchmarks.inputs import LOADS, inputs_of
 from benchmarks.loaders import LOADERS, Samples
 from benchmarks.timed import ModelTimes, TimedModel, time_layers
-from benchmarks.workers import read_settings, run_workers, send_result
+from benchmarks.workers import print_progress, read_settings, run_workers, send_result
 from offbeat.cli.job import single_threaded
 from offbeat.cli.result import Kind, Result, machine
-from offbeat.data import DEFAULT_DIR, Splits, load_data_set
+from offbeat.data import Splits, load_data_set, resolve_data_dir
 from offbeat.models import build_model
 from offbeat.runtime.control.environment import available_cores
 from offbeat.runtime.validation.validator import Backend, Validator
@@ -140,32 +141,30 @@ class TrainingTimes:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValidatePlan:
-    """Settings of the benchmark.
+class ValidatePlan(ValidateOptions):
+    """The trainings that the benchmark's options ask for.
 
-    Attributes:
-        data: grey images, "mnist" or "digits".
-        runs: of each side, alternating; figures are medians over them.
-        size_bytes: of the training data of "repeated"; the validation data are repeated as often.
-        step_s: forward plus backward time after scaling, to wait for; None computes.
+    Raises:
+        ValueError: an option is out of range.
     """
 
-    loads: tuple[str, ...]
-    sides: tuple[str, ...]
-    threads: tuple[int, ...]
-    epochs: int
-    batch_size: int
-    samples: int
-    held_out: int
-    size_bytes: int
-    step_s: float | None
-    runs: int = 1
-    data: str = "mnist"
-    data_dir: str = str(DEFAULT_DIR)
-    seed: int = 0
+    @property
+    def loads(self) -> Sequence[str]:
+        """Keys of LOADS."""
+        return self.load or [name for name in LOADS if name != "repeated"]
+
+    @property
+    def sides(self) -> Sequence[str]:
+        """Keys of SIDES."""
+        return self.side or [*SIDES]
+
+    @property
+    def thread_counts(self) -> Sequence[int]:
+        """Numbers of threads that validate, or that load in a parallel loader."""
+        return self.threads or [1, 6]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for kind, given, known in (
             ("load", self.loads, LOADS),
             ("side", self.sides, SIDES),
@@ -174,29 +173,28 @@ class ValidatePlan:
             for name in given:
                 if name not in known:
                     raise ValueError(f"unknown {kind} {name!r}: expected one of {', '.join(known)}")
-        for name in ("epochs", "batch_size", "samples", "held_out", "runs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-def run(plan: ValidatePlan, *, command: str) -> Result:
+def run(options: ValidateOptions, *, command: str) -> Result:
     """Run the benchmark.
 
     Raises:
         OffbeatError: a training failed, or the data are missing.
+        ValueError: an option is out of range.
     """
-    times = None if plan.step_s is None else _times(plan)
+    plan = ValidatePlan(**vars(options))
+    times = _times(plan) if plan.compute == "timed" else None
     rows: list[dict[str, Any]] = []
     core_use: list[dict[str, Any]] = []
-    for name, threads, number in product(plan.loads, plan.threads, range(plan.runs)):
+    for name, threads, number in product(plan.loads, plan.thread_counts, range(plan.runs)):
         for side in plan.sides:
             times_taken = _measure(plan, name, side, threads, times)
             rows.append(_row(name, side, threads, number, times_taken, plan))
             core_use += _core_use_rows(name, side, threads, times_taken) if not number else []
-            print(
-                f"{name}, {threads} threads, {side}: {times_taken.run_s:.2f} s", file=sys.stderr, flush=True
-            )
-    for threads in (count for count in COPY_THREADS if "overlap" in plan.sides and count not in plan.threads):
+            print_progress(f"{name}, {threads} threads, {side}: {times_taken.run_s:.2f} s")
+    for threads in (
+        count for count in COPY_THREADS if "overlap" in plan.sides and count not in plan.thread_counts
+    ):
         times_taken = _measure(plan, plan.loads[0], "overlap", threads, times)
         rows.append(_row(plan.loads[0], "overlap", threads, 0, times_taken, plan))
     kind: Kind = "real" if times is None else "timed"
@@ -213,13 +211,12 @@ def run(plan: ValidatePlan, *, command: str) -> Result:
 
 def _times(plan: ValidatePlan) -> dict[str, Any]:
     """Measure and scale the network's layer times."""
-    assert plan.step_s is not None
     generator = torch.Generator().manual_seed(plan.seed)
-    shape = load_data_set(plan.data, plan.data_dir).sample_shape
+    shape = load_data_set(plan.data, resolve_data_dir(plan.data_dir)).sample_shape
     inputs = torch.randn(plan.batch_size, *shape, generator=generator)
     labels = torch.randint(_CLASSES, (plan.batch_size,), generator=generator)
     times = time_layers(_network(shape, plan.seed), inputs, labels)
-    return times.scaled(plan.step_s / times.step_s).to_plain()
+    return times.scaled(plan.step_ms / 1e3 / times.step_s).to_plain()
 
 
 def _measure(
@@ -234,9 +231,9 @@ def _measure(
         batch_size=plan.batch_size,
         samples=plan.samples,
         held_out=plan.held_out,
-        size_bytes=plan.size_bytes,
+        size_bytes=int(plan.gigabytes * 1e9),
         times=times,
-        data_dir=plan.data_dir,
+        data_dir=resolve_data_dir(plan.data_dir),
         seed=plan.seed,
     )
     result = run_workers("benchmarks.validate", msgspec.to_builtins(settings), 1)
@@ -256,7 +253,7 @@ def _row(
         "validate_s": times_taken.validate_s / plan.epochs,
         "copy_s": times_taken.copy_s / plan.epochs,
         "cpu_share": times_taken.cpu_s / (times_taken.run_s * available_cores()),
-        "accuracy": times_taken.accuracy if plan.step_s is None else None,
+        "accuracy": times_taken.accuracy if plan.compute == "real" else None,
         "backend": times_taken.backend,
         "reason": times_taken.reason,
     }

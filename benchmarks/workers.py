@@ -10,9 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from offbeat.errors import OffbeatError
+from offbeat.events import Action, Event
+from offbeat.runtime.control import environment
 from offbeat.runtime.launch import launch, outcome_summary
 from offbeat.runtime.processes import child
+from offbeat.wire.record import read_log
 
 _RESULT_PATH = "OFFBEAT_BENCH_ANSWER"
 
@@ -62,6 +67,31 @@ def run_workers(
         return json.loads(path.read_text())
 
 
+def run_logged(
+    module: str, settings: Any, workers: int, *, slow: Sequence[str], seed: int
+) -> tuple[Any, Sequence[Event | Action]]:
+    """Run workers with a run log; return the result of rank 0 and the entries of the log.
+
+    Args:
+        module, workers: see `run_workers`.
+        settings: an object that msgspec can convert to plain data.
+        slow: slowness rules in the format of `--slow`.
+        seed: of the order of samples and of random slowness.
+
+    Raises:
+        OffbeatError: see `run_workers`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        env = {
+            environment.SLOW_VARIABLE: ";".join(slow),
+            environment.SEED_VARIABLE: str(seed),
+            environment.RUN_LOG_VARIABLE: str(log),
+        }
+        result = run_workers(module, msgspec.to_builtins(settings), workers, env=env)
+        return result, read_log(log).entries
+
+
 def read_settings(arguments: Sequence[str]) -> dict[str, Any]:
     """Return, in a worker, the settings that `run_workers` was given."""
     settings: dict[str, Any] = json.loads(arguments[1])
@@ -73,6 +103,11 @@ def send_result(result: Any) -> None:
     Path(os.environ[_RESULT_PATH]).write_text(json.dumps(result))
 
 
+def print_progress(what: str) -> None:
+    """Print a line to standard error at once."""
+    print(what, file=sys.stderr, flush=True)
+
+
 def _show_progress(rank: int, line: str) -> None:
     if rank == 0:
-        print(line, file=sys.stderr, flush=True)
+        print_progress(line)

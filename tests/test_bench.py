@@ -1,16 +1,31 @@
 """The benchmarks run, small, and say what they promise to say; what they measure is not judged here."""
 
 import json
+from importlib import import_module
+from inspect import signature
+from typing import get_type_hints
 
 import pytest
 
 from benchmarks import allreduce, overhead
 from benchmarks.__main__ import main
+from benchmarks.commands import AllreduceOptions, OverheadOptions, bench
 from benchmarks.namespaces import missing
 
 
+@pytest.mark.parametrize("command", bench.registered_commands, ids=lambda command: command.name)
+def test_a_benchmark_takes_the_options_of_its_command(command):
+    run = import_module(f"benchmarks.{command.name.replace('-', '_')}").run
+    options = get_type_hints(run)["options"]
+    names = [*signature(command.callback).parameters]
+    assert names == [*options.__dataclass_fields__, "json"]
+    assert command.help == options.__doc__
+
+
 def test_overhead_gives_a_ratio_for_each_model():
-    result = overhead.run(command="test", models=["cnn2"], workers=2, batch_size=2, scale=0.01)
+    result = overhead.run(
+        OverheadOptions(workers=2, batch_size=2, scale=0.01), command="test", models=["cnn2"]
+    )
     assert list(result.figures) == ["step_ratio_p50_cnn2"]
     assert [(row["side"], row["steps"]) for row in result.rows] == [("ddp", 60), ("bsp", 60)]
     assert all(row["step_s_p50"] > 0 for row in result.rows)
@@ -18,7 +33,7 @@ def test_overhead_gives_a_ratio_for_each_model():
 
 @pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
 def test_allreduce_gives_the_ratios_for_each_size():
-    result = allreduce.run(command="test", workers=3, rate_bit_per_s=4_000_000_000, blocks=1)
+    result = allreduce.run(AllreduceOptions(workers=3, rate_mbit=4000, blocks=1), command="test")
     sizes = ["35KB", "600KB", "5MB", "67MB"]
     ratios = ("ratio_to_bound", "ratio_to_gloo", "ratio_to_sockets", "sockets_ratio_to_bound")
     others = [f"ratio_to_ring_{{}}_{name}" for name in ("recursive_doubling", "rabenseifner", "direct")]

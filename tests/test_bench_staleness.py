@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import served, staleness
 from benchmarks.__main__ import main
+from benchmarks.commands import StalenessOptions
 from benchmarks.served import ServedResult
 from benchmarks.staleness import PARTS, StalenessPlan, StalenessRow, bursts, lasting
 from jobs import MARK, command, gone, marked
@@ -97,7 +98,7 @@ def test_lasting_slowness_is_that_of_the_last_two():
 
 
 def test_all_settings_are_measured_with_the_first_number_of_threads_and_one_with_more():
-    cases = list(StalenessPlan(threads=(1, 4), strategies=("bsp", "dtssp")).cases())
+    cases = list(StalenessPlan(threads=[1, 4], strategy=["bsp", "dtssp"]).cases())
     assert cases[0] == (1, "nobody", "bsp")
     assert [case for case in cases if case[0] == 4] == [
         (4, "nobody", "bsp"),
@@ -233,8 +234,14 @@ def test_accuracies_for_real(tmp_path):
 def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
-    plan = StalenessPlan(
-        strategies=("bsp", "ssp3"), data="digits", model="mlp", workers=2, batch_size=16, epochs=10_000
+    options = StalenessOptions(
+        compute="real",
+        strategy=["bsp", "ssp3"],
+        data="digits",
+        model="mlp",
+        workers=2,
+        batch_size=16,
+        epochs=10_000,
     )
 
     def workers_of(strategy):
@@ -256,7 +263,7 @@ def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(kill_one)
         with pytest.raises(WorkerError, match="SIGKILL"):
-            staleness.run(plan, command="", compute="real")
+            staleness.run(options, command="")
         killing.result()
     gone(mark)
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.commands import ValidateOptions
 from benchmarks.inputs import ColdFiles, Decoded, InMemory, Repeated
 from benchmarks.loaders import LOADERS
-from benchmarks.validate import COPY_THREADS, ValidatePlan, figures, run
+from benchmarks.validate import COPY_THREADS, figures, run
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (20, 28, 28), dtype=np.uint8)
 LABELS = np.arange(20) % 10
@@ -107,19 +108,17 @@ def test_sides_are_compared_within_a_run_and_figures_are_medians_over_runs():
 
 
 def test_the_benchmark_runs_and_serial_and_overlapped_training_learn_the_same():
-    plan = ValidatePlan(
-        loads=("memory",),
-        sides=("numpy", "overlap"),
-        threads=(2,),
+    options = ValidateOptions(
+        load=["memory"],
+        side=["numpy", "overlap"],
+        threads=[2],
         epochs=2,
         batch_size=32,
         samples=256,
         held_out=64,
-        size_bytes=1,
-        step_s=None,
         data="digits",
     )
-    result = run(plan, command="python -m benchmarks validate")
+    result = run(options, command="python -m benchmarks validate")
     serial, overlapped, *many = (row for row in result.rows if "run_s" in row)
     looks = [row for row in result.rows if "at_s" in row]
     assert looks
@@ -133,22 +132,12 @@ def test_the_benchmark_runs_and_serial_and_overlapped_training_learn_the_same():
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"loads": ("tape",)}, "unknown load 'tape': expected one of memory, files, decode, repeated"),
-        ({"sides": ("magic",)}, "unknown side 'magic'"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"load": ["tape"]}, "unknown load 'tape': expected one of memory, files, decode, repeated"),
+        ({"side": ["magic"]}, "unknown side 'magic'"),
+        ({"data": "cifar10"}, "unknown data set 'cifar10'"),
+        ({"compute": "guessed"}, "expected --compute timed or real, got 'guessed'"),
     ],
 )
 def test_bad_plans_are_refused(changed, text):
-    good = {
-        "loads": ("memory",),
-        "sides": ("numpy",),
-        "threads": (1,),
-        "epochs": 1,
-        "batch_size": 1,
-        "samples": 1,
-        "held_out": 1,
-        "size_bytes": 1,
-        "step_s": None,
-    }
     with pytest.raises(ValueError, match=text):
-        ValidatePlan(**(good | changed))
+        run(ValidateOptions(**changed), command="")

@@ -93,7 +93,7 @@ EXTRAS = {"keras.py": "keras"}
 # Who may import strategies besides strategies themselves, and why.
 STRATEGIES_FOR = {
     "__init__.py": "the door",
-    "cli/main.py": "the command line",
+    "cli/simulation.py": "the command line",
     "cli/training_worker.py": "what the command line runs as a worker: an ordinary user of the door",
 }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import typer
 
@@ -38,6 +40,20 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str] | None) -> 
         except output.OutputError as error:
             return print_error(str(error), FAILED)
         return code
+
+
+def command_line(program: str) -> str:
+    """Return the command line of this process, with `program` in the place of its first word."""
+    return " ".join([program, *map(shlex.quote, sys.argv[1:])])
+
+
+@contextmanager
+def file_errors(action: Literal["read", "write"], path: Path | None = None) -> Iterator[None]:
+    """Context in which an error of the system becomes an `OffbeatError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OffbeatError(f"cannot {action} {path or error.filename}: {error.strerror or error}") from error
 
 
 def print_error(message: str, code: int) -> int:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import Progress, TaskID
@@ -24,15 +23,14 @@ from rich.text import Text
 
 import offbeat
 from offbeat.cli import entry, output, simulation
-from offbeat.errors import OffbeatError
+from offbeat.cli.entry import file_errors
+from offbeat.cli.options import SLOW_HELP, CompareOptions, TrainOptions, expand_options
 
 if TYPE_CHECKING:
     from offbeat.cli.job import Job
     from offbeat.cli.timesheet import TimeSheet
     from offbeat.cli.training_worker import TrainingSettings
     from offbeat.data import Splits
-    from offbeat.policies import Policy
-    from offbeat.policies.staleness.caches import PsOptions
 
 
 app = typer.Typer(
@@ -41,32 +39,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train PyTorch models on many workers without keeping to the beat of the slowest one.",
 )
-
-_SLOW = (
-    "WORKER:FACTOR: slow down the computation of worker WORKER by FACTOR. 'random' as FACTOR draws one every "
-    "epoch; @0.0-0.5 after it limits the slowness to a part of every epoch, @burst=20/100 to the first 20 of "
-    "every 100 steps."
-)
-Model = Annotated[str, typer.Option(help="Model: mlp, cnn2, alexnet, resnet18, resnet50 or bert_small.")]
-Data = Annotated[str, typer.Option(help="Data set: digits (needs no download), mnist or cifar10.")]
-Workers = Annotated[int, typer.Option(help="Number of worker processes to start on this machine.")]
-Epochs = Annotated[int, typer.Option(help="Number of passes over the training data.")]
-BatchSize = Annotated[int, typer.Option(help="Samples per worker and step.")]
-LearningRate = Annotated[float, typer.Option(help="Learning rate.")]
-Momentum = Annotated[float, typer.Option(help="Momentum of SGD, or the first beta of Adam.")]
-Optimizer = Annotated[str, typer.Option(help="Optimizer: sgd, adagrad, adam or adamw.")]
-Servers = Annotated[int, typer.Option(help="Number of servers, for strategies on a parameter server.")]
-Threads = Annotated[
-    int, typer.Option(help="Worker threads in each process, for strategies on a parameter server.")
-]
-Seed = Annotated[int, typer.Option(help="Seed of the weights, the order of samples and random slowness.")]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Folder of the data set's files; by default ~/.cache/offbeat.")
-]
-Download = Annotated[bool, typer.Option("--download", help="Download the data set if it is missing.")]
-Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")
-]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -87,37 +59,8 @@ def with_version(
 
 
 @app.command()
-def train(
-    model: Model = "mlp",
-    data: Data = "digits",
-    workers: Workers = 4,
-    strategy: Annotated[
-        str, typer.Option(help="Synchronisation strategy, as name or name:key=value,key=value.")
-    ] = "bsp",
-    epochs: Epochs = 5,
-    batch_size: BatchSize = 32,
-    lr: LearningRate = 0.1,
-    momentum: Momentum = 0.9,
-    optimizer: Optimizer = "sgd",
-    servers: Servers = 1,
-    threads_per_worker: Threads = 1,
-    seed: Seed = 0,
-    slow: Annotated[list[str] | None, typer.Option(help=f"{_SLOW} May be repeated.")] = None,
-    repeat: Annotated[
-        int,
-        typer.Option(help="Repeat every sample N times in its batch, to emulate an N times costlier model."),
-    ] = 1,
-    data_dir: DataDir = None,
-    download: Download = False,
-    json: Json = None,
-    trace: Annotated[
-        int | None, typer.Option(min=0, help="Trace this step and the next one, for 'offbeat trace'.")
-    ] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(help="New folder for the run log; by default runs/TIME-STRATEGY."),
-    ] = None,
-) -> None:
+@expand_options
+def train(options: TrainOptions) -> None:
     """Train a built-in model on a built-in data set under one strategy.
 
     Prints a line for every epoch as it ends, and at the end a table of where each worker's time went. Rank 0
@@ -126,85 +69,32 @@ def train(
     """
     from offbeat.cli import job, tables, timesheet
     from offbeat.cli.result import Result, check_writable
-    from offbeat.cli.training_worker import TrainingSettings
 
-    settings = TrainingSettings(
-        model=model,
-        data=data,
-        strategy=strategy,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        momentum=momentum,
-        seed=seed,
-        repeat=repeat,
-        optimizer=optimizer,
-        threads=threads_per_worker,
-        data_dir=_data_dir(data_dir, download),
-    )
-    training = job.Job(
-        settings=settings, workers=workers, slow=tuple(slow or ()), servers=servers, trace_step=trace
-    )
-    if json is not None:
-        check_writable(json)
-    splits = _load(settings, download)
-    steps = training.steps_per_epoch(len(splits.train))
-    folder = job.open_run_dir(run_dir or _new_run_folder(strategy))
+    training = options.job(options.strategy, options.slow or (), options.repeat, trace_step=options.trace)
+    check_writable(options.json)
+    splits = _load(training.settings, options.download)
+    steps = training.steps_per_epoch(len(splits.train)) * options.epochs
+    folder = job.open_run_dir(options.run_dir or _new_run_folder(options.strategy))
     notes: list[str] = []
     with output.make_progress() as progress:
         shown = _EpochLines(progress, training.world)
-        label = f"{model} on {data}, {strategy}"
-        sheet = _run(training, folder, progress, label, steps * epochs, shown, notes.append)
+        label = f"{options.model} on {options.data}, {options.strategy}"
+        sheet = _run(training, folder, progress, label, steps, shown, notes.append)
     for note in notes:
         print(f"offbeat: {note}", file=sys.stderr)
     figures = timesheet.figures(sheet)
     output.print_output(
         tables.time_parts_table(sheet), tables.results_table(figures, _relative(folder / job.LOG_NAME))
     )
-    if json is not None:
-        rows = timesheet.entries_as_dicts(sheet)
-        result = Result(name="train", command=_command(), kind="real", seed=seed, figures=figures, rows=rows)
-        result.write(json)
+    rows = timesheet.entries_as_dicts(sheet)
+    command = entry.command_line("offbeat")
+    result = Result(name="train", command=command, kind="real", seed=options.seed, figures=figures, rows=rows)
+    result.write(options.json)
 
 
 @app.command()
-def compare(
-    model: Model = "mlp",
-    data: Data = "digits",
-    workers: Workers = 4,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(help="A strategy, as name or name:key=value,key=value. May be repeated."),
-    ] = None,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"One case per option: 'none', or rules joined by +; by default none and 1:5. {_SLOW}"
-        ),
-    ] = None,
-    epochs: Annotated[int, typer.Option(help="Epochs per case, at least 2: the first is a warm-up.")] = 6,
-    batch_size: BatchSize = 32,
-    lr: LearningRate = 0.1,
-    momentum: Momentum = 0.9,
-    optimizer: Optimizer = "sgd",
-    servers: Servers = 1,
-    threads_per_worker: Threads = 1,
-    seed: Seed = 0,
-    repeat: Annotated[
-        int | None,
-        typer.Option(
-            help="Repeat every sample N times in its batch, to emulate an N times costlier model; by default "
-            "as many times as a step needs to compute for 20 ms on one idle core."
-        ),
-    ] = None,
-    data_dir: DataDir = None,
-    download: Download = False,
-    json: Json = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the run logs, one subfolder per case; by default runs/TIME-compare."),
-    ] = None,
-) -> None:
+@expand_options
+def compare(options: CompareOptions) -> None:
     """Train under every strategy and every slowness in turn, and compare the times.
 
     Times are means over the epochs after the first. Waiting is the share of their time that the workers
@@ -212,63 +102,51 @@ def compare(
     """
     from offbeat.cli import comparison, job, tables
     from offbeat.cli.result import Result, check_writable
-    from offbeat.cli.training_worker import TrainingSettings
 
-    cases = comparison.comparison_cases(strategy or ["bsp", "partial"], slow or ["none", "1:5"])
-    if epochs < 2:
+    cases = comparison.comparison_cases(
+        options.strategy or ["bsp", "partial"], options.slow or ["none", "1:5"]
+    )
+    if options.epochs < 2:
         raise ValueError(
-            f"epochs must be at least 2 to compare, since the first one is a warm-up; got {epochs}"
+            f"epochs must be at least 2 to compare, since the first one is a warm-up; got {options.epochs}"
         )
 
-    def job_of(case: comparison.ComparisonCase, repeat: int) -> job.Job:
-        settings = TrainingSettings(
-            model=model,
-            data=data,
-            strategy=case.strategy,
-            epochs=epochs,
-            batch_size=batch_size,
-            lr=lr,
-            momentum=momentum,
-            seed=seed,
-            repeat=repeat,
-            optimizer=optimizer,
-            threads=threads_per_worker,
-            data_dir=_data_dir(data_dir, download),
-            evaluates_each_epoch=False,
-        )
-        return job.Job(settings=settings, workers=workers, slow=case.slow, servers=servers)
+    def jobs_with(repeat: int) -> list[Job]:
+        return [options.job(case.strategy, case.slow, repeat, evaluates_each_epoch=False) for case in cases]
 
-    jobs = [job_of(case, 1 if repeat is None else repeat) for case in cases]
-    if json is not None:
-        check_writable(json)
-    splits = _load(jobs[0].settings, download)
-    steps = jobs[0].steps_per_epoch(len(splits.train))
-    root = run_dir or _new_run_folder("compare")
+    repeat = options.repeat
+    jobs = jobs_with(1 if repeat is None else repeat)
+    check_writable(options.json)
+    splits = _load(jobs[0].settings, options.download)
+    steps = jobs[0].steps_per_epoch(len(splits.train)) * options.epochs
+    root = options.run_dir or _new_run_folder("compare")
     folders = [job.open_run_dir(root / case.label) for case in cases]
     if repeat is None:
         repeat = job.calibrate_repeat(jobs[0].settings, splits)
-        jobs = [job_of(case, repeat) for case in cases]
+        jobs = jobs_with(repeat)
     del splits
     rows = []
     with output.make_progress() as progress:
         for case, training, folder in zip(cases, jobs, folders, strict=True):
             label = f"{case.strategy}, {comparison.describe_slowness(case.slow)}"
-            sheet = _run(training, folder, progress, label, steps * epochs)
-            rows.append(comparison.comparison_row(case, workers, sheet, threads_per_worker))
+            sheet = _run(training, folder, progress, label, steps)
+            rows.append(comparison.comparison_row(case, options.workers, sheet, options.threads_per_worker))
     stand_in = f", every sample {repeat} times in its batch" if repeat > 1 else ""
-    title = f"{model} on {data}, {workers} workers, batches of {batch_size}{stand_in}"
+    title = (
+        f"{options.model} on {options.data}, {options.workers} workers, batches of {options.batch_size}"
+        f"{stand_in}"
+    )
     result = Result(
         name="compare",
-        command=_command(),
+        command=entry.command_line("offbeat"),
         kind="real",
-        seed=seed,
+        seed=options.seed,
         figures=comparison.figures(rows),
         rows=comparison.rows_as_dicts(rows),
     )
     notes = [Text(note, style="dim") for note in tables.comparison_notes(rows, result.machine["cores"])]
     output.print_output(tables.comparison_table(rows, title), *notes, *comparison.summary_sentences(rows))
-    if json is not None:
-        result.write(json)
+    result.write(options.json)
 
 
 @app.command(
@@ -280,7 +158,7 @@ def compare(
 )
 def run(
     context: typer.Context,
-    slow: Annotated[list[str] | None, typer.Option(help=f"{_SLOW} May be repeated.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help=f"{SLOW_HELP} May be repeated.")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder for the run log, log.jsonl; by default no log is written.")
     ] = None,
@@ -393,10 +271,8 @@ def serve(
         found = start_manager(new, host=host or "127.0.0.1", copies=copies)
         found.write(cluster)
     else:
-        try:
+        with file_errors("read", cluster):
             found = ClusterFile.read(cluster)
-        except OSError as error:
-            raise OffbeatError(f"cannot read {cluster}: {error.strerror or error}") from error
     configuration = ServerConfiguration(
         cluster=found, host=host or found.own_host(), functions=tuple(function or ())
     )
@@ -426,10 +302,8 @@ def trace(
 
     traces = trace_file.read_traces(run / trace_file.TRACE_FOLDER)
     path = out or run / "trace.json"
-    try:
+    with file_errors("write", path):
         path.write_bytes(msgspec.json.encode(trace_file.to_chrome_trace(traces)))
-    except OSError as error:
-        raise OffbeatError(f"cannot write {path}: {error.strerror or error}") from error
     steps = f"steps {traces[0].first_step} and {traces[0].first_step + 1}"
     print(f"{path}: {steps} of {len(traces)} workers; open it in https://ui.perfetto.dev")
 
@@ -451,10 +325,7 @@ def replay(
     from offbeat.events import Action
     from offbeat.wire import record
 
-    try:
-        logs = record.read_logs(run / "log.jsonl") if run.is_dir() else {run: record.read_log(run)}
-    except OSError as error:
-        raise OffbeatError(f"cannot read {error.filename}: {error.strerror or error}") from error
+    logs = simulation.read_logs(run)
     for path, log in logs.items():
         difference = record.replay(log)
         if difference is not None:
@@ -473,26 +344,7 @@ def replay(
         )
 
 
-def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
-    """Return a function that builds the coordinator's policies under a strategy."""
-    from offbeat.runtime.control.environment import Environment
-    from offbeat.strategies import parse_strategy
-    from offbeat.wire.record import build_policy
-
-    specs = parse_strategy(strategy).policies(world, Environment.start_s, Environment.servers)
-    return lambda: [build_policy(spec.path, dict(spec.arguments)) for spec in specs]
-
-
-def _server_arguments(strategy: str) -> tuple[PsOptions, dict[str, Any]] | None:
-    """How a strategy uses a parameter server, and the arguments of its `BoundedStaleness`; else None."""
-    from offbeat.strategies import parse_strategy
-    from offbeat.strategies.staleness import ServerStrategy
-
-    parsed = parse_strategy(strategy)
-    return (parsed.ps_options(), parsed.staleness_arguments()) if isinstance(parsed, ServerStrategy) else None
-
-
-simulation.register(app, _policies, _server_arguments)
+app.command()(simulation.simulate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -504,23 +356,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return entry.run_app(app, "offbeat", arguments)
 
 
-def _command() -> str:
-    return shlex.join(["offbeat", *sys.argv[1:]])
-
-
 def _relative(path: Path) -> str:
     """The path relative to the current folder, unless it lies outside of it."""
     near = os.path.relpath(path)
     return str(path) if near.startswith("..") else near
-
-
-def _data_dir(given: Path | None, download: bool) -> str:
-    from offbeat.data import resolve_data_dir
-
-    folder = resolve_data_dir(given)
-    if given is not None and not download and not Path(folder).is_dir():
-        raise ValueError(f"the data folder {given} does not exist: name an existing one or add --download")
-    return folder
 
 
 def _new_run_folder(what: str) -> Path:

@@ -20,7 +20,7 @@ import msgspec
 from rich.text import Text
 
 from offbeat.cli import output
-from offbeat.errors import OffbeatError
+from offbeat.cli.entry import file_errors
 from offbeat.runtime.control.environment import available_cores
 
 Kind = Literal["real", "timed", "simulated"]
@@ -81,15 +81,17 @@ class Result:
         """Return the result as the JSON object of `--json`, indented, with a final line feed."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON object to `path` atomically.
+    def write(self, path: str | os.PathLike[str] | None) -> None:
+        """Write the JSON object to `path` atomically; nothing without a path.
 
         Raises:
             OffbeatError: `path` cannot be written.
         """
+        if path is None:
+            return
         target = Path(path)
         data = self.to_json()
-        with _write_errors(target):
+        with file_errors("write", target):
             if _is_stream(target):
                 with open(target, "ab") as file:
                     file.write(data)
@@ -154,7 +156,7 @@ def machine(**more: str | float | None) -> dict[str, Any]:
     return described | more
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
+def check_writable(path: str | os.PathLike[str] | None) -> None:
     """Check that `Result.write` will be able to write `path`; for use before a long benchmark.
 
     It neither changes an existing file nor creates one.
@@ -162,8 +164,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     Raises:
         OffbeatError: `path` cannot be written.
     """
+    if path is None:
+        return
     target = Path(path)
-    with _write_errors(target):
+    with file_errors("write", target):
         if target.is_dir():
             raise IsADirectoryError(21, "it is a directory")
         if target.exists() and not os.access(target, os.W_OK):
@@ -212,14 +216,6 @@ def _format_value(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(value)
-
-
-@contextlib.contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OffbeatError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """`offbeat simulate`: a strategy, or a parameter server, on a simulated cluster; fault campaigns.
 
-It reads arguments, runs the simulator and prints; the command line maps a strategy to its policies.
+It reads arguments, maps a strategy to its policies, runs the simulator and prints.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offbeat.cli import output
-from offbeat.errors import OffbeatError
+from offbeat.cli import entry, output
+from offbeat.cli.options import Json, expand_options
 
 if TYPE_CHECKING:
     from offbeat.policies import Policy
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from offbeat.simulator.core.times import ComputeTimes
     from offbeat.simulator.staleness.cluster import SimulatedPsCluster
     from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
+    from offbeat.wire.record import RunRecord
 
-PolicyFactory = Callable[[str, int], Callable[[], Sequence["Policy"]]]
-PsLookup = Callable[[str], "tuple[PsOptions, dict[str, Any]] | None"]
+Findings = tuple[dict[str, float], list[dict[str, Any]]]
+"""Figures and rows of a result."""
 
 _SEED_MAX = 2**63 - 1
 
@@ -41,149 +42,168 @@ class SimulationKind(StrEnum):
     PS = "ps"
 
 
-def register(app: typer.Typer, build: PolicyFactory, ps_use: PsLookup) -> None:
-    """Add the command `simulate`.
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """The options of `offbeat simulate`."""
 
-    Args:
-        app: the application to which it is added.
-        build: returns, for a strategy as text and a world, a builder of the coordinator's policies.
-        ps_use: returns, for a strategy as text, how it uses a parameter server and the arguments of its
-            `BoundedStaleness`; None for a strategy without one.
-    """
+    what: Annotated[
+        SimulationKind,
+        typer.Argument(help="Workers in training, or ps: clients and servers of a parameter server."),
+    ] = SimulationKind.TRAINING
+    workers: Annotated[int, typer.Option(help="Number of workers at the start.")] = 4
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each worker.")] = 1000
+    steps_per_epoch: Annotated[int, typer.Option(help="Steps in an epoch.")] = 100
+    strategy: Annotated[
+        str, typer.Option(help="Synchronization strategy: name or name:key=value,key=value.")
+    ] = "partial"
+    compute: Annotated[
+        str,
+        typer.Option(
+            help="Model of compute time: constant, jittered, bursty, drifting or heavy, each also with "
+            ":key=value,key=value (jittered:mean_s=0.1,deviation=0.05), or log=FILE for the times of a "
+            "run log."
+        ),
+    ] = "jittered"
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(help="WORKER:FACTOR, as for train; may be given more than once."),
+    ] = None
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="die:1@2.5 (worker 1 after 2.5 s), hang:1@2.5+30, late:1@2.5+0.2, cut:1@2.5+3 (from the "
+            "coordinator), cut:1-2@2.5+3 (from worker 2), cut:1-s@2.5+3 (from all servers), "
+            "cut:1>2@2.5+3 (messages from 1 to 2 are lost; c is the coordinator), split:1,2@2.5+3 (these "
+            "workers from all other nodes), reset:1-2@2.5 (their connection breaks; reset:1@2.5 for the "
+            "one to the coordinator), join:9@2.5, leave:1@2.5, restart@2.5+0.5 (the coordinator); may be "
+            "given more than once."
+        ),
+    ] = None
+    size_mb: Annotated[float, typer.Option(help="Size of a worker's gradients, in MB.")] = 4.0
+    latency_ms: Annotated[float, typer.Option(help="Latency of every message, in ms.")] = 0.1
+    rate_mbit: Annotated[float, typer.Option(help="Bandwidth of a worker's link, in Mbit/s.")] = 1000.0
+    seed: Annotated[int, typer.Option(help="Random seed; that of the first run with --seeds.")] = 0
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            help="Instead, run this many random clusters with random faults, one per seed: with partial, "
+            "bsp, a strategy on parameter servers, or servers alone (ps, which needs this option)."
+        ),
+    ] = None
+    json: Json = None
 
-    @app.command()
-    def simulate(
-        what: Annotated[
-            SimulationKind,
-            typer.Argument(help="Workers in training, or ps: clients and servers of a parameter server."),
-        ] = SimulationKind.TRAINING,
-        workers: Annotated[int, typer.Option(help="Number of workers at the start.")] = 4,
-        steps: Annotated[int, typer.Option(help="Optimizer steps of each worker.")] = 1000,
-        steps_per_epoch: Annotated[int, typer.Option(help="Steps in an epoch.")] = 100,
-        strategy: Annotated[
-            str, typer.Option(help="Synchronization strategy: name or name:key=value,key=value.")
-        ] = "partial",
-        compute: Annotated[
-            str,
-            typer.Option(
-                help="Model of compute time: constant, jittered, bursty, drifting or heavy, each also with "
-                ":key=value,key=value (jittered:mean_s=0.1,deviation=0.05), or log=FILE for the times of a "
-                "run log."
-            ),
-        ] = "jittered",
-        slow: Annotated[
-            list[str] | None,
-            typer.Option(help="WORKER:FACTOR, as for train; may be given more than once."),
-        ] = None,
-        fault: Annotated[
-            list[str] | None,
-            typer.Option(
-                help="die:1@2.5 (worker 1 after 2.5 s), hang:1@2.5+30, late:1@2.5+0.2, cut:1@2.5+3 (from the "
-                "coordinator), cut:1-2@2.5+3 (from worker 2), cut:1-s@2.5+3 (from all servers), "
-                "cut:1>2@2.5+3 (messages from 1 to 2 are lost; c is the coordinator), split:1,2@2.5+3 (these "
-                "workers from all other nodes), reset:1-2@2.5 (their connection breaks; reset:1@2.5 for the "
-                "one to the coordinator), join:9@2.5, leave:1@2.5, restart@2.5+0.5 (the coordinator); may be "
-                "given more than once."
-            ),
-        ] = None,
-        size_mb: Annotated[float, typer.Option(help="Size of a worker's gradients, in MB.")] = 4.0,
-        latency_ms: Annotated[float, typer.Option(help="Latency of every message, in ms.")] = 0.1,
-        rate_mbit: Annotated[float, typer.Option(help="Bandwidth of a worker's link, in Mbit/s.")] = 1000.0,
-        seed: Annotated[int, typer.Option(help="Random seed; that of the first run with --seeds.")] = 0,
-        seeds: Annotated[
-            int | None,
-            typer.Option(
-                help="Instead, run this many random clusters with random faults, one per seed: with partial, "
-                "bsp, a strategy on parameter servers, or servers alone (ps, which needs this option)."
-            ),
-        ] = None,
-        json: Annotated[
-            Path | None, typer.Option("--json", metavar="FILE", help="Write the result here as JSON.")
-        ] = None,
-    ) -> None:
-        """Run a strategy's policies under a virtual clock, with slow, dying and partitioned workers.
+    def setting(self) -> SimulationSetting:
+        """Return the simulated cluster of one run.
 
-        The policies are the ones that the coordinator uses in a real run. A violated invariant ends the run
-        with exit code 1, and the message names the command that repeats it.
+        Raises:
+            ValueError: an option is out of range, or is malformed.
         """
-        from offbeat.cli.result import check_writable
+        from offbeat.policies.stragglers import injection
+        from offbeat.simulator.core import faults
+        from offbeat.simulator.core.network import NetworkCosts
+        from offbeat.simulator.training.cluster import SimulationSetting
 
-        if not 0 <= seed <= _SEED_MAX:
-            raise ValueError(f"the seed must be from 0 to {_SEED_MAX}, got {seed}")
-        if json is not None:
-            check_writable(json)
-        rows: list[dict[str, Any]] = []
-        if seeds is not None:
-            if seeds < 1:
-                raise ValueError(f"expected at least 1 run, got --seeds {seeds}")
-            use = ps_use(strategy)
-            if use is not None:
-                train = partial(_run_seed_on_servers, strategy, *use)
-            else:
-                train = partial(_run_seed, is_lockstep=_is_lockstep(build(strategy, workers)()))
-            figures = _campaign(_run_ps_trial if what is SimulationKind.PS else train, seed, seeds)
-        elif what is SimulationKind.PS:
-            raise ValueError("expected --seeds N: how many trials of the parameter server to run")
-        else:
-            setting = _setting(
-                workers, steps, steps_per_epoch, compute, slow or [], fault or [],
-                size_mb, latency_ms, rate_mbit, seed,
-            )  # fmt: skip
-            use = ps_use(strategy)
-            if use is None:
-                figures, rows = _run_training(setting, build(strategy, workers), strategy)
-            else:
-                figures, rows = _run_on_servers(setting, build(strategy, workers), strategy, *use)
-        _report(figures, rows, seed, json)
+        return SimulationSetting(
+            world=self.workers,
+            steps=self.steps,
+            steps_per_epoch=self.steps_per_epoch,
+            times=_times(self.compute),
+            slow=tuple(injection.parse_slow_rule(rule) for rule in self.slow or ()),
+            faults=tuple(faults.parse_fault(text) for text in self.fault or ()),
+            network=NetworkCosts(latency_s=self.latency_ms / 1000, bytes_per_s=self.rate_mbit * 1e6 / 8),
+            size_bytes=int(self.size_mb * 1e6),
+            seed=self.seed,
+        )
 
 
-def _setting(
-    workers: int,
-    steps: int,
-    steps_per_epoch: int,
-    compute: str,
-    slow: Sequence[str],
-    fault: Sequence[str],
-    size_mb: float,
-    latency_ms: float,
-    rate_mbit: float,
-    seed: int,
-) -> SimulationSetting:
-    from offbeat.policies.stragglers import injection
-    from offbeat.simulator.core import faults
-    from offbeat.simulator.core.network import NetworkCosts
-    from offbeat.simulator.training.cluster import SimulationSetting
+@expand_options
+def simulate(options: SimulateOptions) -> None:
+    """Run a strategy's policies under a virtual clock, with slow, dying and partitioned workers.
 
-    return SimulationSetting(
-        world=workers,
-        steps=steps,
-        steps_per_epoch=steps_per_epoch,
-        times=_times(compute),
-        slow=tuple(injection.parse_slow_rule(rule) for rule in slow),
-        faults=tuple(faults.parse_fault(text) for text in fault),
-        network=NetworkCosts(latency_s=latency_ms / 1000, bytes_per_s=rate_mbit * 1e6 / 8),
-        size_bytes=int(size_mb * 1e6),
-        seed=seed,
+    The policies are the ones that the coordinator uses in a real run. A violated invariant ends the run
+    with exit code 1, and the message names the command that repeats it.
+    """
+    from offbeat.cli.result import Result, check_writable
+
+    if not 0 <= options.seed <= _SEED_MAX:
+        raise ValueError(f"the seed must be from 0 to {_SEED_MAX}, got {options.seed}")
+    check_writable(options.json)
+    figures, rows = _simulate(options)
+    result = Result(
+        name="simulate",
+        command=entry.command_line("offbeat"),
+        kind="simulated",
+        seed=options.seed,
+        figures=figures,
+        rows=rows,
     )
+    result.print()
+    result.write(options.json)
+
+
+def _simulate(options: SimulateOptions) -> Findings:
+    strategy, workers, seeds = options.strategy, options.workers, options.seeds
+    is_ps = options.what is SimulationKind.PS
+    use = _server_use(strategy)
+    if seeds is not None:
+        if seeds < 1:
+            raise ValueError(f"expected at least 1 run, got --seeds {seeds}")
+        if use is not None:
+            train = partial(_run_seed_on_servers, strategy, *use)
+        else:
+            train = partial(_run_seed, is_lockstep=_is_lockstep(_policies(strategy, workers)()))
+        return _campaign(_run_ps_trial if is_ps else train, options.seed, seeds), []
+    if is_ps:
+        raise ValueError("expected --seeds N: how many trials of the parameter server to run")
+    setting = options.setting()
+    if use is None:
+        return _run_training(setting, _policies(strategy, workers), strategy)
+    return _run_on_servers(setting, _policies(strategy, workers), strategy, *use)
+
+
+def read_logs(path: Path) -> dict[Path, RunRecord]:
+    """Return the parts of a run's log, by their files: those in the folder of a run, or one file.
+
+    Raises:
+        OffbeatError: a file cannot be read, or is no run log.
+    """
+    from offbeat.wire import record
+
+    with entry.file_errors("read"):
+        return record.read_logs(path / "log.jsonl") if path.is_dir() else {path: record.read_log(path)}
+
+
+def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
+    """Return a function that builds the coordinator's policies under a strategy."""
+    from offbeat.runtime.control.environment import Environment
+    from offbeat.strategies import parse_strategy
+    from offbeat.wire.record import build_policy
+
+    specs = parse_strategy(strategy).policies(world, Environment.start_s, Environment.servers)
+    return lambda: [build_policy(spec.path, dict(spec.arguments)) for spec in specs]
+
+
+def _server_use(strategy: str) -> tuple[PsOptions, dict[str, Any]] | None:
+    """How a strategy uses a parameter server, and the arguments of its `BoundedStaleness`; else None."""
+    from offbeat.strategies import parse_strategy
+    from offbeat.strategies.staleness import ServerStrategy
+
+    parsed = parse_strategy(strategy)
+    return (parsed.ps_options(), parsed.staleness_arguments()) if isinstance(parsed, ServerStrategy) else None
 
 
 def _times(compute: str) -> ComputeTimes:
     from offbeat.simulator.core import times
-    from offbeat.wire import record
 
     if not compute.startswith("log="):
         return times.parse_times(compute)
-    path = Path(compute.removeprefix("log="))
-    try:
-        logs = record.read_logs(path / "log.jsonl") if path.is_dir() else {path: record.read_log(path)}
-        return times.recorded_times([entry for log in logs.values() for entry in log.entries])
-    except OSError as error:
-        raise OffbeatError(f"cannot read {path}: {error.strerror or error}") from error
+    logs = read_logs(Path(compute.removeprefix("log=")))
+    return times.recorded_times([entry for log in logs.values() for entry in log.entries])
 
 
 def _run_training(
     setting: SimulationSetting, build: Callable[[], Sequence[Policy]], strategy: str
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
+) -> Findings:
     from offbeat.simulator.training.cluster import SimulatedCluster
 
     cluster = SimulatedCluster(setting, build)
@@ -217,7 +237,7 @@ def _run_on_servers(
     strategy: str,
     terms: PsOptions,
     arguments: dict[str, Any],
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
+) -> Findings:
     """Simulate workers on servers without faults of the servers, which `offbeat simulate ps` simulates."""
     from offbeat.policies.ps.manager import PsManager
     from offbeat.simulator.staleness.cluster import SimulatedPsCluster, ps_setting
@@ -295,7 +315,7 @@ def _run(cluster: SimulatedCluster) -> None:
     try:
         cluster.run()
     except ViolationError as error:
-        _fail(f"{error}; again: {shlex.join(['offbeat', *sys.argv[1:]])}")
+        _fail(f"{error}; again: {entry.command_line('offbeat')}")
 
 
 def _is_lockstep(policies: Sequence[Policy]) -> bool:
@@ -360,13 +380,3 @@ def _campaign(run: Callable[[int], dict[str, int]], seed: int, count: int) -> di
 def _fail(text: str) -> None:
     print(f"offbeat: {text}", file=sys.stderr)
     raise typer.Exit(1)
-
-
-def _report(figures: dict[str, float], rows: list[dict[str, Any]], seed: int, json: Path | None) -> None:
-    from offbeat.cli.result import Result
-
-    command = shlex.join(["offbeat", *sys.argv[1:]])
-    result = Result(name="simulate", command=command, kind="simulated", seed=seed, figures=figures, rows=rows)
-    result.print()
-    if json is not None:
-        result.write(json)
