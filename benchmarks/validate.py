@@ -40,7 +40,8 @@ from offbeat.cli.result import Kind, Result, machine
 from offbeat.data import Splits, load_data_set, resolve_data_dir
 from offbeat.models import build_model
 from offbeat.runtime.control.environment import available_cores
-from offbeat.runtime.validation.validator import Backend, Validator
+from offbeat.runtime.validation.backend import Backend
+from offbeat.runtime.validation.validator import Validator
 
 COPY_THREADS: Final = (6, 12, 24, 48)
 """Numbers of threads in the paper's measurement of the cost of copying."""

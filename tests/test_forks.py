@@ -130,6 +130,6 @@ def test_an_evaluation_process_outlives_a_forked_process():
     model = nn.Linear(2, 1)
     with offbeat.Validator(model, count, torch.zeros(4, 2), backend="process") as validator:
         validator.validate(0).result()
-        ((_, end),) = validator._crews
+        ((_, end),) = validator._backend._pools
         assert forked(end) == 0
         assert validator.validate(1).result()["count"] == 4

@@ -871,8 +871,8 @@ def test_auto_goes_on_in_processes_with_memory_that_they_can_read():
             model.epochs += 1
             validator.validate().wait()
             if epoch == 0:
-                validator._apply_choice(BackendChoice(backend="process", reason="it is told to"))
-                validator._chooser = None  # and stays there
+                validator._backend._apply_choice(BackendChoice(backend="process", reason="it is told to"))
+                validator._backend._chooser = None  # and stays there
             assert validator.backend == "process"
     losses = [metrics["loss"] for metrics in validator.history.values()]
     assert losses == pytest.approx([1 / 2, 1 / 3, 1 / 4, 1 / 5])
@@ -891,7 +891,7 @@ def test_auto_stays_in_line_where_evaluating_fails_in_a_process():
             model.epochs += 1
             validator.validate()
             if epoch == 0:
-                validator._apply_choice(BackendChoice(backend="process", reason="it is told to"))
+                validator._backend._apply_choice(BackendChoice(backend="process", reason="it is told to"))
             assert validator.backend == "inline"
             if epoch == 0:
                 assert "evaluate fails in a process of its own (AssertionError: daemonic" in validator.reason
@@ -912,7 +912,7 @@ def slow_in_threads(model, part):
 def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(waits):
     model = Counting()
     with offbeat.Validator(model, slow_in_threads, Samples(50)) as validator:
-        validator._chooser = OverlapChooser(("thread",), cores=10**6, start_s=0.0)
+        validator._backend._chooser = OverlapChooser(("thread",), cores=10**6, start_s=0.0)
         for _ in validator.epochs(5):
             model.epochs += 1
             threading.Event().wait(0.05)  # trains

@@ -143,7 +143,9 @@ class ThreadEvaluator:
             if part.cancelled.is_set():
                 raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
 
-        turn = nullcontext(_do_nothing) if self._pacer is None else self._pacer.evaluating_part()
+        turn: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
+        if self._pacer is not None:
+            turn = self._pacer.evaluating_part()
         with turn as on_call, self._on_device():
             for event in part.snapshot.ready:
                 event.wait()
@@ -168,10 +170,6 @@ class ThreadEvaluator:
         """Let paused threads go on; there is nothing to release."""
         if self._pacer is not None:
             self._pacer.lift_limit()
-
-
-def _do_nothing() -> None:
-    return
 
 
 class EvaluatorPool(Generic[ModelSnapshot]):

@@ -79,6 +79,10 @@ class Validation:
             self._metrics, self._error = metrics, error
             self._is_over.set()
 
+    def end_without_metrics(self, reason: str) -> None:
+        """Set an error that says why there are no metrics."""
+        self.finish({}, NoMetricsError(f"there are no metrics of epoch {self.epoch}: {reason}"))
+
 
 class ValidationLedger:
     """The validations under way: evaluating threads write results, the training thread reads them.
@@ -149,7 +153,7 @@ class ValidationLedger:
     def make_without_metrics(self, epoch: int, reason: str) -> Validation:
         """Return the result of an epoch that is not validated."""
         validation = Validation(epoch, self._deadline_s, self)
-        _end_without_metrics(validation, reason)
+        validation.end_without_metrics(reason)
         return validation
 
     def wait_for_oldest(self) -> bool:
@@ -170,14 +174,9 @@ class ValidationLedger:
             self._scheduler.drop_after(after)
             dropped = [self._validations.pop(epoch) for epoch in list(self._validations) if epoch > after]
         for validation in dropped:
-            _end_without_metrics(validation, reason)
+            validation.end_without_metrics(reason)
 
     def _missing_parts(self, epoch: int) -> str:
         with self._lock:
             missing = self._scheduler.missing_parts(epoch)
         return f"evaluating part {', '.join(map(str, missing))} has not ended"
-
-
-def _end_without_metrics(validation: Validation, reason: str) -> None:
-    """End a validation that will have no metrics."""
-    validation.finish({}, NoMetricsError(f"there are no metrics of epoch {validation.epoch}: {reason}"))

@@ -23,7 +23,6 @@ from offbeat.events import (
     EvaluatePart,
     MergeStates,
     PartEvaluated,
-    RolledBack,
     SendSnapshot,
     SnapshotTaken,
     StatesMerged,
@@ -35,7 +34,7 @@ from offbeat.runtime.processes.waiting import SignalSafeCondition, SignalSafeEve
 from offbeat.runtime.validation.evaluators import CancelledError, Evaluator, EvaluatorPool, ValidationPart
 from offbeat.runtime.validation.result import NoMetricsError, ValidationLedger
 from offbeat.runtime.validation.snapshot import Snapshot
-from offbeat.runtime.validation.validator import EpochState
+from offbeat.runtime.validation.training_state import EpochState
 from offbeat.wire.record import MESSAGE_BYTES_MAX, encode_events
 
 _FIRST_TAG: Final = 3 << 62  # exchanges use tags below 2**63, late blocks those below this
@@ -120,10 +119,6 @@ class SharedParts:
     _held: dict[int, _HeldSnapshot] = field(default_factory=dict)
     _changed: SignalSafeCondition = field(default_factory=SignalSafeCondition)
 
-    def subscribe(self) -> None:
-        """Subscribe to the coordinator's actions on validations."""
-        self.member.on_validation_action = self.on_action
-
     def offer_snapshot(
         self, epoch: int, moment: EpochState, *, is_current: bool, evaluators: int, terms: str
     ) -> None:
@@ -145,10 +140,6 @@ class SharedParts:
             )
         )
 
-    def drop_after(self, epoch: int) -> None:
-        """Report that the training has returned to the end of an epoch."""
-        self.member.send_event(RolledBack(now_s=0.0, worker=self.member.worker, epoch=epoch))
-
     def track_epoch(self, epoch: int, moment: EpochState, digest: str = "") -> bool:
         """Register an epoch, so that the ledger receives its result; return whether it is over."""
         with self._changed:
@@ -163,12 +154,6 @@ class SharedParts:
     def digest_of(self, epoch: int) -> str:
         """Return the digest of this worker's snapshot of an epoch."""
         return self._held[epoch].digest
-
-    def outcome_of(self, epoch: int) -> ValidationFinished:
-        """Return the result of an epoch whose validation is over."""
-        outcome = self.member.validation_results[epoch]
-        assert outcome is not None
-        return outcome
 
     def is_read(self, epoch: int) -> bool:
         """Whether the snapshot of an epoch that is over may still be read, or written, here."""

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 from torch import nn
 
 from offbeat.errors import OffbeatError, WorkerError
+from offbeat.events import RolledBack
 from offbeat.policies.validation.schedule import PENDING_MAX, TakeSnapshot
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.processes.waiting import SignalSafeEvent
+from offbeat.runtime.validation.backend import MakePool
 from offbeat.runtime.validation.evaluators import Evaluate, Evaluator, EvaluatorPool
-from offbeat.runtime.validation.parts import ValidationData, count_samples
+from offbeat.runtime.validation.parts import ValidationData
 from offbeat.runtime.validation.result import Validation
 from offbeat.runtime.validation.shared_parts import SharedParts, SnapshotAwaitingEvaluator
 from offbeat.runtime.validation.snapshot import Snapshot
-from offbeat.runtime.validation.validator import EpochState, Validator
+from offbeat.runtime.validation.training_state import EpochState
+from offbeat.runtime.validation.validator import Validator
 
 _PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lrs", "eps")
 
@@ -67,35 +70,29 @@ class SharedValidator(Validator):
         self._member, self._is_current, self._has_rates = member, is_current, has_learning_rates
         self._max_pending: int = options.get("max_pending", PENDING_MAX)
         self._evaluators: int = options.get("workers", 1)
-        self._shares: SharedParts
         self._is_ending = False
         self._best_owner: int | None = None
-        self._has_begun = False
         self._read: weakref.WeakSet[Snapshot] = weakref.WeakSet()  # by threads that are not waited for
         if options.get("backend", "auto") == "auto":
             options["backend"] = "thread"
         super().__init__(model, evaluate, data, **options)
-        self._is_rehearsed = (
-            not is_only_thread
-        )  # otherwise another thread's draws would be attributed to evaluate
+        # If other threads train too, a rehearsal would attribute their draws to evaluate.
+        self._backend.is_rehearsed = not is_only_thread
         self._ledger.describe_missing = self._shares.describe_missing
-        self._shares.subscribe()
+        self._member.on_validation_action = self._shares.on_action
 
-    def _make_pool(self, evaluators: list[Evaluator[Snapshot]]) -> EvaluatorPool[Snapshot]:
-        shares = SharedParts(
-            member=self._member,
-            ledger=self._ledger,
-            samples=count_samples(self._data),
-            deadline_s=self._deadline_s,
+    def _pool_factory(self, samples: int, deadline_s: float) -> MakePool:
+        self._shares = shares = SharedParts(
+            member=self._member, ledger=self._ledger, samples=samples, deadline_s=deadline_s
         )
-        self._shares = shares
-        crew = EvaluatorPool(
-            [SnapshotAwaitingEvaluator(evaluator, shares) for evaluator in evaluators],
-            shares.on_part_done,
-            partial(self._member.on_thread_failed, "offbeat validation"),
-        )
-        shares.pool = crew
-        return crew
+        on_failure = partial(self._member.on_thread_failed, "offbeat validation")
+
+        def make_pool(evaluators: Sequence[Evaluator[Snapshot]]) -> EvaluatorPool[Snapshot]:
+            awaiting = [SnapshotAwaitingEvaluator(evaluator, shares) for evaluator in evaluators]
+            shares.pool = EvaluatorPool(awaiting, shares.on_part_done, on_failure)
+            return shares.pool
+
+        return make_pool
 
     # The end of an epoch --------------------------------------------------------------------------------
 
@@ -126,7 +123,7 @@ class SharedValidator(Validator):
             self._apply_finished()
             self._ledger.on_epoch_ended(earlier, self._current_parts())
             self._epoch_states[earlier] = EpochState(
-                snapshot=Snapshot(shared=self.backend == "process"),  # stays empty
+                snapshot=Snapshot(shared=self._backend.is_process),  # stays empty
                 cancelled=SignalSafeEvent(),
                 states=[],
                 randomness=None,
@@ -135,7 +132,7 @@ class SharedValidator(Validator):
             self._apply_finished()
 
     def _current_parts(self) -> tuple[range, ...]:
-        return (range(self._samples),)  # parts of it are assigned to this worker
+        return (range(self._shares.samples),)  # parts of it are assigned to this worker
 
     def _submit(self, take: TakeSnapshot, moment: EpochState) -> None:
         start_s = time.perf_counter()
@@ -146,7 +143,7 @@ class SharedValidator(Validator):
             evaluators=self._evaluators,
             terms=self._terms(),
         )
-        self.copy_s += time.perf_counter() - start_s
+        self._state.copy_s += time.perf_counter() - start_s
 
     def _terms(self) -> str:
         """Return the rules for acting on metrics as text; workers with different rules would diverge."""
@@ -157,7 +154,7 @@ class SharedValidator(Validator):
 
     def _roll_back(self, epoch: int, moment: EpochState) -> None:
         super()._roll_back(epoch, moment)
-        self._shares.drop_after(epoch)
+        self._member.send_event(RolledBack(now_s=0.0, worker=self._member.worker, epoch=epoch))
 
     def _apply_finished(self) -> None:
         """Act on the metrics that all workers act on at this point; wait for them."""
@@ -170,7 +167,8 @@ class SharedValidator(Validator):
             self._raise_errors()  # other workers wait for this one: the job must fail
 
     def _act(self, epoch: int, metrics: Mapping[str, float], moment: EpochState) -> None:
-        digest, outcome = self._shares.digest_of(epoch), self._shares.outcome_of(epoch)
+        digest, outcome = self._shares.digest_of(epoch), self._member.validation_results[epoch]
+        assert outcome is not None
         if self._shares.is_read(epoch):
             self._read.add(moment.snapshot)
         super()._act(epoch, metrics, moment)
