@@ -546,12 +546,12 @@ def test_what_is_asked_for_when_something_is_done_is_of_no_iteration(ps, name):
     w, found = ps.namespace(name, keys=10), []
 
     def ask():
-        found.append((threading.get_ident(), ps._requests.is_in_iteration))
+        found.append((threading.get_ident(), ps._requests.iterations.current is not None))
 
     with ps.iteration():
         for _ in range(50):
             ps.when_done([w.push(np.ones(10))], ask).result()
-            assert ps._requests.is_in_iteration
+            assert ps._requests.iterations.current is not None
     assert (threading.get_ident(), False) in found
     assert not any(is_in_iteration for _, is_in_iteration in found)
 

@@ -206,9 +206,9 @@ class PS:
         )
         block_keys = _block_keys(keys, block_keys, np.dtype(dtype).itemsize * max(width, 1))
         space = NamespaceSpec(name, keys, block_keys, about, aggregate is not None)
-        self._open(space, update, on_loss)
-        combines = aggregate is None and not filters.push and not isinstance(update, UserFunction)
-        return Namespace(self._requests, space, update or Sum(), width=width, dtype=dtype, combines=combines)
+        return self._open(
+            space, update, on_loss, width=width, dtype=dtype, has_push_filters=bool(filters.push)
+        )
 
     def tensors(
         self,
@@ -244,11 +244,7 @@ class PS:
         )
         block_keys = _block_keys(offsets.keys, None, np.dtype(offsets.dtype).itemsize)
         space = NamespaceSpec(name, offsets.keys, block_keys, about, aggregate is not None)
-        self._open(space, update, on_loss)
-        combines = aggregate is None and not isinstance(update, UserFunction)
-        namespace = Namespace(
-            self._requests, space, update or Sum(), width=0, dtype=offsets.dtype, combines=combines
-        )
+        namespace = self._open(space, update, on_loss, width=0, dtype=offsets.dtype, has_push_filters=False)
         return PsTensors(self._requests, namespace, offsets)
 
     def join_group(
@@ -306,7 +302,7 @@ class PS:
 
         It holds for iterations that begin after it was set.
         """
-        return self._requests.tau
+        return self._requests.iterations.tau
 
     @tau.setter
     def tau(self, tau: int | None) -> None:
@@ -315,7 +311,7 @@ class PS:
         Raises:
             ValueError: it is negative.
         """
-        self._requests.set_tau(tau)
+        self._requests.iterations.set_tau(tau)
 
     @contextmanager
     def iteration(self) -> Iterator[Future]:
@@ -332,7 +328,7 @@ class PS:
         Yields:
             A future that is done when the iteration begins.
         """
-        with self._requests.iteration() as begins:
+        with self._requests.iterations.iteration() as begins:
             yield begins
 
     def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
@@ -399,8 +395,15 @@ class PS:
         self.close()
 
     def _open(
-        self, space: NamespaceSpec, update: Update | UserFunction | None, on_loss: OnDataLoss | None
-    ) -> None:
+        self,
+        space: NamespaceSpec,
+        update: Update | UserFunction | None,
+        on_loss: OnDataLoss | None,
+        *,
+        width: int,
+        dtype: str,
+        has_push_filters: bool,
+    ) -> Namespace:
         views, name = self._cluster_state, space.name
         views.forget_refusal(name)
         if views.space(name) != space or on_loss is not None:
@@ -421,6 +424,8 @@ class PS:
             _START_S,
             problem=f"the namespace {name} cannot be opened",
         )
+        combines = not (space.aggregates or has_push_filters or isinstance(update, UserFunction))
+        return Namespace(self._requests, space, update or Sum(), width=width, dtype=dtype, combines=combines)
 
     # In the links' thread --------------------------------------------------------------------------------
 

@@ -91,7 +91,6 @@ def start_manager(
     *,
     host: str,
     copies: int = 2,
-    virtual_nodes: int = 16,
     run_log: str | None = None,
     silent_s: float = SILENT_S_DEFAULT,
 ) -> ClusterFile:
@@ -107,12 +106,7 @@ def start_manager(
     if not silent_s > _SILENT_S_MIN:
         raise ValueError(f"expected silent_s to be more than {_SILENT_S_MIN:g} s, got {silent_s:g} s")
     job, token = new_job_id_and_token()
-    arguments = {
-        "servers": servers,
-        "copies": copies,
-        "virtual_nodes": virtual_nodes,
-        "silent_s": silent_s,
-    }
+    arguments = {"servers": servers, "copies": copies, "silent_s": silent_s}
     addresses = start_coordinator(
         CoordinatorConfiguration(
             job=job,

@@ -1,6 +1,6 @@
 """Messages between the nodes of a parameter server: in order and exactly once, whatever connections break.
 
-Messages to the same node are sent in batches ("letters"), which also carry acknowledgements. Large arrays are
+Messages to the same node are sent in batches, which also carry acknowledgements. Large arrays are
 sent separately, from memory to memory, and a message is delivered when all of its arrays have arrived. When
 a connection breaks, everything that may have been lost is sent again.
 
@@ -97,19 +97,7 @@ class _PeerState:
 
 
 PlaceArray = Callable[[str, Any, Array], Array | None]
-
-
-def place_nowhere(node: str, message: Any, array: Array) -> Array | None:
-    """Leave an array in its own memory."""
-    return None
-
-
 ShareArray = Callable[[str, Any, Array, Array], bool]
-
-
-def share_never(node: str, message: Any, array: Array, shown: Array) -> bool:
-    """Let every array be copied."""
-    return False
 
 
 class Messenger:
@@ -132,9 +120,9 @@ class Messenger:
         endpoint: Endpoint,
         kinds: Collection[type],
         on_message: Callable[[str, Any], None],
-        place: PlaceArray = place_nowhere,
-        gather: Callable[[], None] = lambda: None,
-        share: ShareArray = share_never,
+        place: PlaceArray,
+        gather: Callable[[], None],
+        share: ShareArray,
     ) -> None:
         self._endpoint, self._on_message = endpoint, on_message
         self._place, self._gather, self._share = place, gather, share

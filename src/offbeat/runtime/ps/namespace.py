@@ -113,7 +113,7 @@ class Namespace:
         is_plain = keys is None and last is None and time is None and weight == 1.0 and settings is None
         if is_plain and may_wait and after == () and self._combines and rows.nbytes <= SMALL_BYTES_MAX:
             is_within = 0 <= first < first + len(rows) <= self.keys
-            if is_within and not self._requests.is_in_iteration:  # the fast path: such pushes are many
+            if is_within and self._requests.iterations.current is None:  # the fast path: such pushes are many
                 return self._requests.push_fast(self._push_label, self.name, Entries(first, rows))
         self._check_size(1 if keys is None else len(rows))
         listed = None if keys is None else self._listed(keys)

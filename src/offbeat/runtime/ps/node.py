@@ -41,7 +41,7 @@ from offbeat.runtime.control.channel import ControlChannel
 from offbeat.runtime.control.configuration import COORDINATOR
 from offbeat.runtime.control.outages import OutageLog
 from offbeat.runtime.ps.filtering import NodeFilters
-from offbeat.runtime.ps.messenger import Messenger, PlaceArray, ShareArray, place_nowhere, share_never
+from offbeat.runtime.ps.messenger import Messenger, PlaceArray, ShareArray
 from offbeat.runtime.ps.packing import TO_CLIENT, TO_SERVER, Array
 from offbeat.runtime.transport import addresses as places
 from offbeat.runtime.transport.buffer_pool import Buffer, BufferPool
@@ -129,9 +129,9 @@ class PsNode:
         on_refused: Callable[[RejectNamespace], None] = lambda refused: None,
         on_group: Callable[[WorkerGroupAction], None] = lambda said: None,
         on_close: Callable[[], None] = lambda: None,
-        place: PlaceArray = place_nowhere,
+        place: PlaceArray = lambda node, message, array: None,
         gather: Callable[[], None] = lambda: None,
-        share: ShareArray = share_never,
+        share: ShareArray = lambda node, message, array, shown: False,
         functions: tuple[str, ...] = (),
         unix: bool = True,
     ) -> None:

@@ -7,9 +7,7 @@ against the namespace.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -30,10 +28,10 @@ from offbeat.policies.ps.messages import (
     PullResult,
 )
 from offbeat.policies.ps.server_node import MANAGER, SendMessage
-from offbeat.policies.ps.task_graph import IterationScheduler, TaskAction, TaskGraph, TaskRun
 from offbeat.runtime.ps.cluster_state import ClusterState
 from offbeat.runtime.ps.future import TIMEOUT_S, Future, NamespaceRange
 from offbeat.runtime.ps.inflight_window import REQUEST_BYTES, RequestWindow
+from offbeat.runtime.ps.iterations import Iteration, Iterations
 from offbeat.runtime.ps.node import ClusterFile, PsNode
 from offbeat.runtime.ps.packing import Array
 from offbeat.runtime.ps.pull_buffer import PullBuffer
@@ -46,26 +44,11 @@ from offbeat.runtime.transport.buffer_pool import BufferPool
 _PUSHED_BYTES: Final = 4 * 1024 * 1024
 _PULLED_BYTES: Final = 2 * 1024 * 1024
 _SMALL_PUSHES_TO_HALVE_MIN: Final = 32  # small pushes that are sent in two halves
-_CALLEE: Final = "servers"
 # Of pushes that are not acknowledged, and of answers to pulls that have not arrived. `Messenger`
 # announces 8 MiB of arrays to a node at a time, so this keeps a chain of servers busy, and servers keep no
 # more for a client.
 _UNACKED_BYTES_MAX: Final = 128 * 1024 * 1024
 _SHARED_ACCOUNT: Final = ""  # the account of requests that wait for no other client
-
-
-@dataclass(slots=True, eq=False)
-class _Iteration:
-    """Requests that belong together, and wait for earlier iterations.
-
-    Attributes:
-        begins: done when it may run.
-        open_count: how many of its requests are not done, plus one while more may be added.
-    """
-
-    begins: Future
-    open_count: int = 1
-    number: int = -1
 
 
 class _Room(NamedTuple):
@@ -94,7 +77,7 @@ class _Request:
 
     make: Callable[[], tuple[int, list[SendMessage | RequestDone | RequestFailed]]] | None
     future: Future
-    iteration: _Iteration | None
+    iteration: Iteration | None
     before: list[Future]
     answer: PullBuffer | None = None
     part: Entries | None = None
@@ -103,12 +86,6 @@ class _Request:
     is_admitted: bool = False
     is_held: bool = False
     no_wait: Future | None = None
-
-
-class _Current(threading.local):
-    """The iteration to which the requests of a thread belong."""
-
-    iteration: _Iteration | None = None
 
 
 class _Sent(NamedTuple):
@@ -146,7 +123,7 @@ class InflightRequests:
         client_id: as given.
         node: its links and its line to the manager.
         cluster_state: what the manager has published.
-        tau: the latest value given to `set_tau`; None at first.
+        iterations: of its requests.
 
     Raises:
         OffbeatError: the cluster cannot be reached, or does not have all its servers within `start_s`.
@@ -173,11 +150,6 @@ class InflightRequests:
         self._waiting: set[Future] = set()  # for other requests, their iteration, or room
         self._pushed, self._pulled = RequestWindow(_UNACKED_BYTES_MAX), RequestWindow(_UNACKED_BYTES_MAX)
         self._room_timeout_s = TIMEOUT_S  # how long a caller waits for room
-        self._graph = TaskGraph()
-        self.tau: int | None = None
-        self._scheduler = IterationScheduler(self._graph, None)
-        self._iterations: dict[int, _Iteration] = {}  # by their task's number
-        self._current = _Current()
         self.node = PsNode(
             f"client-{number}",
             cluster,
@@ -191,6 +163,7 @@ class InflightRequests:
             gather=self._send_some,
         )
         self._call, self._run_until = self.node.endpoint.call_soon, self.node.endpoint.run_until
+        self.iterations = Iterations(self.node.endpoint, self.cluster_state, self._waiting)
         self.node.join()
         try:
             views = self.cluster_state
@@ -350,35 +323,6 @@ class InflightRequests:
         """
         return self.when_done([], function).result()
 
-    def set_tau(self, tau: int | None) -> None:
-        """Bound the delay of iterations that begin later, see `PS.tau`.
-
-        Raises:
-            ValueError: it is negative.
-        """
-        if tau is not None and tau < 0:
-            raise ValueError(f"expected a tau of at least 0, or None for no bound, got {tau}")
-        self.tau = tau
-        self._call(self._scheduler.set_tau, tau)
-
-    @contextmanager
-    def iteration(self) -> Iterator[Future]:
-        """Make all requests of this thread in the block one iteration, see `PS.iteration`."""
-        begins = Future("an iteration", lambda: "earlier iterations are not finished", self._run_until)
-        iteration = _Iteration(begins)
-        self._call(self._issue_iteration, iteration)
-        self._current.iteration = iteration
-        try:
-            yield iteration.begins
-        finally:
-            self._current.iteration = None
-            self._call(self._finish_one, iteration)
-
-    @property
-    def is_in_iteration(self) -> bool:
-        """Whether requests of the calling thread belong to an iteration."""
-        return self._iteration is not None
-
     def close(self) -> None:
         """Leave the parameter server; requests that are not done fail."""
         self.node.close()
@@ -392,14 +336,6 @@ class InflightRequests:
             if servers
             else self.cluster_state.describe_masters(name, first, last)
         )
-
-    @property
-    def _iteration(self) -> _Iteration | None:
-        """The iteration to which requests of the calling thread belong."""
-        iteration = self._current.iteration
-        if iteration is not None and self.node.endpoint.is_io_thread:
-            return None  # the waiting thread is running the links, for requests of other threads
-        return iteration
 
     def _request(
         self,
@@ -416,7 +352,7 @@ class InflightRequests:
         if self.cluster_state.failure is not None:
             raise OffbeatError(f"{what} failed: {self.cluster_state.failure}")
         future = Future(what, self._unanswered, self._run_until, span)
-        iteration = self._iteration
+        iteration = self.iterations.current
         before = list(after) if iteration is None else [*after, iteration.begins]
         request = _Request(make, future, iteration, before, answer, part, room=room)
         if (
@@ -455,8 +391,7 @@ class InflightRequests:
     def _admit(self, request: _Request) -> None:
         iteration = request.iteration
         if iteration is not None:
-            iteration.open_count += 1
-            request.future.callbacks.append(lambda: self._finish_one(iteration))
+            self.iterations.add(iteration, request.future)
         if self.cluster_state.failure is not None:
             request.future.set_result(None, OffbeatError(self.cluster_state.failure))
         else:
@@ -643,7 +578,7 @@ class InflightRequests:
                 for pull in sent.pulls:  # it fails for the same reason, or is sent alone
                     self._advance(pull)
             elif action.to == MANAGER:
-                self.node.send_event(self._manager_event(action.message))
+                self.node.send_event(_manager_event(self.node.name, action.message))
             else:
                 self.node.send(action.to, action.message)
 
@@ -675,24 +610,6 @@ class InflightRequests:
                 future.set_result(None, push.error)
                 return
         future.set_result(value)
-
-    def _manager_event(self, message: object) -> Event:
-        """Return the event that reports a message of the client's policy to the manager."""
-        node = self.node.name
-        match message:
-            case JoinAggregation():
-                return AggregationJoined(now_s=0.0, node=node, namespace=message.namespace)
-            case PauseReached():
-                return AggregationPaused(
-                    now_s=0.0,
-                    node=node,
-                    namespace=message.namespace,
-                    pause_view=message.pause,
-                    time=message.time,
-                )
-            case LeaveAggregation():
-                return AggregationLeft(now_s=0.0, node=node, namespace=message.namespace)
-        raise AssertionError(f"a client sends no {type(message).__name__} to the manager")
 
     def _on_view(self, view: PlacementView) -> None:
         self._emit(self._client.on_view(view))
@@ -734,32 +651,19 @@ class InflightRequests:
         for future in waiting:
             future.set_result(None, error)
 
-    def _issue_iteration(self, iteration: _Iteration) -> None:
-        if self.cluster_state.failure is not None:
-            iteration.begins.set_result(None, OffbeatError(self.cluster_state.failure))
-            return
-        self._waiting.add(iteration.begins)
-        iteration.number, runs = self._scheduler.issue([_CALLEE])
-        self._iterations[iteration.number] = iteration
-        self._run(runs)
 
-    def _finish_one(self, iteration: _Iteration) -> None:
-        iteration.open_count -= 1
-        if not iteration.open_count and iteration.begins.is_done and self.cluster_state.failure is None:
-            self._finish_iteration(iteration)
-
-    def _finish_iteration(self, iteration: _Iteration) -> None:
-        self._run(self._graph.on_returned(iteration.number, _CALLEE))
-
-    def _run(self, runs: list[TaskAction]) -> None:
-        for run in runs:
-            if isinstance(run, TaskRun):
-                iteration = self._iterations.pop(run.task)
-                self._graph.on_started(run.task, _CALLEE)
-                self._waiting.discard(iteration.begins)
-                iteration.begins.set_result(None)
-                if not iteration.open_count:
-                    self._finish_iteration(iteration)
+def _manager_event(node: str, message: object) -> Event:
+    """Return the event that reports a message of the client's policy to the manager."""
+    match message:
+        case JoinAggregation():
+            return AggregationJoined(now_s=0.0, node=node, namespace=message.namespace)
+        case PauseReached():
+            return AggregationPaused(
+                now_s=0.0, node=node, namespace=message.namespace, pause_view=message.pause, time=message.time
+            )
+        case LeaveAggregation():
+            return AggregationLeft(now_s=0.0, node=node, namespace=message.namespace)
+    raise AssertionError(f"a client sends no {type(message).__name__} to the manager")
 
 
 def _split_covering(span: NamespaceRange, requests: list[_Request]) -> tuple[list[_Request], list[_Request]]:
