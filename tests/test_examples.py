@@ -100,6 +100,16 @@ def test_partial_goes_on_without_a_slow_worker_and_gives_it_the_same_model():
     assert found[0] > 80
 
 
+def test_workers_that_average_models_end_with_one_though_one_of_them_is_slow():
+    said = run("model_averaging.py", "--epochs", "2", workers=3, slow="2:10")
+
+    steps = {int(worker): int(steps) for worker, steps in re.findall(r"worker (\d): (\d+) steps", said)}
+    found = accuracies_percent(said)
+    assert len(found) == len(steps) == 3
+    assert len(set(found)) == 1
+    assert found[0] > 80
+
+
 @pytest.mark.parametrize("strategy", ["dtssp:s_min=1,s=2", "downpour:n_push=2"])
 def test_workers_of_a_parameter_server_end_with_one_model(strategy):
     found = accuracies_percent(run("bounded_staleness.py", "--strategy", strategy))
