@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from cluster import run, values
 from offbeat.errors import OffbeatError
 from offbeat.strategies import ASP, DPAR, DTSSP, SSP, AllReduce, Downpour, PartialAllReduce, ServerBSP
+from support.processes import run, values
 
 pytestmark = pytest.mark.skipif(os.environ.get("OFFBEAT_TEST_GPU") != "1", reason="run by `make test-gpu`")
 

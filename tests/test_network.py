@@ -10,8 +10,8 @@ import time
 import pytest
 
 from benchmarks.namespaces import cut, mend, missing, reset
-from network_faults import fault, part, serving, training
 from offbeat.strategies import SSP, AllReduce, PartialAllReduce
+from support.network_faults import fault, part, serving, training
 
 pytestmark = pytest.mark.skipif(
     missing() is not None, reason=f"making hosts on this machine needs {missing()}"

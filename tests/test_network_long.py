@@ -17,8 +17,8 @@ from contextlib import nullcontext
 import pytest
 
 from benchmarks.namespaces import block, cut, mend, missing, reset, split
-from network_faults import busy, fault, listening, part, serving, strangers, training
 from offbeat.strategies import DTSSP, SSP, AllReduce, Hybrid, PartialAllReduce
+from support.network_faults import busy, fault, listening, part, serving, strangers, training
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=f"making hosts on this machine needs {missing()}"),

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "src" / "offbeat"
+from support.source_files import PACKAGE, ROOT, imports, modules, name_of, tree_of
+
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 60
 CLASS_LINES_MAX = 450
@@ -105,41 +105,19 @@ STARTS_FOR = {
 }
 STARTS = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread", "start_joinable_thread", "to_thread"}
 
+# Folders of tests/ besides the rooms of the library: tests of all of it, helpers, tests of the benchmarks.
+OTHER_TEST_ROOMS = (".", "scenarios", "support", "benchmarks")
+
 # Test files that may sleep or replace something, and why.
 SLEEPS_FOR = {
-    "runlogs.py": "looks again and again until a deadline, and leaves others the machine",
-    "test_groups.py": "takes the time of a computation, and leaves others the machine",
+    "run_logs.py": "looks again and again until a deadline, and leaves others the machine",
+    "group_training.py": "takes the time of a computation, and leaves others the machine",
 }
 REPLACES_FOR = {"test_launch.py": "says that it runs on another system, of which there is none here"}
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 def files_of_tests() -> list[Path]:
     return sorted((ROOT / "tests").rglob("*.py"))
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
-
-
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports anywhere, dotted; of `from a import b` both a and a.b."""
-    found: set[str] = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: write imports in full"
-            assert node.module is not None
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
 
 
 def layers_used(path: Path) -> set[str]:
@@ -450,6 +428,48 @@ def test_exceptions_from_the_rules_are_still_needed():
     for path in files_of_tests():
         if path.name in REPLACES_FOR:
             assert any(name.endswith(".setattr") for _, name in calls(path)), f"{path.name} may go"
+
+
+# Tests ---------------------------------------------------------------------------------------------------
+
+
+def room_of(path: Path) -> str:
+    """The folder of a test file, as seen from tests/: "policies/data"; "." for the root."""
+    return path.parent.relative_to(ROOT / "tests").as_posix()
+
+
+def files_of_tests_in(*layers: str) -> list[Path]:
+    """The test files of some layers, however deep in their rooms."""
+    return [path for path in files_of_tests() if room_of(path).split("/")[0] in layers]
+
+
+@pytest.mark.parametrize("path", files_of_tests(), ids=from_root)
+def test_a_test_file_is_in_a_room_of_the_library(path):
+    room = room_of(path)
+    assert room in OTHER_TEST_ROOMS or (PACKAGE / room).is_dir(), f"src/offbeat has no room {room}"
+    if room == "support":
+        assert not path.name.startswith("test_"), "tests belong in a room"
+    elif room != ".":
+        assert path.name.startswith("test_"), "shared helpers belong in tests/support"
+
+
+def test_every_test_file_has_a_name_of_its_own():
+    """pytest imports a test file by its name without the folder: a second one of that name would not run."""
+    names = [path.name for path in files_of_tests() if path.name.startswith("test_")]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
+
+
+@pytest.mark.parametrize("path", files_of_tests(), ids=from_root)
+def test_no_test_file_imports_another(path):
+    names = {path.stem for path in files_of_tests() if path.name.startswith("test_")}
+    assert not names & {name.split(".")[-1] for name in imports(path)}, (
+        "shared helpers belong in tests/support"
+    )
+
+
+@pytest.mark.parametrize("path", files_of_tests_in("policies", "numerics"), ids=from_root)
+def test_decisions_and_computation_are_tested_without_the_runtime(path):
+    assert not layers_used(path) & {"runtime", "strategies", "cli"}
 
 
 # Docstrings and sizes -----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ The second is exact for one profiling window, and nearly so where r is not fixed
 rank below `k_max`. Times of earlier epochs are pooled relative to their epoch's pace; the pace of a new epoch
 is known from a few iterations only, so its threshold is raised by three standard errors of that pace
 (`pace_margin_factor`). Without that, twice to four times as many false alarms as promised were seen in
-simulation; with it, and in first epochs, fewer than promised (`tests/test_calibration.py`).
+simulation; with it, and in first epochs, fewer than promised (`test_calibration.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,503 @@
+"""Promises of the two exchanges: over links, between threads of one process; over torch.distributed, between
+real processes."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.errors import WorkerError
+from offbeat.numerics.collectives.buckets import Bucket
+from offbeat.numerics.collectives.schedules import ALGORITHMS
+from offbeat.runtime.averaging.buckets import GradientBucket
+from offbeat.runtime.collectives.contribution import InPlaceElements
+from offbeat.runtime.collectives.interface import TensorMemory
+from offbeat.runtime.collectives.link_exchange import LinkExchange
+from offbeat.runtime.collectives.torch_exchange import TorchExchange
+from offbeat.runtime.transport.endpoint import Endpoint
+from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY
+from support.processes import run, start, values
+from support.run_logs import wait_until
+
+DEADLINE_S = 20.0
+ALL_REDUCES = [*ALGORITHMS, "hierarchical:2", "hierarchical:3"]
+DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float16, torch.uint8]
+
+
+def vector(rank, length, dtype=torch.float64):
+    """Small whole numbers, whose sums every dtype holds exactly, and other ones on every member."""
+    return ((torch.arange(length) * 7 + rank * 3) % 11).to(dtype)
+
+
+def total(members, length, dtype=torch.float64):
+    return sum(vector(rank, length).long() for rank in range(members)).to(dtype)
+
+
+class Group:
+    """Members in one process, each with links of its own."""
+
+    def __init__(self, size, *, unix=True):
+        self.lost = []
+        self.endpoints = [
+            Endpoint(
+                f"m{rank}",
+                job="job",
+                token="secret",
+                on_message=print,
+                on_lost=self.lost.append,
+                on_error=self.lost.append,
+                unix=unix,
+            )
+            for rank in range(size)
+        ]
+        for one in self.endpoints:
+            for other in self.endpoints:
+                if one is not other:
+                    one.add_peer(other.name, other.addresses)
+        names = [one.name for one in self.endpoints]
+        self.members = [LinkExchange(one, names, rank) for rank, one in enumerate(self.endpoints)]
+        self._next_id = 0
+
+    def new_id(self):
+        self._next_id += 1
+        return self._next_id
+
+    def all_reduce(self, flats, algorithm="ring"):
+        """Begins on every member; the sums will be in the tensors that are returned."""
+        exchange_id = self.new_id()
+        sums = [torch.empty_like(flat) for flat in flats]
+        pending = [
+            member.all_reduce(flat, into, exchange_id=exchange_id, algorithm=algorithm)
+            for member, flat, into in zip(self.members, flats, sums, strict=True)
+        ]
+        return pending, sums
+
+    def sum(self, flats, algorithm="ring"):
+        pending, sums = self.all_reduce(flats, algorithm)
+        wait(pending)
+        return sums
+
+
+@contextmanager
+def group(size, **options):
+    made = Group(size, **options)
+    try:
+        yield made
+        assert not made.lost
+    finally:
+        for one in made.endpoints:
+            one.close()
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """One of each size, kept for all tests that leave it whole."""
+    made = {size: Group(size) for size in range(1, 6)}
+    yield made
+    for one in made.values():
+        for endpoint in one.endpoints:
+            endpoint.close()
+        assert not one.lost
+
+
+def zeros(endpoint, length, dtype=torch.float32):
+    return TensorMemory(endpoint).zeros(length, dtype, device=torch.device("cpu"))
+
+
+def wait(pending):
+    for one in pending:
+        one.wait(DEADLINE_S)
+
+
+# Over links -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_the_sum_is_torchs_for_every_type_and_length(groups, size, dtype):
+    for algorithm in ALL_REDUCES:
+        for length in [0, 1, 2, size - 1, size, size + 1, 999, 100_003]:
+            flats = [vector(rank, length, dtype) for rank in range(size)]
+            for flat in groups[size].sum(flats, algorithm):
+                assert torch.equal(flat, total(size, length, dtype)), (algorithm, length, flat)
+            for rank, flat in enumerate(flats):
+                assert torch.equal(flat, vector(rank, length, dtype))
+
+
+@pytest.mark.parametrize("size", [6, 7, 8, 11, 16, 17])
+def test_more_members_find_the_same_sum_to_the_last_bit(size):
+    with group(size) as many:
+        for algorithm in ALL_REDUCES:
+            for length in [1, size + 1, 20_003]:
+                generator = torch.Generator().manual_seed(length)
+                flats = [torch.randn(length, generator=generator) for _ in range(size)]
+                sums = many.sum(flats, algorithm)
+                for flat in sums:
+                    assert torch.equal(flat.view(torch.uint8), sums[0].view(torch.uint8)), algorithm
+                assert torch.allclose(sums[0], sum(flats), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("memory", ["own", "shared"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_parts_that_lie_elsewhere_are_summed_from_there_to_the_same_bits_on_all(groups, size, dtype, memory):
+    chosen = groups[size]
+    for algorithm in ALL_REDUCES:
+        for length in [5, 10_003, 2_000_003]:
+            if length > 10_003 and algorithm not in ("ring", "recursive_doubling"):
+                continue
+            third = length // 3
+            generator = torch.Generator().manual_seed(length)
+            flats, parts, expected = [], [], torch.zeros(length, dtype=torch.float64)
+            for member in chosen.members:
+                whole = torch.randn(length, generator=generator).to(dtype)
+                flat = whole / size
+                flat[third : 2 * third] = torch.nan  # what lies elsewhere
+                flats.append(zeros(member._endpoint, length, dtype) if memory == "shared" else flat)
+                flats[-1].copy_(flat)
+                parts.append([InPlaceElements(third, whole[third : 2 * third], 1 / size)] if third else [])
+                expected += whole.double() / size
+            kept = [[part.values.clone() for part in some] for some in parts]
+            sums = [zeros(member._endpoint, length, dtype) for member in chosen.members]
+            exchange_id = chosen.new_id()
+            wait(
+                [
+                    member.all_reduce(flat, into, exchange_id=exchange_id, algorithm=algorithm, in_place=some)
+                    for member, flat, into, some in zip(chosen.members, flats, sums, parts, strict=True)
+                ]
+            )
+            for into in sums:
+                assert torch.equal(into.view(torch.uint8), sums[0].view(torch.uint8)), algorithm
+            tolerance = 1e-6 if dtype == torch.float32 else 0.04
+            assert torch.allclose(sums[0].double(), expected, rtol=0, atol=tolerance), algorithm
+            for some, before in zip(parts, kept, strict=True):
+                assert all(torch.equal(part.values, one) for part, one in zip(some, before, strict=True))
+
+
+def test_a_sum_that_is_abandoned_is_not_settled_any_further():
+    """Its memory is the caller's again, while much of it has not been sent."""
+    with group(2) as two:
+        two.sum([torch.ones(10), torch.ones(10)])
+        length = 1 << 25
+        flat, into = torch.zeros(length), torch.empty(length)
+        began, go_on = threading.Event(), threading.Event()
+        two.endpoints[0].call_soon(lambda: (began.set(), go_on.wait(DEADLINE_S)))
+        assert began.wait(DEADLINE_S)
+        part = InPlaceElements(0, torch.ones(length), 1.0)
+        pending = two.members[0].all_reduce(flat, into, exchange_id=two.new_id(), in_place=[part])
+        abandoning = threading.Thread(target=two.members[0].abandon, args=[WorkerError("over")])
+        abandoning.start()
+        wait_until(lambda: two.members[0]._error, "an error")  # then `forget` waits behind what was begun
+        go_on.set()
+        abandoning.join(DEADLINE_S)
+        with pytest.raises(WorkerError, match="over"):
+            pending.wait(DEADLINE_S)
+        settled = int(flat.sum())
+        assert settled < length // 2
+        later = threading.Event()
+        two.endpoints[0].call_soon(later.set)
+        assert later.wait(DEADLINE_S)
+        assert int(flat.sum()) == settled
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_the_sum_is_the_same_where_members_read_each_others_memory(groups, size, dtype):
+    chosen = groups[size]
+    for length in [0, 1, size + 1, 100_003, 1_500_001]:
+        for algorithm in ["ring"] if length > 2**20 else ALL_REDUCES:
+            flats = [zeros(member._endpoint, length, dtype) for member in chosen.members]
+            for rank, flat in enumerate(flats):
+                flat.copy_(vector(rank, length, dtype))
+            sums = [zeros(member._endpoint, length, dtype) for member in chosen.members]
+            sent = [one.bytes_sent for one in chosen.endpoints]
+            exchange_id = chosen.new_id()
+            wait(
+                [
+                    member.all_reduce(flat, into, exchange_id=exchange_id, algorithm=algorithm)
+                    for member, flat, into in zip(chosen.members, flats, sums, strict=True)
+                ]
+            )
+            for rank, (flat, into) in enumerate(zip(flats, sums, strict=True)):
+                assert torch.equal(into, total(size, length, dtype)), (algorithm, length, into)
+                assert torch.equal(flat, vector(rank, length, dtype))
+            if size > 1 and HAS_SHARED_MEMORY and length * dtype.itemsize > 2**20:
+                for one, before in zip(chosen.endpoints, sent, strict=True):
+                    assert algorithm != "ring" or one.bytes_sent - before < length * dtype.itemsize // 10
+
+
+@pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is shared on Linux only")
+def test_memory_that_a_member_may_still_read_is_not_written_again():
+    """A member that was told where a part lies and is held up reads it late, whatever was abandoned since."""
+    with group(2) as two:
+        two.sum([torch.ones(10), torch.ones(10)])
+        memory = TensorMemory(two.endpoints[0])
+        own, into = (zeros(two.endpoints[0], 2**20) for _ in range(2))
+        release = threading.Event()
+        two.endpoints[1].call_soon(lambda: release.wait(DEADLINE_S))
+        pending = two.members[0].all_reduce(own, into, exchange_id=two.new_id())
+        assert two.endpoints[0].flush(DEADLINE_S)
+        two.members[0].abandon(WorkerError("somebody else was lost"))
+        with pytest.raises(WorkerError):
+            pending.wait(DEADLINE_S)
+        assert memory.may_be_read(own)
+        again = LinkExchange(two.endpoints[0], [one.name for one in two.endpoints], 0)
+        assert not memory.may_be_read(into)
+        for begin in partial(again.prepare, own), partial(again.all_reduce, into, own):
+            with pytest.raises(ValueError, match="memory that a member may still read"):
+                begin(exchange_id=two.new_id())
+        bucket = Bucket(dtype=torch.float32, entries=(0,), offsets=(0,), elements=2**20)
+        slot = GradientBucket(bucket, [torch.Size([2**20])], 1, partial(zeros, two.endpoints[0]))
+        slot.contribution.flat = own.fill_(3.0)
+        kept = slot.output
+        slot.replace_read_buffers(memory.may_be_read)
+        assert slot.contribution.flat is not own
+        assert slot.contribution.flat.unique().tolist() == [3.0]
+        assert slot.output is kept
+        slot.output.flat = own
+        slot.replace_read_buffers(memory.may_be_read)
+        assert slot.output is not kept
+        release.set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_all_members_hold_the_same_bits_though_the_sum_is_rounded(groups, size, dtype):
+    generator = torch.Generator().manual_seed(size)
+    flats = [torch.randn(10_007, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
+    expected = sum(flat.double() for flat in flats)
+    for algorithm in ALL_REDUCES:
+        sums = groups[size].sum(flats, algorithm)
+        for flat in sums:
+            assert torch.equal(flat.view(torch.uint8), sums[0].view(torch.uint8)), algorithm
+            assert torch.allclose(flat.double(), expected, rtol=0, atol=40 * torch.finfo(dtype).eps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 5),
+    kinds=st.lists(
+        st.tuples(
+            st.integers(0, 3000) | st.integers(3000, 300_000), st.sampled_from(ALL_REDUCES), st.integers(0, 3)
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    is_shared=st.booleans(),
+    seed=st.integers(),
+)
+def test_exchanges_in_flight_at_once_do_not_meet(groups, size, kinds, is_shared, seed):
+    """The members begin and await them in orders of their own."""
+    chosen = groups[size]
+    lengths = [length for length, _, _ in kinds]
+    exchange_id = chosen.new_id()
+    flats = [[vector(rank + i, length) for i, length in enumerate(lengths)] for rank in range(size)]
+    sums = [[torch.empty_like(flat) for flat in own] for own in flats]
+    if is_shared:
+        flats, sums = (
+            [
+                [zeros(member._endpoint, flat.numel(), flat.dtype).copy_(flat) for flat in own]
+                for member, own in zip(chosen.members, side, strict=True)
+            ]
+            for side in (flats, sums)
+        )
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    orders = [torch.randperm(len(lengths), generator=generator).tolist() for _ in range(size)]
+    prepared = [torch.randperm(len(lengths), generator=generator).tolist() for _ in range(size)]
+
+    def member(rank):
+        for i in prepared[rank][: len(lengths) // 2]:
+            chosen.members[rank].prepare(
+                sums[rank][i], exchange_id=exchange_id, index=i, algorithm=kinds[i][1]
+            )
+        pending = [
+            chosen.members[rank].all_reduce(
+                flats[rank][i],
+                sums[rank][i],
+                exchange_id=exchange_id,
+                index=i,
+                algorithm=kinds[i][1],
+                priority=kinds[i][2],
+            )
+            for i in orders[rank]
+        ]
+        wait(pending)
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(member, range(size)))
+    for i, length in enumerate(lengths):
+        expected = sum(vector(rank + i, length) for rank in range(size))
+        for rank in range(size):
+            assert torch.equal(sums[rank][i], expected)
+
+
+@pytest.mark.parametrize("unix", [True, False], ids=["unix", "tcp"])
+def test_a_long_vector_travels_in_many_frames(unix):
+    with group(3, unix=unix) as three:
+        flats = [vector(rank, 3_000_001, torch.float32) for rank in range(3)]
+        for flat in three.sum(flats):
+            assert torch.equal(flat, total(3, 3_000_001, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.complex64], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_broadcast_copies_the_bits_of_any_root(groups, size, dtype):
+    for root in range(size):
+        for length in [0, 1, 15, 16, 17, 20_001]:
+            content = vector(root, length, dtype)
+            flats = [content.clone() if rank == root else torch.zeros_like(content) for rank in range(size)]
+            exchange_id = groups[size].new_id()
+            wait(
+                [
+                    member.broadcast(flat, root=root, exchange_id=exchange_id)
+                    for member, flat in zip(groups[size].members, flats, strict=True)
+                ]
+            )
+            for flat in flats:
+                assert torch.equal(flat, content)
+
+
+def test_a_wait_is_over_only_when_the_memory_may_be_written_again():
+    """The root waits for nobody, but its bytes lie in its own memory until the kernel has taken them."""
+    with group(2) as two:
+        root, other = torch.arange(2**22), torch.zeros(2**22, dtype=torch.int64)
+        release = threading.Event()
+        two.endpoints[1].call_soon(lambda: release.wait(DEADLINE_S))  # does not read as long as that takes
+        sent = two.members[0].broadcast(root, root=0, exchange_id=1)
+        with pytest.raises(WorkerError):
+            sent.wait(0.01)
+        release.set()
+        received = two.members[1].broadcast(other, root=0, exchange_id=1)
+        sent.wait(DEADLINE_S)
+        root.zero_()
+        received.wait(DEADLINE_S)
+        assert torch.equal(other, torch.arange(2**22))
+
+
+def test_abandoning_ends_what_is_pending_and_what_comes_later():
+    with group(3) as three:
+        flats = [torch.ones(1000), torch.ones(1000)]
+        pending = [
+            three.members[0].all_reduce(flats[0], torch.empty(1000), exchange_id=1, index=i) for i in range(2)
+        ]
+        error = WorkerError("worker 1 was lost", worker=1, step=5)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(pending[0].wait, DEADLINE_S)
+            three.members[0].abandon(error)
+            assert waiting.exception(DEADLINE_S) is error
+        three.members[0].abandon(WorkerError("something later"))
+        for one in [
+            *pending,
+            three.members[0].all_reduce(flats[1], torch.empty(1000), exchange_id=2),
+            three.members[0].broadcast(flats[1], root=0, exchange_id=3),
+        ]:
+            with pytest.raises(WorkerError) as caught:
+                one.wait(DEADLINE_S)
+            assert caught.value is error
+
+
+def test_what_was_done_before_it_was_abandoned_stays_done():
+    with group(2) as two:
+        flats = [vector(rank, 10) for rank in range(2)]
+        pending, sums = two.all_reduce(flats)
+        wait(pending)
+        two.members[0].abandon(WorkerError("worker 1 was lost"))
+        wait(pending)
+        assert torch.equal(sums[0], total(2, 10))
+
+
+def test_a_deadline_that_passes_is_an_error_that_says_so():
+    with group(2) as two:
+        pending = two.members[0].all_reduce(torch.ones(10), torch.empty(10), exchange_id=1)
+        with pytest.raises(WorkerError, match=r"not finished within 0\.01 s"):
+            pending.wait(0.01)
+
+
+# Over torch.distributed -----------------------------------------------------------------------------------
+
+
+def torch_sums(rank, say):
+    dist.init_process_group("gloo")
+    exchange = TorchExchange(dist.group.WORLD)
+    size = dist.get_world_size()
+    for number, dtype in enumerate([torch.float32, torch.float64, torch.int64, torch.bfloat16]):
+        lengths = [0, 1, size - 1, size, 10_007]
+        flats = [vector(rank, length, dtype) for length in lengths]
+        sums = [torch.empty_like(flat) for flat in flats]
+        pending = [
+            exchange.all_reduce(flat, into, exchange_id=number, index=i)
+            for i, (flat, into) in enumerate(zip(flats, sums, strict=True))
+        ]
+        wait(pending)
+        for length, flat in zip(lengths, sums, strict=True):
+            assert torch.equal(flat, total(size, length, dtype)), (dtype, length)
+    for root in range(size):
+        flat = vector(rank, 1000)
+        wait([exchange.broadcast(flat, root=root, exchange_id=100 + root)])
+        assert torch.equal(flat, vector(root, 1000))
+    if size == 3:  # members are named by their places in the group
+        part = dist.new_group([1, 2])
+        if rank:
+            flat = vector(rank, 10)
+            wait([TorchExchange(part).broadcast(flat, root=1, exchange_id=0)])
+            assert torch.equal(flat, vector(2, 10))
+    generator = torch.Generator().manual_seed(rank)
+    flat = torch.randn(10_007, generator=generator)
+    into = torch.empty_like(flat)
+    wait([exchange.all_reduce(flat, into, exchange_id=200)])
+    dist.destroy_process_group()
+    return into.sum().item()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_torch_sums_and_broadcasts_are_the_same(size):
+    assert len(set(values(run(torch_sums, size)))) == 1
+
+
+def torch_abandons(rank, say):
+    dist.init_process_group("gloo")
+    exchange = TorchExchange(dist.group.WORLD)
+    if rank == 1:
+        say("here")
+        threading.Event().wait()
+    flat = torch.ones(10)
+    into = torch.empty(10)
+    pending = exchange.all_reduce(flat, into, exchange_id=1)
+    with pytest.raises(WorkerError, match=r"not finished within 0\.01 s"):
+        pending.wait(0.01)
+    error = WorkerError("worker 1 is stuck", worker=1)
+    threading.Timer(0.1, exchange.abandon, [error]).start()
+    for one in pending, exchange.all_reduce(flat, into, exchange_id=2):
+        with pytest.raises(WorkerError) as caught:
+            one.wait(DEADLINE_S)
+        assert caught.value is error
+    say("done")
+    os._exit(0)  # gloo would wait for the other
+
+
+def test_torch_exchanges_end_when_they_are_abandoned():
+    with start(torch_abandons, 2) as running:
+        assert running.said(1) == "here"
+        assert running.said(0) == "done"
+
+
+def torch_loses_a_peer(rank, say):
+    dist.init_process_group("gloo")
+    exchange = TorchExchange(dist.group.WORLD)
+    dist.barrier()  # else it may die while they are still getting to know each other
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(WorkerError, match=r"a torch\.distributed exchange failed: .*[Cc]onnection"):
+        exchange.all_reduce(torch.ones(10), torch.empty(10), exchange_id=1).wait(DEADLINE_S)
+    return "done"
+
+
+def test_a_torch_exchange_that_fails_is_a_worker_error():
+    assert run(torch_loses_a_peer, 2)[0].value == "done"

@@ -1,0 +1,360 @@
+"""Promises of the control path between a worker and a coordinator: each event and each action once, in order.
+
+First the worker's line against a coordinator played by hand, then a real coordinator that kills itself.
+"""
+
+import queue
+import socket
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from offbeat.errors import ProtocolError
+from offbeat.events import EndEpoch, Group, Left, PeerList, StepTimed, Tick
+from offbeat.runtime.control.channel import (
+    SEQUENCE_ACK_INTERVAL,
+    ControlChannel,
+    SequenceAck,
+    decode_sequence_ack,
+    encode_sequence_ack,
+)
+from offbeat.runtime.control.configuration import COORDINATOR
+from offbeat.wire.record import decode_events, encode_actions, read_log, replay
+from support.coordinator_process import coordinator, joined, ready
+from support.endpoints import DEADLINE_S, Node, node
+
+__all__ = ["node"]
+
+
+class Worker:
+    """A worker's links and its line to the coordinator, and what it has heard."""
+
+    def __init__(self, name, addresses, worker=0):
+        self.heard, self.gone = queue.SimpleQueue(), queue.SimpleQueue()
+        self.worker = worker
+        self.node = Node(
+            name,
+            on_message=lambda _, payload: self.hear(payload),
+            on_lost=lambda error: self.line.on_connection_lost(error),
+            on_left=lambda _: self.line.on_peer_closed(),
+        )
+        self.links = self.node.links
+        self.name = self.links.name
+        self.line = ControlChannel(self.links, COORDINATOR, addresses, on_coordinator_gone=self.gone.put)
+
+    def hear(self, payload):
+        for action in self.line.receive(payload):
+            self.heard.put(action)
+
+    def action(self):
+        return self.heard.get(timeout=DEADLINE_S)
+
+    def joins(self, world):
+        self.line.send(joined(self, world, self.worker))
+        return self
+
+    def leaves(self, step):
+        self.line.send(Left(now_s=0.0, worker=self.worker, step=step))
+        self.line.wait_until_acked(DEADLINE_S)
+        self.links.close()
+
+
+class ByHand:
+    """What a coordinator would say, at an address that outlives it."""
+
+    def __init__(self, node):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self._node = node
+        self.start()
+
+    def start(self):
+        listeners = [(self.listener.dup(), self.address)]
+        self.node = self._node(COORDINATOR, listeners=listeners)
+
+    def dies(self):
+        self.node.links.call_soon(lambda: 1 / 0)
+        assert isinstance(self.node.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
+
+    def hear(self):
+        """The next thing that the worker says: a tally, or the rounds of its Readys."""
+        payload = self.node.message()[1]
+        tally = decode_sequence_ack(payload)
+        return tally if tally is not None else [event.round for event in decode_events(payload, 0.0)]
+
+    def say(self, thing):
+        payload = encode_sequence_ack(thing) if isinstance(thing, SequenceAck) else encode_actions(thing)
+        self.node.links.send("w0", payload)
+
+
+def actions(*epochs):
+    return [EndEpoch(epoch=epoch, reason="") for epoch in epochs]
+
+
+@pytest.fixture
+def by_hand(node):
+    by_hand = ByHand(node)
+    worker = Worker("w0", [by_hand.address])
+    yield by_hand, worker
+    worker.links.close()
+    by_hand.listener.close()
+
+
+def test_after_a_loss_it_says_again_what_is_not_recorded_and_nothing_else(by_hand):
+    other, worker = by_hand
+    worker.line.send(ready(0, 0), ready(0, 1))
+    worker.line.send(ready(0, 2), ready(0, 3), ready(0, 4))
+    worker.line.send(ready(0, 5))
+    assert [other.hear() for _ in range(3)] == [[0, 1], [2, 3, 4], [5]]
+    other.dies()
+    other.start()
+    assert other.hear() == SequenceAck(1, 0, 6)
+    worker.line.send(ready(0, 6))
+    other.say(SequenceAck(1, 3, 0))
+    assert [other.hear() for _ in range(4)] == [[3, 4], [5], [6], SequenceAck(1, 0, 7)]
+
+
+def test_it_says_that_it_is_back_when_it_has_heard_what_it_missed_and_answered(by_hand):
+    other, worker = by_hand
+    worker.line.send(ready(0, 0))
+    assert other.hear() == [0]
+    other.say(actions(0, 1))
+    assert [worker.action().epoch for _ in range(2)] == [0, 1]
+    other.dies()
+    other.start()
+    assert other.hear() == SequenceAck(1, 2, 1)
+    other.say(SequenceAck(1, 1, 4))
+    other.say(actions(2))
+    assert worker.action().epoch == 2
+    worker.line.send(ready(0, 1))
+    other.say(actions(3))
+    assert [other.hear() for _ in range(2)] == [[1], SequenceAck(1, 4, 2)]
+
+
+def test_what_belongs_to_an_earlier_connection_is_not_heard(by_hand):
+    other, worker = by_hand
+    worker.line.send(ready(0, 0), ready(0, 1))
+    assert other.hear() == [0, 1]
+    other.dies()
+    other.start()
+    assert other.hear() == SequenceAck(1, 0, 2)
+    other.say(actions(0))
+    other.say(SequenceAck(0, 2, 0))
+    other.say(SequenceAck(1, 0, 1))
+    other.say(actions(7))
+    assert worker.action().epoch == 7
+    assert [other.hear() for _ in range(2)] == [[0, 1], SequenceAck(1, 1, 2)]
+
+
+def test_whatever_thread_says_it_it_goes_out_in_the_order_in_which_it_was_said(by_hand):
+    other, worker = by_hand
+    is_inside, goes_on = threading.Event(), threading.Event()
+    worker.line.send(ready(0, 0))
+    assert other.hear() == [0]  # there is a connection
+
+    def in_a_callback():
+        is_inside.set()
+        assert goes_on.wait(DEADLINE_S)
+        worker.line.send(ready(0, 2))
+
+    worker.links.call_soon(in_a_callback)
+    assert is_inside.wait(DEADLINE_S)
+    worker.line.send(ready(0, 1))
+    goes_on.set()
+    assert [other.hear() for _ in range(2)] == [[1], [2]]
+
+
+def test_a_recorded_count_that_cannot_be_breaks_the_protocol(by_hand):
+    _, worker = by_hand
+    worker.line.send(ready(0, 0))
+    for heard in (2, 10**6):
+        with pytest.raises(ProtocolError, match="expected an acknowledgement of between 0 and 1 events"):
+            worker.line.receive(encode_sequence_ack(SequenceAck(0, heard, 0)))
+
+
+def test_where_nobody_listens_any_more_it_says_so_once(by_hand):
+    other, worker = by_hand
+    worker.line.send(ready(0, 0))
+    assert other.hear() == [0]
+    other.listener.close()
+    other.dies()
+    gone = worker.gone.get(timeout=DEADLINE_S)
+    assert gone.startswith(
+        f"coordinator closed the connection, and nothing listens any more at {other.address}; its process has"
+    )
+    worker.line.wait_until_acked(DEADLINE_S)
+    assert worker.gone.empty()
+
+
+@contextmanager
+def over(node):
+    """The coordinator's process has ended: its address is free."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()[1]
+    yield where
+
+
+@contextmanager
+def deaf(node):
+    """The coordinator's host does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@contextmanager
+def of_another_job(node):
+    """The coordinator of a later job has been given the same port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()[1]
+        node(COORDINATOR, job="later", listeners=[(listener.dup(), f"tcp://127.0.0.1:{where}")])
+        yield where
+
+
+@contextmanager
+def leaving(node):
+    """The coordinator says goodbye to whoever has come."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()[1]
+        listeners = [(listener.dup(), f"tcp://127.0.0.1:{where}")]
+        one = node(
+            COORDINATOR,
+            listeners=listeners,
+            on_message=lambda *_: threading.Thread(target=one.links.close).start(),
+        )
+        yield where
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "words"),
+    [
+        (over, ["nothing listens any more at tcp://", "its process has ended", "see the output of rank 0"]),
+        (deaf, ["within 0.5 s: no answer", "its process may be alive", "no firewall blocks it"]),
+        (of_another_job, ["this is job later, not job job", "another process listens", "start it again"]),
+        (leaving, ["it ended before the job did", "see the output of rank 0"]),
+    ],
+)
+def test_each_way_to_find_no_coordinator_has_its_own_words(node, coordinator, words):
+    gone = queue.SimpleQueue()
+    with coordinator(node) as port:
+        links = node(
+            "worker",
+            connect_s=0.5,
+            on_lost=lambda error: line.on_connection_lost(error),
+            on_left=lambda _: line.on_peer_closed(),
+        ).links
+        line = ControlChannel(links, COORDINATOR, [f"tcp://127.0.0.1:{port}"], on_coordinator_gone=gone.put)
+        line.send(ready(0, 0))
+        text = gone.get(timeout=DEADLINE_S)
+    for one in words:
+        assert one in text
+    assert "?" not in text
+
+
+# A real coordinator ---------------------------------------------------------------------------------------
+
+DIES_AT = """
+import os, signal
+from offbeat.runtime.control.configuration import COORDINATOR
+from offbeat.runtime.control.coordinator import Coordinator
+send, at = Coordinator._send, {at}
+def send_or_die(self, peer, payload):
+    flag = os.open({flag!r}, os.O_RDWR | os.O_CREAT)
+    {before}
+    send(self, peer, payload)
+    {after}
+def count(flag):
+    os.write(flag, b'.') if os.lseek(flag, 0, os.SEEK_END) <= at else None
+    return os.lseek(flag, 0, os.SEEK_END)
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+Coordinator._send = send_or_die
+"""
+TURN = "if count(flag) == at and not os.path.exists({done!r}): open({done!r}, 'w'); {extra}die()"
+
+
+@contextmanager
+def coordinator_that_dies(tmp_path, world, at, when, **options):
+    """A coordinator that kills itself before or after it hands its message number `at` to the links."""
+    done = str(tmp_path / "done")
+    wait = "self._endpoint.flush(10); " if when == "after" else "self.journal.flush(); "
+    turn = TURN.format(done=done, extra=wait)
+    lines = {"before": "pass", "after": "pass"} | {when: turn}
+    prelude = DIES_AT.format(at=at, flag=str(tmp_path / "flag"), **lines)
+    with coordinator(world, tmp_path / "log", prelude=prelude, **options) as process:
+        yield process
+
+
+@pytest.mark.parametrize("journal_events_max", [1, 10_000])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_who_is_killed_while_it_tells_has_told_everybody_once(at, when, journal_events_max, tmp_path):
+    """The last of three joins, and is the reason for a PeerList and a Group to each of them."""
+    with coordinator_that_dies(tmp_path, 3, at, when, journal_events_max=journal_events_max) as process:
+        workers = [Worker(f"w{number}", process.addresses, number).joins(3) for number in range(3)]
+        for worker in workers:
+            assert isinstance(worker.action(), PeerList)
+            assert isinstance(worker.action(), Group)
+            worker.line.send(ready(worker.worker))
+        for worker in workers:
+            assert worker.gone.empty()
+            worker.leaves(1)
+            assert worker.heard.empty()
+        code, errors = process.ended()
+        assert code == 0
+        assert errors.count("it is started again") == 1
+    log = read_log(tmp_path / "log")
+    assert replay(log) is None
+    assert sum(isinstance(entry, Left) for entry in log.entries) == 3
+
+
+def test_no_time_passes_until_all_are_back(tmp_path):
+    with coordinator_that_dies(tmp_path, 2, 2, "after", tick_s=0.01) as process:
+        workers = [Worker(f"w{number}", process.addresses, number) for number in range(2)]
+        held, is_held = threading.Event(), threading.Event()
+        report_back = workers[1].line._confirm_resync
+
+        def hold_back():
+            if workers[1].line._caught_up_at is not None and not held.is_set():
+                is_held.set()
+            else:
+                report_back()
+
+        workers[1].line._confirm_resync = hold_back
+        for worker in workers:
+            worker.joins(2)
+        assert is_held.wait(DEADLINE_S)
+        for number in range(200):
+            workers[0].line.send(timed(number))
+            workers[0].line.wait_until_acked(DEADLINE_S)
+        held.set()
+        workers[1].links.call_soon(report_back)
+        for worker in workers:
+            worker.leaves(0)
+        assert process.ended()[0] == 0
+    entries = read_log(tmp_path / "log").entries
+    steps = [number for number, entry in enumerate(entries) if isinstance(entry, StepTimed)]
+    assert len(steps) == 200
+    assert not any(isinstance(entry, Tick) for entry in entries[steps[0] : steps[-1]])
+    assert entries[steps[-1]].now_s - entries[steps[0]].now_s > 2 * 0.01
+
+
+def timed(step):
+    times_s = dict.fromkeys(
+        ("batch_s", "compute_s", "apply_s", "communicate_s", "wait_s", "other_s", "wall_s"), 0.0
+    )
+    return StepTimed(now_s=0.0, worker=0, step=step, samples=0, **times_s)
+
+
+def test_what_the_coordinator_keeps_for_a_worker_is_dropped_when_it_was_heard(tmp_path):
+    """Else a tally could not be refused that takes back what was heard."""
+    with coordinator(1, tmp_path / "log") as process:
+        worker = Worker("w0", process.addresses).joins(1)
+        assert isinstance(worker.action(), PeerList)
+        assert isinstance(worker.action(), Group)
+        for number in range(SEQUENCE_ACK_INTERVAL):
+            worker.line.send(timed(number))
+        worker.line.wait_until_acked(DEADLINE_S)
+        worker.links.send(COORDINATOR, encode_sequence_ack(SequenceAck(0, 0, 0)))
+        assert "expected an acknowledgement of between 2 and 2 actions, got 0" in worker.action().reason
+        worker.links.close()
+        assert process.ended()[0] == 0

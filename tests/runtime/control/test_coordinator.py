@@ -1,0 +1,519 @@
+"""Promises of the coordinator, kept by a real one: it hears those who may speak, and ends with its job."""
+
+import queue
+import random
+import socket
+import time
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.errors import LinkError, WorkerError
+from offbeat.events import (
+    AbortJob,
+    Failed,
+    Left,
+    Lost,
+    PeerList,
+    PeerReachable,
+    PeerUnreachable,
+    Ready,
+    RejectPeer,
+    StepFinished,
+    Tick,
+)
+from offbeat.policies.membership.group_protocol import GroupProtocol
+from offbeat.runtime.control.channel import ControlChannel, SequenceAck, encode_sequence_ack
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.control.configuration import COORDINATOR
+from offbeat.runtime.control.rendezvous import RendezvousInfo
+from offbeat.runtime.transport.endpoint import Endpoint
+from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameKind
+from offbeat.runtime.transport.handshake import DiallerHandshake
+from offbeat.wire.record import encode_events, read_log, replay
+from support.coordinator_process import DEADLINE_S, Peer, coordinator, goes_on, joined, ready, running_job
+from support.run_logs import entries_of, wait_for_entry, wait_until
+from support.tcp_proxy import Line
+
+MIB = 2**20
+
+
+def begun(worker):
+    return StepFinished(
+        now_s=0.0,
+        worker=worker,
+        clock=None,
+        parameter_version=0,
+        epoch=0,
+        step=0,
+        compute_s=0.0,
+        samples=0,
+        loss=None,
+        blocks=(),
+    )
+
+
+# Whom it does not hear ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def job_with_a_line(log, *, listens):
+    """A coordinator with two workers, of which the second dials it over a line."""
+    with coordinator(2, log) as process:
+        host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
+        line = Line((host, int(port)))
+        peers = [Peer("w0", process, worker=0), Peer("w1", process, worker=1, line=line, listens=listens)]
+        try:
+            for peer in peers:
+                peer.join(2)
+            for peer in peers:
+                peer.hear_until(PeerList)
+            yield process, peers, line
+        finally:
+            for peer in peers:
+                peer.links.close()
+            line.close()
+
+
+def test_a_connection_that_breaks_loses_no_worker(tmp_path):
+    with job_with_a_line(tmp_path / "log", listens=True) as (process, peers, line):
+        for round_ in range(5):
+            line.reset()
+            for peer in peers:
+                peer.say(ready(peer.worker, round_))
+        for peer in peers:
+            peer.leave(5)
+        code, errors = process.ended()
+        assert (code, errors) == (0, "")
+    readys = [event.round for event in entries_of(tmp_path / "log", Ready) if event.worker == 1]
+    assert readys == [*range(5)]
+    assert not entries_of(tmp_path / "log", Lost)
+
+
+def test_a_worker_that_it_does_not_hear_is_reported_until_it_is_heard(tmp_path):
+    log = tmp_path / "log"
+    with job_with_a_line(log, listens=False) as (process, peers, line):
+        for round_ in range(2):
+            began_s = time.monotonic()
+            line.cut(new_ones_too=True)
+            peers[1].say(ready(1, round_))
+            for kind in (PeerUnreachable, PeerReachable):
+                wait_for_entry(
+                    log,
+                    f"{kind.__name__} {round_}",
+                    lambda entry, kind=kind, began_s=began_s: (
+                        isinstance(entry, kind) and entry.now_s > began_s
+                    ),
+                )
+                line.mend()
+            peers[0].say(ready(0, round_))
+        for peer in peers:
+            peer.leave(2)
+        assert process.ended() == (0, "")
+    found = [
+        type(event)
+        for event in entries_of(log, PeerUnreachable, PeerReachable, Ready)
+        if (event.worker == 1 if isinstance(event, Ready) else event.peer == 1)
+    ]
+    reports = [kind for kind in found if kind is not Ready]
+    assert reports == [PeerUnreachable, PeerReachable] * (len(reports) // 2)
+    assert [before for before, kind in pairwise(found) if kind is Ready] == [PeerReachable] * 2
+
+
+def test_a_worker_that_has_given_its_connection_up_and_dials_anew_is_not_lost(tmp_path):
+    """It is called back, and what either side has missed is said again."""
+    log = tmp_path / "log"
+    with coordinator(1, log, silent_s=1000.0) as process, ExitStack() as stack:
+        gone, heard = queue.SimpleQueue(), queue.SimpleQueue()
+        links = Endpoint(
+            "w0",
+            job="job",
+            token="secret",
+            on_message=lambda _, payload: [heard.put(action) for action in control.receive(payload)],
+            on_lost=lambda error: control.on_connection_lost(error),
+            silent_s=3.0,
+        )
+        stack.callback(links.close)
+        there, back = (line_to(addresses[-1], stack) for addresses in (process.addresses, links.addresses))
+        control = ControlChannel(links, COORDINATOR, [there.address], on_coordinator_gone=gone.put)
+        place = SimpleNamespace(name="w0", links=SimpleNamespace(addresses=(back.address,)))
+        control.send(joined(place, 1, 0))
+        assert isinstance(heard.get(timeout=DEADLINE_S), PeerList)
+        for line in (there, back):
+            line.cut(new_ones_too=True)
+        wait_until(lambda: not control.is_connected, "the worker to give the connection up")
+        control.send(ready(0))
+        there.reset()  # now the coordinator knows that it is broken, and cannot dial
+        there.mend()
+        wait_for_entry(log, "what it said meanwhile", lambda entry: isinstance(entry, Ready))
+        control.send(Left(now_s=0.0, worker=0, step=1))
+        control.wait_until_acked(DEADLINE_S)
+        links.close()
+        assert process.ended() == (0, "")
+        assert gone.empty()
+    assert not entries_of(log, Lost)
+
+
+def line_to(address, stack):
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    line = Line((host, int(port)))
+    stack.callback(line.close)
+    return line
+
+
+def test_a_worker_may_not_say_what_only_the_coordinator_observes():
+    with running_job(2) as (_, peers):
+        peers[0].say(PeerUnreachable(now_s=0.0, worker=None, peer=1, cause="it is silent"))
+        assert "must not send PeerUnreachable" in peers[1].hear_until(AbortJob).reason
+
+
+# Who may speak --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secrets", [{"token": "wrong"}, {"job": "another"}])
+def test_it_speaks_only_to_those_who_know_job_and_token(secrets, tmp_path):
+    with running_job(2, tmp_path / "log") as (process, peers):
+        stranger = Peer("w2", process, worker=1, **secrets)
+        stranger.say(Left(now_s=0.0, worker=1, step=0))
+        assert isinstance(stranger.hear(), LinkError)
+        stranger.links.close()
+        for peer in peers:
+            peer.say(ready(peer.worker))
+            peer.leave(1)
+        assert process.ended()[0] == 0
+        events = read_log(tmp_path / "log").entries
+        assert sum(isinstance(event, Left) for event in events) == 2
+
+
+def test_a_name_that_is_taken_does_not_take_over():
+    with running_job(2) as (process, peers):
+        twin = Peer("w1", process, worker=1)
+        twin.say(Left(now_s=0.0, worker=1, step=0))
+        assert isinstance(twin.hear(), LinkError)  # once the coordinator has let it wait for 5 s
+        twin.links.close()
+        for peer in peers:
+            peer.say(ready(peer.worker))
+            peer.leave(1)
+        assert process.ended()[0] == 0
+
+
+def test_bytes_that_are_no_handshake_change_nothing():
+    with running_job(2) as (process, peers):
+        host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
+        for data in [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(10_000), random.Random(1).randbytes(10_000)]:
+            with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
+                sock.sendall(data)
+        for peer in peers:
+            peer.say(ready(peer.worker))
+            peer.leave(1)
+        assert process.ended()[0] == 0
+
+
+# Nonsense from those who may ------------------------------------------------------------------------------
+
+NONSENSE = {
+    "random bytes": lambda peer: random.Random(0).randbytes(1000),
+    "nothing": lambda peer: b"",
+    "no list": lambda peer: msgspec.msgpack.encode({"type": "Left"}),
+    "unknown event": lambda peer: msgspec.msgpack.encode([{"type": "Explode", "worker": 0}]),
+    "a field too many": lambda peer: msgspec.msgpack.encode(
+        [{"type": "Left", "worker": 1, "step": 0, "now_s": 1e9}]
+    ),
+    "a number out of range": lambda peer: msgspec.msgpack.encode([{"type": "Left", "worker": -1, "step": 0}]),
+    "deep": lambda peer: b"\x91" * 100_000 + b"\xc0",
+    "a megabyte": lambda peer: bytes(MIB),
+    "a tick": lambda peer: encode_events([Tick(now_s=0.0)]),
+    "another's event": lambda peer: encode_events([Left(now_s=0.0, worker=0, step=0)]),
+    "a loss": lambda peer: encode_events([Lost(now_s=0.0, worker=peer.worker, cause="bored")]),
+    "a loss of another": lambda peer: encode_events([Lost(now_s=0.0, worker=0, cause="envy")]),
+    "a long text": lambda peer: encode_events(
+        [Failed(now_s=0.0, worker=peer.worker, step=0, error="x" * (MIB - 1000))]
+    ),
+    "joined again": lambda peer: encode_events([joined(peer, 2, peer.worker)]),
+    "joined as another": lambda peer: encode_events([joined(peer, 2, 0)]),
+    "a tally of what it was not told": lambda peer: encode_sequence_ack(SequenceAck(0, 99, 0)),
+    "no tally": lambda peer: encode_sequence_ack(SequenceAck(0, 0, 0)) + b"!",
+}
+MISTAKES = {  # what only a policy can judge
+    "a round ahead": lambda peer: encode_events([ready(peer.worker, 7)]),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_of_a_worker_costs_the_job_that_worker_and_never_reaches_a_policy(what, tmp_path):
+    with running_job(2, tmp_path / "log") as (process, (good, bad)):
+        bad.say_bytes(NONSENSE[what](bad))
+        assert good.hear_until(AbortJob).worker == 1
+        assert isinstance(bad.hear_until(RejectPeer), RejectPeer)
+        bad.say(Failed(now_s=0.0, worker=1, step=0, error="not heard any more"))
+        bad.links.flush(DEADLINE_S)
+        bad.links.close()
+        good.leave()
+        assert process.ended() == (0, "")
+    log = read_log(tmp_path / "log")
+    assert replay(log) is None
+    events = [event for event in log.entries if isinstance(event, Left | Lost | Failed | Tick)]
+    told = [event for event in events if not isinstance(event, Tick)]
+    assert [(type(event), event.worker) for event in told] == [(Lost, 1), (Left, 0)]
+    assert told[0].cause.startswith("it broke the protocol: ")
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_what_only_a_policy_can_judge_stops_the_job_and_names_the_worker(what):
+    with running_job(2) as (process, peers):
+        peers[1].say_bytes(MISTAKES[what](peers[1]))
+        for peer in peers:
+            assert peer.hear_until(AbortJob).worker == 1
+            peer.links.close()
+        assert process.ended() == (0, "")
+
+
+@pytest.mark.parametrize("what", [*NONSENSE, "an event before joining"])
+def test_nonsense_of_one_who_has_not_joined_changes_nothing(what, tmp_path):
+    nonsense = NONSENSE | {
+        "an event before joining": lambda peer: encode_events(
+            [Failed(now_s=0.0, worker=1, step=0, error="no")]
+        ),
+        "joined again": lambda peer: encode_events([joined(peer, 3, 1)] * 2),
+        "joined as another": lambda peer: encode_events(
+            [joined(peer, 3, 0), Left(now_s=0.0, worker=0, step=0)]
+        ),
+        "another's event": lambda peer: encode_events(
+            [joined(peer, 3, 1), Failed(now_s=0.0, worker=1, step=0, error="no")]
+        ),
+    }
+    with running_job(2, tmp_path / "log") as (process, peers):
+        bad = Peer("stranger", process, worker=1)
+        bad.say_bytes(nonsense[what](bad))
+        assert isinstance(bad.hear(), RejectPeer)
+        bad.say(Left(now_s=0.0, worker=1, step=0))
+        bad.links.flush(DEADLINE_S)
+        bad.links.close()
+        goes_on(peers, process)
+    log = read_log(tmp_path / "log")
+    assert replay(log) is None
+    assert not any(isinstance(entry, Lost | Failed | AbortJob) for entry in log.entries)
+    assert sum(isinstance(entry, Left) for entry in log.entries) == 2
+
+
+def test_a_message_longer_than_links_carry_costs_the_connection():
+    with running_job(2) as (process, peers):
+        host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
+            greeting = DiallerHandshake(job="job", token="secret", node="stranger", peer=COORDINATOR)
+            sock.sendall(greeting.hello())
+            sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.MESSAGE, 2**31 - 1, 0, 0, 0))
+            while sock.recv(4096):
+                pass
+        for peer in peers:
+            peer.say(ready(peer.worker))
+            peer.leave(1)
+        assert process.ended()[0] == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(messages=st.lists(st.binary(max_size=200), max_size=5))
+def test_no_bytes_whatever_end_it(whole_job, messages):
+    process, peers = whole_job
+    stranger = Peer(f"s{random.randrange(2**60)}", process, worker=0)
+    for data in messages:
+        stranger.say_bytes(data)
+    stranger.links.flush(DEADLINE_S)
+    stranger.links.close()
+    assert process.process.poll() is None
+    for peer in peers:
+        assert peer.heard.empty() or not isinstance(peer.heard.get(), AbortJob | LinkError)
+
+
+@pytest.fixture(scope="module")
+def whole_job():
+    with running_job(2) as (process, peers):
+        yield process, peers
+        goes_on(peers, process)
+
+
+# Late comers ----------------------------------------------------------------------------------------------
+
+
+def test_a_grant_is_heard_by_nobody_but_the_worker_that_it_is_for(tmp_path):
+    with running_job(2, tmp_path / "log", policy="staleness.bounded_staleness:BoundedStaleness") as (
+        process,
+        peers,
+    ):
+        for peer in peers:
+            peer.say(begun(peer.worker))
+        for peer in peers:
+            while not (grant := peer.hear()).may_start:
+                assert grant.worker == peer.worker
+            assert grant.worker == peer.worker
+            peer.leave()
+        assert process.ended() == (0, "")
+    assert replay(read_log(tmp_path / "log")) is None
+
+
+def test_a_late_joiner_is_refused_and_the_job_does_not_notice(tmp_path):
+    with running_job(2, tmp_path / "log") as (process, peers):
+        for claim in (0, 1, 2, 77):
+            late = Peer(f"late{claim}", process, worker=claim).join(3)
+            refusal = late.hear()
+            assert refusal.peer == late.name
+            assert "the job has started without it" in refusal.reason
+            late.say(Failed(now_s=0.0, worker=claim, step=0, error="then nobody shall train"))
+            late.links.flush(DEADLINE_S)
+            late.links.close()
+        goes_on(peers, process)
+    assert replay(read_log(tmp_path / "log")) is None
+
+
+# Coming and going -----------------------------------------------------------------------------------------
+
+
+def test_it_never_imports_torch(tmp_path):
+    """What its process has imported when it ends."""
+    out = tmp_path / "modules"
+    prelude = (
+        f"import atexit, sys\natexit.register(lambda: open({str(out)!r}, 'w').write(' '.join(sys.modules)))"
+    )
+    with running_job(2, prelude=prelude) as (process, peers):
+        goes_on(peers, process)
+    modules = out.read_text().split()
+    assert "offbeat.policies.membership.lockstep" in modules
+    assert not {"torch", "numpy", "pickle"} & set(modules)
+
+
+def test_it_ends_when_all_have_left():
+    with running_job(3) as (process, peers):
+        for peer in peers[:2]:
+            peer.leave()
+        assert process.process.poll() is None
+        peers[2].leave()
+        assert process.ended() == (0, "")
+
+
+def test_it_ends_when_all_are_lost():
+    with running_job(2) as (process, peers):
+        for peer in peers:
+            peer.links.call_soon(lambda: 1 / 0)  # the links die without a goodbye
+        assert process.ended()[0] == 0
+
+
+def test_it_ends_when_nobody_ever_comes():
+    with coordinator(2, linger_s=0.2) as process:
+        assert process.ended() == (0, "")
+
+
+def test_it_does_not_wait_longer_for_those_who_are_missing_when_the_others_have_gone():
+    with coordinator(2, linger_s=0.2) as process:
+        peer = Peer("w0", process, worker=0).join(2)
+        peer.leave()
+        assert process.ended() == (0, "")
+
+
+def test_who_comes_after_the_job_ended_before_its_start_is_told_why():
+    with coordinator(3) as process:
+        first = Peer("w0", process, worker=0).join(3)
+        odd = Peer("w1", process, worker=1).join(5)
+        for peer in (first, odd):
+            assert "expects a world of 5 workers" in peer.hear_until(AbortJob | RejectPeer).reason
+            peer.links.close()
+        for worker in (2, 3, 4):  # all five that the odd one expects
+            late = Peer(f"w{worker}", process, worker=worker).join(3)
+            assert "expects a world of 5 workers" in late.hear_until(RejectPeer).reason
+            late.links.close()
+        assert process.ended() == (0, "")
+
+
+def test_a_coordinator_that_fails_tells_the_workers_why(tmp_path):
+    prelude = (
+        "from offbeat.policies.membership.lockstep import Lockstep\n"
+        "def fail(self, event): raise KeyError('no such worker')\n"
+        "Lockstep._handle_left = fail"
+    )
+    with running_job(2, tmp_path / "log", prelude=prelude) as (process, peers):
+        peers[0].say(Left(now_s=0.0, worker=0, step=0))
+        assert "the coordinator failed: KeyError: 'no such worker'" in peers[1].hear_until(AbortJob).reason
+        assert peers[1].hear() == "coordinator left"
+        code, errors = process.ended()
+        assert code != 0
+        assert "KeyError" in errors
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"log": "/no such folder/log"}, "No such file or directory"),
+        ({"world": 0}, "expected a world of at least 1 worker, got 0"),
+    ],
+)
+def test_a_bad_configuration_is_one_line_of_an_answer(change, text):
+    with coordinator(**({"world": 2} | change)) as process:
+        assert text in process.answer["error"]
+        assert process.ended() == (1, "")
+
+
+def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
+    heard = queue.SimpleQueue()
+    links = Endpoint(COORDINATOR, job="job", token="secret", on_message=lambda *_: None, on_lost=print)
+    meeting = RendezvousInfo(
+        job="job",
+        token="secret",
+        host="127.0.0.1",
+        coordinator=links.addresses,
+        store=None,
+        hosts_store=False,
+        worker=1,
+        world=2,
+        start_s=0.0,
+        deadline_s=0.0,
+    )
+    member = CoordinatorClient(meeting, 1, GroupProtocol(1), heard.put, steps_finished=lambda: 0)
+    try:
+        member.send_event(ready(1))
+        assert member.endpoint.flush(DEADLINE_S)
+        links.close()
+        assert "worker 1 lost the coordinator: it ended before the job" in str(heard.get(timeout=DEADLINE_S))
+        with pytest.raises(WorkerError, match="lost the coordinator"):
+            member.raise_if_failed()
+    finally:
+        member.close()
+
+
+def test_an_action_that_the_strategy_does_not_have_fails_the_job():
+    failures = queue.SimpleQueue()
+    with coordinator(1, policy="staleness.bounded_staleness:BoundedStaleness") as process:
+        info = RendezvousInfo(
+            job="job",
+            token="secret",
+            host="127.0.0.1",
+            coordinator=tuple(process.addresses),
+            store=None,
+            hosts_store=False,
+            worker=0,
+            world=1,
+            start_s=DEADLINE_S,
+            deadline_s=DEADLINE_S,
+        )
+        client = CoordinatorClient(info, 0, GroupProtocol(0), failures.put, steps_finished=lambda: 0)
+        try:
+            client.join(world=1, location="here", model=("weight",), strategy="bsp")
+            client.send_event(begun(0))
+            assert str(failures.get(timeout=DEADLINE_S)) == (
+                "worker 0 cannot use a message of the coordinator: "
+                "GroupProtocol does not handle the action StepPermit"
+            )
+            with pytest.raises(WorkerError, match="does not handle the action StepPermit"):
+                client.raise_if_failed()
+        finally:
+            client.close()
+
+
+def test_the_log_shows_within_a_tick_what_was_heard_though_nothing_followed_from_it(tmp_path):
+    log = tmp_path / "log"
+    with running_job(2, log, tick_s=0.05) as (_, peers):
+        peers[0].say(ready(0))
+        wait_until(lambda: b'"Ready"' in log.read_bytes(), "a log with what was heard")

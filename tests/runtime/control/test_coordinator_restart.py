@@ -1,0 +1,345 @@
+"""Promises about a coordinator that is killed: another one takes its place, and training goes on.
+
+Real workers, real kills. Afterwards all replicas are equal, and the run log shows one training: every event
+once, in order, and answers that fresh policies repeat.
+"""
+
+import os
+import signal
+from collections import Counter
+
+import msgspec
+import pytest
+
+from offbeat.events import AbortJob, Group, Halt, Halted, Joined, Left, Lost, PeerList, Ready, StepTimed
+from offbeat.policies.membership.group_membership import GroupMembership
+from offbeat.runtime import session
+from offbeat.runtime.control import client, rendezvous
+from offbeat.runtime.control.channel import SEQUENCE_ACK_INTERVAL, ControlChannel
+from offbeat.strategies import DPAR, AllReduce, PartialAllReduce
+from offbeat.wire.record import read_log, replay
+from support.group_training import BATCH, SAMPLES, STRATEGY, agree, train
+from support.jobs import MARK, coordinator, job
+from support.processes import values
+
+STRATEGIES = {  # that call nobody slow, however busy this machine is
+    "bsp": AllReduce(),
+    "partial": PartialAllReduce(limit=10**6),
+    "dpar": DPAR(threshold_ms=5000.0),
+}
+STEPS = SAMPLES // BATCH // 3  # an epoch, of three workers
+RESTARTS = 5
+
+
+def say_every_ten_steps(say):
+    last = -1
+
+    def misdeed(session):
+        nonlocal last
+        if session.step // 10 > last:
+            last = session.step // 10
+            say(session.step)
+
+    return misdeed
+
+
+def trains(rank, say, strategy, epochs, journal_events_max=None):
+    if journal_events_max is not None:
+        start = rendezvous.start_coordinator
+        rendezvous.start_coordinator = lambda configuration: start(
+            msgspec.structs.replace(configuration, journal_events_max=journal_events_max)
+        )
+    return train(rank, say, strategy, epochs, say_every_ten_steps(say))
+
+
+def kill_now():
+    """Kills the coordinator of the job that this process is a worker of."""
+    os.kill(coordinator(os.environ[MARK])[0], signal.SIGKILL)
+
+
+def one_training(path, workers):
+    """Reads a run log; checks that it is that of a job in which nothing was lost, doubled or out of order."""
+    log = read_log(path)
+    assert replay(log) is None
+    assert not log.is_truncated
+    assert not any(isinstance(entry, AbortJob) for entry in log.entries)
+    for kind in (Joined, Left):
+        assert sorted(entry.worker for entry in log.entries if isinstance(entry, kind)) == list(
+            range(workers)
+        )
+    times_s = [entry.now_s for entry in log.entries if hasattr(entry, "now_s")]
+    assert times_s == sorted(times_s)
+    return log.entries
+
+
+def each_once(entries, kind, worker, least):
+    """At least so many steps, none twice, none missing; who asks late for samples may make it one more."""
+    steps = [entry.step for entry in entries if isinstance(entry, kind) and entry.worker == worker]
+    assert steps == list(range(max(least, len(steps))))
+
+
+# In training ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("journal_events_max", [None, 7])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_training_goes_on_when_the_coordinator_is_killed_again_and_again(name, journal_events_max, tmp_path):
+    """With a new journal every 7 events, it is the policies' state that successors begin with."""
+    path = tmp_path / "log"
+    env = {"OFFBEAT_RUN_LOG": str(path)}
+    with job(trains, 3, STRATEGIES[name], 10, journal_events_max, env=env) as running:
+        for _ in range(RESTARTS):
+            running.said(0, 1, 2)
+            os.kill(running.coordinator(), signal.SIGKILL)
+        results = values(running.ends())
+    agree(results)
+    entries = one_training(path, 3)
+    for worker in range(3):
+        each_once(entries, StepTimed, worker, 10 * STEPS)
+        each_once(entries, Ready, worker, 10 * STEPS)
+    assert not any(isinstance(entry, Lost) for entry in entries)
+
+
+def test_coordinators_killed_as_soon_as_they_are_there_cost_nothing_either(tmp_path):
+    path = tmp_path / "log"
+    with job(trains, 3, AllReduce(), 10, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
+        running.said(0, 1, 2)
+        killed = set()
+        while len(killed) < RESTARTS:
+            pid = running.coordinator()
+            if pid not in killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        results = values(running.ends())
+    agree(results)
+    one_training(path, 3)
+
+
+def test_without_a_run_log_it_goes_on_too():
+    with job(trains, 3, STRATEGY, 10) as running:
+        for _ in range(RESTARTS):
+            running.said(0, 1, 2)
+            os.kill(running.coordinator(), signal.SIGKILL)
+        agree(values(running.ends()))
+
+
+def test_a_coordinator_whose_supervisor_is_killed_goes_on_without(tmp_path):
+    path = tmp_path / "log"
+    with job(trains, 3, STRATEGY, 10, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
+        running.said(0, 1, 2)
+        os.kill(running.supervisor(), signal.SIGKILL)
+        agree(values(running.ends()))
+    one_training(path, 3)
+
+
+# While groups change --------------------------------------------------------------------------------------
+
+
+def kills_when_it_hears(rank, say, what):
+    """Worker 0 kills the coordinator when it first hears of a change."""
+    method = {"Halt": "on_halt", "Group": "on_group"}[what]
+    hear = getattr(GroupMembership, method)
+    has_killed = False
+
+    def kill_and_hear(self, action):
+        nonlocal has_killed
+        if rank == 0 and action.generation > 0 and not has_killed:
+            has_killed = True
+            kill_now()
+        return hear(self, action)
+
+    setattr(GroupMembership, method, kill_and_hear)
+    return train(rank, say, STRATEGY, 10)
+
+
+@pytest.mark.parametrize("what", ["Halt", "Group"])
+def test_a_change_of_the_group_goes_on_with_the_next_coordinator(what, tmp_path):
+    path = tmp_path / "log"
+    env = {"OFFBEAT_RUN_LOG": str(path), "OFFBEAT_SLOW": "1:20@burst=8/100000"}
+    with job(kills_when_it_hears, 3, what, env=env) as running:
+        agree(values(running.ends()))
+    entries = one_training(path, 3)
+    groups = [entry for entry in entries if isinstance(entry, Group)]
+    assert any(group.members == (0, 2) for group in groups)
+    assert any(1 in group.joining for group in groups)
+    assert not any(isinstance(entry, Lost) for entry in entries)
+    answers = Counter((entry.worker, entry.generation) for entry in entries if isinstance(entry, Halted))
+    assert set(answers.values()) == {1}
+    assert len({entry.generation for entry in entries if isinstance(entry, Halt)}) > 1
+
+
+# Coming and going -----------------------------------------------------------------------------------------
+
+
+def comes_late(rank, say, late):
+    if rank == late:
+        join = client.CoordinatorClient.join
+
+        def join_later(self, **about):
+            say("has met the others and waits to ask")
+            assert signal.sigwait({signal.SIGUSR1})
+            return join(self, **about)
+
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        client.CoordinatorClient.join = join_later
+    else:
+        tell = ControlChannel.send
+
+        def tell_and_say(self, *events):
+            tell(self, *events)
+            if isinstance(events[0], Joined):
+                assert self._endpoint.flush(10)
+                say("asked to join")
+
+        ControlChannel.send = tell_and_say
+    return train(rank, say, STRATEGY, 3)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_job_comes_together_though_coordinators_are_killed_before_its_start(late, tmp_path):
+    path = tmp_path / "log"
+    with job(comes_late, 3, late, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
+        running.said(0, 1, 2)
+        os.kill(running.coordinator(), signal.SIGKILL)
+        running.coordinator()
+        running.signal(late, signal.SIGUSR1)
+        os.kill(running.coordinator(), signal.SIGKILL)
+        agree(values(running.ends()))
+    entries = one_training(path, 3)
+    assert sum(isinstance(entry, PeerList) for entry in entries) == 1
+
+
+def kills_when_it_leaves(rank, say, strategy):
+    """Worker 1 kills the coordinator when it has said that it leaves, and that was not heard."""
+    tell = ControlChannel.send
+
+    def tell_who_hears_no_more(self, *events):
+        if rank == 1 and any(isinstance(event, Left) for event in events):
+            serving = coordinator(os.environ[MARK])[0]
+            os.kill(serving, signal.SIGSTOP)
+            tell(self, *events)
+            os.kill(serving, signal.SIGKILL)
+        else:
+            tell(self, *events)
+
+    ControlChannel.send = tell_who_hears_no_more
+    return train(rank, say, strategy, 2)
+
+
+@pytest.mark.parametrize("name", ["bsp", "partial"])
+def test_who_leaves_is_heard_to_leave(name, tmp_path):
+    path = tmp_path / "log"
+    with job(kills_when_it_leaves, 3, STRATEGIES[name], env={"OFFBEAT_RUN_LOG": str(path)}) as running:
+        agree(values(running.ends()))
+    entries = one_training(path, 3)
+    assert not any(isinstance(entry, Lost) for entry in entries)
+
+
+# With workers ---------------------------------------------------------------------------------------------
+
+
+def dies_unheard(rank, say, strategy, victim):
+    """The coordinator is stopped when the victim dies."""
+
+    def misdeed(session):
+        if rank == victim and session.step == 7:
+            os.kill(coordinator(os.environ[MARK])[0], signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return train(rank, say, strategy, 6, misdeed)
+
+
+def die_together(strategy, victim, path):
+    """Returns how the others ended when a worker and the coordinator were killed, the worker first."""
+    with job(dies_unheard, 3, strategy, victim, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
+        running.died(victim)
+        os.kill(running.coordinator(), signal.SIGKILL)
+        ended = running.ends()
+    return [one for one in ended if one.rank != victim]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_that_dies_with_the_coordinator_is_lost_and_the_others_go_on(victim, tmp_path):
+    path = tmp_path / "log"
+    agree(values(die_together(STRATEGY, victim, path)))
+    log = read_log(path)
+    assert replay(log) is None
+    lost = [entry for entry in log.entries if isinstance(entry, Lost)]
+    assert [entry.worker for entry in lost] == [victim]
+    assert lost[0].cause.startswith("nothing listens any more")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_in_lockstep_everybody_names_the_worker_that_dies_with_the_coordinator(victim, tmp_path):
+    path = tmp_path / "log"
+    for one in die_together(AllReduce(), victim, path):
+        assert one.error_type == "WorkerError"
+        assert f"worker {victim} was lost" in one.error
+    assert replay(read_log(path)) is None
+
+
+def test_nothing_is_left_when_all_workers_die_with_the_coordinator():
+    with job(trains, 3, STRATEGY, 1000) as running:
+        running.said(0, 1, 2)
+        os.kill(running.coordinator(), signal.SIGKILL)
+        for rank in range(3):
+            running.signal(rank, signal.SIGKILL)
+
+
+# Stopped --------------------------------------------------------------------------------------------------
+
+
+def says_when_it_loses_the_coordinator(rank, say, strategy):
+    session._SILENT_S = session._SILENT_RETURNING_S = 2.5
+    lost = ControlChannel.on_connection_lost
+
+    def say_and_lose(self, error):
+        lost(self, error)
+        say("lost")
+
+    ControlChannel.on_connection_lost = say_and_lose
+    has_said = []
+
+    def misdeed(session):
+        if not has_said:
+            has_said.append(True)
+            say("trains")
+
+    return train(rank, say, strategy, 40, misdeed)
+
+
+@pytest.mark.parametrize("name", ["bsp", "partial"])
+def test_a_coordinator_that_was_stopped_for_longer_than_silence_is_found_again(name, tmp_path):
+    path = tmp_path / "log"
+    env = {"OFFBEAT_RUN_LOG": str(path)}
+    with job(says_when_it_loses_the_coordinator, 3, STRATEGIES[name], env=env) as running:
+        assert running.said(0, 1, 2) == ["trains"] * 3
+        stopped = running.coordinator()
+        os.kill(stopped, signal.SIGSTOP)
+        assert running.said(0, 1, 2) == ["lost"] * 3
+        os.kill(stopped, signal.SIGCONT)
+        agree(values(running.ends()))
+    entries = one_training(path, 3)
+    assert not any(isinstance(entry, Lost) for entry in entries)
+
+
+# Bounds ---------------------------------------------------------------------------------------------------
+
+
+def counts_what_it_keeps(rank, say):
+    longest = 0
+
+    def misdeed(session):
+        nonlocal longest
+        line = session._coordinator._channel
+        longest = max(longest, len(line._unacked) + len(line._unsent))
+
+    train(rank, say, AllReduce(), 60, misdeed, compute_s=0.0)
+    return longest
+
+
+def test_what_a_worker_keeps_does_not_grow_with_the_steps():
+    with job(counts_what_it_keeps, 2) as running:
+        kept = values(running.ends())
+    assert 60 * SAMPLES // BATCH // 2 > 2 * SEQUENCE_ACK_INTERVAL
+    assert max(kept) < 1.5 * SEQUENCE_ACK_INTERVAL

@@ -1,0 +1,496 @@
+"""Promises of a job that cannot start: every worker that is there says in one line why, in time."""
+
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.runtime import session
+from offbeat.runtime.control import rendezvous
+from offbeat.runtime.control.environment import (
+    JOB_VARIABLE,
+    NEWCOMER_VARIABLE,
+    START_S_VARIABLE,
+    read_environment,
+)
+from offbeat.strategies import AllReduce, Hybrid, PartialAllReduce, ServerBSP
+from support.jobs import job
+from support.open_files import few_files
+from support.processes import run, values
+
+NEVER_S = 300.0  # longer than any test's job may run: what is seen only then is seen too late
+LIMIT_S = 8.0  # for their start, where it has to pass; 30 s, if nobody says otherwise
+
+
+def join(rank, say, change):
+    """Joins; `change` says what is different about this worker."""
+    options = {"width": 3, "lr": 0.1, "strategy": AllReduce(), "log": None}
+    options |= CHANGES[change](rank) or {} if change else {}
+    model = nn.Sequential(nn.Linear(4, options["width"]), nn.BatchNorm1d(options["width"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=options["lr"])
+    with offbeat.join(model, optimizer, options["strategy"], run_log=options["log"]):
+        return "joined"
+
+
+def differ_on(odd_rank, **options):
+    return lambda rank: options if rank == odd_rank else None
+
+
+def environment(odd_rank, **variables):
+    return lambda rank: os.environ.update(variables) if rank == odd_rank else None
+
+
+def end_on(odd_rank):
+    def end(rank):
+        if rank == odd_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return end
+
+
+CHANGES = {
+    "shape": differ_on(1, width=5),
+    "learning rate": differ_on(2, lr=0.2),
+    "strategy": differ_on(1, strategy=AllReduce(bucket_bytes=1000)),
+    "log": differ_on(0, log="/no such folder/run.jsonl"),
+    "rank 1 twice": environment(2, RANK="1"),
+    "rank 0 twice": environment(1, RANK="0"),
+    "world of 4 on rank 1": environment(1, WORLD_SIZE="4"),
+    "world of 2 on rank 0": environment(0, WORLD_SIZE="2"),
+    "world of 2 on rank 2": environment(2, WORLD_SIZE="2"),
+    "2 missing": end_on(2),
+    "0 missing": end_on(0),
+}
+
+
+def start_up(workers, change, master=nullcontext, limit_s=LIMIT_S):
+    """Runs a job to its end and returns how each worker ended; none may wait beyond the job's deadline."""
+    with master() as port:
+        env = {START_S_VARIABLE: str(limit_s)} | ({} if port is None else {"MASTER_PORT": str(port)})
+        with job(join, workers, change, env=env) as running:
+            ended = running.ends()
+    for one in ended:
+        assert one.value != "joined"
+        if one.error is not None:
+            assert len(one.error.splitlines()) == 1
+            assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
+    return ended
+
+
+# What is seen at once -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "worker", "texts"),
+    [
+        ("shape", None, ["0.weight float32 [3, 4]", "0.weight float32 [5, 4]", "same model on every worker"]),
+        ("learning rate", 2, ["lr=0.1", "lr=0.2", "on worker 2"]),
+        ("strategy", None, ["bucket_bytes=1000", "bucket_bytes=26214400", "the same strategy"]),
+        ("rank 1 twice", None, ["two workers have the id 1", "give every worker a RANK"]),
+        ("world of 2 on rank 0", None, ["expects a world of 3 workers, this job has 2", "WORLD_SIZE"]),
+    ],
+)
+def test_what_does_not_fit_is_named_by_every_worker(change, worker, texts):
+    for one in start_up(3, change, limit_s=NEVER_S):
+        for text in texts:
+            assert text in one.error
+        if worker is not None:
+            assert f"worker {worker} (" in one.error
+        assert one.error_type == "WorkerError"
+
+
+def test_a_coordinator_that_cannot_start_says_why():
+    first, second = start_up(2, "log")
+    assert first.error == "the coordinator did not start: [Errno 2] No such file or directory: " + repr(
+        "/no such folder/run.jsonl"
+    )
+    assert second.error == f"rank 0 could not open the job: {first.error}"
+
+
+@contextmanager
+def no_files_left():
+    """In here, this process can open nothing more."""
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+def without_files(rank, say, odd_rank, where, name):
+    """Joins; on one worker, a function of a module runs when no more files can be opened."""
+    where = sys.modules[where]
+    function = getattr(where, name)
+
+    def starved(*args, **options):
+        with no_files_left():
+            return function(*args, **options)
+
+    if rank == odd_rank:
+        setattr(where, name, starved)
+    return join(rank, say, None)
+
+
+@pytest.mark.parametrize(
+    ("odd_rank", "where", "name", "odd_text", "text"),
+    [
+        (
+            0,
+            rendezvous.__name__,
+            "start_coordinator",
+            "the coordinator did not start: too many open files: raise `ulimit -n`",
+            "rank 0 could not open the job: the coordinator did not start: too many open files: raise",
+        ),
+        (
+            1,
+            session.__name__,
+            "CoordinatorClient",
+            "cannot open its connections: too many open files",
+            "worker 1: worker-1.",
+        ),
+        (
+            1,
+            rendezvous.__name__,
+            "own_address",
+            "(MASTER_ADDR, or the manager): too many open files: raise",
+            "worker 1: cannot find a route to '127.0.0.1'",
+        ),
+    ],
+)
+def test_a_worker_that_can_open_no_more_files_tells_all_of_them(odd_rank, where, name, odd_text, text):
+    with job(without_files, 3, odd_rank, where, name, env={START_S_VARIABLE: str(LIMIT_S)}) as running:
+        ended = running.ends()
+    for one in ended:
+        assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
+        assert "too many open files: raise `ulimit -n`" in one.error
+        assert (odd_text if one.rank == odd_rank else text) in one.error
+
+
+def starts_with_few_files(rank, say, odd_ranks, free, is_hard):
+    """Joins; some workers may open few files."""
+    with few_files(free, hard=is_hard) if rank in odd_ranks else nullcontext():
+        return join(rank, say, None)
+
+
+@pytest.mark.parametrize(
+    ("odd_ranks", "free", "is_hard"),
+    [([0], 0, False), ([0], 18, False), ([2], 0, False), ([2], 5, True), ([0, 1, 2], 3, False)],
+)
+def test_a_worker_that_may_not_open_enough_files_tells_all_of_them(odd_ranks, free, is_hard):
+    with job(
+        starts_with_few_files, 3, odd_ranks, free, is_hard, env={START_S_VARIABLE: str(LIMIT_S)}
+    ) as running:
+        ended = running.ends()
+    for one in ended:
+        assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
+        assert f"got {free}: too many open files: raise `ulimit -n`, which is " in one.error
+        own = f"worker {one.rank} cannot start: expected "
+        told = {0: "rank 0 could not open the job: expected ", 2: "worker 2: expected "}[odd_ranks[0]]
+        assert own in one.error if one.rank in odd_ranks else told in one.error
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(), Hybrid(), ServerBSP()], ids=str)
+def test_as_many_files_as_a_start_asks_for_are_enough(strategy):
+    with job(trains_with_what_it_needs, 3, strategy) as running:
+        assert values(running.ends()) == [3, 3, 3]
+
+
+def trains_with_what_it_needs(rank, say, strategy):
+    with few_files(rendezvous._descriptors_needed(read_environment()), hard=True):
+        return steps(strategy)
+
+
+def steps(strategy, taken=lambda: None):
+    """Takes three steps and returns their number; `taken` is called before the first."""
+    model = nn.Linear(200, 100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, strategy) as session:
+        taken()
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 200)).square().mean().backward()
+            optimizer.step()
+    return session.step
+
+
+def runs_out_of_files(rank, say, odd_rank, strategy):
+    with ExitStack() as stack:
+        return steps(strategy, lambda: stack.enter_context(few_files(0)) if rank == odd_rank else None)
+
+
+@pytest.mark.parametrize("odd_rank", [0, 2])
+@pytest.mark.parametrize("strategy", [AllReduce(), Hybrid()], ids=["bsp", "hybrid"])
+def test_a_worker_that_has_used_up_its_files_is_named_by_all(odd_rank, strategy):
+    with job(runs_out_of_files, 3, odd_rank, strategy) as running:
+        ended = running.ends()
+    if all(one.value == 3 for one in ended):
+        return  # the others had dialled it before, so that it needed no more
+    for one in ended:
+        assert one.error_type == "WorkerError", one.trace
+        assert f"worker {odd_rank}" in one.error
+        assert "too many open files: raise `ulimit -n`, which is " in one.error
+
+
+def test_a_first_worker_on_servers_that_has_used_up_its_files_is_named_by_all():
+    with job(runs_out_of_files, 2, 0, ServerBSP()) as running:
+        for one in running.ends():
+            assert one.error_type == "WorkerError", one.trace
+            assert "worker 0" in one.error
+            assert "too many open files: raise `ulimit -n`, which is " in one.error
+
+
+def hangs_before_it_opens(rank, say):
+    ask = rendezvous._wait_for_coordinator
+
+    def say_that_it_asks(*args):
+        say("asks")
+        return ask(*args)
+
+    def hang(_):
+        say("opens")
+        signal.pause()
+
+    rendezvous._wait_for_coordinator, rendezvous.start_coordinator = say_that_it_asks, hang
+    return join(rank, say, None)
+
+
+def test_a_rank_0_that_dies_before_it_opens_the_job_is_named():
+    with job(hangs_before_it_opens, 3) as running:
+        running.said(0, 1, 2)
+        running.signal(0, signal.SIGKILL)
+        for one in running.ends()[1:]:
+            assert f"rank {one.rank} lost the job's store at 127.0.0.1:" in one.error
+            assert "before rank 0 opened the job: see the output of rank 0" in one.error
+
+
+def joins_twice(rank, say):
+    """Joins two jobs, one after the other; rank 1 reaches the store for the second one during the first."""
+    for turn in range(2):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.join(model, optimizer, AllReduce()):
+            if rank == 1 and turn == 0:
+                where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                store = rendezvous.open_store(*where, is_host=False, timeout_s=LIMIT_S)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()  # no earlier than rank 1 is here
+    if rank == 1:
+        store.set("still", "here")
+    return "joined"
+
+
+def test_a_worker_quick_to_join_again_keeps_the_store():
+    assert values(run(joins_twice, 2)) == ["joined"] * 2
+
+
+# Two jobs at one address -----------------------------------------------------------------------------------
+
+
+def trains(rank, say, for_ever=False):
+    """Takes steps; its gradient is 1, or 10 as rank 1, in job b 100 times that. Returns the last mean."""
+    gradient = 10.0 ** int(os.environ["RANK"]) * (100.0 if os.environ.get(JOB_VARIABLE) == "b" else 1.0)
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, AllReduce()):
+        say("joined")
+        while True:
+            optimizer.zero_grad()
+            (gradient * model(torch.ones(1, 1)).sum()).backward()
+            optimizer.step()
+            if not for_ever:
+                return model.weight.grad.item()
+
+
+def place(rank, name=None, start_s=NEVER_S):
+    """The environment of a worker that is started by hand in a world of two."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", NEWCOMER_VARIABLE: "0", START_S_VARIABLE: str(start_s)}
+    return variables if name is None else variables | {JOB_VARIABLE: name}
+
+
+def test_a_worker_of_another_job_is_told_so_and_the_job_trains_with_its_own():
+    with job(trains, 1, env=place(0, "a")) as running:
+        stranger = running.end(running.add(trains, env=place(1, "b")))
+        assert stranger.error_type == "OffbeatError"
+        own = running.end(running.add(trains, env=place(1, "a")))
+        first = running.end(0)
+    assert "expected job 'b' at 127.0.0.1:" in stranger.error
+    assert "but job 'a' uses that address: choose another MASTER_PORT" in stranger.error
+    assert values([first, own]) == [5.5, 5.5]
+
+
+def test_a_jobs_name_need_not_be_utf_8():
+    with job(trains, 1, env=place(0, "\udce9")) as running:
+        own = running.end(running.add(trains, env=place(1, "\udce9")))
+        assert values([own, running.end(0)]) == [5.5, 5.5]
+
+
+def test_a_rank_0_is_told_which_job_has_its_port():
+    with job(trains, 1, True, env=place(0, "a"), clean=False) as running:
+        running.said(running.add(trains, True, env=place(1, "a")))
+        stranger = running.end(running.add(trains, env=place(0, "b")))
+    assert stranger.error.startswith("rank 0 cannot listen on port ")
+    assert "expected job 'b' at 127.0.0.1:" in stranger.error
+    assert "but job 'a' uses that address: choose another MASTER_PORT" in stranger.error
+
+
+def test_two_jobs_share_the_store_of_a_launcher():
+    with job(trains, 1, env=place(0, "a"), hosts_store=True) as running:
+        for rank, name in ((1, "b"), (0, "b"), (1, "a")):
+            running.add(trains, env=place(rank, name))
+        ended = running.ends()
+    assert values(ended) == [5.5, 550.0, 550.0, 5.5]
+
+
+@pytest.mark.parametrize("as_newcomer", ["0", "1"])
+def test_a_worker_whose_job_does_not_come_is_told_which_is_there(as_newcomer):
+    with job(trains, 1, env=place(0, "a"), hosts_store=True) as running:
+        values([running.end(running.add(trains, env=place(1, "a")))])
+        stranger = running.end(running.add(trains, env=place(1, "b", 5.0) | {NEWCOMER_VARIABLE: as_newcomer}))
+    assert "expected job 'b' at 127.0.0.1:" in stranger.error
+    assert "but job 'a' uses that address: choose another MASTER_PORT" in stranger.error
+
+
+def test_a_newcomer_of_another_job_is_told_so():
+    with job(trains, 1, env=place(0, "a")) as running:
+        stranger = running.end(running.add(trains, env=place(1, "b") | {NEWCOMER_VARIABLE: "1"}))
+        values([running.end(running.add(trains, env=place(1, "a")))])
+    assert "expected job 'b' at 127.0.0.1:" in stranger.error
+    assert "but job 'a' uses that address" in stranger.error
+
+
+def test_a_worker_without_a_name_is_told_which_job_is_there():
+    with job(trains, 1, env=place(0, "a")) as running:
+        stranger = running.end(running.add(trains, env=place(1) | {JOB_VARIABLE: ""}))
+        values([running.end(running.add(trains, env=place(1, "a")))])
+    assert "expected a job without a name at 127.0.0.1:" in stranger.error
+    assert "but job 'a' uses that address" in stranger.error
+
+
+def test_two_workers_of_one_rank_end_what_has_begun_without_a_name():
+    """Two jobs by hand at one address, of which the one's rank 0 began with the other's rank 1."""
+    with job(trains, 1, True, env=place(0)) as running:
+        first = running.add(trains, True, env=place(1))
+        running.said(0, first)
+        running.add(trains, True, env=place(1))
+        ended = running.ends()
+    for one in ended:
+        assert "two workers have the id 1, at " in one.error
+        assert one.error.count(", process ") == 2
+        assert "give each a MASTER_PORT of its own" in one.error
+
+
+# What takes the time that late workers are given ----------------------------------------------------------
+
+
+@contextmanager
+def silent():
+    """A stranger that accepts connections on the port and says nothing."""
+    with foreign(lambda connection: None) as port:
+        yield port
+
+
+@contextmanager
+def web_server():
+    """A stranger that answers whatever is said with a page."""
+    with foreign(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as port:
+        yield port
+
+
+@contextmanager
+def deaf():
+    """A stranger that listens and never accepts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@contextmanager
+def foreign(answer):
+    connections = []
+
+    def accept():
+        while True:
+            try:
+                connections.append(listener.accept()[0])
+            except OSError:
+                return
+            answer(connections[-1])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in connections:
+                connection.close()
+
+
+SLOW_CASES = {
+    "silent": (2, None, silent),
+    "web_server": (2, None, web_server),
+    "deaf": (2, None, deaf),
+    "2 missing": (3, "2 missing", nullcontext),
+    "0 missing": (2, "0 missing", nullcontext),
+    "world of 4 on rank 1": (3, "world of 4 on rank 1", nullcontext),
+    "rank 0 twice": (2, "rank 0 twice", nullcontext),
+    "world of 2 on rank 2": (3, "world of 2 on rank 2", nullcontext),
+}
+
+
+@pytest.fixture(scope="module")
+def slow_cases():
+    """All of them at once: they mostly wait."""
+    with ThreadPoolExecutor(len(SLOW_CASES)) as pool:
+        yield {name: pool.submit(start_up, *case) for name, case in SLOW_CASES.items()}
+
+
+@pytest.mark.parametrize("stranger", ["silent", "web_server", "deaf"])
+def test_a_port_that_a_stranger_holds_is_named(slow_cases, stranger):
+    first, second = slow_cases[stranger].result()
+    assert "rank 0 cannot listen on port" in first.error
+    assert "choose another MASTER_PORT" in first.error
+    assert "rank 1 cannot reach the job's store at 127.0.0.1:" in second.error
+
+
+def test_a_missing_worker_is_named(slow_cases):
+    ended = slow_cases["2 missing"].result()
+    for one in ended[:2]:
+        assert one.error.startswith("worker 2 did not join within 8 s, 2 of 3 are here (worker 0 (")
+
+
+def test_a_missing_rank_0_is_named(slow_cases):
+    assert "rank 1 cannot reach the job's store" in slow_cases["0 missing"].result()[1].error
+    assert "is rank 0 running" in slow_cases["0 missing"].result()[1].error
+
+
+def test_a_world_that_only_one_worker_believes_in_is_named(slow_cases):
+    """Rank 0 may wait for the fourth before it fails; nobody would know the reason without it."""
+    for one in slow_cases["world of 4 on rank 1"].result():
+        assert "worker 1 (" in one.error
+        assert "expects a world of 4 workers, this job has 3: start every worker with the same" in one.error
+
+
+def test_two_workers_with_rank_0_are_told(slow_cases):
+    errors = sorted(one.error for one in slow_cases["rank 0 twice"].result())
+    assert "rank 0 cannot listen on port" in errors[0]
+    assert "another process has rank 0, too" in errors[0]
+    assert errors[1].startswith("worker 1 did not join within 8 s, 1 of 2 are here (worker 0 (")
+
+
+def test_a_rank_outside_its_world_is_told_at_once_and_the_others_miss_it(slow_cases):
+    first, second, third = slow_cases["world of 2 on rank 2"].result()
+    assert third.error == "expected 0 <= RANK < WORLD_SIZE, got RANK=2 and WORLD_SIZE=2"
+    for one in first, second:
+        assert one.error.startswith("worker 2 did not join within 8 s, 2 of 3 are here")

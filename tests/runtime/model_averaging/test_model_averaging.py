@@ -1,0 +1,186 @@
+"""Averaging of models with real workers: what is averaged, one model at the end, and others go on."""
+
+import io
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import offbeat
+from offbeat.runtime.collectives.interface import TensorMemory
+from offbeat.runtime.data.equal_shards import EqualShards
+from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
+from offbeat.runtime.transport.endpoint import Endpoint
+from offbeat.strategies import PReduce, parse_strategy
+from support.jobs import job
+from support.processes import run, values
+
+SAMPLES, BATCH = 90, 5
+
+
+def data():
+    chance = torch.Generator().manual_seed(7)
+    return TensorDataset(
+        torch.arange(SAMPLES),
+        torch.randn(SAMPLES, 6, generator=chance),
+        torch.randint(3, (SAMPLES,), generator=chance),
+    )
+
+
+def network(rank, *, normalizes):
+    torch.manual_seed(rank)  # each worker begins with other parameters, until join
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8)] if normalizes else [nn.Linear(6, 8)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(8, 3))
+
+
+def train(rank, say, strategy, epochs=2, normalizes=True, momentum=0.9, kill=None, state=None):
+    """Returns the final state, and the numbers of the samples behind each step of this worker."""
+    model = network(rank, normalizes=normalizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    samples, saved = [], None
+    with offbeat.join(model, optimizer, strategy) as session:
+        if state is not None:
+            session.load_state_dict(torch.load(io.BytesIO(state)))
+        for epoch in session.epochs(epochs):
+            for numbers, inputs, labels in session.batches(data(), BATCH):
+                if (rank, epoch, len(samples)) == kill:
+                    say("killed")
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                samples.append(numbers.tolist())
+                if kill is None and state is None and session.is_leader and len(samples) == 4:
+                    saved = io.BytesIO()
+                    torch.save(session.state_dict(), saved)
+    return (
+        {name: tensor.tolist() for name, tensor in model.state_dict().items()},
+        samples,
+        saved and saved.getvalue(),
+    )
+
+
+def equal_models(results):
+    states = [state for state, *_ in results]
+    assert all(state == states[0] for state in states)
+    return states[0]
+
+
+def test_with_all_workers_in_a_group_it_trains_as_one_process_with_all_batches():
+    strategy = PReduce(P=3, shards="equal")
+    (state, *_), *_ = results = values(run(train, 3, strategy, 2, False, 0.0))
+    equal_models(results)
+    alone = network(0, normalizes=False)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    _, inputs, labels = data().tensors
+    for epoch in range(2):
+        shards = EqualShards(
+            samples=SAMPLES, workers=3, batch_size=BATCH, seed=0, epoch=epoch, shuffle=True, drop_last=False
+        )
+        for batches in zip(*(shards.batches(worker) for worker in range(3)), strict=True):
+            optimizer.zero_grad()
+            for batch in batches:
+                loss = nn.functional.cross_entropy(alone(inputs[batch]), labels[batch])
+                (loss / 3).backward()
+            optimizer.step()
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(torch.tensor(state[name]), tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model():
+    results = values(run(train, 4, PReduce(P=2), env={"OFFBEAT_SLOW": "1:6"}))
+    final = equal_models(results)
+    assert final["1.num_batches_tracked"] > 0
+    used = sorted(number for _, samples, _ in results for batch in samples for number in batch)
+    assert used == sorted([*range(SAMPLES)] * 2)
+    steps = [len(samples) for _, samples, _ in results]
+    assert min(steps) == steps[1]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_that_is_killed_does_not_stop_the_others(victim):
+    with job(train, 4, PReduce(P=3), 2, True, 0.9, (victim, 0, 2)) as running:
+        running.died(victim)
+        ended = [one for one in running.ends() if one.rank != victim]
+    results = values(ended)
+    equal_models(results)
+    used = [number for _, samples, _ in results for batch in samples for number in batch]
+    assert max(used.count(number) for number in range(SAMPLES)) == 2
+    # All but what the killed worker had reported, two batches of the first epoch:
+    assert len(used) >= 2 * SAMPLES - 2 * BATCH
+
+
+def newcomer(rank, say, strategy):
+    os.environ["OFFBEAT_NEWCOMER"] = "1"
+    return train(7, say, strategy, 6)
+
+
+def old_hand(rank, say, strategy):
+    if rank == 1:
+        say("trains")
+    return train(rank, say, strategy, 6)
+
+
+def test_a_newcomer_takes_part_and_ends_with_the_same_model():
+    with job(old_hand, 2, PReduce(P=2), env={"OFFBEAT_SLOW": "1:40"}) as running:
+        running.said(1)
+        running.add(newcomer, PReduce(P=2))
+        results = values(running.ends())
+    equal_models(results)
+    used = sorted(number for _, samples, _ in results for batch in samples for number in batch)
+    assert used == sorted([*range(SAMPLES)] * 6)
+
+
+def test_the_leaders_checkpoint_continues_with_the_samples_that_are_left():
+    results = values(run(train, 2, PReduce(P=2), 1))
+    (saved,) = [saved for *_, saved in results if saved is not None]
+    state = torch.load(io.BytesIO(saved))
+    assert state["step"] == 4
+    consumed = sum(stop - start for ranges in state["used"].values() for start, stop in ranges)
+    assert 0 < consumed < SAMPLES
+    again = values(run(train, 3, PReduce(P=2), 1, True, 0.9, None, saved))
+    equal_models(again)
+    assert sum(len(batch) for _, samples, _ in again for batch in samples) == SAMPLES - consumed
+
+
+def test_the_command_line_names_the_size_of_a_group():
+    assert parse_strategy("preduce:P=3") == PReduce(P=3)
+    with pytest.raises(ValueError, match="groups of at least 2 workers, got 1"):
+        parse_strategy("preduce:P=1")
+
+
+# What is packed ---------------------------------------------------------------------------------------------
+
+
+def test_numbers_are_averaged_in_float32_or_better_and_integers_are_the_firsts():
+    tensors = [
+        torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+        torch.tensor([[3.0]], dtype=torch.float64),
+        torch.tensor([1 + 2j]),
+        torch.tensor(5),
+        torch.tensor([]),
+    ]
+    links = Endpoint("alone", job="job", token="secret", on_message=print, on_lost=print)
+    try:
+        flat = FlatTensors(lambda: tensors, TensorMemory(links), torch.device("cpu"))
+        flat.pack(0.5, is_first=False)
+        packed = {one.dtype: one.tolist() for one in flat.contributions}
+        assert packed == {
+            torch.float32: [0.5, 1.0, 0.5, 1.0],
+            torch.float64: [1.5],
+            torch.int64: [0],
+        }
+        flat.pack(0.5, is_first=True)
+        assert {one.dtype: one.tolist() for one in flat.contributions}[torch.int64] == [5]
+        for output, contribution in zip(flat.outputs, flat.contributions, strict=True):
+            output.copy_(2 * contribution + 1)
+        flat.unpack()
+    finally:
+        links.close()
+    assert tensors[0].tolist() == [2.0, 3.0]
+    assert tensors[1].tolist() == [[4.0]]
+    assert tensors[2].tolist() == [2 + 3j]
+    assert tensors[3].item() == 11

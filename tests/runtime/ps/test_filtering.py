@@ -1,0 +1,767 @@
+"""What filters of namespaces make of messages between two nodes, and what comes out at the other end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.errors import ProtocolError
+from offbeat.numerics.ps.block_proximal import BlockProximal
+from offbeat.numerics.ps.entries import Entries, PushMeta
+from offbeat.numerics.ps.filters import FilterBytes
+from offbeat.numerics.ps.spaces import FilterSpec, NamespaceFilters, encode_namespace
+from offbeat.numerics.ps.updates import Assign, Sum
+from offbeat.policies.ps.hash_ring import NamespaceSpec
+from offbeat.policies.ps.messages import (
+    InspectPull,
+    InspectResult,
+    Operation,
+    Pull,
+    PullResult,
+    Push,
+    PushAck,
+    PushStamp,
+    Rejected,
+    Replicate,
+    ReplicateAck,
+    WrongMaster,
+)
+from offbeat.policies.ps.range_clock import ClockRange
+from offbeat.runtime.ps.filtering import NodeFilters
+from offbeat.runtime.ps.packing import EncodedValues
+from support.ps_messages import came, packed, plain
+
+KEYS = 1000
+CACHING = FilterSpec("KeyCaching", {"entries": 4})
+COMPRESSION = FilterSpec("Compression", {"level": 1})
+FIXED = FilterSpec("FixedPoint", {"bytes_per_value": 2})
+SKIP = FilterSpec("RandomSkip", {"probability": 0.5})
+MODIFIED = FilterSpec("SignificantlyModified", {"threshold": 0.5})
+OF_SUMS = {
+    "none": (),
+    "caching": (CACHING,),
+    "compression": (COMPRESSION,),
+    "fixed point": (FIXED,),
+    "skip": (SKIP,),
+    "caching, compression": (CACHING, COMPRESSION),
+    "skip, caching": (SKIP, CACHING),
+    "skip, caching, fixed point, compression": (SKIP, CACHING, FIXED, COMPRESSION),
+}
+OF_STATES = {
+    "modified": (MODIFIED,),
+    "modified, caching, compression": (MODIFIED, CACHING, COMPRESSION),
+    "modified, caching, fixed point, compression": (MODIFIED, CACHING, FIXED, COMPRESSION),
+}
+LOSSLESS = ("none", "caching", "compression", "caching, compression")
+OF_PULLS = {"none": (), "compression": (COMPRESSION,), "all": (CACHING, FIXED, COMPRESSION)}
+REMEMBERING = {
+    "modified": (MODIFIED,),
+    "modified, compression": (MODIFIED, COMPRESSION),
+    "modified, caching, fixed point, compression": (MODIFIED, CACHING, FIXED, COMPRESSION),
+}
+
+
+class Ends:
+    """Two nodes, and the bytes between them."""
+
+    def __init__(
+        self, push: tuple[FilterSpec, ...] = (), pull: tuple[FilterSpec, ...] = (), update: Any = None
+    ) -> None:
+        about = encode_namespace(
+            update or Sum(), width=0, dtype="float32", filters=NamespaceFilters(push, pull)
+        )
+        spaces = {"w": NamespaceSpec("w", KEYS, 100, about)}
+        self.here, self.there = NodeFilters(1), NodeFilters(2)
+        self.here.add_namespaces(spaces), self.there.add_namespaces(spaces)
+
+    def said(self, message: Any) -> Any:
+        """A message as it comes there, not decoded yet."""
+        (arrived,) = came(*packed(self.here.encode("there", message)))
+        return arrived
+
+    def heard(self, message: Any) -> Any:
+        """A message as it is there in the end."""
+        return self.there.decode("here", self.said(message))
+
+    def answered(self, rows: Any, keys: Any = None, *, first: int = 0, last: int = KEYS) -> Any:
+        """The rows that come of a pull from here, there in the end; `here` answers with these."""
+        asked = replace(pull(keys), first=first, last=last)
+        (arrived,) = came(*packed(self.there.encode("here", asked)))
+        assert plain(self.here.decode("there", arrived)) == plain(asked)
+        answer = replace(pulled(rows, keys), first=first, last=last)
+        answer.content.first = first
+        return self.heard(answer).content.values
+
+
+def push(content: Entries, *, time: int = 1, first: int = 0, last: int = KEYS) -> Push:
+    return Push(
+        client=1,
+        request=1,
+        epoch=0,
+        namespace="w",
+        first=first,
+        last=last,
+        time=time,
+        previous_times=(),
+        content=content,
+    )
+
+
+def copy(content: Entries) -> Replicate:
+    marks = (PushStamp(client=1, time=1, previous_times=()),)
+    operation = Operation(namespace="w", first=0, last=KEYS, stamps=marks, content=content)
+    return Replicate(view=0, master=1, serial=1, operation=operation, route=(2,))
+
+
+def pull(keys: Any) -> Pull:
+    return Pull(client=1, request=1, epoch=0, namespace="w", first=0, last=KEYS, keys=keys)
+
+
+def pulled(rows: Any, keys: Any = None) -> PullResult:
+    return PullResult(request=1, namespace="w", first=0, last=KEYS, content=Entries(0, rows, keys))
+
+
+def some(seed: int, *, is_listed: bool = True) -> Entries:
+    chance = np.random.default_rng(seed)
+    keys = np.flatnonzero(chance.random(KEYS) < 0.3) if is_listed else None
+    rows = chance.standard_normal(KEYS if keys is None else len(keys)).astype(np.float32)
+    return Entries(0, rows, keys)
+
+
+def dense(content: Entries) -> Any:
+    rows = np.zeros(KEYS, np.float32)
+    rows[content.key_array()] = content.values
+    return rows
+
+
+# There and back
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("chain", LOSSLESS)
+def test_filters_that_lose_nothing_change_nothing(chain: str, is_listed: bool) -> None:
+    ends = Ends(OF_SUMS[chain])
+    for seed in (1, 2, 1, 1, 3):
+        message = push(some(seed, is_listed=is_listed))
+        assert plain(ends.heard(message)) == plain(message)
+
+
+@pytest.mark.parametrize("chain", OF_PULLS)
+def test_what_a_push_brings_comes_through_the_filters_of_pulls_once(chain: str) -> None:
+    ends = Ends(pull=OF_PULLS[chain])
+    rows, message = some(1, is_listed=False).values, push(some(2, is_listed=False))
+    for wants_values in (True, False):
+        asked = replace(message, request=1, returns_values=wants_values)
+        (arrived,) = came(*packed(ends.there.encode("here", asked)))
+        assert plain(ends.here.decode("there", arrived)) == plain(asked)
+        if wants_values:
+            assert np.abs(ends.heard(pulled(rows)).content.values - rows).max() < 0.01
+        with pytest.raises(ProtocolError, match="expected rows that were requested"):
+            ends.heard(pulled(rows))
+
+
+@pytest.mark.parametrize("chain", [one for one in OF_SUMS if one not in LOSSLESS])
+def test_filters_that_draw_are_near_and_right_on_average(chain: str) -> None:
+    ends, content = Ends(OF_SUMS[chain]), some(1)
+    heard = [ends.heard(push(content, time=time)) for time in range(400)]
+    assert all(
+        replace(one, content=None) == replace(push(content), time=one.time, content=None) for one in heard
+    )
+    mean = sum(dense(one.content) for one in heard) / len(heard)
+    assert (
+        np.abs(mean - dense(content)).max() < 0.5
+    )  # of values up to 3.5; skipped ones deviate by 1 / 20 of them
+    assert np.abs((mean - dense(content)).mean()) < 0.01
+
+
+@pytest.mark.parametrize("chain", OF_STATES)
+def test_what_is_assigned_is_never_off_by_more_than_the_threshold(chain: str) -> None:
+    ends, chance = Ends(OF_STATES[chain], update=Assign()), np.random.default_rng(1)
+    there, here = np.zeros(KEYS), np.zeros(KEYS, np.float32)
+    for time in range(20):
+        here += chance.normal(0, 0.2, KEYS).astype(np.float32)
+        content = ends.heard(push(Entries(0, here.copy()), time=time)).content
+        there[content.key_array()] = content.values
+        assert np.abs(there - here).max() <= 0.5 + 1e-3  # and a step of fixed point
+        assert not time or len(content) < KEYS
+
+
+@pytest.mark.parametrize("chain", OF_SUMS | OF_STATES)
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_replicas_get_what_the_master_has_whatever_the_filters_of_pushes_are(chain, is_listed) -> None:
+    update = Assign() if chain in OF_STATES else Sum()
+    ends = Ends((OF_SUMS | OF_STATES)[chain], update=update)
+    for seed in (1, 2, 1, 1, 3, 4, 5, 6, 1):
+        message = copy(some(seed, is_listed=is_listed))
+        assert plain(ends.heard(message)) == plain(message)
+
+
+@pytest.mark.parametrize("chain", OF_PULLS)
+def test_a_pull_asks_for_the_keys_that_it_listed(chain: str) -> None:
+    ends = Ends(pull=OF_PULLS[chain])
+    lists = [some(seed).keys for seed in (1, 2, 1, 3)] + [None]
+    for keys in lists * 3:
+        assert plain(ends.heard(pull(keys))) == plain(pull(keys))
+
+
+def test_a_list_of_keys_that_pulls_ask_for_again_travels_once() -> None:
+    ends = Ends(pull=OF_PULLS["all"])
+    sizes = [len(packed(ends.said(pull(some(seed).keys)))[0]) for seed in (1, 2, 1, 2)]
+    assert sizes[:2] > [2000] * 2 > [200] * 2 > sizes[2:]
+
+
+def test_lists_of_keys_are_remembered_for_as_long_at_both_ends() -> None:
+    ends = Ends((CACHING,), OF_PULLS["all"])
+    for number in [*range(300), *range(300), 299, 0, 299, 43, 44, 45]:
+        keys = np.array([number, number + 1])
+        assert plain(ends.heard(pull(keys))) == plain(pull(keys))
+        message = push(Entries(0, np.ones(2, np.float32), keys))
+        assert plain(ends.heard(message)) == plain(message)
+
+
+@pytest.mark.parametrize("chain", OF_PULLS)
+def test_an_answer_comes_with_its_rows(chain: str) -> None:
+    ends = Ends(pull=OF_PULLS[chain])
+    for content in (some(1), some(2, is_listed=False), some(1), Entries(0, ONES, np.arange(KEYS))):
+        error = (float(np.ptp(content.values)) / (256**2 - 1)) if chain == "all" else 0.0
+        found = ends.answered(content.values, content.keys)
+        assert np.abs(found - content.values).max() <= error * 1.01
+    assert len(ends.answered(np.zeros(0, np.float32), np.zeros(0, np.int64))) == 0
+
+
+@pytest.mark.parametrize("chain", OF_PULLS | REMEMBERING)
+def test_an_answer_comes_without_the_keys_that_were_asked_for(chain: str) -> None:
+    ends = Ends(pull=(OF_PULLS | REMEMBERING)[chain])
+    for seed in (1, 2, 1):
+        content = some(seed)
+        asked = ends.there.encode("here", pull(content.keys))
+        ends.here.decode("there", asked)
+        said = ends.said(pulled(content.values, content.keys))
+        assert said.content.keys is None
+        found = ends.there.decode("here", said).content
+        assert found.keys.tolist() == content.keys.tolist()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 6])
+@pytest.mark.parametrize("chain", OF_PULLS | REMEMBERING)
+def test_an_answer_of_other_rows_is_refused(chain: str, rows: int) -> None:
+    ends = Ends(pull=(OF_PULLS | REMEMBERING)[chain])
+    ends.there.encode("here", pull(np.arange(rows)))
+    with pytest.raises(ProtocolError, match="expected"):
+        ends.heard(pulled(np.ones(5, np.float32), np.arange(5)))
+    ends.there.encode("here", pull(np.arange(rows)))
+    with pytest.raises(ProtocolError, match=f"expected {rows} rows of w"):
+        ends.there.decode("here", replace(pulled(ONES), content="rows"))
+
+
+def test_each_pull_is_answered_once_whichever_way() -> None:
+    ends, keys = Ends(), np.arange(3)
+    answers = (
+        pulled(np.ones(3, np.float32), keys),
+        WrongMaster(request=1, first=0, last=KEYS, epoch=1),
+        Rejected(request=1, first=0, last=KEYS, reason="no"),
+    )
+    for answer in answers:
+        ends.there.encode("here", pull(keys))
+        ends.there.encode("here", pull(keys))  # again, in another epoch
+        for one in (answer, answers[0]):
+            ends.heard(one)
+        with pytest.raises(ProtocolError, match="expected rows that were requested, got rows of w"):
+            ends.heard(answers[0])
+
+
+def test_rows_that_nobody_asked_for_are_refused() -> None:
+    ends, keys = Ends(), np.arange(3)
+    answer = pulled(np.ones(3, np.float32), keys)
+    ends.there.encode("here", pull(keys))
+    for other in ({"request": 2}, {"first": 1}, {"last": 9}, {"namespace": "v"}):
+        with pytest.raises(ProtocolError, match="expected rows that were requested, got rows of"):
+            ends.there.decode("here", replace(answer, **other))
+    with pytest.raises(ProtocolError, match="expected rows that were requested"):
+        ends.there.decode("elsewhere", answer)
+    ends.there.encode("here", pull(keys))
+    ends.there.on_node_gone("here")
+    with pytest.raises(ProtocolError, match="expected rows that were requested"):
+        ends.there.decode("here", answer)
+
+
+# What has hardly changed since a server sent it
+
+
+class Servers:
+    """A client of servers that answer with what all of them have, and what it made of the answers so far."""
+
+    def __init__(self, chain: str) -> None:
+        about = encode_namespace(
+            Sum(), width=0, dtype="float64", filters=NamespaceFilters((), (*REMEMBERING[chain],))
+        )
+        self.spaces = {"w": NamespaceSpec("w", KEYS, 100, about)}
+        self.client = self.node(0)
+        self.servers = {name: self.node(seed) for seed, name in enumerate(("a", "b"), 1)}
+
+    def node(self, seed: int) -> NodeFilters:
+        node = NodeFilters(seed)
+        node.add_namespaces(self.spaces)
+        return node
+
+    def pulled(self, server: str, rows: Any, asked: Pull) -> Any:
+        """The rows, as the client has them in the end; how many bytes of answer they took is `size`."""
+        node = self.servers[server]
+        (arrived,) = came(*packed(self.client.encode(server, asked)))
+        node.decode("client", arrived)
+        keys = asked.keys
+        values = rows[asked.first : asked.last] if keys is None else rows[keys]
+        content = Entries(asked.first, values.copy(), keys)
+        answer = PullResult(
+            request=asked.request, namespace="w", first=asked.first, last=asked.last, content=content
+        )
+        data, beside = packed(node.encode("client", answer))
+        self.size = len(data) + sum(one.nbytes for one in beside)
+        (said,) = came(data, beside)
+        return self.client.decode(server, said).content.values
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(list(REMEMBERING)))
+def test_what_is_pulled_is_never_off_by_more_than_the_threshold(data: st.DataObject, chain: str) -> None:
+    """Whatever ranges, lists and pieces are asked for, of whom, and whoever is lost meanwhile."""
+    both, chance = Servers(chain), np.random.default_rng(data.draw(st.integers(0, 99)))
+    rows = chance.standard_normal(KEYS)
+    for number in range(data.draw(st.integers(1, 30))):
+        rows += chance.normal(0, 0.3, KEYS) * (chance.random(KEYS) < 0.5)
+        server = data.draw(st.sampled_from(("a", "b")))
+        match data.draw(st.sampled_from(("ask", "ask", "ask", "ask", "infinite", "away", "dies"))):
+            case "ask":
+                first = data.draw(st.integers(0, KEYS - 1))
+                last = data.draw(st.integers(first + 1, KEYS))
+                keys = first + np.flatnonzero(chance.random(last - first) < 0.3)
+                asked = replace(
+                    pull(data.draw(st.sampled_from((None, keys)))), first=first, last=last, request=number
+                )
+                found = both.pulled(server, rows, asked)
+                held = rows[first:last] if asked.keys is None else rows[keys]
+                step = np.ptp(rows) / (256**2 - 1) if "fixed" in chain else 0.0
+                assert len(found) == len(held)
+                assert np.abs(found - held).max(initial=0) <= 0.5 + step
+                if found.flags.writeable:
+                    found[:] = 99  # whoever pulled them may do as he likes
+            case (
+                "infinite"
+            ):  # no fixed point can be sent of it; the server's chain ends, the client's does not
+                odd = np.where(np.arange(KEYS) == 7, np.inf, rows)
+                found = both.pulled(server, odd, replace(pull(None), request=number))
+                assert found[7] == np.inf
+            case "away":  # for so long that the server has forgotten the client, which comes back
+                both.servers[server].on_node_gone("client")
+            case "dies":
+                both.client.on_node_gone(server)
+                both.servers[server] = both.node(number + 10)
+
+
+def test_what_has_hardly_changed_takes_a_bit_to_say() -> None:
+    both, rows = Servers("modified"), np.arange(float(KEYS))
+    both.pulled("a", rows, pull(None))
+    whole = both.size
+    rows[:10] += 1
+    found = both.pulled("a", rows + 0.4, pull(None))
+    assert found[:10].tolist() == (rows[:10] + 0.4).tolist()
+    assert found[10:].tolist() == rows[10:].tolist()
+    assert whole > 8 * KEYS > 500 > both.size > KEYS / 8 + 80
+    kinds = both.servers["a"].report("w"), both.client.report("w")
+    assert kinds[0]["pull"]["significantly modified"] == FilterBytes(16 * KEYS, 8 * KEYS + 80 + 125)
+    assert kinds[1]["pull heard"]["significantly modified"] == FilterBytes(8 * KEYS + 80 + 125, 16 * KEYS)
+
+
+def test_small_changes_add_up_until_they_are_sent() -> None:
+    both, rows = Servers("modified"), np.zeros(KEYS)
+    seen = [both.pulled("a", rows + number / 5, pull(None))[0] for number in range(6)]
+    assert seen == [0, 0, 0, 3 / 5, 3 / 5, 3 / 5]
+
+
+KEPT = "significantly modified"
+LEFT_OUT = {
+    "no bitmap": (np.ones(3), {KEPT: {}}),
+    "a bitmap that is a number": (np.ones(3), {KEPT: {"kept": 7}}),
+    "a short bitmap": (np.ones(3), {KEPT: {"kept": b""}}),
+    "a long bitmap": (np.ones(3), {KEPT: {"kept": bytes([0b00111000]) + bytes(1 << 20)}}),
+    "a bitmap of more rows": (np.ones(3), {KEPT: {"kept": bytes([0b00111001])}}),
+    "more rows than the bitmap says": (np.ones(4), {KEPT: {"kept": bytes([0b00111000])}}),
+    "fewer rows than the bitmap says": (np.ones(2), {KEPT: {"kept": bytes([0b00111000])}}),
+    "keys that never came": (np.ones(3), {KEPT: {"kept": bytes([0b11100000])}}),
+    "too few rows and no bitmap": (np.ones(3), {}),
+    "no rows": (None, {KEPT: {"kept": bytes(1)}}),
+    "rows of bytes": (np.ones(3, np.uint8), {KEPT: {"kept": bytes([0b00111000])}}),
+    "rows of another type": (np.ones(3, np.float32), {KEPT: {"kept": bytes([0b00111000])}}),
+    "wider rows": (np.ones((3, 2)), {KEPT: {"kept": bytes([0b00111000])}}),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_what_no_server_leaves_out_is_a_protocol_error(what: str) -> None:
+    both, (values, notes) = Servers("modified"), LEFT_OUT[what]
+    both.pulled("a", np.zeros(KEYS), pull(np.arange(3)))
+    asked = pull(np.arange(5))
+    both.client.encode("a", asked)
+    with pytest.raises(ProtocolError, match="expected"):
+        both.client.decode("a", replace(pulled(None), content=EncodedValues(None, values, None, notes)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PushAck(request=1, first=0, last=1),
+        ReplicateAck(view=0, master=1, serial=1),
+        replace(push(some(1)), namespace="another"),
+        replace(pull(some(1).keys), namespace="another"),
+        WrongMaster(request=1, first=0, last=1, epoch=1),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_has_no_filters_is_as_it_was(message: Any) -> None:
+    ends = Ends((CACHING, COMPRESSION), (COMPRESSION,))
+    assert ends.here.encode("there", message) is message
+    assert ends.there.decode("here", message) is message
+
+
+@pytest.mark.parametrize("chain", OF_SUMS)
+def test_what_a_push_says_besides_its_values_goes_by_every_filter(chain: str) -> None:
+    """Also where a filter can not send the values."""
+    for rows in (np.ones(KEYS, np.float32), np.full(KEYS, np.inf, np.float32)):
+        ends = Ends(OF_SUMS[chain])
+        content = Entries(0, rows, None, PushMeta(2.5, {"lr": 0.5, "betas": [0.5, 0.75]}))
+        assert plain(ends.heard(push(content)).content.meta) == plain(content.meta)
+        assert plain(ends.heard(copy(content)).operation.content.meta) == plain(content.meta)
+        content.meta = None
+        assert ends.heard(push(content)).content.meta is None
+
+
+@pytest.mark.parametrize("chain", [*OF_SUMS, *OF_STATES])
+def test_what_replaces_values_travels_as_it_is_and_filters_count_nothing_as_sent(chain: str) -> None:
+    specs = OF_SUMS.get(chain) or OF_STATES.get(chain, ())
+    ends = Ends(specs, update=Assign() if chain in OF_STATES else Sum())
+    ends.heard(push(Entries(0, np.ones(KEYS, np.float32))))
+    put = Entries(
+        0, np.full(KEYS, np.pi, np.float32), None, PushMeta(states={"mean": np.ones(KEYS, np.float32)})
+    )
+    assert plain(ends.heard(push(put, time=2)).content) == plain(put)
+    assert plain(ends.heard(copy(put)).operation.content) == plain(put)
+    again = ends.heard(push(Entries(0, np.ones(KEYS, np.float32)), time=3)).content
+    if chain in OF_STATES:
+        assert again.key_array().tolist() == list(range(KEYS))  # though this is what was sent before
+
+
+@pytest.mark.parametrize("chain", [*OF_PULLS, "modified"])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_an_answer_says_its_times_and_states_behind_any_filters(chain: str, with_states: bool) -> None:
+    """And rows that come with states, whole, change nothing for those that come after them."""
+    ends = Ends(pull=OF_PULLS.get(chain) or REMEMBERING.get(chain, ()))
+    rows, keys = np.arange(5, dtype=np.float32), np.arange(0, 10, 2)
+    ends.answered(rows, keys)
+    fields = {"client": 1, "request": 2, "epoch": 0, "namespace": "w", "first": 0, "last": 10, "keys": keys}
+    asked = InspectPull(**fields, returns_states=with_states, returns_times=True)
+    (arrived,) = came(*packed(ends.there.encode("here", asked)))
+    assert plain(ends.here.decode("there", arrived)) == plain(asked)
+    terms = PushMeta(states={"mean": rows + 1}) if with_states else None
+    content = Entries(0, rows, keys, terms)
+    fields = {"request": 2, "namespace": "w", "first": 0, "last": 10}
+    answer = ends.heard(InspectResult(**fields, content=content, times=(ClockRange(0, 9, 4),)))
+    assert answer.times == (ClockRange(0, 9, 4),)
+    assert answer.content.key_array().tolist() == keys.tolist()
+    assert np.allclose(answer.content.values, rows, atol=1e-3)
+    assert plain(answer.content.meta) == plain(terms)
+    rows[0] += 100
+    assert np.allclose(ends.answered(rows, keys), rows, atol=1e-2)
+
+
+def test_states_that_are_not_beside_their_values_are_a_protocol_error() -> None:
+    ends = Ends()
+    ends.there.encode("here", pull(None))
+    content = Entries(0, np.ones(KEYS, np.float32), None, PushMeta(states={"mean": np.ones(3, np.float32)}))
+    with pytest.raises(ProtocolError, match="expected states of w with the shape of its values"):
+        ends.heard(replace(pulled(None), content=content))
+
+
+def test_messages_are_not_changed_themselves() -> None:
+    ends = Ends((CACHING, COMPRESSION), OF_PULLS["all"])
+    ends.there.encode("here", pull(some(1).keys))
+    for message in (push(some(1)), copy(some(1)), pull(some(1).keys), pulled(some(1).values, some(1).keys)):
+        before = plain(message)
+        encoded = ends.here.encode("there", message)
+        assert plain(message) == before
+        arrived = plain(encoded)
+        ends.there.decode("here", encoded)
+        assert plain(encoded) == arrived
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_kinds_nodes_and_namespaces_have_chains_of_their_own(data: st.DataObject) -> None:
+    """Messages of one stand between those of another, and each list is cached where it was sent."""
+    about = encode_namespace(
+        Sum(),
+        width=0,
+        dtype="float32",
+        filters=NamespaceFilters((CACHING, COMPRESSION), (CACHING, COMPRESSION)),
+    )
+    spaces = {name: NamespaceSpec(name, KEYS, 100, about) for name in ("v", "w")}
+    names = ("a", "b", "c")
+    nodes = {name: NodeFilters(number) for number, name in enumerate(names)}
+    for node in nodes.values():
+        node.add_namespaces(spaces)
+    for _ in range(data.draw(st.integers(1, 40))):
+        one, other = data.draw(st.permutations(names))[:2]
+        content = some(data.draw(st.integers(1, 6)))
+        name = data.draw(st.sampled_from(("v", "w")))
+        operation = replace(copy(content).operation, namespace=name)
+        message: Any = data.draw(
+            st.sampled_from(
+                (
+                    replace(push(content), namespace=name),
+                    replace(copy(content), operation=operation),
+                    replace(pull(content.keys), namespace=name),
+                )
+            )
+        )
+        (arrived,) = came(*packed(nodes[one].encode(other, message)))
+        assert plain(nodes[other].decode(one, arrived)) == plain(message)
+
+
+# KKT
+
+
+class Skipping:
+    """A client of a namespace with a KKT filter, and what it pushes."""
+
+    def __init__(self) -> None:
+        about = encode_namespace(
+            BlockProximal(l1=1.0, rate=1.0),
+            width=2,
+            dtype="float64",
+            filters=NamespaceFilters((FilterSpec("KKT", {"l1": 1.0}), CACHING), (COMPRESSION,)),
+        )
+        self.nodes = {name: NodeFilters(seed) for seed, name in enumerate(("client", "a", "b"))}
+        for node in self.nodes.values():
+            node.add_namespaces({"w": NamespaceSpec("w", KEYS, 100, about)})
+        self.client = self.nodes["client"]
+
+    def pulled(self, server: str, rows: Any, keys: Any) -> None:
+        """These are weights and gradients of the keys, all from 0 on if it is None."""
+        asked = replace(pull(keys), last=KEYS if keys is not None else len(rows))
+        self.nodes[server].decode("client", self.client.encode(server, asked))
+        answer = replace(pulled(np.array(rows, float), keys), last=asked.last)
+        self.client.update_kkt(self.client.decode(server, self.nodes[server].encode("client", answer)))
+
+    def pushed(self, server: str) -> Any:
+        """The keys of a push of the first ten as they come to a server, and its rows."""
+        rows = np.arange(20.0).reshape(10, 2)
+        sent = self.client.encode(server, push(Entries(0, rows, np.arange(10))))
+        content = self.nodes[server].decode("client", sent).content
+        assert content.values.tolist() == rows[content.keys].tolist()
+        return content.keys.tolist()
+
+
+def test_pushes_to_all_servers_leave_out_what_answers_of_any_say_can_be_skipped() -> None:
+    """Rows are of weight and gradient; what is learned goes by the margin at that time."""
+    one = Skipping()
+    one.pulled("a", np.zeros((10, 2)), None)
+    assert one.pushed("a") == [*range(10)]
+    one.client.kkt("w").set_margin(0.25)
+    one.pulled("a", [[0, 0.7], [0, -0.8], [0.1, 0]], np.array([2, 3, 5]))
+    one.pulled("b", [[0, 0], [0, -0.7], [0, 1], [0, 3]], None)
+    for server in ("a", "b"):
+        assert one.pushed(server) == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_what_is_skipped_stays_so_when_a_server_is_lost() -> None:
+    one = Skipping()
+    one.client.kkt("w").set_margin(0.25)
+    one.pulled("a", np.zeros((9, 2)), None)
+    one.client.on_node_gone("a")
+    assert one.pushed("b") == [9]
+    assert one.client.report("w")["push"]["KKT"] == FilterBytes(240, 24)
+    one.client.kkt("w").set_margin(np.inf)
+    assert one.pushed("b") == [*range(10)]
+
+
+def test_rows_that_are_no_weights_and_gradients_are_a_protocol_error() -> None:
+    one = Skipping()
+    for rows in (np.zeros(3), np.zeros((3, 3))):
+        one.client.encode("a", pull(np.arange(3)))
+        with pytest.raises(ProtocolError, match="expected rows of weight and gradient"):
+            one.client.update_kkt(one.client.decode("a", pulled(rows)))
+
+
+def test_a_namespace_without_the_filter_skips_nothing() -> None:
+    ends = Ends((CACHING,))
+    for name in ("w", "v"):
+        with pytest.raises(ValueError, match=f"a namespace with a KKT filter of pushes, got {name}"):
+            ends.here.kkt(name)
+
+
+# What filters cannot send
+
+
+@pytest.mark.parametrize("chain", ["fixed point", "skip, caching, fixed point, compression"])
+def test_values_that_filters_cannot_send_travel_as_they_are(chain: str) -> None:
+    ends = Ends(OF_SUMS[chain], (FIXED, COMPRESSION))
+    bad = some(1)
+    bad.values[::2] = np.nan
+    assert plain(ends.heard(push(bad))) == plain(push(bad))
+    assert plain(ends.answered(bad.values, bad.keys)) == plain(bad.values)
+    for seed in (1, 2, 1):  # and what comes behind is filtered again
+        message = ends.said(push(some(seed)))
+        assert isinstance(message.content, EncodedValues)
+        assert np.isfinite(ends.there.decode("here", message).content.values).all()
+
+
+def test_what_is_too_large_for_compression_travels_as_it_is() -> None:
+    small = FilterSpec("Compression", {"size_bytes_max": 1000})
+    ends = Ends((CACHING, small), (small,))
+    for count in (900, 100, 900, 100, 900):
+        keys = np.arange(count)
+        content = Entries(0, np.arange(count, dtype=np.float32), keys)
+        for message in (push(content), copy(content)):
+            assert plain(ends.heard(message)) == plain(message)
+        assert plain(ends.answered(content.values, keys)) == plain(content.values)
+
+
+# Who is gone
+
+
+def test_a_node_that_is_gone_is_forgotten_and_no_other() -> None:
+    ends, third = Ends((CACHING,), (CACHING,)), NodeFilters(3)
+    third.add_namespaces(
+        {
+            "w": NamespaceSpec(
+                "w",
+                KEYS,
+                100,
+                encode_namespace(
+                    Sum(), width=0, dtype="float32", filters=NamespaceFilters((CACHING,), (CACHING,))
+                ),
+            )
+        }
+    )
+    for message in (push(some(1)), pull(some(1).keys)):
+        ends.heard(message)
+        third.decode("here", ends.here.encode("third", message))
+    ends.there.on_node_gone("here")
+    for message in (push(some(1)), pull(some(1).keys)):
+        with pytest.raises(ProtocolError, match="signature of keys that came before"):
+            ends.heard(message)
+        assert plain(third.decode("here", ends.here.encode("third", message))) == plain(message)
+    ends.here.on_node_gone("there")
+    for message in (push(some(1)), pull(some(1).keys)):
+        assert plain(ends.heard(message)) == plain(message)
+
+
+# What is told
+
+
+def test_the_report_adds_up() -> None:
+    ends = Ends((CACHING, COMPRESSION), (COMPRESSION,))
+    content = Entries(0, np.zeros(100, np.float32), np.arange(100))
+    for node in ("there", "third", "there"):
+        ends.here.encode(node, push(content))
+    ends.here.encode("there", copy(content))
+    ends.here.encode("there", pulled(content.values))
+    found = ends.here.report("w")
+    assert {kind: set(one) for kind, one in found.items()} == {
+        "push": {"key caching", "compression"},
+        "copy": {"key caching", "compression"},
+        "pull": {"compression"},
+    }
+    caching, compression = found["push"]["key caching"], found["push"]["compression"]
+    assert caching == FilterBytes(3 * 1200, 3 * 416 + 2 * 800)  # to two nodes for the first time
+    assert compression.in_bytes == caching.out_bytes
+    assert compression.out_bytes < compression.in_bytes
+    assert found["copy"]["key caching"] == FilterBytes(1200, 1216)
+    assert found["pull"]["compression"].in_bytes == 400
+    assert ends.here.report("v") == ends.there.report("w") == {}
+
+
+def test_the_report_at_the_other_end_is_the_reverse() -> None:
+    ends = Ends((CACHING, COMPRESSION), (MODIFIED, CACHING, COMPRESSION))
+    for seed in (1, 2, 1):
+        ends.heard(push(some(seed)))
+        ends.heard(pull(some(seed).keys))
+        ends.answered(some(seed).values, some(seed).keys)
+    sent, heard = ends.here.report("w"), ends.there.report("w")
+    assert sent["ask"]["key caching"].in_bytes > 1.4 * sent["ask"]["key caching"].out_bytes
+    assert set(sent) == {"push", "ask", "ask heard", "pull"}
+    assert set(heard) == {"push heard", "ask", "ask heard", "pull heard"}
+    for kind in ("push", "ask", "pull"):
+        assert {name: FilterBytes(*reversed(one)) for name, one in heard[f"{kind} heard"].items()} == sent[
+            kind
+        ]
+
+
+def test_the_report_still_has_what_went_to_a_node_that_is_gone() -> None:
+    ends = Ends((CACHING, COMPRESSION))
+    ends.heard(push(some(1)))
+    here, there = ends.here.report("w"), ends.there.report("w")
+    ends.here.on_node_gone("there"), ends.there.on_node_gone("here")
+    assert (ends.here.report("w"), ends.there.report("w")) == (here, there)
+    ends.heard(push(some(1)))
+    twice = {name: FilterBytes(2 * one.in_bytes, 2 * one.out_bytes) for name, one in here["push"].items()}
+    assert ends.here.report("w") == {"push": twice}
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize("about", ["nonsense", None, 3])
+def test_who_uses_a_namespace_with_filters_that_are_none_breaks_the_protocol(about: Any) -> None:
+    """Not the manager, which tells all nodes of it."""
+    one = NodeFilters(1)
+    one.add_namespaces({"w": NamespaceSpec("w", KEYS, 100, about)})
+    for message in (push(some(1)), pull(some(1).keys)):
+        with pytest.raises(ProtocolError, match="expected a namespace with filters"):
+            one.encode("there", message)
+    with pytest.raises(ProtocolError, match="expected a namespace with filters"):
+        one.decode("there", push(EncodedValues(None, ONES, None, {})))  # type: ignore[arg-type]
+
+
+ONES = np.ones(KEYS, np.float32)
+SIGNED = {"key caching": {"signature": b"0" * 16}}
+HOSTILE = {
+    "notes of no filter": EncodedValues(None, ONES, None, {"nobody": {"a": 1}}),
+    "nothing": EncodedValues(None, None, None, {}),
+    "a signature of keys that never came": EncodedValues(None, ONES, None, SIGNED),
+    "another signature than the keys have": EncodedValues(np.arange(KEYS), ONES, None, SIGNED),
+    "a body without a note": EncodedValues(None, None, b"body", {}),
+    "keys beyond the range": EncodedValues(np.arange(KEYS) + 1, ONES, None, {}),
+    "keys in two dimensions": EncodedValues(np.zeros((2, 2), np.int64), ONES, None, {}),
+    "rows of whole numbers": EncodedValues(None, ONES.astype(np.int64), None, {}),
+    "too few rows": EncodedValues(None, ONES[1:], None, {}),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("chain", OF_SUMS | OF_STATES)
+def test_what_no_chain_gives_is_a_protocol_error(chain: str, what: str) -> None:
+    update = Assign() if chain in OF_STATES else Sum()
+    ends, content = Ends((OF_SUMS | OF_STATES)[chain], (COMPRESSION,), update=update), HOSTILE[what]
+    for message in (push(some(1)), copy(some(1))):
+        with pytest.raises(ProtocolError):
+            ends.there.decode(
+                "here",
+                replace(message, content=content)
+                if isinstance(message, Push)
+                else replace(message, operation=replace(message.operation, content=content)),
+            )
+        ends.there.encode("here", pull(None))
+        with pytest.raises(ProtocolError):
+            ends.there.decode("here", replace(pulled(ONES), content=content))
+
+
+def test_a_list_of_keys_that_never_came_is_a_protocol_error() -> None:
+    ends = Ends(pull=OF_PULLS["all"])
+    for keys in (EncodedValues(None, None, None, SIGNED), EncodedValues(np.arange(3), None, None, SIGNED)):
+        with pytest.raises(ProtocolError):
+            ends.there.decode("here", pull(keys))

@@ -1,0 +1,341 @@
+"""Promises of training on a parameter server in which something dies, stops or comes: real processes.
+
+Whatever happens, the others go on and end in time, or end with an error that says who; the rules of bounded
+staleness hold; and nothing of the job is left.
+"""
+
+import os
+import signal
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.events import AssignBlocks, Lost, StepFinished
+from offbeat.runtime import session as sessions
+from offbeat.strategies import ASP, SSP, Downpour, ServerBSP
+from offbeat.wire.record import read_log, replay
+from support.group_training import compute
+from support.jobs import command, job, marked
+from support.newcomer_training import Gate, pass_gate
+from support.processes import run, values
+from support.run_logs import entries_of
+from support.server_training import (
+    BATCH,
+    SAMPLES,
+    Numbers,
+    Tally,
+    check_eager,
+    check_versioned,
+    tally,
+    violations,
+)
+
+WORKERS, STEPS, MIDDLE = 2, 24, 6
+SILENT_S = 2.5  # 10 s, if nobody says otherwise
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path)
+    yield gate
+    gate.open()
+    os.close(gate._lock)
+
+
+def counts(rank, say, strategy):
+    """Steps on, stands still in the middle, and goes on; returns what `check_versioned` looks at."""
+    model = Tally(WORKERS, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reads = []
+    with offbeat.join(model, optimizer, strategy) as session:
+        synchronizer = session._synchronizer
+        for step in range(STEPS):
+            if step == MIDDLE:
+                say("now")
+                pass_gate()
+            optimizer.zero_grad()
+            loss = model()
+            compute(0.005)
+            loss.backward()
+            reads.append((synchronizer._clock, synchronizer._read_version, model.counts_W.tolist()))
+            optimizer.step()
+    return reads, model.counts_W.tolist()
+
+
+def servers(mark):
+    return [pid for pid in marked(mark) if "offbeat.runtime.ps.server" in command(pid)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "check"),
+    [
+        (SSP(s=2, shards="equal"), lambda found: check_versioned(found, 2, steps=STEPS)),
+        (ASP(shards="equal"), lambda found: check_eager(found, steps=STEPS)),
+    ],
+    ids=["ssp", "asp"],
+)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_with_the_death_of_a_server_nothing_is_lost_and_nothing_comes_twice(gate, strategy, check, victim):
+    env = {**gate.env, "OFFBEAT_SERVERS": "2"}
+    with job(counts, WORKERS, strategy, env=env) as running:
+        running.said(*range(WORKERS))
+        killed = sorted(servers(running.mark))[victim]
+        gate.open()
+        os.kill(killed, signal.SIGKILL)
+        check(values(running.ends()))
+    log = read_log(gate.log)
+    assert violations(log) == []
+    assert replay(log) is None
+
+
+def uses(rank, say, strategy, epochs=6, kills=None, at=MIDDLE):
+    """Trains; returns the samples that this worker used, by epoch, and the parameters in the end."""
+    torch.manual_seed(rank)
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    used, steps = {}, 0
+    with offbeat.join(model, optimizer, strategy) as session:
+        for epoch in session.epochs(epochs):
+            for numbers, x in session.batches(Numbers(SAMPLES), BATCH):
+                steps += 1
+                if steps == at and not session.is_newcomer:
+                    say("now")
+                    pass_gate()
+                    if rank == kills:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                compute(0.005)
+                model(x).square().mean().backward()
+                optimizer.step()
+                used.setdefault(epoch, []).extend(numbers.tolist())
+    return used, torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def alike(ended):
+    """Checks that all hold the same in the end; returns which samples they used."""
+    found = values(ended)
+    assert all(last == found[0][1] for _, last in found)
+    return [used for used, _ in found]
+
+
+def each_once(used, epochs):
+    """Checks that each sample of these epochs came once over all workers."""
+    for epoch in epochs:
+        assert sorted(number for one in used for number in one.get(epoch, [])) == list(range(SAMPLES))
+
+
+def kept_to_the_rules(log, *lost):
+    log = read_log(log)
+    assert violations(log) == []
+    assert replay(log) is None
+    assert [one.worker for one in log.entries if isinstance(one, Lost)] == list(lost)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    "strategy", [ServerBSP(shards="equal"), SSP(s=2), ASP()], ids=lambda strategy: strategy.name
+)
+def test_the_others_go_on_without_a_worker_that_is_killed(strategy, victim, tmp_path):
+    log = tmp_path / "log.jsonl"
+    with job(uses, 3, strategy, 6, victim, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        ended = running.ends()
+    kept_to_the_rules(log, victim)
+    alike([one for one in ended if one.rank != victim])
+    if strategy.shards == "dynamic":
+        assert used_positions(log) == Counter(
+            {(epoch, position): 1 for epoch in range(6) for position in range(SAMPLES)}
+        )
+
+
+def used_positions(log):
+    """How often each position of an epoch was in a step that counts: what a dead worker had, in another's."""
+    blocks = {block.id: block for deal in entries_of(log, AssignBlocks) for block in deal.blocks}
+    return Counter(
+        (blocks[block].epoch, position)
+        for step in entries_of(log, StepFinished)
+        for block in step.blocks
+        for start, stop in blocks[block].ranges
+        for position in range(start, stop)
+    )
+
+
+def fails_in_a_thread(rank, say, strategy, victim):
+    """Two worker threads, one of which fails in the midst; returns the others' parameters in the end."""
+
+    def work(thread):
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.join(model, optimizer, strategy, thread=thread, threads=2) as session:
+            for _ in session.epochs(3):
+                for place, (_, x) in enumerate(session.batches(Numbers(SAMPLES), BATCH)):
+                    if (session.worker, place) == (victim, 2):
+                        raise ValueError("a thread is broken")
+                    optimizer.zero_grad()
+                    model(x).square().mean().backward()
+                    optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(work, thread) for thread in range(2)]
+        found = [one.exception() or one.result() for one in ended]
+    return [one for one in found if not isinstance(one, ValueError)]
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(
+    "strategy", [ServerBSP(shards="equal"), SSP(s=2)], ids=lambda strategy: strategy.name
+)
+def test_the_others_go_on_without_a_thread_that_fails_also_in_its_own_process(strategy, victim):
+    ended = values(run(fails_in_a_thread, 2, replace(strategy, deadline_s=20.0), victim))
+    found = [one for of_process in ended for one in of_process]
+    assert len(found) == 3
+    assert found == [found[0]] * 3
+
+
+def fails_at_last(rank, say, strategy):
+    """The second of two threads of a process fails in its last step, when the first has done all of its."""
+    is_through = threading.Event()
+
+    def work(thread):
+        model = Tally(4, 2 * rank + thread)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with offbeat.join(model, optimizer, strategy, thread=thread, threads=2) as session:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                model().backward()
+                if session.worker == 3 and step == STEPS - 1:
+                    assert is_through.wait(30)
+                    compute(0.5)  # until the other one has said that it has finished, more or less
+                    raise ValueError("a thread is broken")
+                optimizer.step()
+            if thread == 0:
+                is_through.set()
+        return model.counts_W.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(work, thread) for thread in range(2)]
+        found = [one.exception() or one.result() for one in ended]
+    return [one for one in found if not isinstance(one, ValueError)]
+
+
+def test_nobody_waits_in_the_end_for_a_thread_that_failed_last():
+    ended = values(run(fails_at_last, 2, SSP(s=2, shards="equal", deadline_s=15.0)))
+    found = [one for of_process in ended for one in of_process]
+    assert len(found) == 3
+    assert found == [found[0]] * 3
+
+
+def refreshes(rank, say, strategy):
+    """Refreshes after every third step; what a step is computed with holds all own steps before it."""
+    reads, _ = tally(strategy, WORKERS, rank, steps=STEPS, refreshes_every=3)
+    return [counts[rank] for _, _, counts in reads]
+
+
+def test_what_downpour_fetched_before_a_refresh_is_not_used_after_it():
+    for found in values(run(refreshes, WORKERS, Downpour(shards="equal", n_fetch=1))):
+        assert found == [float(step) for step in range(STEPS)]
+
+
+def stands_alone_for_long(rank, say, strategy):
+    return tally(strategy, WORKERS, rank, steps=2 if rank else 12, compute_s=0.2)[1]
+
+
+def test_a_warm_start_may_take_longer_than_the_deadline_of_a_step():
+    strategy = Downpour(shards="equal", warm_start=12, deadline_s=1.5)
+    assert values(run(stands_alone_for_long, WORKERS, strategy)) == [[12.0, 2.0]] * WORKERS
+
+
+def uses_and_is_impatient(rank, say, strategy):
+    sessions._SILENT_S = SILENT_S
+    return uses(rank, say, strategy)
+
+
+def test_a_worker_that_is_stopped_is_lost_and_the_others_do_not_wait_for_it_for_ever(gate):
+    with job(uses_and_is_impatient, 3, SSP(s=2), env=gate.env) as running:
+        running.said(0, 1, 2)
+        running.signal(1, signal.SIGSTOP)
+        gate.open()
+        others = [running.end(0), running.end(2)]
+        running.signal(1, signal.SIGCONT)
+        stopped = running.end(1)
+    alike(others)
+    assert stopped.error_type == "WorkerError", stopped.trace
+    assert "worker 1" in stopped.error
+    kept_to_the_rules(gate.log, 1)
+
+
+def test_a_newcomer_takes_part_with_the_parameters_and_the_data_order_of_the_others(gate):
+    env = {**gate.env, "OFFBEAT_SEED": "7"}
+    with job(uses, 2, SSP(s=2), 16, hosts_store=True, env=env) as running:
+        running.said(0, 1)
+        running.add(uses, SSP(s=2), 16, env={"OFFBEAT_SEED": "3"})
+        gate.open()
+        used = alike(running.ends())
+    each_once(used, range(16))
+    kept_to_the_rules(gate.log)
+    assert sum(isinstance(one, StepFinished) and one.worker == 2 for one in entries_of(gate.log)) > 1
+
+
+def test_training_goes_on_with_a_coordinator_that_was_started_again(gate):
+    with job(uses, 3, SSP(s=2), env=gate.env) as running:
+        running.said(0, 1, 2)
+        os.kill(running.coordinator(), signal.SIGKILL)
+        gate.open()
+        used = alike(running.ends())
+    each_once(used, range(6))
+    kept_to_the_rules(gate.log)
+
+
+@pytest.mark.parametrize("strategy", [SSP(s=2, deadline_s=4.0), ASP(deadline_s=4.0)], ids=["ssp", "asp"])
+def test_without_any_server_everybody_ends_naming_it(gate, strategy):
+    with job(uses, 2, strategy, env=gate.env) as running:
+        running.said(0, 1)
+        (server,) = servers(running.mark)
+        os.kill(server, signal.SIGKILL)
+        gate.open()
+        for one in running.ends():
+            assert one.error_type == "WorkerError", one.trace
+            assert "server" in one.error, one.error
+
+
+def dies_first(rank, say, victim):
+    """One worker dies when all have joined and none has taken a step."""
+    model = Tally(WORKERS, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with offbeat.join(model, optimizer, SSP(s=2, shards="equal")) as session:
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(3):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return session.step, model.counts_W.tolist()
+
+
+def test_a_worker_that_dies_before_its_first_step_is_not_waited_for():
+    with job(dies_first, WORKERS, 1) as running:
+        assert running.end(0).value == (3, [3.0, 0.0])
+        running.died(1)
+
+
+def test_without_the_parameters_of_the_first_worker_nobody_begins():
+    with job(dies_first, WORKERS, 0) as running:
+        ended = running.end(1)
+    assert ended.error_type == "WorkerError"
+    assert "worker 0 is out, and the others do not have its initial parameters" in ended.error
+
+
+def test_a_newcomer_waits_for_the_first_workers_parameters_where_training_has_not_begun(gate):
+    env = {**gate.env, "OFFBEAT_SEED": "7"}
+    with job(uses, 2, SSP(s=2), 6, None, 1, hosts_store=True, env=env) as running:
+        running.said(0, 1)
+        running.add(uses, SSP(s=2), 6, env={"OFFBEAT_SEED": "3"})
+        gate.open_for(2)
+        each_once(alike(running.ends()), range(6))
+    kept_to_the_rules(gate.log)

@@ -1,0 +1,473 @@
+"""Promises of a job in which something fails: real workers are killed, stopped, interrupted and misled.
+
+Whatever happens, the others end naming who caused it, and nothing is left: no process, no temporary file, no
+hook; a gradient whose exchange did not finish is the local one.
+"""
+
+import io
+import os
+import re
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.errors import WorkerError
+from offbeat.runtime import session
+from offbeat.runtime.collectives import link_exchange
+from offbeat.runtime.control import client
+from offbeat.strategies import AllReduce
+from support.jobs import job
+from support.newcomer_training import train
+
+SILENT_S = 3.0  # 10 s, if nobody says otherwise
+
+WORKERS = 4
+
+
+class Net(nn.Module):
+    """Calls `at_forward` in every forward pass."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        self.at_forward = lambda: None
+
+    def forward(self, x):
+        self.at_forward()
+        return self.layers(x)
+
+
+def hooks_of(model, optimizer):
+    return (
+        [dict(p._post_accumulate_grad_hooks or {}) for p in model.parameters()],
+        dict(model._forward_pre_hooks),
+        dict(model._forward_hooks),
+        dict(optimizer._optimizer_step_pre_hooks),
+        dict(optimizer._optimizer_step_post_hooks),
+    )
+
+
+def loss_of(model, rank, step):
+    x = torch.full((2, model.layers[0].in_features), 1.0 + rank + step / 10)
+    return model(x).square().mean()
+
+
+def local_gradients(model, rank, step):
+    """What a backward pass computes on this worker alone."""
+    twin = Net(model.layers[0].in_features)
+    twin.load_state_dict(model.state_dict())
+    loss_of(twin, rank, step).backward()
+    return [p.grad for p in twin.parameters()]
+
+
+class Loop:
+    """A training loop that looks, when it ends with a WorkerError, at what that left behind.
+
+    Args:
+        misdeed: (session, step), called before each step; may raise, end the process or return "leave".
+    """
+
+    def __init__(self, rank, say, *, steps=10**6, width=8, misdeed=lambda session, model: None):
+        self.rank, self.say, self.steps, self.misdeed = rank, say, steps, misdeed
+        torch.manual_seed(rank)
+        self.model = Net(width)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.waits_in = None  # the step in whose exchange this worker says that it waits
+
+    def run(self):
+        before = hooks_of(self.model, self.optimizer)
+        step, expected = 0, None
+        try:
+            with offbeat.join(self.model, self.optimizer, AllReduce()) as session:
+                synchronizer = session._synchronizer
+                tell = synchronizer.announce_gradients
+                synchronizer.announce_gradients = lambda compute_s: self._ready(tell, session, compute_s)
+                while session.step < self.steps:
+                    step = session.step
+                    if self.misdeed(session, self.model) == "leave":
+                        break
+                    self.optimizer.zero_grad()
+                    expected = local_gradients(self.model, self.rank, step)
+                    loss_of(self.model, self.rank, step).backward()
+                    expected = None
+                    self.optimizer.step()
+        except WorkerError as error:
+            assert hooks_of(self.model, self.optimizer) == before
+            if expected is not None:
+                for parameter, gradient in zip(self.model.parameters(), expected, strict=True):
+                    assert parameter.grad is None or torch.equal(parameter.grad, gradient)
+            return {
+                "worker": error.worker,
+                "step": error.step,
+                "text": str(error),
+                "at": step,
+                "waited": expected is not None,
+            }
+        assert hooks_of(self.model, self.optimizer) == before
+        return None
+
+    def _ready(self, tell, session, compute_s):
+        contribution = tell(compute_s)
+        if session.step == self.waits_in:
+            self.say("waits")
+        return contribution
+
+
+def survivors(ended, victim, since_s=None):
+    """What the others ended with; prints how long after `since_s` the last of them ended."""
+    others = [one for one in ended if one.rank != victim]
+    for one in others:
+        assert one.error is None, one.trace
+        assert one.exitcode == 0
+        assert one.value is not None, f"worker {one.rank} ended as if nothing had happened"
+    if since_s is not None:
+        print(f"the last of the others ended {max(one.ended_s for one in others) - since_s:.2f} s after")
+    return [one.value for one in others]
+
+
+# Killed ---------------------------------------------------------------------------------------------------
+
+
+def hang(say, what):
+    say(what)
+    signal.pause()
+
+
+def hangs_in_compute(rank, say, victim, at_step):
+    loop = Loop(rank, say)
+    loop.waits_in = at_step
+    if rank == victim:
+
+        def misdeed(session, model):
+            if session.step == at_step:
+                model.at_forward = lambda: hang(say, "computes")
+
+        loop.misdeed = misdeed
+    return loop.run()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_worker_killed_while_it_computes_and_the_others_wait_for_it_is_named(victim):
+    with job(hangs_in_compute, WORKERS, victim, 3) as running:
+        running.said(*range(WORKERS))
+        killed_s = running.signal(victim, signal.SIGKILL)
+        ended = running.ends()
+    for said in survivors(ended, victim, killed_s):
+        assert said["worker"] == victim
+        assert said["step"] == 3
+        assert f"worker {victim} was lost" in said["text"]
+        assert re.search(r"\(noticed by (the coordinator|worker \d)\)$", said["text"])
+        assert said["waited"]
+
+
+def hangs_after_join(rank, say, victim):
+    if rank == victim:
+        return Loop(rank, say, misdeed=lambda *_: hang(say, "joined")).run()
+    return Loop(rank, say).run()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_killed_right_after_join_is_named(victim):
+    with job(hangs_after_join, WORKERS, victim) as running:
+        running.said(victim)
+        killed_s = running.signal(victim, signal.SIGKILL)
+        ended = running.ends()
+    for said in survivors(ended, victim, killed_s):
+        assert said["worker"] == victim
+        assert said["step"] is None
+        assert f"worker {victim} was lost before its first step" in said["text"]
+
+
+def killed_before_the_start(rank, say, late):
+    if rank != late:
+        has_started, told = client.CoordinatorClient._wait_for_start, []
+
+        def say_that_it_waits(self, wait_s):
+            assert self.endpoint.flush(10)
+            if not told:
+                told.append(say("asked to join"))
+            return has_started(self, wait_s)
+
+        client.CoordinatorClient._wait_for_start = say_that_it_waits
+    if rank == late:
+        join = client.CoordinatorClient.join
+
+        def come_late(self, **about):
+            say("has met the others and waits to ask")
+            assert signal.sigwait({signal.SIGUSR1})
+            return join(self, **about)
+
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        client.CoordinatorClient.join = come_late
+    return Loop(rank, say).run()
+
+
+def test_a_worker_killed_before_the_start_is_named_also_to_those_who_come_later():
+    with job(killed_before_the_start, 3, 2) as running:
+        running.said(0, 1, 2)
+        killed_s = running.signal(1, signal.SIGKILL)
+        running.died(1)
+        running.signal(2, signal.SIGUSR1)
+        ended = running.ends()
+    first, late = survivors(ended, 1, killed_s)
+    # On a busy machine the coordinator may see the death before it reads what this one asked.
+    assert first["worker"] == 1 or "cannot take part" in first["text"]
+    for said in first, late:
+        assert "was lost before the start" in said["text"]
+        assert "worker 1" in said["text"]
+
+
+def dies_in_the_exchange(rank, say, victim, width):
+    loop = Loop(rank, say, width=width, steps=10)
+    if rank == victim:
+        arrived = link_exchange._ScheduleRun._on_complete
+
+        def die_halfway(self, number, first, last):
+            is_copy = self._plan.steps[number].op == "copy"
+            if self._plan.received - self._to_receive > width * width // 2 and is_copy:
+                os.kill(os.getpid(), signal.SIGKILL)
+            arrived(self, number, first, last)
+
+        def misdeed(session, model):
+            if session.step == 2:
+                link_exchange._ScheduleRun._on_complete = die_halfway
+
+        loop.misdeed = misdeed
+    return loop.run()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_killed_in_the_middle_of_the_exchange_of_a_big_model_is_named(victim):
+    """The weight of each layer is a bucket of 64 MB; the victim dies when half of one has come."""
+    with job(dies_in_the_exchange, 3, victim, 4096) as running:
+        killed_s = running.died(victim)
+        ended = running.ends()
+    for said in survivors(ended, victim, killed_s):
+        assert said["worker"] == victim
+        assert said["step"] == 2
+        assert said["at"] == 2
+        assert said["waited"]
+
+
+def test_a_coordinator_killed_with_its_supervisor_is_named_by_every_worker():
+    """Killed alone, it is started again: see test_coordinator_restart.py."""
+    with job(hangs_in_compute, 3, 1, 3) as running:
+        running.said(0, 1, 2)
+        killed_s = time.monotonic()
+        running.kill_coordinator()
+        waiting = [running.end(0), running.end(2)]
+        running.signal(1, signal.SIGKILL)
+    for said in survivors(waiting, 1, killed_s):
+        assert "lost the coordinator" in said["text"]
+        assert "nothing listens any more" in said["text"]
+        assert said["waited"]
+
+
+# Stopped --------------------------------------------------------------------------------------------------
+
+
+def sleeps_in_compute(rank, say, victim):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    session._SILENT_S = SILENT_S
+    loop = Loop(rank, say)
+    loop.waits_in = 3
+    if rank == victim:
+
+        def sleep():
+            say("computes")
+            signal.sigwait({signal.SIGUSR1})
+
+        def misdeed(session, model):
+            if session.step == 3:
+                model.at_forward = sleep
+
+        loop.misdeed = misdeed
+    return loop.run()
+
+
+def stop_one(victim):
+    with job(sleeps_in_compute, 3, victim) as running:
+        running.said(0, 1, 2)
+        stopped_s = running.signal(victim, signal.SIGSTOP)
+        others = [running.end(rank) for rank in range(3) if rank != victim]
+        running.signal(victim, signal.SIGCONT)
+        running.signal(victim, signal.SIGUSR1)
+        return victim, survivors(others, victim, stopped_s), running.end(victim)
+
+
+def test_a_stopped_worker_is_named_once_it_is_silent_and_ends_too_when_it_goes_on():
+    with ThreadPoolExecutor() as pool:  # each takes the whole silence
+        for victim, others, came_back in pool.map(stop_one, [0, 1]):
+            for said in others:
+                assert said["worker"] == victim
+                assert said["step"] == 3
+                assert f"has been silent for {SILENT_S:g} s" in said["text"]
+                assert said["waited"]
+            assert came_back.error is None, came_back.trace
+            assert "lost the coordinator" in came_back.value["text"]
+
+
+# Failing by themselves ------------------------------------------------------------------------------------
+
+
+def misbehaves(rank, say, culprit, how):
+    loop = Loop(rank, say)  # without an end: what the coordinator says may come some steps later
+
+    def misdeed(session, model):
+        if rank == culprit and session.step == 4:
+            return MISDEEDS[how](session, model)
+        return None
+
+    loop.misdeed = misdeed
+    return loop.run()
+
+
+def fail(session, model):
+    raise ValueError("sample 17 is broken:\n  it has two labels")
+
+
+def fail_without_a_word(session, model):
+    raise AssertionError
+
+
+def fail_at_length(session, model):
+    raise ValueError("x" * 2**21)
+
+
+def fail_in_forward(session, model):
+    def at_forward():
+        raise MemoryError("no memory left for the activations")
+
+    model.at_forward = at_forward
+
+
+def interrupt(session, model):
+    signal.raise_signal(signal.SIGINT)
+
+
+def exit_early(session, model):
+    raise SystemExit("no disk space left")
+
+
+MISDEEDS = {
+    "fail": fail,
+    "fail without a word": fail_without_a_word,
+    "fail at length": fail_at_length,
+    "fail in forward": fail_in_forward,
+    "interrupt": interrupt,
+    "exit": exit_early,
+    "leave": lambda session, model: "leave",
+    "exit in order": lambda session, model: sys.exit(),
+    "two backwards": lambda session, model: loss_of(model, session.worker, 0).backward(),
+}
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "text", "own_error"),
+    [
+        ("fail", "failed after 4 steps: ValueError: sample 17 is broken:", "ValueError"),
+        ("fail without a word", "failed after 4 steps: AssertionError", "AssertionError"),
+        ("fail at length", "failed after 4 steps: ValueError: xxx", "ValueError"),
+        ("fail in forward", "failed after 4 steps: MemoryError: no memory left", "MemoryError"),
+        ("interrupt", "failed after 4 steps: KeyboardInterrupt", "KeyboardInterrupt"),
+        ("exit", "failed after 4 steps: SystemExit: no disk space left", "SystemExit"),
+    ],
+)
+def test_an_error_in_one_worker_ends_the_others_with_its_name_and_text(culprit, how, text, own_error):
+    with job(misbehaves, 3, culprit, how) as running:
+        ended = running.ends()
+    assert ended[culprit].error_type == own_error
+    for said in survivors(ended, culprit, ended[culprit].ended_s):
+        assert said["worker"] == culprit
+        assert said["step"] == 4
+        assert said["text"].startswith(f"worker {culprit} {text}")
+        assert len(said["text"].splitlines()) == 1
+        assert len(said["text"]) < 3000
+
+
+@pytest.mark.parametrize("how", ["leave", "exit in order"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_worker_that_leaves_early_is_named(culprit, how):
+    with job(misbehaves, 3, culprit, how) as running:
+        ended = running.ends()
+    if how == "leave":  # it stays for the others to finish, and hears that they go on
+        assert f"worker {culprit} has finished after 4 steps; worker" in ended[culprit].value["text"]
+    else:
+        assert ended[culprit].value is None
+    for said in survivors(ended, culprit):
+        assert f"worker {culprit} has finished after 4 steps" in said["text"]
+        assert "wants step 5: give every worker the same number of batches" in said["text"]
+        assert said["at"] in (3, 4)  # one may still wait for the last of step 4 when another wants step 5
+
+
+def test_a_worker_that_calls_backward_twice_is_named():
+    with job(misbehaves, 3, 1, "two backwards") as running:
+        ended = running.ends()
+    for said in survivors(ended, None):
+        assert re.search(r"worker [012] is in step [45] but worker [012] in step [45]", said["text"])
+        assert "worker 1" in said["text"]
+        assert "call backward and step equally often on every worker" in said["text"]
+
+
+def exits_at_the_end(rank, say):
+    loop = Loop(rank, say, steps=10)
+    try:
+        loop.misdeed = lambda session, model: sys.exit(0) if session.step == 5 else None
+        loop.run()
+    except SystemExit as error:
+        return error.code
+    return "did not exit"
+
+
+def test_exiting_with_success_is_leaving_in_order():
+    with job(exits_at_the_end, 3) as running:
+        assert [one.value for one in running.ends()] == [0, 0, 0]
+
+
+# Who survives says so ---------------------------------------------------------------------------------------
+
+
+def writes(rank, say, victim, misdeed):
+    """Trains to the end; returns what that has written to standard error, where nobody sets logging up."""
+    at_step = None
+    if rank == victim:
+
+        def at_step(session):
+            if session.step == 12:
+                misdeed()
+
+    written = io.StringIO()
+    with redirect_stderr(written):
+        train(rank, say, misdeed=at_step)
+    return written.getvalue().splitlines()
+
+
+def kill_oneself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "cause"),
+    [
+        (kill_oneself, r"worker-2\.\w+ .* \(noticed by the coordinator\)"),
+        (fail, r"it failed after 12 steps: RuntimeError: out of luck"),
+    ],
+)
+def test_every_survivor_writes_once_who_was_lost_and_why_and_who_goes_on(misdeed, cause):
+    with job(writes, WORKERS, 2, misdeed, clean=misdeed is fail) as running:
+        ended = running.ends()
+    for one in ended[:2] + ended[3:]:
+        (line,) = one.value
+        assert re.fullmatch(f"worker 2 was lost: {cause}; training continues with workers 0, 1 and 3", line)

@@ -1,0 +1,632 @@
+"""Workers that join a job while it runs, with real processes: they get the state from a peer and take part.
+
+The model counts how often each sample was used (`support/sample_counting.py`); replicas must hold the same
+bits, and each sample must come once an epoch, whoever is killed and whoever joins.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partialmethod
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import offbeat
+from offbeat.errors import OffbeatError
+from offbeat.events import Finished, Group, Halt, JobComplete, Joined, Lost, PeerList, Ready
+from offbeat.runtime.averaging.group_binding import GroupBinding
+from offbeat.runtime.control.environment import JOB_VARIABLE, NEWCOMER_VARIABLE, read_environment
+from offbeat.runtime.session import Session
+from offbeat.runtime.training import trained
+from offbeat.runtime.training.state_copy import StateCopier
+from offbeat.strategies import AllReduce, PartialAllReduce
+from offbeat.wire.record import read_log, replay
+from support.jobs import DEADLINE_S, job
+from support.newcomer_training import (
+    EPOCHS,
+    GATE_STEP,
+    STEADY,
+    Adding,
+    Counting,
+    Gate,
+    pass_gate,
+    train,
+    wait_for_newcomer,
+)
+from support.processes import values
+from support.run_logs import entries_of, groups_of, wait_for_entry, wait_until
+from support.sample_counting import BATCH, SAMPLES, Counter
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path)
+    yield gate
+    gate.open()
+    os.close(gate._lock)
+
+
+def trained_once(ended, epochs=EPOCHS):
+    """Checks that all hold the same, each sample once an epoch; returns what they hold."""
+    results = values(ended)
+    for one in results:
+        assert one.uses == [float(epochs)] * SAMPLES
+        assert one.buffer == results[0].buffer
+        assert one.momenta == results[0].momenta
+        assert one.step == results[0].step
+    return results
+
+
+class Misdeed:
+    """Tells that a step has come, and then perhaps does something to this process, once."""
+
+    def __init__(self, say, step, number=signal.SIGKILL):
+        self._say, self._step, self._number = say, step, number
+
+    def __call__(self, session):
+        if session.step >= self._step >= 0:
+            self._step = -1
+            self._say("now")
+            if self._number is not None:
+                os.kill(os.getpid(), self._number)
+
+
+def joined_within_two_rounds(log, worker):
+    """Checks, from the run log, that a newcomer takes part soon; returns the group that took it in."""
+    entries = entries_of(log)
+    came = next(i for i, one in enumerate(entries) if isinstance(one, Joined) and one.worker == worker)
+    under_way = max(one.step for one in entries[:came] if isinstance(one, Ready))
+    group = next(one for one in entries[came:] if isinstance(one, Group) and worker in one.joining)
+    assert group.step <= under_way + 2
+    first = next(one for one in entries[came:] if isinstance(one, Ready) and one.worker == worker)
+    assert first.step == group.step
+    return group
+
+
+def joins_late(rank, say, log):
+    """A newcomer that does not come before the others stand at the gate."""
+    say("here")
+    wait_for_entry(log, "the last step", lambda one: isinstance(one, Ready) and one.step >= GATE_STEP - 1)
+    return train(rank, say)
+
+
+def test_a_newcomer_takes_part_within_two_rounds_and_holds_what_the_others_hold(gate):
+    with job(train, 3, env=gate.env) as running:
+        running.add(joins_late, gate.log)
+        gate.open_for(3)
+        ended = running.ends()
+    *_, newcomer = trained_once(ended)
+    assert (newcomer.worker, newcomer.world) == (3, 3)
+    joined_within_two_rounds(gate.log, 3)
+    assert replay(read_log(gate.log)) is None
+
+
+def test_a_newcomer_begins_in_the_epoch_in_which_the_others_are_with_their_learning_rate(gate):
+    with job(train, 3, env=gate.env) as running:
+        running.add(joins_late, gate.log)
+        gate.open_for(3)
+        ended = running.ends()
+    first, *_, newcomer = trained_once(ended)
+    step = joined_within_two_rounds(gate.log, 3).step
+    begun = next(one for one in entries_of(gate.log) if isinstance(one, Ready) and one.step == step)
+    assert newcomer.epochs == list(range(newcomer.epochs[0], EPOCHS))
+    assert GATE_STEP // 9 <= begun.epoch <= newcomer.epochs[0] <= begun.epoch + 1
+    assert newcomer.rates == {step: rate for step, rate in first.rates.items() if step in newcomer.rates}
+    assert len(set(newcomer.rates.values())) == len(newcomer.epochs)
+
+
+def test_several_newcomers_at_once_more_than_there_were_workers(gate):
+    with job(train, 2, env=gate.env) as running:
+        added = [running.add(joins_late, gate.log) for _ in range(4)]
+        running.said(*added)
+        gate.open_for(2, 3, 4, 5)
+        ended = running.ends()
+    results = trained_once(ended)
+    assert sorted(one.worker for one in results) == list(range(6))
+    assert any(len(group.members) == 6 for group in groups_of(gate.log))
+
+
+def resumes(rank, say):
+    """As after a restart: every worker loads what was saved, with the seed that was used then."""
+    load = Session.load_state_dict
+
+    def epochs(self, count, before=Session.epochs):
+        model = Counting()
+        load(
+            self,
+            {
+                "version": 2,
+                "model": model.state_dict(),
+                "optimizers": trained.TrainingState(model, [Adding(model.parameters())]).optimizer_states(),
+                "epoch": 0,
+                "batches_taken": 0,
+                "used": {},
+                "samples": SAMPLES,
+                "step": 0,
+                "seed": 7,
+                "world": 3,
+            },
+        )
+        return before(self, count)
+
+    Session.epochs = epochs
+    return train(rank, say)
+
+
+def test_a_newcomer_runs_the_script_that_the_others_ran_though_it_loads_what_was_saved(gate):
+    """Each sample comes once only if it draws the order of an epoch from the seed that the others have."""
+    with job(resumes, 3, env={"OFFBEAT_SLOW": "1:1;random:1@0.0-0.5", **gate.env}) as running:
+        running.add(resumes)
+        gate.open_for(3)
+        ended = running.ends()
+    trained_once(ended)
+
+
+def has_other_data(rank, say, log):
+    Session.batches = partialmethod(with_batches_of_5, before=Session.batches)
+    return joins_late(rank, say, log)
+
+
+def with_batches_of_5(session, dataset, batch_size, before):
+    return before(session, dataset, 5)
+
+
+def test_a_newcomer_with_other_data_is_told_so_and_the_others_go_on(gate):
+    with job(train, 3, env=gate.env) as running:
+        running.add(has_other_data, gate.log)
+        gate.open_for(3)
+        *others, newcomer = running.ends()
+    trained_once(others)
+    assert newcomer.error_type == "OffbeatError"
+    assert f"{SAMPLES} samples in batches of {BATCH}, got {SAMPLES} in batches of 5" in newcomer.error
+
+
+# While others die ------------------------------------------------------------------------------------------
+
+
+def dies(rank, say, victim):
+    return train(rank, say, misdeed=Misdeed(say, 12) if rank == victim else None)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_each_sample_comes_once_though_a_worker_is_killed_and_a_newcomer_takes_its_place(victim, gate):
+    with job(dies, 3, victim, env=gate.env, hosts_store=True) as running:
+        running.said(victim)
+        wait_for_entry(gate.log, "the death", lambda one: isinstance(one, Lost))
+        running.add(joins_late, gate.log)
+        gate.open_for(3)
+        ended = running.ends()
+    trained_once([one for one in ended if one.rank != victim])
+    assert joined_within_two_rounds(gate.log, 3).members == tuple({0, 1, 2, 3} - {victim})
+
+
+def joins_on_a_halt(rank, say, log):
+    say("here")
+    wait_for_entry(log, "a change", lambda one: isinstance(one, Halt))
+    return train(rank, say)
+
+
+def one_stops(rank, say):
+    return train(rank, say, misdeed=Misdeed(say, 12, signal.SIGSTOP) if rank == 2 else None)
+
+
+def test_a_newcomer_while_a_change_is_under_way(gate):
+    """The change begins with a death, and waits for one that is stopped and does not answer."""
+    with job(one_stops, 3, env=gate.env) as running:
+        running.said(running.add(joins_on_a_halt, gate.log))
+        running.said(2)
+        running.signal(1, signal.SIGKILL)
+        gate.open_for(3)
+        running.signal(2, signal.SIGCONT)
+        ended = running.ends()
+    trained_once([one for one in ended if one.rank != 1])
+    entries = entries_of(gate.log)
+    halt = next(i for i, one in enumerate(entries) if isinstance(one, Halt))
+    came = next(i for i, one in enumerate(entries) if isinstance(one, Joined) and one.worker == 3)
+    assert halt < came
+    assert not any(isinstance(one, Halt | Group) for one in entries[halt + 1 : came])
+
+
+def dies_while_it_takes(rank, say):
+    StateCopier._copy_optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    return train(rank, say)
+
+
+def test_a_newcomer_that_dies_while_it_takes_the_state(gate):
+    with job(train, 3, env=gate.env) as running:
+        first = running.add(dies_while_it_takes)
+        wait_for_newcomer(gate.log, 3)
+        running.add(joins_late, gate.log)
+        gate.open_for(4)
+        running.died(first)
+        ended = running.ends()
+    *_, newcomer = trained_once([one for one in ended if one.rank != first])
+    assert newcomer.worker == 4
+
+
+def dies_while_it_gives(rank, say):
+    def misdeed(session):
+        StateCopier._copy_optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    return train(rank, say, misdeed=misdeed if rank == 0 else None)
+
+
+def test_a_donor_that_dies_while_it_gives_is_followed_by_the_next(gate):
+    with job(dies_while_it_gives, 3, env=gate.env, hosts_store=True) as running:
+        running.add(joins_late, gate.log)
+        gate.open_for(3)
+        ended = running.ends()
+    trained_once(ended[1:])
+    given = [group.members for group in groups_of(gate.log) if 3 in group.joining]
+    assert given == [(0, 1, 2, 3), (1, 2, 3)]
+    assert ended[0].exitcode == -signal.SIGKILL
+
+
+# Who is not taken ------------------------------------------------------------------------------------------
+
+
+def has_another_model(rank, say):
+    model = nn.Linear(3, 2)
+    offbeat.join(model, torch.optim.SGD(model.parameters(), lr=1.0), STEADY)
+
+
+def has_id_3(rank, say):
+    os.environ |= {"RANK": "3", "WORLD_SIZE": "3"}
+    return train(rank, say)
+
+
+def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_on(gate):
+    with job(train, 3, env=gate.env) as running:
+        odd = running.end(running.add(has_another_model))
+        new = running.add(has_id_3)
+        wait_for_entry(gate.log, "its group", lambda one: isinstance(one, Group) and 3 in one.joining)
+        again = running.end(running.add(has_id_3))
+        gate.open()
+        trained_once([running.end(rank) for rank in (0, 1, 2, new)])
+    assert (
+        "line 1 of model and optimizer is 'parameter uses_N float64 [101], in group 0' on worker" in odd.error
+    )
+    assert "its id, 3, has been used: give every new worker an unused id" in again.error
+    assert odd.error_type == again.error_type == "WorkerError"
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(shards="equal")], ids=str)
+def test_a_job_that_takes_nobody_says_so_and_goes_on(strategy, gate):
+    with job(train, 2, strategy, env=gate.env, hosts_store=True) as running:
+        late = running.end(running.add(train, strategy))
+        gate.open()
+        ended = [running.end(rank) for rank in (0, 1)]
+    assert "cannot take part: the job has started without it" in late.error
+    assert {one.step for one in values(ended)} == {EPOCHS * 13}
+
+
+# At the end ------------------------------------------------------------------------------------------------
+
+
+def stays(rank, say, log, owner, name):
+    """Worker 1 does not do this before a newcomer has been heard of."""
+    if rank == 1:
+        before = getattr(owner, name)
+
+        def later(self, *arguments):
+            say("at the end")
+            wait_for_newcomer(log, 2)
+            return before(self, *arguments)
+
+        setattr(owner, name, later)
+    return train(rank, say, epochs=3)
+
+
+def joins_at_the_end(rank, say, log, kind):
+    say("here")
+    wait_for_entry(log, kind.__name__, lambda one: isinstance(one, kind))
+    return train(rank, say, epochs=3)
+
+
+def test_a_newcomer_in_whose_time_nothing_is_left_to_do_holds_the_final_state(gate):
+    """One worker has finished, and the other stands at the end of its loop."""
+    gate.open()
+    with job(stays, 2, gate.log, Session, "_wait_for_other_workers", env=gate.env) as running:
+        running.said(running.add(joins_at_the_end, gate.log, Finished))
+        ended = running.ends()
+    *_, newcomer = trained_once(ended, 3)
+    assert newcomer.epochs == []
+
+
+def test_a_newcomer_that_comes_when_all_others_are_done_is_told_so(gate):
+    gate.open()
+    arguments = (gate.log, GroupBinding, "transfer_final_state")
+    with job(stays, 2, *arguments, env=gate.env, hosts_store=True) as running:
+        running.said(running.add(joins_at_the_end, gate.log, JobComplete))
+        ended = running.ends()
+    trained_once(ended[:2], 3)
+    assert "cannot take part: it came when all others were done" in ended[2].error
+
+
+def breaks_off(rank, say, log, is_new):
+    """All but the newcomer stop after three epochs, and worker 1 stays until it has come.
+
+    Where the other one has begun a further round by then, it is waiting for worker 1.
+    """
+    torch.manual_seed(0)
+    model, begun = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, STEADY) as session:
+        for epoch in session.epochs(EPOCHS):
+            begun.append(epoch)
+            for (inputs,) in session.batches(TensorDataset(torch.ones(64, 2)), batch_size=8):
+                optimizer.zero_grad()
+                model(inputs).sum().backward()
+                optimizer.step()
+            if epoch == 2 and not is_new:
+                break
+        if rank == 1:
+            say("through")
+            wait_until(lambda: any(one.worker == 2 for one in entries_of(log, Joined)), "the newcomer")
+    return begun, model.weight.detach().numpy().copy()
+
+
+def test_a_newcomer_ends_where_the_others_have_broken_off(tmp_path):
+    log = tmp_path / "log"
+    with job(breaks_off, 2, log, False, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.said(1)
+        running.add(breaks_off, log, True)
+        (begun, weight), _, newcomer = values(running.ends())
+    assert begun == [0, 1, 2]
+    assert newcomer[0] in ([], [2], [3])  # whatever it hears first: that all are through, or where it begins
+    assert (newcomer[1] == weight).all()
+
+
+def test_a_newcomer_that_comes_when_nobody_is_left_is_told_so():
+    with job(train, 2, PartialAllReduce(), 1, hosts_store=True) as running:
+        values(running.ends())
+        late = running.end(running.add(train))
+    assert late.error.startswith("worker 2 lost the coordinator: nothing listens any more at ")
+    assert "its process has ended, because the job is over or because it failed" in late.error
+
+
+def test_a_newcomer_takes_part_in_the_job_of_its_name(gate):
+    """Another job at the same address has started last, and is over."""
+    other = {JOB_VARIABLE: "other", NEWCOMER_VARIABLE: "0", "WORLD_SIZE": "2", "OFFBEAT_RUN_LOG": ""}
+    with job(train, 2, env=gate.env | {JOB_VARIABLE: "mine"}, hosts_store=True) as running:
+        wait_for_entry(gate.log, "the start", lambda one: isinstance(one, PeerList))
+        others = [running.add(train, AllReduce(), 1, env=other | {"RANK": str(rank)}) for rank in range(2)]
+        values([running.end(one) for one in others])
+        new = running.add(train)
+        gate.open_for(2)
+        trained_once([running.end(rank) for rank in (0, 1, new)])
+
+
+def test_a_newcomer_that_names_no_job_takes_part_in_the_one_that_is_there(gate):
+    with job(train, 2, env=gate.env | {JOB_VARIABLE: "mine"}) as running:
+        new = running.add(train, env={JOB_VARIABLE: ""})
+        gate.open_for(2)
+        trained_once([running.end(rank) for rank in (0, 1, new)])
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"OFFBEAT_JOB": "mine", "TORCHELASTIC_RUN_ID": "7f3a"}, "mine"),
+        ({"TORCHELASTIC_RUN_ID": "7f3a"}, "7f3a"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),  # what torchrun says where no --rdzv-id is given
+        ({"OFFBEAT_JOB": ""}, None),
+        ({}, None),
+    ],
+)
+def test_a_job_is_named_by_its_user_or_by_torchrun_or_not_at_all(environ, name):
+    assert read_environment(environ).job_name == name
+
+
+# How a process knows that it is new -------------------------------------------------------------------------
+
+WHERE = {"MASTER_ADDR": "host", "MASTER_PORT": "4321", "OFFBEAT_NEWCOMER": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        (WHERE, -1),
+        ({**WHERE, "RANK": "1", "WORLD_SIZE": "4"}, -1),  # as the worker had it in whose place this one comes
+        ({**WHERE, "RANK": "4", "WORLD_SIZE": "4"}, 4),  # drawn by the launcher
+    ],
+)
+def test_a_newcomer_needs_the_address_of_the_job_alone(environ, rank):
+    read = read_environment(environ)
+    assert (read.is_newcomer, read.rank) == (True, rank)
+    assert (read.master_addr, read.master_port) == ("host", 4321)
+
+
+def test_a_start_may_take_30_s_unless_another_time_is_given():
+    """Every problem of a start names itself by then."""
+    assert read_environment({}).start_s == 30.0
+    assert read_environment({"OFFBEAT_START_S": "1.5"}).start_s == 1.5
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**WHERE, "OFFBEAT_NEWCOMER": "yes"}, "OFFBEAT_NEWCOMER must be 1 or unset, got 'yes'"),
+        ({"OFFBEAT_NEWCOMER": "1"}, "MASTER_ADDR is not set although OFFBEAT_NEWCOMER is set"),
+        ({"OFFBEAT_START_S": "0"}, "OFFBEAT_START_S must be a number of seconds above 0, got '0'"),
+        ({"OFFBEAT_START_S": "soon"}, "OFFBEAT_START_S must be a number of seconds above 0, got 'soon'"),
+        (
+            {**WHERE, "OFFBEAT_NEWCOMER": "0", "RANK": "4", "WORLD_SIZE": "4"},
+            "expected 0 <= RANK < WORLD_SIZE",
+        ),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(environ, words):
+    with pytest.raises(OffbeatError, match=words):
+        read_environment(environ)
+
+
+# Started by a launcher -------------------------------------------------------------------------------------
+
+OFFBEAT = [sys.executable, "-m", "offbeat"]
+SCRIPT = f"""
+import os, sys
+print("process", os.getpid(), flush=True)
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from support.newcomer_training import EPOCHS, SAMPLES, train
+one = train(0, print)
+assert one.uses == [float(EPOCHS)] * SAMPLES
+print("trained as worker", one.worker, os.environ["LOCAL_RANK"])
+"""
+
+
+class Launched:
+    """`offbeat run` with a script of ours, and the lines that it prints."""
+
+    def __init__(self, folder, gate, *options):
+        (folder / "train.py").write_text(SCRIPT)
+        self.log = gate.log
+        self._said = folder / "said"
+        with open(self._said, "w") as output:
+            self.process = subprocess.Popen(
+                [*OFFBEAT, "run", *options, "--nproc-per-node", "3", "train.py"],
+                cwd=folder,
+                env={**os.environ, **gate.env},
+                stdout=output,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.communicate()
+
+    @property
+    def lines(self):
+        return self._said.read_text().splitlines()
+
+    def kill(self, rank, condition):
+        """Kills a worker with signal 9 when the condition holds for an entry of the run log."""
+        start = re.compile(rf"^\[{rank}\] process (\d+)$", re.MULTILINE)
+        wait_until(lambda: start.search(self._said.read_text()) is not None, f"a start of worker {rank}")
+        wait_for_entry(self.log, f"what worker {rank} is killed upon", condition)
+        (pid,) = start.findall(self._said.read_text())
+        os.kill(int(pid), signal.SIGKILL)
+
+    def kill_two(self, first):
+        """Kills a worker in the middle of its training, and the one in its place as soon as that has come."""
+        self.kill(first, lambda one: isinstance(one, Ready) and one.worker == first and one.step >= 10)
+        self.kill(3, lambda one: isinstance(one, Joined) and one.worker == 3)
+
+    def end(self):
+        """Returns the exit code and the last line of standard error."""
+        _, errors = self.process.communicate(timeout=2 * DEADLINE_S)
+        return self.process.returncode, errors.splitlines()[-1]
+
+
+KILLED = "was killed by SIGKILL (if nobody sent it: by the kernel, out of memory)"
+
+
+def test_the_launcher_replaces_a_killed_worker_even_rank_0(tmp_path, gate):
+    with Launched(tmp_path, gate, "--replace", "2") as launched:
+        launched.kill_two(0)
+        gate.open_for(4)
+        code, said = launched.end()
+    assert code == 0, launched.lines
+    assert said == (
+        f"offbeat: 3 workers ended well; worker 0 {KILLED} and was replaced by worker 3; "
+        f"worker 3 {KILLED} and was replaced by worker 4"
+    )
+    assert f"[3] (this worker replaces worker 0, which {KILLED})" in launched.lines
+    assert f"[4] (this worker replaces worker 3, which {KILLED})" in launched.lines
+    trained = sorted(line for line in launched.lines if "trained" in line)
+    assert trained == [f"[{worker}] trained as worker {worker} {worker % 4}" for worker in (1, 2, 4)]
+    assert any(4 in group.joining for group in groups_of(gate.log))
+
+
+def test_the_launcher_says_which_worker_nobody_has_replaced(tmp_path, gate):
+    """The others go on and end well, and are not replaced."""
+    with Launched(tmp_path, gate, "--replace", "1") as launched:
+        launched.kill_two(1)
+        gate.open()
+        code, said = launched.end()
+    assert (code, said) == (1, f"offbeat: worker 3 {KILLED}")
+    trained = sorted(line for line in launched.lines if "trained" in line)
+    assert trained == ["[0] trained as worker 0 0", "[2] trained as worker 2 2"]
+
+
+def test_what_cannot_be_replaced_is_refused_before_anything_is_started(tmp_path):
+    for options, words in {
+        ("--replace", "1", "--nnodes", "2"): "--nnodes cannot be used with --replace",
+        ("--replace", "1", "--nproc-per-node", "1"): "--replace needs at least 2 workers",
+        ("--replace", "-1"): "expected at least 0 workers to replace others, got -1",
+    }.items():
+        done = subprocess.run(
+            [*OFFBEAT, "run", *options, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert words in done.stderr
+
+
+# State that cannot be handed over -------------------------------------------------------------------------
+
+
+class Collecting(torch.optim.SGD):
+    """Keeps a set from its step `first` on."""
+
+    def __init__(self, parameters, first):
+        super().__init__(parameters, lr=1.0)
+        self._left = first
+
+    def step(self, closure=None):
+        super().step(closure)
+        self._left -= 1
+        if self._left < 0:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["factors"] = {1, 2}
+
+
+def trains_with_a_set(rank, say, first):
+    model = Counter()
+    optimizer = Collecting(model.parameters(), first)
+    has_passed = False
+    with offbeat.join(model, optimizer, STEADY) as session:
+        for _ in session.epochs(10**6):
+            for (numbers,) in session.batches(TensorDataset(torch.arange(SAMPLES)), BATCH):
+                if session.step >= GATE_STEP and not has_passed:
+                    has_passed = True
+                    pass_gate()
+                optimizer.zero_grad()
+                (-model(numbers)).backward()
+                optimizer.step()
+
+
+def joins_late_with_a_set(rank, say, log, first):
+    wait_for_entry(log, "the last step", lambda one: isinstance(one, Ready) and one.step >= GATE_STEP - 1)
+    return trains_with_a_set(rank, say, first)
+
+
+def test_state_that_cannot_be_handed_over_is_refused_on_all_workers_after_the_first_step():
+    with job(trains_with_a_set, 2, 0) as running:
+        for one in running.ends():
+            assert one.error_type == "OffbeatError", one.trace
+            assert one.error.startswith("the optimizer keeps 'factors' as set")
+            assert "as this strategy does when a worker joins or comes back" in one.error
+
+
+def test_what_kills_the_thread_that_hands_the_state_over_ends_all_in_words(gate):
+    """Each in turn is the one who gives; none is waited for until a deadline of 600 s."""
+    with job(trains_with_a_set, 2, 1, env=gate.env) as running:
+        running.add(joins_late_with_a_set, gate.log, 1)
+        gate.open_for(2)
+        *givers, newcomer = running.ends()
+    for worker, one in enumerate(givers):
+        assert one.error_type == "WorkerError", one.trace
+        cause = "OffbeatError: the optimizer keeps 'factors' as set"
+        assert f"worker {worker} failed in its thread 'offbeat-state': {cause}" in one.error
+    assert newcomer.error_type == "WorkerError", newcomer.trace
+    assert "the optimizer keeps 'factors' as set" in newcomer.error

@@ -1,0 +1,341 @@
+"""What `Endpoint` promises where connections break and lines are cut: the session goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameKind
+from support import endpoints
+from support.endpoints import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
+from support.tcp_proxy import Line
+
+node = endpoints.node  # the fixture
+
+
+@pytest.fixture
+def through() -> Iterator[Callable[..., Line]]:
+    """Lets one node reach another over a line."""
+    with ExitStack() as stack:
+
+        def make(one: Node, other: Node, reset_after: Callable[[], int | None] = lambda: None) -> Line:
+            line = Line(other.tcp(), reset_after)
+            stack.callback(line.close)
+            one.links.add_peer(other.links.name, [line.address])
+            return line
+
+        yield make
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_breaks_every_message_and_every_byte_comes_once_and_in_order(
+    node: Callable[..., Node], through: Callable[..., Line], seed: int
+) -> None:
+    chance = random.Random(seed)
+    breaks = 30
+
+    def reset_after() -> int | None:
+        nonlocal breaks
+        breaks -= 1
+        return (
+            chance.choice([10, 300, 2000, 70_000, 400_000]) + chance.randrange(1000) if breaks >= 0 else None
+        )
+
+    a, b = node("a", unix=False), node("b", unix=False)
+    lines = [through(a, b, reset_after), through(b, a, reset_after)]
+    arrivals = []
+    done = []
+    for me, other in ((a, b), (b, a)):
+        for number in range(200):
+            me.links.send(other.links.name, b"%d" % number + bytes(chance.choice([0, 0, 0, 5000])))
+        for tag in range(12):
+            size = chance.choice([1, 5000, 300_000, MIB])
+            is_early = chance.random() < 0.5
+            if not is_early:
+                arrivals.append((Arrival(other, me.links.name, tag, size), tag))
+            done.append(threading.Event())
+            me.links.send_tensor(other.links.name, tag, memoryview(contents(size, tag)), on_done=done[-1].set)
+            if is_early:
+                arrivals.append((Arrival(other, me.links.name, tag, size), tag))
+    for me in (a, b):
+        numbers = [int(me.message()[1].rstrip(b"\0")) for _ in range(200)]
+        assert numbers == list(range(200))
+    for arrival, tag in arrivals:
+        assert arrival.whole() == contents(len(arrival.buffer), tag)
+        assert sum(length for _, length in arrival.pieces) == len(arrival.buffer)
+    assert all(one.wait(DEADLINE_S) for one in done)
+    for me in (a, b):
+        assert me.messages.empty()
+        assert me.lost.empty()
+    assert sum(line.connections for line in lines) > 1
+
+
+def test_done_waits_until_the_peer_has_the_bytes(node: Callable[..., Node]) -> None:
+    a = node("a", unix=False)
+    b = Stranger("b", a).greet()
+    done = threading.Event()
+    a.links.send_tensor("b", 1, memoryview(b"x"), on_done=done.set)
+    a.links.send("b", b"behind")
+    kinds = {b.frame().kind, b.frame().kind}
+    assert kinds == {FrameKind.MESSAGE, FrameKind.DATA}
+    assert a.links.flush(DEADLINE_S)
+    assert not done.is_set()
+    b.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.ACK, 0, 0, 0, 2))
+    assert done.wait(DEADLINE_S)
+
+
+def test_who_acknowledges_what_was_never_sent_breaks_the_protocol(node: Callable[..., Node]) -> None:
+    a = node("a", unix=False)
+    b = Stranger("b", a).greet()
+    b.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.ACK, 0, 0, 0, 1))
+    assert str(a.loss()) == ("b broke the protocol: expected from 0 to 0 frames to be acknowledged, got 1")
+
+
+def test_a_forgotten_message_is_not_read_again_when_the_connection_breaks(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a, b = node("a", unix=False), node("b", unix=False)
+    line = through(a, b)
+    through(b, a)
+    a.links.send("b", b"hello")
+    b.message()
+    with b.busy():
+        a.links.send_tensor("b", 1, memoryview(contents(64 * KIB)))
+        a.links.send("b", b"behind it")
+        assert a.links.flush(DEADLINE_S)
+        a.links.cancel(1, 2)
+        line.reset()
+    assert b.message() == ("a", b"behind it")
+    a.links.send_tensor("b", 2, memoryview(b"next"))
+    assert Arrival(b, "a", 2, 4).whole() == b"next"
+    assert a.lost.empty()
+    assert b.lost.empty()
+
+
+def test_a_silent_connection_is_replaced_and_what_it_held_comes_on_the_next_one(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a, b = node("a", unix=False, silent_s=1000.0), node("b", unix=False, silent_s=1000.0)
+    line = through(a, b)
+    through(b, a)
+    a.links.send("b", b"hello")
+    b.message()
+    line.cut(new_ones_too=False)
+    arrival = Arrival(b, "a", 1, MIB)
+    a.links.send_tensor("b", 1, memoryview(contents(MIB)))
+    a.links.send("b", b"all the same")
+    assert b.message() == ("a", b"all the same")
+    assert arrival.whole() == contents(MIB)
+    assert a.lost.empty()
+
+
+def test_a_silent_connection_is_replaced_though_the_first_attempt_is_not_answered(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a = node("a", listeners=[], silent_s=1000.0)  # so b cannot dial it
+    b = node("b", unix=False, silent_s=1000.0)
+    line = through(a, b)
+    a.links.send("b", b"hello")
+    b.message()
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, ExitStack() as stack:
+        where = deaf.getsockname()
+        for _ in range(3):  # no more are queued: who connects now is not answered
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(where)
+        a.links.add_peer("b", [f"tcp://127.0.0.1:{where[1]}", line.address])
+        line.cut(new_ones_too=False)
+        a.links.send("b", b"all the same")
+        assert b.message() == ("a", b"all the same")
+    assert a.lost.empty()
+    assert b.lost.empty()
+
+
+def test_who_is_not_heard_is_said_to_be_unreachable_and_then_to_be_reachable(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    said: list[tuple[str, ...]] = []
+    heard, unheard = threading.Event(), threading.Event()
+
+    def note(event: threading.Event, *what: str) -> None:
+        said.append(what)
+        event.set()
+
+    a = node(
+        "a",
+        unix=False,
+        silent_s=1000.0,
+        on_unreachable=lambda *what: note(unheard, *what),
+        on_reachable=lambda *what: note(heard, *what),
+    )
+    b = node("b", unix=False, silent_s=1000.0)
+    lines = [through(a, b), through(b, a)]
+    a.links.send("b", b"hello")
+    b.message()
+    for line in lines:
+        line.cut(new_ones_too=True)
+    assert unheard.wait(DEADLINE_S)
+    for line in lines:
+        line.mend()
+    assert heard.wait(DEADLINE_S)
+    assert said == [("b", "nothing was received from it for 1.25 s"), ("b",)]
+    b.links.send("a", b"still here")
+    assert a.message() == ("b", b"still here")
+
+
+def test_who_is_silent_over_all_connections_is_lost(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a, b = node("a", unix=False, silent_s=3.0), node("b", unix=False, silent_s=1000.0)
+    lines = [through(a, b), through(b, a)]
+    a.links.send("b", b"hello")
+    b.message()
+    for line in lines:
+        line.cut(new_ones_too=True)
+    for line in lines:
+        line.reset()  # it is dialled again at once, and connected, but not answered
+    loss = a.loss()
+    assert loss.peer == "b"
+    assert str(loss).endswith("b has been silent for 3 s")
+    for line in lines:
+        line.mend()
+    a.links.add_peer("b", [lines[0].address])
+    a.links.send("b", b"once more")
+    assert b.message() == ("a", b"once more")
+    assert str(b.loss()).endswith("a has begun a new session")
+
+
+def test_a_limit_of_its_own_holds_for_one_peer(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a, b, c = (node(name, unix=False, silent_s=1000.0) for name in "abc")
+    for other in (b, c):
+        line = through(a, other)
+        a.links.add_peer(other.links.name, [line.address], silent_s=3.0 if other is b else None)
+        through(other, a).cut(new_ones_too=True)
+        a.links.send(other.links.name, b"hello")
+        other.message()
+        line.cut(new_ones_too=True)
+    assert a.loss().peer == "b"
+    assert a.lost.empty()
+
+
+VICTIM = """
+import sys, threading
+from offbeat.runtime.transport.endpoint import Endpoint
+links = Endpoint("victim", job="job", token="secret", on_message=print, on_lost=print, unix=False)
+links.add_peer("survivor", sys.argv[1:])
+links.send("survivor", b"hello")
+sys.stdin.readline()
+"""
+
+
+def test_a_peer_whose_process_ends_while_its_connection_is_broken_is_lost_at_once(
+    node: Callable[..., Node],
+) -> None:
+    survivor = node("survivor", unix=False, silent_s=1000.0, connect_s=1000.0)
+    line = Line(survivor.tcp())
+    process = subprocess.Popen([sys.executable, "-c", VICTIM, line.address], stdin=subprocess.PIPE)
+    try:
+        assert survivor.message() == ("victim", b"hello")
+        os.kill(process.pid, signal.SIGSTOP)
+        line.reset()
+        os.kill(process.pid, signal.SIGKILL)
+        assert "nothing listens any more at tcp://127.0.0.1:" in str(survivor.loss())
+    finally:
+        process.kill()
+        process.communicate(timeout=DEADLINE_S)
+        line.close()
+
+
+def test_a_process_that_starts_in_anothers_place_begins_a_new_session(node: Callable[..., Node]) -> None:
+    first = node("b", unix=False)
+    port = first.tcp()[1]
+    a = node("a", unix=False)
+    a.links.add_peer("b", first.links.addresses)
+    a.links.send("b", b"hello")
+    assert first.message() == ("a", b"hello")
+    first.links.send("a", b"hello to you")
+    assert a.message() == ("b", b"hello to you")
+    line = Line(("127.0.0.1", port))
+    a.links.add_peer("b", [line.address])
+    first.links.call_soon(lambda: 1 / 0)  # it ends without a goodbye
+    assert isinstance(first.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
+    second = node("b", unix=False, port=port)
+    assert str(a.loss()).endswith("b has begun a new session")
+    second.links.add_peer("a", a.links.addresses)
+    second.links.send("a", b"I am new")
+    assert a.message() == ("b", b"I am new")
+    a.links.send("b", b"welcome")
+    assert second.message() == ("a", b"welcome")
+    assert a.lost.empty()
+    assert second.lost.empty()
+    line.close()
+
+
+class Listener:
+    """Node "a", with what it hears of its peer, in order."""
+
+    def __init__(self, node: Callable[..., Node], **options: Any) -> None:
+        self.said: list[str] = []
+        self.unheard, self.came = threading.Event(), threading.Event()
+        self.node = node(
+            "a",
+            silent_s=1000.0,
+            on_unreachable=lambda *_: self.unheard.set(),
+            on_reachable=lambda peer: self.said.append("reachable"),
+            on_message=lambda peer, message: self._note(message.decode()),
+            **options,
+        )
+
+    def _note(self, message: str) -> None:
+        self.said.append(message)
+        self.came.set()
+
+    def hears(self) -> None:
+        assert self.came.wait(DEADLINE_S)
+        self.came.clear()
+
+
+def test_that_a_peer_can_be_reached_again_is_said_before_what_it_sends(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a = Listener(node, unix=False)
+    b = node("b", unix=False, silent_s=1000.0)
+    lines = [through(a.node, b), through(b, a.node)]
+    b.links.send("a", b"hello")
+    a.hears()
+    for line in lines:
+        line.cut(new_ones_too=True)
+    b.links.send("a", b"meanwhile")
+    assert a.unheard.wait(DEADLINE_S)
+    for line in lines:
+        line.mend()
+    a.hears()
+    assert a.said == ["hello", "reachable", "meanwhile"]
+
+
+def test_that_a_peer_that_was_held_up_can_be_reached_again_is_said_before_what_it_sends(
+    node: Callable[..., Node],
+) -> None:
+    """Its connection holds all the while: over a Unix socket nobody dials anew."""
+    a = Listener(node)
+    b = node("b", silent_s=1000.0)
+    b.links.add_peer("a", a.node.links.addresses)
+    b.links.send("a", b"hello")
+    a.hears()
+    with b.busy():
+        assert a.unheard.wait(DEADLINE_S)
+        b.links.send("a", b"meanwhile")
+    a.hears()
+    assert a.said == ["hello", "reachable", "meanwhile"]

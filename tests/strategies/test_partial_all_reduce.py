@@ -1,0 +1,132 @@
+"""Promises of strategies whose groups change, with real workers: slow, recovering, killed, stopped.
+
+Whatever happens to a worker, the others hold the same bits after every step, and everybody who is left at the
+end holds them too.
+"""
+
+import os
+import signal
+
+import pytest
+
+from offbeat.events import EndEpoch, Lost
+from offbeat.runtime.collectives import link_exchange
+from offbeat.strategies import AllReduce, PartialAllReduce
+from offbeat.wire.record import read_log
+from support.group_training import BATCH, EPOCHS, SAMPLES, STRATEGY, agree, train
+from support.jobs import job
+from support.processes import run, values
+from support.run_logs import groups_of, wait_for_group_without
+
+
+def test_with_nobody_slow_it_is_all_reduce_bit_for_bit():
+    lockstep = values(run(train, 3, AllReduce(), 2))
+    partial = values(run(train, 3, PartialAllReduce(limit=10**6, shards="equal"), 2))
+    assert [states for states, _ in partial] == [states for states, _ in lockstep]
+
+
+def test_a_slow_worker_is_left_out_and_holds_the_final_state_all_the_same(tmp_path):
+    log = tmp_path / "log.jsonl"
+    env = {"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}
+    results = values(run(train, 3, env=env))
+    agree(results)
+    groups = groups_of(log)
+    assert any(group.members == (0, 2) for group in groups)
+    assert "worker 1: compute time above" in next(g for g in groups if g.members == (0, 2)).reason
+    assert groups[-1].joining == (1,)
+    assert len(results[0][0]) > 2 * len(results[1][0])
+    assert any(isinstance(entry, EndEpoch) for entry in read_log(log).entries)
+
+
+def test_a_worker_that_recovers_comes_back_with_the_state_of_the_others(tmp_path):
+    log = tmp_path / "log.jsonl"
+    env = {"OFFBEAT_SLOW": "1:20@burst=8/100000", "OFFBEAT_RUN_LOG": str(log)}
+    results = values(run(train, 3, STRATEGY, 20, env=env))
+    agree(results)
+    back = [group for group in groups_of(log) if 1 in group.joining]
+    assert back
+    assert back[0].step in results[0][0]
+    assert max(results[1][0]) > back[0].step
+
+
+class Misdeed:
+    """Sends this process a signal when a step comes, once."""
+
+    def __init__(self, say, step, number=signal.SIGKILL):
+        self._say, self._step, self._number = say, step, number
+
+    def __call__(self, session):
+        if session.step == self._step:
+            self._step = -1
+            self._say("now")
+            os.kill(os.getpid(), self._number)
+
+
+def dies_in_compute(rank, say, victims):
+    return train(rank, say, misdeed=Misdeed(say, 7) if rank in victims else None)
+
+
+@pytest.mark.parametrize("victims", [(0,), (2,), (0, 1), (1, 2, 3)], ids=str)
+def test_the_others_go_on_when_workers_are_killed(victims):
+    with job(dies_in_compute, 4, victims) as running:
+        ended = running.ends()
+    alive = [one for one in ended if one.rank not in victims]
+    results = values(alive)
+    agree(results)
+    assert all(max(states) >= SAMPLES // BATCH // 4 * EPOCHS for states, _ in results)
+
+
+def dies_while_another_is_slow(rank, say, victim):
+    strategy = PartialAllReduce(limit=10**6)
+    return train(rank, say, strategy, 2, Misdeed(say, 4) if rank == victim else None)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_go_on_when_a_worker_is_killed_while_another_still_computes(victim):
+    """The slow one has a seat in the old group when it comes to the exchange, and the new group is there."""
+    with job(dies_while_another_is_slow, 3, victim, env={"OFFBEAT_SLOW": "1:20"}) as running:
+        ended = running.ends()
+    results = values([one for one in ended if one.rank != victim])
+    agree(results)
+    assert all(max(states) >= SAMPLES // BATCH // 3 * 2 for states, _ in results)
+
+
+def dies_in_the_exchange(rank, say, victim, share):
+    def misdeed(session):
+        if rank == victim and session.step == 5:
+            arrived = link_exchange._ScheduleRun._on_complete
+
+            def die_on_the_way(self, number, first, last):
+                if self._to_receive - (last - first) <= self._plan.received * share:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                arrived(self, number, first, last)
+
+            link_exchange._ScheduleRun._on_complete = die_on_the_way
+
+    return train(rank, say, misdeed=misdeed, width=20_000)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_round_that_a_death_breaks_is_repeated_or_taken_over(victim, share, tmp_path):
+    log = tmp_path / "log.jsonl"
+    with job(dies_in_the_exchange, 3, victim, share, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        ended = running.ends()
+    agree(values([one for one in ended if one.rank != victim]))
+    assert any(isinstance(entry, Lost) and entry.worker == victim for entry in read_log(log).entries)
+
+
+def stops_in_compute(rank, say):
+    strategy = PartialAllReduce(limit=3, n_profile=2)
+    return train(rank, say, strategy, 30, Misdeed(say, 7, signal.SIGSTOP) if rank == 1 else None)
+
+
+def test_a_worker_that_hangs_is_left_out_and_comes_back_when_it_goes_on(tmp_path):
+    log = tmp_path / "log.jsonl"
+    with job(stops_in_compute, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.said(1)
+        wait_for_group_without(log, 1)
+        running.signal(1, signal.SIGCONT)
+        ended = running.ends()
+    agree(values(ended))
+    assert any(1 in group.joining for group in groups_of(log))

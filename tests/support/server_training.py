@@ -1,0 +1,169 @@
+"""A training on a parameter server that counts steps, and the rules of bounded staleness for its run log."""
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import offbeat
+from offbeat.events import Failed, Finished, Left, Lost, StepFinished, StepPermit
+from support.group_training import compute
+
+WORKERS, BATCH = 3, 4
+SAMPLES = 44  # an epoch of four steps, the last of them of batches of 3, 3 and 2
+STEPS = 12
+
+
+class Tally(nn.Module):
+    """A number for every worker, whose gradient lowers the worker's own by one: with lr 1 it counts steps."""
+
+    def __init__(self, world, worker):
+        super().__init__()
+        self.counts_W = nn.Parameter(torch.zeros(world, dtype=torch.float64))
+        self.worker = worker
+
+    def forward(self):
+        return -self.counts_W[self.worker]
+
+
+def tally(
+    strategy, world, worker, *, steps=STEPS, compute_s=0.001, every=1, saves=False, refreshes_every=0, **where
+):
+    """Steps on; returns what each step was computed with: (clock, version, counts); and the last counts."""
+    model = Tally(world, worker)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reads = []
+    with offbeat.join(model, optimizer, strategy, **where) as session:
+        synchronizer = session._synchronizer
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for _ in range(every):
+                loss = model()
+                counts = model.counts_W.tolist()
+                compute(compute_s)
+                with session.no_sync():
+                    loss.backward()
+            reads.append((synchronizer._clock, synchronizer._read_version, counts))
+            optimizer.step()
+            if refreshes_every and len(reads) % refreshes_every == 0:
+                session.refresh()
+            if saves:
+                session.refresh()
+                kept = model.counts_W.tolist()
+                clock, _, counts = reads[-1]
+                is_versioned = synchronizer._terms.is_versioned
+                own = (clock + 1) * every / world if is_versioned else counts[worker] + every
+                assert kept[worker] == own
+                assert not is_versioned or min(kept) >= own  # what the others have done up to this clock, too
+                assert session.state_dict()["model"]["counts_W"][worker] == own
+    return reads, model.counts_W.tolist()
+
+
+def check_versioned(found, s, steps=STEPS, gradients=1):
+    """A clock of the servers' adds a worker's share of 1 / world for each of its gradients, once; its own
+    model has had a whole step for each of them until then.
+    """
+    share = gradients / len(found)
+    for worker, (reads, last) in enumerate(found):
+        assert last == [steps * share] * len(found)
+        assert [clock for clock, _, _ in reads] == list(range(steps))
+        for clock, version, counts in reads:
+            assert version >= clock - s
+            for other, count in enumerate(counts):
+                own = gradients * (clock - version) if other == worker else 0
+                assert count == version * share + own
+
+
+def check_eager(found, gradients=1, steps=STEPS):
+    for worker, (reads, last) in enumerate(found):
+        assert last == [steps * gradients] * len(found)
+        for step, (_, _, counts) in enumerate(reads):
+            assert counts[worker] == step * gradients
+            assert max(counts) <= steps * gradients
+
+
+class Numbers(Dataset):
+    """Its samples' numbers."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return torch.tensor(index), torch.randn(6, generator=torch.Generator().manual_seed(index))
+
+
+def answered(log):
+    """The events of a log, each with the Grants that it brought."""
+    found = []
+    for entry in log.entries:
+        if isinstance(entry, StepPermit):
+            found[-1][1].append(entry)
+        elif hasattr(entry, "now_s"):
+            found.append((entry, []))
+    return found
+
+
+def violations(log):
+    """What in a run log is against the rules of bounded staleness (specification 2.4 and 2.5)."""
+    arguments = log.header["policies"][1]["arguments"]
+    rules = Rules(arguments["s"], **(arguments.get("dynamic") or {}))
+    for event, grants in answered(log):
+        rules.see(event)
+        for one in grants:
+            rules.note(one)
+        for one in grants:
+            if one.may_start:
+                rules.check(one)
+    return rules.broken
+
+
+class Rules:
+    """What a log has shown so far.
+
+    Attributes:
+        broken: what was against the rules.
+    """
+
+    def __init__(self, s, s_min=None, s_max=None, step=0, **_):
+        self.s, self.step = s, step
+        self.s_min, self.s_max = (s, s) if s_min is None else (s_min, s_max)
+        self.bound, self.version, self.version_of_bound = s, 0, 0
+        self.granted, self.clocks = {}, {}  # by worker; clocks of who runs
+        self.broken = []
+
+    def see(self, event):
+        if isinstance(event, StepFinished) and event.clock is not None:
+            grant, behind = self.granted[event.worker], event.clock - event.parameter_version
+            if event.clock != grant.clock or not grant.may_start:
+                self.broken.append(f"{event} without leave")
+            if self.s is not None and behind > min(grant.staleness_bound, self.s_max):
+                self.broken.append(f"{event} with parameters {behind} clocks old")
+        if isinstance(event, Finished | Lost | Failed | Left):
+            self.clocks.pop(event.worker, None)
+
+    def note(self, grant):
+        self.granted[grant.worker] = grant
+        rests = grant.reason == "it has no samples"
+        if rests:
+            self.clocks.pop(grant.worker, None)
+        else:
+            self.clocks[grant.worker] = grant.clock
+        is_early = grant.reason == "not everybody is here yet"
+        if self.s is None and not (grant.may_start or rests or is_early):
+            self.broken.append(f"{grant} without a bound")
+
+    def check(self, grant):
+        if self.s is None:
+            return
+        self.version = max(self.version, min(self.clocks.values()))
+        passed = max(1, self.version - self.version_of_bound)
+        if (
+            abs(grant.staleness_bound - self.bound) > self.step * passed
+            or not self.s_min <= grant.staleness_bound <= self.s_max
+        ):
+            self.broken.append(f"{grant} after a bound of {self.bound}")
+        if grant.clock - min(self.clocks.values()) > grant.staleness_bound:
+            self.broken.append(f"{grant} where others are at {self.clocks}")
+        self.bound, self.version_of_bound = grant.staleness_bound, self.version
