@@ -224,8 +224,8 @@ def test_the_loop_of_the_readme_runs_in_a_world_of_one_and_learns(in_a_world_of_
 
 def test_the_commands_of_the_readme_are_there(capsys):
     text = (ROOT / "README.md").read_text()
-    told = "\n".join(CODE.findall(text) + FENCE.findall(text))
-    commands = set(re.findall(r"\boffbeat (train|compare|run|replay|simulate|serve)\b", told))
+    quoted_text = "\n".join(CODE.findall(text) + FENCE.findall(text))
+    commands = set(re.findall(r"\boffbeat (train|compare|run|replay|simulate|serve)\b", quoted_text))
     assert {"train", "compare", "run", "replay"} <= commands
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
@@ -236,9 +236,9 @@ def test_the_commands_of_the_readme_are_there(capsys):
 @pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
 def test_the_make_targets_that_are_named_are_there(path):
     text = path.read_text()
-    told = "\n".join(CODE.findall(text) + FENCE.findall(text))
+    quoted_text = "\n".join(CODE.findall(text) + FENCE.findall(text))
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"^\s*make (\w+)", told, re.MULTILINE)) <= targets
+    assert set(re.findall(r"^\s*make (\w+)", quoted_text, re.MULTILINE)) <= targets
 
 
 def test_the_changelog_and_the_citation_know_the_version():

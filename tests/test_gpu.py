@@ -78,7 +78,7 @@ def in_line(epochs):
     return history, train(model, sgd(model), epochs, judge)
 
 
-def on_one_gpu(rank, say, work, *args):
+def on_one_gpu(rank, emit, work, *args):
     torch.cuda.set_device(0)
     return work(*args)
 

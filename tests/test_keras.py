@@ -240,15 +240,17 @@ def test_metrics_are_named_as_the_trainings_are():
 # Metrics that come late ---------------------------------------------------------------------------------
 
 
-def test_results_are_told_in_order_in_the_thread_that_trains():
-    told = []
+def test_results_are_reported_in_order_in_the_thread_that_trains():
+    reported = []
     late = OverlappedValidation(
-        X_VAL, Y_VAL, on_result=lambda epoch, found: told.append((epoch, found, threading.current_thread()))
+        X_VAL,
+        Y_VAL,
+        on_result=lambda epoch, found: reported.append((epoch, found, threading.current_thread())),
     )
     fit(a_model(), late)
-    assert [epoch for epoch, _, _ in told] == list(range(EPOCHS))
-    assert all(found == late.history[epoch] for epoch, found, _ in told)
-    assert {thread for _, _, thread in told} == {threading.current_thread()}
+    assert [epoch for epoch, _, _ in reported] == list(range(EPOCHS))
+    assert all(found == late.history[epoch] for epoch, found, _ in reported)
+    assert {thread for _, _, thread in reported} == {threading.current_thread()}
 
 
 def test_other_callbacks_see_metrics_with_sync_only():

@@ -375,7 +375,7 @@ def calls(path: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_every_thread_is_started_where_somebody_hears_of_its_failure(path):
+def test_every_thread_is_started_where_its_failure_is_reported(path):
     started = [line for line, name in calls(path) if name.split(".")[-1] in STARTS]
     derived = [
         node.lineno

@@ -112,7 +112,7 @@ def test_the_hybrid_sweep_tells_who_wins_where(tmp_path):
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
-def test_a_measured_sweep_has_the_predictions_beside(tmp_path):
+def test_a_measured_sweep_has_the_predictions_next_to_it(tmp_path):
     path = tmp_path / "result.json"
     options = ["--model", "cnn2", "--timed", "--rate-mbit", "1000", "--workers", "2", "--steps", "1"]
     sides = ["--side", "ddp", "--side", "cost_model"]

@@ -85,7 +85,7 @@ def test_a_group_of_the_same_members_is_no_change():
     assert len(read_changes(entries)) == 1
 
 
-def test_steps_count_the_samples_of_members_only_and_begin_anew_with_an_epoch():
+def test_steps_count_the_samples_of_members_only_and_begin_again_with_an_epoch():
     entries = log_of({4: (6, {0, 1, 2})})
     entries += [ready(3, 6, now_s=50.0), ready(3, 7, now_s=51.0), Tick(now_s=60.0)]
     steps = read_steps(entries, read_changes(entries))

@@ -150,7 +150,7 @@ def test_every_size_and_operation_has_its_figures(tmp_path):
         (["ps", "--json", "/proc/no/such"], "cannot write /proc/no/such"),
     ],
 )
-def test_bad_input_is_told_before_anything_is_started(arguments, said, capsys):
+def test_bad_input_is_reported_before_anything_is_started(arguments, said, capsys):
     assert main([*arguments]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 

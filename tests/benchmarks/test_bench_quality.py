@@ -41,7 +41,7 @@ def test_the_classifier_is_asked_about_every_iteration():
     assert flags[:, [0, 1, 3]].sum() == 0
 
 
-def test_a_tally_counts_alarms_episodes_delays_and_what_is_covered():
+def test_counts_are_of_alarms_episodes_delays_and_what_is_covered():
     slow, flags = np.zeros((400, 3), dtype=bool), np.zeros((400, 3), dtype=bool)
     slow[10:20, 0] = slow[50:60, 0] = True
     flags[13:22, 0] = True  # found after 4 iterations, and missed the second time

@@ -43,7 +43,7 @@ def test_the_json_is_one_object_that_says_everything(tmp_path: Path) -> None:
     assert read["kind"] == "timed"
 
 
-def test_writing_again_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_writing_again_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text("x" * 10_000)
     path.chmod(0o640)
@@ -123,7 +123,7 @@ def test_the_machine_is_described_and_not_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["missing/result.json", "file/result.json", "folder"])
-def test_an_unwritable_path_is_told_before_and_after(name: str, tmp_path: Path) -> None:
+def test_an_unwritable_path_is_reported_before_and_after(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(OffbeatError, match=f"cannot write .*{name}: "):

@@ -137,7 +137,7 @@ def clocked(now_s, worker, clock, version, *, loss=None, samples=8):
     )
 
 
-def grant(bound, *, may_start=True):
+def permit(bound, *, may_start=True):
     return StepPermit(
         worker=0,
         clock=0,
@@ -158,10 +158,10 @@ def timed(worker, step, wait_s):
 LOG = [
     clocked(1.0, 0, None, 0),
     clocked(2.0, 1, None, 0),
-    grant(3),
-    grant(3, may_start=False),
+    permit(3),
+    permit(3, may_start=False),
     clocked(4.0, 1, 0, 0, loss=2.5),
-    grant(5),
+    permit(5),
     clocked(5.0, 0, 0, 0, loss=2.0),
     clocked(7.0, 1, 1, 0, loss=1.5, samples=4),
     clocked(7.5, 1, 2, 0, loss=1.0),
@@ -188,7 +188,7 @@ def test_times_are_sums_over_a_process_without_first_steps():
 def test_staleness_is_what_steps_were_ahead_of_their_parameters_and_only_where_it_is_bounded():
     assert served.result_from_log(LOG, 1).staleness == {0: 2, 1: 1, 2: 1}
     assert served.result_from_log(LOG, 1).bound_mean == 4.0
-    unbounded = [grant(None) if isinstance(one, StepPermit) else one for one in LOG]
+    unbounded = [permit(None) if isinstance(one, StepPermit) else one for one in LOG]
     assert (
         served.result_from_log(unbounded, 1).staleness,
         served.result_from_log(unbounded, 1).bound_mean,

@@ -175,7 +175,7 @@ def test_lines_of_every_rate_carry_full_segments(rate_bit_per_s: int) -> None:
 
 
 @needs_root
-def test_the_congestion_control_in_force_is_told() -> None:
+def test_the_congestion_control_in_force_is_reported() -> None:
     allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
     with hosts(1) as hs:
         assert hs[0].congestion_control == ("cubic" if "cubic" in allowed else "reno")
@@ -335,7 +335,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest
 
 
 @needs_root
-def test_a_command_that_fails_is_told_with_what_it_said(
+def test_a_command_that_fails_is_reported_with_what_it_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tc").write_text("#!/bin/sh\necho 'no such luck' >&2; exit 2\n")
@@ -365,7 +365,7 @@ def test_without_the_rights_of_root_that_is_said() -> None:
     assert "needs the rights of root (CAP_NET_ADMIN and CAP_SYS_ADMIN)" in done.stderr.splitlines()[-1]
 
 
-def test_bad_arguments_are_told() -> None:
+def test_bad_arguments_are_reported() -> None:
     for count in (0, 251):
         with pytest.raises(ValueError, match=f"count must be from 1 to 250, not {count}"):
             with hosts(count):

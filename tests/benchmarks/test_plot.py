@@ -116,7 +116,7 @@ def test_there_is_a_picture_of_every_result(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_measured_points_are_drawn_beside_the_predicted_ones(tmp_path):
+def test_measured_points_are_drawn_next_to_the_predicted_ones(tmp_path):
     result = RESULTS["hybrid_sweep"]
     (tmp_path / "hybrid_sweep.json").write_text(json.dumps(result))
     assert plotted(tmp_path) == [str(tmp_path / "hybrid_sweep.png")]

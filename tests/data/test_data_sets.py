@@ -510,7 +510,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
         assert torch.equal(split.tensors[1], torch.from_numpy(theirs.target)[chosen])
 
 
-def with_digits(rank: int, say: object) -> tuple[int, bool]:
+def with_digits(rank: int, emit: object) -> tuple[int, bool]:
     return len(load_data_set("digits").train), "sklearn" in sys.modules
 
 

@@ -359,14 +359,14 @@ def test_a_range_error_without_a_range(server: Server, target: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [403, 404, 410])
-def test_an_http_error_is_told_at_once(server: Server, target: Path, status: int) -> None:
+def test_an_http_error_is_reported_at_once(server: Server, target: Path, status: int) -> None:
     server.play(Reply(status=status))
     with pytest.raises(DataError, match=f"{server.url}: the server answered {status} "):
         download_file(remote(server), target)
     assert len(server.ranges) == 1
 
 
-def test_lasting_server_errors_are_told(server: Server, target: Path) -> None:
+def test_lasting_server_errors_are_reported(server: Server, target: Path) -> None:
     server.play(Reply(status=502))
     with pytest.raises(DataError, match=r"given up after 2 attempts .*502 Bad Gateway"):
         download_file(remote(server), target, attempts=2, pause_s=0)

@@ -31,12 +31,12 @@ class Saver:
             self._next = self._next + self._every if self._every else float("inf")
 
 
-def saves(rank, say, strategy, path, step, every=None, options=None):
-    return count(rank, say, strategy, EPOCHS, Saver(path, step, every), options=options)
+def saves(rank, emit, strategy, path, step, every=None, options=None):
+    return count(rank, emit, strategy, EPOCHS, Saver(path, step, every), options=options)
 
 
-def goes_on(rank, say, strategy, state, options=None):
-    return count(rank, say, strategy, EPOCHS, options=options, state=state)
+def goes_on(rank, emit, strategy, state, options=None):
+    return count(rank, emit, strategy, EPOCHS, options=options, state=state)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
@@ -87,8 +87,8 @@ class SaverOutside:
             session.state_dict()
 
 
-def saves_outside(rank, say):
-    return count(rank, say, STRATEGY, EPOCHS, SaverOutside())
+def saves_outside(rank, emit):
+    return count(rank, emit, STRATEGY, EPOCHS, SaverOutside())
 
 
 def test_a_worker_that_is_left_out_has_nothing_to_save():
@@ -114,7 +114,7 @@ def test_samples_that_were_shared_out_otherwise_are_refused(before, after, words
         assert words in one.error
 
 
-def fails_where_it_gives_its_state(rank, say, is_late):
+def fails_where_it_gives_its_state(rank, emit, is_late):
     """Worker 0 does; if `is_late`, worker 1 comes to it when it has heard that worker 0 is gone."""
     if rank == 0:
 
@@ -131,19 +131,19 @@ def fails_where_it_gives_its_state(rank, say, is_late):
             return first_seat(self, world)
 
         GroupBinding.acquire_initial = first_seat_later
-    count(rank, say, CALM, EPOCHS)
+    count(rank, emit, CALM, EPOCHS)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_who_waits_for_the_first_state_is_told_why_it_does_not_come(is_late):
+def test_who_waits_for_the_first_state_is_informed_why_it_does_not_come(is_late):
     first, second = run(fails_where_it_gives_its_state, 2, is_late)
     assert first.error == "this state cannot be given"
     assert "could not receive the initial state before the first step" in second.error
     assert "this state cannot be given" in second.error
 
 
-def with_fewer_samples(rank, say, state):
-    return count(rank, say, CALM, EPOCHS, dataset=TensorDataset(torch.arange(50)), state=state)
+def with_fewer_samples(rank, emit, state):
+    return count(rank, emit, CALM, EPOCHS, dataset=TensorDataset(torch.arange(50)), state=state)
 
 
 def test_other_data_than_the_state_is_of_is_refused(tmp_path):
@@ -153,17 +153,17 @@ def test_other_data_than_the_state_is_of_is_refused(tmp_path):
         assert f"an epoch of {SAMPLES} samples, and the data set has 50" in one.error
 
 
-def loads_on_one(rank, say, state):
+def loads_on_one(rank, emit, state):
     """What a loop does that forgets that every worker has to load the state."""
     if rank == 0:
-        return goes_on(rank, say, CALM, state)
+        return goes_on(rank, emit, CALM, state)
     other = torch.load(state)
     other["used"] = {"0": [[0, 1]]}
     torch.save(other, f"{state}.{rank}")
-    return goes_on(rank, say, CALM, f"{state}.{rank}")
+    return goes_on(rank, emit, CALM, f"{state}.{rank}")
 
 
-def test_workers_that_load_different_states_are_told_so(tmp_path):
+def test_workers_that_load_different_states_are_informed(tmp_path):
     values(run(saves, 2, CALM, tmp_path, 5))
     for one in run(loads_on_one, 2, tmp_path / "5.pt"):
         assert one.error_type == "WorkerError"

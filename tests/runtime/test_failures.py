@@ -74,8 +74,8 @@ class Loop:
         misdeed: (session, step), called before each step; may raise, end the process or return "leave".
     """
 
-    def __init__(self, rank, say, *, steps=10**6, width=8, misdeed=lambda session, model: None):
-        self.rank, self.say, self.steps, self.misdeed = rank, say, steps, misdeed
+    def __init__(self, rank, emit, *, steps=10**6, width=8, misdeed=lambda session, model: None):
+        self.rank, self.emit, self.steps, self.misdeed = rank, emit, steps, misdeed
         torch.manual_seed(rank)
         self.model = Net(width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
@@ -87,8 +87,8 @@ class Loop:
         try:
             with offbeat.join(self.model, self.optimizer, AllReduce()) as session:
                 synchronizer = session._synchronizer
-                tell = synchronizer.announce_gradients
-                synchronizer.announce_gradients = lambda compute_s: self._ready(tell, session, compute_s)
+                announce = synchronizer.announce_gradients
+                synchronizer.announce_gradients = lambda compute_s: self._ready(announce, session, compute_s)
                 while session.step < self.steps:
                     step = session.step
                     if self.misdeed(session, self.model) == "leave":
@@ -113,10 +113,10 @@ class Loop:
         assert hooks_of(self.model, self.optimizer) == before
         return None
 
-    def _ready(self, tell, session, compute_s):
-        contribution = tell(compute_s)
+    def _ready(self, announce, session, compute_s):
+        contribution = announce(compute_s)
         if session.step == self.waits_in:
-            self.say("waits")
+            self.emit("waits")
         return contribution
 
 
@@ -135,19 +135,19 @@ def survivors(ended, victim, since_s=None):
 # Killed ---------------------------------------------------------------------------------------------------
 
 
-def hang(say, what):
-    say(what)
+def hang(emit, what):
+    emit(what)
     signal.pause()
 
 
-def hangs_in_compute(rank, say, victim, at_step):
-    loop = Loop(rank, say)
+def hangs_in_compute(rank, emit, victim, at_step):
+    loop = Loop(rank, emit)
     loop.waits_in = at_step
     if rank == victim:
 
         def misdeed(session, model):
             if session.step == at_step:
-                model.at_forward = lambda: hang(say, "computes")
+                model.at_forward = lambda: hang(emit, "computes")
 
         loop.misdeed = misdeed
     return loop.run()
@@ -156,7 +156,7 @@ def hangs_in_compute(rank, say, victim, at_step):
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_worker_killed_while_it_computes_and_the_others_wait_for_it_is_named(victim):
     with job(hangs_in_compute, WORKERS, victim, 3) as running:
-        running.said(*range(WORKERS))
+        running.receive(*range(WORKERS))
         killed_s = running.signal(victim, signal.SIGKILL)
         ended = running.ends()
     for said in survivors(ended, victim, killed_s):
@@ -167,16 +167,16 @@ def test_a_worker_killed_while_it_computes_and_the_others_wait_for_it_is_named(v
         assert said["waited"]
 
 
-def hangs_after_join(rank, say, victim):
+def hangs_after_join(rank, emit, victim):
     if rank == victim:
-        return Loop(rank, say, misdeed=lambda *_: hang(say, "joined")).run()
-    return Loop(rank, say).run()
+        return Loop(rank, emit, misdeed=lambda *_: hang(emit, "joined")).run()
+    return Loop(rank, emit).run()
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_killed_right_after_join_is_named(victim):
     with job(hangs_after_join, WORKERS, victim) as running:
-        running.said(victim)
+        running.receive(victim)
         killed_s = running.signal(victim, signal.SIGKILL)
         ended = running.ends()
     for said in survivors(ended, victim, killed_s):
@@ -185,33 +185,33 @@ def test_a_worker_killed_right_after_join_is_named(victim):
         assert f"worker {victim} was lost before its first step" in said["text"]
 
 
-def killed_before_the_start(rank, say, late):
+def killed_before_the_start(rank, emit, late):
     if rank != late:
-        has_started, told = client.CoordinatorClient._wait_for_start, []
+        has_started, reported = client.CoordinatorClient._wait_for_start, []
 
-        def say_that_it_waits(self, wait_s):
+        def emit_that_it_waits(self, wait_s):
             assert self.endpoint.flush(10)
-            if not told:
-                told.append(say("asked to join"))
+            if not reported:
+                reported.append(emit("asked to join"))
             return has_started(self, wait_s)
 
-        client.CoordinatorClient._wait_for_start = say_that_it_waits
+        client.CoordinatorClient._wait_for_start = emit_that_it_waits
     if rank == late:
         join = client.CoordinatorClient.join
 
         def come_late(self, **about):
-            say("has met the others and waits to ask")
+            emit("has met the others and waits to ask")
             assert signal.sigwait({signal.SIGUSR1})
             return join(self, **about)
 
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         client.CoordinatorClient.join = come_late
-    return Loop(rank, say).run()
+    return Loop(rank, emit).run()
 
 
 def test_a_worker_killed_before_the_start_is_named_also_to_those_who_come_later():
     with job(killed_before_the_start, 3, 2) as running:
-        running.said(0, 1, 2)
+        running.receive(0, 1, 2)
         killed_s = running.signal(1, signal.SIGKILL)
         running.died(1)
         running.signal(2, signal.SIGUSR1)
@@ -224,8 +224,8 @@ def test_a_worker_killed_before_the_start_is_named_also_to_those_who_come_later(
         assert "worker 1" in said["text"]
 
 
-def dies_in_the_exchange(rank, say, victim, width):
-    loop = Loop(rank, say, width=width, steps=10)
+def dies_in_the_exchange(rank, emit, victim, width):
+    loop = Loop(rank, emit, width=width, steps=10)
     if rank == victim:
         arrived = link_exchange._ScheduleRun._on_complete
 
@@ -259,7 +259,7 @@ def test_a_worker_killed_in_the_middle_of_the_exchange_of_a_big_model_is_named(v
 def test_a_coordinator_killed_with_its_supervisor_is_named_by_every_worker():
     """Killed alone, it is started again: see test_coordinator_restart.py."""
     with job(hangs_in_compute, 3, 1, 3) as running:
-        running.said(0, 1, 2)
+        running.receive(0, 1, 2)
         killed_s = time.monotonic()
         running.kill_coordinator()
         waiting = [running.end(0), running.end(2)]
@@ -273,15 +273,15 @@ def test_a_coordinator_killed_with_its_supervisor_is_named_by_every_worker():
 # Stopped --------------------------------------------------------------------------------------------------
 
 
-def sleeps_in_compute(rank, say, victim):
+def sleeps_in_compute(rank, emit, victim):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     session._SILENT_S = SILENT_S
-    loop = Loop(rank, say)
+    loop = Loop(rank, emit)
     loop.waits_in = 3
     if rank == victim:
 
         def sleep():
-            say("computes")
+            emit("computes")
             signal.sigwait({signal.SIGUSR1})
 
         def misdeed(session, model):
@@ -294,7 +294,7 @@ def sleeps_in_compute(rank, say, victim):
 
 def stop_one(victim):
     with job(sleeps_in_compute, 3, victim) as running:
-        running.said(0, 1, 2)
+        running.receive(0, 1, 2)
         stopped_s = running.signal(victim, signal.SIGSTOP)
         others = [running.end(rank) for rank in range(3) if rank != victim]
         running.signal(victim, signal.SIGCONT)
@@ -317,8 +317,8 @@ def test_a_stopped_worker_is_named_once_it_is_silent_and_ends_too_when_it_goes_o
 # Failing by themselves ------------------------------------------------------------------------------------
 
 
-def misbehaves(rank, say, culprit, how):
-    loop = Loop(rank, say)  # without an end: what the coordinator says may come some steps later
+def misbehaves(rank, emit, culprit, how):
+    loop = Loop(rank, emit)  # without an end: what the coordinator says may come some steps later
 
     def misdeed(session, model):
         if rank == culprit and session.step == 4:
@@ -417,8 +417,8 @@ def test_a_worker_that_calls_backward_twice_is_named():
         assert "call backward and step equally often on every worker" in said["text"]
 
 
-def exits_at_the_end(rank, say):
-    loop = Loop(rank, say, steps=10)
+def exits_at_the_end(rank, emit):
+    loop = Loop(rank, emit, steps=10)
     try:
         loop.misdeed = lambda session, model: sys.exit(0) if session.step == 5 else None
         loop.run()
@@ -435,7 +435,7 @@ def test_exiting_with_success_is_leaving_in_order():
 # Who survives says so ---------------------------------------------------------------------------------------
 
 
-def writes(rank, say, victim, misdeed):
+def writes(rank, emit, victim, misdeed):
     """Trains to the end; returns what that has written to standard error, where nobody sets logging up."""
     at_step = None
     if rank == victim:
@@ -446,7 +446,7 @@ def writes(rank, say, victim, misdeed):
 
     written = io.StringIO()
     with redirect_stderr(written):
-        train(rank, say, misdeed=at_step)
+        train(rank, emit, misdeed=at_step)
     return written.getvalue().splitlines()
 
 

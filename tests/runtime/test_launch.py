@@ -419,7 +419,7 @@ def test_a_tied_process_is_the_command_itself() -> None:
     assert process.returncode == -signal.SIGPIPE  # which Python ignores, and must not hand on ignored
 
 
-def test_a_command_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_command_that_is_not_there_is_reported_in_one_line(tmp_path: Path) -> None:
     with launch([str(tmp_path / "none")], 1) as workers:
         outcomes = workers.wait(LIMIT_S)
     said = f"cannot start {tmp_path / 'none'}: No such file or directory"
@@ -470,7 +470,7 @@ def test_the_summary_finds_the_exception_among_what_was_said_after_it() -> None:
     assert outcome_summary([outcome(0, 0, 1.0)]) == "1 worker ended well"
 
 
-def test_bad_arguments_are_told_at_once() -> None:
+def test_bad_arguments_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match="workers must be at least 1, not 0"):
         launch(["true"], 0)
     with pytest.raises(ValueError, match="command must name a program"):

@@ -66,13 +66,13 @@ def trained_once(ended, epochs=EPOCHS):
 class Misdeed:
     """Tells that a step has come, and then perhaps does something to this process, once."""
 
-    def __init__(self, say, step, number=signal.SIGKILL):
-        self._say, self._step, self._number = say, step, number
+    def __init__(self, emit, step, number=signal.SIGKILL):
+        self._emit, self._step, self._number = emit, step, number
 
     def __call__(self, session):
         if session.step >= self._step >= 0:
             self._step = -1
-            self._say("now")
+            self._emit("now")
             if self._number is not None:
                 os.kill(os.getpid(), self._number)
 
@@ -89,11 +89,11 @@ def joined_within_two_rounds(log, worker):
     return group
 
 
-def joins_late(rank, say, log):
+def joins_late(rank, emit, log):
     """A newcomer that does not come before the others stand at the gate."""
-    say("here")
+    emit("here")
     wait_for_entry(log, "the last step", lambda one: isinstance(one, Ready) and one.step >= GATE_STEP - 1)
-    return train(rank, say)
+    return train(rank, emit)
 
 
 def test_a_newcomer_takes_part_within_two_rounds_and_holds_what_the_others_hold(gate):
@@ -124,7 +124,7 @@ def test_a_newcomer_begins_in_the_epoch_in_which_the_others_are_with_their_learn
 def test_several_newcomers_at_once_more_than_there_were_workers(gate):
     with job(train, 2, env=gate.env) as running:
         added = [running.add(joins_late, gate.log) for _ in range(4)]
-        running.said(*added)
+        running.receive(*added)
         gate.open_for(2, 3, 4, 5)
         ended = running.ends()
     results = trained_once(ended)
@@ -132,7 +132,7 @@ def test_several_newcomers_at_once_more_than_there_were_workers(gate):
     assert any(len(group.members) == 6 for group in groups_of(gate.log))
 
 
-def resumes(rank, say):
+def resumes(rank, emit):
     """As after a restart: every worker loads what was saved, with the seed that was used then."""
     load = Session.load_state_dict
 
@@ -156,7 +156,7 @@ def resumes(rank, say):
         return before(self, count)
 
     Session.epochs = epochs
-    return train(rank, say)
+    return train(rank, emit)
 
 
 def test_a_newcomer_runs_the_script_that_the_others_ran_though_it_loads_what_was_saved(gate):
@@ -168,16 +168,16 @@ def test_a_newcomer_runs_the_script_that_the_others_ran_though_it_loads_what_was
     trained_once(ended)
 
 
-def has_other_data(rank, say, log):
+def has_other_data(rank, emit, log):
     Session.batches = partialmethod(with_batches_of_5, before=Session.batches)
-    return joins_late(rank, say, log)
+    return joins_late(rank, emit, log)
 
 
 def with_batches_of_5(session, dataset, batch_size, before):
     return before(session, dataset, 5)
 
 
-def test_a_newcomer_with_other_data_is_told_so_and_the_others_go_on(gate):
+def test_a_newcomer_with_other_data_is_informed_and_the_others_go_on(gate):
     with job(train, 3, env=gate.env) as running:
         running.add(has_other_data, gate.log)
         gate.open_for(3)
@@ -190,14 +190,14 @@ def test_a_newcomer_with_other_data_is_told_so_and_the_others_go_on(gate):
 # While others die ------------------------------------------------------------------------------------------
 
 
-def dies(rank, say, victim):
-    return train(rank, say, misdeed=Misdeed(say, 12) if rank == victim else None)
+def dies(rank, emit, victim):
+    return train(rank, emit, misdeed=Misdeed(emit, 12) if rank == victim else None)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_each_sample_comes_once_though_a_worker_is_killed_and_a_newcomer_takes_its_place(victim, gate):
     with job(dies, 3, victim, env=gate.env, hosts_store=True) as running:
-        running.said(victim)
+        running.receive(victim)
         wait_for_entry(gate.log, "the death", lambda one: isinstance(one, Lost))
         running.add(joins_late, gate.log)
         gate.open_for(3)
@@ -206,21 +206,21 @@ def test_each_sample_comes_once_though_a_worker_is_killed_and_a_newcomer_takes_i
     assert joined_within_two_rounds(gate.log, 3).members == tuple({0, 1, 2, 3} - {victim})
 
 
-def joins_on_a_halt(rank, say, log):
-    say("here")
+def joins_on_a_halt(rank, emit, log):
+    emit("here")
     wait_for_entry(log, "a change", lambda one: isinstance(one, Halt))
-    return train(rank, say)
+    return train(rank, emit)
 
 
-def one_stops(rank, say):
-    return train(rank, say, misdeed=Misdeed(say, 12, signal.SIGSTOP) if rank == 2 else None)
+def one_stops(rank, emit):
+    return train(rank, emit, misdeed=Misdeed(emit, 12, signal.SIGSTOP) if rank == 2 else None)
 
 
 def test_a_newcomer_while_a_change_is_under_way(gate):
     """The change begins with a death, and waits for one that is stopped and does not answer."""
     with job(one_stops, 3, env=gate.env) as running:
-        running.said(running.add(joins_on_a_halt, gate.log))
-        running.said(2)
+        running.receive(running.add(joins_on_a_halt, gate.log))
+        running.receive(2)
         running.signal(1, signal.SIGKILL)
         gate.open_for(3)
         running.signal(2, signal.SIGCONT)
@@ -233,9 +233,9 @@ def test_a_newcomer_while_a_change_is_under_way(gate):
     assert not any(isinstance(one, Halt | Group) for one in entries[halt + 1 : came])
 
 
-def dies_while_it_takes(rank, say):
+def dies_while_it_takes(rank, emit):
     StateCopier._copy_optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    return train(rank, say)
+    return train(rank, emit)
 
 
 def test_a_newcomer_that_dies_while_it_takes_the_state(gate):
@@ -250,11 +250,11 @@ def test_a_newcomer_that_dies_while_it_takes_the_state(gate):
     assert newcomer.worker == 4
 
 
-def dies_while_it_gives(rank, say):
+def dies_while_it_gives(rank, emit):
     def misdeed(session):
         StateCopier._copy_optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
-    return train(rank, say, misdeed=misdeed if rank == 0 else None)
+    return train(rank, emit, misdeed=misdeed if rank == 0 else None)
 
 
 def test_a_donor_that_dies_while_it_gives_is_followed_by_the_next(gate):
@@ -271,14 +271,14 @@ def test_a_donor_that_dies_while_it_gives_is_followed_by_the_next(gate):
 # Who is not taken ------------------------------------------------------------------------------------------
 
 
-def has_another_model(rank, say):
+def has_another_model(rank, emit):
     model = nn.Linear(3, 2)
     offbeat.join(model, torch.optim.SGD(model.parameters(), lr=1.0), STEADY)
 
 
-def has_id_3(rank, say):
+def has_id_3(rank, emit):
     os.environ |= {"RANK": "3", "WORLD_SIZE": "3"}
-    return train(rank, say)
+    return train(rank, emit)
 
 
 def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_on(gate):
@@ -309,47 +309,47 @@ def test_a_job_that_takes_nobody_says_so_and_goes_on(strategy, gate):
 # At the end ------------------------------------------------------------------------------------------------
 
 
-def stays(rank, say, log, owner, name):
+def stays(rank, emit, log, owner, name):
     """Worker 1 does not do this before a newcomer has been heard of."""
     if rank == 1:
         before = getattr(owner, name)
 
         def later(self, *arguments):
-            say("at the end")
+            emit("at the end")
             wait_for_newcomer(log, 2)
             return before(self, *arguments)
 
         setattr(owner, name, later)
-    return train(rank, say, epochs=3)
+    return train(rank, emit, epochs=3)
 
 
-def joins_at_the_end(rank, say, log, kind):
-    say("here")
+def joins_at_the_end(rank, emit, log, kind):
+    emit("here")
     wait_for_entry(log, kind.__name__, lambda one: isinstance(one, kind))
-    return train(rank, say, epochs=3)
+    return train(rank, emit, epochs=3)
 
 
 def test_a_newcomer_in_whose_time_nothing_is_left_to_do_holds_the_final_state(gate):
     """One worker has finished, and the other stands at the end of its loop."""
     gate.open()
     with job(stays, 2, gate.log, Session, "_wait_for_other_workers", env=gate.env) as running:
-        running.said(running.add(joins_at_the_end, gate.log, Finished))
+        running.receive(running.add(joins_at_the_end, gate.log, Finished))
         ended = running.ends()
     *_, newcomer = trained_once(ended, 3)
     assert newcomer.epochs == []
 
 
-def test_a_newcomer_that_comes_when_all_others_are_done_is_told_so(gate):
+def test_a_newcomer_that_comes_when_all_others_are_done_is_informed(gate):
     gate.open()
     arguments = (gate.log, GroupBinding, "transfer_final_state")
     with job(stays, 2, *arguments, env=gate.env, hosts_store=True) as running:
-        running.said(running.add(joins_at_the_end, gate.log, JobComplete))
+        running.receive(running.add(joins_at_the_end, gate.log, JobComplete))
         ended = running.ends()
     trained_once(ended[:2], 3)
     assert "cannot take part: it came when all others were done" in ended[2].error
 
 
-def breaks_off(rank, say, log, is_new):
+def breaks_off(rank, emit, log, is_new):
     """All but the newcomer stop after three epochs, and worker 1 stays until it has come.
 
     Where the other one has begun a further round by then, it is waiting for worker 1.
@@ -367,7 +367,7 @@ def breaks_off(rank, say, log, is_new):
             if epoch == 2 and not is_new:
                 break
         if rank == 1:
-            say("through")
+            emit("through")
             wait_until(lambda: any(one.worker == 2 for one in entries_of(log, Joined)), "the newcomer")
     return begun, model.weight.detach().numpy().copy()
 
@@ -375,7 +375,7 @@ def breaks_off(rank, say, log, is_new):
 def test_a_newcomer_ends_where_the_others_have_broken_off(tmp_path):
     log = tmp_path / "log"
     with job(breaks_off, 2, log, False, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(1)
+        running.receive(1)
         running.add(breaks_off, log, True)
         (begun, weight), _, newcomer = values(running.ends())
     assert begun == [0, 1, 2]
@@ -383,7 +383,7 @@ def test_a_newcomer_ends_where_the_others_have_broken_off(tmp_path):
     assert (newcomer[1] == weight).all()
 
 
-def test_a_newcomer_that_comes_when_nobody_is_left_is_told_so():
+def test_a_newcomer_that_comes_when_nobody_is_left_is_informed():
     with job(train, 2, PartialAllReduce(), 1, hosts_store=True) as running:
         values(running.ends())
         late = running.end(running.add(train))
@@ -590,7 +590,7 @@ class Collecting(torch.optim.SGD):
                 self.state[parameter]["factors"] = {1, 2}
 
 
-def trains_with_a_set(rank, say, first):
+def trains_with_a_set(rank, emit, first):
     model = Counter()
     optimizer = Collecting(model.parameters(), first)
     has_passed = False
@@ -605,9 +605,9 @@ def trains_with_a_set(rank, say, first):
                 optimizer.step()
 
 
-def joins_late_with_a_set(rank, say, log, first):
+def joins_late_with_a_set(rank, emit, log, first):
     wait_for_entry(log, "the last step", lambda one: isinstance(one, Ready) and one.step >= GATE_STEP - 1)
-    return trains_with_a_set(rank, say, first)
+    return trains_with_a_set(rank, emit, first)
 
 
 def test_state_that_cannot_be_handed_over_is_refused_on_all_workers_after_the_first_step():

@@ -57,7 +57,7 @@ def signal_oneself():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(rank, say, strategy, signalled=(), step=0, path=None):
+def train(rank, emit, strategy, signalled=(), step=0, path=None):
     """Returns the step after which the loop saw the signal, None where it never did, and the parameters."""
     model, optimizer, data = made(step if rank in signalled else -1, signal_oneself)
     seen = None
@@ -105,7 +105,7 @@ def test_everybody_sees_it_be_it_alone_or_without_a_common_clock(strategy, worke
         assert workers > 1 or step == 6
 
 
-def train_outside(rank, say, strategy):
+def train_outside(rank, emit, strategy):
     """Worker 1 signals itself once it is left out of the group."""
     model, optimizer, data = made()
     has_signalled = False
@@ -132,7 +132,7 @@ def test_the_signal_of_a_worker_that_is_left_out_reaches_the_members_at_one_step
     assert outside is not None
 
 
-def ignores(rank, say, log):
+def ignores(rank, emit, log):
     """Goes on whatever it sees, until it has taken a step with a newcomer."""
     model, optimizer, data = made(5 if rank == 1 else -1, signal_oneself)
     is_together = False
@@ -152,9 +152,9 @@ def ignores(rank, say, log):
     return "nobody came"
 
 
-def comes_later(rank, say, log):
+def comes_later(rank, emit, log):
     wait_for_entry(log, "a signal", lambda one: isinstance(one, Preempted))
-    return ignores(rank, say, log)
+    return ignores(rank, emit, log)
 
 
 def test_a_newcomer_sees_what_came_before_it_as_its_first_step_ends(tmp_path):
@@ -199,13 +199,13 @@ def handlers():
 
 
 def test_handlers_of_the_program_run_as_well_and_are_put_back_unless_it_has_changed_them(handlers):
-    heard = []
+    received = []
 
     def mine(number, frame):
-        heard.append(number)
+        received.append(number)
 
     def later(number, frame):
-        heard.append(-number)
+        received.append(-number)
 
     signal.signal(signal.SIGTERM, mine)
     signal.signal(signal.SIGUSR1, mine)
@@ -216,7 +216,7 @@ def test_handlers_of_the_program_run_as_well_and_are_put_back_unless_it_has_chan
         signal.raise_signal(signal.SIGTERM)
         signal.signal(signal.SIGUSR1, later)
         signal.raise_signal(signal.SIGUSR1)
-    assert heard == [signal.SIGTERM, -signal.SIGUSR1]
+    assert received == [signal.SIGTERM, -signal.SIGUSR1]
     assert signal.getsignal(signal.SIGTERM) is mine
     assert signal.getsignal(signal.SIGUSR1) is later
 
@@ -242,7 +242,7 @@ def test_a_process_that_was_forked_ends_of_the_signal_as_ever(handlers):
 # Calls in the midst of a step --------------------------------------------------------------------------
 
 
-def call_in_the_midst(rank, say, strategy, where, what):
+def call_in_the_midst(rank, emit, strategy, where, what):
     """Worker 1 calls the session in a handler of a signal that comes somewhere in its fourth step."""
     model, optimizer, data = made()
     armed = []
@@ -342,7 +342,7 @@ def copied(state):
 # Interrupts --------------------------------------------------------------------------------------------
 
 
-def interrupted(rank, say, strategy, where):
+def interrupted(rank, emit, strategy, where):
     model, optimizer, data = made()
 
     def interrupt():
@@ -365,7 +365,7 @@ def interrupted(rank, say, strategy, where):
 
 @pytest.mark.parametrize("where", ["a backward pass", "the optimizer"])
 @pytest.mark.parametrize("strategy", [AllReduce(), STEADY, Hybrid(), SSP(), Downpour()], ids=str)
-def test_an_interrupt_of_one_worker_is_told_to_the_others(strategy, where, tmp_path):
+def test_an_interrupt_of_one_worker_is_reported_to_the_others(strategy, where, tmp_path):
     log = tmp_path / "log.jsonl"
     with job(interrupted, 3, strategy, where, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         first, second, third = running.ends()
@@ -380,7 +380,7 @@ def test_an_interrupt_of_one_worker_is_told_to_the_others(strategy, where, tmp_p
             assert "KeyboardInterrupt" in one.error
 
 
-def waits_for_one_that_stands_still(rank, say, strategy, log):
+def waits_for_one_that_stands_still(rank, emit, strategy, log):
     """Worker 0 stands still in its fourth step until the run log says what has become of worker 1."""
     model, optimizer, data = made()
     with offbeat.join(model, optimizer, strategy) as session:
@@ -389,7 +389,7 @@ def waits_for_one_that_stands_still(rank, say, strategy, log):
                 if rank == 0 and session.step == 3:
                     wait_for_entry(log, "the end of worker 1", lambda one: isinstance(one, Failed | Lost))
                 if rank == 1 and session.step == 3:
-                    say("about to wait")
+                    emit("about to wait")
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
@@ -397,11 +397,11 @@ def waits_for_one_that_stands_still(rank, say, strategy, log):
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), STEADY, Hybrid(), ServerBSP()], ids=str)
-def test_an_interrupt_of_one_that_waits_for_others_is_told_to_them(strategy, tmp_path):
+def test_an_interrupt_of_one_that_waits_for_others_is_reported_to_them(strategy, tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_RUN_LOG": str(log)}
     with job(waits_for_one_that_stands_still, 2, strategy, log, env=env) as running:
-        running.said(1)
+        running.receive(1)
         running.signal(1, signal.SIGINT)
         first, second = running.ends()
     assert second.error_type == "KeyboardInterrupt", second.trace

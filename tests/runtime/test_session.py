@@ -79,7 +79,7 @@ def plain_loop(session, model, optimizer, dataset, batch, steps):
     return trace
 
 
-def train(rank, say, make, loop, steps, samples, options):
+def train(rank, emit, make, loop, steps, samples, options):
     model = make(seed=rank)  # every worker begins differently: join makes them equal
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, AllReduce(**options)) as session:
@@ -133,7 +133,7 @@ def test_fewer_samples_at_the_end_than_workers_are_all_used():
         assert torch.allclose(torch.tensor(final, dtype=torch.float64), flat(model), rtol=0, atol=1e-10)
 
 
-def normalises(rank, say, strategy, options):
+def normalises(rank, emit, strategy, options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer, sizes = sgd(model), []
@@ -251,7 +251,7 @@ def test_parameters_without_a_gradient_in_a_step_are_left_alone():
     compare(loop=rare_loop, steps=12)
 
 
-def few_reach_the_rare_head(rank, say):
+def few_reach_the_rare_head(rank, emit):
     model = Net(seed=rank)
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, AllReduce()) as session:
@@ -343,7 +343,7 @@ class Normed(nn.Module):
         self.net = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
 
 
-def batch_norm(rank, say):
+def batch_norm(rank, emit):
     model = Normed(seed=rank)
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, AllReduce()) as session:
@@ -383,7 +383,7 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
-def counted(rank, say):
+def counted(rank, emit):
     model = Counting()
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, AllReduce()):
@@ -403,7 +403,7 @@ def test_buffers_may_be_replaced_but_not_change_their_form():
             session._synchronizer.averager._buffers.tensors()
 
 
-def copied(rank, say):
+def copied(rank, emit):
     """A copy, a pickle and an averaged copy of a model in a session are models of their own."""
     model = Net(seed=rank)
     optimizer = sgd(model)
@@ -429,7 +429,7 @@ def test_a_model_in_a_session_can_be_copied_saved_and_averaged():
     assert first == second
 
 
-def mixed_precision(rank, say):
+def mixed_precision(rank, emit):
     model = Net(seed=rank).float()
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
@@ -462,7 +462,7 @@ def test_a_grad_scaler_skips_the_same_step_everywhere_when_one_worker_overflows(
     assert all(one == results[0] for one in results)
 
 
-def half_precision(rank, say):
+def half_precision(rank, emit):
     model = nn.Linear(4, 1, bias=False, dtype=torch.float16)
     nn.init.zeros_(model.weight)
     with offbeat.join(model, torch.optim.SGD(model.parameters(), lr=1e-4), AllReduce()):
@@ -474,7 +474,7 @@ def test_the_mean_of_half_precision_gradients_does_not_overflow_on_the_way():
     assert values(run(half_precision, WORKERS)) == [[[30000.0] * 4]] * WORKERS
 
 
-def overlap(rank, say):
+def overlap(rank, emit):
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
@@ -501,7 +501,7 @@ def hooks_of(model, optimizer):
     )
 
 
-def leave_twice(rank, say):
+def leave_twice(rank, emit):
     model = Net(seed=rank)
     optimizer = sgd(model)
     before = hooks_of(model, optimizer)
@@ -522,7 +522,7 @@ def test_leaving_takes_every_hook_off_and_one_may_join_again():
     assert values(run(leave_twice, 2)) == [True, True]
 
 
-def interrupted(rank, say, path):
+def interrupted(rank, emit, path):
     """Trains 30 steps with Adam; and again 13, a checkpoint in mid-epoch, and the rest in a new session."""
 
     def fresh():
@@ -552,7 +552,7 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_in_the_middle_of_an_epoch(t
         assert whole == resumed
 
 
-def trained_on_rank_0_only(rank, say):
+def trained_on_rank_0_only(rank, emit):
     model = Net(seed=rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     if rank == 0:

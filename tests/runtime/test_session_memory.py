@@ -31,7 +31,7 @@ def trained(strategy):
     return [weakref.ref(one) for one in (model, next(model.parameters()), session)]
 
 
-def leaves_nothing(rank, say, strategy):
+def leaves_nothing(rank, emit, strategy):
     left = trained(strategy)
     gc.collect()
     return [one() is None for one in left]

@@ -260,7 +260,7 @@ def everything(cluster: SimulatedCluster) -> list[Any]:
     ],
     ids=str,
 )
-def test_a_cohort_does_what_its_members_would(seeds):
+def test_a_vectorized_group_does_what_its_members_would(seeds):
     """Whatever goes wrong, and whenever: the same events, answers, times and replicas, only sooner."""
     calls = {True: 0, False: 0}
     for seed in seeds:
@@ -349,7 +349,7 @@ def test_loops_that_break_off_use_no_sample_twice_and_end():
     assert of_epoch == [24, 101, 24, 101, 24]
 
 
-def deals_twice(block: Block) -> Block:
+def assigns_twice(block: Block) -> Block:
     return dataclasses.replace(block, ranges=((0, 4),))
 
 
@@ -366,7 +366,7 @@ def test_a_sample_that_is_used_twice_or_never_is_caught():
             ]
 
         def change(self, block: Block) -> Block:
-            return deals_twice(block) if block.id == 7 else block
+            return assigns_twice(block) if block.id == 7 else block
 
     class Forgetful(Confused):
         def change(self, block: Block) -> Block:
@@ -468,14 +468,14 @@ def test_a_run_that_stands_still_is_caught():
         def handle(self, event: Any) -> list[Any]:
             return [] if isinstance(event, Left | Ready) else super().handle(event)
 
-    class Deaf(Silent):
+    class Ignoring(Silent):
         def handle(self, event: Any) -> list[Any]:
             return [] if type(event).__name__ in ("Lost", "Tick") else super().handle(event)
 
     setting = SimulationSetting(
         world=3, until_s=60.0, stuck_after_s=10.0, faults=(faults.parse_fault("die:1@1.0"),)
     )
-    cluster = SimulatedCluster(setting, lambda: [Assembly(3), Deaf(3)])
+    cluster = SimulatedCluster(setting, lambda: [Assembly(3), Ignoring(3)])
     with pytest.raises(ViolationError, match="nobody has finished a step"):
         cluster.run()
 

@@ -52,18 +52,18 @@ def test_a_worker_that_recovers_comes_back_with_the_state_of_the_others(tmp_path
 class Misdeed:
     """Sends this process a signal when a step comes, once."""
 
-    def __init__(self, say, step, number=signal.SIGKILL):
-        self._say, self._step, self._number = say, step, number
+    def __init__(self, emit, step, number=signal.SIGKILL):
+        self._emit, self._step, self._number = emit, step, number
 
     def __call__(self, session):
         if session.step == self._step:
             self._step = -1
-            self._say("now")
+            self._emit("now")
             os.kill(os.getpid(), self._number)
 
 
-def dies_in_compute(rank, say, victims):
-    return train(rank, say, misdeed=Misdeed(say, 7) if rank in victims else None)
+def dies_in_compute(rank, emit, victims):
+    return train(rank, emit, misdeed=Misdeed(emit, 7) if rank in victims else None)
 
 
 @pytest.mark.parametrize("victims", [(0,), (2,), (0, 1), (1, 2, 3)], ids=str)
@@ -76,9 +76,9 @@ def test_the_others_go_on_when_workers_are_killed(victims):
     assert all(max(states) >= SAMPLES // BATCH // 4 * EPOCHS for states, _ in results)
 
 
-def dies_while_another_is_slow(rank, say, victim):
+def dies_while_another_is_slow(rank, emit, victim):
     strategy = PartialAllReduce(limit=10**6)
-    return train(rank, say, strategy, 2, Misdeed(say, 4) if rank == victim else None)
+    return train(rank, emit, strategy, 2, Misdeed(emit, 4) if rank == victim else None)
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -91,7 +91,7 @@ def test_the_others_go_on_when_a_worker_is_killed_while_another_still_computes(v
     assert all(max(states) >= SAMPLES // BATCH // 3 * 2 for states, _ in results)
 
 
-def dies_in_the_exchange(rank, say, victim, share):
+def dies_in_the_exchange(rank, emit, victim, share):
     def misdeed(session):
         if rank == victim and session.step == 5:
             arrived = link_exchange._ScheduleRun._on_complete
@@ -103,7 +103,7 @@ def dies_in_the_exchange(rank, say, victim, share):
 
             link_exchange._ScheduleRun._on_complete = die_on_the_way
 
-    return train(rank, say, misdeed=misdeed, width=20_000)
+    return train(rank, emit, misdeed=misdeed, width=20_000)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
@@ -116,15 +116,15 @@ def test_a_round_that_a_death_breaks_is_repeated_or_taken_over(victim, share, tm
     assert any(isinstance(entry, Lost) and entry.worker == victim for entry in read_log(log).entries)
 
 
-def stops_in_compute(rank, say):
+def stops_in_compute(rank, emit):
     strategy = PartialAllReduce(limit=3, n_profile=2)
-    return train(rank, say, strategy, 30, Misdeed(say, 7, signal.SIGSTOP) if rank == 1 else None)
+    return train(rank, emit, strategy, 30, Misdeed(emit, 7, signal.SIGSTOP) if rank == 1 else None)
 
 
 def test_a_worker_that_hangs_is_left_out_and_comes_back_when_it_goes_on(tmp_path):
     log = tmp_path / "log.jsonl"
     with job(stops_in_compute, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(1)
+        running.receive(1)
         wait_for_group_without(log, 1)
         running.signal(1, signal.SIGCONT)
         ended = running.ends()

@@ -76,7 +76,7 @@ def batches():
     return torch.randn(STEPS, WORKERS, BATCH, 5, generator=generator, dtype=torch.float64)
 
 
-def trains(rank, say, strategy, loop):
+def trains(rank, emit, strategy, loop):
     model, optimizers = make(seed=rank)
     with offbeat.join(model, optimizers, strategy) as session:
         for x in batches():
@@ -114,7 +114,7 @@ def bits(model, optimizers):
     return [one.tolist() for one in tensors if one is not None]
 
 
-def falls_behind(rank, say):
+def falls_behind(rank, emit):
     model, optimizers = make(seed=rank)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], step_size=5, gamma=0.9)
     data = TensorDataset(batches().reshape(-1, 5).repeat(2, 1))
@@ -249,7 +249,7 @@ def test_workers_are_described_by_names_whatever_the_order_within_groups():
     assert described(NAMES[:2], NAMES[2:])[0] == "parameter 0.weight float32 [3, 3], in group 0"
 
 
-def momentum_of_a_group_in_ones_own_order(rank, say):
+def momentum_of_a_group_in_ones_own_order(rank, emit):
     model, optimizer = in_groups(NAMES if rank == 0 else NAMES[::-1])
     for name, parameter in model.named_parameters():
         optimizer.state[parameter]["momentum_buffer"].fill_(NAMES.index(name) + 10 * rank)
@@ -263,7 +263,7 @@ def test_a_state_is_copied_to_the_parameters_of_the_same_names():
     assert first == second == [0.0, 1.0, 2.0, 3.0]
 
 
-def keeps_containers(rank, say):
+def keeps_containers(rank, emit):
     model, optimizer = in_groups(NAMES)
     for number, parameter in enumerate(model.parameters()):
         value = torch.full((2,), float(number + 10 * rank))
@@ -279,7 +279,7 @@ def test_a_state_of_lists_tuples_and_dicts_is_copied_as_it_is():
     assert first[1] == "[tensor([1., 1.]), (tensor([2., 2.]), {'a': tensor([3., 3.]), 3: None}), []]"
 
 
-def keeps_a_rate_of_its_own(rank, say):
+def keeps_a_rate_of_its_own(rank, emit):
     torch.manual_seed(0)
     model = nn.Linear(5, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1 * (1 + rank)))

@@ -539,7 +539,7 @@ def situations(strategy):
     return tuple(one for one in EVERYWHERE + GROUPS_ALONE if one in chosen)
 
 
-def do_all(rank, say, strategy):
+def do_all(rank, emit, strategy):
     return [situation(Worker(rank, strategy)) for situation in situations(strategy)]
 
 
@@ -656,7 +656,7 @@ class Late(Net):
         return super().forward(x - self.mean)
 
 
-def trains_late(rank, say, strategy):
+def trains_late(rank, emit, strategy):
     model = Late()
     Worker(rank, strategy).train(model, sgd(model))
 
@@ -676,7 +676,7 @@ def test_a_model_of_which_a_part_is_in_a_session_is_refused():
         pass
 
 
-def keeps_graphs(rank, say, strategy):
+def keeps_graphs(rank, emit, strategy):
     warnings.simplefilter("ignore")  # torch's own, of graphs that are kept
     model = Net()
     with Worker(rank, strategy).join(model, sgd(model)):
@@ -708,7 +708,7 @@ def test_a_module_whose_buffers_alone_are_lazy_is_refused_by_name():
     assert "1.running_mean is not initialised yet" in refusal(model, sgd(model))
 
 
-def steps_unequally(rank, say, strategy, what):
+def steps_unequally(rank, emit, strategy, what):
     model = Net()
     worker, optimizer = Worker(rank), sgd(model)
     with offbeat.join(model, optimizer, STRATEGIES[strategy]):

@@ -83,40 +83,40 @@ class Peer:
 
     def __init__(self, name, process, *, worker=None, token="secret", job="job", line=None, listens=True):
         self.name = name
-        self.heard = queue.SimpleQueue()
+        self.inbox = queue.SimpleQueue()
         self.worker = worker
         self.links = Endpoint(
             name,
             job=job,
             token=token,
-            on_message=lambda _, payload: [self.heard.put(action) for action in decode_actions(payload)],
-            on_lost=self.heard.put,
-            on_left=lambda peer: self.heard.put(f"{peer} left"),
-            on_error=self.heard.put,
+            on_message=lambda _, payload: [self.inbox.put(action) for action in decode_actions(payload)],
+            on_lost=self.inbox.put,
+            on_left=lambda peer: self.inbox.put(f"{peer} left"),
+            on_error=self.inbox.put,
             listeners=None if listens else [],
         )
         self.links.add_peer(COORDINATOR, [line.address] if line else process.addresses)
 
-    def say(self, *events):
+    def send(self, *events):
         self.links.send(COORDINATOR, encode_events(events))
 
-    def say_bytes(self, data):
+    def send_bytes(self, data):
         self.links.send(COORDINATOR, data)
 
-    def hear(self):
-        return self.heard.get(timeout=DEADLINE_S)
+    def receive(self):
+        return self.inbox.get(timeout=DEADLINE_S)
 
-    def hear_until(self, kind):
-        while not isinstance(said := self.hear(), kind):
+    def receive_until(self, kind):
+        while not isinstance(received := self.receive(), kind):
             pass
-        return said
+        return received
 
     def join(self, world, worker=None):
-        self.say(joined(self, world, self.worker if worker is None else worker))
+        self.send(joined(self, world, self.worker if worker is None else worker))
         return self
 
     def leave(self, step=0):
-        self.say(Left(now_s=0.0, worker=self.worker, step=step))
+        self.send(Left(now_s=0.0, worker=self.worker, step=step))
         self.links.flush(DEADLINE_S)
         self.links.close()
 
@@ -155,7 +155,7 @@ def running_job(world, log=None, **options):
         peers = [Peer(f"w{worker}", process, worker=worker).join(world) for worker in range(world)]
         try:
             for peer in peers:
-                peer.hear_until(PeerList)
+                peer.receive_until(PeerList)
             yield process, peers
         finally:
             for peer in peers:
@@ -165,11 +165,11 @@ def running_job(world, log=None, **options):
 def goes_on(peers, process):
     """The job is as it was: nobody was told to stop, and all leave in order."""
     for peer in peers:
-        peer.say(ready(peer.worker))
+        peer.send(ready(peer.worker))
     for peer in peers:
         peer.leave(1)
     code, errors = process.ended()
     assert (code, errors) == (0, "")
     for peer in peers:
-        while not peer.heard.empty():
-            assert not isinstance(peer.heard.get(), AbortJob | RejectPeer | LinkError)
+        while not peer.inbox.empty():
+            assert not isinstance(peer.inbox.get(), AbortJob | RejectPeer | LinkError)

@@ -44,9 +44,9 @@ class Job:
         """Starts a process that joins the job while it runs; returns its number among those of the job."""
         return self.cluster.add(_in_folder, (function, args), env or {})
 
-    def said(self, *ranks: int) -> list[Any]:
+    def receive(self, *ranks: int) -> list[Any]:
         """The next thing that each of these workers said."""
-        return [self.cluster.said(rank, DEADLINE_S) for rank in ranks]
+        return [self.cluster.receive(rank, DEADLINE_S) for rank in ranks]
 
     def signal(self, rank: int, number: int) -> float:
         """Sends a signal to a worker; returns when, by the clock that all processes share."""
@@ -118,9 +118,9 @@ def job(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_folder(rank: int, say: Callable[[Any], None], function: Callable[..., Any], args: Any) -> Any:
+def _in_folder(rank: int, emit: Callable[[Any], None], function: Callable[..., Any], args: Any) -> Any:
     tempfile.tempdir = None  # the process that this one was forked from may have looked it up already
-    return function(rank, say, *args)
+    return function(rank, emit, *args)
 
 
 def marked(mark: str) -> list[int]:

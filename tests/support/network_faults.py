@@ -186,7 +186,7 @@ def _is_telling(line: str) -> bool:
 # Training --------------------------------------------------------------------------------------------------
 
 
-def _train(rank: int, say: Callable[[Any], None], names: list[str], strategy: Any) -> None:
+def _train(rank: int, emit: Callable[[Any], None], names: list[str], strategy: Any) -> None:
     enter(names[rank])
     logging.getLogger("offbeat").addHandler(logging.FileHandler(_output(os.environ["OFFBEAT_RUN_LOG"], rank)))
     torch.manual_seed(rank)
@@ -200,7 +200,7 @@ def _train(rank: int, say: Callable[[Any], None], names: list[str], strategy: An
                 compute(STEP_S)
                 model(x).square().mean().backward()
                 optimizer.step()
-                say(Step(time.monotonic(), session.step, session.members))
+                emit(Step(time.monotonic(), session.step, session.members))
 
 
 def _output(log: str, rank: int) -> str:
@@ -315,7 +315,7 @@ def training(
 # A parameter server ----------------------------------------------------------------------------------------
 
 
-def _push(rank: int, say: Callable[[Any], None], name: str, address: str, file: str, stop: str) -> int:
+def _push(rank: int, emit: Callable[[Any], None], name: str, address: str, file: str, stop: str) -> int:
     """Push ones to all keys until the file `stop` is there; return how many were acknowledged: all."""
     enter(name)
     acked = 0
@@ -329,7 +329,7 @@ def _push(rank: int, say: Callable[[Any], None], name: str, address: str, file: 
             while len(under_way) > _WINDOW or (under_way and os.path.exists(stop)):
                 under_way.pop(0).result(10 * DEADLINE_S)
                 acked += 1
-                say(Acked(time.monotonic(), acked))
+                emit(Acked(time.monotonic(), acked))
     return acked
 
 

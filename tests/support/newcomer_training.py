@@ -94,7 +94,7 @@ class Adding(torch.optim.Optimizer):
                     parameter -= parameter.grad
 
 
-def train(rank, say, strategy=STEADY, epochs=EPOCHS, misdeed=None, compute_s=0.01):
+def train(rank, emit, strategy=STEADY, epochs=EPOCHS, misdeed=None, compute_s=0.01):
     """A loop as its user would write it; the same for those who come at the start and later."""
     model = Counting()
     optimizer = Adding(model.parameters())

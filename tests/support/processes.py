@@ -87,11 +87,11 @@ class Cluster:
             process.kill()
             process.join()
 
-    def said(self, rank: int, deadline_s: float = 60) -> Any:
-        """The next thing that the worker said with `say`."""
-        assert self._pipes[rank].poll(deadline_s), f"worker {rank} said nothing within {deadline_s} s"
+    def receive(self, rank: int, deadline_s: float = 60) -> Any:
+        """The next value that the worker has sent with `emit`."""
+        assert self._pipes[rank].poll(deadline_s), f"worker {rank} sent nothing within {deadline_s} s"
         kind, content = self._pipes[rank].recv()
-        assert kind == "said", f"worker {rank} ended with {content}"
+        assert kind == "message", f"worker {rank} ended with {content}"
         return content
 
     def ends(self, deadline_s: float = 60) -> list[Ended]:
@@ -127,7 +127,9 @@ class Cluster:
 def start(
     function: Callable[..., Any], workers: int, *args: Any, env: Mapping[str, str] | None = None
 ) -> Cluster:
-    """Starts `function(rank, say, *args)` in `workers` processes; `say` sends a value to `Cluster.said`."""
+    """Starts `function(rank, emit, *args)` in `workers` processes; `emit` sends a value to
+    `Cluster.receive`.
+    """
     return Cluster(function, workers, args, env or {})
 
 
@@ -138,7 +140,7 @@ def run(
     env: Mapping[str, str] | None = None,
     deadline_s: float = 90,
 ) -> list[Ended]:
-    """Runs `function(rank, say, *args)` in `workers` processes to the end."""
+    """Runs `function(rank, emit, *args)` in `workers` processes to the end."""
     with start(function, workers, *args, env=env) as cluster:
         return cluster.ends(deadline_s)
 
@@ -166,7 +168,7 @@ def _work(
     os.environ.update(variables)
     content: dict[str, Any] = {}
     try:
-        content["value"] = function(rank, lambda value: pipe.send(("said", value)), *args)
+        content["value"] = function(rank, lambda value: pipe.send(("message", value)), *args)
     except BaseException as error:
         content |= {"error_type": type(error).__name__, "error": str(error), "trace": traceback.format_exc()}
     content["ended_s"] = time.monotonic()

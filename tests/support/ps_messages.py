@@ -45,14 +45,14 @@ def one_pulled(content: Any) -> PullResult:
 
 def packed(*messages: Any) -> tuple[bytes, list[np.ndarray]]:
     """Messages that are one lot: its bytes, and the arrays that go beside."""
-    ((data, beside),) = Packer().pack(messages)
-    return bytes(data), beside
+    ((data, attachments),) = Packer().pack(messages)
+    return bytes(data), attachments
 
 
-def came(data: bytes, beside: list[np.ndarray]) -> list[Any]:
+def came(data: bytes, attachments: list[np.ndarray]) -> list[Any]:
     """The messages of a lot as they come, once what goes beside has."""
     messages, waiting = Unpacker(KINDS).unpack(memoryview(data))
-    for array, into in zip(beside, waiting, strict=True):
+    for array, into in zip(attachments, waiting, strict=True):
         assert (array.dtype, array.shape) == (into.dtype, into.shape)
         into[...] = array
     return messages
@@ -84,9 +84,11 @@ def claim(
     *,
     dtype: int = 0,
     dimensions: int = 1,
-    is_beside: bool = False,
+    is_attached: bool = False,
     then: bytes = b"",
 ) -> Ext:
     """What a message says of an array, with or without its bytes."""
-    head = bytes([dtype, dimensions, is_beside, 0]) + rows.to_bytes(8, "little") + width.to_bytes(8, "little")
+    head = (
+        bytes([dtype, dimensions, is_attached, 0]) + rows.to_bytes(8, "little") + width.to_bytes(8, "little")
+    )
     return Ext(1, head + then)

@@ -43,7 +43,7 @@ def take(model, optimizer):
 
 def count(
     rank,
-    say,
+    emit,
     strategy=STRATEGY,
     epochs=4,
     misdeed=None,
@@ -89,21 +89,21 @@ def once_but_for_the_rest(ended, kept, epochs=4):
 class Misdeed:
     """Sends this process a signal when a step comes, once."""
 
-    def __init__(self, say, step, number=signal.SIGKILL):
-        self._say, self._step, self._number = say, step, number
+    def __init__(self, emit, step, number=signal.SIGKILL):
+        self._emit, self._step, self._number = emit, step, number
 
     def __call__(self, session):
         if session.step == self._step:
             self._step = -1
-            self._say("now")
+            self._emit("now")
             os.kill(os.getpid(), self._number)
 
 
-def accumulates(rank, say, victim=None):
+def accumulates(rank, emit, victim=None):
     model = Counter()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     dataset = TensorDataset(torch.arange(SAMPLES))
-    misdeed = Misdeed(say, 3)
+    misdeed = Misdeed(emit, 3)
     with offbeat.join(model, optimizer, STRATEGY) as session:
         for _ in session.epochs(3):
             for place, (numbers,) in enumerate(session.batches(dataset, BATCH)):

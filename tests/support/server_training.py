@@ -13,7 +13,7 @@ SAMPLES = 44  # an epoch of four steps, the last of them of batches of 3, 3 and 
 STEPS = 12
 
 
-class Tally(nn.Module):
+class StepCounter(nn.Module):
     """A number for every worker, whose gradient lowers the worker's own by one: with lr 1 it counts steps."""
 
     def __init__(self, world, worker):
@@ -25,11 +25,11 @@ class Tally(nn.Module):
         return -self.counts_W[self.worker]
 
 
-def tally(
+def count_steps(
     strategy, world, worker, *, steps=STEPS, compute_s=0.001, every=1, saves=False, refreshes_every=0, **where
 ):
     """Steps on; returns what each step was computed with: (clock, version, counts); and the last counts."""
-    model = Tally(world, worker)
+    model = StepCounter(world, worker)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     reads = []
     with offbeat.join(model, optimizer, strategy, **where) as session:
@@ -109,11 +109,11 @@ def violations(log):
     """What in a run log is against the rules of bounded staleness (specification 2.4 and 2.5)."""
     arguments = log.header["policies"][1]["arguments"]
     rules = Rules(arguments["s"], **(arguments.get("dynamic") or {}))
-    for event, grants in answered(log):
+    for event, permits in answered(log):
         rules.see(event)
-        for one in grants:
+        for one in permits:
             rules.note(one)
-        for one in grants:
+        for one in permits:
             if one.may_start:
                 rules.check(one)
     return rules.broken
@@ -130,40 +130,40 @@ class Rules:
         self.s, self.step = s, step
         self.s_min, self.s_max = (s, s) if s_min is None else (s_min, s_max)
         self.bound, self.version, self.version_of_bound = s, 0, 0
-        self.granted, self.clocks = {}, {}  # by worker; clocks of who runs
+        self.permitted, self.clocks = {}, {}  # by worker; clocks of who runs
         self.broken = []
 
     def see(self, event):
         if isinstance(event, StepFinished) and event.clock is not None:
-            grant, behind = self.granted[event.worker], event.clock - event.parameter_version
-            if event.clock != grant.clock or not grant.may_start:
+            permit, behind = self.permitted[event.worker], event.clock - event.parameter_version
+            if event.clock != permit.clock or not permit.may_start:
                 self.broken.append(f"{event} without leave")
-            if self.s is not None and behind > min(grant.staleness_bound, self.s_max):
+            if self.s is not None and behind > min(permit.staleness_bound, self.s_max):
                 self.broken.append(f"{event} with parameters {behind} clocks old")
         if isinstance(event, Finished | Lost | Failed | Left):
             self.clocks.pop(event.worker, None)
 
-    def note(self, grant):
-        self.granted[grant.worker] = grant
-        rests = grant.reason == "it has no samples"
+    def note(self, permit):
+        self.permitted[permit.worker] = permit
+        rests = permit.reason == "it has no samples"
         if rests:
-            self.clocks.pop(grant.worker, None)
+            self.clocks.pop(permit.worker, None)
         else:
-            self.clocks[grant.worker] = grant.clock
-        is_early = grant.reason == "not everybody is here yet"
-        if self.s is None and not (grant.may_start or rests or is_early):
-            self.broken.append(f"{grant} without a bound")
+            self.clocks[permit.worker] = permit.clock
+        is_early = permit.reason == "not everybody is here yet"
+        if self.s is None and not (permit.may_start or rests or is_early):
+            self.broken.append(f"{permit} without a bound")
 
-    def check(self, grant):
+    def check(self, permit):
         if self.s is None:
             return
         self.version = max(self.version, min(self.clocks.values()))
         passed = max(1, self.version - self.version_of_bound)
         if (
-            abs(grant.staleness_bound - self.bound) > self.step * passed
-            or not self.s_min <= grant.staleness_bound <= self.s_max
+            abs(permit.staleness_bound - self.bound) > self.step * passed
+            or not self.s_min <= permit.staleness_bound <= self.s_max
         ):
-            self.broken.append(f"{grant} after a bound of {self.bound}")
-        if grant.clock - min(self.clocks.values()) > grant.staleness_bound:
-            self.broken.append(f"{grant} where others are at {self.clocks}")
-        self.bound, self.version_of_bound = grant.staleness_bound, self.version
+            self.broken.append(f"{permit} after a bound of {self.bound}")
+        if permit.clock - min(self.clocks.values()) > permit.staleness_bound:
+            self.broken.append(f"{permit} where others are at {self.clocks}")
+        self.bound, self.version_of_bound = permit.staleness_bound, self.version

@@ -25,7 +25,7 @@ def spelling():
         parse_strategy(name if name != "dpar" else "dpar:threshold_ms=1")
 
 
-def decode_first(rank, say, decode):
+def decode_first(rank, emit, decode):
     """In many threads at once, which the interpreter changes between as often as it can."""
     sys.setswitchinterval(1e-6)
     together = threading.Barrier(THREADS)

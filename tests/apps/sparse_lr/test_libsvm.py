@@ -73,7 +73,7 @@ def test_a_file_without_rows_has_none(tmp_path, text):
         ("1 3:\xff", "a finite number after the colon", "3:\\\\xff"),
     ],
 )
-def test_a_fault_is_told_with_file_line_what_was_expected_and_what_came(tmp_path, line, expected, found):
+def test_a_fault_is_reported_with_file_line_what_was_expected_and_what_came(tmp_path, line, expected, found):
     """The lines before it are good, also one that begins with a smaller key than the last one's."""
     for others in ("", "1 also:wrong\n"):
         with pytest.raises(DataError) as caught:

@@ -26,9 +26,9 @@ def example():
     return module
 
 
-def worker(rank, say, cluster, options, killed):
+def worker(rank, emit, cluster, options, killed):
     def report(line):
-        say(line)
+        emit(line)
         if killed and line.startswith("pass 10:"):
             wait_until(killed.exists, "the server's death")
 
@@ -46,7 +46,7 @@ def test_what_is_reported_is_the_objective_of_the_weights_that_the_servers_have(
         offbeat.PS.local(servers=2) as ps,
         start(worker, WORKERS, ps.cluster, options, None) as clients,
     ):
-        said = [clients.said(0) for _ in range(3)]  # the second pass and the third change it by less
+        said = [clients.receive(0) for _ in range(3)]  # the second pass and the third change it by less
         pulled = values(clients.ends())
     weights = pulled[0][columns.keys]
     found = re.fullmatch(r"pass 3: objective (.*), (.*) weights, (.*) B", said[-1])
@@ -64,7 +64,7 @@ def test_the_optimum_is_found_though_a_server_is_killed_in_the_midst(tmp_path, t
         offbeat.PS.local(servers=2) as ps,
         start(worker, WORKERS, ps.cluster, options, killed) as clients,
     ):
-        while not clients.said(0).startswith("pass 3:"):
+        while not clients.receive(0).startswith("pass 3:"):
             pass
         ps.local_servers.processes[1].kill()
         ps.wait_until_rebalanced([0])

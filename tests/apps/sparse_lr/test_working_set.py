@@ -127,7 +127,7 @@ def test_what_was_pulled_is_assigned_to_the_keys_that_are_listed(pair):
 
 
 @given(working_sets(width=0, dtype=np.float32), st.sampled_from([0, 2, 2**40 - 3, KEY_STOP_MAX - 9]))
-def test_a_range_that_was_pulled_whole_is_assigned_likewise(vector, first):
+def test_a_range_that_was_pulled_whole_is_assigned_too(vector, first):
     before, values = as_dict(vector), np.arange(10, 19, dtype=np.float32)
     vector.assign(Entries(first, values))
     assert as_dict(vector) == {

@@ -121,7 +121,7 @@ def test_a_row_for_each_key_within_the_range_is_no_problem(content):
         ),
     ],
 )
-def test_a_problem_is_told_by_what_was_expected_and_what_came(content, problem):
+def test_a_problem_is_reported_as_what_was_expected_and_what_came(content, problem):
     assert find_problem(content, 0, 10) == problem
 
 

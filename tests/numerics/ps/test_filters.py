@@ -519,10 +519,10 @@ def test_the_report_counts_what_went_in_and_came_out():
         "key caching": FilterBytes(whole, whole + 2 * note),
         "fixed point": FilterBytes(whole + 2 * note, 800 + 2 * note + 100 + 2 * fixed),
     }
-    told = receiver.report()
-    assert told["fixed point"] == FilterBytes(*reversed(sender.report()["fixed point"]))
-    assert told["key caching"] == FilterBytes(*reversed(sender.report()["key caching"]))
-    assert told["significantly modified"] == FilterBytes(whole, whole)
+    reported = receiver.report()
+    assert reported["fixed point"] == FilterBytes(*reversed(sender.report()["fixed point"]))
+    assert reported["key caching"] == FilterBytes(*reversed(sender.report()["key caching"]))
+    assert reported["significantly modified"] == FilterBytes(whole, whole)
 
 
 def test_caching_takes_half_of_int64_keys_and_doubles_and_resends_are_counted():

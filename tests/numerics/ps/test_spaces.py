@@ -240,7 +240,7 @@ def test_every_node_makes_the_filters_that_were_described(update: Any, filters: 
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_a_spec_makes_a_filter_of_its_kind_anew(spec: FilterSpec) -> None:
+def test_a_spec_makes_a_filter_of_its_kind_again(spec: FilterSpec) -> None:
     one, other = spec.build(1), spec.build(1)
     assert type(one) is type(other) is FILTERS[spec.kind]
     assert one is not other

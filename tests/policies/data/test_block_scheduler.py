@@ -28,12 +28,12 @@ def running(members: int = 2, samples: int = 100, batch_size: int = 4, hold: boo
     return scheduler
 
 
-def sizes(dealt: list[BlockAssignment]) -> dict[int, list[int]]:
-    return {worker: [block.samples for block in blocks] for worker, blocks, _ in dealt}
+def sizes(assigned: list[BlockAssignment]) -> dict[int, list[int]]:
+    return {worker: [block.samples for block in blocks] for worker, blocks, _ in assigned}
 
 
-def ids(dealt: list[BlockAssignment]) -> dict[int, list[int]]:
-    return {worker: [block.id for block in blocks] for worker, blocks, _ in dealt}
+def ids(assigned: list[BlockAssignment]) -> dict[int, list[int]]:
+    return {worker: [block.id for block in blocks] for worker, blocks, _ in assigned}
 
 
 def most(batch_size: int) -> int:
@@ -58,7 +58,7 @@ def copy(scheduler: BlockScheduler, **arguments) -> BlockScheduler:
 # Hands --------------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_dealt_one_to_each_member_at_a_time_up_to_ahead():
+def test_blocks_are_assigned_one_to_each_member_at_a_time_up_to_ahead():
     scheduler = running(members=2, samples=100, batch_size=4, ahead=2)
     assert scheduler.assign() == [
         BlockAssignment(0, (Block(0, 0, ((0, 4),)), Block(2, 0, ((8, 12),))), is_epoch_over=False),
@@ -88,13 +88,13 @@ def test_who_has_none_left_is_served_out_of_turn_because_others_may_wait_for_it(
         assert ids(scheduler.assign()) == {0: [expected]}
 
 
-def test_who_is_no_member_is_dealt_nothing():
+def test_who_is_no_member_is_assigned_nothing():
     scheduler = running(members=1)
     scheduler.begin_epoch(7, 0, 100, 4)
     assert set(ids(scheduler.assign())) == {0}
 
 
-def test_who_has_not_begun_an_epoch_is_dealt_nothing():
+def test_who_has_not_begun_an_epoch_is_assigned_nothing():
     scheduler = BlockScheduler()
     scheduler.set_members([0, 1])
     scheduler.begin_epoch(1, 0, 100, 4)
@@ -135,8 +135,8 @@ def test_who_has_taken_a_block_has_taken_those_before_it():
     ],
 )
 def test_the_last_two_hands_are_cut_into_equal_parts(samples, expected):
-    dealt = sizes(running(members=4, samples=samples, batch_size=4).assign())
-    assert [dealt[worker] for worker in range(4)] == expected
+    assigned = sizes(running(members=4, samples=samples, batch_size=4).assign())
+    assert [assigned[worker] for worker in range(4)] == expected
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_where_the_rest_is_dropped_blocks_are_whole_and_what_does_not_fill_one_i
     scheduler.set_members(range(4))
     for worker in range(4):
         scheduler.begin_epoch(worker, 0, samples, 4, drop_last=True)
-    dealt = scheduler.assign()
-    assert [sizes(dealt).get(worker, []) for worker in range(4)] == expected
-    blocks = [block for _, blocks, _ in dealt for block in blocks]
+    assigned = scheduler.assign()
+    assert [sizes(assigned).get(worker, []) for worker in range(4)] == expected
+    blocks = [block for _, blocks, _ in assigned for block in blocks]
     assert sorted([*positions(*blocks), *pool(scheduler)]) == list(range(samples - samples % 4))
     assert scheduler.is_finished(0) == (samples < 4)
 
@@ -175,9 +175,9 @@ def test_an_epoch_whose_rest_is_dropped_goes_on_where_a_state_was_taken_and_drop
     second.set_members([0, 1])
     for worker in (0, 1):
         second.begin_epoch(worker, 0, 27, 4, used_ranges=used, drop_last=True)
-    dealt = [block for _, blocks, _ in second.assign() for block in blocks]
-    assert {block.samples for block in dealt} == {4}
-    assert sorted(positions(*dealt)) == list(range(4, 24))
+    assigned = [block for _, blocks, _ in second.assign() for block in blocks]
+    assert {block.samples for block in assigned} == {4}
+    assert sorted(positions(*assigned)) == list(range(4, 24))
 
 
 def test_an_epoch_that_goes_on_with_other_batches_drops_what_does_not_fill_one_of_those():
@@ -227,24 +227,24 @@ def test_members_that_take_equally_many_end_the_epoch_in_the_same_round_after_th
     rounds: list[list[int]] = []
     used: list[int] = []
 
-    def deal():
+    def assign_all():
         for worker, blocks, _ in scheduler.assign():
             queues[worker] += blocks
             assert len(queues[worker]) <= ahead
 
-    deal()
+    assign_all()
     while not scheduler.is_finished(0):
         rounds.append([])
         for worker in order.sample(range(members), members):
             if not queues[worker]:
-                deal()
+                assign_all()
             if queues[worker]:
                 block = queues[worker].pop(0)
                 assert scheduler.contribute(worker, len(rounds), [block.id])
                 rounds[-1].append(block.samples)
                 used += positions(block)
             if order.random() < 0.5:
-                deal()
+                assign_all()
         scheduler.complete_round(len(rounds))
     assert sorted(used) == list(range(samples))
     blocks = (
@@ -304,7 +304,7 @@ def test_members_that_accumulate_equally_many_blocks_a_round_differ_by_one_at_mo
 # Joining and leaving ------------------------------------------------------------------------------------
 
 
-def test_what_a_removed_member_has_not_taken_goes_back_and_is_dealt_first():
+def test_what_a_removed_member_has_not_taken_goes_back_and_is_assigned_first():
     scheduler = running(members=2, samples=100, batch_size=4, ahead=2)
     scheduler.assign()
     scheduler.mark_started(0, 0)
@@ -364,8 +364,8 @@ def test_blocks_that_came_back_are_cut_equally_across_their_gaps():
     scheduler.begin_epoch(3, 0, 24, 4, holds_until_used=True)
     scheduler.begin_epoch(4, 0, 24, 4, holds_until_used=True)
     scheduler.set_members([3, 4])
-    dealt = {worker: blocks for worker, blocks, _ in scheduler.assign()}
-    assert [block.ranges for block in dealt[3]] == [((0, 4),), ((12, 16),)]
+    assigned = {worker: blocks for worker, blocks, _ in scheduler.assign()}
+    assert [block.ranges for block in assigned[3]] == [((0, 4),), ((12, 16),)]
 
 
 def test_a_block_may_lie_across_a_gap():
@@ -376,9 +376,9 @@ def test_a_block_may_lie_across_a_gap():
     for worker in (2, 3, 4):
         scheduler.begin_epoch(worker, 0, 16, 4, holds_until_used=True)
     # 0 to 3 and 8 to 11 came back; worker 1 has two blocks, the three others share
-    dealt = scheduler.assign()
-    assert [blocks[0].ranges for _, blocks, _ in dealt] == [((0, 3),), ((3, 4), (8, 10)), ((10, 12),)]
-    assert [len(blocks) for _, blocks, _ in dealt] == [1, 1, 1]
+    assigned = scheduler.assign()
+    assert [blocks[0].ranges for _, blocks, _ in assigned] == [((0, 3),), ((3, 4), (8, 10)), ((10, 12),)]
+    assert [len(blocks) for _, blocks, _ in assigned] == [1, 1, 1]
 
 
 # Rounds -------------------------------------------------------------------------------------------------
@@ -458,7 +458,7 @@ def test_a_straggler_may_contribute_what_it_kept_to_a_later_round():
     assert scheduler.state_dict()["epochs"][0]["unused"] == 100 - 8
 
 
-def test_what_is_revoked_does_not_count_when_it_is_contributed_also_if_dealt_to_the_same_worker_again():
+def test_what_is_revoked_does_not_count_when_it_is_contributed_also_if_assigned_to_the_same_worker_again():
     scheduler = running(members=1, samples=8, batch_size=4, hold=True)
     scheduler.assign()
     scheduler.mark_started(0, 0)
@@ -481,7 +481,7 @@ def test_a_member_that_was_revoked_gets_as_many_as_the_others_have():
     assert [(worker, len(blocks)) for worker, blocks, _ in scheduler.assign()] == [(1, 2)]
 
 
-def test_a_block_is_lent_to_a_worker_outside_the_group_unless_it_is_of_the_last_two_hands():
+def test_a_late_block_is_assigned_to_a_worker_outside_the_group_unless_it_is_of_the_last_two_hands():
     scheduler = running(members=2, samples=28, batch_size=4, ahead=1)
     scheduler.begin_epoch(9, 0, 28, 4)
     assert set(ids(scheduler.assign())) == {0, 1}
@@ -496,7 +496,7 @@ def test_a_block_is_lent_to_a_worker_outside_the_group_unless_it_is_of_the_last_
         scheduler.assign_late(1)
 
 
-def test_nothing_is_lent_of_a_later_epoch_nor_to_who_was_told_that_its_epoch_is_over():
+def test_no_late_block_is_assigned_of_a_later_epoch_nor_to_a_worker_whose_epoch_is_over():
     scheduler = running(members=2, samples=8, batch_size=4)
     scheduler.begin_epoch(9, 0, 8, 4)
     assert overs(scheduler.assign()) == [0, 1]
@@ -514,44 +514,44 @@ def test_nothing_is_lent_of_a_later_epoch_nor_to_who_was_told_that_its_epoch_is_
 # Epochs -------------------------------------------------------------------------------------------------
 
 
-def overs(dealt: list[BlockAssignment]) -> list[int]:
-    return [worker for worker, _, over in dealt if over]
+def overs(assigned: list[BlockAssignment]) -> list[int]:
+    return [worker for worker, _, over in assigned if over]
 
 
-def test_who_finds_nothing_left_is_told_so_with_its_last_blocks_and_goes_on_while_others_finish():
+def test_who_finds_nothing_left_is_informed_with_its_last_blocks_and_goes_on_while_others_finish():
     scheduler = running(members=2, samples=8)
     assert overs(scheduler.assign()) == [0, 1]
     assert scheduler.assign() == []
     scheduler.contribute(0, 0, [0])
     scheduler.begin_epoch(0, 1, 100, 4)
-    (dealt,) = scheduler.assign()
-    assert {block.epoch for block in dealt.blocks} == {1}
-    assert not dealt.is_epoch_over
+    (assigned,) = scheduler.assign()
+    assert {block.epoch for block in assigned.blocks} == {1}
+    assert not assigned.is_epoch_over
     assert scheduler.open_epochs() == (0, 1)
 
 
-def test_blocks_that_come_back_are_dealt_to_who_asks_next_in_whatever_epoch_it_is():
+def test_blocks_that_come_back_are_assigned_to_who_asks_next_in_whatever_epoch_it_is():
     scheduler = running(members=2, samples=8)
     scheduler.assign()
     scheduler.remove_worker(1)
     assert scheduler.assign() == []  # 0 was told that epoch 0 is over for it
     scheduler.begin_epoch(0, 1, 100, 4)
-    (dealt,) = scheduler.assign()
-    assert dealt.blocks[0] == Block(2, 0, ((4, 8),))
+    (assigned,) = scheduler.assign()
+    assert assigned.blocks[0] == Block(2, 0, ((4, 8),))
 
 
-def test_nobody_is_dealt_blocks_of_an_epoch_that_it_has_not_begun():
+def test_nobody_is_assigned_blocks_of_an_epoch_that_it_has_not_begun():
     scheduler = running(members=3, samples=8, batch_size=4)
     assert overs(scheduler.assign()) == [0, 1, 2]
     scheduler.begin_epoch(0, 1, 100, 4)
     scheduler.set_members([0, 1, 2, 3])
     scheduler.begin_epoch(3, 0, 8, 4)
-    dealt = {one.worker: one for one in scheduler.assign()}
-    assert dealt[3] == BlockAssignment(3, (), is_epoch_over=True)
-    assert dealt[0].blocks
+    assigned = {one.worker: one for one in scheduler.assign()}
+    assert assigned[3] == BlockAssignment(3, (), is_epoch_over=True)
+    assert assigned[0].blocks
 
 
-def test_held_workers_are_told_that_the_epoch_is_over_when_every_position_is_used():
+def test_held_workers_are_informed_that_the_epoch_is_over_when_every_position_is_used():
     scheduler = running(members=2, samples=8, hold=True)
     assert overs(scheduler.assign()) == []
     scheduler.contribute(0, 0, [0])
@@ -566,7 +566,7 @@ def test_held_workers_are_told_that_the_epoch_is_over_when_every_position_is_use
     assert scheduler.assign() == [BlockAssignment(0, (), is_epoch_over=True)]
 
 
-def test_who_is_no_member_is_told_that_its_epoch_is_over_when_it_is_finished():
+def test_who_is_no_member_is_informed_that_its_epoch_is_over_when_it_is_finished():
     scheduler = running(members=1, samples=4)
     scheduler.begin_epoch(5, 0, 4, 4)
     assert overs(scheduler.assign()) == [0]
@@ -616,7 +616,7 @@ def test_the_first_epoch_may_be_any_and_who_comes_late_may_begin_a_finished_one(
 # Going on in another job --------------------------------------------------------------------------------
 
 
-def test_what_earlier_rounds_have_used_is_known_whatever_is_dealt_taken_or_under_way():
+def test_what_earlier_rounds_have_used_is_known_whatever_is_assigned_taken_or_under_way():
     scheduler = running(members=2, samples=40, batch_size=4)
     scheduler.assign()  # blocks 0 and 2 to the first, 1 and 3 to the second
     assert scheduler.used_ranges(0) == {0: ()}
@@ -651,8 +651,8 @@ def test_an_epoch_that_is_used_up_before_an_older_one_is_used_in_the_state():
     scheduler.mark_started(1, 1)
     scheduler.begin_epoch(0, 1, 4, 4)
     round_ = 1
-    while (dealt := scheduler.assign()) and dealt[0].blocks:
-        scheduler.contribute(0, round_, [block.id for block in dealt[0].blocks])
+    while (assigned := scheduler.assign()) and assigned[0].blocks:
+        scheduler.contribute(0, round_, [block.id for block in assigned[0].blocks])
         round_ += 1
     for round_ in scheduler.open_rounds():
         scheduler.complete_round(round_)
@@ -703,7 +703,7 @@ def test_positions_that_cannot_have_been_used_are_refused(used):
 # Loops that end early -----------------------------------------------------------------------------------
 
 
-def test_what_is_forgone_counts_as_used_and_its_worker_is_dealt_to_again():
+def test_what_is_forgone_counts_as_used_and_its_worker_is_assigned_blocks_again():
     scheduler = running(members=2, samples=100)
     scheduler.assign()
     scheduler.mark_started(0, 0)
@@ -713,7 +713,7 @@ def test_what_is_forgone_counts_as_used_and_its_worker_is_dealt_to_again():
     assert set(ids(scheduler.assign())) == {0}
 
 
-def test_a_retired_worker_is_dealt_nothing_and_what_it_had_counts_as_used():
+def test_a_retired_worker_is_assigned_nothing_and_what_it_had_counts_as_used():
     scheduler = running(members=2, samples=16)
     scheduler.assign()
     scheduler.retire(1)
@@ -724,7 +724,7 @@ def test_a_retired_worker_is_dealt_nothing_and_what_it_had_counts_as_used():
     assert scheduler.is_finished(0)
 
 
-def test_nothing_of_a_cut_epoch_is_dealt_also_if_it_comes_back():
+def test_nothing_of_a_cut_epoch_is_assigned_also_if_it_comes_back():
     scheduler = running(members=2, samples=100)
     scheduler.assign()
     scheduler.cut_epoch(0)
@@ -771,7 +771,7 @@ def test_who_has_taken_all_keeps_it_when_it_is_left_out():
     assert scheduler.assigned_ids(1) == (1, 3)
 
 
-def test_who_can_use_more_blocks_at_once_is_dealt_more():
+def test_who_can_use_more_blocks_at_once_is_assigned_more():
     scheduler = running(members=2, samples=1000, ahead=2)
     scheduler.begin_epoch(1, 0, 1000, 4, ahead=5)
     assert [len(blocks) for _, blocks, _ in scheduler.assign()] == [2, 3]  # in turn
@@ -954,7 +954,7 @@ class Cluster(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.queues if among is None else among)))
 
     @rule()
-    def deal(self):
+    def assign_all(self):
         for worker, blocks, over in self.ask("assign"):
             assert worker in self.members or not blocks
             assert worker not in self.over
@@ -973,7 +973,7 @@ class Cluster(RuleBasedStateMachine):
         self.queues[worker].append(block.id)
 
     @rule(data=st.data())
-    def lend(self, data):
+    def assign_late_block(self, data):
         free = [
             worker
             for worker in self.queues
@@ -1054,7 +1054,7 @@ class Cluster(RuleBasedStateMachine):
         worker = self.living(data)
         self.ask("retire", worker)
         self.use_unused(worker)
-        self.deal()
+        self.assign_all()
         assert not self.queues[worker]
         self.leave(worker)
 
@@ -1175,7 +1175,7 @@ class Cluster(RuleBasedStateMachine):
             for worker in sorted(self.over):
                 if self.epoch[worker] + 1 < self.EPOCHS:
                     self.begin(worker, self.epoch[worker] + 1)
-            self.deal()
+            self.assign_all()
             if self.schedulers[0].is_finished(self.EPOCHS - 1) and not self.schedulers[0].open_epochs():
                 break
             busy = [worker for worker in self.members if self.queues[worker] or self.working[worker]]
@@ -1186,7 +1186,7 @@ class Cluster(RuleBasedStateMachine):
                     self.take_all_back(worker)
         self.every_position_is_in_one_place()
         assert all(self.schedulers[0].is_finished(epoch) for epoch in range(self.EPOCHS))
-        self.deal()
+        self.assign_all()
         assert self.over == {worker for worker in self.queues if self.epoch[worker] == self.EPOCHS - 1} | {
             worker for worker in self.over if worker not in self.members
         }

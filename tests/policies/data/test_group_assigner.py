@@ -22,21 +22,21 @@ class Job:
     """Dealing, and workers that say what it needs to hear; `has` is what each was dealt and has not used."""
 
     def __init__(self, workers: int, samples: int = SAMPLES, *, begin: bool = True) -> None:
-        self.dealing = GroupBlockAssigner()
+        self.assigner = GroupBlockAssigner()
         self.samples = samples
         self.has: dict[int, list[Block]] = {worker: [] for worker in range(workers)}
-        self.told: list[AssignBlocks] = []
+        self.actions: list[AssignBlocks] = []
         # What each contributes to a round that members finish with it, whether it was heard or not.
         self.contributes: dict[tuple[int, int], int] = defaultdict(lambda: 1)
         self.asked: list[ContributionQuery] = []
         self.is_silent = False  # nobody answers what is asked
-        self.dealing.change_group(range(workers), (), 0)
+        self.assigner.change_group(range(workers), (), 0)
         if begin:
             for worker in range(workers):
-                self.wants(worker)
+                self.requests(worker)
 
-    def wants(self, worker: int, round_: int = 0, **more: Any) -> list[AssignBlocks]:
-        said: dict[str, Any] = {
+    def requests(self, worker: int, round_: int = 0, **more: Any) -> list[AssignBlocks]:
+        assignment_of: dict[str, Any] = {
             "epoch": 0,
             "samples": self.samples,
             "batch_size": BATCH,
@@ -47,8 +47,10 @@ class Job:
             "consumed_ranges": (),
             **more,
         }
-        self.dealing.on_samples_requested(SamplesRequested(now_s=0.0, worker=worker, round=round_, **said))
-        return self.tell()
+        self.assigner.on_samples_requested(
+            SamplesRequested(now_s=0.0, worker=worker, round=round_, **assignment_of)
+        )
+        return self.pop_assignments()
 
     def ready(
         self, worker: int, round_: int, *, step: int | None = None, count: int = 1
@@ -61,7 +63,7 @@ class Job:
     def names(
         self, worker: int, round_: int, ids: tuple[int, ...], *, step: int | None = None
     ) -> list[AssignBlocks]:
-        self.dealing.on_ready(
+        self.assigner.on_ready(
             Ready(
                 now_s=0.0,
                 worker=worker,
@@ -74,37 +76,37 @@ class Job:
                 blocks=ids,
             )
         )
-        return self.tell()
+        return self.pop_assignments()
 
-    def tell(self) -> list[AssignBlocks]:
-        said = self.dealing.pop_actions()
-        asked = [action for action in said if isinstance(action, ContributionQuery)]
+    def pop_assignments(self) -> list[AssignBlocks]:
+        assignment_of = self.assigner.pop_actions()
+        asked = [action for action in assignment_of if isinstance(action, ContributionQuery)]
         self.asked += asked
-        deals = [action for action in said if isinstance(action, AssignBlocks)]
-        for recall in () if self.is_silent else asked:
-            self.recalls(recall)
+        assignments = [action for action in assignment_of if isinstance(action, AssignBlocks)]
+        for query in () if self.is_silent else asked:
+            self.reports(query)
         if asked and not self.is_silent:
-            deals += self.dealing.pop_actions()
-        for deal in deals:
-            had = self.has.setdefault(deal.worker, [])
-            if deal.replaces_queue:
+            assignments += self.assigner.pop_actions()
+        for assignment in assignments:
+            had = self.has.setdefault(assignment.worker, [])
+            if assignment.replaces_queue:
                 had.clear()
-            had += deal.blocks
-        self.told += deals
-        return deals
+            had += assignment.blocks
+        self.actions += assignments
+        return assignments
 
-    def recalls(self, recall: ContributionQuery, *, since: int = 0, until: int = 40) -> None:
+    def reports(self, query: ContributionQuery, *, since: int = 0, until: int = 40) -> None:
         """The member that was asked answers, as one that has finished these rounds."""
         rounds = tuple(
-            (round_, self.contributes[recall.lost_worker, round_], 0)
+            (round_, self.contributes[query.lost_worker, round_], 0)
             for round_ in range(since, until)
-            if round_ > recall.after_round and self.contributes[recall.lost_worker, round_]
+            if round_ > query.after_round and self.contributes[query.lost_worker, round_]
         )
-        self.dealing.on_contribution_report(
+        self.assigner.on_contribution_report(
             ContributionReport(
                 now_s=0.0,
-                worker=recall.worker,
-                lost_worker=recall.lost_worker,
+                worker=query.worker,
+                lost_worker=query.lost_worker,
                 first_round=since,
                 end_round=until,
                 contributions=rounds,
@@ -122,17 +124,19 @@ class Job:
                 self.ready(worker, number)
             for worker in workers:
                 if not self.has[worker]:
-                    self.wants(worker, number + 1)
+                    self.requests(worker, number + 1)
 
-    def dealt(self, blocks: list[Block]) -> set[int]:
+    def assigned_positions(self, blocks: list[Block]) -> set[int]:
         """How often each of their positions was dealt."""
-        counter = Counter(one for deal in self.told for block in deal.blocks for one in positions([block]))
+        counter = Counter(
+            one for assignment in self.actions for block in assignment.blocks for one in positions([block])
+        )
         return {counter[one] for one in positions(blocks)}
 
     @property
     def used(self) -> int:
         """Samples of epoch 0 that count as used."""
-        (scheduler,) = [self.dealing.state_dict()["scheduler"]]
+        (scheduler,) = [self.assigner.state_dict()["scheduler"]]
         left = sum(one["unused"] for one in scheduler["epochs"] if one["epoch"] == 0)
         return self.samples - left
 
@@ -141,9 +145,9 @@ def positions(blocks: list[Block]) -> list[int]:
     return sorted(one for block in blocks for start, stop in block.ranges for one in range(start, stop))
 
 
-def said(deals: list[AssignBlocks], worker: int) -> AssignBlocks:
-    (deal,) = [deal for deal in deals if deal.worker == worker]
-    return deal
+def assignment_of(assignments: list[AssignBlocks], worker: int) -> AssignBlocks:
+    (assignment,) = [assignment for assignment in assignments if assignment.worker == worker]
+    return assignment
 
 
 # Rounds -------------------------------------------------------------------------------------------------
@@ -165,28 +169,33 @@ def test_who_asks_for_more_says_which_rounds_it_has_finished():
     job = Job(2)
     job.round(0, (0, 1))
     job.ready(0, 1)
-    job.wants(1, 1)
+    job.requests(1, 1)
     assert job.used == 2 * BATCH
 
 
 def test_nothing_is_remembered_of_rounds_until_somebody_wants_samples():
     job = Job(2, begin=False)
-    before = job.dealing.state_dict()
+    before = job.assigner.state_dict()
     for round_ in range(5):
         job.names(0, round_, ())
-    assert job.dealing.state_dict() == before
-    assert job.tell() == []
+    assert job.assigner.state_dict() == before
+    assert job.pop_assignments() == []
 
 
-def test_each_is_told_what_is_its_own_and_how_far_the_epoch_is():
+def test_each_worker_receives_its_blocks_and_how_far_the_epoch_is():
     job = Job(2)
-    for deal in job.told:
-        assert (deal.epoch, deal.is_last, deal.replaces_queue, deal.consumed) == (0, False, False, 0)
-        assert "its turn" in deal.reason
-    assert {deal.worker for deal in job.told if deal.blocks} == {0, 1}
+    for assignment in job.actions:
+        assert (assignment.epoch, assignment.is_last, assignment.replaces_queue, assignment.consumed) == (
+            0,
+            False,
+            False,
+            0,
+        )
+        assert "its turn" in assignment.reason
+    assert {assignment.worker for assignment in job.actions if assignment.blocks} == {0, 1}
     job.round(0, (0, 1))
     job.round(1, (0, 1))
-    assert job.told[-1].consumed == 2 * BATCH
+    assert job.actions[-1].consumed == 2 * BATCH
 
 
 def test_blocks_of_nobody_are_refused():
@@ -202,7 +211,7 @@ def last_epoch(samples: int = 2 * BATCH) -> Job:
     """Two members that hold one block each, the last ones."""
     job = Job(2, samples, begin=False)
     for worker in (0, 1):
-        job.wants(worker, is_last=True)
+        job.requests(worker, is_last=True)
     assert [len(job.has[worker]) for worker in (0, 1)] == [1, 1]
     return job
 
@@ -210,14 +219,14 @@ def last_epoch(samples: int = 2 * BATCH) -> Job:
 def test_a_member_that_has_nothing_is_awaited_once_another_is_ready_for_its_round():
     job = Job(3, 6, begin=False)
     for worker in range(3):
-        job.wants(worker, is_last=True)
+        job.requests(worker, is_last=True)
     assert [len(job.has[worker]) for worker in range(3)] == [1, 1, 1]
     for worker in (0, 1, 2):
         job.ready(worker, 0)
-    assert not any(deal.is_awaited for deal in job.wants(0, 1, is_last=True))
-    assert not any(deal.is_awaited for deal in job.told)
-    assert said(job.names(1, 1, ()), 0).is_awaited
-    assert said(job.wants(0, 1, is_last=True), 0).is_awaited  # it had to take two batches
+    assert not any(assignment.is_awaited for assignment in job.requests(0, 1, is_last=True))
+    assert not any(assignment.is_awaited for assignment in job.actions)
+    assert assignment_of(job.names(1, 1, ()), 0).is_awaited
+    assert assignment_of(job.requests(0, 1, is_last=True), 0).is_awaited  # it had to take two batches
 
 
 def test_who_asks_while_its_samples_are_on_their_way_is_not_awaited():
@@ -225,27 +234,27 @@ def test_who_asks_while_its_samples_are_on_their_way_is_not_awaited():
     job = Job(2)
     job.round(0, (0, 1))
     assert job.has[0]
-    job.wants(0, 1)
-    assert not any(deal.is_awaited for deal in job.ready(1, 1))
+    job.requests(0, 1)
+    assert not any(assignment.is_awaited for assignment in job.ready(1, 1))
 
 
 def test_members_that_wait_are_awaited_while_somebody_joins():
     """Who joins takes part in a round without having been Ready for it."""
     job = last_epoch()
     job.round(0, (0, 1))
-    job.wants(0, 1, is_last=True)
-    job.dealing.change_group((0, 1, 2), (2,), 1)
-    deals = job.tell()
-    assert said(deals, 0).is_awaited
-    assert said(job.wants(1, 1, is_last=True), 1).is_awaited
+    job.requests(0, 1, is_last=True)
+    job.assigner.change_group((0, 1, 2), (2,), 1)
+    assignments = job.pop_assignments()
+    assert assignment_of(assignments, 0).is_awaited
+    assert assignment_of(job.requests(1, 1, is_last=True), 1).is_awaited
 
 
 def test_who_has_taken_a_part_of_a_round_s_batches_and_finds_no_more_goes_on_with_what_it_has():
     """A loop that accumulates; everybody may be in the same place."""
     job = last_epoch()
     taken = tuple(block.id for block in job.has[0])
-    deal = said(job.wants(0, is_last=True, started_blocks=taken), 0)
-    assert (deal.is_awaited, deal.is_last, deal.blocks) == (True, False, ())
+    assignment = assignment_of(job.requests(0, is_last=True, started_blocks=taken), 0)
+    assert (assignment.is_awaited, assignment.is_last, assignment.blocks) == (True, False, ())
 
 
 # Death --------------------------------------------------------------------------------------------------
@@ -256,26 +265,26 @@ def test_after_a_death_survivors_contribute_again_what_they_have_and_the_dead_on
     first = [job.has[worker][0] for worker in range(3)]
     job.round(0, (0, 1, 2))
     rest = list(job.has[2])
-    job.dealing.on_gone(2, has_reported_all=False)
-    assert job.tell() == []  # who knows what it has done
-    job.dealing.repeat_round((0, 1), 0, 0)
-    job.tell()
+    job.assigner.on_gone(2, has_reported_all=False)
+    assert job.pop_assignments() == []  # who knows what it has done
+    job.assigner.repeat_round((0, 1), 0, 0)
+    job.pop_assignments()
     assert job.used == 0
     job.go_on((0, 1), 1)
     assert job.used == SAMPLES
-    assert (job.dealt(first[:2]), job.dealt([first[2], *rest])) == ({1}, {2})
+    assert (job.assigned_positions(first[:2]), job.assigned_positions([first[2], *rest])) == ({1}, {2})
 
 
 def test_what_a_dead_worker_contributed_to_a_round_that_is_not_repeated_is_used():
     job = Job(2)
     first, *rest = job.has[1]
     job.round(0, (0, 1))
-    job.dealing.on_gone(1, has_reported_all=False)
-    job.dealing.repeat_round((0,), 1, 1)
-    job.tell()
+    job.assigner.on_gone(1, has_reported_all=False)
+    job.assigner.repeat_round((0,), 1, 1)
+    job.pop_assignments()
     assert job.used == 2 * BATCH
     job.go_on((0,), 1)
-    assert (job.dealt([first]), job.dealt(rest)) == ({1}, {2})
+    assert (job.assigned_positions([first]), job.assigned_positions(rest)) == ({1}, {2})
 
 
 def test_what_a_dead_worker_contributed_to_a_round_after_the_repeated_one_is_not_used():
@@ -283,12 +292,12 @@ def test_what_a_dead_worker_contributed_to_a_round_after_the_repeated_one_is_not
     mine = list(job.has[0])
     job.round(0, (0, 1, 2))
     job.ready(0, 1)  # it alone has finished round 0
-    job.dealing.on_gone(0, has_reported_all=False)
-    job.dealing.repeat_round((1, 2), 0, 0)
-    job.tell()
+    job.assigner.on_gone(0, has_reported_all=False)
+    job.assigner.repeat_round((1, 2), 0, 0)
+    job.pop_assignments()
     job.go_on((1, 2), 1)
     assert job.used == SAMPLES
-    assert job.dealt(mine) == {2}
+    assert job.assigned_positions(mine) == {2}
 
 
 @pytest.mark.parametrize("finished", [0, 1, 2])
@@ -297,14 +306,14 @@ def test_what_who_dies_unheard_contributed_to_the_rounds_that_others_finished_is
     mine = list(job.has[1])
     for round_ in range(finished):
         job.ready(0, round_)
-    job.dealing.on_gone(1, has_reported_all=False)
-    job.dealing.repeat_round((0,), finished, finished)
-    job.tell()
+    job.assigner.on_gone(1, has_reported_all=False)
+    job.assigner.repeat_round((0,), finished, finished)
+    job.pop_assignments()
     assert job.used == finished * 2 * BATCH
     job.go_on((0,), finished)
     assert job.used == SAMPLES
-    assert job.dealt(mine[:finished]) == ({1} if finished else set())
-    assert job.dealt(mine[finished:]) == ({2} if finished < 2 else set())
+    assert job.assigned_positions(mine[:finished]) == ({1} if finished else set())
+    assert job.assigned_positions(mine[finished:]) == ({2} if finished < 2 else set())
 
 
 @pytest.mark.parametrize("contributed", [(0, 0), (2, 0), (0, 1), (1, 1), (0, 2)])
@@ -314,15 +323,15 @@ def test_as_many_blocks_are_used_as_the_others_say(contributed):
     for round_, count in enumerate(contributed):
         job.contributes[1, round_] = count
         job.ready(0, round_)
-    job.dealing.on_gone(1, has_reported_all=False)
-    job.dealing.repeat_round((0,), 2, 2)
-    job.tell()
-    assert [(recall.worker, recall.lost_worker, recall.after_round) for recall in job.asked] == [(0, 1, -1)]
+    job.assigner.on_gone(1, has_reported_all=False)
+    job.assigner.repeat_round((0,), 2, 2)
+    job.pop_assignments()
+    assert [(query.worker, query.lost_worker, query.after_round) for query in job.asked] == [(0, 1, -1)]
     job.go_on((0,), 2)
     count = sum(contributed)
     assert job.used == SAMPLES
-    assert job.dealt(mine[:count]) == ({1} if count else set())
-    assert job.dealt(mine[count:]) == ({2} if count < 2 else set())
+    assert job.assigned_positions(mine[:count]) == ({1} if count else set())
+    assert job.assigned_positions(mine[count:]) == ({2} if count < 2 else set())
 
 
 def test_nothing_is_completed_or_given_to_others_before_one_has_answered():
@@ -331,19 +340,19 @@ def test_nothing_is_completed_or_given_to_others_before_one_has_answered():
     job.is_silent = True
     job.ready(0, 0)
     job.ready(1, 0)
-    job.dealing.on_gone(2, has_reported_all=False)
-    job.dealing.repeat_round((0, 1), 1, 1)
-    job.tell()
-    assert [recall.worker for recall in job.asked] == [0, 1]
+    job.assigner.on_gone(2, has_reported_all=False)
+    job.assigner.repeat_round((0, 1), 1, 1)
+    job.pop_assignments()
+    assert [query.worker for query in job.asked] == [0, 1]
     job.go_on((0, 1), 1)
     assert job.used == 0
-    assert job.dealt(mine) == {1}
-    job.recalls(job.asked[0], since=1)  # it came later, and does not know
+    assert job.assigned_positions(mine) == {1}
+    job.reports(job.asked[0], since=1)  # it came later, and does not know
     assert job.used == 0
-    job.recalls(job.asked[1])
+    job.reports(job.asked[1])
     assert job.used == SAMPLES - BATCH
-    deal = said(job.wants(0, 41, epoch=1), 0)
-    assert set(positions(deal.blocks)) <= set(positions(mine[1:]))  # and the other half is for worker 1
+    assignment = assignment_of(job.requests(0, 41, epoch=1), 0)
+    assert set(positions(assignment.blocks)) <= set(positions(mine[1:]))  # and the other half is for worker 1
 
 
 def test_when_those_who_were_asked_die_too_others_are_asked():
@@ -353,62 +362,62 @@ def test_when_those_who_were_asked_die_too_others_are_asked():
     job.ready(0, 0)
     job.ready(1, 0)
     for worker in (2, 0):
-        job.dealing.on_gone(worker, has_reported_all=False)
-    job.dealing.repeat_round((1,), 1, 1)
-    job.tell()
+        job.assigner.on_gone(worker, has_reported_all=False)
+    job.assigner.repeat_round((1,), 1, 1)
+    job.pop_assignments()
     job.is_silent = False
-    job.dealing.repeat_round((1,), 1, 1)
-    job.tell()
-    assert {(recall.worker, recall.lost_worker) for recall in job.asked} >= {(1, 2)}
+    job.assigner.repeat_round((1,), 1, 1)
+    job.pop_assignments()
+    assert {(query.worker, query.lost_worker) for query in job.asked} >= {(1, 2)}
     job.go_on((1,), 1)
     assert job.used == SAMPLES
-    assert job.dealt(mine[:1]) == {1}
+    assert job.assigned_positions(mine[:1]) == {1}
 
 
-def test_who_was_given_up_and_is_heard_after_all_says_itself_what_it_contributed():
+def test_a_worker_that_was_given_up_and_returns_reports_itself_what_it_contributed():
     job = Job(2)
     mine = list(job.has[1])
     job.is_silent = True
     job.ready(0, 0)
     job.ready(0, 1)
-    job.dealing.repeat_round((0,), 2, 2)
-    job.tell()
+    job.assigner.repeat_round((0,), 2, 2)
+    job.pop_assignments()
     job.names(1, 0, (mine[0].id,))
     job.names(1, 1, ())
     job.names(1, 2, ())
-    job.recalls(job.asked[0])  # too late to count
+    job.reports(job.asked[0])  # too late to count
     job.go_on((0,), 2)
     assert job.used == SAMPLES
-    assert (job.dealt(mine[:1]), job.dealt(mine[1:])) == ({1}, {2})
+    assert (job.assigned_positions(mine[:1]), job.assigned_positions(mine[1:])) == ({1}, {2})
 
 
-def test_who_leaves_in_order_has_been_heard_out():
+def test_all_messages_of_a_node_that_leaves_in_order_are_delivered():
     job = Job(2)
     mine = list(job.has[1])
     job.ready(0, 0)
-    job.dealing.on_gone(1, has_reported_all=True)
-    job.dealing.repeat_round((0,), 1, 1)
-    job.tell()
+    job.assigner.on_gone(1, has_reported_all=True)
+    job.assigner.repeat_round((0,), 1, 1)
+    job.pop_assignments()
     job.go_on((0,), 1)
-    assert job.dealt(mine) == {2}
+    assert job.assigned_positions(mine) == {2}
 
 
-def test_who_was_told_to_take_part_with_nothing_has_not_used_what_it_was_dealt_then():
+def test_a_worker_that_contributed_nothing_to_a_round_has_not_used_its_blocks_of_that_round():
     job = Job(3, 6, begin=False)
     for worker in range(3):
-        job.wants(worker, is_last=True)
+        job.requests(worker, is_last=True)
     job.round(0, (0, 1))
     (block,) = job.has[2]
-    job.wants(0, 1, is_last=True)
-    assert said(job.names(1, 1, ()), 0).is_awaited
-    job.dealing.on_left_group(2)  # it comes back into the pool, and goes to who has nothing
-    job.tell()
+    job.requests(0, 1, is_last=True)
+    assert assignment_of(job.names(1, 1, ()), 0).is_awaited
+    job.assigner.on_left_group(2)  # it comes back into the pool, and goes to who has nothing
+    job.pop_assignments()
     assert positions(job.has[0]) == positions([block])
     job.contributes[0, 1] = 0
-    job.dealing.on_gone(0, has_reported_all=False)
-    job.dealing.repeat_round((1,), 2, 2)
-    job.tell()
-    assert job.dealt([block]) == {3}
+    job.assigner.on_gone(0, has_reported_all=False)
+    job.assigner.repeat_round((1,), 2, 2)
+    job.pop_assignments()
+    assert job.assigned_positions([block]) == {3}
 
 
 # Changes ------------------------------------------------------------------------------------------------
@@ -419,100 +428,102 @@ def test_a_contribution_of_who_is_left_out_before_its_step_is_withdrawn_and_goes
     job.round(0, (0, 1, 2))
     mine = list(job.has[2])
     job.ready(2, 1)
-    job.dealing.change_group((0, 1), (), 1)
-    job.tell()
+    job.assigner.change_group((0, 1), (), 1)
+    job.pop_assignments()
     job.round(1, (0, 1))
-    assert said(job.names(2, 1, (), step=1), 2).replaces_queue
+    assert assignment_of(job.names(2, 1, (), step=1), 2).replaces_queue
     job.go_on((0, 1), 2)
     assert job.used == 2 * SAMPLES
-    assert job.dealt(mine) == {2}
+    assert job.assigned_positions(mine) == {2}
 
 
-def test_who_is_left_out_keeps_what_it_has_until_it_is_heard_to_follow():
+def test_an_excluded_worker_keeps_its_blocks_until_it_acknowledges_the_change():
     job = Job(2)
     last, *rest = job.has[1]
-    job.dealing.change_group((0,), (), 1)
-    job.tell()
+    job.assigner.change_group((0,), (), 1)
+    job.pop_assignments()
     job.ready(0, 0)
     job.ready(0, 1)
-    assert (job.dealt([last, *rest]), job.used) == ({1}, 0)
+    assert (job.assigned_positions([last, *rest]), job.used) == ({1}, 0)
     job.ready(1, 0)  # late: its last step is that before the group's
     assert job.used == 0
-    assert said(job.names(1, 1, ()), 1).replaces_queue  # it has computed for a step in which it has no part
+    assert assignment_of(
+        job.names(1, 1, ()), 1
+    ).replaces_queue  # it has computed for a step in which it has no part
     assert job.used == 2 * BATCH
     job.go_on((0,), 2)
-    assert (job.dealt([last]), job.dealt(rest)) == ({1}, {2})
+    assert (job.assigned_positions([last]), job.assigned_positions(rest)) == ({1}, {2})
 
 
 def test_who_was_left_out_and_hangs_is_given_up_on_after_the_patience_and_its_last_round_counts():
     job = Job(2)
     mine = list(job.has[1])
-    job.dealing.change_group((0,), (), 1)
+    job.assigner.change_group((0,), (), 1)
     job.ready(0, 0)
-    job.dealing.on_tick(50.0, 5.0)
+    job.assigner.on_tick(50.0, 5.0)
     assert job.used == 0  # nobody is known to have gone on
     job.ready(0, 1)
-    job.dealing.on_group_in_force(50.0)
-    job.dealing.on_tick(55.0, 5.0)
+    job.assigner.on_group_in_force(50.0)
+    job.assigner.on_tick(55.0, 5.0)
     assert job.used == 0
-    job.dealing.on_tick(55.1, 5.0)
-    assert said(job.tell(), 1).replaces_queue
+    job.assigner.on_tick(55.1, 5.0)
+    assert assignment_of(job.pop_assignments(), 1).replaces_queue
     assert job.used == 2 * BATCH
     assert job.names(1, 0, (mine[0].id,)) == []  # at last it is heard
     assert job.used == 2 * BATCH
 
 
-def test_a_leaving_worker_s_last_contribution_counts_once_though_it_is_heard_late():
+def test_a_leaving_worker_s_last_contribution_counts_once_though_it_arrives_late():
     job = Job(2)
-    job.dealing.change_group((0,), (), 1)
-    job.tell()
+    job.assigner.change_group((0,), (), 1)
+    job.pop_assignments()
     job.ready(0, 0)
     job.ready(0, 1)
-    job.dealing.on_group_in_force(0.0)
+    job.assigner.on_group_in_force(0.0)
     job.ready(1, 0)
-    job.dealing.on_left_group(1)
+    job.assigner.on_left_group(1)
     assert job.used == 2 * BATCH
 
 
 def test_a_leaving_worker_whose_loop_is_over_is_not_waited_for():
     job = Job(2)
     job.round(0, (0, 1))
-    job.dealing.change_group((0,), (), 1)
-    job.dealing.on_finished(1)
-    job.wants(0, 1)
+    job.assigner.change_group((0,), (), 1)
+    job.assigner.on_finished(1)
+    job.requests(0, 1)
     assert job.used == 2 * BATCH + len(positions(job.has[1]))  # what it had is nobody's
 
 
 def test_who_dies_after_it_was_left_out_has_finished_its_last_round_and_no_more():
     job = Job(2)
     mine = list(job.has[1])
-    job.dealing.change_group((0,), (), 1)
+    job.assigner.change_group((0,), (), 1)
     for round_ in range(2):
         job.ready(0, round_)
-    job.dealing.on_group_in_force(0.0)
-    job.dealing.on_gone(1, has_reported_all=False)
-    job.tell()
+    job.assigner.on_group_in_force(0.0)
+    job.assigner.on_gone(1, has_reported_all=False)
+    job.pop_assignments()
     assert job.used == 2 * BATCH
     job.go_on((0,), 2)
-    assert (job.dealt(mine[:1]), job.dealt(mine[1:])) == ({1}, {2})
+    assert (job.assigned_positions(mine[:1]), job.assigned_positions(mine[1:])) == ({1}, {2})
 
 
 def test_in_a_repetition_who_is_left_out_loses_what_it_has_at_once():
     job = Job(3)
-    job.dealing.repeat_round((0, 1), 0, 0)
-    assert said(job.tell(), 2).replaces_queue
+    job.assigner.repeat_round((0, 1), 0, 0)
+    assert assignment_of(job.pop_assignments(), 2).replaces_queue
 
 
 # Loops that break off, and those that are over ----------------------------------------------------------
 
 
-def test_a_loop_that_breaks_off_cuts_the_epoch_and_is_dealt_anew():
+def test_a_loop_that_breaks_off_cuts_the_epoch_and_is_assigned_new_blocks():
     job = Job(2)
     job.round(0, (0, 1))
-    deal = said(job.wants(0, 1, epoch=1, abandons_previous=True), 0)
-    assert deal.replaces_queue
-    assert {block.epoch for block in deal.blocks} == {1}
-    assert said(job.wants(1, 1, epoch=1, abandons_previous=True), 1).replaces_queue
+    assignment = assignment_of(job.requests(0, 1, epoch=1, abandons_previous=True), 0)
+    assert assignment.replaces_queue
+    assert {block.epoch for block in assignment.blocks} == {1}
+    assert assignment_of(job.requests(1, 1, epoch=1, abandons_previous=True), 1).replaces_queue
     job.round(1, (0, 1))
     job.round(2, (0, 1))
     assert job.used == job.samples  # or nobody's
@@ -521,27 +532,32 @@ def test_a_loop_that_breaks_off_cuts_the_epoch_and_is_dealt_anew():
 def test_a_loop_may_break_off_again_while_others_hold_an_earlier_epoch():
     job = Job(2)
     for epoch in (1, 2, 3):
-        job.wants(0, epoch=epoch, abandons_previous=True)
+        job.requests(0, epoch=epoch, abandons_previous=True)
     assert {block.epoch for block in job.has[0]} == {3}
 
 
-def test_a_worker_whose_loop_is_over_is_dealt_nothing_and_the_others_go_on_without_it():
+def test_a_worker_whose_loop_is_over_is_assigned_nothing_and_the_others_go_on_without_it():
     job = Job(2)
     job.round(0, (0, 1))
-    job.dealing.on_finished(1)
-    deals = [*job.tell(), *job.ready(0, 1), *job.ready(0, 2), *job.ready(0, 3)]
-    assert all(deal.worker == 0 for deal in deals)
+    job.assigner.on_finished(1)
+    assignments = [*job.pop_assignments(), *job.ready(0, 1), *job.ready(0, 2), *job.ready(0, 3)]
+    assert all(assignment.worker == 0 for assignment in assignments)
     assert job.used >= 2 * BATCH
 
 
-def test_who_is_outside_is_told_how_far_the_epoch_is():
+def test_who_is_outside_is_informed_how_far_the_epoch_is():
     job = Job(3)
-    job.dealing.repeat_round((0, 1), 0, 0)
-    job.tell()
-    job.dealing.on_ready_outside(2)
-    (deal,) = job.tell()
-    assert (deal.worker, deal.blocks, deal.replaces_queue, deal.is_last) == (2, (), False, False)
-    assert "so far" in deal.reason
+    job.assigner.repeat_round((0, 1), 0, 0)
+    job.pop_assignments()
+    job.assigner.on_ready_outside(2)
+    (assignment,) = job.pop_assignments()
+    assert (assignment.worker, assignment.blocks, assignment.replaces_queue, assignment.is_last) == (
+        2,
+        (),
+        False,
+        False,
+    )
+    assert "so far" in assignment.reason
 
 
 # Whatever happens ---------------------------------------------------------------------------------------
@@ -588,25 +604,25 @@ def test_a_state_at_any_point_gives_the_same_future(script):
             calls = [("on_group_in_force", (float(number),), {})]
         for name, arguments, named in calls:
             answers = []
-            for dealing in (one.dealing, other):
-                if dealing is None:
+            for assigner in (one.assigner, other):
+                if assigner is None:
                     continue
                 try:
-                    answers.append(getattr(dealing, name)(*copy.deepcopy(arguments), **named))
+                    answers.append(getattr(assigner, name)(*copy.deepcopy(arguments), **named))
                 except ProtocolError as error:
                     answers.append(str(error))
             assert all(answer == answers[0] for answer in answers)
             restored = GroupBlockAssigner()
-            restored.load_state_dict(json.loads(json.dumps(one.dealing.state_dict())))
+            restored.load_state_dict(json.loads(json.dumps(one.assigner.state_dict())))
             if other is None or number % 3 == 0:
                 other = restored
-            assert restored.state_dict() == one.dealing.state_dict() == other.state_dict()
+            assert restored.state_dict() == one.assigner.state_dict() == other.state_dict()
         if other is not None:
-            told = other.pop_actions()
-            assert told == one.tell()
+            actions = other.pop_actions()
+            assert actions == one.pop_assignments()
 
 
-def test_the_order_in_which_connections_are_heard_does_not_change_who_uses_what():
+def test_the_order_in_which_messages_arrive_does_not_change_who_uses_what():
     """Each worker is heard in its own order; all others may be heard before or after."""
     uses = []
     for turns in ((0, 1), (1, 0)):

@@ -23,15 +23,15 @@ def halt(generation: int, *, abandon: bool = False) -> Halt:
 
 
 def member(worker: int = 0) -> GroupMembership:
-    follower = GroupMembership(worker)
-    follower.on_group(group(0, 0, (0, 1, 2)))
-    return follower
+    membership = GroupMembership(worker)
+    membership.on_group(group(0, 0, (0, 1, 2)))
+    return membership
 
 
-def take_a_step(follower: GroupMembership) -> None:
-    assert follower.begin_exchange() is ExchangeDecision.EXCHANGE
-    assert follower.finish_round()
-    follower.finish_step()
+def take_a_step(membership: GroupMembership) -> None:
+    assert membership.begin_exchange() is ExchangeDecision.EXCHANGE
+    assert membership.finish_round()
+    membership.finish_step()
 
 
 def test_without_a_group_it_waits():
@@ -39,156 +39,156 @@ def test_without_a_group_it_waits():
 
 
 def test_it_says_why_the_group_changes_or_has_changed():
-    follower = GroupMembership(0)
-    assert follower.change_reason == ""
-    follower.on_group(group(0, 0, (0, 1, 2)))
-    assert follower.change_reason == "reason of group 0"
-    follower.on_halt(halt(1))
-    assert follower.change_reason == "reason of halt 1"
-    follower.on_group(group(1, 5, (0, 1)))  # whose step has not come
-    assert follower.change_reason == "reason of group 1"
+    membership = GroupMembership(0)
+    assert membership.change_reason == ""
+    membership.on_group(group(0, 0, (0, 1, 2)))
+    assert membership.change_reason == "reason of group 0"
+    membership.on_halt(halt(1))
+    assert membership.change_reason == "reason of halt 1"
+    membership.on_group(group(1, 5, (0, 1)))  # whose step has not come
+    assert membership.change_reason == "reason of group 1"
 
 
 def test_it_counts_rounds_and_steps():
-    follower = member()
-    take_a_step(follower)
-    take_a_step(follower)
-    assert (follower.step, follower.round) == (2, 2)
+    membership = member()
+    take_a_step(membership)
+    take_a_step(membership)
+    assert (membership.step, membership.round) == (2, 2)
 
 
 def test_a_step_that_has_begun_is_finished_and_no_other_is_begun_until_the_group():
-    follower = member()
-    assert follower.begin_exchange() is ExchangeDecision.EXCHANGE
-    answer = follower.on_halt(halt(1))
+    membership = member()
+    assert membership.begin_exchange() is ExchangeDecision.EXCHANGE
+    answer = membership.on_halt(halt(1))
     assert answer is not None
     assert (answer.step, answer.has_begun_exchange, answer.has_state) == (0, True, True)
-    assert follower.begin_exchange() is ExchangeDecision.EXCHANGE  # the rest of that step
-    assert follower.finish_round()
-    follower.finish_step()
-    assert follower.begin_exchange() is ExchangeDecision.WAIT
-    follower.on_group(group(1, 1, (0, 1)))
-    assert follower.begin_exchange() is ExchangeDecision.EXCHANGE
-    assert follower.generation == 1
+    assert membership.begin_exchange() is ExchangeDecision.EXCHANGE  # the rest of that step
+    assert membership.finish_round()
+    membership.finish_step()
+    assert membership.begin_exchange() is ExchangeDecision.WAIT
+    membership.on_group(group(1, 1, (0, 1)))
+    assert membership.begin_exchange() is ExchangeDecision.EXCHANGE
+    assert membership.generation == 1
 
 
 def test_a_group_holds_from_its_step_on():
-    follower = member()
-    follower.begin_exchange()
-    follower.on_halt(halt(1))
-    follower.on_group(group(1, 2, (0, 1)))
-    assert follower.generation == 0
-    take_a_step(follower)
-    assert follower.generation == 0
-    take_a_step(follower)
-    assert follower.generation == 1
-    assert follower.exchange_id == 1000
+    membership = member()
+    membership.begin_exchange()
+    membership.on_halt(halt(1))
+    membership.on_group(group(1, 2, (0, 1)))
+    assert membership.generation == 0
+    take_a_step(membership)
+    assert membership.generation == 0
+    take_a_step(membership)
+    assert membership.generation == 1
+    assert membership.exchange_id == 1000
 
 
 def test_an_abandoned_exchange_counts_for_nothing_and_its_group_holds_at_once():
-    follower = member()
-    follower.begin_exchange()
-    assert follower.on_halt(halt(1, abandon=True)) is not None
-    assert not follower.finish_round()
-    assert follower.round == 0
-    assert follower.begin_exchange() is ExchangeDecision.WAIT
-    follower.on_group(group(1, 0, (0, 1)))
-    assert follower.begin_exchange() is ExchangeDecision.EXCHANGE
-    assert follower.finish_round()
+    membership = member()
+    membership.begin_exchange()
+    assert membership.on_halt(halt(1, abandon=True)) is not None
+    assert not membership.finish_round()
+    assert membership.round == 0
+    assert membership.begin_exchange() is ExchangeDecision.WAIT
+    membership.on_group(group(1, 0, (0, 1)))
+    assert membership.begin_exchange() is ExchangeDecision.EXCHANGE
+    assert membership.finish_round()
 
 
 def test_who_is_left_out_keeps_its_gradients_to_itself():
-    follower = member(2)
-    follower.on_halt(halt(1))
-    follower.on_group(group(1, 0, (0, 1)))
-    assert follower.begin_exchange() is ExchangeDecision.KEEP_LOCAL
-    assert not follower.is_member
-    follower.finish_step()
-    assert follower.step == 0
+    membership = member(2)
+    membership.on_halt(halt(1))
+    membership.on_group(group(1, 0, (0, 1)))
+    assert membership.begin_exchange() is ExchangeDecision.KEEP_LOCAL
+    assert not membership.is_member
+    membership.finish_step()
+    assert membership.step == 0
 
 
 def test_who_joins_takes_the_state_and_follows_the_group_only_then():
-    follower = member(2)
-    follower.on_group(group(1, 0, (0, 1)))
-    follower.on_group(group(2, 5, (0, 1, 2), joining=(2,)))
-    assert follower.begin_exchange() is ExchangeDecision.FETCH_STATE
-    assert follower.generation == 1  # what its Ready says: it is not there yet
-    assert follower.donor == 0
-    follower.on_state_received(round=7)
-    assert (follower.step, follower.round, follower.generation) == (5, 7, 2)
-    assert follower.begin_exchange() is ExchangeDecision.EXCHANGE
+    membership = member(2)
+    membership.on_group(group(1, 0, (0, 1)))
+    membership.on_group(group(2, 5, (0, 1, 2), joining=(2,)))
+    assert membership.begin_exchange() is ExchangeDecision.FETCH_STATE
+    assert membership.generation == 1  # what its Ready says: it is not there yet
+    assert membership.donor == 0
+    membership.on_state_received(round=7)
+    assert (membership.step, membership.round, membership.generation) == (5, 7, 2)
+    assert membership.begin_exchange() is ExchangeDecision.EXCHANGE
 
 
 def test_a_joiner_without_the_state_says_so():
-    follower = GroupMembership(3)
-    follower.on_group(group(1, 5, (0, 1, 3), joining=(3,)))
-    answer = follower.on_halt(halt(2))
+    membership = GroupMembership(3)
+    membership.on_group(group(1, 5, (0, 1, 3), joining=(3,)))
+    answer = membership.on_halt(halt(2))
     assert answer is not None
     assert not answer.has_state
 
 
 def test_the_donor_gives_only_once_the_group_holds():
-    follower = member(0)
-    follower.on_halt(halt(1))
-    follower.on_group(group(1, 1, (0, 1, 2, 3), joining=(3,)))
-    assert follower.state_recipients == ()
-    take_a_step(follower)
-    assert follower.state_recipients == (3,)
+    membership = member(0)
+    membership.on_halt(halt(1))
+    membership.on_group(group(1, 1, (0, 1, 2, 3), joining=(3,)))
+    assert membership.state_recipients == ()
+    take_a_step(membership)
+    assert membership.state_recipients == (3,)
 
 
 def test_only_the_first_that_has_the_state_is_the_donor():
-    follower = member(1)
-    follower.on_group(group(1, 0, (0, 1, 2), joining=(0,)))
-    assert follower.donor == 1
-    assert follower.state_recipients == (0,)
+    membership = member(1)
+    membership.on_group(group(1, 0, (0, 1, 2), joining=(0,)))
+    assert membership.donor == 1
+    assert membership.state_recipients == (0,)
 
 
 def test_a_group_that_is_said_again_changes_nothing():
     """A coordinator that was started again repeats its last words: ids would be used twice."""
-    follower = member()
-    follower.exchange_id = 17
-    follower.on_group(group(0, 0, (0, 1, 2)))
-    assert follower.exchange_id == 17
+    membership = member()
+    membership.exchange_id = 17
+    membership.on_group(group(0, 0, (0, 1, 2)))
+    assert membership.exchange_id == 17
 
 
 def test_a_group_that_a_later_halt_has_made_void_is_forgotten():
-    follower = member()
-    follower.on_halt(halt(2))
-    follower.on_group(group(1, 0, (0, 1)))
-    assert follower.begin_exchange() is ExchangeDecision.WAIT
-    assert follower.generation == 0
+    membership = member()
+    membership.on_halt(halt(2))
+    membership.on_group(group(1, 0, (0, 1)))
+    assert membership.begin_exchange() is ExchangeDecision.WAIT
+    assert membership.generation == 0
 
 
 def test_a_group_whose_step_has_not_come_is_void_when_exchanges_are_given_up():
     """Found by a campaign: it held at once, a step early, and the group after it then did not."""
-    follower = member()
-    follower.begin_exchange()
-    follower.on_halt(halt(1))
-    follower.on_group(group(1, 1, (0, 1)))
-    follower.on_halt(halt(2, abandon=True))
-    assert follower.begin_exchange() is ExchangeDecision.WAIT
-    assert follower.generation == 0
-    follower.on_group(group(2, 1, (1, 2)))
-    assert follower.begin_exchange() is ExchangeDecision.KEEP_LOCAL
+    membership = member()
+    membership.begin_exchange()
+    membership.on_halt(halt(1))
+    membership.on_group(group(1, 1, (0, 1)))
+    membership.on_halt(halt(2, abandon=True))
+    assert membership.begin_exchange() is ExchangeDecision.WAIT
+    assert membership.generation == 0
+    membership.on_group(group(2, 1, (1, 2)))
+    assert membership.begin_exchange() is ExchangeDecision.KEEP_LOCAL
 
 
 def test_groups_are_followed_in_their_order_each_from_its_step_on():
     """Found by a campaign: the second was named before the first one's step, and the first was forgotten."""
-    follower = member()
-    follower.begin_exchange()
-    follower.on_halt(halt(1))
-    follower.on_group(group(1, 1, (0, 1)))
-    follower.on_halt(halt(2))
-    follower.on_group(group(2, 2, (0, 2)))
-    take_a_step(follower)
-    assert (follower.generation, follower.exchange_id) == (1, 1000)
-    take_a_step(follower)
-    assert (follower.generation, follower.exchange_id) == (2, 2000)
+    membership = member()
+    membership.begin_exchange()
+    membership.on_halt(halt(1))
+    membership.on_group(group(1, 1, (0, 1)))
+    membership.on_halt(halt(2))
+    membership.on_group(group(2, 2, (0, 2)))
+    take_a_step(membership)
+    assert (membership.generation, membership.exchange_id) == (1, 1000)
+    take_a_step(membership)
+    assert (membership.generation, membership.exchange_id) == (2, 2000)
 
 
 def test_an_old_halt_is_not_answered():
-    follower = member()
-    assert follower.on_halt(halt(3)) is not None
-    assert follower.on_halt(halt(3)) is None
-    assert follower.on_halt(halt(2)) is None
-    follower.on_group(group(3, 0, (0, 1)))
-    assert follower.on_halt(halt(3)) is None
+    membership = member()
+    assert membership.on_halt(halt(3)) is not None
+    assert membership.on_halt(halt(3)) is None
+    assert membership.on_halt(halt(2)) is None
+    membership.on_group(group(3, 0, (0, 1)))
+    assert membership.on_halt(halt(3)) is None

@@ -120,7 +120,7 @@ def healthy_runs(draw, uneven=False, world=None, stays=False):
 
 
 @given(healthy_runs())
-def test_a_healthy_job_is_never_stopped_in_whatever_order_its_workers_are_heard(run):
+def test_a_healthy_job_is_never_stopped_in_whatever_order_messages_arrive(run):
     world, _, events = run
     policy = running(world)
     assert answers(policy, *events) == []
@@ -130,7 +130,7 @@ def test_a_healthy_job_is_never_stopped_in_whatever_order_its_workers_are_heard(
 
 
 @given(healthy_runs(stays=True))
-def test_workers_that_stay_for_the_others_are_dismissed_once_when_all_have_finished(run):
+def test_workers_that_stay_for_the_others_get_one_job_complete_when_all_have_finished(run):
     world, _, events = run
     policy = running(world)
     last = max(place for place, event in enumerate(events) if isinstance(event, Finished))
@@ -139,13 +139,13 @@ def test_workers_that_stay_for_the_others_are_dismissed_once_when_all_have_finis
 
 
 @given(healthy_runs(uneven=True, stays=True))
-def test_who_stays_hears_that_others_go_on(run):
+def test_a_worker_that_stays_is_informed_that_others_continue(run):
     world, rounds, events = run
-    told = answers(running(world), *events)
+    handled = answers(running(world), *events)
     if len(set(rounds)) == 1:
-        assert [type(one) for one in told] == [JobComplete]
+        assert [type(one) for one in handled] == [JobComplete]
         return
-    (stop,) = told
+    (stop,) = handled
     assert "has finished after" in stop.reason
 
 
@@ -186,7 +186,7 @@ def test_the_words_of_uneven_batches():
     assert stop.reason.startswith("worker 0 has finished after 1 step; worker 1 wants step 2: give")
 
 
-def test_a_worker_may_leave_before_its_last_round_is_heard_of_all():
+def test_a_worker_may_leave_before_every_worker_has_reported_its_last_round():
     assert answers(running(), ready(0, 0), left(0, 1), ready(1, 0), left(1, 1), lost(1), lost(0)) == []
 
 
@@ -206,8 +206,8 @@ def test_two_workers_in_different_steps_in_one_round_are_stopped():
 def test_a_worker_that_has_left_a_batch_out_is_named_in_the_round_in_which_it_did(first_is_ahead):
     policy = running(3)
     answers(policy, *(ready(worker, 0, batch=1) for worker in range(3)))
-    told = [ready(0, 1, batch=2), ready(2, 1, batch=3)]
-    (stop,) = answers(policy, *(reversed(told) if first_is_ahead else told), ready(1, 1, batch=2))
+    handled = [ready(0, 1, batch=2), ready(2, 1, batch=3)]
+    (stop,) = answers(policy, *(reversed(handled) if first_is_ahead else handled), ready(1, 1, batch=2))
     assert stop.reason.startswith(
         "worker 2 has gone on to batch 3 of epoch 0 while worker 0 is at batch 2 of epoch 0, both in round "
         "1: worker 2 has skipped a batch. Iterate over session.batches"
@@ -221,10 +221,10 @@ def test_without_batches_of_the_session_a_batch_that_was_left_out_is_seen_in_the
 
 
 @pytest.mark.parametrize("asks_first", [False, True])
-def test_who_has_left_batches_out_is_told_the_batch_of_who_is_ready(asks_first):
+def test_who_has_left_batches_out_receives_the_batch_of_who_is_ready(asks_first):
     policy = running()
-    told = [ready(0, 0, batch=2), left_out(1, 0, batch=4, count=3)]
-    assert answers(policy, *(reversed(told) if asks_first else told)) == [named(1, 0, 2, first=0)]
+    handled = [ready(0, 0, batch=2), left_out(1, 0, batch=4, count=3)]
+    assert answers(policy, *(reversed(handled) if asks_first else handled)) == [named(1, 0, 2, first=0)]
     assert answers(policy, ready(1, 0, batch=2), ready(0, 1, batch=3), ready(1, 1, batch=3)) == []
 
 
@@ -237,7 +237,7 @@ def test_a_round_is_for_the_first_batch_that_not_all_have_left_out():
     assert answers(policy, ready(2, 0, batch=3)) == [named(1, 0, 3, first=2)]
 
 
-def test_all_who_ask_again_are_told_anew():
+def test_all_who_ask_again_are_answered_again():
     policy = running()
     assert len(answers(policy, left_out(0, 0, batch=2), left_out(1, 0, batch=2))) == 2
     asking = [left_out(worker, 0, batch=3, count=2) for worker in (1, 0)]
@@ -390,7 +390,7 @@ def test_two_workers_that_reach_only_the_coordinator_stop_the_job_in_words():
     )
 
 
-def test_a_worker_that_the_coordinator_does_not_hear_is_not_late():
+def test_a_worker_that_is_silent_to_the_coordinator_is_not_late():
     policy = running(deadline_s=5.0)
     answers(policy, ready(0, 0), unreachable(None, 1, 1.0))
     assert policy.handle(Tick(now_s=9.0)) == []

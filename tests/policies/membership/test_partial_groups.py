@@ -223,7 +223,7 @@ def test_several_deaths_at_once_leave_the_rest():
     assert only(job.lose(3), Group).members == (0, 2, 4)
 
 
-def test_who_does_not_answer_a_halt_is_left_out_and_heard_again_later():
+def test_a_worker_that_does_not_answer_a_halt_is_excluded_and_returns_later():
     job = Job(3)
     job.join(3)
     job.answer(0, 1, step=2)
@@ -424,7 +424,7 @@ def test_a_step_that_has_begun_and_needs_one_who_has_left_is_given_up():
     assert only(job.answer(2, 1, step=5), Halt).abandon
 
 
-def test_when_all_have_finished_they_are_dismissed():
+def test_when_all_have_finished_the_job_is_complete():
     job = Job(2)
     assert only(job.policy.handle(Finished(now_s=0.0, worker=0, epoch=0, step=9)), EndEpoch).epoch == 0
     assert only(job.policy.handle(Finished(now_s=0.0, worker=1, epoch=0, step=9)), JobComplete)
@@ -442,10 +442,10 @@ def test_a_newcomer_near_the_end_keeps_nobody_waiting_and_gets_the_final_state()
     assert job.join(2) == []
     assert only(finish(job, 1), Halt).abandon is False
     assert job.answer(0, 1, step=9) == []
-    group, dismiss = job.answer(1, 1, step=9)
+    group, complete = job.answer(1, 1, step=9)
     assert isinstance(group, Group)
     assert (group.members, group.joining) == ((0, 1, 2), (2,))
-    assert isinstance(dismiss, JobComplete)
+    assert isinstance(complete, JobComplete)
 
 
 def test_who_comes_when_all_is_over_is_refused():
@@ -476,7 +476,7 @@ def test_whom_the_assembly_refuses_the_group_does_not_know(model):
     assert [type(action) for action in actions] == ([PeerList, Halt] if model == ("one",) else [RejectPeer])
 
 
-def test_nobody_but_a_worker_that_has_joined_is_heard():
+def test_only_messages_of_workers_that_have_joined_count():
     with pytest.raises(ProtocolError, match="job that has started"):
         Job(2).ready(7, 0)
 
@@ -617,7 +617,7 @@ def test_a_mended_line_keeps_a_member_that_was_to_be_left_out():
     assert job.tick(1.3) == []
 
 
-def test_members_that_the_coordinator_does_not_hear_are_left_out_and_are_not_waited_for():
+def test_members_that_are_silent_to_the_coordinator_are_excluded_and_not_waited_for():
     job = begun(4)
     job.now_s = 1.0
     for worker in (2, 3):
@@ -629,7 +629,7 @@ def test_members_that_the_coordinator_does_not_hear_are_left_out_and_are_not_wai
     assert isinstance(job.answer(2, 1, step=3, begun=True)[0], Halt)  # it has heard that it was left out
 
 
-def test_while_most_members_are_not_heard_nothing_is_decided():
+def test_while_most_members_are_silent_nothing_is_decided():
     job = begun(3)
     for worker in range(3):
         job.ready(worker, 0)
@@ -667,7 +667,7 @@ def test_a_minority_does_not_decide_because_reports_come_one_by_one():
     assert [job.tick(now_s) for now_s in (1.8, 5.0, 20.0)] == [[], [], []]
 
 
-def test_most_members_are_late_only_when_it_would_be_known_that_they_are_not_heard():
+def test_most_members_are_late_only_when_it_would_be_known_that_they_are_silent():
     job = begun(3, detector={"n_profile": 1, "limit": 1})
     for round_ in (0, 1):
         for worker in range(3):

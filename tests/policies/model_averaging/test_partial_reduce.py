@@ -47,7 +47,7 @@ class Job:
         for worker in range(world):
             self.join(worker, world)
 
-    def say(self, event):
+    def emit(self, event):
         actions = self.policy.handle(event)
         for action in actions:
             if isinstance(action, AverageModels):
@@ -61,7 +61,7 @@ class Job:
 
     def join(self, worker, world):
         self.workers[worker] = ModelAveragingProtocol(worker)
-        return self.say(
+        return self.emit(
             Joined(
                 now_s=self.now_s,
                 worker=worker,
@@ -76,10 +76,10 @@ class Job:
 
     def ready(self, worker, **values):
         fields = {"generation": 0, "epoch": 0, "step": 0, "round": 0, "compute_s": 0.1, "samples": 0}
-        return self.say(Ready(now_s=self.now_s, worker=worker, blocks=(), **fields | values))
+        return self.emit(Ready(now_s=self.now_s, worker=worker, blocks=(), **fields | values))
 
     def averaged(self, worker, *, has_mean=True):
-        return self.say(self.workers[worker].finish(has_mean=has_mean))
+        return self.emit(self.workers[worker].finish(has_mean=has_mean))
 
     def end_all(self):
         """All members of all averagings have the mean."""
@@ -97,11 +97,11 @@ class Job:
         return self
 
     def finished(self, worker):
-        return self.say(Finished(now_s=self.now_s, worker=worker, epoch=0, step=1))
+        return self.emit(Finished(now_s=self.now_s, worker=worker, epoch=0, step=1))
 
     def lost(self, worker):
         self.workers.pop(worker)
-        return self.say(Lost(now_s=self.now_s, worker=worker, cause="it died"))
+        return self.emit(Lost(now_s=self.now_s, worker=worker, cause="it died"))
 
 
 def members(actions):
@@ -284,7 +284,7 @@ def test_a_worker_is_in_one_averaging_at_a_time():
 @pytest.mark.parametrize("event", [ModelsAveraged(now_s=0, worker=1, exchange_id=77, has_mean=True)])
 def test_an_averaging_ends_once_and_for_its_members(event):
     with pytest.raises(ProtocolError, match="worker 1 is in, got 77"):
-        Job(3).begin().say(event)
+        Job(3).begin().emit(event)
 
 
 # Windows: no part of the workers stays among itself ---------------------------------------------------------
@@ -370,7 +370,7 @@ def test_members_that_cannot_reach_each_other_give_up_and_do_not_meet_until_they
     job.ready(0)
     job.ready(1)
     report = {"now_s": 1.0, "worker": 0, "peer": 1}
-    (cancelled,) = job.say(PeerUnreachable(cause="nothing comes", **report))
+    (cancelled,) = job.emit(PeerUnreachable(cause="nothing comes", **report))
     assert "worker 0 cannot reach worker 1: nothing comes" in cancelled.reason
     job.averaged(0, has_mean=False)
     job.averaged(1, has_mean=False)
@@ -379,12 +379,12 @@ def test_members_that_cannot_reach_each_other_give_up_and_do_not_meet_until_they
     job.averaged(0)
     job.averaged(2)
     assert job.ready(0) == []
-    assert members(job.say(PeerReachable(**report))) == [(0, 1)]
+    assert members(job.emit(PeerReachable(**report))) == [(0, 1)]
 
 
 def test_two_workers_that_cannot_reach_each_other_go_on_by_themselves():
     job = Job(2).begin()
-    job.say(PeerUnreachable(now_s=1.0, worker=0, peer=1, cause="nothing comes"))
+    job.emit(PeerUnreachable(now_s=1.0, worker=0, peer=1, cause="nothing comes"))
     assert job.ready(0) == []
     assert members(job.ready(1)) == [(0,)]
     job.averaged(0)
@@ -395,15 +395,15 @@ def test_a_worker_from_which_nothing_comes_is_left_out():
     job = Job(3, size=3).begin()
     job.ready(0)
     job.ready(1)
-    assert members(job.say(PeerUnreachable(now_s=1.0, worker=None, peer=2, cause="silent"))) == [(0, 1)]
+    assert members(job.emit(PeerUnreachable(now_s=1.0, worker=None, peer=2, cause="silent"))) == [(0, 1)]
 
 
 def test_a_worker_that_keeps_others_waiting_is_rejected_by_name():
     job = Job(3, size=3, deadline_s=30.0).begin()
     job.ready(0)
     job.ready(1)
-    assert job.say(Tick(now_s=30.0)) == []
-    rejected, averaging = job.say(Tick(now_s=30.5))
+    assert job.emit(Tick(now_s=30.0)) == []
+    rejected, averaging = job.emit(Tick(now_s=30.5))
     assert rejected.peer == "worker-2"
     assert "others have waited for it for more than 30 s" in rejected.reason
     assert averaging.members == (0, 1)
@@ -413,7 +413,7 @@ def test_a_worker_that_leaves_is_not_waited_for():
     job = Job(3, size=3).begin()
     job.ready(0)
     job.ready(1)
-    assert members(job.say(Left(now_s=0.0, worker=2, step=4))) == [(0, 1)]
+    assert members(job.emit(Left(now_s=0.0, worker=2, step=4))) == [(0, 1)]
 
 
 # Samples --------------------------------------------------------------------------------------------------
@@ -447,17 +447,17 @@ def test_the_samples_of_a_lost_worker_go_to_others():
             for block in action.blocks
         )
 
-    assign(job.say(request(0)))
-    assert any(action.blocks for action in job.say(request(1)) if isinstance(action, AssignBlocks))
+    assign(job.emit(request(0)))
+    assert any(action.blocks for action in job.emit(request(1)) if isinstance(action, AssignBlocks))
     assign(job.lost(1))
     used = []
     while queue:
         block = queue.pop(0)
         used += [position for start, stop in block.ranges for position in range(start, stop)]
-        assign(job.say(ready_of(0, block)))
+        assign(job.emit(ready_of(0, block)))
         assign(job.end_all())
         if not queue:
-            assign(job.say(request(0)))
+            assign(job.emit(request(0)))
     assert sorted(used) == list(range(40))
 
 
@@ -488,10 +488,10 @@ def test_no_group_waits_for_a_worker_that_waits_for_the_last_samples(seed):
         elif queues[worker]:
             block = queues[worker].pop(0)
             used += block.samples
-            assign(job.say(ready_of(worker, block)))
+            assign(job.emit(ready_of(worker, block)))
         else:
             requested.add(worker)
-            assign(job.say(request(worker)))
+            assign(job.emit(request(worker)))
     assert used == 40
 
 
@@ -543,7 +543,7 @@ def test_whatever_happens_groups_are_disjoint_and_the_job_ends(seed, world, size
             steps[worker] -= 1
             job.ready(worker) if steps[worker] >= 0 else job.finished(worker)
         else:
-            job.say(Tick(now_s=job.now_s))
+            job.emit(Tick(now_s=job.now_s))
         pending = [worker for _, averaging in policy["averagings"] for worker in averaging["pending"]]
         assert len(pending) == len(set(pending))
         again = PartialReduce(

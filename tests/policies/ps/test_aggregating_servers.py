@@ -53,18 +53,18 @@ class Job:
                 self.take(f"client-{client}", self.clients[client].join_aggregation("w"))
             self.settle()
         for server in range(servers):
-            self.say(self.group.on_joined(server))
+            self.send_view(self.group.on_joined(server))
         self.settle()
 
-    def say(self, view):
+    def send_view(self, view):
         if view is not None:
             for server, node in self.nodes.items():
                 self.take(f"server-{server}", node.on_view(view))
             for client, one in self.clients.items():
                 self.take(f"client-{client}", one.on_view(view))
 
-    def take(self, sender, said):
-        for one in said:
+    def take(self, sender, outgoing):
+        for one in outgoing:
             if isinstance(one, RequestDone):
                 self.done.append((int(sender[7:]), one.request))
             elif isinstance(one, RequestFailed):
@@ -81,15 +81,15 @@ class Job:
             if to in but or sender in but:
                 kept.append((sender, to, message))
             else:
-                self.hear(sender, to, message)
+                self.dispatch(sender, to, message)
         self.under_way = kept
 
     def deliver(self, kind):
         """Delivers the first message of a kind."""
         place = next(place for place, one in enumerate(self.under_way) if isinstance(one[2], kind))
-        self.hear(*self.under_way.pop(place))
+        self.dispatch(*self.under_way.pop(place))
 
-    def hear(self, sender, to, message):
+    def dispatch(self, sender, to, message):
         kind, _, number = to.partition("-")
         if to == MANAGER:
             answers = {
@@ -97,24 +97,24 @@ class Job:
                 PauseReached: self.group.on_pause_reached,
                 LeaveAggregation: self.group.on_leave_aggregation,
             }
-            self.say(answers.get(type(message), self.group.on_filled)(message))
+            self.send_view(answers.get(type(message), self.group.on_filled)(message))
         elif kind == "client" and int(number) in self.clients:
             self.take(to, self.clients[int(number)].on_message(message))
         elif kind == "server" and int(number) in self.nodes:
             self.take(to, self.nodes[int(number)].on_message(sender, message))
 
     def push(self, client, content, first=0, last=100, time=None):
-        number, said = self.clients[client].push("w", content, first, last, time)
-        self.take(f"client-{client}", said)
+        number, outgoing = self.clients[client].push("w", content, first, last, time)
+        self.take(f"client-{client}", outgoing)
         return client, number
 
     def lose_client(self, client):
         del self.clients[client]
-        self.say(self.group.on_client_gone(client))
+        self.send_view(self.group.on_client_gone(client))
 
     def lose_server(self, server):
         del self.nodes[server]
-        self.say(self.group.on_lost(server))
+        self.send_view(self.group.on_lost(server))
 
     def count(self, kind):
         return sum(isinstance(message, kind) for message in self.sent)
@@ -227,7 +227,7 @@ def test_a_push_of_a_lost_client_that_comes_late_is_not_taken():
     late = job.under_way.pop()
     job.lose_client(1)
     job.settle()
-    job.hear(*late)
+    job.dispatch(*late)
     job.push(0, {5: 1}, 5, 6)
     job.settle()
     assert job.values(5) == [1, 1]
@@ -238,10 +238,10 @@ def test_a_push_that_comes_again_counts_once():
     job.push(0, {5: 1}, 5, 6)
     ((sender, to, message),) = job.under_way
     job.settle()
-    job.hear(sender, to, message)  # while it waits
+    job.dispatch(sender, to, message)  # while it waits
     job.push(1, {5: 10}, 5, 6)
     job.settle()
-    job.hear(sender, to, message)  # and afterwards
+    job.dispatch(sender, to, message)  # and afterwards
     assert job.waiting(PushAck) == 1
     job.settle()
     assert job.values(5) == [11, 11]
@@ -394,7 +394,7 @@ def test_a_push_of_a_time_before_its_client_began_is_refused():
     job.push(1, {5: 10}, 5, 6)
     ((_, to, push),) = job.under_way
     with pytest.raises(ProtocolError, match="expected a push of time 2 at least, got one of time 1"):
-        job.hear("client-1", to, replace(push, time=1))
+        job.dispatch("client-1", to, replace(push, time=1))
 
 
 # A change of masters --------------------------------------------------------------------------------------

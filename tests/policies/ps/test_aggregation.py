@@ -98,7 +98,7 @@ def test_a_push_of_who_takes_no_part_is_forgotten():
     assert add(aggregation, 0, 1) == [(1, 0, 10, 0)]
 
 
-def test_a_new_view_begins_anew_with_what_waits_in_order():
+def test_a_new_view_begins_again_with_what_waits_in_order():
     aggregation = of({0: 1, 1: 1, 2: 1})
     add(aggregation, 1, 2)
     add(aggregation, 0, 1)

@@ -103,7 +103,7 @@ def joins(client: int, on_loss: str = "replace") -> WorkerGroupJoined:
     )
 
 
-def wants(client: int, passes: int = 9) -> TaskRequested:
+def asks(client: int, passes: int = 9) -> TaskRequested:
     return TaskRequested(now_s=0.0, node=f"client-{client}", group="g", passes_max=passes, shards_max=2)
 
 
@@ -174,14 +174,14 @@ def test_a_server_that_is_lost_before_all_are_there_is_waited_for_no_more() -> N
     assert viewed(manager.handle(joined("server-2"))).ring == (1, 2)
 
 
-def test_a_client_that_comes_is_told_the_view_and_nobody_else_is(manager: PsManager) -> None:
+def test_only_a_client_that_comes_receives_the_view(manager: PsManager) -> None:
     (view,) = manager.handle(joined("client-7"))
     assert isinstance(view, ClusterView)
     assert view.node == "client-7"
     assert view.ring == (0, 1, 2)
 
 
-def test_servers_are_told_that_a_client_is_gone(manager: PsManager) -> None:
+def test_servers_are_informed_that_a_client_is_gone(manager: PsManager) -> None:
     manager.handle(joined("client-7"))
     manager.handle(joined("client-8"))
     assert manager.handle(left("client-7")) == [ForgetClient(node="client-7", reason="client-7 has left")]
@@ -274,7 +274,7 @@ def silent(node: str, at_s: float, silent_s: float = 1.25) -> NodeSilent:
     return NodeSilent(now_s=at_s, node=node, silent_s=silent_s)
 
 
-def heard(node: str, at_s: float) -> NodeResumed:
+def resumed(node: str, at_s: float) -> NodeResumed:
     return NodeResumed(now_s=at_s, node=node)
 
 
@@ -306,7 +306,7 @@ def five(copies: int = 2) -> PsManager:
     return manager
 
 
-def test_a_server_that_is_not_heard_for_10_s_is_lost_and_not_before(manager: PsManager) -> None:
+def test_a_server_that_is_silent_for_10_s_is_lost_and_not_before(manager: PsManager) -> None:
     assert manager.handle(silent("server-1", 101.25)) == []
     assert tick(manager, 109.9) == []
     refused, view = lone(tick(manager, 110.0))
@@ -316,15 +316,15 @@ def test_a_server_that_is_not_heard_for_10_s_is_lost_and_not_before(manager: PsM
     assert tick(manager, 130.0) == []
 
 
-def test_a_server_that_is_heard_again_in_time_is_not_lost(manager: PsManager) -> None:
+def test_a_server_that_is_back_in_time_is_not_lost(manager: PsManager) -> None:
     manager.handle(silent("server-1", 101.25))
-    manager.handle(heard("server-1", 109.5))
+    manager.handle(resumed("server-1", 109.5))
     assert tick(manager, 200.0) == []
     manager.handle(silent("server-1", 201.25))
     assert tick(manager, 209.0) == []
 
 
-def test_a_client_that_is_not_heard_for_10_s_is_lost(manager: PsManager) -> None:
+def test_a_client_that_is_silent_for_10_s_is_lost(manager: PsManager) -> None:
     manager.handle(joined("client-7"))
     manager.handle(silent("client-7", 1.25))
     refused, gone = tick(manager, 10.0)
@@ -333,7 +333,7 @@ def test_a_client_that_is_not_heard_for_10_s_is_lost(manager: PsManager) -> None
     assert (refused.peer, gone.node) == ("client-7", "client-7")
 
 
-def test_while_more_than_half_of_the_servers_are_not_heard_nobody_is_lost_for_silence() -> None:
+def test_while_more_than_half_of_the_servers_are_silent_none_is_lost_for_silence() -> None:
     manager = five()
     manager.handle(joined("client-0"))
     for server in (1, 2, 3, 4):
@@ -345,8 +345,8 @@ def test_while_more_than_half_of_the_servers_are_not_heard_nobody_is_lost_for_si
     assert "more than half of the servers are silent, so none is declared lost" in view.reason
     assert (view.version, view.ring, view.silent_servers) == (0, (0, 1, 2, 3, 4), (1, 2, 3, 4))
     assert tick(manager, 100.0) == []
-    manager.handle(heard("server-1", 100.1))
-    manager.handle(heard("server-2", 100.1))
+    manager.handle(resumed("server-1", 100.1))
+    manager.handle(resumed("server-2", 100.1))
     assert viewed(tick(manager, 109.9)).silent_servers == (3, 4)  # their silence counts from here
     assert {one.peer for one in tick(manager, 110.1) if isinstance(one, RejectPeer)} == {
         "server-3",
@@ -355,7 +355,7 @@ def test_while_more_than_half_of_the_servers_are_not_heard_nobody_is_lost_for_si
     }
 
 
-def test_of_servers_that_are_not_heard_those_whose_processes_are_closed_are_lost_at_once() -> None:
+def test_of_servers_that_are_silent_those_whose_processes_are_closed_are_lost_at_once() -> None:
     manager = five()
     for server in (1, 2, 3):
         manager.handle(silent(f"server-{server}", 1.25))
@@ -370,13 +370,13 @@ def test_a_silent_server_with_the_last_copy_is_waited_for_and_that_is_said() -> 
     assert view.reason == "server-1 is silent, and requests wait for it: it has the last copy of something"
     assert (view.version, view.ring, view.silent_servers) == (0, (0, 1, 2, 3, 4), (1,))
     assert tick(manager, 60.0) == []
-    manager.handle(heard("server-1", 61.0))
+    manager.handle(resumed("server-1", 61.0))
     (view,) = tick(manager, 61.1)
     assert isinstance(view, ClusterView)
     assert (view.silent_servers, view.reason) == ((), "server-1 is no longer waited for")
 
 
-def test_a_silent_server_is_lost_only_while_one_that_is_heard_has_the_same() -> None:
+def test_a_silent_server_is_lost_only_while_one_that_is_not_silent_has_the_same() -> None:
     manager = PsManager(5, virtual_nodes=1, copies=1)
     for server in range(5):
         manager.handle(joined(f"server-{server}"))
@@ -386,7 +386,7 @@ def test_a_silent_server_is_lost_only_while_one_that_is_heard_has_the_same() -> 
     manager.handle(silent(f"server-{other}", 9.0, 1.25))  # perhaps it is dead
     assert ring(manager) == (0, 1, 2, 3, 4)
     assert viewed(tick(manager, 11.0)).silent_servers == (one,)
-    manager.handle(heard(f"server-{other}", 12.0))
+    manager.handle(resumed(f"server-{other}", 12.0))
     refused, _ = lone(tick(manager, 12.1))
     assert refused.peer == f"server-{one}"
 
@@ -443,12 +443,12 @@ def test_of_two_servers_that_do_not_reach_each_other_both_stay_if_each_has_a_las
     assert tick(manager, 100.0) == []
 
 
-def test_a_server_that_was_silent_has_time_to_reach_the_others_too_when_it_is_heard_again(
+def test_a_server_that_was_silent_has_time_to_reach_the_others_too_when_it_is_back(
     manager: PsManager,
 ) -> None:
     manager.handle(silent("server-1", 0.0, 0.0))
     manager.handle(missed("server-0", 1))
-    manager.handle(heard("server-1", 9.9))
+    manager.handle(resumed("server-1", 9.9))
     assert tick(manager, 19.8) == []
     manager.handle(reached("server-0", 1))
     assert tick(manager, 100.0) == []
@@ -538,7 +538,7 @@ def test_no_server_is_out_because_a_client_misses_it(manager: PsManager) -> None
 # Namespaces
 
 
-def test_a_namespace_is_told_to_everybody_with_a_new_epoch(manager: PsManager) -> None:
+def test_a_namespace_is_reported_to_everybody_with_a_new_epoch(manager: PsManager) -> None:
     view = viewed(manager.handle(opened("client-0")))
     assert view.node == ""
     assert view.epoch == view.version == 1
@@ -617,7 +617,7 @@ def aggregating(manager: PsManager) -> PsManager:
     return manager
 
 
-def test_the_first_to_take_part_begins_at_once_and_everybody_hears_it(aggregating: PsManager) -> None:
+def test_the_first_to_take_part_begins_at_once_and_all_are_informed(aggregating: PsManager) -> None:
     view = viewed(aggregating.handle(enlists(7)))
     assert view.node == ""
     assert view.participants == (Participant(namespace="s", client=7, first_time=1),)
@@ -676,8 +676,8 @@ def test_a_view_that_comes_in_a_pause_still_has_it(aggregating: PsManager) -> No
     view = viewed(aggregating.handle(lost("server-1")))
     assert view.paused == (Pause(namespace="s", view=pause),)
     assert view.version > pause
-    told = viewed(aggregating.handle(joined("client-9")))
-    assert (told.node, begins(told), told.paused) == ("client-9", {1: 1}, view.paused)
+    views = viewed(aggregating.handle(joined("client-9")))
+    assert (views.node, begins(views), views.paused) == ("client-9", {1: 1}, view.paused)
     assert begins(viewed(aggregating.handle(paused(1, pause, 2)))) == {1: 1, 2: 3}
 
 
@@ -753,8 +753,8 @@ def test_a_manager_that_is_started_again_knows_who_takes_part_and_has_paused(agg
     assert aggregating.handle(paused(1, pause, 9)) == []
     again = PsManager(SERVERS, virtual_nodes=4, copies=1)
     again.load_state_dict(json.loads(json.dumps(aggregating.state_dict())))
-    told = viewed(again.handle(joined("client-9")))
-    assert (begins(told), told.paused) == ({1: 1, 2: 6}, (Pause(namespace="s", view=pause),))
+    views = viewed(again.handle(joined("client-9")))
+    assert (begins(views), views.paused) == ({1: 1, 2: 6}, (Pause(namespace="s", view=pause),))
     assert begins(viewed(again.handle(paused(2, pause, 7)))) == {1: 1, 2: 6, 3: 10}
 
 
@@ -791,7 +791,7 @@ def test_what_waits_for_a_newcomer_waits_for_as_many_ticks_as_it_takes(manager: 
 
 def test_a_manager_that_is_started_again_knows_whose_tasks_are_whose(manager: PsManager) -> None:
     manager.handle(joins(1))
-    (task,) = manager.handle(wants(1))
+    (task,) = manager.handle(asks(1))
     assert isinstance(task, AssignTask)
     again = PsManager(SERVERS, virtual_nodes=4, copies=1)
     again.load_state_dict(json.loads(json.dumps(manager.state_dict())))
@@ -845,14 +845,14 @@ events = st.one_of(
     st.builds(missed, nodes, numbers),
     st.builds(reached, nodes, numbers),
     st.builds(silent, nodes, st.floats(0.0, 30.0)),
-    st.builds(heard, nodes, st.floats(0.0, 30.0)),
+    st.builds(resumed, nodes, st.floats(0.0, 30.0)),
     st.builds(lambda at_s: Tick(now_s=at_s), st.floats(0.0, 60.0)),
     st.builds(lambda node: replace(opened(node), on_loss="reset"), nodes),
     st.builds(lambda server: ("filled", server), numbers),
     st.builds(lambda server: ("filled", server), numbers),
     st.just(Tick(now_s=1.0)),
     st.builds(joins, clients, st.sampled_from(("replace", "replace", "continue", "hope"))),
-    st.builds(wants, clients, st.integers(0, 3)),
+    st.builds(asks, clients, st.integers(0, 3)),
     st.builds(done, clients, numbers),
     st.builds(
         lambda client, tau: TauSet(now_s=0.0, node=f"client-{client}", group="g", tau=tau), clients, numbers
@@ -913,8 +913,8 @@ def same(view: PlacementView, other: PlacementView) -> bool:
 
     def plain(one: PlacementView) -> tuple[Any, ...]:
         rings = [None if ring is None else ring.state_dict() for ring in (one.ring, one.target)]
-        told = one.filling, one.participants, one.paused, one.lost, one.lost_arcs_dropped, one.silent_servers
-        return one.version, one.epoch, rings, one.spaces, *told
+        views = one.filling, one.participants, one.paused, one.lost, one.lost_arcs_dropped, one.silent_servers
+        return one.version, one.epoch, rings, one.spaces, *views
 
     return plain(view) == plain(other)
 
@@ -931,21 +931,21 @@ def test_views_grow_are_as_the_servers_group_has_them_and_name_who_can_be_reache
         event = history.event(one)
         actions = history.manager.handle(event)
         assert all(action.reason for action in actions)  # type: ignore[union-attr]
-        for told in [action for action in actions if isinstance(action, ClusterView)]:
+        for views in [action for action in actions if isinstance(action, ClusterView)]:
             assert history.manager._group.view is not None
-            assert same(view_from_action(told), history.manager._group.view)
-            there = {server.server for server in told.servers}
-            assert {*told.ring, *told.next_ring} <= there
-            assert all(server.addresses for server in told.servers)
-            if told.node:
-                assert (told.version, told.epoch) == (number, epoch)
+            assert same(view_from_action(views), history.manager._group.view)
+            there = {server.server for server in views.servers}
+            assert {*views.ring, *views.next_ring} <= there
+            assert all(server.addresses for server in views.servers)
+            if views.node:
+                assert (views.version, views.epoch) == (number, epoch)
                 assert isinstance(event, NodeJoined)
-                assert event.node == told.node
+                assert event.node == views.node
             else:
-                is_same = isinstance(event, Tick) and told.version == number  # and says who is waited for
-                assert is_same or told.version > number
-                assert epoch <= told.epoch <= told.version
-            number, epoch = told.version, told.epoch
+                is_same = isinstance(event, Tick) and views.version == number  # and says who is waited for
+                assert is_same or views.version > number
+                assert epoch <= views.epoch <= views.version
+            number, epoch = views.version, views.epoch
 
 
 @settings(max_examples=200, deadline=None)
@@ -962,8 +962,8 @@ def test_who_takes_part_begins_once_and_not_behind_a_time_that_nobody_said(said:
             latest = max(latest, event.time if int(event.node[7:]) in before else 0)
         if isinstance(event, NodeLost | NodeLeft) and event.node.startswith("client-"):
             gone.add(int(event.node[7:]))
-        for told in [one for one in history.manager.handle(event) if isinstance(one, ClusterView)]:
-            view = view_from_action(told)
+        for views in [one for one in history.manager.handle(event) if isinstance(one, ClusterView)]:
+            view = view_from_action(views)
             now = view.participants.get("s", {})
             assert not gone & now.keys()
             assert all(now[client] == before[client] for client in before.keys() & now.keys())

@@ -72,7 +72,7 @@ def test_what_is_not_answered_is_sent_again_less_and_less_often():
     assert times_s == [1.0, 3.0, 7.0, 12.0, 17.0, 22.0, 27.0]
 
 
-def test_an_answer_to_some_begins_the_waiting_for_the_rest_anew():
+def test_an_answer_to_some_begins_the_waiting_for_the_rest_again():
     a = ReliableChannel(resend_s=1.0)
     a.send(["x", "y"], 0.0)
     a.on_packet(Packet(number=-1, ack=1), 0.9)

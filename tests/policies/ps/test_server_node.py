@@ -39,16 +39,16 @@ class Job:
         self.done: list[RequestDone] = []
         self.failed: list[RequestFailed] = []
         for server in range(servers):
-            self.say(self.group.on_joined(server))
+            self.send_view(self.group.on_joined(server))
 
-    def say(self, view):
+    def send_view(self, view):
         if view is not None:
             for server, node in self.nodes.items():
                 self.take(f"server-{server}", node.on_view(view))
             self.take("client-0", self.client.on_view(view))
 
-    def take(self, sender, said):
-        for one in said:
+    def take(self, sender, outgoing):
+        for one in outgoing:
             if isinstance(one, RequestDone):
                 self.done.append(one)
             elif isinstance(one, RequestFailed):
@@ -62,12 +62,12 @@ class Job:
             (place, one) for place, one in enumerate(self.under_way) if (one[0], one[1].to) == (sender, to)
         )
         del self.under_way[place]
-        self.hear(sender, send)
+        self.dispatch(sender, send)
         return send.message
 
-    def hear(self, sender, send):
+    def dispatch(self, sender, send):
         if send.to == MANAGER:
-            self.say(self.group.on_filled(send.message))
+            self.send_view(self.group.on_filled(send.message))
         elif send.to == "client-0":
             self.take("client-0", self.client.on_message(send.message))
         elif int(send.to[7:]) in self.nodes:
@@ -76,16 +76,16 @@ class Job:
     def settle(self):
         while self.under_way:
             sender, send = self.under_way.pop(0)
-            self.hear(sender, send)
+            self.dispatch(sender, send)
 
     def kill(self, server: int):
         del self.nodes[server]
         self.under_way = [one for one in self.under_way if f"server-{server}" not in (one[0], one[1].to)]
-        self.say(self.group.on_lost(server))
+        self.send_view(self.group.on_lost(server))
 
     def push(self, content, first, last):
-        number, said = self.client.push("w", content, first, last)
-        self.take("client-0", said)
+        number, outgoing = self.client.push("w", content, first, last)
+        self.take("client-0", outgoing)
         return number
 
     def chain(self, key):
@@ -115,8 +115,8 @@ def test_a_push_that_wants_values_is_answered_with_them_after_the_last_replica_h
     master, second, third = (f"server-{server}" for server in job.chain(5))
     job.push({5: 1, 6: 2}, 5, 7)
     job.settle()
-    number, said = job.client.push("w", {5: 1}, 5, 7, wants_values=True)
-    job.take("client-0", said)
+    number, outgoing = job.client.push("w", {5: 1}, 5, 7, wants_values=True)
+    job.take("client-0", outgoing)
     job.deliver("client-0", master)
     job.push({5: 1}, 5, 7)  # by when it is answered, another may have been applied
     job.deliver("client-0", master)
@@ -135,8 +135,8 @@ def test_a_push_that_wants_values_is_refused_where_they_cannot_be_read():
 
     job = Job(1, copies=0)
     job.nodes[0]._store.table(SPACE).read = read
-    number, said = job.client.push("w", {5: 1}, 5, 6, wants_values=True)
-    job.take("client-0", said)
+    number, outgoing = job.client.push("w", {5: 1}, 5, 6, wants_values=True)
+    job.take("client-0", outgoing)
     job.deliver("client-0", "server-0")
     assert isinstance(job.deliver("server-0", "client-0"), Rejected)
     (failed,) = job.failed
@@ -173,7 +173,7 @@ def test_nothing_is_kept_of_a_push_where_nobody_else_has_to_have_it(copies):
 
 def test_what_waits_for_others_is_kept():
     job = Job(1, copies=0)
-    job.say(job.group.on_namespace_opened(NamespaceSpec("sums", 100, 10, aggregates=True)))
+    job.send_view(job.group.on_namespace_opened(NamespaceSpec("sums", 100, 10, aggregates=True)))
     push = Push(
         client=0, request=1, epoch=9, namespace="sums", first=0, last=5, time=1, previous_times=(), content={}
     )
@@ -181,7 +181,7 @@ def test_what_waits_for_others_is_kept():
     assert not job.nodes[0].can_apply_in_place(push)
     assert job.nodes[0].can_apply_in_place(replace(push, namespace="w"))
     job.nodes[1] = ServerNode(1, SimulatedStore())
-    job.say(job.group.on_joined(1))  # which takes over some of it
+    job.send_view(job.group.on_joined(1))  # which takes over some of it
     push = replace(push, namespace="w", epoch=job.group.view.epoch)
     assert not any(node.can_apply_in_place(push) for node in job.nodes.values())
 
@@ -202,19 +202,19 @@ def test_a_request_across_servers_is_done_when_every_part_is():
     job.push({key: key for key in range(100)}, 0, 100)
     job.settle()
     assert len(job.done) == 1
-    _, said = job.client.pull("w", 0, 100)
-    job.take("client-0", said)
+    _, outgoing = job.client.pull("w", 0, 100)
+    job.take("client-0", outgoing)
     job.settle()
     values = {key: value for _, _, part in job.done[1].parts for key, value in part.items()}
     assert values == {key: key for key in range(1, 100)} | {0: 0}
 
 
-def test_whoever_asks_by_an_old_epoch_is_told_so():
+def test_whoever_asks_by_an_old_epoch_is_informed():
     job = Job(2)
-    _, said = job.client.pull("w", 5, 6)
+    _, outgoing = job.client.pull("w", 5, 6)
     job.kill(1 - job.chain(5)[0])
     node = next(iter(job.nodes.values()))
-    (stale,) = node.on_message("client-0", said[0].message)
+    (stale,) = node.on_message("client-0", outgoing[0].message)
     assert isinstance(stale.message, WrongMaster)
     assert stale.message.epoch == job.group.view.epoch
 
@@ -222,8 +222,8 @@ def test_whoever_asks_by_an_old_epoch_is_told_so():
 def test_what_comes_from_an_epoch_that_a_server_does_not_know_waits():
     job = Job(2)
     late = ServerNode(7, SimulatedStore())
-    _, said = job.client.pull("w", 5, 6)
-    assert late.on_message("client-0", said[0].message) == []
+    _, outgoing = job.client.pull("w", 5, 6)
+    assert late.on_message("client-0", outgoing[0].message) == []
     answers = late.on_view(job.group.view)
     assert isinstance(answers[0].message, WrongMaster)  # it has no part in the ring
 
@@ -243,8 +243,8 @@ def test_what_waited_for_a_view_and_cannot_be_is_refused_to_its_client_and_the_v
         previous_times=(),
         content={0: 1},
     )
-    _, said = job.client.push("w", {5: 1}, 5, 6)
-    assert late.on_message("client-666", bad) == late.on_message("client-0", said[0].message) == []
+    _, outgoing = job.client.push("w", {5: 1}, 5, 6)
+    assert late.on_message("client-666", bad) == late.on_message("client-0", outgoing[0].message) == []
     (to, refused), (other, pushed) = late.on_view(job.group.view)
     assert (to, other) == ("client-666", "client-0")
     assert isinstance(refused, Rejected)
@@ -269,8 +269,8 @@ def test_who_follows_a_dead_master_has_what_was_acknowledged_and_serves_at_once(
     master, second, *_ = job.chain(5)
     job.kill(master)
     assert job.chain(5)[0] == second
-    _, said = job.client.pull("w", 5, 6)
-    job.take("client-0", said)
+    _, outgoing = job.client.pull("w", 5, 6)
+    job.take("client-0", outgoing)
     job.deliver("client-0", f"server-{second}")
     assert job.deliver(f"server-{second}", "client-0") == PullResult(
         namespace=SPACE.name, request=2, first=5, last=6, content={5: 1}
@@ -294,11 +294,11 @@ def test_a_server_joins_and_leaves_while_pushes_go_on():
     job = Job(2)
     job.nodes[2] = ServerNode(2, SimulatedStore())
     job.push(dict.fromkeys(range(100), 1), 0, 100)
-    job.say(job.group.on_joined(2))
+    job.send_view(job.group.on_joined(2))
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
     assert job.group.view.ring.servers == (0, 1, 2)
-    job.say(job.group.on_leaving(0))
+    job.send_view(job.group.on_leaving(0))
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
     assert job.group.view.ring.servers == (1, 2)
@@ -310,7 +310,7 @@ def test_a_server_that_is_not_in_the_ring_keeps_nothing():
     job = Job(2, copies=0)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
-    job.say(job.group.on_leaving(0))
+    job.send_view(job.group.on_leaving(0))
     job.settle()
     assert not +job.nodes[0]._store.table(SPACE).values
     assert {job.values(1, key) for key in range(100)} == {1}
@@ -318,9 +318,9 @@ def test_a_server_that_is_not_in_the_ring_keeps_nothing():
 
 def test_a_push_of_keys_with_several_masters_is_refused_and_changes_nothing():
     job = Job(3)
-    _, said = job.client.push("w", dict.fromkeys(range(100), 1), 0, 100)
-    assert len(said) > 1
-    first = said[0]
+    _, outgoing = job.client.push("w", dict.fromkeys(range(100), 1), 0, 100)
+    assert len(outgoing) > 1
+    first = outgoing[0]
     master = job.nodes[int(first.to[7:])]
     with pytest.raises(ProtocolError, match="keys with one master"):
         master.on_message("client-0", replace(first.message, last=100, content=dict.fromkeys(range(100), 1)))
@@ -344,8 +344,8 @@ def pull(job: Job, first: int, last: int) -> RequestDone | RequestFailed:
     """What a pull comes to."""
     job.done.clear()
     job.failed.clear()
-    number, said = job.client.pull("w", first, last)
-    job.take("client-0", said)
+    number, outgoing = job.client.pull("w", first, last)
+    job.take("client-0", outgoing)
     job.settle()
     (found,) = [found for found in [*job.done, *job.failed] if found.request == number]
     return found
@@ -377,13 +377,13 @@ def test_requests_for_keys_whose_servers_are_all_gone_fail_and_name_keys_and_ser
     )
 
 
-def test_a_client_that_comes_after_a_loss_is_told_of_it_and_pulls_no_zeros():
+def test_a_client_that_comes_after_a_loss_is_informed_of_it_and_pulls_no_zeros():
     job = Job(1, copies=0)
     job.push({5: 1}, 5, 6)
     job.settle()
     job.kill(0)
     job.nodes[1] = ServerNode(1, SimulatedStore())
-    job.say(job.group.on_joined(1))
+    job.send_view(job.group.on_joined(1))
     job.settle()
     assert job.group.view.ring.servers == (1,)
     job.client = PsClient(0, slice_content)
@@ -391,7 +391,7 @@ def test_a_client_that_comes_after_a_loss_is_told_of_it_and_pulls_no_zeros():
     assert isinstance(pull(job, 0, 10), RequestFailed)
 
 
-def test_a_client_is_told_of_a_loss_once_by_its_next_request_and_lost_keys_go_on_failing():
+def test_a_client_is_informed_of_a_loss_once_by_its_next_request_and_lost_keys_go_on_failing():
     job = Job(3, copies=0)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
@@ -423,9 +423,9 @@ def test_of_requests_that_are_under_way_when_keys_are_lost_those_for_such_keys_f
 def test_a_loss_in_which_a_namespace_has_no_keys_is_none_of_its_clients_business():
     job = Job(3, copies=0)
     job.kill(job.chain(0)[0])
-    job.say(job.group.on_namespace_opened(NamespaceSpec("later", 100, 10)))
-    number, said = job.client.push("later", {}, 0, 100)
-    job.take("client-0", said)
+    job.send_view(job.group.on_namespace_opened(NamespaceSpec("later", 100, 10)))
+    number, outgoing = job.client.push("later", {}, 0, 100)
+    job.take("client-0", outgoing)
     job.settle()
     assert [done.request for done in job.done] == [number]
 
@@ -447,7 +447,7 @@ def test_a_namespace_that_goes_on_from_zero_begins_empty_on_all_that_hold_it():
     assert 5 in lost
     assert not any(job.values(server, key) for key in lost for server in job.nodes)
     assert isinstance(pull(job, 5, 6), RequestFailed)
-    job.say(job.group.on_namespace_opened(SPACE, "reset"))
+    job.send_view(job.group.on_namespace_opened(SPACE, "reset"))
     job.settle()
     assert pull(job, 5, 6).parts == ((5, 6, {}),)
     job.push(dict.fromkeys(lost, 7), 0, 100)
@@ -475,7 +475,7 @@ def test_a_request_waits_for_the_servers_that_have_not_answered_and_no_others():
     while any(send.to != "server-1" for _, send in job.under_way):
         sender, send = next(one for one in job.under_way if one[1].to != "server-1")
         job.under_way.remove((sender, send))
-        job.hear(sender, send)
+        job.dispatch(sender, send)
     assert job.client.unanswered_servers("w", 0, 100) == [1]
 
 

@@ -44,7 +44,7 @@ class Group:
             self.join(client)
 
     def join(self, client: int) -> list[Action]:
-        return self._hear(
+        return self._deliver(
             WorkerGroupJoined,
             client,
             shards=self.shards,
@@ -53,16 +53,16 @@ class Group:
         )
 
     def leave(self, client: int) -> list[Action]:
-        return self._hear(WorkerGroupLeft, client)
+        return self._deliver(WorkerGroupLeft, client)
 
     def want(self, client: int, passes: int = 100, shards_max: int = 1) -> list[Action]:
-        return self._hear(TaskRequested, client, passes_max=passes, shards_max=shards_max)
+        return self._deliver(TaskRequested, client, passes_max=passes, shards_max=shards_max)
 
     def done(self, client: int, task: int) -> list[Action]:
-        return self._hear(TaskDone, client, task=task)
+        return self._deliver(TaskDone, client, task=task)
 
     def set_tau(self, client: int, tau: int | None) -> list[Action]:
-        return self._hear(TauSet, client, tau=tau)
+        return self._deliver(TauSet, client, tau=tau)
 
     def lose(self, client: int) -> list[Action]:
         return self.groups.on_node_gone(NodeLost(now_s=self.now_s, node=name(client), cause="it was silent"))
@@ -98,7 +98,7 @@ class Group:
     def owned(self) -> dict[int, list[int]]:
         return {int(one.node[7:]): spread(one.shards) for one in self.view.workers}
 
-    def _hear(self, kind: type, client: int, **fields: Any) -> list[Action]:
+    def _deliver(self, kind: type, client: int, **fields: Any) -> list[Action]:
         return self.groups.on_event(kind(now_s=self.now_s, node=name(client), group="g", **fields))
 
 
@@ -159,7 +159,7 @@ def test_who_leaves_hands_its_shards_to_the_others_whatever_the_policy():
             assert group.view.lost == group.view.unassigned == ()
 
 
-def test_who_leaves_hears_of_a_group_without_it():
+def test_a_worker_that_leaves_receives_a_group_without_it():
     group = Group(6, "replace", 0, 1)
     everybody, answer = group.leave(1)
     assert [one.node for one in viewed([everybody]).workers] == ["client-0"]
@@ -371,7 +371,7 @@ def test_who_asks_is_told_who_is_how_far():
     group = Group(4, "replace", 0, 1)
     group.work(0, shards_max=2)
     group.work(0)
-    (view,) = group._hear(ProgressRequested, 1)
+    (view,) = group._deliver(ProgressRequested, 1)
     assert isinstance(view, WorkerGroupView)
     assert view.node == "client-1"
     assert [(one.node, one.passes, one.shard_passes_done) for one in view.workers] == [
@@ -417,7 +417,7 @@ def reports(client: int, task: int) -> TaskDone:
         (ProgressRequested(now_s=0.0, node="client-0", group="h"), "expected a member of the group h"),
     ],
 )
-def test_what_cannot_be_is_told_to_whoever_said_it_and_changes_nothing(said, why):
+def test_an_impossible_message_is_reported_to_its_sender_and_changes_nothing(said, why):
     group = Group(4, "replace", 0, 1)
     group.task(0)
     group.task(1)
@@ -484,7 +484,7 @@ class History:
         assert again.state_dict() == known.state_dict()
         if what == "done" and not any(isinstance(one, WorkerGroupRejected) for one in said):
             self._count(self.tasks.pop(arguments))
-        self._hear(said)
+        self._deliver(said)
         self._check(before, passes)
         return said
 
@@ -493,7 +493,7 @@ class History:
         assert not pairs & self.counted
         self.counted |= pairs
 
-    def _hear(self, said: list[Action]) -> None:
+    def _deliver(self, said: list[Action]) -> None:
         owned, view = self.group.owned(), self.group.view
         self.tasks = {key: task for key, task in self.tasks.items() if key[0] in owned}
         for one in said:

@@ -22,11 +22,11 @@ from offbeat.policies.ps.task_graph import (
 
 def do(graph, number, *callees):
     """Run a task at these callees and return what follows."""
-    told = []
+    starts = []
     for callee in callees:
         graph.on_started(number, callee)
-        told += graph.on_returned(number, callee)
-    return told
+        starts += graph.on_returned(number, callee)
+    return starts
 
 
 def begun(graph, *callees, **how):
@@ -41,10 +41,10 @@ def begun(graph, *callees, **how):
 
 def test_a_task_goes_from_issued_to_ready_to_running_to_returned_to_finished():
     graph = TaskGraph()
-    first, told = graph.add(["a"])
-    assert told == [TaskRun(first, "a")]
-    number, told = graph.add(["a"], after=[first])
-    assert (told, graph.state(number, "a"), graph.pending_tasks(number)) == ([], CallState.ISSUED, (first,))
+    first, starts = graph.add(["a"])
+    assert starts == [TaskRun(first, "a")]
+    number, starts = graph.add(["a"], after=[first])
+    assert (starts, graph.state(number, "a"), graph.pending_tasks(number)) == ([], CallState.ISSUED, (first,))
     assert do(graph, first, "a") == [TaskFinished(first), TaskRun(number, "a")]
     assert (graph.state(number, "a"), graph.pending_tasks(number)) == (CallState.READY, ())
     graph.on_started(number, "a")
@@ -71,8 +71,8 @@ def test_iteration_12_waits_for_iteration_11_and_that_for_nothing():
     """Section 3.4, figure 5: 10 and 11 are independent, 12 depends on 11."""
     graph = TaskGraph()
     ten, eleven = (graph.add(["worker"])[0] for _ in range(2))
-    twelve, told = graph.add(["worker"], after=[eleven])
-    assert told == []
+    twelve, starts = graph.add(["worker"], after=[eleven])
+    assert starts == []
     assert do(graph, eleven, "worker") == [TaskFinished(eleven), TaskRun(twelve, "worker")]
     assert graph.is_unfinished(ten)
 
@@ -94,9 +94,9 @@ def test_what_is_added_after_its_dependencies_have_finished_is_ready_at_once():
 
 def test_a_group_task_has_finished_when_it_has_at_every_callee():
     graph = TaskGraph()
-    group, told = graph.add(["a", "b", "c"])
+    group, starts = graph.add(["a", "b", "c"])
     after, _ = graph.add(["a"], after=[group])
-    assert told == [TaskRun(group, "a"), TaskRun(group, "b"), TaskRun(group, "c")]
+    assert starts == [TaskRun(group, "a"), TaskRun(group, "b"), TaskRun(group, "c")]
     assert do(graph, group, "c", "a") == []
     assert graph.state(group, "a") is CallState.FINISHED
     assert do(graph, group, "b") == [TaskFinished(group), TaskRun(after, "a")]
@@ -105,8 +105,8 @@ def test_a_group_task_has_finished_when_it_has_at_every_callee():
 def test_a_subtask_holds_up_the_callee_that_issued_it_only():
     graph = TaskGraph()
     group = begun(graph, "a", "b")
-    subtask, told = graph.add(["a"], parent=TaskRun(group, "b"))
-    assert told == [TaskRun(subtask, "a")]
+    subtask, starts = graph.add(["a"], parent=TaskRun(group, "b"))
+    assert starts == [TaskRun(subtask, "a")]
     graph.on_returned(group, "a")
     graph.on_returned(group, "b")
     assert (graph.state(group, "a"), graph.state(group, "b")) == (CallState.FINISHED, CallState.RETURNED)
@@ -272,7 +272,7 @@ def test_subtasks_of_a_dead_callee_are_withdrawn_with_theirs_and_those_of_others
     assert graph.on_returned(other, "c") == [TaskFinished(other), TaskFinished(group)]
 
 
-def test_a_task_that_is_issued_again_issues_its_subtasks_anew():
+def test_a_task_that_is_issued_again_issues_its_subtasks_again():
     graph = TaskGraph()
     parent = begun(graph, "a")
     old = begun(graph, "b", parent=TaskRun(parent, "a"))

@@ -41,7 +41,7 @@ class Trial:
         self.over, self.needy, self.unheard = set(), [], []
         self.numbers = []  # of the iterations
         self.taus = []
-        self.told = Counter()
+        self.starts = Counter()
 
     def runs(self, state):
         return [TaskRun(n, c) for n, calls in self.calls.items() for c, now in calls.items() if now == state]
@@ -57,25 +57,25 @@ class Trial:
     def add(self):
         peers = [n for n, parent in self.parent.items() if parent is None or n in self.over]
         after, callees = self.some(peers), self.nodes_some()
-        number, told = self.graph.add(callees, after=after)
+        number, starts = self.graph.add(callees, after=after)
         self.know(number, None, after, callees)
-        return told, []
+        return starts, []
 
     def add_subtask(self, parent):
         peers = [n for n, one in self.parent.items() if one == parent or n in self.over]
         after, callees = self.some(peers), self.nodes_some()
-        number, told = self.graph.add(callees, after=after, parent=parent)
+        number, starts = self.graph.add(callees, after=after, parent=parent)
         self.know(number, parent, after, callees)
-        return told, []
+        return starts, []
 
     def issue(self):
         callees = self.nodes_some()
-        number, told = self.iterations.issue(callees)
+        number, starts = self.iterations.issue(callees)
         before = 0 if self.tau is None else max(0, len(self.numbers) - self.tau)
         self.know(number, None, self.numbers[:before], callees)
         self.numbers.append(number)
         self.taus.append(self.tau)
-        return told, []
+        return starts, []
 
     def know(self, number, parent, after, callees):
         assert number not in self.after
@@ -121,9 +121,9 @@ class Trial:
                 if not self.calls[number]:
                     needy.append(number)
         self.needy += needy
-        told = self.graph.on_node_lost(node)
+        starts = self.graph.on_node_lost(node)
         assert self.graph.on_node_lost(node) == []
-        return told, [*map(TaskWithdrawn, withdrawn), *map(TaskNeedsCallees, needy)]
+        return starts, [*map(TaskWithdrawn, withdrawn), *map(TaskNeedsCallees, needy)]
 
     def issue_again(self, number):
         self.needy.remove(number)
@@ -131,7 +131,7 @@ class Trial:
         self.calls[number] = dict.fromkeys(callees, "issued")
         return self.graph.reassign(number, callees), []
 
-    def hear_late(self, run):
+    def deliver_late(self, run):
         self.graph.on_started(*run)
         return self.graph.on_returned(*run), []
 
@@ -148,28 +148,28 @@ class Trial:
         ready, running = self.runs("ready"), self.runs("running")
         able = []
         able += 4 * [(self.start, ready)] + 4 * [(self.finish, running)]
-        able += [(self.issue_again, self.needy), (self.hear_late, self.unheard)]
+        able += [(self.issue_again, self.needy), (self.deliver_late, self.unheard)]
         possible = [(what, whom) for what, whom in able if whom]
         if not is_ending:
             possible += 2 * [(self.add_subtask, running)] if running else []
             possible += [(what, None) for what in (self.add, self.issue, self.issue, self.set_tau)]
             possible += [(self.save_and_load, None)] + ([(self.kill, None)] if len(self.up) > 1 else [])
         what, whom = self.random.choice(possible)
-        told, also = what() if whom is None else what(self.random.choice(whom))
-        self.check(told, also)
+        starts, also = what() if whom is None else what(self.random.choice(whom))
+        self.check(starts, also)
 
     # What must hold.
 
-    def check(self, told, also):
-        self.told.update(type(one) for one in told)
-        for one in told:  # in the order in which it was said
+    def check(self, starts, also):
+        self.starts.update(type(one) for one in starts)
+        for one in starts:  # in the order in which it was said
             if isinstance(one, TaskFinished):
                 assert one.number not in self.over
                 self.over.add(one.number)
             elif isinstance(one, TaskRun):
                 assert self.after[one.task] <= self.over  # no task starts before its dependencies finished
                 assert one.callee in self.up
-        assert sorted(map(repr, told)) == sorted(map(repr, [*also, *self.due()]))
+        assert sorted(map(repr, starts)) == sorted(map(repr, [*also, *self.due()]))
         for number, calls in self.calls.items():
             assert self.graph.is_unfinished(number)
             assert {c: self.graph.state(number, c) for c in calls} == calls
@@ -212,8 +212,8 @@ def test_whatever_happens_the_invariants_hold_and_everything_finishes(seed):
 
 def test_the_adversary_does_its_worst():
     """Else the test above would look at nothing."""
-    told = sum((run_trial(seed).told for seed in range(20)), Counter())
-    assert min(told[kind] for kind in (TaskRun, TaskFinished, TaskNeedsCallees, TaskWithdrawn)) >= 20
+    starts = sum((run_trial(seed).starts for seed in range(20)), Counter())
+    assert min(starts[kind] for kind in (TaskRun, TaskFinished, TaskNeedsCallees, TaskWithdrawn)) >= 20
 
 
 def run_trial(seed):

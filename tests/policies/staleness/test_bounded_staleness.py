@@ -54,19 +54,19 @@ def joined(worker: int) -> Joined:
 
 
 def clocked(worker: int, clock: int | None, **more: Any) -> StepFinished:
-    said = {
+    answered = {
         "now_s": 0.0,
         "parameter_version": 0 if clock is None else clock,
         "epoch": 0,
         "step": 0,
         "compute_s": 0.1,
     }
-    said |= {"samples": BATCH, "loss": None, "blocks": ()}
-    return StepFinished(worker=worker, clock=clock, **{**said, **more})
+    answered |= {"samples": BATCH, "loss": None, "blocks": ()}
+    return StepFinished(worker=worker, clock=clock, **{**answered, **more})
 
 
-def wants(worker: int, epoch: int = 0, **more: Any) -> SamplesRequested:
-    said = {
+def requests(worker: int, epoch: int = 0, **more: Any) -> SamplesRequested:
+    answered = {
         "samples": SAMPLES,
         "batch_size": BATCH,
         "is_last": False,
@@ -75,7 +75,15 @@ def wants(worker: int, epoch: int = 0, **more: Any) -> SamplesRequested:
         "started_blocks": (),
     }
     return SamplesRequested(
-        **{"now_s": 0.0, "worker": worker, "epoch": epoch, **said, "round": 0, "consumed_ranges": (), **more}
+        **{
+            "now_s": 0.0,
+            "worker": worker,
+            "epoch": epoch,
+            **answered,
+            "round": 0,
+            "consumed_ranges": (),
+            **more,
+        }
     )
 
 
@@ -90,7 +98,7 @@ def started(world: int = 2, **arguments: Any) -> BoundedStaleness:
     return policy
 
 
-def granted(actions: list[Action]) -> dict[int, tuple[int, bool]]:
+def permits(actions: list[Action]) -> dict[int, tuple[int, bool]]:
     return {one.worker: (one.clock, one.may_start) for one in actions if isinstance(one, StepPermit)}
 
 
@@ -138,7 +146,7 @@ def apart(**arguments: Any) -> BoundedStaleness:
     for clock in range(3):
         loss = next(losses)
         answers(policy, clocked(1, clock, loss=loss), clocked(0, clock, loss=loss))
-    assert granted(walk(policy, 0, range(3, 7))) == {0: (7, False)}
+    assert permits(walk(policy, 0, range(3, 7))) == {0: (7, False)}
     return policy
 
 
@@ -177,8 +185,8 @@ def test_the_papers_example_7_waits_for_3_and_starts_when_the_bound_has_become_4
 
 def test_a_bound_that_shrinks_lets_nobody_go_whom_the_old_one_would_have():
     policy = apart(s=3, dynamic={"s_min": 1})
-    assert granted(policy.handle(clocked(1, 3, loss=2.0))) == {1: (4, True)}
-    assert granted(walk(policy, 1, range(4, 5))) == {0: (7, True), 1: (5, True)}
+    assert permits(policy.handle(clocked(1, 3, loss=2.0))) == {1: (4, True)}
+    assert permits(walk(policy, 1, range(4, 5))) == {0: (7, True), 1: (5, True)}
 
 
 def test_a_step_without_a_loss_leaves_the_bound():
@@ -187,7 +195,7 @@ def test_a_step_without_a_loss_leaves_the_bound():
     assert (worker_0.staleness_bound, worker_0.version_min) == (3, 4)
 
 
-def test_who_waits_is_told_its_clock_at_once_and_why():
+def test_who_waits_receives_its_clock_at_once_and_why():
     policy = started(2, s=1)
     (first,) = policy.handle(clocked(0, 0))
     (second,) = policy.handle(clocked(0, 1))
@@ -199,47 +207,47 @@ def test_who_waits_is_told_its_clock_at_once_and_why():
 def test_nobody_starts_before_all_are_there_or_gone():
     policy = BoundedStaleness(3, shards="equal")
     answers(policy, *map(joined, range(3)))
-    assert granted(policy.handle(clocked(0, None))) == {0: (0, False)}
-    assert granted(policy.handle(clocked(2, None))) == {2: (0, False)}
+    assert permits(policy.handle(clocked(0, None))) == {0: (0, False)}
+    assert permits(policy.handle(clocked(2, None))) == {2: (0, False)}
     lost = Lost(now_s=0.0, worker=1, cause="cut")
-    assert granted(policy.handle(lost)) == {0: (0, True), 2: (0, True)}
+    assert permits(policy.handle(lost)) == {0: (0, True), 2: (0, True)}
 
 
 def test_a_newcomer_begins_at_a_clock_at_which_it_can_push():
     policy = apart()
     assert policy.handle(joined(2)) == []
-    assert granted(policy.handle(clocked(2, None, parameter_version=5))) == {2: (5, True)}
+    assert permits(policy.handle(clocked(2, None, parameter_version=5))) == {2: (5, True)}
     policy.handle(joined(3))
-    assert granted(policy.handle(clocked(3, None))) == {3: (3, True)}
+    assert permits(policy.handle(clocked(3, None))) == {3: (3, True)}
 
 
 def test_without_a_bound_nobody_waits_and_any_version_will_do():
     policy = started(2, s=None)
     for clock in range(50):
-        (grant,) = policy.handle(clocked(0, clock, parameter_version=0))
-        assert (grant.clock, grant.may_start, grant.version_min, grant.staleness_bound) == (
+        (permit,) = policy.handle(clocked(0, clock, parameter_version=0))
+        assert (permit.clock, permit.may_start, permit.version_min, permit.staleness_bound) == (
             clock + 1,
             True,
             0,
             None,
         )
-        assert "there is no bound" in grant.reason
+        assert "there is no bound" in permit.reason
 
 
 def test_in_a_warm_start_the_first_worker_is_alone_and_then_all_start_at_once():
     policy = started(3, s=None, warm_start=4)
-    assert granted(policy.handle(clocked(0, 0, parameter_version=0))) == {0: (1, True)}
+    assert permits(policy.handle(clocked(0, 0, parameter_version=0))) == {0: (1, True)}
     for clock in (1, 2):
         policy = remembered(policy, 3, s=None, warm_start=4, shards="equal")
-        said = policy.handle(clocked(0, clock, parameter_version=0))
-        assert granted(said) == {0: (clock + 1, True), 1: (clock + 1, False), 2: (clock + 1, False)}
-        assert said[1].reason == f"worker 0 takes {3 - clock} more steps alone"
-    assert granted(policy.handle(clocked(0, 3, parameter_version=0))) == {
+        answered = policy.handle(clocked(0, clock, parameter_version=0))
+        assert permits(answered) == {0: (clock + 1, True), 1: (clock + 1, False), 2: (clock + 1, False)}
+        assert answered[1].reason == f"worker 0 takes {3 - clock} more steps alone"
+    assert permits(policy.handle(clocked(0, 3, parameter_version=0))) == {
         0: (4, True),
         1: (4, True),
         2: (4, True),
     }
-    assert granted(policy.handle(clocked(2, 4, parameter_version=0))) == {2: (5, True)}
+    assert permits(policy.handle(clocked(2, 4, parameter_version=0))) == {2: (5, True)}
 
 
 @pytest.mark.parametrize("how", [Lost, Finished])
@@ -247,8 +255,8 @@ def test_a_warm_start_goes_on_with_the_next_worker(how):
     policy = started(3, s=None, warm_start=4)
     policy.handle(clocked(0, 0, parameter_version=0))
     more = {"cause": "cut"} if how is Lost else {"epoch": 0, "step": 0}
-    assert granted(policy.handle(how(now_s=0.0, worker=0, **more))) == {1: (2, True), 2: (2, False)}
-    assert granted(walk(policy, 1, range(2, 5))) == {1: (5, True), 2: (5, True)}
+    assert permits(policy.handle(how(now_s=0.0, worker=0, **more))) == {1: (2, True), 2: (2, False)}
+    assert permits(walk(policy, 1, range(2, 5))) == {1: (5, True), 2: (5, True)}
 
 
 def test_who_is_alone_in_a_warm_start_and_takes_no_step_is_out():
@@ -259,30 +267,30 @@ def test_who_is_alone_in_a_warm_start_and_takes_no_step_is_out():
         )[2:]
         == []
     )
-    refused, *said = policy.handle(Tick(now_s=9.1))
+    refused, *answered = policy.handle(Tick(now_s=9.1))
     assert isinstance(refused, RejectPeer)
     assert refused.peer == "peer-0"
-    assert granted(said) == {1: (2, True)}
+    assert permits(answered) == {1: (2, True)}
 
 
 def test_who_rests_in_a_warm_start_is_not_blamed_by_who_has_finished():
     policy = started(3, s=None, warm_start=100, deadline_s=5.0)
     answers(policy, clocked(0, 0, parameter_version=0), Finished(now_s=0.0, worker=0, epoch=0, step=1))
     for second in range(12):
-        said = answers(policy, Tick(now_s=float(second)), clocked(1, 2 + second, parameter_version=0))
-        assert not any(isinstance(one, RejectPeer) for one in said)
+        answered = answers(policy, Tick(now_s=float(second)), clocked(1, 2 + second, parameter_version=0))
+        assert not any(isinstance(one, RejectPeer) for one in answered)
 
 
 def test_a_warm_start_is_over_when_the_others_have_all_samples_that_are_left():
-    policy, said = dealing(2, 4 * BATCH, s=None, warm_start=100)
-    first = blocks(said, 0)
-    assert granted(policy.handle(clocked(0, 0, parameter_version=0, blocks=(first[0],)))) == {0: (1, True)}
-    said = answers(
+    policy, answered = assigning(2, 4 * BATCH, s=None, warm_start=100)
+    first = blocks(answered, 0)
+    assert permits(policy.handle(clocked(0, 0, parameter_version=0, blocks=(first[0],)))) == {0: (1, True)}
+    answered = answers(
         policy,
         clocked(0, 1, parameter_version=0, blocks=(first[1],)),
-        wants(0, samples=4 * BATCH, is_last=True),
+        requests(0, samples=4 * BATCH, is_last=True),
     )
-    assert granted(said)[1] == (2, True)
+    assert permits(answered)[1] == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -295,10 +303,10 @@ def test_a_warm_start_is_over_when_the_others_have_all_samples_that_are_left():
     ],
 )
 def test_the_job_goes_on_without_who_ends(end):
-    assert granted(apart().handle(end)) == {0: (7, True)}
+    assert permits(apart().handle(end)) == {0: (7, True)}
 
 
-def test_a_newcomer_that_could_begin_only_when_all_were_dismissed_is_turned_away():
+def test_a_newcomer_that_could_begin_only_after_the_job_was_complete_is_rejected():
     policy = started(1)
     policy.handle(joined(1))
     assert answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=1)) == [
@@ -310,13 +318,13 @@ def test_a_newcomer_that_could_begin_only_when_all_were_dismissed_is_turned_away
     assert answers(policy, Left(now_s=0.0, worker=0, step=1)) == [CloseServers(reason="all workers are gone")]
 
 
-def test_all_are_dismissed_when_everybody_has_finished_who_is_left():
+def test_the_job_is_complete_when_all_workers_that_are_left_have_finished():
     policy = started(3)
     assert answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=1)) == []
     policy.handle(joined(3))  # and has not begun
     assert answers(policy, Left(now_s=0.0, worker=1, step=0)) == []
-    (dismissed,) = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
-    assert dismissed == JobComplete(reason="everybody has finished")
+    (complete,) = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
+    assert complete == JobComplete(reason="everybody has finished")
     assert policy.handle(Left(now_s=0.0, worker=0, step=1)) == []
     (refused,) = policy.handle(joined(4))
     assert isinstance(refused, RejectPeer)
@@ -331,10 +339,12 @@ def test_when_nobody_is_left_the_servers_end():
     ]
 
 
-def test_the_servers_stay_until_the_last_who_was_dismissed_has_left():
+def test_the_servers_stay_until_the_last_worker_of_a_complete_job_has_left():
     policy = started(2)
-    *_, dismiss = answers(policy, *(Finished(now_s=0.0, worker=worker, epoch=0, step=1) for worker in (0, 1)))
-    assert isinstance(dismiss, JobComplete)
+    *_, completes = answers(
+        policy, *(Finished(now_s=0.0, worker=worker, epoch=0, step=1) for worker in (0, 1))
+    )
+    assert isinstance(completes, JobComplete)
     assert answers(policy, Left(now_s=0.0, worker=1, step=1)) == []
     assert answers(policy, Lost(now_s=0.0, worker=0, cause="cut")) == [
         CloseServers(reason="all workers are gone")
@@ -345,14 +355,14 @@ def test_who_keeps_others_waiting_for_too_long_is_out_and_they_go_on():
     policy = apart(deadline_s=5.0)
     assert answers(policy, Tick(now_s=10.0), Tick(now_s=15.0)) == []
     policy = remembered(policy, 2, shards="equal", deadline_s=5.0)
-    refused, grant = policy.handle(Tick(now_s=15.1))
+    refused, permit = policy.handle(Tick(now_s=15.1))
     assert refused == RejectPeer(
         peer="peer-1", reason="worker 1 is out: other workers have waited for it for more than 5 s"
     )
-    assert (grant.worker, grant.clock, grant.may_start) == (0, 7, True)
+    assert (permit.worker, permit.clock, permit.may_start) == (0, 7, True)
 
 
-def test_a_worker_that_the_coordinator_does_not_hear_is_not_late():
+def test_a_worker_that_is_silent_to_the_coordinator_is_not_late():
     policy = apart(deadline_s=5.0)
     answers(policy, Tick(now_s=10.0))
     silent = PeerUnreachable(now_s=11.0, worker=None, peer=1, cause="it is silent")
@@ -384,13 +394,13 @@ def test_a_worker_that_keeps_others_waiting_and_does_not_reach_a_server_is_out()
     answers(policy, clocked(1, 0))
     assert answers(policy, missed(2, 4, 1.0), Tick(now_s=16.0)) == []
     policy = remembered(policy, 3, shards="equal", s=0)
-    refused, *grants = policy.handle(Tick(now_s=16.1))
+    refused, *permits_of = policy.handle(Tick(now_s=16.1))
     assert refused == RejectPeer(
         peer="peer-2",
         reason="worker 2 is out: it has not reached server-4 for more than 15 s, and others need what it "
         "pushes",
     )
-    assert [(grant.worker, grant.may_start) for grant in grants] == [(0, True), (1, True)]
+    assert [(permit.worker, permit.may_start) for permit in permits_of] == [(0, True), (1, True)]
 
 
 def test_a_server_that_is_reached_again_or_is_out_is_not_missed():
@@ -405,7 +415,7 @@ def test_where_there_is_a_bound_others_need_what_is_not_pushed_also_before_they_
     assert isinstance(answers(policy, missed(2, 4, 1.0), Tick(now_s=16.1))[0], RejectPeer)
 
 
-def test_who_is_not_heard_is_not_out_for_what_it_missed_before():
+def test_a_silent_worker_is_not_excluded_for_what_it_missed_before():
     policy = held_up(3)
     silent = PeerUnreachable(now_s=2.0, worker=None, peer=2, cause="it is silent")
     assert answers(policy, missed(2, 4, 1.0), silent, Tick(now_s=100.0)) == []
@@ -438,7 +448,7 @@ def test_of_several_workers_the_one_that_misses_most_servers_is_out_first_and_th
     assert refused.peer == "peer-3"
 
 
-def test_every_step_begins_the_deadline_anew():
+def test_every_step_begins_the_deadline_again():
     policy = started(2, s=0, deadline_s=5.0)
     walk(policy, 0, range(1))
     answers(policy, Tick(now_s=0.0), Tick(now_s=4.0))
@@ -455,32 +465,34 @@ def test_nobody_is_refused_for_whom_nobody_waits():
 def test_who_never_begins_or_never_ends_is_out_too():
     policy = BoundedStaleness(2, shards="equal", deadline_s=5.0)
     answers(policy, joined(0), joined(1), clocked(0, None), Tick(now_s=0.0))
-    refused, grant = policy.handle(Tick(now_s=6.0))
-    assert (refused.peer, grant.worker, grant.may_start) == ("peer-1", 0, True)
+    refused, permit = policy.handle(Tick(now_s=6.0))
+    assert (refused.peer, permit.worker, permit.may_start) == ("peer-1", 0, True)
     policy = started(2, deadline_s=5.0)
     answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=0), Tick(now_s=0.0))
-    refused, dismissed = policy.handle(Tick(now_s=6.0))
-    assert (refused.peer, dismissed) == ("peer-1", JobComplete(reason="everybody has finished"))
+    refused, complete = policy.handle(Tick(now_s=6.0))
+    assert (refused.peer, complete) == ("peer-1", JobComplete(reason="everybody has finished"))
 
 
 def test_who_waits_itself_is_not_out_for_who_keeps_all_waiting():
     policy = started(3, s=0, deadline_s=5.0)
     answers(policy, Finished(now_s=0.0, worker=2, epoch=0, step=0), clocked(0, 0), Tick(now_s=0.0))
-    refused, grant = policy.handle(Tick(now_s=6.0))
-    assert (refused.peer, grant.worker) == ("peer-1", 0)
-    policy, said = dealing(3, 2 * BATCH, s=0, deadline_s=5.0)
-    answers(policy, clocked(0, 0, blocks=tuple(blocks(said, 0))))
-    answers(policy, wants(0, samples=2 * BATCH, is_last=True), wants(2, samples=2 * BATCH, is_last=True))
+    refused, permit = policy.handle(Tick(now_s=6.0))
+    assert (refused.peer, permit.worker) == ("peer-1", 0)
+    policy, answered = assigning(3, 2 * BATCH, s=0, deadline_s=5.0)
+    answers(policy, clocked(0, 0, blocks=tuple(blocks(answered, 0))))
+    answers(
+        policy, requests(0, samples=2 * BATCH, is_last=True), requests(2, samples=2 * BATCH, is_last=True)
+    )
     answers(policy, Finished(now_s=0.0, worker=2, epoch=0, step=0), Tick(now_s=0.0))
     refused = [one.peer for one in policy.handle(Tick(now_s=6.0)) if isinstance(one, RejectPeer)]
     assert refused == ["peer-1"]
 
 
-def test_nobody_is_dismissed_before_all_have_begun():
+def test_no_job_is_complete_before_all_have_begun():
     policy = BoundedStaleness(2, shards="equal")
     answers(policy, joined(0), joined(1), clocked(0, None))
     assert answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=0)) == []
-    assert granted(policy.handle(clocked(1, None))) == {1: (1, True)}
+    assert permits(policy.handle(clocked(1, None))) == {1: (1, True)}
 
 
 DETECTOR = {"limit": 1, "threshold_s": 1.0}
@@ -490,14 +502,14 @@ def test_iterations_are_counted_from_the_beginning_of_each_epoch():
     policy = started(2, dynamic={}, detector={**DETECTOR, "skip_first_iters": 1})
     for clock in range(3):  # one iteration an epoch, which is not judged
         answers(policy, clocked(1, clock, epoch=clock, compute_s=2.0), clocked(0, clock, epoch=clock))
-    assert granted(walk(policy, 0, range(3, 7))) == {0: (7, False)}
+    assert permits(walk(policy, 0, range(3, 7))) == {0: (7, False)}
 
 
 def test_a_straggler_that_nobody_normal_is_left_beside_is_none_any_more():
     policy = started(2, dynamic={}, detector=DETECTOR)
     answers(policy, clocked(1, 0, compute_s=2.0), clocked(0, 0), Lost(now_s=0.0, worker=0, cause="cut"))
     answers(policy, joined(2), clocked(2, None))
-    assert granted(walk(policy, 2, range(1, 5))) == {2: (5, False)}
+    assert permits(walk(policy, 2, range(1, 5))) == {2: (5, False)}
 
 
 def test_a_straggler_is_left_behind_by_more_than_the_bound_until_it_recovers():
@@ -505,103 +517,113 @@ def test_a_straggler_is_left_behind_by_more_than_the_bound_until_it_recovers():
     for clock in range(2):
         answers(policy, *(clocked(worker, clock, compute_s=0.1 + 2 * (worker == 2)) for worker in range(3)))
     for clock in range(2, 6):
-        said = answers(policy, clocked(0, clock), clocked(1, clock))
-    assert granted(said) == {0: (6, True), 1: (6, True)}
-    assert [(one.version_min, one.staleness_bound) for one in said] == [(2, 6), (2, 6)]
-    assert "for a straggler" in said[0].reason
+        answered = answers(policy, clocked(0, clock), clocked(1, clock))
+    assert permits(answered) == {0: (6, True), 1: (6, True)}
+    assert [(one.version_min, one.staleness_bound) for one in answered] == [(2, 6), (2, 6)]
+    assert "for a straggler" in answered[0].reason
     for clock in range(2, 5):
         policy.handle(clocked(2, clock, compute_s=0.1))
     for clock in range(6, 9):
-        said = answers(policy, clocked(0, clock), clocked(1, clock))
-    assert granted(said) == {0: (9, False), 1: (9, False)}
+        answered = answers(policy, clocked(0, clock), clocked(1, clock))
+    assert permits(answered) == {0: (9, False), 1: (9, False)}
 
 
 # Samples ------------------------------------------------------------------------------------------------
 
 
-def dealing(
+def assigning(
     world: int = 2, samples: int = SAMPLES, **arguments: Any
 ) -> tuple[BoundedStaleness, list[Action]]:
     policy = started(world, shards="dynamic", **arguments)
-    return policy, answers(policy, *(wants(one, samples=samples, is_last=True) for one in range(world)))
+    return policy, answers(policy, *(requests(one, samples=samples, is_last=True) for one in range(world)))
 
 
 def blocks(actions: list[Action], worker: int) -> list[int]:
-    deals = [one for one in actions if isinstance(one, AssignBlocks) and one.worker == worker]
-    return [block.id for deal in deals for block in deal.blocks]
+    assignments = [one for one in actions if isinstance(one, AssignBlocks) and one.worker == worker]
+    return [block.id for assignment in assignments for block in assignment.blocks]
 
 
 def test_who_waits_for_the_last_samples_holds_nobody_back_and_moves_along():
-    policy, said = dealing(2, 4 * BATCH, s=0)
-    first, second = blocks(said, 0), blocks(said, 1)
+    policy, answered = assigning(2, 4 * BATCH, s=0)
+    first, second = blocks(answered, 0), blocks(answered, 1)
     assert len(first) == len(second) == 2
-    said = answers(policy, clocked(0, 0, blocks=tuple(first)))
-    assert granted(said) == {0: (1, False)}
-    assert [one.reason for one in said if isinstance(one, StepPermit)] == ["it has no samples"]
-    said = answers(policy, clocked(1, 0, blocks=(second[0],)))
-    assert granted(said) == {1: (1, True)}
-    said = answers(policy, clocked(1, 1, blocks=(second[1],)))
-    assert granted(said) == {0: (2, False), 1: (2, False)}
-    assert [deal.is_last for deal in said if isinstance(deal, AssignBlocks)] == [True, True]
+    answered = answers(policy, clocked(0, 0, blocks=tuple(first)))
+    assert permits(answered) == {0: (1, False)}
+    assert [one.reason for one in answered if isinstance(one, StepPermit)] == ["it has no samples"]
+    answered = answers(policy, clocked(1, 0, blocks=(second[0],)))
+    assert permits(answered) == {1: (1, True)}
+    answered = answers(policy, clocked(1, 1, blocks=(second[1],)))
+    assert permits(answered) == {0: (2, False), 1: (2, False)}
+    assert [assignment.is_last for assignment in answered if isinstance(assignment, AssignBlocks)] == [
+        True,
+        True,
+    ]
 
 
-def test_who_is_dealt_a_lost_workers_samples_comes_back_at_a_clock_that_is_not_complete():
-    policy, said = dealing(3, 3 * BATCH, s=0)
-    answers(policy, *(clocked(worker, 0, blocks=tuple(blocks(said, worker))) for worker in (0, 1)))
-    said = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
-    assert sum(len(blocks(said, worker)) for worker in (0, 1)) >= 1
-    for one in said:
+def test_who_is_assigned_a_lost_workers_samples_comes_back_at_a_clock_that_is_not_complete():
+    policy, answered = assigning(3, 3 * BATCH, s=0)
+    answers(policy, *(clocked(worker, 0, blocks=tuple(blocks(answered, worker))) for worker in (0, 1)))
+    answered = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
+    assert sum(len(blocks(answered, worker)) for worker in (0, 1)) >= 1
+    for one in answered:
         if isinstance(one, StepPermit):
-            assert (one.clock, one.may_start) == (1, bool(blocks(said, one.worker)))
+            assert (one.clock, one.may_start) == (1, bool(blocks(answered, one.worker)))
 
 
 def test_who_has_begun_a_step_and_gets_no_more_is_told_to_do_without():
-    policy, said = dealing(2, 2 * BATCH)
-    (block,) = blocks(said, 0)
-    (deal,) = policy.handle(wants(0, samples=2 * BATCH, is_last=True, started_blocks=(block,)))
-    assert (deal.worker, deal.is_awaited, deal.blocks) == (0, True, ())
-    assert answers(policy, wants(1, samples=2 * BATCH, is_last=True)) == []
+    policy, answered = assigning(2, 2 * BATCH)
+    (block,) = blocks(answered, 0)
+    (assignment,) = policy.handle(requests(0, samples=2 * BATCH, is_last=True, started_blocks=(block,)))
+    assert (assignment.worker, assignment.is_awaited, assignment.blocks) == (0, True, ())
+    assert answers(policy, requests(1, samples=2 * BATCH, is_last=True)) == []
 
 
 def test_who_asks_for_more_while_some_are_under_way_to_it_gets_none_in_their_place():
-    policy, said = dealing(2)
-    taken = blocks(said, 0)[0]
-    assert not any(deal.is_awaited for deal in policy.handle(wants(0, is_last=True, started_blocks=(taken,))))
+    policy, answered = assigning(2)
+    taken = blocks(answered, 0)[0]
+    assert not any(
+        assignment.is_awaited
+        for assignment in policy.handle(requests(0, is_last=True, started_blocks=(taken,)))
+    )
 
 
 def test_who_waits_at_the_gate_is_not_blamed_by_who_waits_for_its_samples():
-    policy, said = dealing(3, 6 * BATCH, s=0, deadline_s=5.0)
-    answers(policy, clocked(0, 0, blocks=tuple(blocks(said, 0))), clocked(1, 0, blocks=(blocks(said, 1)[0],)))
-    answers(policy, wants(0, samples=6 * BATCH, is_last=True), Tick(now_s=0.0))
+    policy, answered = assigning(3, 6 * BATCH, s=0, deadline_s=5.0)
+    answers(
+        policy,
+        clocked(0, 0, blocks=tuple(blocks(answered, 0))),
+        clocked(1, 0, blocks=(blocks(answered, 1)[0],)),
+    )
+    answers(policy, requests(0, samples=6 * BATCH, is_last=True), Tick(now_s=0.0))
     refused = [one.peer for one in policy.handle(Tick(now_s=6.0)) if isinstance(one, RejectPeer)]
     assert refused == ["peer-2"]
 
 
-def test_who_has_finished_is_dealt_nothing_and_nothing_is_kept_for_it():
+def test_who_has_finished_is_assigned_nothing_and_nothing_is_kept_for_it():
     policy = started(3, shards="dynamic")
     policy.handle(Finished(now_s=0.0, worker=2, epoch=0, step=0))
-    said = answers(policy, *(wants(worker, samples=2 * BATCH) for worker in (0, 1)))
-    sizes = [block.samples for one in said if isinstance(one, AssignBlocks) for block in one.blocks]
+    answered = answers(policy, *(requests(worker, samples=2 * BATCH) for worker in (0, 1)))
+    sizes = [block.samples for one in answered if isinstance(one, AssignBlocks) for block in one.blocks]
     assert sizes == [BATCH, BATCH]
 
 
 def test_who_never_wants_samples_runs_without():
     policy = started(2, shards="dynamic", s=0)
-    assert granted(policy.handle(clocked(0, 0))) == {0: (1, False)}
-    assert granted(policy.handle(clocked(1, 0))) == {0: (1, True), 1: (1, True)}
+    assert permits(policy.handle(clocked(0, 0))) == {0: (1, False)}
+    assert permits(policy.handle(clocked(1, 0))) == {0: (1, True), 1: (1, True)}
 
 
 def test_who_leaves_an_epoch_early_gives_up_the_rest_for_all():
-    policy, _ = dealing(2)
-    said = policy.handle(wants(0, 1, abandons_previous=True))
-    (deal,) = [one for one in said if isinstance(one, AssignBlocks) and one.worker == 0]
-    assert deal.replaces_queue
-    assert {block.epoch for block in deal.blocks} == {1}
+    policy, _ = assigning(2)
+    answered = policy.handle(requests(0, 1, abandons_previous=True))
+    (assignment,) = [one for one in answered if isinstance(one, AssignBlocks) and one.worker == 0]
+    assert assignment.replaces_queue
+    assert {block.epoch for block in assignment.blocks} == {1}
 
 
-def test_who_saves_is_told_which_positions_have_been_used():
-    policy, said = dealing(2)
-    used = blocks(said, 0)[:1]
+def test_who_saves_is_informed_which_positions_have_been_used():
+    policy, answered = assigning(2)
+    used = blocks(answered, 0)[:1]
     answers(policy, clocked(0, 0, blocks=tuple(used)))
     (answer,) = policy.handle(CheckpointQuery(now_s=0.0, worker=1, round=7))
     assert isinstance(answer, ConsumedSamples)
@@ -609,13 +631,13 @@ def test_who_saves_is_told_which_positions_have_been_used():
     assert answer.consumed == ((0, ((0, BATCH),)),)
 
 
-def test_who_saves_is_told_what_was_used_at_the_clocks_that_its_state_holds():
-    policy, said = dealing(3, 6 * BATCH, s=3)
-    mine, ahead = blocks(said, 0), blocks(said, 1)
+def test_who_saves_is_informed_what_was_used_at_the_clocks_that_its_state_holds():
+    policy, answered = assigning(3, 6 * BATCH, s=3)
+    mine, ahead = blocks(answered, 0), blocks(answered, 1)
     answers(policy, clocked(1, 0, blocks=tuple(ahead[:1])), clocked(0, 0, blocks=tuple(mine[:1])))
-    said = answers(
+    answered = answers(
         policy,
-        clocked(2, 0, blocks=tuple(blocks(said, 2))),
+        clocked(2, 0, blocks=tuple(blocks(answered, 2))),
         clocked(1, 1, parameter_version=0, blocks=(ahead[1],)),
     )
     policy = remembered(policy, 3, s=3)
@@ -626,15 +648,17 @@ def test_who_saves_is_told_what_was_used_at_the_clocks_that_its_state_holds():
 
 
 def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
-    policy, said = dealing(2, 2 * BATCH, deadline_s=5.0)
-    answers(policy, clocked(0, 0, blocks=tuple(blocks(said, 0))), wants(0, samples=2 * BATCH, is_last=True))
+    policy, answered = assigning(2, 2 * BATCH, deadline_s=5.0)
+    answers(
+        policy, clocked(0, 0, blocks=tuple(blocks(answered, 0))), requests(0, samples=2 * BATCH, is_last=True)
+    )
     policy = remembered(policy, 2, deadline_s=5.0)
     assert answers(policy, Tick(now_s=0.0)) == []
-    said = policy.handle(Tick(now_s=5.1))
-    assert isinstance(said[0], RejectPeer)
-    assert said[0].peer == "peer-1"
-    assert len(blocks(said, 0)) >= 1
-    assert granted(said) == {0: (1, True)}
+    answered = policy.handle(Tick(now_s=5.1))
+    assert isinstance(answered[0], RejectPeer)
+    assert answered[0].peer == "peer-1"
+    assert len(blocks(answered, 0)) >= 1
+    assert permits(answered) == {0: (1, True)}
 
 
 # What cannot be -----------------------------------------------------------------------------------------
@@ -649,7 +673,7 @@ def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
         (clocked(0, 7), "no step at clock 7 of worker 0, which may not start"),
         (clocked(1, 4), "no step at clock 4 of worker 1, which may start at 3"),
         (clocked(1, 3, blocks=(0,)), "expected no blocks"),
-        (wants(0), "nothing about samples"),
+        (requests(0), "nothing about samples"),
         (CheckpointQuery(now_s=0.0, worker=0, round=1), "nothing about samples"),
         (Lost(now_s=0.0, worker=8, cause="cut"), "expected a worker that has joined, got Lost of worker 8"),
         (
@@ -681,9 +705,9 @@ def test_a_step_with_parameters_that_are_too_old_is_refused():
 
 
 def test_blocks_of_nobody_are_refused():
-    policy, said = dealing(2)
+    policy, answered = assigning(2)
     with pytest.raises(ProtocolError, match="are not worker 0's any more"):
-        policy.handle(clocked(0, 0, blocks=tuple(blocks(said, 1))))
+        policy.handle(clocked(0, 0, blocks=tuple(blocks(answered, 1))))
 
 
 def test_who_has_finished_says_nothing_more():

@@ -43,12 +43,12 @@ class Worker:
 
     def __init__(self, job: Job, worker: int, begins: int) -> None:
         self.job, self.worker, self.pushed = job, worker, begins
-        self.hand = BlockQueue()
+        self.queue = BlockQueue()
         self.steps_left = job.chance.randint(0, 12)
         self.per_step = job.chance.choice([1, 1, 2])
-        self.grant: StepPermit | None = None
-        self.heard: deque[Action] = deque()
-        self.says: deque[Event] = deque([self.clocked(None, begins, ())])
+        self.permit: StepPermit | None = None
+        self.inbox: deque[Action] = deque()
+        self.outbox: deque[Event] = deque([self.clocked(None, begins, ())])
         self.has_asked = self.is_in_step = self.has_finished = self.is_done = False
 
     def clocked(self, clock: int | None, version: int, blocks: tuple[int, ...]) -> StepFinished:
@@ -58,7 +58,7 @@ class Worker:
             worker=self.worker,
             clock=clock,
             parameter_version=version,
-            epoch=max(0, self.hand.epoch),
+            epoch=max(0, self.queue.epoch),
             step=0,
             compute_s=chance.choice([0.1, 0.1, 0.3]),
             samples=BATCH,
@@ -66,44 +66,46 @@ class Worker:
             blocks=blocks,
         )
 
-    def hear(self) -> None:
-        action = self.heard.popleft()
+    def receive(self) -> None:
+        action = self.inbox.popleft()
         match action:
             case StepPermit():
-                assert self.grant is None or action.clock >= self.grant.clock
-                self.grant = action
+                assert self.permit is None or action.clock >= self.permit.clock
+                self.permit = action
                 self.pushed = max(self.pushed, action.clock)
             case AssignBlocks():
-                self.hand.on_assigned(action)
+                self.queue.on_assigned(action)
             case JobComplete() | AbortJob():
                 self.is_done = self.has_finished = True
 
     def may_start(self) -> bool:
         """It has heard that it may, and the servers have a version that it may read."""
         return (
-            self.grant is not None and self.grant.may_start and self.grant.version_min <= self.job.version()
+            self.permit is not None
+            and self.permit.may_start
+            and self.permit.version_min <= self.job.version()
         )
 
     def go_on(self) -> bool:
         """Does the next thing; False where it has to wait."""
         if self.has_finished:
             return False
-        if not self.job.deals:
+        if not self.job.assigns:
             return self.go_on_with_equal_shards()
-        hand = self.hand
-        if self.is_in_step and (len(hand.started) >= self.per_step or hand.is_awaited):
-            self.end_step(hand.pop_contribution(is_counted=True))
-        elif hand.epoch < 0 or hand.is_exhausted:
+        queue = self.queue
+        if self.is_in_step and (len(queue.started) >= self.per_step or queue.is_awaited):
+            self.end_step(queue.pop_contribution(is_counted=True))
+        elif queue.epoch < 0 or queue.is_exhausted:
             self.go_to_next_epoch(skips=False)
-        elif len(hand):
+        elif len(queue):
             if not (self.is_in_step or self.may_start()):
                 return False
             if self.job.skips and self.job.chance.random() < 0.05:
                 self.go_to_next_epoch(skips=True)
                 return True
-            block = hand.next_to_load()
+            block = queue.next_to_load()
             assert block is not None
-            assert hand.start(block.id)
+            assert queue.start(block.id)
             self.is_in_step, self.has_asked = True, False
         elif not self.has_asked:
             self.want(skips=False)
@@ -122,35 +124,35 @@ class Worker:
         return True
 
     def end_step(self, blocks: tuple[int, ...]) -> None:
-        assert self.grant is not None
-        self.says.append(self.clocked(self.grant.clock, self.grant.version_min, blocks))
-        self.grant = replace(self.grant, may_start=False)  # it waits for the next one
+        assert self.permit is not None
+        self.outbox.append(self.clocked(self.permit.clock, self.permit.version_min, blocks))
+        self.permit = replace(self.permit, may_start=False)  # it waits for the next one
         self.is_in_step = self.has_asked = False
 
     def go_to_next_epoch(self, *, skips: bool) -> None:
-        hand = self.hand
+        queue = self.queue
         if skips:
-            hand.discard()
+            queue.discard()
             self.is_in_step = False
-        if hand.epoch + 1 == self.job.epochs:
+        if queue.epoch + 1 == self.job.epochs:
             self.finish()
         else:
-            hand.begin_epoch(max(hand.epoch + 1, self.job.least_epoch() if hand.epoch < 0 else 0))
+            queue.begin_epoch(max(queue.epoch + 1, self.job.least_epoch() if queue.epoch < 0 else 0))
             self.want(skips=skips)
 
     def want(self, *, skips: bool) -> None:
         self.has_asked = True
-        self.says.append(
+        self.outbox.append(
             SamplesRequested(
                 now_s=0.0,
                 worker=self.worker,
-                epoch=self.hand.epoch,
+                epoch=self.queue.epoch,
                 samples=self.job.samples,
                 batch_size=BATCH,
-                is_last=self.hand.epoch + 1 == self.job.epochs,
+                is_last=self.queue.epoch + 1 == self.job.epochs,
                 abandons_previous=skips,
                 blocks_max=0,
-                started_blocks=self.hand.started,
+                started_blocks=self.queue.started,
                 round=0,
                 consumed_ranges=(),
             )
@@ -160,7 +162,7 @@ class Worker:
         """It has pushed all that it has, and takes part in no sum any more."""
         self.has_finished = True
         self.pushed = 2**63
-        self.says.append(Finished(now_s=0.0, worker=self.worker, epoch=max(0, self.hand.epoch), step=0))
+        self.outbox.append(Finished(now_s=0.0, worker=self.worker, epoch=max(0, self.queue.epoch), step=0))
 
 
 class Job:
@@ -177,7 +179,7 @@ class Job:
         self.arguments = {"world": workers, **arguments}
         self.policy, self.twin = self.fresh(), self.fresh()
         self.other: BoundedStaleness | None = None
-        self.deals = arguments["shards"] == "dynamic"
+        self.assigns = arguments["shards"] == "dynamic"
         self.deaths, self.newcomers, self.skips = deaths, newcomers, skips
         self.epochs, self.samples = self.chance.randint(1, 3), self.chance.randint(1, 60)
         self.workers: dict[int, Worker] = {}
@@ -196,7 +198,7 @@ class Job:
         return min(one.pushed for one in self.workers.values())
 
     def least_epoch(self) -> int:
-        begun = [one.hand.epoch for one in self.workers.values() if one.hand.epoch >= 0]
+        begun = [one.queue.epoch for one in self.workers.values() if one.queue.epoch >= 0]
         return min(begun, default=0)
 
     def join(self, worker: int) -> None:
@@ -225,7 +227,7 @@ class Job:
             self.check(action)
             for worker, one in self.workers.items():
                 if isinstance(action, JobComplete | AbortJob) or getattr(action, "worker", None) == worker:
-                    one.heard.append(action)
+                    one.inbox.append(action)
 
     def note(self, event: Event) -> None:
         match event:
@@ -268,22 +270,22 @@ class Job:
                 (one, what)
                 for one in self.workers.values()
                 for what in ("go_on", "hear", "say")
-                if what == "go_on" or (one.heard if what == "hear" else one.says)
+                if what == "go_on" or (one.inbox if what == "hear" else one.outbox)
             ]
             self.chance.shuffle(moves)
             if not any(self.does(one, what) for one, what in moves):
                 break
-            starts = [one.grant for one in self.workers.values() if one.grant and one.grant.may_start]
-            assert all(grant.version_min <= min(self.clocks.values(), default=2**63) for grant in starts)
+            starts = [one.permit for one in self.workers.values() if one.permit and one.permit.may_start]
+            assert all(permit.version_min <= min(self.clocks.values(), default=2**63) for permit in starts)
         assert all(one.is_done for one in self.workers.values()), "somebody waits for ever"
 
     def does(self, one: Worker, what: str) -> bool:
         if what == "go_on":
             return one.go_on()
         if what == "hear":
-            one.hear()
+            one.receive()
         else:
-            self.handle(one.says.popleft())
+            self.handle(one.outbox.popleft())
         return True
 
     def come_or_go(self) -> None:
@@ -320,7 +322,7 @@ arguments = st.fixed_dictionaries(
 def test_everybody_ends_and_every_sample_is_used_once(seed, workers, arguments):
     job = Job(seed, workers, deaths=0, newcomers=0, skips=False, **arguments)
     job.run()
-    assert not job.deals or job.samples_used() == {1}
+    assert not job.assigns or job.samples_used() == {1}
 
 
 @settings(max_examples=150, deadline=None)
@@ -328,7 +330,7 @@ def test_everybody_ends_and_every_sample_is_used_once(seed, workers, arguments):
 def test_whoever_dies_or_comes(seed, workers, arguments):
     job = Job(seed, workers, deaths=2, newcomers=2, skips=False, **arguments)
     job.run()
-    assert not job.deals or max(job.samples_used(), default=0) <= 1  # none where worker 0 dies first
+    assert not job.assigns or max(job.samples_used(), default=0) <= 1  # none where worker 0 dies first
 
 
 @settings(max_examples=100, deadline=None)

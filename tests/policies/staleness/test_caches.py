@@ -182,7 +182,7 @@ def test_the_log_is_replayed_as_long_as_a_stretch_lacks_it():
     assert [directory.count_included(0, push_time(clock)) for clock in (0, 1, 2)] == [0, 1, 2]
 
 
-def test_what_a_thread_has_dropped_is_read_anew_and_its_log_is_replayed():
+def test_what_a_thread_has_dropped_is_read_again_and_its_log_is_replayed():
     directory = CacheDirectory([0], is_versioned=True)
     directory.on_pulled(0)
     directory.on_thread_copied(0, 0, push_time(-1))

@@ -140,7 +140,7 @@ def test_alike_workers_are_hardly_ever_clearly_slow():
     assert dropped / runs == pytest.approx(3 / 84, rel=0.15)
 
 
-def test_few_times_promise_nothing():
+def test_few_times_guarantee_nothing():
     assert choose_threshold([1.0] * 5, judged=100, bound=1e-3, k_min=1.4, k_max=2.0) is None
     assert choose_threshold([], judged=100, bound=1e-3, k_min=1.4, k_max=2.0) is None
 

@@ -208,22 +208,26 @@ def test_it_follows_the_definition_iteration_by_iteration(data):
 
 def interleaved(chance: random.Random, workers: int, iterations: int) -> list[tuple[int, int]]:
     """All iterations of all workers, nobody heard more than one ahead of another."""
-    heard, order = [0] * workers, []
-    while min(heard) < iterations:
-        ahead = [worker for worker in range(workers) if heard[worker] <= min(min(heard), iterations - 1)]
+    received, order = [0] * workers, []
+    while min(received) < iterations:
+        ahead = [
+            worker for worker in range(workers) if received[worker] <= min(min(received), iterations - 1)
+        ]
         if chance.random() < 0.5:
             ahead = [
-                worker for worker in range(workers) if heard[worker] <= min(min(heard) + 1, iterations - 1)
+                worker
+                for worker in range(workers)
+                if received[worker] <= min(min(received) + 1, iterations - 1)
             ]
         worker = chance.choice(ahead)
-        order.append((worker, heard[worker]))
-        heard[worker] += 1
+        order.append((worker, received[worker]))
+        received[worker] += 1
     return order
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(), st.integers(1, 12), st.integers(0, 3))
-def test_verdicts_do_not_depend_on_the_order_in_which_workers_are_heard(seed, limit, slow):
+def test_verdicts_do_not_depend_on_the_order_in_which_messages_arrive(seed, limit, slow):
     chance = random.Random(seed)
     onset = [0] * 5 + [chance.randrange(60) for _ in range(slow)]
     workers = len(onset)
@@ -702,7 +706,7 @@ def test_a_limit_that_falls_classes_nobody_by_itself():
     assert verdicts == []
 
 
-def test_with_too_few_times_for_a_promise_it_judges_as_the_paper_does():
+def test_with_too_few_times_for_a_guarantee_it_judges_as_the_paper_does():
     made = classifier(1, k="auto", false_alarm=1e-9)
     epoch_of(made, 0, 30, lambda *_: FAST_S, workers=1)
     assert made.limit == 10

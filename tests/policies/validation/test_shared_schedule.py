@@ -117,7 +117,7 @@ def of(kind, actions):
 # In order -----------------------------------------------------------------------------------------------
 
 
-def test_each_evaluates_its_share_and_all_hear_the_mean():
+def test_each_evaluates_its_part_and_all_receive_the_mean():
     policy, actions = started(3, taken(0), taken(1), taken(2))
     assert not of(SendSnapshot, actions)
     parts = of(EvaluatePart, actions)
@@ -178,10 +178,10 @@ def test_older_epochs_are_evaluated_first():
 # Whose snapshot -----------------------------------------------------------------------------------------
 
 
-def test_who_has_another_snapshot_is_lent_the_one_that_is_evaluated_once():
+def test_a_worker_with_another_snapshot_is_sent_the_one_that_is_evaluated_once():
     policy, actions = started(2, taken(0, digest="mine"), taken(1, digest="yours"))
-    (loan,) = of(SendSnapshot, actions)
-    assert (loan.worker, loan.receiver, loan.digest) == (0, 1, "mine")
+    (transfer,) = of(SendSnapshot, actions)
+    assert (transfer.worker, transfer.receiver, transfer.digest) == (0, 1, "mine")
     parts = of(EvaluatePart, actions)
     assert {part.digest for part in parts} == {"mine"}
     more = policy.handle(evaluated(next(part for part in parts if part.worker == 1)))
@@ -213,8 +213,8 @@ def test_others_go_on_where_the_owner_is_lost():
     policy, actions = started(3, taken(0), taken(1), taken(2, digest="other"))
     answers = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
     parts = [part for part in of(EvaluatePart, [*actions, *answers]) if part.worker != 0]
-    (loan,) = of(SendSnapshot, answers)
-    assert (loan.worker, loan.receiver) == (1, 2)
+    (transfer,) = of(SendSnapshot, answers)
+    assert (transfer.worker, transfer.receiver) == (1, 2)
     assert finish(policy, parts).snapshot_owner == 1
 
 
@@ -341,12 +341,12 @@ def test_a_metric_that_is_merged_in_one_part_and_not_in_another_is_refused():
 # Those that come late -----------------------------------------------------------------------------------
 
 
-def test_a_newcomer_hears_what_earlier_epochs_came_to():
+def test_a_newcomer_receives_the_results_of_earlier_epochs():
     policy, actions = started(2, taken(0))
     over = finish(policy, of(EvaluatePart, actions))
     policy.handle(taken(1, epoch=1))
-    told, under_way = policy.handle(joined(7))
-    assert (told.worker, told.epoch, told.means) == (7, 0, over.means)
+    sent, under_way = policy.handle(joined(7))
+    assert (sent.worker, sent.epoch, sent.means) == (7, 0, over.means)
     assert isinstance(under_way, ValidationStarted)
     assert (under_way.worker, under_way.epoch) == (7, 1)
 
@@ -454,9 +454,9 @@ class World:
         self.results = []  # on their way to the coordinator
         self.over = {}
         for worker in range(workers):
-            self.hear(joined(worker))
+            self.receive(joined(worker))
 
-    def hear(self, event):
+    def receive(self, event):
         if self.chance.random() < 0.2:  # the coordinator is killed and started again
             state = json.loads(json.dumps(self.policy.state_dict()))
             self.policy = SharedValidation()
@@ -477,12 +477,12 @@ class World:
             case SendSnapshot() if {action.worker, action.receiver} <= self.alive:
                 key = (action.worker, action.epoch)
                 assert self.digests[key] == action.digest, "it lends what it does not have"
-                borrowed = (action.receiver, action.epoch)
+                received = (action.receiver, action.epoch)
                 if self.chance.random() < 0.9:  # else it dies before all is sent
-                    self.digests[borrowed] = action.digest
+                    self.digests[received] = action.digest
                 else:
-                    if self.digests[borrowed] != action.digest:  # the same over the same changes nothing
-                        self.digests[borrowed] = "garbage"
+                    if self.digests[received] != action.digest:  # the same over the same changes nothing
+                        self.digests[received] = "garbage"
                     self.dying.add(action.worker)
             case ValidationFinished() if action.worker is None:
                 assert action.epoch not in self.over, "an epoch ends twice"
@@ -507,21 +507,21 @@ class World:
                     if part.part == 0:
                         self.first.add((part.worker, part.epoch, part.digest))
             case "tell":
-                self.tell(self.results.pop(self.chance.randrange(len(self.results))))
+                self.report(self.results.pop(self.chance.randrange(len(self.results))))
             case "lose":
                 self.lose(self.chance.choice(sorted(self.alive)))
             case "tick":
-                self.hear(Tick(now_s=self.now_s))
+                self.receive(Tick(now_s=self.now_s))
         while dying := self.dying & self.alive:
             self.lose(min(dying))
 
-    def tell(self, done):
+    def report(self, done):
         if done.worker not in self.alive:
             return
         if isinstance(done, MergeStates):
-            self.hear(merged(done.worker, self.asked[done.worker, done.epoch], self.now_s))
+            self.receive(merged(done.worker, self.asked[done.worker, done.epoch], self.now_s))
         else:
-            self.hear((with_state if self.merges else evaluated)(done, self.now_s))
+            self.receive((with_state if self.merges else evaluated)(done, self.now_s))
 
     def train(self, worker):
         epoch = self.epoch[worker]
@@ -529,13 +529,13 @@ class World:
         digest = f"{epoch} {self.chance.choice('aab')}"
         self.digests[worker, epoch] = digest
         is_current = self.chance.random() < 0.8
-        self.hear(taken(worker, epoch, self.now_s, digest, is_current))
+        self.receive(taken(worker, epoch, self.now_s, digest, is_current))
         if self.epoch[worker] == self.epochs:
-            self.hear(Finished(now_s=self.now_s, worker=worker, epoch=epoch, step=9))
+            self.receive(Finished(now_s=self.now_s, worker=worker, epoch=epoch, step=9))
 
     def lose(self, worker):
         self.alive.discard(worker)
-        self.hear(Lost(now_s=self.now_s, worker=worker, cause="it was killed"))
+        self.receive(Lost(now_s=self.now_s, worker=worker, cause="it was killed"))
 
 
 @settings(max_examples=300)

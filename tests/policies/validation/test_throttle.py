@@ -161,7 +161,7 @@ def test_several_may_wait_at_once():
 
 
 @pytest.mark.parametrize(("calls_per_s_min", "is_slow"), [(999.0, False), (1100.0, True)])
-def test_nobody_goes_on_beside_the_training_where_one_alone_is_too_slow(calls_per_s_min, is_slow):
+def test_no_thread_evaluates_during_training_where_one_alone_is_too_slow(calls_per_s_min, is_slow):
     world = World(2, MinimumRate(check_after_s=1.0, calls_per_s_min=calls_per_s_min, rest_s=60.0))
     world.begin(2)
     world.run(0.9, stands_in_line)
@@ -185,7 +185,7 @@ def test_parts_that_are_over_count_too():
     assert not world.pacing.is_slow
 
 
-def test_who_was_freed_goes_on_beside_the_others_until_its_turn_ends():
+def test_a_thread_that_was_freed_continues_with_the_others_until_its_turn_ends():
     world = World(3)
     world.begin(3)
     world.pacing.force(world.turns[2])

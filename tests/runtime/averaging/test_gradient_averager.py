@@ -48,7 +48,7 @@ def assert_are_the_means(found, step=0):
         assert torch.allclose(torch.tensor(gradient, dtype=torch.float64), expected, rtol=0, atol=1e-12)
 
 
-def set_by_hand(rank, say):
+def set_by_hand(rank, emit):
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     found = []
@@ -88,7 +88,7 @@ class Failing(Small):
         return self.b(torch.tanh(Fails.apply(hidden) if self.fails else hidden))
 
 
-def failed_backward(rank, say, failing, through_model):
+def failed_backward(rank, emit, failing, through_model):
     """The workers in `failing` fail half-way through a backward pass, clear up and go on."""
     model = Failing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -122,7 +122,7 @@ def test_a_backward_pass_that_failed_leaves_no_trace(failing, through_model):
             assert_are_the_means(found[step], step)
 
 
-def failed_and_skipped(rank, say):
+def failed_and_skipped(rank, emit):
     model = Failing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with offbeat.join(model, optimizer, AllReduce(bucket_bytes=1)):
@@ -144,7 +144,7 @@ def test_a_worker_that_skips_a_step_after_a_failed_pass_has_no_weight():
             assert torch.allclose(torch.tensor(gradient, dtype=torch.float64), expected, rtol=0, atol=1e-12)
 
 
-def stepping_again(rank, say):
+def stepping_again(rank, emit):
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     found = []
@@ -162,7 +162,7 @@ def test_further_steps_keep_the_gradients():
             assert_are_the_means(one)
 
 
-def kept(rank, say):
+def kept(rank, emit):
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     tasks, views = [], []
@@ -183,7 +183,7 @@ def test_gradients_that_somebody_keeps_are_not_overwritten():
             assert views[step] == [value for row in task[2] for value in row]
 
 
-def banks_are_reused(rank, say):
+def banks_are_reused(rank, emit):
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     places = set()
@@ -211,7 +211,7 @@ class Normed(nn.Module):
         return self.net(x * self.mask)
 
 
-def two_forwards_two_backwards(rank, say):
+def two_forwards_two_backwards(rank, emit):
     model = Normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.join(model, optimizer, AllReduce()):
@@ -230,7 +230,7 @@ def test_several_backward_passes_through_buffers_are_allowed():
     assert one == other
 
 
-def with_closure(rank, say):
+def with_closure(rank, emit):
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with offbeat.join(model, optimizer, AllReduce()) as session:
@@ -273,7 +273,7 @@ def test_a_parameter_that_is_an_output_gets_no_hooks():
     assert not model.scale._backward_hooks
 
 
-def half_with_precise_state(rank, say):
+def half_with_precise_state(rank, emit):
     model = nn.Linear(4, 2, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if rank == 0:
@@ -304,7 +304,7 @@ def alone():
     return offbeat.join(model, torch.optim.SGD(model.parameters(), lr=0.1), AllReduce())
 
 
-def test_loader_workers_draw_anew_every_epoch():
+def test_loader_workers_draw_again_every_epoch():
     with alone() as session:
         drawn = [[float(x) for x in session.batches(Drawing(), 1, num_workers=1)] for _ in session.epochs(3)]
     assert len({tuple(epoch) for epoch in drawn}) == 3
@@ -333,7 +333,7 @@ def test_buffers_that_cannot_be_exchanged_are_refused_at_join(buffer, text):
         offbeat.join(model, torch.optim.SGD(model.parameters(), lr=0.1), AllReduce())
 
 
-def late(rank, say):
+def late(rank, emit):
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with offbeat.join(model, optimizer, AllReduce(deadline_s=1)) as session:

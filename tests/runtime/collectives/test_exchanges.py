@@ -423,7 +423,7 @@ def test_a_deadline_that_passes_is_an_error_that_says_so():
 # Over torch.distributed -----------------------------------------------------------------------------------
 
 
-def torch_sums(rank, say):
+def torch_sums(rank, emit):
     dist.init_process_group("gloo")
     exchange = TorchExchange(dist.group.WORLD)
     size = dist.get_world_size()
@@ -461,11 +461,11 @@ def test_torch_sums_and_broadcasts_are_the_same(size):
     assert len(set(values(run(torch_sums, size)))) == 1
 
 
-def torch_abandons(rank, say):
+def torch_abandons(rank, emit):
     dist.init_process_group("gloo")
     exchange = TorchExchange(dist.group.WORLD)
     if rank == 1:
-        say("here")
+        emit("here")
         threading.Event().wait()
     flat = torch.ones(10)
     into = torch.empty(10)
@@ -478,17 +478,17 @@ def torch_abandons(rank, say):
         with pytest.raises(WorkerError) as caught:
             one.wait(DEADLINE_S)
         assert caught.value is error
-    say("done")
+    emit("done")
     os._exit(0)  # gloo would wait for the other
 
 
 def test_torch_exchanges_end_when_they_are_abandoned():
     with start(torch_abandons, 2) as running:
-        assert running.said(1) == "here"
-        assert running.said(0) == "done"
+        assert running.receive(1) == "here"
+        assert running.receive(0) == "done"
 
 
-def torch_loses_a_peer(rank, say):
+def torch_loses_a_peer(rank, emit):
     dist.init_process_group("gloo")
     exchange = TorchExchange(dist.group.WORLD)
     dist.barrier()  # else it may die while they are still getting to know each other

@@ -31,11 +31,11 @@ class Worker:
     """A worker's links and its line to the coordinator, and what it has heard."""
 
     def __init__(self, name, addresses, worker=0):
-        self.heard, self.gone = queue.SimpleQueue(), queue.SimpleQueue()
+        self.received, self.gone = queue.SimpleQueue(), queue.SimpleQueue()
         self.worker = worker
         self.node = Node(
             name,
-            on_message=lambda _, payload: self.hear(payload),
+            on_message=lambda _, payload: self.receive(payload),
             on_lost=lambda error: self.line.on_connection_lost(error),
             on_left=lambda _: self.line.on_peer_closed(),
         )
@@ -43,12 +43,12 @@ class Worker:
         self.name = self.links.name
         self.line = ControlChannel(self.links, COORDINATOR, addresses, on_coordinator_gone=self.gone.put)
 
-    def hear(self, payload):
+    def receive(self, payload):
         for action in self.line.receive(payload):
-            self.heard.put(action)
+            self.received.put(action)
 
     def action(self):
-        return self.heard.get(timeout=DEADLINE_S)
+        return self.received.get(timeout=DEADLINE_S)
 
     def joins(self, world):
         self.line.send(joined(self, world, self.worker))
@@ -77,13 +77,17 @@ class ByHand:
         self.node.links.call_soon(lambda: 1 / 0)
         assert isinstance(self.node.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
 
-    def hear(self):
+    def receive(self):
         """The next thing that the worker says: a tally, or the rounds of its Readys."""
         payload = self.node.message()[1]
-        tally = decode_sequence_ack(payload)
-        return tally if tally is not None else [event.round for event in decode_events(payload, 0.0)]
+        sequence_ack = decode_sequence_ack(payload)
+        return (
+            sequence_ack
+            if sequence_ack is not None
+            else [event.round for event in decode_events(payload, 0.0)]
+        )
 
-    def say(self, thing):
+    def send_event(self, thing):
         payload = encode_sequence_ack(thing) if isinstance(thing, SequenceAck) else encode_actions(thing)
         self.node.links.send("w0", payload)
 
@@ -106,52 +110,52 @@ def test_after_a_loss_it_says_again_what_is_not_recorded_and_nothing_else(by_han
     worker.line.send(ready(0, 0), ready(0, 1))
     worker.line.send(ready(0, 2), ready(0, 3), ready(0, 4))
     worker.line.send(ready(0, 5))
-    assert [other.hear() for _ in range(3)] == [[0, 1], [2, 3, 4], [5]]
+    assert [other.receive() for _ in range(3)] == [[0, 1], [2, 3, 4], [5]]
     other.dies()
     other.start()
-    assert other.hear() == SequenceAck(1, 0, 6)
+    assert other.receive() == SequenceAck(1, 0, 6)
     worker.line.send(ready(0, 6))
-    other.say(SequenceAck(1, 3, 0))
-    assert [other.hear() for _ in range(4)] == [[3, 4], [5], [6], SequenceAck(1, 0, 7)]
+    other.send_event(SequenceAck(1, 3, 0))
+    assert [other.receive() for _ in range(4)] == [[3, 4], [5], [6], SequenceAck(1, 0, 7)]
 
 
 def test_it_says_that_it_is_back_when_it_has_heard_what_it_missed_and_answered(by_hand):
     other, worker = by_hand
     worker.line.send(ready(0, 0))
-    assert other.hear() == [0]
-    other.say(actions(0, 1))
+    assert other.receive() == [0]
+    other.send_event(actions(0, 1))
     assert [worker.action().epoch for _ in range(2)] == [0, 1]
     other.dies()
     other.start()
-    assert other.hear() == SequenceAck(1, 2, 1)
-    other.say(SequenceAck(1, 1, 4))
-    other.say(actions(2))
+    assert other.receive() == SequenceAck(1, 2, 1)
+    other.send_event(SequenceAck(1, 1, 4))
+    other.send_event(actions(2))
     assert worker.action().epoch == 2
     worker.line.send(ready(0, 1))
-    other.say(actions(3))
-    assert [other.hear() for _ in range(2)] == [[1], SequenceAck(1, 4, 2)]
+    other.send_event(actions(3))
+    assert [other.receive() for _ in range(2)] == [[1], SequenceAck(1, 4, 2)]
 
 
-def test_what_belongs_to_an_earlier_connection_is_not_heard(by_hand):
+def test_messages_of_an_earlier_connection_are_ignored(by_hand):
     other, worker = by_hand
     worker.line.send(ready(0, 0), ready(0, 1))
-    assert other.hear() == [0, 1]
+    assert other.receive() == [0, 1]
     other.dies()
     other.start()
-    assert other.hear() == SequenceAck(1, 0, 2)
-    other.say(actions(0))
-    other.say(SequenceAck(0, 2, 0))
-    other.say(SequenceAck(1, 0, 1))
-    other.say(actions(7))
+    assert other.receive() == SequenceAck(1, 0, 2)
+    other.send_event(actions(0))
+    other.send_event(SequenceAck(0, 2, 0))
+    other.send_event(SequenceAck(1, 0, 1))
+    other.send_event(actions(7))
     assert worker.action().epoch == 7
-    assert [other.hear() for _ in range(2)] == [[0, 1], SequenceAck(1, 1, 2)]
+    assert [other.receive() for _ in range(2)] == [[0, 1], SequenceAck(1, 1, 2)]
 
 
-def test_whatever_thread_says_it_it_goes_out_in_the_order_in_which_it_was_said(by_hand):
+def test_messages_of_any_thread_are_sent_in_the_order_in_which_they_were_queued(by_hand):
     other, worker = by_hand
     is_inside, goes_on = threading.Event(), threading.Event()
     worker.line.send(ready(0, 0))
-    assert other.hear() == [0]  # there is a connection
+    assert other.receive() == [0]  # there is a connection
 
     def in_a_callback():
         is_inside.set()
@@ -162,21 +166,21 @@ def test_whatever_thread_says_it_it_goes_out_in_the_order_in_which_it_was_said(b
     assert is_inside.wait(DEADLINE_S)
     worker.line.send(ready(0, 1))
     goes_on.set()
-    assert [other.hear() for _ in range(2)] == [[1], [2]]
+    assert [other.receive() for _ in range(2)] == [[1], [2]]
 
 
 def test_a_recorded_count_that_cannot_be_breaks_the_protocol(by_hand):
     _, worker = by_hand
     worker.line.send(ready(0, 0))
-    for heard in (2, 10**6):
+    for received in (2, 10**6):
         with pytest.raises(ProtocolError, match="expected an acknowledgement of between 0 and 1 events"):
-            worker.line.receive(encode_sequence_ack(SequenceAck(0, heard, 0)))
+            worker.line.receive(encode_sequence_ack(SequenceAck(0, received, 0)))
 
 
 def test_where_nobody_listens_any_more_it_says_so_once(by_hand):
     other, worker = by_hand
     worker.line.send(ready(0, 0))
-    assert other.hear() == [0]
+    assert other.receive() == [0]
     other.listener.close()
     other.dies()
     gone = worker.gone.get(timeout=DEADLINE_S)
@@ -287,7 +291,9 @@ def coordinator_that_dies(tmp_path, world, at, when, **options):
 @pytest.mark.parametrize("journal_events_max", [1, 10_000])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_who_is_killed_while_it_tells_has_told_everybody_once(at, when, journal_events_max, tmp_path):
+def test_a_worker_that_is_killed_while_it_reports_has_reported_to_all_once(
+    at, when, journal_events_max, tmp_path
+):
     """The last of three joins, and is the reason for a PeerList and a Group to each of them."""
     with coordinator_that_dies(tmp_path, 3, at, when, journal_events_max=journal_events_max) as process:
         workers = [Worker(f"w{number}", process.addresses, number).joins(3) for number in range(3)]
@@ -298,7 +304,7 @@ def test_who_is_killed_while_it_tells_has_told_everybody_once(at, when, journal_
         for worker in workers:
             assert worker.gone.empty()
             worker.leaves(1)
-            assert worker.heard.empty()
+            assert worker.received.empty()
         code, errors = process.ended()
         assert code == 0
         assert errors.count("it is started again") == 1
@@ -345,7 +351,7 @@ def timed(step):
     return StepTimed(now_s=0.0, worker=0, step=step, samples=0, **times_s)
 
 
-def test_what_the_coordinator_keeps_for_a_worker_is_dropped_when_it_was_heard(tmp_path):
+def test_what_the_coordinator_keeps_for_a_worker_is_dropped_when_it_is_acknowledged(tmp_path):
     """Else a tally could not be refused that takes back what was heard."""
     with coordinator(1, tmp_path / "log") as process:
         worker = Worker("w0", process.addresses).joins(1)

@@ -72,7 +72,7 @@ def job_with_a_line(log, *, listens):
             for peer in peers:
                 peer.join(2)
             for peer in peers:
-                peer.hear_until(PeerList)
+                peer.receive_until(PeerList)
             yield process, peers, line
         finally:
             for peer in peers:
@@ -85,7 +85,7 @@ def test_a_connection_that_breaks_loses_no_worker(tmp_path):
         for round_ in range(5):
             line.reset()
             for peer in peers:
-                peer.say(ready(peer.worker, round_))
+                peer.send(ready(peer.worker, round_))
         for peer in peers:
             peer.leave(5)
         code, errors = process.ended()
@@ -95,13 +95,13 @@ def test_a_connection_that_breaks_loses_no_worker(tmp_path):
     assert not entries_of(tmp_path / "log", Lost)
 
 
-def test_a_worker_that_it_does_not_hear_is_reported_until_it_is_heard(tmp_path):
+def test_a_silent_worker_is_reported_until_it_sends_again(tmp_path):
     log = tmp_path / "log"
     with job_with_a_line(log, listens=False) as (process, peers, line):
         for round_ in range(2):
             began_s = time.monotonic()
             line.cut(new_ones_too=True)
-            peers[1].say(ready(1, round_))
+            peers[1].send(ready(1, round_))
             for kind in (PeerUnreachable, PeerReachable):
                 wait_for_entry(
                     log,
@@ -111,7 +111,7 @@ def test_a_worker_that_it_does_not_hear_is_reported_until_it_is_heard(tmp_path):
                     ),
                 )
                 line.mend()
-            peers[0].say(ready(0, round_))
+            peers[0].send(ready(0, round_))
         for peer in peers:
             peer.leave(2)
         assert process.ended() == (0, "")
@@ -125,16 +125,16 @@ def test_a_worker_that_it_does_not_hear_is_reported_until_it_is_heard(tmp_path):
     assert [before for before, kind in pairwise(found) if kind is Ready] == [PeerReachable] * 2
 
 
-def test_a_worker_that_has_given_its_connection_up_and_dials_anew_is_not_lost(tmp_path):
+def test_a_worker_that_has_given_its_connection_up_and_dials_again_is_not_lost(tmp_path):
     """It is called back, and what either side has missed is said again."""
     log = tmp_path / "log"
     with coordinator(1, log, silent_s=1000.0) as process, ExitStack() as stack:
-        gone, heard = queue.SimpleQueue(), queue.SimpleQueue()
+        gone, received = queue.SimpleQueue(), queue.SimpleQueue()
         links = Endpoint(
             "w0",
             job="job",
             token="secret",
-            on_message=lambda _, payload: [heard.put(action) for action in control.receive(payload)],
+            on_message=lambda _, payload: [received.put(action) for action in control.receive(payload)],
             on_lost=lambda error: control.on_connection_lost(error),
             silent_s=3.0,
         )
@@ -143,7 +143,7 @@ def test_a_worker_that_has_given_its_connection_up_and_dials_anew_is_not_lost(tm
         control = ControlChannel(links, COORDINATOR, [there.address], on_coordinator_gone=gone.put)
         place = SimpleNamespace(name="w0", links=SimpleNamespace(addresses=(back.address,)))
         control.send(joined(place, 1, 0))
-        assert isinstance(heard.get(timeout=DEADLINE_S), PeerList)
+        assert isinstance(received.get(timeout=DEADLINE_S), PeerList)
         for line in (there, back):
             line.cut(new_ones_too=True)
         wait_until(lambda: not control.is_connected, "the worker to give the connection up")
@@ -168,8 +168,8 @@ def line_to(address, stack):
 
 def test_a_worker_may_not_say_what_only_the_coordinator_observes():
     with running_job(2) as (_, peers):
-        peers[0].say(PeerUnreachable(now_s=0.0, worker=None, peer=1, cause="it is silent"))
-        assert "must not send PeerUnreachable" in peers[1].hear_until(AbortJob).reason
+        peers[0].send(PeerUnreachable(now_s=0.0, worker=None, peer=1, cause="it is silent"))
+        assert "must not send PeerUnreachable" in peers[1].receive_until(AbortJob).reason
 
 
 # Who may speak --------------------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ def test_a_worker_may_not_say_what_only_the_coordinator_observes():
 def test_it_speaks_only_to_those_who_know_job_and_token(secrets, tmp_path):
     with running_job(2, tmp_path / "log") as (process, peers):
         stranger = Peer("w2", process, worker=1, **secrets)
-        stranger.say(Left(now_s=0.0, worker=1, step=0))
-        assert isinstance(stranger.hear(), LinkError)
+        stranger.send(Left(now_s=0.0, worker=1, step=0))
+        assert isinstance(stranger.receive(), LinkError)
         stranger.links.close()
         for peer in peers:
-            peer.say(ready(peer.worker))
+            peer.send(ready(peer.worker))
             peer.leave(1)
         assert process.ended()[0] == 0
         events = read_log(tmp_path / "log").entries
@@ -193,11 +193,11 @@ def test_it_speaks_only_to_those_who_know_job_and_token(secrets, tmp_path):
 def test_a_name_that_is_taken_does_not_take_over():
     with running_job(2) as (process, peers):
         twin = Peer("w1", process, worker=1)
-        twin.say(Left(now_s=0.0, worker=1, step=0))
-        assert isinstance(twin.hear(), LinkError)  # once the coordinator has let it wait for 5 s
+        twin.send(Left(now_s=0.0, worker=1, step=0))
+        assert isinstance(twin.receive(), LinkError)  # once the coordinator has let it wait for 5 s
         twin.links.close()
         for peer in peers:
-            peer.say(ready(peer.worker))
+            peer.send(ready(peer.worker))
             peer.leave(1)
         assert process.ended()[0] == 0
 
@@ -209,7 +209,7 @@ def test_bytes_that_are_no_handshake_change_nothing():
             with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
                 sock.sendall(data)
         for peer in peers:
-            peer.say(ready(peer.worker))
+            peer.send(ready(peer.worker))
             peer.leave(1)
         assert process.ended()[0] == 0
 
@@ -247,10 +247,10 @@ MISTAKES = {  # what only a policy can judge
 @pytest.mark.parametrize("what", NONSENSE)
 def test_nonsense_of_a_worker_costs_the_job_that_worker_and_never_reaches_a_policy(what, tmp_path):
     with running_job(2, tmp_path / "log") as (process, (good, bad)):
-        bad.say_bytes(NONSENSE[what](bad))
-        assert good.hear_until(AbortJob).worker == 1
-        assert isinstance(bad.hear_until(RejectPeer), RejectPeer)
-        bad.say(Failed(now_s=0.0, worker=1, step=0, error="not heard any more"))
+        bad.send_bytes(NONSENSE[what](bad))
+        assert good.receive_until(AbortJob).worker == 1
+        assert isinstance(bad.receive_until(RejectPeer), RejectPeer)
+        bad.send(Failed(now_s=0.0, worker=1, step=0, error="not heard any more"))
         bad.links.flush(DEADLINE_S)
         bad.links.close()
         good.leave()
@@ -258,17 +258,17 @@ def test_nonsense_of_a_worker_costs_the_job_that_worker_and_never_reaches_a_poli
     log = read_log(tmp_path / "log")
     assert replay(log) is None
     events = [event for event in log.entries if isinstance(event, Left | Lost | Failed | Tick)]
-    told = [event for event in events if not isinstance(event, Tick)]
-    assert [(type(event), event.worker) for event in told] == [(Lost, 1), (Left, 0)]
-    assert told[0].cause.startswith("it broke the protocol: ")
+    reported = [event for event in events if not isinstance(event, Tick)]
+    assert [(type(event), event.worker) for event in reported] == [(Lost, 1), (Left, 0)]
+    assert reported[0].cause.startswith("it broke the protocol: ")
 
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_what_only_a_policy_can_judge_stops_the_job_and_names_the_worker(what):
     with running_job(2) as (process, peers):
-        peers[1].say_bytes(MISTAKES[what](peers[1]))
+        peers[1].send_bytes(MISTAKES[what](peers[1]))
         for peer in peers:
-            assert peer.hear_until(AbortJob).worker == 1
+            assert peer.receive_until(AbortJob).worker == 1
             peer.links.close()
         assert process.ended() == (0, "")
 
@@ -289,9 +289,9 @@ def test_nonsense_of_one_who_has_not_joined_changes_nothing(what, tmp_path):
     }
     with running_job(2, tmp_path / "log") as (process, peers):
         bad = Peer("stranger", process, worker=1)
-        bad.say_bytes(nonsense[what](bad))
-        assert isinstance(bad.hear(), RejectPeer)
-        bad.say(Left(now_s=0.0, worker=1, step=0))
+        bad.send_bytes(nonsense[what](bad))
+        assert isinstance(bad.receive(), RejectPeer)
+        bad.send(Left(now_s=0.0, worker=1, step=0))
         bad.links.flush(DEADLINE_S)
         bad.links.close()
         goes_on(peers, process)
@@ -311,7 +311,7 @@ def test_a_message_longer_than_links_carry_costs_the_connection():
             while sock.recv(4096):
                 pass
         for peer in peers:
-            peer.say(ready(peer.worker))
+            peer.send(ready(peer.worker))
             peer.leave(1)
         assert process.ended()[0] == 0
 
@@ -322,12 +322,12 @@ def test_no_bytes_whatever_end_it(whole_job, messages):
     process, peers = whole_job
     stranger = Peer(f"s{random.randrange(2**60)}", process, worker=0)
     for data in messages:
-        stranger.say_bytes(data)
+        stranger.send_bytes(data)
     stranger.links.flush(DEADLINE_S)
     stranger.links.close()
     assert process.process.poll() is None
     for peer in peers:
-        assert peer.heard.empty() or not isinstance(peer.heard.get(), AbortJob | LinkError)
+        assert peer.received.empty() or not isinstance(peer.received.get(), AbortJob | LinkError)
 
 
 @pytest.fixture(scope="module")
@@ -340,17 +340,17 @@ def whole_job():
 # Late comers ----------------------------------------------------------------------------------------------
 
 
-def test_a_grant_is_heard_by_nobody_but_the_worker_that_it_is_for(tmp_path):
+def test_a_permit_is_sent_only_to_its_worker(tmp_path):
     with running_job(2, tmp_path / "log", policy="staleness.bounded_staleness:BoundedStaleness") as (
         process,
         peers,
     ):
         for peer in peers:
-            peer.say(begun(peer.worker))
+            peer.send(begun(peer.worker))
         for peer in peers:
-            while not (grant := peer.hear()).may_start:
-                assert grant.worker == peer.worker
-            assert grant.worker == peer.worker
+            while not (permit := peer.receive()).may_start:
+                assert permit.worker == peer.worker
+            assert permit.worker == peer.worker
             peer.leave()
         assert process.ended() == (0, "")
     assert replay(read_log(tmp_path / "log")) is None
@@ -360,10 +360,10 @@ def test_a_late_joiner_is_refused_and_the_job_does_not_notice(tmp_path):
     with running_job(2, tmp_path / "log") as (process, peers):
         for claim in (0, 1, 2, 77):
             late = Peer(f"late{claim}", process, worker=claim).join(3)
-            refusal = late.hear()
+            refusal = late.receive()
             assert refusal.peer == late.name
             assert "the job has started without it" in refusal.reason
-            late.say(Failed(now_s=0.0, worker=claim, step=0, error="then nobody shall train"))
+            late.send(Failed(now_s=0.0, worker=claim, step=0, error="then nobody shall train"))
             late.links.flush(DEADLINE_S)
             late.links.close()
         goes_on(peers, process)
@@ -414,16 +414,16 @@ def test_it_does_not_wait_longer_for_those_who_are_missing_when_the_others_have_
         assert process.ended() == (0, "")
 
 
-def test_who_comes_after_the_job_ended_before_its_start_is_told_why():
+def test_who_comes_after_the_job_ended_before_its_start_is_informed_why():
     with coordinator(3) as process:
         first = Peer("w0", process, worker=0).join(3)
         odd = Peer("w1", process, worker=1).join(5)
         for peer in (first, odd):
-            assert "expects a world of 5 workers" in peer.hear_until(AbortJob | RejectPeer).reason
+            assert "expects a world of 5 workers" in peer.receive_until(AbortJob | RejectPeer).reason
             peer.links.close()
         for worker in (2, 3, 4):  # all five that the odd one expects
             late = Peer(f"w{worker}", process, worker=worker).join(3)
-            assert "expects a world of 5 workers" in late.hear_until(RejectPeer).reason
+            assert "expects a world of 5 workers" in late.receive_until(RejectPeer).reason
             late.links.close()
         assert process.ended() == (0, "")
 
@@ -435,9 +435,9 @@ def test_a_coordinator_that_fails_tells_the_workers_why(tmp_path):
         "Lockstep._handle_left = fail"
     )
     with running_job(2, tmp_path / "log", prelude=prelude) as (process, peers):
-        peers[0].say(Left(now_s=0.0, worker=0, step=0))
-        assert "the coordinator failed: KeyError: 'no such worker'" in peers[1].hear_until(AbortJob).reason
-        assert peers[1].hear() == "coordinator left"
+        peers[0].send(Left(now_s=0.0, worker=0, step=0))
+        assert "the coordinator failed: KeyError: 'no such worker'" in peers[1].receive_until(AbortJob).reason
+        assert peers[1].receive() == "coordinator left"
         code, errors = process.ended()
         assert code != 0
         assert "KeyError" in errors
@@ -457,7 +457,7 @@ def test_a_bad_configuration_is_one_line_of_an_answer(change, text):
 
 
 def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
-    heard = queue.SimpleQueue()
+    received = queue.SimpleQueue()
     links = Endpoint(COORDINATOR, job="job", token="secret", on_message=lambda *_: None, on_lost=print)
     meeting = RendezvousInfo(
         job="job",
@@ -471,12 +471,14 @@ def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
         start_s=0.0,
         deadline_s=0.0,
     )
-    member = CoordinatorClient(meeting, 1, GroupProtocol(1), heard.put, steps_finished=lambda: 0)
+    member = CoordinatorClient(meeting, 1, GroupProtocol(1), received.put, steps_finished=lambda: 0)
     try:
         member.send_event(ready(1))
         assert member.endpoint.flush(DEADLINE_S)
         links.close()
-        assert "worker 1 lost the coordinator: it ended before the job" in str(heard.get(timeout=DEADLINE_S))
+        assert "worker 1 lost the coordinator: it ended before the job" in str(
+            received.get(timeout=DEADLINE_S)
+        )
         with pytest.raises(WorkerError, match="lost the coordinator"):
             member.raise_if_failed()
     finally:
@@ -512,8 +514,8 @@ def test_an_action_that_the_strategy_does_not_have_fails_the_job():
             client.close()
 
 
-def test_the_log_shows_within_a_tick_what_was_heard_though_nothing_followed_from_it(tmp_path):
+def test_the_log_shows_events_within_a_tick_though_no_action_followed(tmp_path):
     log = tmp_path / "log"
     with running_job(2, log, tick_s=0.05) as (_, peers):
-        peers[0].say(ready(0))
+        peers[0].send(ready(0))
         wait_until(lambda: b'"Ready"' in log.read_bytes(), "a log with what was heard")

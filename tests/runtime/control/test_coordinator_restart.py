@@ -31,25 +31,25 @@ STEPS = SAMPLES // BATCH // 3  # an epoch, of three workers
 RESTARTS = 5
 
 
-def say_every_ten_steps(say):
+def emit_every_ten_steps(emit):
     last = -1
 
     def misdeed(session):
         nonlocal last
         if session.step // 10 > last:
             last = session.step // 10
-            say(session.step)
+            emit(session.step)
 
     return misdeed
 
 
-def trains(rank, say, strategy, epochs, journal_events_max=None):
+def trains(rank, emit, strategy, epochs, journal_events_max=None):
     if journal_events_max is not None:
         start = rendezvous.start_coordinator
         rendezvous.start_coordinator = lambda configuration: start(
             msgspec.structs.replace(configuration, journal_events_max=journal_events_max)
         )
-    return train(rank, say, strategy, epochs, say_every_ten_steps(say))
+    return train(rank, emit, strategy, epochs, emit_every_ten_steps(emit))
 
 
 def kill_now():
@@ -89,7 +89,7 @@ def test_training_goes_on_when_the_coordinator_is_killed_again_and_again(name, j
     env = {"OFFBEAT_RUN_LOG": str(path)}
     with job(trains, 3, STRATEGIES[name], 10, journal_events_max, env=env) as running:
         for _ in range(RESTARTS):
-            running.said(0, 1, 2)
+            running.receive(0, 1, 2)
             os.kill(running.coordinator(), signal.SIGKILL)
         results = values(running.ends())
     agree(results)
@@ -103,7 +103,7 @@ def test_training_goes_on_when_the_coordinator_is_killed_again_and_again(name, j
 def test_coordinators_killed_as_soon_as_they_are_there_cost_nothing_either(tmp_path):
     path = tmp_path / "log"
     with job(trains, 3, AllReduce(), 10, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
-        running.said(0, 1, 2)
+        running.receive(0, 1, 2)
         killed = set()
         while len(killed) < RESTARTS:
             pid = running.coordinator()
@@ -118,7 +118,7 @@ def test_coordinators_killed_as_soon_as_they_are_there_cost_nothing_either(tmp_p
 def test_without_a_run_log_it_goes_on_too():
     with job(trains, 3, STRATEGY, 10) as running:
         for _ in range(RESTARTS):
-            running.said(0, 1, 2)
+            running.receive(0, 1, 2)
             os.kill(running.coordinator(), signal.SIGKILL)
         agree(values(running.ends()))
 
@@ -126,7 +126,7 @@ def test_without_a_run_log_it_goes_on_too():
 def test_a_coordinator_whose_supervisor_is_killed_goes_on_without(tmp_path):
     path = tmp_path / "log"
     with job(trains, 3, STRATEGY, 10, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
-        running.said(0, 1, 2)
+        running.receive(0, 1, 2)
         os.kill(running.supervisor(), signal.SIGKILL)
         agree(values(running.ends()))
     one_training(path, 3)
@@ -135,28 +135,28 @@ def test_a_coordinator_whose_supervisor_is_killed_goes_on_without(tmp_path):
 # While groups change --------------------------------------------------------------------------------------
 
 
-def kills_when_it_hears(rank, say, what):
+def kills_on_message(rank, emit, what):
     """Worker 0 kills the coordinator when it first hears of a change."""
     method = {"Halt": "on_halt", "Group": "on_group"}[what]
-    hear = getattr(GroupMembership, method)
+    on_message = getattr(GroupMembership, method)
     has_killed = False
 
-    def kill_and_hear(self, action):
+    def kill_and_receive(self, action):
         nonlocal has_killed
         if rank == 0 and action.generation > 0 and not has_killed:
             has_killed = True
             kill_now()
-        return hear(self, action)
+        return on_message(self, action)
 
-    setattr(GroupMembership, method, kill_and_hear)
-    return train(rank, say, STRATEGY, 10)
+    setattr(GroupMembership, method, kill_and_receive)
+    return train(rank, emit, STRATEGY, 10)
 
 
 @pytest.mark.parametrize("what", ["Halt", "Group"])
 def test_a_change_of_the_group_goes_on_with_the_next_coordinator(what, tmp_path):
     path = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(path), "OFFBEAT_SLOW": "1:20@burst=8/100000"}
-    with job(kills_when_it_hears, 3, what, env=env) as running:
+    with job(kills_on_message, 3, what, env=env) as running:
         agree(values(running.ends()))
     entries = one_training(path, 3)
     groups = [entry for entry in entries if isinstance(entry, Group)]
@@ -171,35 +171,35 @@ def test_a_change_of_the_group_goes_on_with_the_next_coordinator(what, tmp_path)
 # Coming and going -----------------------------------------------------------------------------------------
 
 
-def comes_late(rank, say, late):
+def comes_late(rank, emit, late):
     if rank == late:
         join = client.CoordinatorClient.join
 
         def join_later(self, **about):
-            say("has met the others and waits to ask")
+            emit("has met the others and waits to ask")
             assert signal.sigwait({signal.SIGUSR1})
             return join(self, **about)
 
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         client.CoordinatorClient.join = join_later
     else:
-        tell = ControlChannel.send
+        send = ControlChannel.send
 
-        def tell_and_say(self, *events):
-            tell(self, *events)
+        def send_and_emit(self, *events):
+            send(self, *events)
             if isinstance(events[0], Joined):
                 assert self._endpoint.flush(10)
-                say("asked to join")
+                emit("asked to join")
 
-        ControlChannel.send = tell_and_say
-    return train(rank, say, STRATEGY, 3)
+        ControlChannel.send = send_and_emit
+    return train(rank, emit, STRATEGY, 3)
 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_job_comes_together_though_coordinators_are_killed_before_its_start(late, tmp_path):
     path = tmp_path / "log"
     with job(comes_late, 3, late, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
-        running.said(0, 1, 2)
+        running.receive(0, 1, 2)
         os.kill(running.coordinator(), signal.SIGKILL)
         running.coordinator()
         running.signal(late, signal.SIGUSR1)
@@ -209,25 +209,25 @@ def test_a_job_comes_together_though_coordinators_are_killed_before_its_start(la
     assert sum(isinstance(entry, PeerList) for entry in entries) == 1
 
 
-def kills_when_it_leaves(rank, say, strategy):
+def kills_when_it_leaves(rank, emit, strategy):
     """Worker 1 kills the coordinator when it has said that it leaves, and that was not heard."""
-    tell = ControlChannel.send
+    send = ControlChannel.send
 
-    def tell_who_hears_no_more(self, *events):
+    def kill_between_two_sends(self, *events):
         if rank == 1 and any(isinstance(event, Left) for event in events):
             serving = coordinator(os.environ[MARK])[0]
             os.kill(serving, signal.SIGSTOP)
-            tell(self, *events)
+            send(self, *events)
             os.kill(serving, signal.SIGKILL)
         else:
-            tell(self, *events)
+            send(self, *events)
 
-    ControlChannel.send = tell_who_hears_no_more
-    return train(rank, say, strategy, 2)
+    ControlChannel.send = kill_between_two_sends
+    return train(rank, emit, strategy, 2)
 
 
 @pytest.mark.parametrize("name", ["bsp", "partial"])
-def test_who_leaves_is_heard_to_leave(name, tmp_path):
+def test_a_node_that_leaves_is_reported_as_left(name, tmp_path):
     path = tmp_path / "log"
     with job(kills_when_it_leaves, 3, STRATEGIES[name], env={"OFFBEAT_RUN_LOG": str(path)}) as running:
         agree(values(running.ends()))
@@ -238,7 +238,7 @@ def test_who_leaves_is_heard_to_leave(name, tmp_path):
 # With workers ---------------------------------------------------------------------------------------------
 
 
-def dies_unheard(rank, say, strategy, victim):
+def dies_unheard(rank, emit, strategy, victim):
     """The coordinator is stopped when the victim dies."""
 
     def misdeed(session):
@@ -246,7 +246,7 @@ def dies_unheard(rank, say, strategy, victim):
             os.kill(coordinator(os.environ[MARK])[0], signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return train(rank, say, strategy, 6, misdeed)
+    return train(rank, emit, strategy, 6, misdeed)
 
 
 def die_together(strategy, victim, path):
@@ -280,7 +280,7 @@ def test_in_lockstep_everybody_names_the_worker_that_dies_with_the_coordinator(v
 
 def test_nothing_is_left_when_all_workers_die_with_the_coordinator():
     with job(trains, 3, STRATEGY, 1000) as running:
-        running.said(0, 1, 2)
+        running.receive(0, 1, 2)
         os.kill(running.coordinator(), signal.SIGKILL)
         for rank in range(3):
             running.signal(rank, signal.SIGKILL)
@@ -289,34 +289,34 @@ def test_nothing_is_left_when_all_workers_die_with_the_coordinator():
 # Stopped --------------------------------------------------------------------------------------------------
 
 
-def says_when_it_loses_the_coordinator(rank, say, strategy):
+def reports_the_loss_of_the_coordinator(rank, emit, strategy):
     session._SILENT_S = session._SILENT_RETURNING_S = 2.5
     lost = ControlChannel.on_connection_lost
 
-    def say_and_lose(self, error):
+    def emit_and_lose(self, error):
         lost(self, error)
-        say("lost")
+        emit("lost")
 
-    ControlChannel.on_connection_lost = say_and_lose
-    has_said = []
+    ControlChannel.on_connection_lost = emit_and_lose
+    has_emitted = []
 
     def misdeed(session):
-        if not has_said:
-            has_said.append(True)
-            say("trains")
+        if not has_emitted:
+            has_emitted.append(True)
+            emit("trains")
 
-    return train(rank, say, strategy, 40, misdeed)
+    return train(rank, emit, strategy, 40, misdeed)
 
 
 @pytest.mark.parametrize("name", ["bsp", "partial"])
 def test_a_coordinator_that_was_stopped_for_longer_than_silence_is_found_again(name, tmp_path):
     path = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(path)}
-    with job(says_when_it_loses_the_coordinator, 3, STRATEGIES[name], env=env) as running:
-        assert running.said(0, 1, 2) == ["trains"] * 3
+    with job(reports_the_loss_of_the_coordinator, 3, STRATEGIES[name], env=env) as running:
+        assert running.receive(0, 1, 2) == ["trains"] * 3
         stopped = running.coordinator()
         os.kill(stopped, signal.SIGSTOP)
-        assert running.said(0, 1, 2) == ["lost"] * 3
+        assert running.receive(0, 1, 2) == ["lost"] * 3
         os.kill(stopped, signal.SIGCONT)
         agree(values(running.ends()))
     entries = one_training(path, 3)
@@ -326,7 +326,7 @@ def test_a_coordinator_that_was_stopped_for_longer_than_silence_is_found_again(n
 # Bounds ---------------------------------------------------------------------------------------------------
 
 
-def counts_what_it_keeps(rank, say):
+def counts_what_it_keeps(rank, emit):
     longest = 0
 
     def misdeed(session):
@@ -334,7 +334,7 @@ def counts_what_it_keeps(rank, say):
         line = session._coordinator._channel
         longest = max(longest, len(line._unacked) + len(line._unsent))
 
-    train(rank, say, AllReduce(), 60, misdeed, compute_s=0.0)
+    train(rank, emit, AllReduce(), 60, misdeed, compute_s=0.0)
     return longest
 
 

@@ -126,7 +126,7 @@ def test_a_log_that_cannot_be_begun_is_an_error_at_the_start_that_names_the_file
 # A job -----------------------------------------------------------------------------------------------------
 
 
-def trains(rank, say, errors, epochs):
+def trains(rank, emit, errors, epochs):
     """Standard error of all workers, and so of the coordinator, goes to a file."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     last = -1
@@ -135,9 +135,9 @@ def trains(rank, say, errors, epochs):
         nonlocal last
         if session.step // 10 > last:
             last = session.step // 10
-            say(session.step)
+            emit(session.step)
 
-    return train(rank, say, AllReduce(), epochs, misdeed)
+    return train(rank, emit, AllReduce(), epochs, misdeed)
 
 
 def about_the_log(errors):
@@ -156,7 +156,7 @@ def test_a_job_ends_well_though_its_log_is_on_a_full_disk_and_its_coordinator_is
             wait_until(lambda: bool(about_the_log(errors)), "a line about the log")
             for _ in range(2):
                 os.kill(running.coordinator(), signal.SIGKILL)
-                running.said(0, 1, 2)
+                running.receive(0, 1, 2)
             agree(values(running.ends()))
         (line,) = about_the_log(errors)
         read = read_log(log)

@@ -29,7 +29,7 @@ PARTS = [field.name for field in fields(StepTimed) if field.name.endswith("_s")]
 PARTS = [name for name in PARTS if name not in ("now_s", "wall_s")]
 
 
-def train(rank, say, log, epochs):
+def train(rank, emit, log, epochs):
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -45,7 +45,7 @@ def train(rank, say, log, epochs):
                 optimizer.step()
                 around_s.append((before_s, time.perf_counter()))
             session.report(loss=float(epoch))
-            say(epoch)
+            emit(epoch)
     return around_s
 
 
@@ -98,11 +98,11 @@ def test_the_slow_worker_computes_longer_and_the_others_wait_longer(run):
         if worker != SLOW:
             assert shares[worker]["wait_s"] > shares[SLOW]["wait_s"]
             assert shares[worker]["compute_s"] < shares[SLOW]["compute_s"]
-    heard = [
+    received = [
         [e.compute_s for e in log.entries if isinstance(e, Ready) and e.worker == worker]
         for worker in range(WORKERS)
     ]
-    assert max(range(WORKERS), key=lambda worker: sum(heard[worker])) == SLOW
+    assert max(range(WORKERS), key=lambda worker: sum(received[worker])) == SLOW
 
 
 def test_every_action_has_a_reason(run):
@@ -216,7 +216,7 @@ def killed(tmp_path, who):
         # Killed with what would start it again, a coordinator loses what it has not written yet: half a
         # second at most.
         while b"StepTimed" not in path.read_bytes():
-            running.said(*range(WORKERS))
+            running.receive(*range(WORKERS))
         if "coordinator" in who:
             running.kill_coordinator()
         for process in running.cluster.processes if "workers" in who else []:

@@ -301,16 +301,16 @@ def test_a_header_whose_states_are_none_is_refused_in_words(states, tmp_path):
 # A job -----------------------------------------------------------------------------------------------------
 
 
-def trains(rank, say, epochs):
+def trains(rank, emit, epochs):
     last = -1
 
     def misdeed(session):
         nonlocal last
         if session.step // 200 > last:
             last = session.step // 200
-            say(session.step)
+            emit(session.step)
 
-    return train(rank, say, AllReduce(), epochs, misdeed, compute_s=0.0)
+    return train(rank, emit, AllReduce(), epochs, misdeed, compute_s=0.0)
 
 
 def test_a_job_whose_coordinator_is_killed_again_and_again_has_a_log_within_its_bound(tmp_path):
@@ -318,7 +318,7 @@ def test_a_job_whose_coordinator_is_killed_again_and_again_has_a_log_within_its_
     env = {"OFFBEAT_RUN_LOG": str(path), "OFFBEAT_RUN_LOG_BYTES_MAX": str(LOG_BYTES_MIN)}
     with job(trains, 3, 120, env=env) as running:
         for _ in range(4):
-            running.said(0, 1, 2)
+            running.receive(0, 1, 2)
             os.kill(running.coordinator(), signal.SIGKILL)
             assert sum(sizes(tmp_path)) <= LOG_BYTES_MIN
         agree(values(running.ends()))

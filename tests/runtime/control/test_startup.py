@@ -31,7 +31,7 @@ NEVER_S = 300.0  # longer than any test's job may run: what is seen only then is
 LIMIT_S = 8.0  # for their start, where it has to pass; 30 s, if nobody says otherwise
 
 
-def join(rank, say, change):
+def join(rank, emit, change):
     """Joins; `change` says what is different about this worker."""
     options = {"width": 3, "lr": 0.1, "strategy": AllReduce(), "log": None}
     options |= CHANGES[change](rank) or {} if change else {}
@@ -127,7 +127,7 @@ def no_files_left():
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
 
-def without_files(rank, say, odd_rank, where, name):
+def without_files(rank, emit, odd_rank, where, name):
     """Joins; on one worker, a function of a module runs when no more files can be opened."""
     where = sys.modules[where]
     function = getattr(where, name)
@@ -138,7 +138,7 @@ def without_files(rank, say, odd_rank, where, name):
 
     if rank == odd_rank:
         setattr(where, name, starved)
-    return join(rank, say, None)
+    return join(rank, emit, None)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_a_worker_that_can_open_no_more_files_tells_all_of_them(odd_rank, where,
         assert (odd_text if one.rank == odd_rank else text) in one.error
 
 
-def starts_with_few_files(rank, say, odd_ranks, free, is_hard):
+def starts_with_few_files(rank, emit, odd_ranks, free, is_hard):
     """Joins; some workers may open few files."""
     with few_files(free, hard=is_hard) if rank in odd_ranks else nullcontext():
-        return join(rank, say, None)
+        return join(rank, emit, None)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_a_worker_that_may_not_open_enough_files_tells_all_of_them(odd_ranks, fr
         assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
         assert f"got {free}: too many open files: raise `ulimit -n`, which is " in one.error
         own = f"worker {one.rank} cannot start: expected "
-        told = {0: "rank 0 could not open the job: expected ", 2: "worker 2: expected "}[odd_ranks[0]]
-        assert own in one.error if one.rank in odd_ranks else told in one.error
+        expected = {0: "rank 0 could not open the job: expected ", 2: "worker 2: expected "}[odd_ranks[0]]
+        assert own in one.error if one.rank in odd_ranks else expected in one.error
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(), Hybrid(), ServerBSP()], ids=str)
@@ -205,7 +205,7 @@ def test_as_many_files_as_a_start_asks_for_are_enough(strategy):
         assert values(running.ends()) == [3, 3, 3]
 
 
-def trains_with_what_it_needs(rank, say, strategy):
+def trains_with_what_it_needs(rank, emit, strategy):
     with few_files(rendezvous._descriptors_needed(read_environment()), hard=True):
         return steps(strategy)
 
@@ -223,7 +223,7 @@ def steps(strategy, taken=lambda: None):
     return session.step
 
 
-def runs_out_of_files(rank, say, odd_rank, strategy):
+def runs_out_of_files(rank, emit, odd_rank, strategy):
     with ExitStack() as stack:
         return steps(strategy, lambda: stack.enter_context(few_files(0)) if rank == odd_rank else None)
 
@@ -249,31 +249,31 @@ def test_a_first_worker_on_servers_that_has_used_up_its_files_is_named_by_all():
             assert "too many open files: raise `ulimit -n`, which is " in one.error
 
 
-def hangs_before_it_opens(rank, say):
+def hangs_before_it_opens(rank, emit):
     ask = rendezvous._wait_for_coordinator
 
-    def say_that_it_asks(*args):
-        say("asks")
+    def emit_that_it_asks(*args):
+        emit("asks")
         return ask(*args)
 
     def hang(_):
-        say("opens")
+        emit("opens")
         signal.pause()
 
-    rendezvous._wait_for_coordinator, rendezvous.start_coordinator = say_that_it_asks, hang
-    return join(rank, say, None)
+    rendezvous._wait_for_coordinator, rendezvous.start_coordinator = emit_that_it_asks, hang
+    return join(rank, emit, None)
 
 
 def test_a_rank_0_that_dies_before_it_opens_the_job_is_named():
     with job(hangs_before_it_opens, 3) as running:
-        running.said(0, 1, 2)
+        running.receive(0, 1, 2)
         running.signal(0, signal.SIGKILL)
         for one in running.ends()[1:]:
             assert f"rank {one.rank} lost the job's store at 127.0.0.1:" in one.error
             assert "before rank 0 opened the job: see the output of rank 0" in one.error
 
 
-def joins_twice(rank, say):
+def joins_twice(rank, emit):
     """Joins two jobs, one after the other; rank 1 reaches the store for the second one during the first."""
     for turn in range(2):
         model = nn.Linear(4, 1)
@@ -296,13 +296,13 @@ def test_a_worker_quick_to_join_again_keeps_the_store():
 # Two jobs at one address -----------------------------------------------------------------------------------
 
 
-def trains(rank, say, for_ever=False):
+def trains(rank, emit, for_ever=False):
     """Takes steps; its gradient is 1, or 10 as rank 1, in job b 100 times that. Returns the last mean."""
     gradient = 10.0 ** int(os.environ["RANK"]) * (100.0 if os.environ.get(JOB_VARIABLE) == "b" else 1.0)
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.join(model, optimizer, AllReduce()):
-        say("joined")
+        emit("joined")
         while True:
             optimizer.zero_grad()
             (gradient * model(torch.ones(1, 1)).sum()).backward()
@@ -317,7 +317,7 @@ def place(rank, name=None, start_s=NEVER_S):
     return variables if name is None else variables | {JOB_VARIABLE: name}
 
 
-def test_a_worker_of_another_job_is_told_so_and_the_job_trains_with_its_own():
+def test_a_worker_of_another_job_is_informed_and_the_job_trains_with_its_own():
     with job(trains, 1, env=place(0, "a")) as running:
         stranger = running.end(running.add(trains, env=place(1, "b")))
         assert stranger.error_type == "OffbeatError"
@@ -334,9 +334,9 @@ def test_a_jobs_name_need_not_be_utf_8():
         assert values([own, running.end(0)]) == [5.5, 5.5]
 
 
-def test_a_rank_0_is_told_which_job_has_its_port():
+def test_a_rank_0_is_informed_which_job_has_its_port():
     with job(trains, 1, True, env=place(0, "a"), clean=False) as running:
-        running.said(running.add(trains, True, env=place(1, "a")))
+        running.receive(running.add(trains, True, env=place(1, "a")))
         stranger = running.end(running.add(trains, env=place(0, "b")))
     assert stranger.error.startswith("rank 0 cannot listen on port ")
     assert "expected job 'b' at 127.0.0.1:" in stranger.error
@@ -352,7 +352,7 @@ def test_two_jobs_share_the_store_of_a_launcher():
 
 
 @pytest.mark.parametrize("as_newcomer", ["0", "1"])
-def test_a_worker_whose_job_does_not_come_is_told_which_is_there(as_newcomer):
+def test_a_worker_whose_job_does_not_come_is_informed_which_is_there(as_newcomer):
     with job(trains, 1, env=place(0, "a"), hosts_store=True) as running:
         values([running.end(running.add(trains, env=place(1, "a")))])
         stranger = running.end(running.add(trains, env=place(1, "b", 5.0) | {NEWCOMER_VARIABLE: as_newcomer}))
@@ -360,7 +360,7 @@ def test_a_worker_whose_job_does_not_come_is_told_which_is_there(as_newcomer):
     assert "but job 'a' uses that address: choose another MASTER_PORT" in stranger.error
 
 
-def test_a_newcomer_of_another_job_is_told_so():
+def test_a_newcomer_of_another_job_is_informed():
     with job(trains, 1, env=place(0, "a")) as running:
         stranger = running.end(running.add(trains, env=place(1, "b") | {NEWCOMER_VARIABLE: "1"}))
         values([running.end(running.add(trains, env=place(1, "a")))])
@@ -368,7 +368,7 @@ def test_a_newcomer_of_another_job_is_told_so():
     assert "but job 'a' uses that address" in stranger.error
 
 
-def test_a_worker_without_a_name_is_told_which_job_is_there():
+def test_a_worker_without_a_name_is_informed_which_job_is_there():
     with job(trains, 1, env=place(0, "a")) as running:
         stranger = running.end(running.add(trains, env=place(1) | {JOB_VARIABLE: ""}))
         values([running.end(running.add(trains, env=place(1, "a")))])
@@ -380,7 +380,7 @@ def test_two_workers_of_one_rank_end_what_has_begun_without_a_name():
     """Two jobs by hand at one address, of which the one's rank 0 began with the other's rank 1."""
     with job(trains, 1, True, env=place(0)) as running:
         first = running.add(trains, True, env=place(1))
-        running.said(0, first)
+        running.receive(0, first)
         running.add(trains, True, env=place(1))
         ended = running.ends()
     for one in ended:
@@ -407,7 +407,7 @@ def web_server():
 
 
 @contextmanager
-def deaf():
+def no_listener():
     """A stranger that listens and never accepts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
@@ -440,7 +440,7 @@ def foreign(answer):
 SLOW_CASES = {
     "silent": (2, None, silent),
     "web_server": (2, None, web_server),
-    "deaf": (2, None, deaf),
+    "deaf": (2, None, no_listener),
     "2 missing": (3, "2 missing", nullcontext),
     "0 missing": (2, "0 missing", nullcontext),
     "world of 4 on rank 1": (3, "world of 4 on rank 1", nullcontext),
@@ -482,14 +482,14 @@ def test_a_world_that_only_one_worker_believes_in_is_named(slow_cases):
         assert "expects a world of 4 workers, this job has 3: start every worker with the same" in one.error
 
 
-def test_two_workers_with_rank_0_are_told(slow_cases):
+def test_two_workers_with_rank_0_are_reported(slow_cases):
     errors = sorted(one.error for one in slow_cases["rank 0 twice"].result())
     assert "rank 0 cannot listen on port" in errors[0]
     assert "another process has rank 0, too" in errors[0]
     assert errors[1].startswith("worker 1 did not join within 8 s, 1 of 2 are here (worker 0 (")
 
 
-def test_a_rank_outside_its_world_is_told_at_once_and_the_others_miss_it(slow_cases):
+def test_a_rank_outside_its_world_is_reported_at_once_and_the_others_miss_it(slow_cases):
     first, second, third = slow_cases["world of 2 on rank 2"].result()
     assert third.error == "expected 0 <= RANK < WORLD_SIZE, got RANK=2 and WORLD_SIZE=2"
     for one in first, second:

@@ -54,9 +54,9 @@ def test_with_a_slow_worker_that_is_left_out_and_perhaps_comes_back(slow):
     once(run(count, 3, env={"OFFBEAT_SLOW": slow}))
 
 
-def dies(rank, say, steps, options=None):
-    misdeed = Misdeed(say, steps[rank]) if rank in steps else None
-    return count(rank, say, misdeed=misdeed, options=options)
+def dies(rank, emit, steps, options=None):
+    misdeed = Misdeed(emit, steps[rank]) if rank in steps else None
+    return count(rank, emit, misdeed=misdeed, options=options)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_with_drop_last_what_a_killed_worker_had_goes_to_others_and_the_rest_to_
         once_but_for_the_rest([one for one in running.ends() if one.rank not in (1, 3)], 100)
 
 
-def dies_in_the_exchange(rank, say, victim, at_step, share):
+def dies_in_the_exchange(rank, emit, victim, at_step, share):
     def misdeed(session):
         if rank == victim and session.step == at_step:
             arrived = link_exchange._ScheduleRun._on_complete
@@ -92,7 +92,7 @@ def dies_in_the_exchange(rank, say, victim, at_step, share):
 
             link_exchange._ScheduleRun._on_complete = die_on_the_way
 
-    return count(rank, say, misdeed=misdeed)
+    return count(rank, emit, misdeed=misdeed)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
@@ -102,7 +102,7 @@ def test_with_a_worker_that_is_killed_in_an_exchange(victim, at_step, share):
         once([one for one in running.ends() if one.rank != victim])
 
 
-def dies_unheard(rank, say):
+def dies_unheard(rank, emit):
     """Worker 1 stops the coordinator, takes a step with the others and dies."""
     finish_step = GroupMembership.finish_step
 
@@ -117,7 +117,7 @@ def dies_unheard(rank, say):
 
     if rank == 1:
         GroupMembership.finish_step = finish_step_and_die
-    return count(rank, say, CALM, misdeed=misdeed)
+    return count(rank, emit, CALM, misdeed=misdeed)
 
 
 def test_what_a_worker_contributed_that_dies_unheard_is_known_from_the_others(tmp_path):
@@ -126,15 +126,15 @@ def test_what_a_worker_contributed_that_dies_unheard_is_known_from_the_others(tm
         running.died(1)
         os.kill(running.coordinator(), signal.SIGKILL)
         once([one for one in running.ends() if one.rank != 1])
-    recalled = [entry for entry in entries_of(log, ContributionReport) if entry.lost_worker == 1]
-    assert any(own for entry in recalled for _, own, _ in entry.contributions)
+    reports = [entry for entry in entries_of(log, ContributionReport) if entry.lost_worker == 1]
+    assert any(own for entry in reports for _, own, _ in entry.contributions)
 
 
-def stops(rank, say):
-    return count(rank, say, epochs=30, misdeed=Misdeed(say, 7, signal.SIGSTOP) if rank == 1 else None)
+def stops(rank, emit):
+    return count(rank, emit, epochs=30, misdeed=Misdeed(emit, 7, signal.SIGSTOP) if rank == 1 else None)
 
 
-def stops_in_the_exchange(rank, say):
+def stops_in_the_exchange(rank, emit):
     due = [20] if rank == 1 else []
 
     def misdeed(session):
@@ -144,20 +144,20 @@ def stops_in_the_exchange(rank, say):
 
             def stop(self, number, first, last):
                 link_exchange._ScheduleRun._on_complete = arrived
-                say("now")
+                emit("now")
                 os.kill(os.getpid(), signal.SIGSTOP)
                 arrived(self, number, first, last)
 
             link_exchange._ScheduleRun._on_complete = stop
 
-    return count(rank, say, epochs=30, misdeed=misdeed)
+    return count(rank, emit, epochs=30, misdeed=misdeed)
 
 
 @pytest.mark.parametrize("hangs", [stops, stops_in_the_exchange])
 def test_with_a_worker_that_hangs_and_goes_on(hangs, tmp_path):
     log = tmp_path / "log.jsonl"
     with job(hangs, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(1)
+        running.receive(1)
         wait_for_group_without(log, 1)
         running.signal(1, signal.SIGCONT)
         ended = running.ends()
@@ -172,9 +172,9 @@ def test_with_gradients_accumulated_over_batches(victim):
     assert all(all(uses) for uses, _ in values(ended))
 
 
-def loads(rank, say, options, victim):
-    misdeed = Misdeed(say, 12) if rank == victim else None
-    return count(rank, say, epochs=2, dataset=Samples(), options=options, misdeed=misdeed)
+def loads(rank, emit, options, victim):
+    misdeed = Misdeed(emit, 12) if rank == victim else None
+    return count(rank, emit, epochs=2, dataset=Samples(), options=options, misdeed=misdeed)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_through_a_data_loader(options, victim):
         once([one for one in running.ends() if one.rank != victim], 2)
 
 
-def breaks_off(rank, say):
+def breaks_off(rank, emit):
     model = Counter()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     dataset = TensorDataset(torch.arange(SAMPLES))

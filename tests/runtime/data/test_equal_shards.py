@@ -23,14 +23,16 @@ def shards(samples, workers, batch_size, **more):
 def test_each_sample_comes_once_and_all_workers_take_equally_many_steps(workers, extra, batch_size, shuffle):
     samples = workers + extra
     plan = shards(samples, workers, batch_size, shuffle=shuffle)
-    dealt = [plan.batches(worker) for worker in range(workers)]
-    assert sorted(index for batches in dealt for batch in batches for index in batch) == list(range(samples))
-    assert {len(batches) for batches in dealt} == {plan.steps}
-    sizes = [len(batch) for batches in dealt for batch in batches]
+    assigned = [plan.batches(worker) for worker in range(workers)]
+    assert sorted(index for batches in assigned for batch in batches for index in batch) == list(
+        range(samples)
+    )
+    assert {len(batches) for batches in assigned} == {plan.steps}
+    sizes = [len(batch) for batches in assigned for batch in batches]
     assert min(sizes) >= 1
     assert max(sizes) <= (batch_size if batch_size > 3 else batch_size + min(2, batch_size))
     for step in range(plan.steps):
-        in_step = [len(batches[step]) for batches in dealt]
+        in_step = [len(batches[step]) for batches in assigned]
         assert max(in_step) - min(in_step) <= 1
 
 
@@ -46,10 +48,10 @@ def test_with_drop_last_every_batch_is_whole_and_the_end_of_the_order_is_left_ou
 ):
     samples = workers * batch_size + extra
     plan = shards(samples, workers, batch_size, shuffle=shuffle, drop_last=True)
-    dealt = [plan.batches(worker) for worker in range(workers)]
-    assert {len(batch) for batches in dealt for batch in batches} == {batch_size}
-    assert {len(batches) for batches in dealt} == {plan.steps} == {samples // (workers * batch_size)}
-    taken = sorted(index for batches in dealt for batch in batches for index in batch)
+    assigned = [plan.batches(worker) for worker in range(workers)]
+    assert {len(batch) for batches in assigned for batch in batches} == {batch_size}
+    assert {len(batches) for batches in assigned} == {plan.steps} == {samples // (workers * batch_size)}
+    taken = sorted(index for batches in assigned for batch in batches for index in batch)
     kept = plan.steps * workers * batch_size
     assert taken == sorted(epoch_order(samples, seed=0, epoch=0, shuffle=shuffle)[:kept].tolist())
     assert samples - kept < workers * batch_size

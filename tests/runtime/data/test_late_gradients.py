@@ -31,10 +31,10 @@ def late_ones(log):
     return [settled for settled in entries_of(log, ResolveLateBlock) if settled.is_contributed]
 
 
-def counts(rank, say, strategy=STRATEGY, epochs=4, misdeed=None, options=None):
+def counts(rank, emit, strategy=STRATEGY, epochs=4, misdeed=None, options=None):
     sample_counting.SAMPLES = SAMPLES  # an epoch has to last for a while
     sample_counting.once_each = once_each
-    return sample_counting.count(rank, say, strategy, epochs, misdeed, options=options)
+    return sample_counting.count(rank, emit, strategy, epochs, misdeed, options=options)
 
 
 def once_each(model):
@@ -71,23 +71,23 @@ def test_with_two_late_ones_of_four(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20;2:20", "OFFBEAT_RUN_LOG": str(log)}
     once(run(counts, 4, env=env))
-    lent = entries_of(log, AssignLateBlock)
-    assert {lend.worker for lend in lent} >= {1, 2}
-    assert {lend.proxy for lend in lent} >= {0, 3}
+    assigned = entries_of(log, AssignLateBlock)
+    assert {assignment.worker for assignment in assigned} >= {1, 2}
+    assert {assignment.proxy for assignment in assigned} >= {0, 3}
     assert late_ones(log)
 
 
-def test_one_member_alone_is_the_patron_of_all_others(tmp_path):
+def test_one_member_alone_is_the_proxy_of_all_others(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "0:20;1:20", "OFFBEAT_RUN_LOG": str(log)}
     once(run(counts, 3, env=env))
-    assert {lend.worker for lend in entries_of(log, AssignLateBlock)} == {0, 1}
+    assert {assignment.worker for assignment in entries_of(log, AssignLateBlock)} == {0, 1}
     assert late_ones(log)
 
 
-def trains(rank, say):
+def trains(rank, emit):
     group_training.SAMPLES = 400
-    return train(rank, say, STRATEGY, 4)
+    return train(rank, emit, STRATEGY, 4)
 
 
 def test_members_hold_the_same_bits_after_every_step(tmp_path):
@@ -100,8 +100,8 @@ def test_members_hold_the_same_bits_after_every_step(tmp_path):
 class AtALoan:
     """Sends this process a signal after it has done something of a loan for the nth time."""
 
-    def __init__(self, say, point, nth, number=signal.SIGKILL):
-        self._say, self._left, self._number = say, nth, number
+    def __init__(self, emit, point, nth, number=signal.SIGKILL):
+        self._emit, self._left, self._number = emit, nth, number
         before = getattr(late_gradients.LateGradients, point)
 
         def strike(this, *args):
@@ -118,30 +118,30 @@ class AtALoan:
     def _strike(self):
         self._left -= 1
         if not self._left:
-            self._say("now")
+            self._emit("now")
             os.kill(os.getpid(), self._number)
 
 
-def strikes(rank, say, victim, point, nth):
-    return counts(rank, say, epochs=LONG, misdeed=AtALoan(say, point, nth) if rank == victim else None)
+def strikes(rank, emit, victim, point, nth):
+    return counts(rank, emit, epochs=LONG, misdeed=AtALoan(emit, point, nth) if rank == victim else None)
 
 
-AS_LATE, AS_PATRON = (
+AS_LATE, AS_PROXY = (
     ("_accept_block", "begin_block", "_send"),
     ("_expect_gradient", "_send_parameters", "_resolve", "activate_accepted"),
 )
 
 
 @pytest.mark.parametrize(
-    ("victim", "point"), [(1, point) for point in AS_LATE] + [(0, point) for point in AS_PATRON]
+    ("victim", "point"), [(1, point) for point in AS_LATE] + [(0, point) for point in AS_PROXY]
 )
-def test_whoever_is_killed_at_whatever_point_of_a_loan(victim, point):
+def test_a_worker_may_be_killed_at_any_point_of_a_late_block(victim, point):
     with job(strikes, 3, victim, point, 2, env={"OFFBEAT_SLOW": "1:20"}) as running:
-        assert running.said(victim) == ["now"]
+        assert running.receive(victim) == ["now"]
         once([one for one in running.ends() if one.rank != victim], LONG)
 
 
-def dies_in_the_exchange(rank, say, victim, share):
+def dies_in_the_exchange(rank, emit, victim, share):
     def misdeed(session):
         if rank == victim:
             begin = link_exchange._ScheduleRun._on_complete
@@ -156,7 +156,7 @@ def dies_in_the_exchange(rank, say, victim, share):
     def is_in(session):
         return bool(session._synchronizer.binding.late_gradients.active)
 
-    return counts(rank, say, epochs=4, misdeed=Once(misdeed))
+    return counts(rank, emit, epochs=4, misdeed=Once(misdeed))
 
 
 class Once:
@@ -170,25 +170,25 @@ class Once:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
-def test_with_a_patron_that_is_killed_in_the_exchange_that_takes_a_late_gradient_in(share):
+def test_with_a_proxy_that_is_killed_in_the_exchange_that_adds_a_late_gradient(share):
     with job(dies_in_the_exchange, 3, 0, share, env={"OFFBEAT_SLOW": "1:20"}) as running:
         ended = running.ends()
     assert ended[0].exitcode == -signal.SIGKILL
     once(ended[1:])
 
 
-def stops(rank, say, victim, point):
-    misdeed = AtALoan(say, point, 2, signal.SIGSTOP) if rank == victim else None
-    return counts(rank, say, epochs=8, misdeed=misdeed)
+def stops(rank, emit, victim, point):
+    misdeed = AtALoan(emit, point, 2, signal.SIGSTOP) if rank == victim else None
+    return counts(rank, emit, epochs=8, misdeed=misdeed)
 
 
 @pytest.mark.parametrize(("victim", "point"), [(1, "_send"), (0, "activate_accepted")])
-def test_whoever_hangs_at_whatever_point_of_a_loan_and_goes_on(victim, point, tmp_path):
+def test_a_worker_may_hang_and_continue_at_any_point_of_a_late_block(victim, point, tmp_path):
     """What a late worker had when it stopped is used by others, and what it brings afterwards is not."""
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}
     with job(stops, 4, victim, point, env=env) as running:
-        running.said(victim)
+        running.receive(victim)
         if victim:
             wait_until(
                 lambda: len(entries_of(log, AssignLateBlock)) == len(entries_of(log, ResolveLateBlock)),
@@ -200,9 +200,9 @@ def test_whoever_hangs_at_whatever_point_of_a_loan_and_goes_on(victim, point, tm
         once(running.ends(), 8)
 
 
-def accumulates(rank, say):
+def accumulates(rank, emit):
     sample_counting.SAMPLES, sample_counting.STRATEGY = SAMPLES, STRATEGY
-    return sample_counting.accumulates(rank, say)
+    return sample_counting.accumulates(rank, emit)
 
 
 def test_with_gradients_accumulated_over_batches(tmp_path):

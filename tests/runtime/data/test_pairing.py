@@ -28,7 +28,7 @@ class Rounds:
         for worker in range(world):
             self.policy.handle(joined(worker, world))
 
-    def tell(self, event):
+    def deliver(self, event):
         for action in self.policy.handle(event):
             if isinstance(action, AssignRoundBatch):
                 self.named[action.worker] = action
@@ -45,14 +45,14 @@ class Rounds:
     def name(self, worker, epoch, round_, batch, count):
         with self.changed:
             self.named.pop(worker, None)
-            self.tell(left_out(worker, round_, batch=batch, count=count, epoch=epoch))
+            self.deliver(left_out(worker, round_, batch=batch, count=count, epoch=epoch))
             self.wait_for(lambda: worker in self.named)
             return self.named[worker].batch
 
     def take_part(self, worker, epoch, round_, batch, data):
         """`data`: the batch whose gradients count, None for none."""
         with self.changed:
-            self.tell(ready(worker, round_, epoch=epoch, batch=batch))
+            self.deliver(ready(worker, round_, epoch=epoch, batch=batch))
             if round_ == len(self.rounds):
                 self.rounds.append({})
             self.rounds[round_][worker] = (epoch, batch, data)

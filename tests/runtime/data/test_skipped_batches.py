@@ -47,7 +47,7 @@ def tools(model):
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-def trains(rank, say, strategy, bad, has_workers):
+def trains(rank, emit, strategy, bad, has_workers):
     """Leaves out what gives a loss that is not finite; `bad`: (worker, epoch, step) of such batches."""
     model = a_model()
     optimizer, scheduler = tools(model)
@@ -115,7 +115,7 @@ def test_batches_of_a_data_loader_may_be_left_out():
         torch.testing.assert_close(torch.tensor(weights, dtype=torch.float64), alone(bad))
 
 
-def looks_at_a_loader_of_its_own(rank, say, bad):
+def looks_at_a_loader_of_its_own(rank, emit, bad):
     model = a_model()
     optimizer, _ = tools(model)
     loader = DataLoader(TensorDataset(INPUTS, TARGETS), BATCH)
@@ -144,7 +144,7 @@ def test_samples_of_what_is_left_out_are_behind_no_gradient(tmp_path):
     assert samples == [BATCH, BATCH, 0, BATCH, 0]
 
 
-def accumulates(rank, say, strategy):
+def accumulates(rank, emit, strategy):
     """Takes a step every two batches, of which worker 1 leaves the second one out."""
     model = a_model()
     optimizer, _ = tools(model)

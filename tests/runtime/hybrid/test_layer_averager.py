@@ -208,7 +208,7 @@ def trained(model, optimizer, strategy, step=plain_step, steps=STEPS):
     return bits(one), put_off
 
 
-def same_bits(rank, say, model, optimizer, options):
+def same_bits(rank, emit, model, optimizer, options):
     torch.set_num_threads(1)
     found = {
         overlap: trained(model, optimizer, Hybrid(overlap=overlap, **options))
@@ -423,7 +423,7 @@ LOOPS = {
 }
 
 
-def like_lockstep(rank, say, loop):
+def like_lockstep(rank, emit, loop):
     torch.set_num_threads(1)
     step, put_off = LOOPS[loop]
     expected, _ = trained("plain", "sgd", AllReduce(), step)
@@ -451,7 +451,7 @@ def test_every_loop_ends_where_waiting_for_everything_ends(loop):
     assert first == second
 
 
-def later_twice(rank, say):
+def later_twice(rank, emit):
     torch.set_num_threads(1)
     expected, _ = trained("later", "sgd", AllReduce())
     found, _ = trained("later", "sgd", Hybrid(overlap="none"))
@@ -464,7 +464,7 @@ def test_without_overlap_a_gradient_may_come_more_often_than_in_the_first_steps(
     assert first == second
 
 
-def scheduled(rank, say):
+def scheduled(rank, emit):
     """The learning rate changes between the step and its use."""
     torch.set_num_threads(1)
     found = []
@@ -486,7 +486,7 @@ def test_a_step_is_taken_with_the_learning_rate_that_it_was_put_off_with():
     assert first == second
 
 
-def looked_at(rank, say, look):
+def looked_at(rank, emit, look):
     torch.set_num_threads(1)
     strategy = {"policy": "ring", "fuse_bytes": 0}
     expected, _ = trained("plain", "sgd", Hybrid(overlap="none", **strategy))
@@ -525,7 +525,7 @@ def test_who_looks_at_the_parameters_finds_the_last_step_in_them(look):
     values(run(looked_at, 2, look))
 
 
-def copied(rank, say):
+def copied(rank, emit):
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid()) as session:
         for number in range(3):
@@ -545,7 +545,7 @@ def test_copies_of_the_model_are_models_of_their_own():
     values(run(copied, 2))
 
 
-def two_optimizers(rank, say):
+def two_optimizers(rank, emit):
     """Only one of them is in the session; the other finds the means all the same."""
     torch.set_num_threads(1)
     found = []
@@ -571,7 +571,7 @@ def test_parameters_of_an_optimizer_outside_are_trained_as_well():
     values(run(two_optimizers, 2))
 
 
-def plateau(rank, say):
+def plateau(rank, emit):
     """Each worker's scheduler goes by a loss of its own; the first worker's learning rate is everybody's."""
     one, stepper = made("plain")
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(stepper, patience=0)
@@ -587,7 +587,7 @@ def test_learning_rates_are_the_first_workers():
     assert first == second
 
 
-def looked_at_late(rank, say):
+def looked_at_late(rank, emit):
     """A gradient that was kept is the same whenever it is looked at, and after the session."""
     torch.set_num_threads(1)
     one, stepper = made("plain")
@@ -610,12 +610,12 @@ def looked_at_late(rank, say):
     return norms + [float(gradient.norm()) for gradient in last]
 
 
-def test_a_promise_that_is_kept_is_the_gradient_of_its_own_step():
+def test_a_pending_gradient_is_the_gradient_of_its_own_step():
     first, second = values(run(looked_at_late, 2))
     assert first == second
 
 
-def clamped(rank, say):
+def clamped(rank, emit):
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
         for number in range(STEPS):
@@ -640,7 +640,7 @@ def behind(one, stepper, session):
     return one.head.weight.detach().clone()
 
 
-def ahead(rank, say):
+def ahead(rank, emit):
     """The forward pass stands still at its second layer until the last one has been stepped."""
     torch.set_num_threads(1)
     strategy = {"policy": "ring", "fuse_bytes": 0}
@@ -660,7 +660,7 @@ def test_a_step_reaches_layers_before_the_forward_pass_does():
     values(run(ahead, 2))
 
 
-def past_the_hooks(rank, say):
+def past_the_hooks(rank, emit):
     """Where the end of a forward pass is not heard of, none is stepped ahead of: the program may go on."""
     one, stepper = made("unhooked")
     with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
@@ -673,7 +673,7 @@ def test_no_step_is_taken_ahead_of_a_forward_pass_past_the_hooks():
     values(run(past_the_hooks, 2))
 
 
-def interrupted(rank, say):
+def interrupted(rank, emit):
     """A forward pass raises at its second layer; nothing is stepped ahead of it from then on."""
     torch.set_num_threads(1)
     strategy = {"policy": "ring", "fuse_bytes": 0}
@@ -698,7 +698,7 @@ def test_no_step_is_taken_ahead_of_a_forward_pass_that_raised():
     values(run(interrupted, 2))
 
 
-def clamped_behind(rank, say):
+def clamped_behind(rank, emit):
     """The forward pass changes what was stepped while it was on its way there."""
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
@@ -724,7 +724,7 @@ def bound(layer, _):
     layer.weight.clamp_(-0.05, 0.05)
 
 
-def own_clamp(rank, say):
+def own_clamp(rank, emit):
     """Layers bound their own weights where they begin, when the last step has reached them."""
     torch.set_num_threads(1)
     found = []
@@ -756,7 +756,7 @@ class FailsOnce(dict):
         return super().get(*args)
 
 
-def failing_ahead(rank, say):
+def failing_ahead(rank, emit):
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
         behind(one, stepper, session)
@@ -771,7 +771,7 @@ def test_a_step_that_fails_ahead_of_the_forward_pass_fails_there_and_is_not_trie
     assert kinds <= {"ArithmeticError", "WorkerError"}
 
 
-def constant_memory(rank, say):
+def constant_memory(rank, emit):
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid(fuse_bytes=0)) as session:
         rounds = session._synchronizer.averager._rounds
@@ -799,7 +799,7 @@ class MySGD(torch.optim.SGD):
     """Who knows what it does with all its gradients together."""
 
 
-def unknown_optimizer(rank, say):
+def unknown_optimizer(rank, emit):
     OPTIMIZERS["mine"] = lambda ps: MySGD(ps, lr=0.1)
     expected, _ = trained("plain", "mine", Hybrid(policy="ring", fuse_bytes=0, overlap="none"))
     found, put_off = trained("plain", "mine", Hybrid(policy="ring", fuse_bytes=0))
@@ -839,7 +839,7 @@ class TurningAhead(Turning):
         return out
 
 
-def turned(rank, say, kind):
+def turned(rank, emit, kind):
     MODELS["turning"] = kind
     trained("turning", "sgd", Hybrid(policy="ring", fuse_bytes=0))
 
@@ -852,7 +852,7 @@ def test_a_parameter_that_is_used_behind_its_modules_back_is_an_error_that_names
         assert "use overlap=backward" in ended.error
 
 
-def failed_backward(rank, say):
+def failed_backward(rank, emit):
     one, stepper = made("plain")
 
     def fail(_):
@@ -888,7 +888,7 @@ def test_options_out_of_range_are_refused_in_one_line():
             Hybrid(**options)
 
 
-def compiled(rank, say):
+def compiled(rank, emit):
     one, stepper = made("plain")
     with offbeat.join(torch.compile(one), stepper, Hybrid()):
         pass
@@ -901,7 +901,7 @@ def test_a_compiled_model_is_refused_in_words():
         assert "or use bsp" in ended.error
 
 
-def hangs_in_forward(rank, say, victim):
+def hangs_in_forward(rank, emit, victim):
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
         for number in range(3):
@@ -909,7 +909,7 @@ def hangs_in_forward(rank, say, victim):
         if rank == victim:
             x, y = batch(rank, 3)
             F.cross_entropy(one(x), y).backward()
-            say("in time")
+            emit("in time")
             threading.Event().wait()
         try:
             for number in range(3, 10):
@@ -922,7 +922,7 @@ def hangs_in_forward(rank, say, victim):
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_killed_while_others_wait_for_its_layers_is_named(victim):
     with job(hangs_in_forward, 3, victim) as running:
-        running.said(victim)
+        running.receive(victim)
         running.signal(victim, signal.SIGKILL)
         ended = running.ends()
     for one in ended:

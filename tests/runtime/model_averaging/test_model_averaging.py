@@ -36,7 +36,7 @@ def network(rank, *, normalizes):
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(8, 3))
 
 
-def train(rank, say, strategy, epochs=2, normalizes=True, momentum=0.9, kill=None, state=None):
+def train(rank, emit, strategy, epochs=2, normalizes=True, momentum=0.9, kill=None, state=None):
     """Returns the final state, and the numbers of the samples behind each step of this worker."""
     model = network(rank, normalizes=normalizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
@@ -47,7 +47,7 @@ def train(rank, say, strategy, epochs=2, normalizes=True, momentum=0.9, kill=Non
         for epoch in session.epochs(epochs):
             for numbers, inputs, labels in session.batches(data(), BATCH):
                 if (rank, epoch, len(samples)) == kill:
-                    say("killed")
+                    emit("killed")
                     os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(inputs), labels).backward()
@@ -113,20 +113,20 @@ def test_a_worker_that_is_killed_does_not_stop_the_others(victim):
     assert len(used) >= 2 * SAMPLES - 2 * BATCH
 
 
-def newcomer(rank, say, strategy):
+def newcomer(rank, emit, strategy):
     os.environ["OFFBEAT_NEWCOMER"] = "1"
-    return train(7, say, strategy, 6)
+    return train(7, emit, strategy, 6)
 
 
-def old_hand(rank, say, strategy):
+def old_hand(rank, emit, strategy):
     if rank == 1:
-        say("trains")
-    return train(rank, say, strategy, 6)
+        emit("trains")
+    return train(rank, emit, strategy, 6)
 
 
 def test_a_newcomer_takes_part_and_ends_with_the_same_model():
     with job(old_hand, 2, PReduce(P=2), env={"OFFBEAT_SLOW": "1:40"}) as running:
-        running.said(1)
+        running.receive(1)
         running.add(newcomer, PReduce(P=2))
         results = values(running.ends())
     equal_models(results)

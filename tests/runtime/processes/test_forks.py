@@ -63,7 +63,7 @@ def step(model, optimizer, x):
     optimizer.step()
 
 
-def forks(rank, say, strategy):
+def forks(rank, emit, strategy):
     model, optimizer = make()
     statuses = []
 

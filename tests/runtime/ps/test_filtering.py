@@ -79,14 +79,14 @@ class Ends:
         self.here, self.there = NodeFilters(1), NodeFilters(2)
         self.here.add_namespaces(spaces), self.there.add_namespaces(spaces)
 
-    def said(self, message: Any) -> Any:
+    def encoded(self, message: Any) -> Any:
         """A message as it comes there, not decoded yet."""
         (arrived,) = came(*packed(self.here.encode("there", message)))
         return arrived
 
-    def heard(self, message: Any) -> Any:
+    def decoded(self, message: Any) -> Any:
         """A message as it is there in the end."""
-        return self.there.decode("here", self.said(message))
+        return self.there.decode("here", self.encoded(message))
 
     def answered(self, rows: Any, keys: Any = None, *, first: int = 0, last: int = KEYS) -> Any:
         """The rows that come of a pull from here, there in the end; `here` answers with these."""
@@ -95,7 +95,7 @@ class Ends:
         assert plain(self.here.decode("there", arrived)) == plain(asked)
         answer = replace(pulled(rows, keys), first=first, last=last)
         answer.content.first = first
-        return self.heard(answer).content.values
+        return self.decoded(answer).content.values
 
 
 def push(content: Entries, *, time: int = 1, first: int = 0, last: int = KEYS) -> Push:
@@ -148,7 +148,7 @@ def test_filters_that_lose_nothing_change_nothing(chain: str, is_listed: bool) -
     ends = Ends(OF_SUMS[chain])
     for seed in (1, 2, 1, 1, 3):
         message = push(some(seed, is_listed=is_listed))
-        assert plain(ends.heard(message)) == plain(message)
+        assert plain(ends.decoded(message)) == plain(message)
 
 
 @pytest.mark.parametrize("chain", OF_PULLS)
@@ -160,15 +160,15 @@ def test_what_a_push_brings_comes_through_the_filters_of_pulls_once(chain: str) 
         (arrived,) = came(*packed(ends.there.encode("here", asked)))
         assert plain(ends.here.decode("there", arrived)) == plain(asked)
         if wants_values:
-            assert np.abs(ends.heard(pulled(rows)).content.values - rows).max() < 0.01
+            assert np.abs(ends.decoded(pulled(rows)).content.values - rows).max() < 0.01
         with pytest.raises(ProtocolError, match="expected rows that were requested"):
-            ends.heard(pulled(rows))
+            ends.decoded(pulled(rows))
 
 
 @pytest.mark.parametrize("chain", [one for one in OF_SUMS if one not in LOSSLESS])
 def test_filters_that_draw_are_near_and_right_on_average(chain: str) -> None:
     ends, content = Ends(OF_SUMS[chain]), some(1)
-    heard = [ends.heard(push(content, time=time)) for time in range(400)]
+    heard = [ends.decoded(push(content, time=time)) for time in range(400)]
     assert all(
         replace(one, content=None) == replace(push(content), time=one.time, content=None) for one in heard
     )
@@ -185,7 +185,7 @@ def test_what_is_assigned_is_never_off_by_more_than_the_threshold(chain: str) ->
     there, here = np.zeros(KEYS), np.zeros(KEYS, np.float32)
     for time in range(20):
         here += chance.normal(0, 0.2, KEYS).astype(np.float32)
-        content = ends.heard(push(Entries(0, here.copy()), time=time)).content
+        content = ends.decoded(push(Entries(0, here.copy()), time=time)).content
         there[content.key_array()] = content.values
         assert np.abs(there - here).max() <= 0.5 + 1e-3  # and a step of fixed point
         assert not time or len(content) < KEYS
@@ -198,7 +198,7 @@ def test_replicas_get_what_the_master_has_whatever_the_filters_of_pushes_are(cha
     ends = Ends((OF_SUMS | OF_STATES)[chain], update=update)
     for seed in (1, 2, 1, 1, 3, 4, 5, 6, 1):
         message = copy(some(seed, is_listed=is_listed))
-        assert plain(ends.heard(message)) == plain(message)
+        assert plain(ends.decoded(message)) == plain(message)
 
 
 @pytest.mark.parametrize("chain", OF_PULLS)
@@ -206,12 +206,12 @@ def test_a_pull_asks_for_the_keys_that_it_listed(chain: str) -> None:
     ends = Ends(pull=OF_PULLS[chain])
     lists = [some(seed).keys for seed in (1, 2, 1, 3)] + [None]
     for keys in lists * 3:
-        assert plain(ends.heard(pull(keys))) == plain(pull(keys))
+        assert plain(ends.decoded(pull(keys))) == plain(pull(keys))
 
 
 def test_a_list_of_keys_that_pulls_ask_for_again_travels_once() -> None:
     ends = Ends(pull=OF_PULLS["all"])
-    sizes = [len(packed(ends.said(pull(some(seed).keys)))[0]) for seed in (1, 2, 1, 2)]
+    sizes = [len(packed(ends.encoded(pull(some(seed).keys)))[0]) for seed in (1, 2, 1, 2)]
     assert sizes[:2] > [2000] * 2 > [200] * 2 > sizes[2:]
 
 
@@ -219,9 +219,9 @@ def test_lists_of_keys_are_remembered_for_as_long_at_both_ends() -> None:
     ends = Ends((CACHING,), OF_PULLS["all"])
     for number in [*range(300), *range(300), 299, 0, 299, 43, 44, 45]:
         keys = np.array([number, number + 1])
-        assert plain(ends.heard(pull(keys))) == plain(pull(keys))
+        assert plain(ends.decoded(pull(keys))) == plain(pull(keys))
         message = push(Entries(0, np.ones(2, np.float32), keys))
-        assert plain(ends.heard(message)) == plain(message)
+        assert plain(ends.decoded(message)) == plain(message)
 
 
 @pytest.mark.parametrize("chain", OF_PULLS)
@@ -241,7 +241,7 @@ def test_an_answer_comes_without_the_keys_that_were_asked_for(chain: str) -> Non
         content = some(seed)
         asked = ends.there.encode("here", pull(content.keys))
         ends.here.decode("there", asked)
-        said = ends.said(pulled(content.values, content.keys))
+        said = ends.encoded(pulled(content.values, content.keys))
         assert said.content.keys is None
         found = ends.there.decode("here", said).content
         assert found.keys.tolist() == content.keys.tolist()
@@ -253,7 +253,7 @@ def test_an_answer_of_other_rows_is_refused(chain: str, rows: int) -> None:
     ends = Ends(pull=(OF_PULLS | REMEMBERING)[chain])
     ends.there.encode("here", pull(np.arange(rows)))
     with pytest.raises(ProtocolError, match="expected"):
-        ends.heard(pulled(np.ones(5, np.float32), np.arange(5)))
+        ends.decoded(pulled(np.ones(5, np.float32), np.arange(5)))
     ends.there.encode("here", pull(np.arange(rows)))
     with pytest.raises(ProtocolError, match=f"expected {rows} rows of w"):
         ends.there.decode("here", replace(pulled(ONES), content="rows"))
@@ -270,9 +270,9 @@ def test_each_pull_is_answered_once_whichever_way() -> None:
         ends.there.encode("here", pull(keys))
         ends.there.encode("here", pull(keys))  # again, in another epoch
         for one in (answer, answers[0]):
-            ends.heard(one)
+            ends.decoded(one)
         with pytest.raises(ProtocolError, match="expected rows that were requested, got rows of w"):
-            ends.heard(answers[0])
+            ends.decoded(answers[0])
 
 
 def test_rows_that_nobody_asked_for_are_refused() -> None:
@@ -434,23 +434,23 @@ def test_what_a_push_says_besides_its_values_goes_by_every_filter(chain: str) ->
     for rows in (np.ones(KEYS, np.float32), np.full(KEYS, np.inf, np.float32)):
         ends = Ends(OF_SUMS[chain])
         content = Entries(0, rows, None, PushMeta(2.5, {"lr": 0.5, "betas": [0.5, 0.75]}))
-        assert plain(ends.heard(push(content)).content.meta) == plain(content.meta)
-        assert plain(ends.heard(copy(content)).operation.content.meta) == plain(content.meta)
+        assert plain(ends.decoded(push(content)).content.meta) == plain(content.meta)
+        assert plain(ends.decoded(copy(content)).operation.content.meta) == plain(content.meta)
         content.meta = None
-        assert ends.heard(push(content)).content.meta is None
+        assert ends.decoded(push(content)).content.meta is None
 
 
 @pytest.mark.parametrize("chain", [*OF_SUMS, *OF_STATES])
 def test_what_replaces_values_travels_as_it_is_and_filters_count_nothing_as_sent(chain: str) -> None:
     specs = OF_SUMS.get(chain) or OF_STATES.get(chain, ())
     ends = Ends(specs, update=Assign() if chain in OF_STATES else Sum())
-    ends.heard(push(Entries(0, np.ones(KEYS, np.float32))))
+    ends.decoded(push(Entries(0, np.ones(KEYS, np.float32))))
     put = Entries(
         0, np.full(KEYS, np.pi, np.float32), None, PushMeta(states={"mean": np.ones(KEYS, np.float32)})
     )
-    assert plain(ends.heard(push(put, time=2)).content) == plain(put)
-    assert plain(ends.heard(copy(put)).operation.content) == plain(put)
-    again = ends.heard(push(Entries(0, np.ones(KEYS, np.float32)), time=3)).content
+    assert plain(ends.decoded(push(put, time=2)).content) == plain(put)
+    assert plain(ends.decoded(copy(put)).operation.content) == plain(put)
+    again = ends.decoded(push(Entries(0, np.ones(KEYS, np.float32)), time=3)).content
     if chain in OF_STATES:
         assert again.key_array().tolist() == list(range(KEYS))  # though this is what was sent before
 
@@ -469,7 +469,7 @@ def test_an_answer_says_its_times_and_states_behind_any_filters(chain: str, with
     terms = PushMeta(states={"mean": rows + 1}) if with_states else None
     content = Entries(0, rows, keys, terms)
     fields = {"request": 2, "namespace": "w", "first": 0, "last": 10}
-    answer = ends.heard(InspectResult(**fields, content=content, times=(ClockRange(0, 9, 4),)))
+    answer = ends.decoded(InspectResult(**fields, content=content, times=(ClockRange(0, 9, 4),)))
     assert answer.times == (ClockRange(0, 9, 4),)
     assert answer.content.key_array().tolist() == keys.tolist()
     assert np.allclose(answer.content.values, rows, atol=1e-3)
@@ -483,7 +483,7 @@ def test_states_that_are_not_beside_their_values_are_a_protocol_error() -> None:
     ends.there.encode("here", pull(None))
     content = Entries(0, np.ones(KEYS, np.float32), None, PushMeta(states={"mean": np.ones(3, np.float32)}))
     with pytest.raises(ProtocolError, match="expected states of w with the shape of its values"):
-        ends.heard(replace(pulled(None), content=content))
+        ends.decoded(replace(pulled(None), content=content))
 
 
 def test_messages_are_not_changed_themselves() -> None:
@@ -611,10 +611,10 @@ def test_values_that_filters_cannot_send_travel_as_they_are(chain: str) -> None:
     ends = Ends(OF_SUMS[chain], (FIXED, COMPRESSION))
     bad = some(1)
     bad.values[::2] = np.nan
-    assert plain(ends.heard(push(bad))) == plain(push(bad))
+    assert plain(ends.decoded(push(bad))) == plain(push(bad))
     assert plain(ends.answered(bad.values, bad.keys)) == plain(bad.values)
     for seed in (1, 2, 1):  # and what comes behind is filtered again
-        message = ends.said(push(some(seed)))
+        message = ends.encoded(push(some(seed)))
         assert isinstance(message.content, EncodedValues)
         assert np.isfinite(ends.there.decode("here", message).content.values).all()
 
@@ -626,7 +626,7 @@ def test_what_is_too_large_for_compression_travels_as_it_is() -> None:
         keys = np.arange(count)
         content = Entries(0, np.arange(count, dtype=np.float32), keys)
         for message in (push(content), copy(content)):
-            assert plain(ends.heard(message)) == plain(message)
+            assert plain(ends.decoded(message)) == plain(message)
         assert plain(ends.answered(content.values, keys)) == plain(content.values)
 
 
@@ -648,16 +648,16 @@ def test_a_node_that_is_gone_is_forgotten_and_no_other() -> None:
         }
     )
     for message in (push(some(1)), pull(some(1).keys)):
-        ends.heard(message)
+        ends.decoded(message)
         third.decode("here", ends.here.encode("third", message))
     ends.there.on_node_gone("here")
     for message in (push(some(1)), pull(some(1).keys)):
         with pytest.raises(ProtocolError, match="signature of keys that came before"):
-            ends.heard(message)
+            ends.decoded(message)
         assert plain(third.decode("here", ends.here.encode("third", message))) == plain(message)
     ends.here.on_node_gone("there")
     for message in (push(some(1)), pull(some(1).keys)):
-        assert plain(ends.heard(message)) == plain(message)
+        assert plain(ends.decoded(message)) == plain(message)
 
 
 # What is told
@@ -688,8 +688,8 @@ def test_the_report_adds_up() -> None:
 def test_the_report_at_the_other_end_is_the_reverse() -> None:
     ends = Ends((CACHING, COMPRESSION), (MODIFIED, CACHING, COMPRESSION))
     for seed in (1, 2, 1):
-        ends.heard(push(some(seed)))
-        ends.heard(pull(some(seed).keys))
+        ends.decoded(push(some(seed)))
+        ends.decoded(pull(some(seed).keys))
         ends.answered(some(seed).values, some(seed).keys)
     sent, heard = ends.here.report("w"), ends.there.report("w")
     assert sent["ask"]["key caching"].in_bytes > 1.4 * sent["ask"]["key caching"].out_bytes
@@ -703,11 +703,11 @@ def test_the_report_at_the_other_end_is_the_reverse() -> None:
 
 def test_the_report_still_has_what_went_to_a_node_that_is_gone() -> None:
     ends = Ends((CACHING, COMPRESSION))
-    ends.heard(push(some(1)))
+    ends.decoded(push(some(1)))
     here, there = ends.here.report("w"), ends.there.report("w")
     ends.here.on_node_gone("there"), ends.there.on_node_gone("here")
     assert (ends.here.report("w"), ends.there.report("w")) == (here, there)
-    ends.heard(push(some(1)))
+    ends.decoded(push(some(1)))
     twice = {name: FilterBytes(2 * one.in_bytes, 2 * one.out_bytes) for name, one in here["push"].items()}
     assert ends.here.report("w") == {"push": twice}
 

@@ -195,7 +195,7 @@ def kept_bytes(server):
 
 
 @pytest.mark.parametrize("what", ["push", "pull"])
-def test_who_waits_for_room_in_vain_is_told_which_server_has_not_answered_and_nothing_is_sent(what):
+def test_a_wait_for_room_that_times_out_names_the_server_that_has_not_answered_and_nothing_is_sent(what):
     with offbeat.PS.local(servers=2, copies=0, silent_s=600.0) as ps:
         w = ps.namespace("w", keys=20 * COUNT)
         w.push(np.zeros(20 * COUNT)).result()

@@ -58,14 +58,14 @@ class Writer:
         self._places: dict[str, tuple[str, ...]] = {}
         self.node = make(
             name,
-            on_message=self._hear,
+            on_message=self._on_message,
             on_lost=self._lost,
-            on_left=lambda peer: self.post.on_peer_gone(peer),
+            on_left=lambda peer: self.messenger.on_peer_gone(peer),
             host="127.0.0.1",
             **{"unix": False, **options},
         )
         self.name, self.links = name, self.node.links
-        self.post = Messenger(self.links, KINDS, self._note)
+        self.messenger = Messenger(self.links, KINDS, self._note)
 
     def knows(self, peer: str, *addresses: str) -> None:
         self._places[peer] = addresses
@@ -73,7 +73,7 @@ class Writer:
 
     def write(self, to: str, *messages: Any) -> None:
         """Says all of it in one turn."""
-        self.links.call_soon(lambda: [self.post.send(to, message) for message in messages])
+        self.links.call_soon(lambda: [self.messenger.send(to, message) for message in messages])
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         with self._changed:
@@ -90,10 +90,10 @@ class Writer:
 
     def kept(self, peer: str) -> int:
         """How many letters for a peer are not known to have come."""
-        return self.node.in_thread(lambda: len(self.post._peers[peer].channel._sent))
+        return self.node.in_thread(lambda: len(self.messenger._peers[peer].channel._sent))
 
-    def _hear(self, peer: str, payload: bytes) -> None:
-        self.post.on_message(peer, payload)
+    def _on_message(self, peer: str, payload: bytes) -> None:
+        self.messenger.on_message(peer, payload)
 
     def _note(self, peer: str, message: Any) -> None:
         if message == REFUSED:
@@ -106,10 +106,10 @@ class Writer:
         with self._changed:
             self.losses.append(error)
             self._changed.notify_all()
-        self.post.on_lost(error.peer)
+        self.messenger.on_lost(error.peer)
         if self._redials and error.peer in self._places:
             self.links.add_peer(error.peer, self._places[error.peer])
-            self.post.on_reconnected(error.peer)
+            self.messenger.on_reconnected(error.peer)
 
 
 class Proxy:
@@ -254,7 +254,7 @@ def in_bursts(chance: random.Random, messages: list[Any]) -> list[list[Any]]:
     return bursts
 
 
-def test_a_message_of_many_operations_does_not_fit_into_a_letter():
+def test_a_message_of_many_operations_does_not_fit_into_a_batch():
     """Else the tests below would not send what they say."""
     assert len(packed(long(1, 700 * KIB))[0]) > MAX_MESSAGE_BYTES // 2
 
@@ -307,7 +307,7 @@ class Reader(Writer):
 
     def __init__(self, make: Callable[..., Node], name: str, may_show: Callable[[Any], bool]) -> None:
         super().__init__(make, name, unix=True)
-        self.post._share = self._shown
+        self.messenger._share = self._shown
         self._may_show = may_show
         self.shown: list[int] = []
 
@@ -356,7 +356,9 @@ def test_what_lies_in_memory_that_neighbours_can_read_is_copied_nowhere_before(n
     a.write("server-1", own, large(2, 8))
     came = b.wait_for("server-0", 3)[1:]
     assert np.array_equal(came[0].content.values, rows)
-    assert a.node.in_thread(lambda: (len(a.post._staging._free_slabs), a.post._staging._slabs_in_use)) == (
+    assert a.node.in_thread(
+        lambda: (len(a.messenger._staging._free_slabs), a.messenger._staging._slabs_in_use)
+    ) == (
         0,
         {},
     )
@@ -370,7 +372,7 @@ def test_a_small_message_waits_for_a_large_one_before_it(pair):
     same(b.wait_for("server-0", 4), messages)
 
 
-def test_a_node_is_told_of_little_that_has_not_gone_out(pair):
+def test_only_a_little_that_is_not_yet_sent_is_announced(pair):
     a, b = pair
     a.write("server-1", small(0))
     b.wait_for("server-0", 1)
@@ -379,10 +381,10 @@ def test_a_node_is_told_of_little_that_has_not_gone_out(pair):
     messages = [large(number, 4 * MIB) for number in range(40)]
     a.write("server-1", *messages)
     wait_until(lambda: a.kept("server-1") > 1, "a letter of these")
-    told_of = a.kept("server-1")
+    announced = a.kept("server-1")
     may_go_on.set()
     same(b.wait_for("server-0", 41)[1:], messages)
-    assert told_of < 12  # 8 MiB, what a connection holds, and the first that was small
+    assert announced < 12  # 8 MiB, what a connection holds, and the first that was small
 
 
 class Slow(Writer):
@@ -397,7 +399,7 @@ class Slow(Writer):
         while monotonic() < until_s:
             pass
         if message == small(0):
-            self.post.send(peer, small(1000))
+            self.messenger.send(peer, small(1000))
         elif message == small(9):
             self._asks.wait_for(self.name, 1)
         super()._note(peer, message)
@@ -417,8 +419,8 @@ def test_who_sends_what_is_refused_later_is_lost_and_no_other_message_is(node):
     b = Slow(node, "server-1", asks=Writer(node, "server-0"))
     evil: Node = node("client-666")
     evil.links.add_peer("server-1", b.links.addresses)
-    evil.links.send("server-1", letter(body(small(1), small(2), REFUSED, small(3), REFUSED)))
-    evil.links.send("server-1", letter(body(small(4)), number=1))
+    evil.links.send("server-1", batch(body(small(1), small(2), REFUSED, small(3), REFUSED)))
+    evil.links.send("server-1", batch(body(small(4)), number=1))
     assert "client-666 broke the protocol: expected anything but that" in str(b.lost("client-666"))
     assert evil.loss().peer == "server-1"
     same(b.wait_for("client-666", 3)[:3], [small(number) for number in range(1, 4)])
@@ -448,7 +450,7 @@ def test_a_forgotten_node_is_not_kept(pair):
     a.write("server-1", small(0))
     b.wait_for("server-0", 1)
     b.links.close()
-    wait_until(lambda: a.node.in_thread(lambda: "server-1" not in a.post._peers), "its end")
+    wait_until(lambda: a.node.in_thread(lambda: "server-1" not in a.messenger._peers), "its end")
 
 
 def test_what_was_for_a_forgotten_node_is_not_kept_either(node):
@@ -457,7 +459,7 @@ def test_what_was_for_a_forgotten_node_is_not_kept_either(node):
     kept = weakref.ref(message.content.values)
     a.write("server-1", message, small(1))
     del message
-    a.node.in_thread(lambda: a.post.on_peer_gone("server-1"))
+    a.node.in_thread(lambda: a.messenger.on_peer_gone("server-1"))
     a.links.close()
     gc.collect()
     assert kept() is None
@@ -512,7 +514,7 @@ def put_off(writers: list[Writer], stretch_s: float | None) -> None:
     """Each message is handed on in a turn of its own, where that is 0; a connection may break meanwhile."""
     for one in writers:
         if stretch_s is not None:
-            one.post._delivery_limit_s = stretch_s
+            one.messenger._delivery_limit_s = stretch_s
 
 
 @pytest.mark.parametrize("stretch_s", [None, 0.0])
@@ -552,7 +554,7 @@ def test_whatever_breaks_between_two_servers_every_message_comes_once_and_in_ord
 # Who breaks the protocol
 
 
-def letter(
+def batch(
     messages: bytes = b"\x90",
     *,
     connection: Any = 0,
@@ -579,27 +581,27 @@ BAD: dict[str, list[bytes]] = {
     "garbage": [b"\xc1 garbage"],
     "another type": [msgspec.msgpack.encode({"connection": 0})],
     "too few fields": [msgspec.msgpack.encode([0, 0, 0])],
-    "a text as a number": [letter(number="1")],
-    "messages that are none": [letter(msgspec.msgpack.encode([1]))],
-    "messages that are no list": [letter(msgspec.msgpack.encode("garbage"))],
-    "messages that end early": [letter(body(small(1))[:-1])],
-    "something behind the messages": [letter(body(small(1)) + b"\x90")],
-    "a negative connection": [letter(connection=-1)],
-    "a negative count": [letter(received=-1)],
-    "a negative number": [letter(body(small(1)), number=-2)],
-    "a negative tag": [letter(claim(64 * KIB), tag=-1)],
-    "a negative length": [letter(long_bytes=-1)],
-    "a number that is none": [letter(body(small(1)), number=2**64 - 1)],
-    "more than was said": [letter(received=10**6)],
-    "less, then more than was said": [letter(received=0), letter(received=3)],
-    "a message that is too long": [letter(long_bytes=2**40)],
-    "a tag twice": [letter(claim(64 * KIB), tag=7), letter(claim(64 * KIB), number=1, tag=7)],
+    "a text as a number": [batch(number="1")],
+    "messages that are none": [batch(msgspec.msgpack.encode([1]))],
+    "messages that are no list": [batch(msgspec.msgpack.encode("garbage"))],
+    "messages that end early": [batch(body(small(1))[:-1])],
+    "something behind the messages": [batch(body(small(1)) + b"\x90")],
+    "a negative connection": [batch(connection=-1)],
+    "a negative count": [batch(received=-1)],
+    "a negative number": [batch(body(small(1)), number=-2)],
+    "a negative tag": [batch(claim(64 * KIB), tag=-1)],
+    "a negative length": [batch(long_bytes=-1)],
+    "a number that is none": [batch(body(small(1)), number=2**64 - 1)],
+    "more than was said": [batch(received=10**6)],
+    "less, then more than was said": [batch(received=0), batch(received=3)],
+    "a message that is too long": [batch(long_bytes=2**40)],
+    "a tag twice": [batch(claim(64 * KIB), tag=7), batch(claim(64 * KIB), number=1, tag=7)],
     "a tag twice in a letter": [
-        letter(claim(64 * KIB), tag=7),
-        letter(claim(128 * KIB, 64 * KIB), number=1, tag=6),
+        batch(claim(64 * KIB), tag=7),
+        batch(claim(128 * KIB, 64 * KIB), number=1, tag=6),
     ],
-    "a tag of a long message twice": [letter(long_bytes=10, tag=7), letter(long_bytes=10, number=1, tag=7)],
-    "an array that no message may have": [letter(pulled(array_claim(2**50, is_beside=True)))],
+    "a tag of a long message twice": [batch(long_bytes=10, tag=7), batch(long_bytes=10, number=1, tag=7)],
+    "an array that no message may have": [batch(pulled(array_claim(2**50, is_attached=True)))],
 }
 
 
@@ -622,12 +624,12 @@ def test_who_breaks_the_protocol_is_lost_by_name_and_nobody_else_is(bad: str, pa
     assert [one.peer for one in b.losses] == ["client-666"] * 2
 
 
-def test_a_letter_that_only_says_what_has_come_says_nothing_else(pair, node) -> None:
+def test_a_batch_that_only_acknowledges_holds_no_message(pair, node) -> None:
     _, b = pair
     evil: Node = node("client-666")
     evil.links.add_peer("server-1", b.links.addresses)
-    evil.links.send("server-1", letter(body(small(0)), number=-1))
-    evil.links.send("server-1", letter(body(small(1))))
+    evil.links.send("server-1", batch(body(small(0)), number=-1))
+    evil.links.send("server-1", batch(body(small(1))))
     same(b.wait_for("client-666", 1), [small(1)])
     assert not b.losses
 
@@ -637,7 +639,7 @@ def test_random_bytes_lose_nobody_but_who_sends_them(pair, node) -> None:
     evil: Node = node("client-666")
     chance = random.Random(1)
     copied = ReplicateAck(view=1, master=0, serial=3)
-    good = letter(body(small(1), copied, large(1, 160), large(2, 20 * KIB)))
+    good = batch(body(small(1), copied, large(1, 160), large(2, 20 * KIB)))
     for number in range(200):
         evil.links.add_peer("server-1", b.links.addresses)
         broken = bytearray(good)
@@ -657,12 +659,12 @@ def test_a_message_that_its_owner_refuses_loses_who_sent_it_and_no_other_message
     _, b = pair
     evil: Node = node("client-666")
     evil.links.add_peer("server-1", b.links.addresses)
-    evil.links.send("server-1", letter(body(small(0), REFUSED, small(1))))
+    evil.links.send("server-1", batch(body(small(0), REFUSED, small(1))))
     assert "client-666 broke the protocol: expected anything but that" in str(b.lost("client-666"))
     assert evil.loss().peer == "server-1"
     evil.links.add_peer("server-1", b.links.addresses)
-    evil.links.send("server-1", letter(body(small(0), REFUSED, small(1)), connection=1))
-    evil.links.send("server-1", letter(body(small(2)), number=1, connection=1))
+    evil.links.send("server-1", batch(body(small(0), REFUSED, small(1)), connection=1))
+    evil.links.send("server-1", batch(body(small(2)), number=1, connection=1))
     same(b.wait_for("client-666", 3), [small(number) for number in range(3)])
     assert len(b.losses) == 1
 
@@ -673,7 +675,7 @@ def test_no_memory_is_taken_for_a_long_message_before_it_comes(pair, node) -> No
     evil.links.add_peer("server-1", b.links.addresses)
     before_kib = peak_kib()
     for tag in range(4):
-        evil.links.send("server-1", letter(long_bytes=2**31, number=tag, tag=tag))
+        evil.links.send("server-1", batch(long_bytes=2**31, number=tag, tag=tag))
     a.write("server-1", small(0))
     evil.links.send("server-1", b"")
     b.lost("client-666")

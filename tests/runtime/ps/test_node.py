@@ -96,7 +96,7 @@ class ByHand:
             )  # of a server that has not looked at the request any closer
         return answer
 
-    def say(self, to: str, message: Any) -> None:
+    def send_message(self, to: str, message: Any) -> None:
         self.node.endpoint.call_soon(self.node.messenger.send, to, message)
 
 
@@ -129,7 +129,7 @@ def test_nobody_is_there_before_it_joins(mark, by_hand):
     assert view.target.servers == (0, 1)
 
 
-def test_a_wrong_token_is_told_in_one_line(mark):
+def test_a_wrong_token_is_reported_in_one_line(mark):
     cluster = start_manager(1, host="127.0.0.1")
     with pytest.raises(OffbeatError, match="token") as caught:
         PS(msgspec.structs.replace(cluster, token="a guess"))
@@ -306,7 +306,7 @@ def test_a_server_keeps_what_it_has_for_a_client_until_the_manager_says_that_the
     server.node.join()
     client.node.join()
     client.view()
-    client.say("server-0", pull())
+    client.send_message("server-0", pull())
     assert isinstance(server.messages.get(timeout=DEADLINE_S), Pull)
     kept: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -513,8 +513,8 @@ def test_a_node_whose_name_is_no_servers_may_not_speak_as_one(mark, by_hand):
         w = ps.namespace("w", keys=KEYS)
         evil = by_hand("server-evil", ps.cluster)
         evil.node.endpoint.add_peer("server-0", server_addresses(ps), has_fixed_addresses=True)
-        evil.say("server-0", TransferRequest(view=1, present_blocks=()))
-        evil.say("server-0", pull())
+        evil.send_message("server-0", TransferRequest(view=1, present_blocks=()))
+        evil.send_message("server-0", pull())
         evil.node.join()
         assert "expected a name such as server-3 or client-7, got server-evil" in evil.gone.get(
             timeout=DEADLINE_S
@@ -543,9 +543,9 @@ def test_a_hostile_client_changes_nothing_and_hurts_nobody_but_itself(mark, by_h
         assert view.version == 2
         for number, (what, message) in enumerate(HOSTILE.items(), 2):
             for server in (0, 1):
-                evil.say(f"server-{server}", message)
+                evil.send_message(f"server-{server}", message)
             master = f"server-{view.ring.holders(view.spaces['w'], 0)[0]}"
-            evil.say(master, pull(request=number))
+            evil.send_message(master, pull(request=number))
             answer = evil.answer_to(number)
             assert isinstance(answer, PullResult), what
             assert answer.content.values.tolist() == values[:4].tolist(), what
@@ -565,7 +565,7 @@ def broken(node: PsNode) -> int:
     return 0 if known is None else known.connection
 
 
-def test_who_says_what_cannot_be_read_is_lost_alone(mark, by_hand):
+def test_a_node_that_sends_what_cannot_be_read_is_lost_alone(mark, by_hand):
     with PS.local(servers=1) as ps:
         f = ps.namespace("f", keys=KEYS, push_filters=FILTERS, pull_filters=FILTERS[::2])
         f.push(np.ones(KEYS)).result()
@@ -573,7 +573,7 @@ def test_who_says_what_cannot_be_read_is_lost_alone(mark, by_hand):
             evil = by_hand(f"client-{client}", ps.cluster)
             evil.node.join()
             evil.view()
-            evil.say("server-0", push(content, client=client, namespace="f"))
+            evil.send_message("server-0", push(content, client=client, namespace="f"))
             wait_until(lambda evil=evil: broken(evil.node), f"the loss of who said {what}")
             assert f.pull().result().tolist() == [1.0] * KEYS, what
             assert evil.messages.empty()
@@ -601,10 +601,10 @@ def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_wait
         early.node.join()
         number = early.view().version
         then = {"client": 1, "epoch": number + 1, "namespace": "f"}
-        early.say("server-0", push(made_by_filters(), request=1, **then))
-        early.say("server-0", push(made_by_filters(keys=None), request=2, time=2, **then))
-        early.say("server-0", push(made_by_filters(body=b"garbage"), request=3, time=3, **then))
-        early.say("server-0", pull(None, request=4, **then))
+        early.send_message("server-0", push(made_by_filters(), request=1, **then))
+        early.send_message("server-0", push(made_by_filters(keys=None), request=2, time=2, **then))
+        early.send_message("server-0", push(made_by_filters(body=b"garbage"), request=3, time=3, **then))
+        early.send_message("server-0", pull(None, request=4, **then))
         wait_until(lambda: len(server._early_messages.get("client-1", ())) == 4, "what waits for a namespace")
         f = ps.namespace("f", keys=KEYS, push_filters=FILTERS)
         answers = [early.messages.get(timeout=DEADLINE_S) for _ in range(4)]

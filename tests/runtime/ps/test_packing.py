@@ -157,9 +157,9 @@ def arrays_of(thing: Any) -> list[np.ndarray]:
 
 def sent(message: Any) -> tuple[Any, list[np.ndarray]]:
     """The message as it comes, and the arrays that went beside it."""
-    data, beside = packed(message)
-    (arrived,) = came(data, beside)
-    return arrived, beside
+    data, attachments = packed(message)
+    (arrived,) = came(data, attachments)
+    return arrived, attachments
 
 
 def unpacked(data: bytes, kinds: Any = KINDS) -> Any:
@@ -176,11 +176,11 @@ def test_every_kind_of_message_comes_out_as_it_went_in(kind: type) -> None:
     @settings(max_examples=25, deadline=None)
     @given(of_kind(kind))
     def there_and_back(message: Any) -> None:
-        arrived, beside = sent(message)
+        arrived, attachments = sent(message)
         assert plain(arrived) == plain(message)
         large = [one for one in arrays_of(message) if one.nbytes >= INLINE_BYTES]
-        assert [plain(one) for one in beside] == [plain(one) for one in large]
-        assert all(one.flags.c_contiguous for one in beside)
+        assert [plain(one) for one in attachments] == [plain(one) for one in large]
+        assert all(one.flags.c_contiguous for one in attachments)
 
     there_and_back()
 
@@ -192,7 +192,7 @@ def test_entries_come_out_as_they_went_in(content: Entries) -> None:
     assert plain(arrived.content) == plain(content)
 
 
-def test_arrays_beside_come_in_the_order_in_which_they_are_in_the_message() -> None:
+def test_attachments_arrive_in_the_order_in_which_they_are_in_the_message() -> None:
     keys = np.arange(INLINE_BYTES, dtype=np.int64)
     operations = tuple(
         Operation(
@@ -216,22 +216,22 @@ def test_arrays_beside_come_in_the_order_in_which_they_are_in_the_message() -> N
         clocks={},
         pending=operations,
     )
-    arrived, beside = sent(chunk)
-    assert [one.flat[1] for one in beside] == [9.0, 8.0, 1, 0.0, 1, 1.0, 1, 2.0]
+    arrived, attachments = sent(chunk)
+    assert [one.flat[1] for one in attachments] == [9.0, 8.0, 1, 0.0, 1, 1.0, 1, 2.0]
     assert plain(arrived) == plain(chunk)
 
 
 @pytest.mark.parametrize("size", [INLINE_BYTES - 1, INLINE_BYTES])
 def test_large_arrays_are_not_in_the_message_and_small_ones_are(size: int) -> None:
-    data, beside = packed(one_pulled(np.zeros(size, np.uint8)))
-    assert len(beside) == (size >= INLINE_BYTES)
-    assert len(data) < 200 if beside else len(data) > size
+    data, attachments = packed(one_pulled(np.zeros(size, np.uint8)))
+    assert len(attachments) == (size >= INLINE_BYTES)
+    assert len(data) < 200 if attachments else len(data) > size
 
 
-def test_an_array_that_goes_beside_is_not_copied() -> None:
+def test_an_attached_array_is_not_copied() -> None:
     values = np.zeros(INLINE_BYTES)
-    _, beside = packed(one_pulled(Entries(0, values)))
-    assert np.shares_memory(beside[0], values)
+    _, attachments = packed(one_pulled(Entries(0, values)))
+    assert np.shares_memory(attachments[0], values)
 
 
 def test_a_packer_that_failed_packs_the_next_message_as_any_other() -> None:
@@ -239,35 +239,35 @@ def test_a_packer_that_failed_packs_the_next_message_as_any_other() -> None:
     large = np.zeros(INLINE_BYTES)
     with pytest.raises(TypeError):
         list(packer.pack([one_pulled([large, large.astype(np.float16)])]))
-    ((_, beside),) = packer.pack([one_pulled(large)])
-    assert len(beside) == 1
+    ((_, attachments),) = packer.pack([one_pulled(large)])
+    assert len(attachments) == 1
 
 
 # Lots
 
 
-def test_what_is_said_in_one_turn_is_one_lot_in_its_order() -> None:
+def test_messages_of_one_turn_of_the_loop_are_packed_together_in_order() -> None:
     messages = [PushAck(request=number, first=0, last=1) for number in range(100)]
     messages += [one_pulled(np.arange(number)) for number in range(5)]
-    data, beside = packed(*messages)
-    assert plain(came(data, beside)) == plain(messages)
+    data, attachments = packed(*messages)
+    assert plain(came(data, attachments)) == plain(messages)
     assert list(Packer().pack([])) == []
 
 
-def test_a_message_with_arrays_beside_is_the_last_of_its_lot() -> None:
+def test_a_message_with_attachments_is_the_last_of_its_pack() -> None:
     large = np.arange(INLINE_BYTES)
     messages = [one_pulled(content) for content in (1, large, 2, 3, [large, large], 4)]
-    lots = [(bytes(data), beside) for data, beside in Packer().pack(messages)]
+    lots = [(bytes(data), attachments) for data, attachments in Packer().pack(messages)]
     arrived = [came(*lot) for lot in lots]
     assert [[plain(one.content) for one in lot] for lot in arrived] == [
         [1, plain(large)],
         [2, 3, (list, [plain(large)] * 2)],
         [4],
     ]
-    assert [len(beside) for _, beside in lots] == [1, 2, 0]
+    assert [len(attachments) for _, attachments in lots] == [1, 2, 0]
 
 
-def test_a_lot_is_not_much_longer_than_a_letter_may_be() -> None:
+def test_a_packed_message_is_not_much_longer_than_a_batch_may_be() -> None:
     messages = [one_pulled(np.zeros(INLINE_BYTES - 1, np.uint8)) for _ in range(100)]
     lots = [bytes(data) for data, _ in Packer().pack(messages)]
     assert all(256 * 1024 < len(data) < 256 * 1024 + 2 * INLINE_BYTES for data in lots[:-1])
@@ -278,7 +278,7 @@ def test_a_lot_is_not_much_longer_than_a_letter_may_be() -> None:
 
 
 @pytest.mark.parametrize("dtype", NOT_SENT)
-def test_an_array_that_is_not_sent_is_told_with_those_that_are(dtype: str) -> None:
+def test_an_array_that_is_not_sent_is_reported_with_those_that_are(dtype: str) -> None:
     array = np.zeros(3, dtype)
     with pytest.raises(TypeError, match="float32, float64, int64, int32, uint8, uint64, bool, got 1 of") as e:
         packed(one_pulled(Entries(0, array)))
@@ -379,8 +379,8 @@ def test_fields_that_are_missing_or_of_another_type_are_refused(fields):
         claim(1, dimensions=0, then=b"\0" * 4),
         claim(1, dimensions=3, then=b"\0" * 4),
         claim(2**63, 0, dimensions=2),
-        claim(2**64 - 1, 0, dimensions=2, is_beside=True),
-        claim(5000, is_beside=True, then=b"\0"),
+        claim(2**64 - 1, 0, dimensions=2, is_attached=True),
+        claim(5000, is_attached=True, then=b"\0"),
         Ext(2, b""),
         Ext(2, b"\0" * 8),
         Ext(2, b"\0" * 9),
@@ -428,7 +428,7 @@ def test_the_bytes_by_hand_are_those_of_what_filters_have_made() -> None:
         encoded_by_hand(encoded_by_hand()),
         encoded_by_hand(values=Ext(2, b"\0" * 9 + claim(0).data)),
         encoded_by_hand(claim(3, then=b"\0")),
-        encoded_by_hand(values=claim(2**62, is_beside=True)),
+        encoded_by_hand(values=claim(2**62, is_attached=True)),
         encoded_by_hand(body="text"),
         encoded_by_hand(body=[0]),
         encoded_by_hand(notes=None),
@@ -472,15 +472,15 @@ def memory_taken(function: Any) -> int:
 @pytest.mark.parametrize(
     "content",
     [
-        claim(2**29 + 1, is_beside=True),
-        claim(2**62, is_beside=True),
-        claim(2**64 - 1, 2**64 - 1, dimensions=2, is_beside=True),
-        claim(2**20, 2**20, dimensions=2, is_beside=True),
+        claim(2**29 + 1, is_attached=True),
+        claim(2**62, is_attached=True),
+        claim(2**64 - 1, 2**64 - 1, dimensions=2, is_attached=True),
+        claim(2**20, 2**20, dimensions=2, is_attached=True),
         claim(2**29),
         claim(2**64 - 1),
-        Ext(2, b"\0" * 9 + claim(2**62, is_beside=True).data),
-        encoded_by_hand(values=claim(2**62, is_beside=True)),
-        encoded_by_hand(claim(2**29, dtype=2, is_beside=True)),
+        Ext(2, b"\0" * 9 + claim(2**62, is_attached=True).data),
+        encoded_by_hand(values=claim(2**62, is_attached=True)),
+        encoded_by_hand(claim(2**29, dtype=2, is_attached=True)),
     ],
     ids=[*"abcdefghi"],
 )
@@ -495,7 +495,7 @@ def test_no_memory_is_taken_for_a_claim_that_no_message_may_make(content):
 
 
 def test_the_arrays_of_a_message_are_not_many_large_ones() -> None:
-    data = pulled([claim(2**29, is_beside=True) for _ in range(1000)])
+    data = pulled([claim(2**29, is_attached=True) for _ in range(1000)])
     with pytest.raises(ProtocolError, match=f"arrays of at most {2**33} bytes"):
         unpacked(data, TO_CLIENT)
 
@@ -508,7 +508,7 @@ def test_a_claim_of_more_memory_than_there_is_is_the_fault_of_who_claims_it() ->
         "from offbeat.runtime.ps.packing import TO_CLIENT, Unpacker\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
         "try:\n"
-        f"    Unpacker(TO_CLIENT).unpack(memoryview({pulled(claim(2**29, is_beside=True))!r}))\n"
+        f"    Unpacker(TO_CLIENT).unpack(memoryview({pulled(claim(2**29, is_attached=True))!r}))\n"
         "except ProtocolError as error:\n"
         "    print(error)"
     )

@@ -125,7 +125,7 @@ def test_traffic_is_what_was_sent_and_what_came(ps, name):
     assert ps.traffic_bytes - pushed > 400_000
 
 
-def test_arrays_larger_than_a_letter_come_whole(ps, name):
+def test_arrays_larger_than_a_message_batch_arrive_whole(ps, name):
     rng = np.random.default_rng(0)
     w = ps.namespace(name, keys=3_000_000, block_keys=100_000)
     values = rng.standard_normal(3_000_000, np.float32)
@@ -975,11 +975,11 @@ def test_an_answer_that_comes_again_when_its_pull_is_done_skips_nothing(ps, name
     asked = Pull(client=1, request=10**9, epoch=0, keys=keys, **ranges)
     rows = PullResult(request=10**9, content=Entries(0, np.zeros((3, 2))), **ranges)
 
-    def hear():
+    def receive():
         ps._node.filtering.encode(server, asked)
         ps._requests._on_message(server, rows)
 
-    ps.when_done([], hear).result()
+    ps.when_done([], receive).result()
     assert w.active_keys(keys).all()
     w.pull(keys=keys).result()
     assert not w.active_keys(keys).any()

@@ -15,7 +15,7 @@ KEYS, SPARSE_KEYS = 48, 5000
 WINDOW = 8  # pushes of a client that are not done
 
 
-def pusher(rank, say, cluster, stop):
+def pusher(rank, emit, cluster, stop):
     """Pushes ones until the file `stop` is there; returns how often it pushed to each key.
 
     What each dense push brings holds it and those before it.
@@ -26,14 +26,14 @@ def pusher(rank, say, cluster, stop):
         one = ps.namespace("dense", keys=KEYS, block_keys=5)
         other = ps.namespace("sparse", keys=SPARSE_KEYS, width=2)
         under_way = []
-        say("pushing")
+        emit("pushing")
         while not stop.exists():
             keys = np.flatnonzero(chance.random(SPARSE_KEYS) < 0.02)
             dense += 1
             sparse[keys] += 1
             pushed = one.push(np.ones(KEYS))
-            brought = one.pull(after=[pushed]), dense[0]
-            under_way += [(pushed, None), brought, (other.push(np.ones((len(keys), 2)), keys=keys), None)]
+            pulled = one.pull(after=[pushed]), dense[0]
+            under_way += [(pushed, None), pulled, (other.push(np.ones((len(keys), 2)), keys=keys), None)]
             while len(under_way) > WINDOW or (stop.exists() and under_way):
                 future, least = under_way.pop(0)
                 values = future.result()
@@ -50,7 +50,7 @@ def running(tmp_path):
         start(pusher, 3, ps.cluster, stop) as clients,
     ):
         for rank in range(3):
-            assert clients.said(rank) == "pushing"
+            assert clients.receive(rank) == "pushing"
         yield ps, clients, stop
 
 

@@ -180,14 +180,14 @@ def test_with_states_rows_are_by_name_and_with_times_a_pair():
         result = PullBuffer(0, 4, None, (), FLOATS, BufferPool(), states=True, times=times).result(
             found, pieces
         )
-        states, told = result if times else (result, pieces)
-        assert told == pieces
+        states, clock_ranges = result if times else (result, pieces)
+        assert clock_ranges == pieces
         assert {name: rows.tolist() for name, rows in states.items()} == {
             "values": [1, 1, 5, 5],
             "mean": [2, 2, 10, 10],
         }
-    rows, told = PullBuffer(0, 4, None, (), FLOATS, BufferPool(), times=True).result(found, pieces)
-    assert (rows.tolist(), told) == ([1, 1, 5, 5], pieces)
+    rows, clock_ranges = PullBuffer(0, 4, None, (), FLOATS, BufferPool(), times=True).result(found, pieces)
+    assert (rows.tolist(), clock_ranges) == ([1, 1, 5, 5], pieces)
 
 
 def test_what_comes_with_states_has_no_place():

@@ -368,7 +368,7 @@ def test_what_is_pushed_at_one_clock_is_one_sum(ps, name):
         assert pieces == ((0, 1000, 8),)
 
 
-def test_a_newcomer_is_told_its_first_time(ps, name):
+def test_a_newcomer_receives_its_first_time(ps, name):
     w = ps.namespace(name, keys=10, aggregate="sum")
     w.push(np.ones(10), time=41).result()
     with offbeat.PS(ps.cluster) as client:

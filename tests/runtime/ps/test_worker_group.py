@@ -212,7 +212,7 @@ def test_a_group_is_as_whoever_came_first_has_made_it(ps, other, name):
         ps.join_group(f"{name}, other", 4, on_worker_loss="hope")
 
 
-def test_who_has_left_asks_in_vain_and_hears_it_at_once(ps, name):
+def test_a_request_of_a_worker_that_has_left_is_refused_at_once(ps, name):
     with ps.join_group(name, 4) as group:
         pass
     with pytest.raises(OffbeatError, match="it has left"):
@@ -220,7 +220,7 @@ def test_who_has_left_asks_in_vain_and_hears_it_at_once(ps, name):
     group.leave()
 
 
-def test_who_waits_for_a_task_hears_at_once_that_the_client_is_closed(ps, name):
+def test_a_wait_for_a_task_ends_at_once_when_the_client_is_closed(ps, name):
     with ps.join_group(name, shards=1), offbeat.PS(ps.cluster) as other:
         group = other.join_group(name, shards=1)
         assert group.shards == []
@@ -284,12 +284,12 @@ def running(tmp_path, monkeypatch):
         yield ps, mark, log, tmp_path / "go"
 
 
-def worker(rank, say, cluster, go, on_loss, patience_s):
+def worker(rank, emit, cluster, go, on_loss, patience_s):
     """Adds 1 to a shard's key for each pass over it; one of them stops between a push and its report."""
     with offbeat.PS(cluster) as ps:
         counts = ps.namespace("counts", keys=SHARDS)
         with ps.join_group("train", SHARDS, on_worker_loss=on_loss, patience_s=patience_s) as group:
-            say("joined")
+            emit("joined")
             wait_until(go.exists, "a beginning")
             for task in group.tasks(PASSES, shards_per_task=2):
                 pushed = counts.push(np.ones(len(task.shards)), keys=list(task.shards))
@@ -297,7 +297,7 @@ def worker(rank, say, cluster, go, on_loss, patience_s):
                     pushed.result()
                 if rank == DIES and task.pass_number == PASSES // 2:
                     group.progress()  # what it has reported is heard
-                    say(task.shards)
+                    emit(task.shards)
                     threading.Event().wait()
                 task.done(after=[pushed])
             return group.progress()
@@ -326,9 +326,9 @@ def test_a_worker_and_the_manager_are_killed_another_comes_late_and_every_pass_i
     """A pass that was begun by the dead is pushed again by another, whose pushes are new ones."""
     ps, mark, log, go = running
     with start(worker, 3, ps.cluster, go, on_loss, patience_s) as workers:
-        assert [workers.said(rank) for rank in range(3)] == ["joined"] * 3
+        assert [workers.receive(rank) for rank in range(3)] == ["joined"] * 3
         go.touch()
-        begun = workers.said(DIES)
+        begun = workers.receive(DIES)
         workers.processes[DIES].kill()
         wait_for_entry(log, "a loss", lambda entry: "was lost" in getattr(entry, "reason", ""))
         os.kill(coordinator(mark)[0], signal.SIGKILL)
@@ -353,7 +353,7 @@ def test_whenever_workers_and_manager_die_pushes_count_at_least_once_and_as_ofte
     counts = ps.namespace("counts", keys=SHARDS)
     chance = random.Random(f"worker group {seed}")
     with start(worker, 3, ps.cluster, go, "replace", 0.0) as workers:
-        assert [workers.said(rank) for rank in range(3)] == ["joined"] * 3
+        assert [workers.receive(rank) for rank in range(3)] == ["joined"] * 3
         go.touch()
         least = chance.randrange(SHARDS * PASSES // 2)
         wait_until(lambda: counts.pull().result().sum() >= least, f"as many as {least} pushes")
@@ -361,7 +361,7 @@ def test_whenever_workers_and_manager_die_pushes_count_at_least_once_and_as_ofte
         for victim in chance.sample(victims, 2):
             os.kill(victim, signal.SIGKILL)
         late = workers.add(worker, (ps.cluster, go, "replace", 0.0), {})
-        workers.said(DIES)
+        workers.receive(DIES)
         workers.processes[DIES].kill()
         living = [one for one in workers.ends() if one.rank in (0, late)]
         assert [one.error for one in living] == [None] * 2
@@ -376,9 +376,9 @@ def test_whenever_workers_and_manager_die_pushes_count_at_least_once_and_as_ofte
 def test_without_the_data_of_who_was_killed_the_others_come_to_the_end(running):
     ps, _, log, go = running
     with start(worker, 3, ps.cluster, go, "continue", 0.0) as workers:
-        assert [workers.said(rank) for rank in range(3)] == ["joined"] * 3
+        assert [workers.receive(rank) for rank in range(3)] == ["joined"] * 3
         go.touch()
-        begun = workers.said(DIES)
+        begun = workers.receive(DIES)
         workers.processes[DIES].kill()
         ends = [one for one in workers.ends() if one.rank != DIES]
         assert [one.error for one in ends] == [None] * 2

@@ -31,7 +31,7 @@ from support.server_training import (
     Numbers,
     check_eager,
     check_versioned,
-    tally,
+    count_steps,
     violations,
 )
 
@@ -131,7 +131,7 @@ def alone(optimizer, epochs=3, samples=SAMPLES, state=None, joins=True):
 # Bulk-synchronous ---------------------------------------------------------------------------------------
 
 
-def trajectories(rank, say, strategy=EQUAL):
+def trajectories(rank, emit, strategy=EQUAL):
     return {name: train(strategy, name, rank=rank)[0] for name in OPTIMIZERS}
 
 
@@ -153,7 +153,7 @@ def test_one_gradient_after_the_other_is_that_of_one_process_in_the_workers_orde
         assert not torch.allclose(torch.tensor(got), torch.tensor(alone(name)), rtol=0, atol=1e-3), name
 
 
-def in_other_orders(rank, say):
+def in_other_orders(rank, emit):
     found = []
     for strategy, slow in [(EQUAL, ""), (EQUAL, "0:20"), (EQUAL, "2:20"), (SSP(s=0, shards="equal"), "1:20")]:
         os.environ["OFFBEAT_SLOW"] = slow
@@ -169,7 +169,7 @@ def test_the_order_in_which_gradients_come_changes_no_bit_nor_does_the_name_of_a
 # Read my writes -----------------------------------------------------------------------------------------
 
 
-def tallies(rank, say, strategies, threads, **options):
+def counts_steps(rank, emit, strategies, threads, **options):
     """What `tally` returns, by strategy and by thread."""
     world = threads * int(os.environ["WORLD_SIZE"])
     found = []
@@ -177,7 +177,7 @@ def tallies(rank, say, strategies, threads, **options):
 
         def work(thread, strategy=strategy):
             where = {"thread": thread, "threads": threads}
-            return tally(strategy, world, rank * threads + thread, **where, **options)
+            return count_steps(strategy, world, rank * threads + thread, **where, **options)
 
         found.append(in_threads(threads, work))
     return found
@@ -201,7 +201,7 @@ def test_a_worker_sees_its_own_steps_once_and_of_the_others_those_of_the_version
     processes, threads
 ):
     """Invariants (ii) and (iii) of SSP, in lock step and out of it."""
-    ended = run(tallies, processes, VERSIONED + EAGER, threads, env={"OFFBEAT_SLOW": "1:4"})
+    ended = run(counts_steps, processes, VERSIONED + EAGER, threads, env={"OFFBEAT_SLOW": "1:4"})
     for number, strategy in enumerate(VERSIONED):
         check_versioned(by_worker(ended, number), strategy._bound())
     for number in range(len(VERSIONED), len(VERSIONED) + len(EAGER)):
@@ -211,8 +211,8 @@ def test_a_worker_sees_its_own_steps_once_and_of_the_others_those_of_the_version
 # Coming and going ---------------------------------------------------------------------------------------
 
 
-def steps_for_some(rank, say, strategies, steps):
-    return [tally(strategy, WORKERS, rank, steps=steps[rank]) for strategy in strategies]
+def steps_for_some(rank, emit, strategies, steps):
+    return [count_steps(strategy, WORKERS, rank, steps=steps[rank]) for strategy in strategies]
 
 
 def test_who_takes_no_step_ends_with_what_the_others_have_made():
@@ -232,7 +232,7 @@ def test_who_takes_no_step_ends_with_what_the_others_have_made():
 # What a run log shows -----------------------------------------------------------------------------------
 
 
-def recorded(rank, say, jobs, folder):
+def recorded(rank, emit, jobs, folder):
     """Trains one job after the other, each with a log of its own; returns which samples were used when."""
     found = []
     for number, (strategy, slow, threads) in enumerate(jobs):
@@ -309,7 +309,7 @@ WARM_STEPS = 5
 DETECTING = DTSSP(shards="equal", s=1, s_min=1, s_max=6, limit=math.inf, detector="on")
 
 
-def with_special_rules(rank, say, folder):
+def with_special_rules(rank, emit, folder):
     for name, strategy, slow, samples in [
         ("warm", Downpour(warm_start=WARM_STEPS), "", SAMPLES),
         ("detecting", DETECTING, "1:10", 40 * WORKERS * BATCH),
@@ -423,7 +423,7 @@ def test_every_sample_of_an_epoch_comes_once_over_all_workers(recordings):
             assert sorted(number for one in used for number in one.get(epoch, [])) == list(range(SAMPLES))
 
 
-def breaks_off(rank, say, strategies):
+def breaks_off(rank, emit, strategies):
     """Leaves every epoch early, worker 1 with a gradient that it has not made a step with."""
     steps = []
     for strategy in strategies:
@@ -452,7 +452,7 @@ def test_a_loop_may_leave_an_epoch_with_a_gradient_that_it_made_no_step_with():
 
 def test_several_backward_passes_are_one_gradient():
     """In `no_sync` or not: a step pushes once what was accumulated."""
-    ended = run(partial(tallies, every=3), 2, (SSP(s=1, shards="equal"), ASP(shards="equal")), 1)
+    ended = run(partial(counts_steps, every=3), 2, (SSP(s=1, shards="equal"), ASP(shards="equal")), 1)
     check_versioned(by_worker(ended, 0), 1, gradients=3)
     check_eager(by_worker(ended, 1), gradients=3)
 
@@ -476,7 +476,7 @@ class Buffered(nn.Module):
         return self.norm(x).sum()
 
 
-def buffered(rank, say):
+def buffered(rank, emit):
     model = Buffered(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.join(model, optimizer, SSP(shards="equal")):
@@ -496,7 +496,7 @@ def test_buffers_are_the_first_workers_to_begin_with_and_then_each_workers_own()
 SAVED_AT = 6  # in the midst of an epoch
 
 
-def saves(rank, say, folder):
+def saves(rank, emit, folder):
     """Saves in the midst of training, goes on from there in other ways, and trains without a break, too."""
     found = {}
     for name in ("momentum", "adam"):
@@ -522,9 +522,9 @@ def test_a_state_goes_on_as_if_nothing_had_been_with_the_same_strategy_another_o
                 assert torch.allclose(torch.tensor(close), torch.tensor(whole), rtol=0, atol=1e-10)
 
 
-def saves_often(rank, say):
+def saves_often(rank, emit):
     """What worker 0 saves holds all of its own steps, and it goes on to see them."""
-    return [tally(one, 2, rank, saves=rank == 0, steps=6) for one in SAVING]
+    return [count_steps(one, 2, rank, saves=rank == 0, steps=6) for one in SAVING]
 
 
 SAVING = (SSP(s=2, shards="equal"), SSP(s=2, apply="eager", shards="equal"), ASP(shards="equal"))
@@ -548,7 +548,7 @@ class Uses(nn.Module):
         return -self.uses_N[numbers].sum()
 
 
-def saves_uses(rank, say, strategies):
+def saves_uses(rank, emit, strategies):
     """Worker 0 saves after every step; returns which samples each state holds, and says that it holds."""
     found = []
     for strategy in strategies:

@@ -29,10 +29,10 @@ from support.server_training import (
     BATCH,
     SAMPLES,
     Numbers,
-    Tally,
+    StepCounter,
     check_eager,
     check_versioned,
-    tally,
+    count_steps,
     violations,
 )
 
@@ -48,16 +48,16 @@ def gate(tmp_path):
     os.close(gate._lock)
 
 
-def counts(rank, say, strategy):
+def counts(rank, emit, strategy):
     """Steps on, stands still in the middle, and goes on; returns what `check_versioned` looks at."""
-    model = Tally(WORKERS, rank)
+    model = StepCounter(WORKERS, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     reads = []
     with offbeat.join(model, optimizer, strategy) as session:
         synchronizer = session._synchronizer
         for step in range(STEPS):
             if step == MIDDLE:
-                say("now")
+                emit("now")
                 pass_gate()
             optimizer.zero_grad()
             loss = model()
@@ -84,7 +84,7 @@ def servers(mark):
 def test_with_the_death_of_a_server_nothing_is_lost_and_nothing_comes_twice(gate, strategy, check, victim):
     env = {**gate.env, "OFFBEAT_SERVERS": "2"}
     with job(counts, WORKERS, strategy, env=env) as running:
-        running.said(*range(WORKERS))
+        running.receive(*range(WORKERS))
         killed = sorted(servers(running.mark))[victim]
         gate.open()
         os.kill(killed, signal.SIGKILL)
@@ -94,7 +94,7 @@ def test_with_the_death_of_a_server_nothing_is_lost_and_nothing_comes_twice(gate
     assert replay(log) is None
 
 
-def uses(rank, say, strategy, epochs=6, kills=None, at=MIDDLE):
+def uses(rank, emit, strategy, epochs=6, kills=None, at=MIDDLE):
     """Trains; returns the samples that this worker used, by epoch, and the parameters in the end."""
     torch.manual_seed(rank)
     model = nn.Linear(6, 1)
@@ -105,7 +105,7 @@ def uses(rank, say, strategy, epochs=6, kills=None, at=MIDDLE):
             for numbers, x in session.batches(Numbers(SAMPLES), BATCH):
                 steps += 1
                 if steps == at and not session.is_newcomer:
-                    say("now")
+                    emit("now")
                     pass_gate()
                     if rank == kills:
                         os.kill(os.getpid(), signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_the_others_go_on_without_a_worker_that_is_killed(strategy, victim, tmp_
 
 def used_positions(log):
     """How often each position of an epoch was in a step that counts: what a dead worker had, in another's."""
-    blocks = {block.id: block for deal in entries_of(log, AssignBlocks) for block in deal.blocks}
+    blocks = {block.id: block for assignment in entries_of(log, AssignBlocks) for block in assignment.blocks}
     return Counter(
         (blocks[block].epoch, position)
         for step in entries_of(log, StepFinished)
@@ -165,7 +165,7 @@ def used_positions(log):
     )
 
 
-def fails_in_a_thread(rank, say, strategy, victim):
+def fails_in_a_thread(rank, emit, strategy, victim):
     """Two worker threads, one of which fails in the midst; returns the others' parameters in the end."""
 
     def work(thread):
@@ -198,12 +198,12 @@ def test_the_others_go_on_without_a_thread_that_fails_also_in_its_own_process(st
     assert found == [found[0]] * 3
 
 
-def fails_at_last(rank, say, strategy):
+def fails_at_last(rank, emit, strategy):
     """The second of two threads of a process fails in its last step, when the first has done all of its."""
     is_through = threading.Event()
 
     def work(thread):
-        model = Tally(4, 2 * rank + thread)
+        model = StepCounter(4, 2 * rank + thread)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with offbeat.join(model, optimizer, strategy, thread=thread, threads=2) as session:
             for step in range(STEPS):
@@ -231,9 +231,9 @@ def test_nobody_waits_in_the_end_for_a_thread_that_failed_last():
     assert found == [found[0]] * 3
 
 
-def refreshes(rank, say, strategy):
+def refreshes(rank, emit, strategy):
     """Refreshes after every third step; what a step is computed with holds all own steps before it."""
-    reads, _ = tally(strategy, WORKERS, rank, steps=STEPS, refreshes_every=3)
+    reads, _ = count_steps(strategy, WORKERS, rank, steps=STEPS, refreshes_every=3)
     return [counts[rank] for _, _, counts in reads]
 
 
@@ -242,8 +242,8 @@ def test_what_downpour_fetched_before_a_refresh_is_not_used_after_it():
         assert found == [float(step) for step in range(STEPS)]
 
 
-def stands_alone_for_long(rank, say, strategy):
-    return tally(strategy, WORKERS, rank, steps=2 if rank else 12, compute_s=0.2)[1]
+def stands_alone_for_long(rank, emit, strategy):
+    return count_steps(strategy, WORKERS, rank, steps=2 if rank else 12, compute_s=0.2)[1]
 
 
 def test_a_warm_start_may_take_longer_than_the_deadline_of_a_step():
@@ -251,14 +251,14 @@ def test_a_warm_start_may_take_longer_than_the_deadline_of_a_step():
     assert values(run(stands_alone_for_long, WORKERS, strategy)) == [[12.0, 2.0]] * WORKERS
 
 
-def uses_and_is_impatient(rank, say, strategy):
+def uses_and_is_impatient(rank, emit, strategy):
     sessions._SILENT_S = SILENT_S
-    return uses(rank, say, strategy)
+    return uses(rank, emit, strategy)
 
 
 def test_a_worker_that_is_stopped_is_lost_and_the_others_do_not_wait_for_it_for_ever(gate):
     with job(uses_and_is_impatient, 3, SSP(s=2), env=gate.env) as running:
-        running.said(0, 1, 2)
+        running.receive(0, 1, 2)
         running.signal(1, signal.SIGSTOP)
         gate.open()
         others = [running.end(0), running.end(2)]
@@ -273,7 +273,7 @@ def test_a_worker_that_is_stopped_is_lost_and_the_others_do_not_wait_for_it_for_
 def test_a_newcomer_takes_part_with_the_parameters_and_the_data_order_of_the_others(gate):
     env = {**gate.env, "OFFBEAT_SEED": "7"}
     with job(uses, 2, SSP(s=2), 16, hosts_store=True, env=env) as running:
-        running.said(0, 1)
+        running.receive(0, 1)
         running.add(uses, SSP(s=2), 16, env={"OFFBEAT_SEED": "3"})
         gate.open()
         used = alike(running.ends())
@@ -284,7 +284,7 @@ def test_a_newcomer_takes_part_with_the_parameters_and_the_data_order_of_the_oth
 
 def test_training_goes_on_with_a_coordinator_that_was_started_again(gate):
     with job(uses, 3, SSP(s=2), env=gate.env) as running:
-        running.said(0, 1, 2)
+        running.receive(0, 1, 2)
         os.kill(running.coordinator(), signal.SIGKILL)
         gate.open()
         used = alike(running.ends())
@@ -295,7 +295,7 @@ def test_training_goes_on_with_a_coordinator_that_was_started_again(gate):
 @pytest.mark.parametrize("strategy", [SSP(s=2, deadline_s=4.0), ASP(deadline_s=4.0)], ids=["ssp", "asp"])
 def test_without_any_server_everybody_ends_naming_it(gate, strategy):
     with job(uses, 2, strategy, env=gate.env) as running:
-        running.said(0, 1)
+        running.receive(0, 1)
         (server,) = servers(running.mark)
         os.kill(server, signal.SIGKILL)
         gate.open()
@@ -304,9 +304,9 @@ def test_without_any_server_everybody_ends_naming_it(gate, strategy):
             assert "server" in one.error, one.error
 
 
-def dies_first(rank, say, victim):
+def dies_first(rank, emit, victim):
     """One worker dies when all have joined and none has taken a step."""
-    model = Tally(WORKERS, rank)
+    model = StepCounter(WORKERS, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with offbeat.join(model, optimizer, SSP(s=2, shards="equal")) as session:
         if rank == victim:
@@ -334,7 +334,7 @@ def test_without_the_parameters_of_the_first_worker_nobody_begins():
 def test_a_newcomer_waits_for_the_first_workers_parameters_where_training_has_not_begun(gate):
     env = {**gate.env, "OFFBEAT_SEED": "7"}
     with job(uses, 2, SSP(s=2), 6, None, 1, hosts_store=True, env=env) as running:
-        running.said(0, 1)
+        running.receive(0, 1)
         running.add(uses, SSP(s=2), 6, env={"OFFBEAT_SEED": "3"})
         gate.open_for(2)
         each_once(alike(running.ends()), range(6))

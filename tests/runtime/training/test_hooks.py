@@ -140,7 +140,7 @@ def taking(model):
 HOOKS = [on_each, before_each, on_the_first_layer, on_a_module, taking]
 
 
-def hooked(rank, say, strategy):
+def hooked(rank, emit, strategy):
     return [
         trained(rank, strategy, prepare, joins_first=joins_first)
         for prepare in HOOKS
@@ -250,7 +250,7 @@ def hooks_of(model):
     ]
 
 
-def shown(rank, say, strategy):
+def shown(rank, emit, strategy):
     model = Net()
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, STRATEGIES[strategy]) as session:
@@ -271,7 +271,7 @@ def test_what_looks_at_a_joined_model_finds_what_it_finds_without_a_session(stra
     follows(values(run(shown, WORKERS, strategy)), alone(do_nothing))
 
 
-def traced_too_early(rank, say):
+def traced_too_early(rank, emit):
     model = Net()
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, STRATEGIES["hybrid"]) as session:
@@ -300,7 +300,7 @@ def partly_compiled(model):
     model.first.compile(backend="eager")
 
 
-def with_compiler(rank, say, strategy):
+def with_compiler(rank, emit, strategy):
     """Compiled within the session, and, where layers are not waited for one by one, before it."""
     after = [compiled, partly_compiled if strategy == "hybrid" else compiled_in_place]
     before = [] if strategy == "hybrid" else [compiled_in_place]
@@ -329,7 +329,7 @@ class PartlyScripted(Net):
         self.norm = torch.jit.script(self.norm.eval())
 
 
-def partly_scripted(rank, say):
+def partly_scripted(rank, emit):
     return [trained(rank, one, do_nothing, PartlyScripted, joins_first=True) for one in ("bsp", "ps-bsp")]
 
 
@@ -358,7 +358,7 @@ def convert_and_go_on(rank, strategy, convert):
             step(model, optimizer, batches(number)[rank].to(model.first.weight.dtype))
 
 
-def converted(rank, say, strategy):
+def converted(rank, emit, strategy):
     """What each worker is told about parameters that it has converted in the midst of training."""
     told = []
     for convert in (nn.Module.float, reshaped):
@@ -386,7 +386,7 @@ class Convolved(nn.Module):
         return self.layers(x)
 
 
-def channels_last(rank, say, strategy):
+def channels_last(rank, emit, strategy):
     def convert(model):
         model.to(memory_format=torch.channels_last)
 

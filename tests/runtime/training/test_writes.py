@@ -96,7 +96,7 @@ def inputs():
     return torch.randn(STEPS, WORKERS, BATCH, 5, generator=generator, dtype=torch.float64)
 
 
-def trains(rank, say, strategy, change, when):
+def trains(rank, emit, strategy, change, when):
     model, optimizer = make()
     with offbeat.join(model, optimizer, STRATEGIES[strategy]) as session:
         for step, x in enumerate(inputs()):
@@ -148,7 +148,7 @@ def test_on_servers_what_is_frozen_in_the_midst_stays_as_it_is():
         assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-6)
 
 
-def freezes_alone(rank, say):
+def freezes_alone(rank, emit):
     model, optimizer = make()
     with offbeat.join(model, optimizer, ServerBSP(shards="equal")):
         for x in inputs():
@@ -189,7 +189,7 @@ def test_what_is_written_before_the_first_step_is_what_training_begins_with():
 GROUPS = {"bsp": AllReduce(), "partial": PartialAllReduce(limit=10**6, shards="equal"), "hybrid": Hybrid()}
 
 
-def writes_in_a_group(rank, say, strategy, write, when, writers):
+def writes_in_a_group(rank, emit, strategy, write, when, writers):
     model, optimizer = make()
     with offbeat.join(model, optimizer, GROUPS[strategy]) as session:
         for step, x in enumerate([*inputs(), *inputs()]):

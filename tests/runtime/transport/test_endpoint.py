@@ -349,11 +349,13 @@ def test_what_comes_of_a_message_does_not_wait_for_what_comes_of_others(node: Ca
     assert b.frame().payload == b"to third"
 
 
-def test_who_cannot_be_answered_any_more_is_still_heard_to_the_end(node: Callable[..., Node]) -> None:
-    heard = []
+def test_messages_of_a_node_that_cannot_be_answered_any_more_are_still_delivered(
+    node: Callable[..., Node],
+) -> None:
+    received = []
 
     def on_message(peer: str, message: bytes) -> None:
-        heard.append(message)
+        received.append(message)
         a.links.send("b", b"to " + message)
         take_long()
 
@@ -366,7 +368,7 @@ def test_who_cannot_be_answered_any_more_is_still_heard_to_the_end(node: Callabl
         )
         b.sock.close()
     assert a.left.get(timeout=DEADLINE_S) == "b"
-    assert heard == said
+    assert received == said
     assert a.lost.empty()
 
 
@@ -419,13 +421,13 @@ def test_puts_of_one_priority_go_in_order_and_a_lower_number_first(node: Callabl
 def test_a_peer_that_does_not_read_stops_nobody_else(node: Callable[..., Node]) -> None:
     a, c = node("a"), node("c")
     a.links.add_peer("c", c.links.addresses)
-    deaf = Stranger("b", a).greet()
+    silent = Stranger("b", a).greet()
     a.links.send_tensor("b", 1, memoryview(bytes(32 * MIB)), priority=-9)
     arrival = Arrival(c, "a", 1, 8 * MIB)
     a.links.send_tensor("c", 1, memoryview(contents(8 * MIB)), priority=9)
     assert arrival.whole() == contents(8 * MIB)
     assert not a.links.flush(0.1)
-    assert deaf.frame().tag == 1
+    assert silent.frame().tag == 1
 
 
 # Errors of one's own

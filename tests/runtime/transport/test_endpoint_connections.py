@@ -79,11 +79,11 @@ def test_dialling_from_both_sides_at_once_leaves_one_connection_and_loses_or_dou
 def test_the_larger_names_dial_waits_and_is_let_in_when_the_smaller_names_own_fails(
     node: Callable[..., Node],
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as unread:  # accepts, and never answers
         a = node("a", connect_s=3.0)
-        a.links.add_peer("z", [f"tcp://127.0.0.1:{deaf.getsockname()[1]}"])
+        a.links.add_peer("z", [f"tcp://127.0.0.1:{unread.getsockname()[1]}"])
         a.links.send("z", b"found you")
-        deaf.accept()[0].recv(1)  # a has said hello, so its dial may still succeed
+        unread.accept()[0].recv(1)  # a has said hello, so its dial may still succeed
         z = node("z")
         z.links.add_peer("a", a.links.addresses)
         z.links.send("a", b"I am here")
@@ -286,7 +286,7 @@ def test_connections_that_say_nothing_are_few_and_closed_after_a_while(node: Cal
         sock.close()
 
 
-def test_refusals_are_told_once_a_second_with_how_many_there_were(node: Callable[..., Node]) -> None:
+def test_refusals_are_reported_once_a_second_with_how_many_there_were(node: Callable[..., Node]) -> None:
     a = node("a")
     while not (found := re.search(r"\((\d+) more before it\)", a.refusal() if not a.refused.empty() else "")):
         with socket.create_connection(a.tcp(), timeout=DEADLINE_S) as sock:
@@ -369,8 +369,8 @@ def test_a_peer_that_begins_to_listen_in_time_is_reached(node: Callable[..., Nod
 
 def test_a_peer_that_does_not_answer_is_named(node: Callable[..., Node]) -> None:
     a = node("a", connect_s=0.5)
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        address = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as unread:
+        address = f"tcp://127.0.0.1:{unread.getsockname()[1]}"
         a.links.add_peer("b", [address])
         a.links.send("b", b"hello")
         assert str(a.loss()) == f"cannot reach b at {address} within 0.5 s: no answer to the handshake"
@@ -378,8 +378,8 @@ def test_a_peer_that_does_not_answer_is_named(node: Callable[..., Node]) -> None
 
 def test_a_deaf_address_leaves_time_for_the_next_one(node: Callable[..., Node]) -> None:
     a, b = node("a", connect_s=2.0), node("b")
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        a.links.add_peer("b", [f"tcp://127.0.0.1:{deaf.getsockname()[1]}", *b.links.addresses])
+    with socket.create_server(("127.0.0.1", 0)) as unread:
+        a.links.add_peer("b", [f"tcp://127.0.0.1:{unread.getsockname()[1]}", *b.links.addresses])
         a.links.send("b", b"hello")
         assert b.message() == ("a", b"hello")
 
@@ -394,7 +394,7 @@ def test_a_lasting_peer_that_listens_no_more_is_lost_without_waiting(node: Calla
     assert not lost.was_open
 
 
-def test_a_lost_peer_may_be_reached_anew_and_hears_nothing_of_before(node: Callable[..., Node]) -> None:
+def test_a_lost_peer_may_be_reached_again_and_receives_nothing_of_before(node: Callable[..., Node]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         first = node("b", listeners=[(listener.dup(), where)])
@@ -620,7 +620,7 @@ def test_what_a_lost_peer_sent_early_and_what_was_expected_of_it_is_dropped(
         assert Arrival(a, "b", tag, 1).whole() == byte
 
 
-def test_a_lost_peer_that_connects_anew_is_back(node: Callable[..., Node]) -> None:
+def test_a_lost_peer_that_connects_again_is_back(node: Callable[..., Node]) -> None:
     a = node("a")
     Stranger("b", a).greet().sock.close()
     assert a.loss().peer == "b"
@@ -700,12 +700,12 @@ def test_both_sides_may_close_at_once_while_bytes_are_in_flight(node: Callable[.
 
 def test_closing_does_not_wait_for_a_peer_that_does_not_read(node: Callable[..., Node]) -> None:
     a = node("a")
-    deaf = Stranger("b", a).greet()
+    unread = Stranger("b", a).greet()
     a.links.send_tensor("b", 1, memoryview(bytes(32 * MIB)))
     a.links.send("b", b"hello")
     a.links.close(timeout_s=0.2)
     assert not a.links._loop.is_alive
-    assert deaf.frame().kind in (FrameKind.MESSAGE, FrameKind.DATA)
+    assert unread.frame().kind in (FrameKind.MESSAGE, FrameKind.DATA)
 
 
 def test_closing_from_within_a_callback(node: Callable[..., Node]) -> None:

@@ -147,8 +147,8 @@ def test_a_silent_connection_is_replaced_though_the_first_attempt_is_not_answere
     line = through(a, b)
     a.links.send("b", b"hello")
     b.message()
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, ExitStack() as stack:
-        where = deaf.getsockname()
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, ExitStack() as stack:
+        where = silent.getsockname()
         for _ in range(3):  # no more are queued: who connects now is not answered
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
@@ -161,7 +161,7 @@ def test_a_silent_connection_is_replaced_though_the_first_attempt_is_not_answere
     assert b.lost.empty()
 
 
-def test_who_is_not_heard_is_said_to_be_unreachable_and_then_to_be_reachable(
+def test_a_silent_worker_is_reported_as_unreachable_and_then_as_reachable(
     node: Callable[..., Node], through: Callable[..., Line]
 ) -> None:
     said: list[tuple[str, ...]] = []
@@ -287,19 +287,19 @@ class Listener:
     """Node "a", with what it hears of its peer, in order."""
 
     def __init__(self, node: Callable[..., Node], **options: Any) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.unheard, self.came = threading.Event(), threading.Event()
         self.node = node(
             "a",
             silent_s=1000.0,
             on_unreachable=lambda *_: self.unheard.set(),
-            on_reachable=lambda peer: self.said.append("reachable"),
+            on_reachable=lambda peer: self.calls.append("reachable"),
             on_message=lambda peer, message: self._note(message.decode()),
             **options,
         )
 
     def _note(self, message: str) -> None:
-        self.said.append(message)
+        self.calls.append(message)
         self.came.set()
 
     def hears(self) -> None:
@@ -322,7 +322,7 @@ def test_that_a_peer_can_be_reached_again_is_said_before_what_it_sends(
     for line in lines:
         line.mend()
     a.hears()
-    assert a.said == ["hello", "reachable", "meanwhile"]
+    assert a.calls == ["hello", "reachable", "meanwhile"]
 
 
 def test_that_a_peer_that_was_held_up_can_be_reached_again_is_said_before_what_it_sends(
@@ -338,4 +338,4 @@ def test_that_a_peer_that_was_held_up_can_be_reached_again_is_said_before_what_i
         assert a.unheard.wait(DEADLINE_S)
         b.links.send("a", b"meanwhile")
     a.hears()
-    assert a.said == ["hello", "reachable", "meanwhile"]
+    assert a.calls == ["hello", "reachable", "meanwhile"]

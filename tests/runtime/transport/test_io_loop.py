@@ -24,13 +24,13 @@ class Run:
     """A loop, and what the functions that it ran have said, in order."""
 
     def __init__(self, each_turn: Callable[[], bool] = lambda: False) -> None:
-        self.said: list[str] = []
+        self.words: list[str] = []
         self.errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._is_over: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.loop = IoLoop("a loop", on_iteration=each_turn, on_end=self.errors.put)
 
-    def say(self, word: str) -> Callable[..., None]:
-        return lambda *_: self.said.append(word)
+    def note(self, word: str) -> Callable[..., None]:
+        return lambda *_: self.words.append(word)
 
     def end(self) -> None:
         self._is_over.put(None)
@@ -39,7 +39,7 @@ class Run:
         """Runs until `end` is called; what was said by then."""
         self.loop.start()
         self._is_over.get(timeout=DEADLINE_S)
-        return self.said
+        return self.words
 
     def close(self) -> None:
         self.loop.call(self.loop.stop)
@@ -81,7 +81,7 @@ def test_what_is_for_idle_turns_runs_in_order_and_once(run) -> None:
 
     def begin() -> None:
         for number in range(10):
-            one.loop.call_when_idle(one.say(str(number)))
+            one.loop.call_when_idle(one.note(str(number)))
         one.loop.call_when_idle(one.end)
 
     one.loop.call(begin)
@@ -89,7 +89,7 @@ def test_what_is_for_idle_turns_runs_in_order_and_once(run) -> None:
     again: queue.SimpleQueue[None] = queue.SimpleQueue()
     one.loop.call(lambda: one.loop.call_when_idle(lambda: again.put(None)))
     again.get(timeout=DEADLINE_S)
-    assert one.said == [*"0123456789"]
+    assert one.words == [*"0123456789"]
 
 
 def test_what_is_for_idle_turns_runs_behind_calls_and_sockets_of_this_turn(run, ready) -> None:
@@ -97,17 +97,17 @@ def test_what_is_for_idle_turns_runs_behind_calls_and_sockets_of_this_turn(run, 
 
     def read(_: int) -> None:
         ready.recv(1)
-        one.loop.call_when_idle(one.say("idle, of the socket"))
-        one.say("socket")()
+        one.loop.call_when_idle(one.note("idle, of the socket"))
+        one.note("socket")()
 
     def called() -> None:
-        one.loop.call_when_idle(one.say("idle, of the call"))
+        one.loop.call_when_idle(one.note("idle, of the call"))
         one.loop.call_when_idle(one.end)
-        one.say("call")()
+        one.note("call")()
 
     one.loop.watch(ready, EPOLL_READ, read)
     one.loop.call(called)
-    one.loop.call(one.say("another call"))
+    one.loop.call(one.note("another call"))
     assert one.wait() == ["socket", "call", "another call", "idle, of the socket", "idle, of the call"]
 
 
@@ -116,9 +116,9 @@ def test_what_is_for_idle_turns_waits_for_sockets_that_are_ready_for_now(run, re
     one, left = run(), [5]
 
     def read(_: int) -> None:
-        one.say("socket")()
+        one.note("socket")()
         if left[0] == 5:
-            one.loop.call_when_idle(one.say("idle"))
+            one.loop.call_when_idle(one.note("idle"))
             one.loop.call_when_idle(one.end)
         left[0] -= 1
         if not left[0]:
@@ -132,14 +132,14 @@ def test_what_is_for_idle_turns_runs_again_and_again_though_a_socket_is_always_r
     one, count = run(), [0]
 
     def idle() -> None:
-        one.said.append("idle")
+        one.words.append("idle")
         count[0] += 1
         if count[0] < 10:
             one.loop.call_when_idle(idle)
         else:
             one.end()
 
-    one.loop.watch(ready, EPOLL_READ, one.say("socket"))
+    one.loop.watch(ready, EPOLL_READ, one.note("socket"))
     one.loop.call(lambda: one.loop.call_when_idle(idle))
     said = "".join("i" if word == "idle" else "s" for word in one.wait()).split("i")
     assert 1 <= max(map(len, said[:10])) < EVENTS
@@ -167,13 +167,13 @@ def test_however_many_calls_there_are_timers_come_in_between(run) -> None:
         until_s = time.monotonic() + 0.03
         while time.monotonic() < until_s:
             pass
-        one.said.append("call")
+        one.words.append("call")
 
     def begin() -> None:
         for _ in range(20):
             one.loop.call(take_time)
         one.loop.call(one.end)
-        one.loop.call_later(0.0, one.say("timer"))
+        one.loop.call_later(0.0, one.note("timer"))
 
     one.loop.call(begin)
     assert "timer" in one.wait()[:10]
@@ -247,7 +247,7 @@ def test_a_second_one_who_waits_is_not_left_alone_when_the_first_one_has_gone(ru
     assert found.get(timeout=DEADLINE_S)
 
 
-def test_a_wait_that_is_in_vain_ends(run) -> None:
+def test_a_wait_without_a_result_ends(run) -> None:
     one, never = run(), threading.Event()
     one.loop.start()
     assert not one.loop.run_until(*asleep(never), 0.05)
@@ -286,11 +286,11 @@ def test_from_within_nobody_takes_turns(run) -> None:
 
 def test_what_fails_in_the_turn_of_who_waits_ends_the_loop() -> None:
     errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    told = threading.Event()
+    was_called = threading.Event()
 
     def end(error: BaseException | None) -> None:
         errors.put(error)
-        told.set()
+        was_called.set()
 
     loop = IoLoop("a loop", on_iteration=lambda: False, on_end=end)
     loop.start()
@@ -303,7 +303,9 @@ def test_what_fails_in_the_turn_of_who_waits_ends_the_loop() -> None:
 
     waiter = threading.get_ident()
     loop.call(fail)
-    assert loop.run_until(told.wait, over.is_set, DEADLINE_S)  # as a request that fails when its links do
+    assert loop.run_until(
+        was_called.wait, over.is_set, DEADLINE_S
+    )  # as a request that fails when its links do
     error = errors.get(timeout=DEADLINE_S)
     assert isinstance(error, KeyError)
     assert loop.join(DEADLINE_S)
@@ -353,7 +355,7 @@ def test_a_wait_for_nothing_can_be_interrupted(run, number) -> None:
         signal.signal(number, before)
 
 
-def test_of_two_signals_in_one_turn_both_are_heard(run) -> None:
+def test_of_two_signals_in_one_turn_both_are_handled(run) -> None:
     one, never, heard = run(), threading.Event(), []
 
     def call() -> None:

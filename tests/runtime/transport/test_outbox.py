@@ -125,22 +125,26 @@ def test_the_rest_of_a_begun_frame_that_is_dropped_is_not_read_from_its_buffer_a
     answers=st.lists(st.integers(0, 3), min_size=1, max_size=5),
     forgotten=st.integers(0, 12),
 )
-def test_whatever_the_kernel_takes_and_the_peer_reads_lent_messages_are_told_of_once_and_done_when_read(
+def test_in_any_pattern_of_writes_and_reads_exported_messages_are_announced_once_and_done_when_read(
     messages: list[tuple[int, int, bool]], portions: list[int], answers: list[int], forgotten: int
 ) -> None:
     """Messages of whole MiB, lent or as they are, of which one may be forgotten on the way."""
     regions = RegionAllocator(lambda region: None)
     memory = regions.allocate(5 * MAX_DATA_BYTES)
     assert memory is not None
-    lent = regions.find(memory)
-    assert lent is not None
+    exported_regions = regions.find(memory)
+    assert exported_regions is not None
     outbox = Outbox(MAX_DATA_BYTES)
-    for tag, (priority, mebibytes, is_lent) in enumerate(messages):
-        size = mebibytes * MAX_DATA_BYTES if is_lent else mebibytes
-        kind = FrameKind.SHARED if is_lent else FrameKind.DATA
+    for tag, (priority, mebibytes, is_exported) in enumerate(messages):
+        size = mebibytes * MAX_DATA_BYTES if is_exported else mebibytes
+        kind = FrameKind.SHARED if is_exported else FrameKind.DATA
         done = lambda tag=tag: ended.append(tag)  # noqa: E731
         key = (1, priority, tag)
-        outbox.add(QueuedMessage(kind, key, memory[:size], tag=tag, total=size, on_done=done, exported=lent))
+        outbox.add(
+            QueuedMessage(
+                kind, key, memory[:size], tag=tag, total=size, on_done=done, exported=exported_regions
+            )
+        )
     reader = FrameReader(lambda *_: None)
     stream = bytearray()
     ended: list[int] = []
@@ -162,7 +166,7 @@ def test_whatever_the_kernel_takes_and_the_peer_reads_lent_messages_are_told_of_
                 length = frame.length
                 if frame.kind == FrameKind.SHARED:
                     number, place, length = shared_slice(frame)
-                    assert (number, place) == (lent[0].number, frame.offset)
+                    assert (number, place) == (exported_regions[0].number, frame.offset)
                     unread.append(length)
                 came[frame.tag] += length
         assert sum(unread) < UNACKED_BYTES + MAX_DATA_BYTES
@@ -174,7 +178,7 @@ def test_whatever_the_kernel_takes_and_the_peer_reads_lent_messages_are_told_of_
         if turn == 5:
             outbox.drop(forgotten, forgotten + 1)
     assert not outbox
-    assert lent[0].unacked_frames == 0
+    assert exported_regions[0].unacked_frames == 0
     assert sorted(ended) == sorted(set(ended))
     assert set(range(len(messages))) - set(ended) <= {forgotten}
     with pytest.raises(ProtocolError, match="at most 0 SHARED frames to be read, got 1"):

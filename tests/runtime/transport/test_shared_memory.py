@@ -53,7 +53,7 @@ node, pair = endpoints.node, endpoints.pair  # the fixtures
 pytestmark = pytest.mark.skipif(not shared_memory.HAS_SHARED_MEMORY, reason="memory is shared on Linux only")
 
 F_SEALED = shared_memory._SEALS
-TOLD_MAX = 4  # frames of 1 MiB that are not read
+ANNOUNCED_MAX = 4  # frames of 1 MiB that are not read
 
 
 def filled(at: Node, size: int, seed: int = 0) -> memoryview:
@@ -75,7 +75,7 @@ def frame(kind: FrameKind, *, tag: int = 0, offset: int = 0, total: int = 0, pay
     return HEADER.pack(MAGIC, VERSION, kind, len(payload), tag, offset, total) + payload
 
 
-def told(
+def announcement(
     tag: int, length: int, *, region: int = 1, place: int = 0, offset: int = 0, total: int | None = None
 ) -> bytes:
     payload = SHARED_PAYLOAD.pack(region, place, length)
@@ -193,7 +193,7 @@ def test_a_peer_reached_over_tcp_is_sent_the_bytes(node: Callable[..., Node], a_
     assert a.in_thread(lambda: a.links.bytes_sent) > MIB
 
 
-def test_what_was_told_of_before_it_was_expected_is_delivered_at_once(pair: tuple[Node, Node]) -> None:
+def test_what_was_announced_before_it_was_expected_is_delivered_at_once(pair: tuple[Node, Node]) -> None:
     a, b = pair
     done = threading.Event()
     memory = filled(a, 2 * MIB)
@@ -203,7 +203,7 @@ def test_what_was_told_of_before_it_was_expected_is_delivered_at_once(pair: tupl
     assert Arrival(b, "a", 1, 2 * MIB).whole() == contents(2 * MIB)
 
 
-def test_a_region_is_lent_once_a_connection_and_given_back_when_nobody_holds_it(
+def test_a_region_is_exported_once_a_connection_and_unmapped_when_nothing_holds_it(
     pair: tuple[Node, Node],
 ) -> None:
     a, b = pair
@@ -215,16 +215,16 @@ def test_a_region_is_lent_once_a_connection_and_given_back_when_nobody_holds_it(
             arrival = Arrival(b, "a", tag, MIB)
             a.links.send_tensor("b", tag, memory)
             assert arrival.whole() == contents(MIB)
-        borrowed = b.in_thread(lambda: b.links._peers["a"].link.imported)
-        assert len(borrowed) == 1
+        imported_regions = b.in_thread(lambda: b.links._peers["a"].link.imported)
+        assert len(imported_regions) == 1
         exchange_messages(a, b)
         del memory
         exchange_messages(a, b)
-        assert len(borrowed) == 0
+        assert len(imported_regions) == 0
         assert a.links._regions._sorted == ([], [])
 
 
-def test_after_a_loss_regions_are_lent_anew(node: Callable[..., Node]) -> None:
+def test_after_a_loss_regions_are_exported_again(node: Callable[..., Node]) -> None:
     a = node("a")
     first = node("b")
     a.links.add_peer("b", first.links.addresses)
@@ -281,7 +281,7 @@ def test_shared_memory_is_found_by_its_address_as_long_as_it_lives() -> None:
     assert regions._sorted == ([], [])
 
 
-def test_what_is_lent_right_behind_the_welcome_is_mapped(node: Callable[..., Node]) -> None:
+def test_a_region_exported_right_after_the_welcome_is_mapped(node: Callable[..., Node]) -> None:
     """The dialler may receive both at once, while it still waits for the handshake to end."""
     b = node("b")
     listener, address = listen_unix()
@@ -299,7 +299,9 @@ def test_what_is_lent_right_behind_the_welcome_is_mapped(node: Callable[..., Nod
                 sock.sendall(acceptor.on_frame(came))
         descriptor = memfd(MIB)
         socket.send_fds(
-            sock, [acceptor.welcome(SessionPosition("anything")) + REGION + told(1, MIB)], [descriptor]
+            sock,
+            [acceptor.welcome(SessionPosition("anything")) + REGION + announcement(1, MIB)],
+            [descriptor],
         )
         os.close(descriptor)
         assert arrival.whole() == bytes(MIB)
@@ -326,24 +328,26 @@ def test_done_means_that_the_peer_has_read(node: Callable[..., Node]) -> None:
     assert not a.links.has_readers(memory)
 
 
-def test_what_was_told_of_is_read_until_the_peer_says_that_it_has_though_it_is_forgotten(
+def test_what_was_announced_is_kept_until_the_peer_acknowledges_it_though_it_is_cancelled(
     node: Callable[..., Node],
 ) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    memory = filled(a, 2 * TOLD_MAX * MIB)
+    memory = filled(a, 2 * ANNOUNCED_MAX * MIB)
     done = threading.Event()
     a.links.send_tensor("b", 1, memory[: 2 * MIB], on_done=done.set)
     a.links.send_tensor("b", 2, memory, on_done=done.set)
     assert b.frame().kind == FrameKind.REGION
-    first = [shared_slice(b.frame()) for _ in range(TOLD_MAX)]
-    assert [length for _, _, length in first] == [MIB] * TOLD_MAX
+    first = [shared_slice(b.frame()) for _ in range(ANNOUNCED_MAX)]
+    assert [length for _, _, length in first] == [MIB] * ANNOUNCED_MAX
     a.links.cancel(1, 3)
     assert a.links.has_readers(memory)
     assert a.links.has_readers(memory[5:6])
     assert not a.links.has_readers(memoryview(bytearray(10)))
-    b.sock.sendall(frame(FrameKind.SHARED_ACK, total=TOLD_MAX) + frame(FrameKind.MESSAGE, payload=b"read"))
+    b.sock.sendall(
+        frame(FrameKind.SHARED_ACK, total=ANNOUNCED_MAX) + frame(FrameKind.MESSAGE, payload=b"read")
+    )
     a.message()
     assert not a.links.has_readers(memory)
     assert not done.is_set()
@@ -351,7 +355,7 @@ def test_what_was_told_of_is_read_until_the_peer_says_that_it_has_though_it_is_f
     assert b.frame().payload == b"behind"  # the rest was not told of
 
 
-def test_what_a_lost_peer_was_told_of_counts_as_read_for_ever(node: Callable[..., Node]) -> None:
+def test_what_was_announced_to_a_lost_peer_counts_as_read_from_then_on(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
@@ -396,14 +400,14 @@ def test_the_memory_of_a_killed_peer_can_still_be_read(node: Callable[..., Node]
 # The order of urgency
 
 
-def test_what_is_urgent_overtakes_all_that_the_peer_was_not_told_of(node: Callable[..., Node]) -> None:
+def test_an_urgent_message_overtakes_all_that_was_not_announced(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    memory, urgent = filled(a, 2 * TOLD_MAX * MIB), filled(a, MIB)
+    memory, urgent = filled(a, 2 * ANNOUNCED_MAX * MIB), filled(a, MIB)
     a.links.send_tensor("b", 1, memory, priority=5)
-    kinds = [b.frame().kind for _ in range(1 + TOLD_MAX)]
-    assert kinds == [FrameKind.REGION, *[FrameKind.SHARED] * TOLD_MAX]
+    kinds = [b.frame().kind for _ in range(1 + ANNOUNCED_MAX)]
+    assert kinds == [FrameKind.REGION, *[FrameKind.SHARED] * ANNOUNCED_MAX]
     a.links.send("b", b"urgent")
     assert b.frame().payload == b"urgent"
     a.links.send_tensor("b", 2, urgent, priority=4)
@@ -419,14 +423,17 @@ def test_what_waits_until_the_peer_has_read_goes_before_what_comes_next_is_acted
     a = node("a", on_message=lambda *_: seen.put(b.frame_at_once()))
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    a.links.send_tensor("b", 1, filled(a, 2 * TOLD_MAX * MIB))
-    assert [b.frame().kind for _ in range(1 + TOLD_MAX)] == [FrameKind.REGION, *[FrameKind.SHARED] * TOLD_MAX]
+    a.links.send_tensor("b", 1, filled(a, 2 * ANNOUNCED_MAX * MIB))
+    assert [b.frame().kind for _ in range(1 + ANNOUNCED_MAX)] == [
+        FrameKind.REGION,
+        *[FrameKind.SHARED] * ANNOUNCED_MAX,
+    ]
     with a.busy():
         b.sock.sendall(frame(FrameKind.SHARED_ACK, total=1) + frame(FrameKind.MESSAGE, payload=b"and now?"))
     assert seen.get(timeout=DEADLINE_S).kind == FrameKind.SHARED
 
 
-def test_a_peer_is_told_what_was_read_while_the_rest_is_read(node: Callable[..., Node]) -> None:
+def test_a_peer_is_informed_what_was_read_while_the_rest_is_read(node: Callable[..., Node]) -> None:
     seen: queue.SimpleQueue[Frame] = queue.SimpleQueue()
     b = node("b")
     a = Stranger("a", b, unix=True).greet()
@@ -441,8 +448,8 @@ def test_a_peer_is_told_what_was_read_while_the_rest_is_read(node: Callable[...,
             "a", tag, memoryview(bytearray(10)), lambda *_: None, lambda *_, tag=tag: on_shared(tag)
         )
     with b.busy():
-        say(a, REGION, [memfd(MIB)])
-        say(a, b"".join(told(tag, 10) for tag in range(3)), [])
+        send_stream(a, REGION, [memfd(MIB)])
+        send_stream(a, b"".join(announcement(tag, 10) for tag in range(3)), [])
     answers = [seen.get(timeout=DEADLINE_S), seen.get(timeout=DEADLINE_S), a.frame()]
     assert [(one.kind, one.total) for one in answers] == [(FrameKind.SHARED_ACK, 1)] * 3
 
@@ -463,10 +470,10 @@ def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Call
     a = node("a", heartbeat_s=0.05)
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    a.links.send_tensor("b", 1, filled(a, 2 * TOLD_MAX * MIB))
+    a.links.send_tensor("b", 1, filled(a, 2 * ANNOUNCED_MAX * MIB))
     seen = Counter()
     # What is in the way of all else that it has to say:
-    while sum(seen.values()) - seen[FrameKind.HEARTBEAT] < 1 + TOLD_MAX:
+    while sum(seen.values()) - seen[FrameKind.HEARTBEAT] < 1 + ANNOUNCED_MAX:
         seen[b.frame().kind] += 1
     assert seen[FrameKind.REGION] == 1
     assert [b.frame().kind for _ in range(2)] == [FrameKind.HEARTBEAT, FrameKind.HEARTBEAT]
@@ -475,7 +482,7 @@ def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Call
 # Hostile peers
 
 
-def say(stranger: Stranger, stream: bytes, descriptors: list[int]) -> None:
+def send_stream(stranger: Stranger, stream: bytes, descriptors: list[int]) -> None:
     """Send bytes and descriptors, which are closed here."""
     if descriptors:
         socket.send_fds(stranger.sock, [stream], descriptors)
@@ -539,9 +546,9 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         ],
         f"expected at most {MAX_REGIONS} regions",
     ),
-    "unknown": (lambda: [(told(1, 10), [])], "expected a region that was announced, got 1"),
+    "unknown": (lambda: [(announcement(1, 10), [])], "expected a region that was announced, got 1"),
     "withdrawn": (
-        lambda: [(REGION, [memfd(MIB)]), (frame(FrameKind.WITHDRAW, tag=1) + told(1, 10), [])],
+        lambda: [(REGION, [memfd(MIB)]), (frame(FrameKind.WITHDRAW, tag=1) + announcement(1, 10), [])],
         "expected a region that was announced, got 1",
     ),
     "withdrawn, but never lent": (
@@ -549,33 +556,33 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         "expected a region that was announced, got 1",
     ),
     "beyond the end": (
-        lambda: [(REGION, [memfd(MIB)]), (told(1, 10, place=MIB - 9), [])],
+        lambda: [(REGION, [memfd(MIB)]), (announcement(1, 10, place=MIB - 9), [])],
         "expected bytes within a region of 1048576",
     ),
     "far beyond the end": (
-        lambda: [(REGION, [memfd(MIB)]), (told(1, 10, place=(1 << 64) - 5), [])],
+        lambda: [(REGION, [memfd(MIB)]), (announcement(1, 10, place=(1 << 64) - 5), [])],
         "expected bytes within a region of 1048576",
     ),
     "beyond the message": (
-        lambda: [(REGION, [memfd(MIB)]), (told(1, 10, offset=1, total=10), [])],
+        lambda: [(REGION, [memfd(MIB)]), (announcement(1, 10, offset=1, total=10), [])],
         "expected bytes within a message of 10",
     ),
     "too much in a frame": (
         lambda: [
             (frame(FrameKind.REGION, tag=1, total=8 * MIB), [memfd(8 * MIB)]),
-            (told(1, 4 * MIB + 1), []),
+            (announcement(1, 4 * MIB + 1), []),
         ],
         "of at most 4194304 bytes",
     ),
     "too much at a time": (
         lambda: [
             (REGION, [memfd(MIB)]),
-            (b"".join(told(100 + tag, MIB) for tag in range(13)), []),
+            (b"".join(announcement(100 + tag, MIB) for tag in range(13)), []),
         ],
         "expected at most 8388608 announced bytes at a time",
     ),
     "nothing": (
-        lambda: [(REGION, [memfd(MIB)]), (told(1, 0, total=10), [])],
+        lambda: [(REGION, [memfd(MIB)]), (announcement(1, 0, total=10), [])],
         "expected bytes within a message of 10, got 0",
     ),
     "read what it was never told of": (
@@ -583,7 +590,10 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         "expected at most 0 SHARED frames to be read, got 1",
     ),
     "bytes twice": (
-        lambda: [(REGION, [memfd(MIB)]), (told(9, 60, total=100) + told(9, 60, offset=40, total=100), [])],
+        lambda: [
+            (REGION, [memfd(MIB)]),
+            (announcement(9, 60, total=100) + announcement(9, 60, offset=40, total=100), []),
+        ],
         "overlap bytes already received",
     ),
 }
@@ -598,17 +608,17 @@ def test_a_hostile_peer_is_lost_and_leaves_no_descriptor(node: Callable[..., Nod
         a = Stranger("a", b, unix=True).greet()
         with suppress(BrokenPipeError, ConnectionResetError):  # it may be cut off before it has said all
             for stream, descriptors in script():
-                say(a, stream, descriptors)
+                send_stream(a, stream, descriptors)
         error = b.loss()
         a.sock.close()
     assert error.peer == "a"
     assert re.search(said, str(error)), error
 
 
-def test_over_tcp_nothing_can_be_lent(node: Callable[..., Node]) -> None:
+def test_over_tcp_nothing_can_be_exported(node: Callable[..., Node]) -> None:
     b = node("b")
     a = Stranger("a", b).greet()
-    a.sock.sendall(told(1, 10))
+    a.sock.sendall(announcement(1, 10))
     assert "expected no SHARED frame from another host" in str(b.loss())
 
 
@@ -616,7 +626,7 @@ def test_descriptors_of_strangers_are_closed(node: Callable[..., Node]) -> None:
     b = node("b")
     with no_descriptor_is_left():
         a = Stranger("a", b, unix=True)
-        say(a, a.greeting.hello(), [memfd(MIB), memfd(MIB)])
+        send_stream(a, a.greeting.hello(), [memfd(MIB), memfd(MIB)])
         a.greeting.on_frame(a.frame())
         a.sock.close()
         b.in_thread(lambda: None)
@@ -632,7 +642,7 @@ def test_any_frames_and_descriptors_are_pieces_of_memory_or_a_protocol_error(
     """As the links do it: descriptors come with some bytes, and every frame that is complete is acted on."""
     small = st.one_of(st.integers(0, 3), st.sampled_from([4095, 4096, 4097, 1 << 62, (1 << 64) - 1]))
     with no_descriptor_is_left():
-        reader, borrowed = FrameReader(lambda *_: None), ImportedRegions()
+        reader, imported_regions = FrameReader(lambda *_: None), ImportedRegions()
         with suppress(ProtocolError):
             for _ in range(more.draw(st.integers(1, 12))):
                 kind = more.draw(
@@ -650,23 +660,23 @@ def test_any_frames_and_descriptors_are_pieces_of_memory_or_a_protocol_error(
                 wanted = more.draw(st.sampled_from([int(kind == FrameKind.REGION), 0, 1, 2]))
                 sizes = [more.draw(st.sampled_from([4096, 4096, 0, 4095])) for _ in range(wanted)]
                 fds = [memfd(size, more.draw(st.sampled_from([F_SEALED, F_SEALED, 0]))) for size in sizes]
-                borrowed.on_descriptors(
+                imported_regions.on_descriptors(
                     [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds).tobytes())], truncated=False
                 )
                 reader.buffers()[0][: len(stream)] = stream
                 reader.on_received(len(stream))
                 came = reader.next_frame()
                 assert came is not None
-                act(borrowed, came)
-                borrowed.check_descriptors(partial=reader.is_partial)
-        borrowed.close()
+                act(imported_regions, came)
+                imported_regions.check_descriptors(partial=reader.is_partial)
+        imported_regions.close()
 
 
-def act(borrowed: ImportedRegions, came: Frame) -> None:
+def act(imported_regions: ImportedRegions, came: Frame) -> None:
     if came.kind == FrameKind.REGION:
-        borrowed.map(came.tag, came.total)
+        imported_regions.map(came.tag, came.total)
     elif came.kind == FrameKind.WITHDRAW:
-        borrowed.unmap(came.tag)
+        imported_regions.unmap(came.tag)
     else:
         _, _, length = shared_slice(came)
-        assert bytes(borrowed.view(*shared_slice(came))) == bytes(length)
+        assert bytes(imported_regions.view(*shared_slice(came))) == bytes(length)

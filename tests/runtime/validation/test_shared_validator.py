@@ -92,7 +92,7 @@ class Trained:
             self.best = {name: value.numpy() for name, value in validator.best_state_dict().items()}
 
 
-def train(rank, say, strategy, epochs=3, kind="plain", judge=evaluate, compute_s=0.0, **options):
+def train(rank, emit, strategy, epochs=3, kind="plain", judge=evaluate, compute_s=0.0, **options):
     torch.set_num_threads(1)
     model, ends = a_model(kind), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -125,7 +125,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("kind", ["plain", "norm"])
 @pytest.mark.parametrize("strategy", ["bsp", "hybrid", "partial", "dpar", "ssp", "server-bsp"])
-def test_all_hear_the_metrics_of_one_snapshot_to_which_each_has_contributed(strategy, kind, tmp_path):
+def test_all_receive_the_metrics_of_one_snapshot_to_which_each_has_contributed(strategy, kind, tmp_path):
     log = tmp_path / "log"
     chosen = STRATEGIES.get(strategy) or ServerBSP()
     ended = values(run(train, 3, chosen, 3, kind, env={"OFFBEAT_RUN_LOG": str(log)}))
@@ -140,13 +140,13 @@ def test_all_hear_the_metrics_of_one_snapshot_to_which_each_has_contributed(stra
         for worker in same:
             assert metrics == evaluated(ended[worker].ends[epoch], kind)
         parts = [one for one in entries_of(log, EvaluatePart) if one.epoch == epoch]
-        lent = {one.receiver for one in entries_of(log, SendSnapshot) if one.epoch == epoch}
-        assert {one.worker for one in parts} <= {*same, *lent}
-        assert not lent & {*same}
+        receivers = {one.receiver for one in entries_of(log, SendSnapshot) if one.epoch == epoch}
+        assert {one.worker for one in parts} <= {*same, *receivers}
+        assert not receivers & {*same}
     replay(read_log(log))
 
 
-def train_only(rank, say, strategy, epochs, kind):
+def train_only(rank, emit, strategy, epochs, kind):
     torch.set_num_threads(1)
     model = a_model(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -180,8 +180,8 @@ def test_in_processes_of_its_own(tmp_path):
         assert one.history[1] == evaluated(one.ends[1], "plain")
 
 
-def with_options(rank, say, strategy, options, **more):
-    return train(rank, say, strategy, 2, **options, **more)
+def with_options(rank, emit, strategy, options, **more):
+    return train(rank, emit, strategy, 2, **options, **more)
 
 
 # Metrics that are merged --------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_what_a_killed_worker_was_to_evaluate_is_evaluated_by_others(tmp_path):
     assert any(isinstance(one, Lost) for one in entries_of(log))
 
 
-def test_a_worker_that_is_left_out_hears_the_metrics_too(tmp_path):
+def test_an_excluded_worker_receives_the_metrics_too(tmp_path):
     log = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(log), "OFFBEAT_SLOW": "2:20"}
     ended = values(run(train, 3, PartialAllReduce(limit=3, n_profile=2), 6, "plain", evaluate, 0.01, env=env))
@@ -328,12 +328,12 @@ def test_a_worker_that_is_left_out_hears_the_metrics_too(tmp_path):
     assert ended[0].history == ended[1].history == ended[2].history
 
 
-def comes_late(rank, say, log):
+def comes_late(rank, emit, log):
     wait_until(lambda: bool(entries_of(log, ValidationFinished)), "an epoch that is over")
-    return train(rank, say, STEADY, 8)
+    return train(rank, emit, STEADY, 8)
 
 
-def trains_until_it_has_come(rank, say, log):
+def trains_until_it_has_come(rank, emit, log):
     def wait_for_it(model, part):
         if threading.current_thread() is not threading.main_thread() and entries_of(log, ValidationFinished):
             wait_until(
@@ -342,7 +342,7 @@ def trains_until_it_has_come(rank, say, log):
             )
         return evaluate(model, part)
 
-    return train(rank, say, STEADY, 8, judge=wait_for_it)
+    return train(rank, emit, STEADY, 8, judge=wait_for_it)
 
 
 def test_a_newcomer_knows_what_was_validated_before_it_came(tmp_path):
@@ -356,7 +356,7 @@ def test_a_newcomer_knows_what_was_validated_before_it_came(tmp_path):
     assert min(newcomer.ends) > 0
 
 
-def lowers_its_rate(rank, say, strategy, log, is_new):
+def lowers_its_rate(rank, emit, strategy, log, is_new):
     """Each epoch halves the rate; the others do not end before the newcomer has come."""
     torch.set_num_threads(1)
     if is_new:
@@ -394,7 +394,7 @@ def test_a_newcomer_goes_on_with_the_rate_of_the_others(strategy, tmp_path):
         assert all(rate >= first[epoch] / 2 for epoch, rate in newcomer.items())
 
 
-def stops_before_the_newcomer_is_in(rank, say, strategy, log, is_new):
+def stops_before_the_newcomer_is_in(rank, emit, strategy, log, is_new):
     torch.set_num_threads(1)
     if is_new:
         wait_until(lambda: len(entries_of(log, ValidationFinished)) > 2, "three epochs")
@@ -424,20 +424,20 @@ def test_a_newcomer_ends_where_the_others_have_been_stopped(strategy, tmp_path):
     assert strategy == "ssp" or same(newcomer[2], last)
 
 
-def says_when_it_validates(rank, say, log, loss):
+def emits_when_it_validates(rank, emit, log, loss):
     def judge(model, part):
         if is_worker(0) and entries_of(log, ValidationFinished):
-            say("evaluating, and the coordinator has told metrics before")
+            emit("evaluating, and the coordinator has told metrics before")
         return {"loss": loss}
 
-    return train(rank, say, AllReduce(), 4, judge=judge)
+    return train(rank, emit, AllReduce(), 4, judge=judge)
 
 
 @pytest.mark.parametrize("loss", [0.5, math.nan])
 def test_a_coordinator_that_is_killed_goes_on_with_the_validation(loss, tmp_path):
     log = tmp_path / "log"
-    with job(says_when_it_validates, 2, log, loss, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(0)
+    with job(emits_when_it_validates, 2, log, loss, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.receive(0)
         os.kill(running.coordinator(), signal.SIGKILL)
         ended = values(running.ends())
     expected = {"loss": pytest.approx(loss, nan_ok=True)}
@@ -465,7 +465,7 @@ def judge_epoch(model, part):
     return {"loss": LOSSES[int(model.epochs)]}
 
 
-def stops_early(rank, say, strategy, decision, max_pending, judge=judge_epoch):
+def stops_early(rank, emit, strategy, decision, max_pending, judge=judge_epoch):
     torch.set_num_threads(1)
     model, ends = Counting(), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -531,7 +531,7 @@ def waits_to_be_dropped(model, part):
     return judge_epoch(model, part)
 
 
-def test_what_was_trained_in_vain_is_not_waited_for(tmp_path):
+def test_training_that_was_discarded_is_not_waited_for(tmp_path):
     log = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(log)}
     ended = values(run(stops_early, 2, AllReduce(), "rollback", 2, waits_to_be_dropped, env=env))
@@ -543,14 +543,14 @@ def test_what_was_trained_in_vain_is_not_waited_for(tmp_path):
     }
 
 
-def waits_in_mid_training(rank, say):
+def waits_in_mid_training(rank, emit):
     torch.set_num_threads(1)
-    model, is_told = a_model(), threading.Event()
+    model, is_informed = a_model(), threading.Event()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    is_told.set()
+    is_informed.set()
 
     def judge(model, part):
-        if threading.current_thread() is not threading.main_thread() and not is_told.wait(30.0):
+        if threading.current_thread() is not threading.main_thread() and not is_informed.wait(30.0):
             raise AssertionError("validate waited for what was to wait for it")
         return evaluate(model, part)
 
@@ -559,9 +559,9 @@ def waits_in_mid_training(rank, say):
             train_epoch(model, optimizer, session)
             if epoch == 2:
                 session.validator.finish()
-                is_told.clear()
+                is_informed.clear()
             session.validate(judge, VALIDATION, max_pending=3)
-        is_told.set()
+        is_informed.set()
     return list(session.validator.history)
 
 
@@ -581,7 +581,7 @@ def test_who_has_the_best_snapshot_has_the_one_that_was_evaluated(strategy, tmp_
     assert all(same(one.best, ended[owner].ends[best]) for one in ended if one.best is not None)
 
 
-def comes_to_the_end_last(rank, say, log):
+def comes_to_the_end_last(rank, emit, log):
     torch.set_num_threads(1)
     model = a_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -605,7 +605,7 @@ def test_who_has_another_snapshot_than_the_best_says_who_has_that(tmp_path):
     assert late[1].startswith(f"the best snapshot is worker {owner}'s, and this is worker 2")
 
 
-def two_loops(rank, say):
+def two_loops(rank, emit):
     def loop(thread):
         model = a_model("dropout")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -643,7 +643,7 @@ def test_an_error_in_evaluate_ends_the_job_and_names_the_worker():
     assert "ZeroDivisionError" in ended[0].error
 
 
-def fails_when_it_is_over(rank, say, begun):
+def fails_when_it_is_over(rank, emit, begun):
     """Worker 1 has begun to evaluate a part before worker 0 has done any, and fails once all are done."""
     model = a_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -671,8 +671,8 @@ def test_an_error_that_another_worker_has_made_good_is_a_warning(tmp_path):
     assert "ZeroDivisionError: no samples of this class" in text
 
 
-def has_patience_of_its_own(rank, say):
-    return train(rank, say, AllReduce(), 6, judge=never_better, patience=1 + rank, decision="sync")
+def has_patience_of_its_own(rank, emit):
+    return train(rank, emit, AllReduce(), 6, judge=never_better, patience=1 + rank, decision="sync")
 
 
 def test_other_options_on_another_worker_are_refused():

@@ -928,32 +928,32 @@ def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(w
 
 
 def test_a_thread_that_is_too_slow_rests_until_it_is_waited_for():
-    pacer = ThreadThrottle(1, MinimumRate(check_after_s=1e-6, calls_per_s_min=1e9, rest_s=60.0))
+    throttle = ThreadThrottle(1, MinimumRate(check_after_s=1e-6, calls_per_s_min=1e9, rest_s=60.0))
     is_through = threading.Event()
 
     def evaluate():
-        with pacer.evaluating_part() as called:
-            while not pacer.is_slow:
+        with throttle.evaluating_part() as called:
+            while not throttle.is_slow:
                 called()
             called()
             is_through.set()
 
     thread = threading.Thread(target=evaluate)
     thread.start()
-    wait_until(lambda: pacer.is_slow, "a thread that is too slow")
+    wait_until(lambda: throttle.is_slow, "a thread that is too slow")
     assert not is_through.is_set()
-    with pacer.training_waits():
+    with throttle.training_waits():
         assert is_through.wait(60)
     thread.join(60)
 
 
-def one_after_the_other(pacer, threads, end):
+def one_after_the_other(throttle, threads, end):
     """Have so many threads evaluate; return how many parts were under way whenever one was."""
     lock = threading.Lock()
     under_way, seen = [], []
 
     def evaluate():
-        with pacer.evaluating_part() as called:
+        with throttle.evaluating_part() as called:
             with lock:
                 under_way.append(1)
                 seen.append(len(under_way))
@@ -972,29 +972,29 @@ def one_after_the_other(pacer, threads, end):
 
 
 def test_one_thread_evaluates_as_long_as_nothing_is_known_and_the_next_one_when_it_ends():
-    pacer, seen = ThreadThrottle(4, None), []
-    rest = threading.Thread(target=lambda: seen.extend(one_after_the_other(pacer, 3, lambda called: None)))
-    with pacer.evaluating_part():
+    throttle, seen = ThreadThrottle(4, None), []
+    rest = threading.Thread(target=lambda: seen.extend(one_after_the_other(throttle, 3, lambda called: None)))
+    with throttle.evaluating_part():
         rest.start()
-        wait_until(lambda: len(pacer._pacing._turns) == 4, "three that rest")
-        turns = [*pacer._pacing._turns]
+        wait_until(lambda: len(throttle._pacing._turns) == 4, "three that rest")
+        turns = [*throttle._pacing._turns]
         assert [turn.may_run for turn in turns] == [True, False, False, False]
     rest.join(60)
     assert seen == [1, 1, 1]
     assert not any(turn.is_forced for turn in turns), "they were let go on, and did not lose patience"
 
 
-def test_nobody_rests_any_more_once_a_pacer_is_open():
-    pacer, all_of_them = ThreadThrottle(3, None), threading.Barrier(3)
-    pacer.lift_limit()
-    assert max(one_after_the_other(pacer, 3, lambda called: all_of_them.wait(60))) == 3
+def test_no_thread_rests_any_more_once_a_throttle_is_open():
+    throttle, all_of_them = ThreadThrottle(3, None), threading.Barrier(3)
+    throttle.lift_limit()
+    assert max(one_after_the_other(throttle, 3, lambda called: all_of_them.wait(60))) == 3
 
 
 def test_threads_that_fail_let_the_next_one_go_on():
-    pacer = ThreadThrottle(2, None)
+    throttle = ThreadThrottle(2, None)
 
     def fail():
-        with pacer.evaluating_part() as called:
+        with throttle.evaluating_part() as called:
             called()
             raise ZeroDivisionError
 
@@ -1004,9 +1004,9 @@ def test_threads_that_fail_let_the_next_one_go_on():
 
 
 def test_nobody_rests_for_ever_where_nobody_goes_on():
-    pacer = ThreadThrottle(1, MinimumRate(check_after_s=1e-6, calls_per_s_min=1e9, rest_s=0.01))
-    with pacer.evaluating_part() as called:
-        while not pacer.is_slow:
+    throttle = ThreadThrottle(1, MinimumRate(check_after_s=1e-6, calls_per_s_min=1e9, rest_s=0.01))
+    with throttle.evaluating_part() as called:
+        while not throttle.is_slow:
             called()
         called()
         called()  # and does not rest again

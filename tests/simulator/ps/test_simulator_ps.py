@@ -53,7 +53,7 @@ class ForgetsWhatItKeepsNothingOf(ServerNode):
         return said
 
 
-def test_what_a_server_says_it_keeps_nothing_of_may_be_gone_when_it_is_heard():
+def test_what_a_server_says_it_keeps_nothing_of_may_be_gone_when_it_is_back():
     run_all(range(60), ForgetsWhatItKeepsNothingOf)
     assert ForgetsWhatItKeepsNothingOf.count > 500
 
@@ -232,7 +232,7 @@ class BringsWhatWasBefore(ServerNode):
         return replace(values, content=before)
 
 
-class TellsTheLatestTime(ServerNode):
+class SendsTheLatestTime(ServerNode):
     """Says of all keys what it knows of one."""
 
     def _pulled(self, space, pull):
@@ -243,23 +243,23 @@ class TellsTheLatestTime(ServerNode):
         return pulled
 
 
-class TellsWhatItHasHeard(ServerNode):
+class SendsWhatItHasReceived(ServerNode):
     """Says the times of pushes that wait for those of others."""
 
     def __init__(self, server, store):
         super().__init__(server, store)
-        self._heard = {}
+        self._received = {}
 
     def _push_to_aggregate(self, push):
-        clock = self._heard.setdefault(push.namespace, RangeVectorClock())
+        clock = self._received.setdefault(push.namespace, RangeVectorClock())
         if clock.earlier_ranges(push.client, push.first, push.last, push.time) == [(push.first, push.last)]:
             clock.set_time(push.client, push.first, push.last, push.time)
         super()._push_to_aggregate(push)
 
     def _pulled(self, space, pull):
         pulled = super()._pulled(space, pull)
-        if isinstance(pulled, InspectResult) and pull.namespace in self._heard:
-            pieces = self._heard[pull.namespace].pieces(pull.client, pull.first, pull.last)
+        if isinstance(pulled, InspectResult) and pull.namespace in self._received:
+            pieces = self._received[pull.namespace].pieces(pull.client, pull.first, pull.last)
             return replace(pulled, times=tuple(pieces))
         return pulled
 
@@ -304,8 +304,8 @@ def find(found_by, **made):
         (SumsWhatCameTwice, 1),
         (SumsWhatThereIs, 1),
         (BringsWhatWasBefore, 0),
-        (TellsTheLatestTime, 82),
-        (TellsWhatItHasHeard, 1),
+        (SendsTheLatestTime, 82),
+        (SendsWhatItHasReceived, 1),
     ],
 )
 def test_a_protocol_that_is_broken_on_purpose_is_found(broken, found_by):

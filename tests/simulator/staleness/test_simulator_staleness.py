@@ -352,7 +352,7 @@ def test_with_equal_shards_and_lasting_differences_no_bound_gains_anything():
     assert all(0.97 < share < 1.03 for share in shares.values())
 
 
-def test_with_dealt_samples_and_lasting_differences_every_bound_gains():
+def test_with_assigned_samples_and_lasting_differences_every_bound_gains():
     shares = took_s(JitteredTimes(), "3:5", "1:2", shards="dynamic")
     assert all(share < 0.35 for name, share in shares.items() if not name.startswith("ps-bsp"))
 

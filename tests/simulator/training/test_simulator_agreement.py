@@ -14,7 +14,7 @@ from offbeat.wire.record import read_log
 from support.processes import run, values
 
 
-def train(rank, say, *arguments):
+def train(rank, emit, *arguments):
     return simulator.train(*arguments)
 
 
@@ -41,8 +41,8 @@ def test_a_setting_is_what_the_log_says(tmp_path):
     entries = read_log(path).entries
     setting = setting_from_log.setting_from_log(entries)
     assert (setting.world, setting.steps, setting.steps_per_epoch) == (2, 3, 3)
-    told = [entry.compute_s for entry in entries if isinstance(entry, Ready) and entry.worker == 1]
-    assert setting.times.times_s[1] == tuple(told)
+    measured = [entry.compute_s for entry in entries if isinstance(entry, Ready) and entry.worker == 1]
+    assert setting.times.times_s[1] == tuple(measured)
     assert 0 < setting.network.all_reduce_s(setting.size_bytes, 2) < 1
     assert 0 < setting.apply_s < 1
     joined = max(entry.now_s for entry in entries if isinstance(entry, Joined))

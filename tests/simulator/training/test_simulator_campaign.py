@@ -120,14 +120,14 @@ def test_every_kind_of_fault_is_drawn():
     assert max(cut.duration_s for cut in cuts if cut.peer is not None) > 20
 
 
-def test_samples_are_dealt_in_many_of_them():
+def test_samples_are_assigned_in_many_of_them():
     drawn = [campaign.draw_case(seed).setting.samples for seed in range(SEEDS)]
-    dealt = [one for one in drawn if one is not None]
-    assert SEEDS / 3 < len(dealt) < SEEDS * 2 / 3
-    assert {one.batches_per_round for one in dealt} == {1, 2, 3}
+    assigned = [one for one in drawn if one is not None]
+    assert SEEDS / 3 < len(assigned) < SEEDS * 2 / 3
+    assert {one.batches_per_round for one in assigned} == {1, 2, 3}
     assert (
-        {one.epochs is None for one in dealt}
-        == {one.break_after_rounds is None for one in dealt}
+        {one.epochs is None for one in assigned}
+        == {one.break_after_rounds is None for one in assigned}
         == {True, False}
     )
 
