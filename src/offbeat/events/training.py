@@ -33,7 +33,8 @@ class Joined:
 class Ready:
     """A worker has computed its gradients of a round and has not begun to wait for other workers.
 
-    Where workers own their models, it has made its step with them.
+    Where workers own their models, it has made its step with them, and waits for an `AverageModels`; its
+    blocks count as used from here on, and `round` counts averagings.
 
     A worker that is in no group sends it too, with the step and round in which it last took part.
 

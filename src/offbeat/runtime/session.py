@@ -101,6 +101,10 @@ class Strategy(Protocol):
     """How the workers of a job synchronize; the constructor arguments are the whole configuration."""
 
     @property
+    def name(self) -> str:
+        """Its name on the command line."""
+
+    @property
     def deadline_s(self) -> float:
         """How long a worker may keep other workers waiting, in seconds."""
 
@@ -148,9 +152,9 @@ def join(
 ) -> Session:
     """Makes this process a worker of the job that its launcher started.
 
-    Puts hooks on the model and the optimizer: after `backward()` the gradients are the mean over the workers.
-    Copies rank 0's parameters, buffers and optimizer state to all workers. Leaving the `with` block removes
-    the hooks.
+    Puts hooks on the model and the optimizer; what they do is the strategy's. Where gradients are averaged,
+    they are the mean over the workers after `backward()`. Copies rank 0's parameters, buffers and optimizer
+    state to all workers. Leaving the `with` block removes the hooks.
 
     Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun, Ray Train, Slurm or Kubeflow set them;
     with none of them set the job has one worker. With OFFBEAT_NEWCOMER=1 and the MASTER_ADDR and MASTER_PORT
@@ -993,10 +997,12 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Returns all that a run needs to continue: model, optimizers, and the position in the data.
 
-        Call it between optimizer steps, on the worker where `is_leader` is true: the state of every other
-        member is equal, though its file may differ in bytes. It is the state after the last finished step;
-        batches fetched after it are not counted as used. The call may wait for the coordinator to report
-        which samples the state has consumed. To save when a signal arrives, read `preempted`.
+        Call it between optimizer steps, on the worker where `is_leader` is true. Where gradients are
+        averaged, the state of every other member is equal, though its file may differ in bytes; where models
+        are, it stands for all models, and the samples of all workers count as used. It is the state after the
+        last finished step; batches fetched after it are not counted as used. The call may wait for the
+        coordinator to report which samples the state has consumed. To save when a signal arrives, read
+        `preempted`.
 
         Raises:
             OffbeatError: this worker is excluded from the group, so that its parameters are outdated.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal, get_args
 
 from offbeat.numerics.collectives.plans import ALGORITHM_POLICIES, AlgorithmPolicy
 from offbeat.policies.membership.group_protocol import GroupProtocol
@@ -61,7 +61,7 @@ class Hybrid:
     survives_worker_loss: ClassVar[bool] = False
     readmits_workers: ClassVar[bool] = False
     always_needs_coordinator: ClassVar[bool] = False
-    shards = "equal"  # not annotated: an annotation would make it a constructor argument
+    shards: ClassVar[Literal["equal"]] = "equal"
 
     policy: AlgorithmPolicy = "cost_model"
     order: SendOrder = "priority"

@@ -16,6 +16,7 @@ from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 from offbeat.wire.known import prime_msgspec_types
 
 _KINDS = (AllReduce, Hybrid, PartialAllReduce, DPAR, PReduce, ServerBSP, SSP, DTSSP, ASP, Downpour)
+_CHECKED: tuple[type[Strategy], ...] = _KINDS  # for mypy: each has what a session reads of a strategy
 STRATEGIES: dict[str, type[Any]] = {kind.name: kind for kind in _KINDS}
 prime_msgspec_types(*_KINDS)
 

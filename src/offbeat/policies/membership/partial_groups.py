@@ -775,7 +775,7 @@ class PartialGroups:
         return 2 * len(present & unheard) > len(present)
 
     def _restart_timeouts(self, now_s: float) -> None:
-        """Restart all timeouts, because most members are received again after a silence."""
+        """Let the timeouts of group, rounds and change begin now: most members were silent until now."""
         self._is_settled = False
         if self._pending_change is not None:
             self._pending_change.since_s = now_s

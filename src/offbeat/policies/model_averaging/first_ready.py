@@ -57,15 +57,15 @@ class FirstReadyGroups:
         """Remove a worker from the queue, if it is there."""
         self._ready_s.pop(worker, None)
 
-    def pop_group(self, training: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
+    def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """Remove the next group from the queue and return it, ascending; None where workers have to wait.
 
         Args:
-            training: the workers that are ready or will be.
+            expected: the workers that are ready or will be.
             can_meet: whether a worker can exchange with others.
         """
-        size = min(self._size, len(training))
-        parts = self._unconnected_parts(training)
+        size = min(self._size, len(expected))
+        parts = self._unconnected_parts(expected)
         chosen = self._choose(size, parts, can_meet)
         if len(chosen) < size or size == 0:
             return None
@@ -107,14 +107,14 @@ class FirstReadyGroups:
         add(self._ready_s)
         return chosen
 
-    def _unconnected_parts(self, training: set[int]) -> list[set[int]]:
-        """Return the workers that train, in parts that the last groups have connected.
+    def _unconnected_parts(self, expected: set[int]) -> list[set[int]]:
+        """Return the expected workers, in parts that the last groups have connected.
 
         Empty while there are fewer groups than a window minus the next one.
         """
         if not self._window or len(self._recent) < self._window - 1:
             return []
-        parts = [{worker} for worker in sorted(training)]
+        parts = [{worker} for worker in sorted(expected)]
         for group in self._recent:
             joined = [part for part in parts if part.intersection(group)]
             if len(joined) > 1:

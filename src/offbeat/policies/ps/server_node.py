@@ -304,6 +304,7 @@ class ServerNode:
     # Requests of clients ---------------------------------------------------------------------------------
 
     def _on_request(self, message: Push | Pull) -> None:
+        """Serve a push or pull; defer it while it has to wait, answer `WrongMaster` if it is misdirected."""
         view = self._current_view()
         space = view.spaces.get(message.namespace)
         if space is None or not 0 <= message.first < message.last <= space.keys:

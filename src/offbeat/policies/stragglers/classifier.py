@@ -427,7 +427,7 @@ class StragglerClassifier:
         return self._iterations_per_epoch or self._iterations_seen
 
     def _calibrate(self, window: _Window, pace_s: float, minima_s: Sequence[float]) -> float:
-        """Return k, and set the limit."""
+        """Return k (a step is slow above k times the pace), and set `limit`, the counter that excludes."""
         k_min = break_even_factor(len(self._workers), self._gate_margin)
         if not math.isfinite(k_min):  # a single worker is never left out
             k_min = THRESHOLD_FACTOR_MAX

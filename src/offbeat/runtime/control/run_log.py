@@ -132,7 +132,7 @@ class RunLog:
 
     @property
     def is_part_due(self) -> bool:
-        """Whether `begin_part` is due."""
+        """Whether the file has its share of the size limit, so that `begin_part` is due."""
         if self._writer is None or self._bytes_max is None:
             return False
         return self._total_bytes(self._writer) >= self._bytes_max // _PARTS

@@ -262,9 +262,10 @@ class Namespace:
         self._requests.call_in_order(lambda: self._requests.node.filtering.kkt(self.name).set_margin(margin))
 
     def active_keys(self, keys: ArrayLike) -> NDArray[np.bool_]:
-        """Return which keys the KKT filter does not skip in pushes; the others need no computation.
+        """Return a mask of shape (K,), True for keys that the KKT filter does not skip in pushes.
 
-        Keys that are not pushed at all do not count as skipped in the report.
+        The other keys need no computation. Keys that are not pushed at all do not count as skipped in the
+        report.
 
         Args:
             keys: (K,), ascending, without duplicates.

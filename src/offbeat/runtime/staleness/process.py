@@ -123,7 +123,7 @@ class ServedProcess:
         return clock
 
     def publish_position(self, loop: TrainingLoop) -> None:
-        """Publish the position of the training on the servers, for newcomers."""
+        """Publish epoch, seed and sampling settings on the servers, in each epoch, for newcomers."""
         place = loop.position(0)
         numbers = [float(getattr(place, name)) for name in _PLACE_FIELDS]
         self._place_namespace().push([1.0, float(place.drop_last), *numbers])

@@ -59,8 +59,8 @@ class GroupGradient:
             self.settings,
         )
 
-    def keys(self) -> Array | None:
-        """Return the indices of the values that count; None where all do."""
+    def present_keys(self) -> Array | None:
+        """Return the indices of the values of parameters that have a gradient; None where all have one."""
         if not self.absent:
             return None
         counts = np.ones(len(self.values), bool)
@@ -260,7 +260,7 @@ class SharedModel:
         return done
 
     def _push_group(self, number: int, at: int, gradient: GroupGradient) -> Future:
-        namespace, keys = self._namespaces[number], gradient.keys()
+        namespace, keys = self._namespaces[number], gradient.present_keys()
         return namespace.push(
             gradient.values if keys is None else gradient.values[keys],
             keys=keys,
@@ -311,7 +311,7 @@ class SharedModel:
             self.wait_for_version(version, check)
             pulls = self._start_pulls()
             pulled = [self.wait_for(pull, "the parameters", check) for pull in pulls]
-            values, pieces = self._with_pieces(pulled)
+            values, pieces = self._separate_pieces(pulled)
             if self._is_versioned:
                 complete = self._version_of(pieces)
             version = max(version, complete)
@@ -356,7 +356,7 @@ class SharedModel:
         pulls = self._start_pulls()
 
         def row() -> PulledParameters:
-            return PulledParameters(0, *self._with_pieces([pull.result(0.0) for pull in pulls]))
+            return PulledParameters(0, *self._separate_pieces([pull.result(0.0) for pull in pulls]))
 
         return self._ps.when_done(pulls, row)
 
@@ -375,7 +375,7 @@ class SharedModel:
         """Return the error of a worker whose process is out, or whose request has failed."""
         return WorkerError(f"worker {self._ps.client_id}, or its process, failed when {what}: {error}")
 
-    def _with_pieces(
+    def _separate_pieces(
         self, pulled: Sequence[tuple[_T, Sequence[ClockRange]]]
     ) -> tuple[list[_T], list[list[ClockRange]]]:
         """Return the pulled values of each group, and pieces that cover all its keys."""
@@ -397,7 +397,7 @@ class SharedModel:
         """
         pulls = self._start_pulls(states=True)
         pulled = [self.wait_for(pull, "the parameters and their state", check) for pull in pulls]
-        states, pieces = self._with_pieces(pulled)
+        states, pieces = self._separate_pieces(pulled)
         return self._version_of(pieces) if self._is_versioned else _CLOCK_MAX, states
 
     @staticmethod

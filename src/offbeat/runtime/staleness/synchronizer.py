@@ -477,8 +477,8 @@ class ServerSynchronizer:
             for parameter in group.values():
                 parameter.grad = None
 
-    def _weighted_gradient(self) -> WorkerGradient:
-        """Return this step's gradients of the groups that were stepped, weighted by samples."""
+    def _take_gradient(self) -> WorkerGradient:
+        """Return and clear this step's gradients times the mean batch weight; None for groups not stepped."""
         weight = sum(self._batch_weights) / len(self._batch_weights) if self._batch_weights else 0.0
         counts = weight if self._has_gradient else 0.0
         groups: list[GroupGradient | None] = []
@@ -505,7 +505,7 @@ class ServerSynchronizer:
         timer.switch("apply")
         clock = self._clock
         assert clock is not None
-        self._unpushed.append((self._weighted_gradient(), self._local_update()))
+        self._unpushed.append((self._take_gradient(), self._local_update()))
         self._steps += 1
         self._is_open = False
         self._writes.mark()

@@ -78,7 +78,7 @@ def descriptor_limit() -> int:
 
 @contextmanager
 def raised_descriptor_limit() -> Iterator[None]:
-    """Raise the soft limit on open files to the hard limit meanwhile, to report an error."""
+    """Raise the soft limit on open files to the hard limit within the context."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:

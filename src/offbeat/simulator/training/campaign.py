@@ -335,8 +335,8 @@ def check_lockstep(case: FaultCase, cluster: SimulatedCluster) -> None:
             cluster.fail_invariant(f"workers 0 and {simulated.worker} ended with different states")
 
 
-def _waits_for_slow_member(cluster: SimulatedCluster, worker: SimulatedWorker) -> bool:
-    """Whether it is in an exchange with a worker that still computes, however slow that one was drawn."""
+def _waits_for_computing_member(cluster: SimulatedCluster, worker: SimulatedWorker) -> bool:
+    """Whether the worker's exchange has a member that still computes."""
     if worker.exchange is None:
         return False
     workers = cluster.workers
@@ -376,7 +376,7 @@ def check_run(case: FaultCase, cluster: SimulatedCluster) -> None:
         if (
             now_s - simulated.active_s > _STUCK_S / 2
             and simulated.activity != COMPUTING
-            and not _waits_for_slow_member(cluster, simulated)
+            and not _waits_for_computing_member(cluster, simulated)
         ):
             cluster.fail_invariant(
                 f"worker {simulated.worker} has been {simulated.activity} since {simulated.active_s:.3f} s"
