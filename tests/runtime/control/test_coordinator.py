@@ -327,7 +327,7 @@ def test_no_bytes_whatever_end_it(whole_job, messages):
     stranger.links.close()
     assert process.process.poll() is None
     for peer in peers:
-        assert peer.received.empty() or not isinstance(peer.received.get(), AbortJob | LinkError)
+        assert peer.inbox.empty() or not isinstance(peer.inbox.get(), AbortJob | LinkError)
 
 
 @pytest.fixture(scope="module")
