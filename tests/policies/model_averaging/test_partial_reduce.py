@@ -409,6 +409,18 @@ def test_a_worker_that_keeps_others_waiting_is_rejected_by_name():
     assert averaging.members == (0, 1)
 
 
+def test_at_the_end_a_worker_that_another_cannot_reach_is_rejected_after_the_deadline():
+    job = Job(3, deadline_s=30.0).begin()
+    job.emit(PeerUnreachable(now_s=1.0, worker=0, peer=2, cause="nothing comes"))
+    for worker in range(3):
+        assert job.finished(worker) == []
+    assert job.emit(Tick(now_s=31.0)) == []
+    rejected, averaging = job.emit(Tick(now_s=31.5))
+    assert rejected.peer == "worker-2"
+    assert "worker 0 cannot reach worker 2: nothing comes" in rejected.reason
+    assert averaging.members == (0, 1)
+
+
 def test_a_worker_that_leaves_is_not_waited_for():
     job = Job(3, size=3).begin()
     job.ready(0)

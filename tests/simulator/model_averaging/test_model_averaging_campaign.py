@@ -42,9 +42,9 @@ class WaitsForResting(PartialReduce):
 
 
 class ForgetsBusy(PartialReduce):
-    def _average(self, group, joining, reason, *, is_final=False):
+    def _begin_averaging(self, group, joining, reason, *, is_final=False):
         busy = sorted(self._exchange_of.keys() - set(group))[:1]
-        return super()._average([*group, *busy], joining, reason, is_final=is_final)
+        return super()._begin_averaging([*group, *busy], joining, reason, is_final=is_final)
 
 
 class EndsEarly(PartialReduce):

@@ -33,6 +33,7 @@ Nothing here moves a model.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -296,18 +297,25 @@ class PartialReduce:
         return self._cancel(exchange_id, f"{observer} cannot reach worker {event.peer}: {event.cause}")
 
     def _reject_late(self, now_s: float) -> list[Action]:
-        """Reject the workers that train while others have waited for them for longer than the deadline."""
+        """Reject the workers that others have waited for for longer than the deadline."""
         since_s = self._groups.waiting_since_s
-        if since_s is None or now_s - since_s <= self._deadline_s:
+        if since_s is not None and now_s - since_s > self._deadline_s:
+            busy = self._groups.ready | self._exchange_of.keys() | self._resting
+            late = self._roster.training - busy - self._reachability.silent_workers
+            reason = f"others have waited for it for more than {self._deadline_s:g} s"
+            return self._reject(dict.fromkeys(sorted(late), reason))
+        outage = self._reachability.oldest_outage()
+        if outage is None or now_s - outage[0] <= self._deadline_s or self._roster.training:
             return []
-        busy = self._groups.ready | self._exchange_of.keys() | self._resting
-        late = self._roster.training - busy - self._reachability.silent_workers
-        rejected: list[Action] = []
-        for worker in sorted(late):
-            reason = f"worker {worker} is out: others have waited for it for more than {self._deadline_s:g} s"
-            rejected.append(RejectPeer(peer=self._roster.peer_of(worker), reason=reason))
-            rejected += self._remove(worker)
-        return rejected
+        return self._reject(self._reachability.exclusions(self._roster.present, ()))  # they delay the end
+
+    def _reject(self, reasons: Mapping[int, str]) -> list[Action]:
+        actions: list[Action] = []
+        for worker, reason in reasons.items():
+            peer = self._roster.peer_of(worker)
+            actions.append(RejectPeer(peer=peer, reason=f"worker {worker} is out: {reason}"))
+            actions += self._remove(worker)
+        return actions
 
     @property
     def _resting(self) -> frozenset[int]:
@@ -327,9 +335,9 @@ class PartialReduce:
             self._is_over = True
             reason = "no worker that has the initial state is left: start the job again"
             return [*actions, AbortJob(worker=None, step=None, reason=reason)]
-        return [*actions, *self._send_state(), *self._form_groups(now_s), *self._complete()]
+        return [*actions, *self._name_state_sender(), *self._form_groups(now_s), *self._complete()]
 
-    def _send_state(self) -> list[Action]:
+    def _name_state_sender(self) -> list[Action]:
         """Name a worker that waits anyway as the one that sends the state; else the next group sends it."""
         if self._next_exchange == 0:  # the start
             senders = {0}
@@ -340,7 +348,7 @@ class PartialReduce:
         for worker in sorted(senders):
             joining = self._joining((worker,))
             if self._can_meet((), worker) and (joining or self._next_exchange == 0):
-                return [self._average((worker,), joining, f"worker {worker} has the state")]
+                return [self._begin_averaging((worker,), joining, f"worker {worker} has the state")]
         return []
 
     def _form_groups(self, now_s: float) -> list[Action]:
@@ -349,7 +357,7 @@ class PartialReduce:
         training = (self._roster.training | receiving) - self._reachability.silent_workers - self._resting
         while group := self._next_group(training, now_s):
             reason = f"workers {', '.join(map(str, group))} are the first that are ready"
-            actions.append(self._average(group, self._joining(group), reason))
+            actions.append(self._begin_averaging(group, self._joining(group), reason))
         return actions
 
     def _next_group(self, training: set[int], now_s: float) -> tuple[int, ...] | None:
@@ -369,7 +377,7 @@ class PartialReduce:
         reachable = sorted(present - self._reachability.exclusions(present, ()).keys())
         if len(reachable) < len(present):
             return []  # until the others are reachable again, or lost
-        return [self._average(reachable, (), "all workers have finished", is_final=True)]
+        return [self._begin_averaging(reachable, (), "all workers have finished", is_final=True)]
 
     def _joining(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """Workers without the state that can receive it from this group now."""
@@ -380,7 +388,7 @@ class PartialReduce:
     def _can_meet(self, group: tuple[int, ...], worker: int) -> bool:
         return not self._reachability.outside_exclusions(group, [worker])
 
-    def _average(
+    def _begin_averaging(
         self,
         group: list[int] | tuple[int, ...],
         joining: tuple[int, ...],

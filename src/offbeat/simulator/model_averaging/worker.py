@@ -76,6 +76,7 @@ class AveragingWorker(SimulatedWorker):
         self.protocol = self.averaging_protocol = ModelAveragingProtocol(worker)
         assert cluster.samples is not None
         self.loop = SimulatedLoop(cluster.samples, self.protocol.block_queue, self, self._send_request)
+        self._activity_before = JOINING  # before the averaging under way
         zeros = np.zeros(4)
         self.model = None if is_new or worker else ModelState(zeros, zeros)
 
@@ -101,7 +102,7 @@ class AveragingWorker(SimulatedWorker):
                 self.answer(action)
                 if isinstance(action, AverageModels):
                     self._open_sessions_with(action.members)
-                    self._doing_before = self.activity
+                    self._activity_before = self.activity
                     self.activity = EXCHANGING
                     self.cluster.enter_averaging(self, action)
                 elif isinstance(action, CancelAveraging) and self.averaging_protocol.is_cancelled:
@@ -127,13 +128,13 @@ class AveragingWorker(SimulatedWorker):
         self.exchange = None
         if self.model is None:
             self.model = averaging.donor_model
-            self.loop_of.enter_epoch(averaging.epoch)
+            self.sample_loop.enter_epoch(averaging.epoch)
         assert self.model is not None
         self.model = replace(self.model, parameters=averaging.mean)
         self._end_averaging(has_mean=True)
 
     @property
-    def loop_of(self) -> SimulatedLoop:
+    def sample_loop(self) -> SimulatedLoop:
         """Its loop."""
         assert self.loop is not None
         return self.loop
@@ -143,7 +144,7 @@ class AveragingWorker(SimulatedWorker):
         self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
         if self.model is None:
             self.activity = JOINING
-        elif self._doing_before == FINISHED:
+        elif self._activity_before == FINISHED:
             self.activity = FINISHED
         elif self.is_leaving:
             self._send_left()
@@ -152,7 +153,7 @@ class AveragingWorker(SimulatedWorker):
 
     def _send_ready(self) -> None:
         """Make the step with its own model, report it, and wait for an averaging."""
-        cluster, loop = self.cluster, self.loop_of
+        cluster, loop = self.cluster, self.sample_loop
         assert self.model is not None
         gradient = cluster.gradient(self.model.parameters, self.worker, self.gradients_computed)
         momentum = 0.9 * self.model.momentum + gradient
@@ -213,7 +214,7 @@ class SimulatedAveraging(BlockableExchange):
         self.mean = sum(
             weights[worker.worker] * worker.model.parameters for worker in group if worker.model is not None
         )
-        self.donor_model, self.epoch = group[0].model, group[0].loop_of.epoch
+        self.donor_model, self.epoch = group[0].model, group[0].sample_loop.epoch
         self.draw_ends()
 
     def deliver(self, worker: SimulatedWorker) -> None:
