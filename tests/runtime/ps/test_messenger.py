@@ -65,7 +65,14 @@ class Writer:
             **{"unix": False, **options},
         )
         self.name, self.links = name, self.node.links
-        self.messenger = Messenger(self.links, KINDS, self._note)
+        self.messenger = Messenger(
+            self.links,
+            KINDS,
+            self._note,
+            place=lambda node, message, array: None,
+            gather=lambda: None,
+            share=lambda node, message, array, shown: False,
+        )
 
     def knows(self, peer: str, *addresses: str) -> None:
         self._places[peer] = addresses

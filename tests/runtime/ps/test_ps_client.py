@@ -879,7 +879,7 @@ def test_filters_that_lose_nothing_change_nothing_but_bytes(ps, name):
     assert np.array_equal(w.pull().result(), plain.pull().result())
     passed = w.filter_report()["push"]
     assert passed["key caching"].out_bytes < 0.6 * passed["key caching"].in_bytes  # one list of four
-    assert passed["compression"].out_bytes < 0.6 * passed["compression"].in_bytes
+    assert passed["compression"].out_bytes < 0.7 * passed["compression"].in_bytes
     assert (
         w.filter_report()["pull heard"]["compression"].out_bytes
         > w.filter_report()["pull heard"]["compression"].in_bytes
