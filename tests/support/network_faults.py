@@ -109,7 +109,7 @@ class Watched:
                 except (EOFError, OSError):
                     kind, content = "ended", {}
                 with self._changed:
-                    if kind == "said":
+                    if kind == "message":
                         self.reports.setdefault(rank, []).append(content)
                     else:
                         self.ended[rank] = Ended(rank=rank, exitcode=None, **content)

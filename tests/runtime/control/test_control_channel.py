@@ -169,6 +169,19 @@ def test_messages_of_any_thread_are_sent_in_the_order_in_which_they_were_queued(
     assert [other.receive() for _ in range(2)] == [[1], [2]]
 
 
+def test_after_the_last_events_none_is_sent_also_after_a_loss(by_hand):
+    other, worker = by_hand
+    worker.line.send(ready(0, 0), ready(0, 1), is_last=True)
+    worker.line.send(ready(0, 2))
+    assert other.receive() == [0, 1]
+    other.dies()
+    other.start()
+    assert other.receive() == SequenceAck(1, 0, 2)
+    worker.line.send(ready(0, 3), is_last=True)
+    other.send_event(SequenceAck(1, 1, 0))
+    assert [other.receive() for _ in range(2)] == [[1], SequenceAck(1, 0, 2)]
+
+
 def test_a_recorded_count_that_cannot_be_breaks_the_protocol(by_hand):
     _, worker = by_hand
     worker.line.send(ready(0, 0))

@@ -122,7 +122,7 @@ class ControlChannel:
         self._unsent: deque[_EventBatch] = deque()
         self._unacked: deque[_EventBatch] = deque()  # sent on this connection, not acknowledged
         self._sent = self._acked = 0
-        self._is_gone = False
+        self._is_gone = self._has_ended = False
         # The links' thread alone uses what follows.
         self._received = self._reported_received = self._reported_sent = 0
         self._connection = 0
@@ -139,10 +139,18 @@ class ControlChannel:
         """Whether the coordinator is connected, as far as this worker knows."""
         return self._is_open
 
-    def send(self, *events: Event) -> None:
-        """Sends events to the coordinator, now or after a reconnect; never blocks. Any thread may call it."""
+    def send(self, *events: Event, is_last: bool = False) -> None:
+        """Sends events to the coordinator, now or after a reconnect; never blocks. Any thread may call it.
+
+        Args:
+            events: dropped if another thread has sent the last ones.
+            is_last: no event follows these: the sender is about to leave the job.
+        """
         payload, count = encode_events(events), len(events)
         with self._changed:
+            if self._has_ended:
+                return
+            self._has_ended = is_last
             message = _EventBatch(self._sent, events, payload)
             self._sent += count
             self._unsent.append(message)  # same call: a signal handler may raise between calls

@@ -250,7 +250,8 @@ class CoordinatorClient:
     def send_end(self, error: BaseException | None, *events_before: Event) -> None:
         """Sends the coordinator, once, that this worker has finished, or the error with which it ends.
 
-        Any thread may call it. Nothing is sent if `is_failure_reported`.
+        Any thread may call it. Events that other threads send after it are dropped. Nothing is sent if
+        `is_failure_reported`.
 
         Args:
             error: None if the worker has finished.
@@ -260,14 +261,14 @@ class CoordinatorClient:
             if self.is_failure_reported or self._has_sent_end:
                 return
             self._has_sent_end = True
+        end: Event
+        if error is None:
+            end = Left(now_s=0.0, worker=self.worker, step=self._step())
+        else:
+            text = one_line_error(error)
+            end = Failed(now_s=0.0, worker=self.worker, step=self._step(), error=text)
         with suppress(LinkError):
-            if error is None:
-                self.send_event(*events_before, Left(now_s=0.0, worker=self.worker, step=self._step()))
-            else:
-                text = one_line_error(error)
-                self.send_event(
-                    *events_before, Failed(now_s=0.0, worker=self.worker, step=self._step(), error=text)
-                )
+            self._channel.send(*events_before, end, is_last=True)
 
     def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
         """Starts a thread of this worker whose exceptions fail the job, as those of the training loop do.
