@@ -185,8 +185,8 @@ def comes_late(rank, emit, late):
     else:
         send = ControlChannel.send
 
-        def send_and_emit(self, *events):
-            send(self, *events)
+        def send_and_emit(self, *events, **options):
+            send(self, *events, **options)
             if isinstance(events[0], Joined):
                 assert self._endpoint.flush(10)
                 emit("asked to join")
@@ -213,14 +213,14 @@ def kills_when_it_leaves(rank, emit, strategy):
     """Worker 1 kills the coordinator when it has said that it leaves, and that was not heard."""
     send = ControlChannel.send
 
-    def kill_between_two_sends(self, *events):
+    def kill_between_two_sends(self, *events, **options):
         if rank == 1 and any(isinstance(event, Left) for event in events):
             serving = coordinator(os.environ[MARK])[0]
             os.kill(serving, signal.SIGSTOP)
-            send(self, *events)
+            send(self, *events, **options)
             os.kill(serving, signal.SIGKILL)
         else:
-            send(self, *events)
+            send(self, *events, **options)
 
     ControlChannel.send = kill_between_two_sends
     return train(rank, emit, strategy, 2)
