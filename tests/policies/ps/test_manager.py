@@ -412,6 +412,12 @@ def test_that_one_server_cannot_reach_another_is_no_loss_as_long_as_the_manager_
     assert ring(manager) == (0, 1, 2)
 
 
+def test_what_a_server_reports_on_itself_is_ignored(manager: PsManager) -> None:
+    assert manager.handle(missed("server-1", 1)) == []
+    assert tick(manager, 100.0) == []
+    assert ring(manager) == (0, 1, 2)
+
+
 def test_of_two_servers_that_do_not_reach_each_other_for_10_s_the_later_one_is_lost() -> None:
     manager = five()
     manager.handle(missed("server-3", 1))

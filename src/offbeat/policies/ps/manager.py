@@ -229,9 +229,9 @@ class PsManager:
         return self._publish(view, "all servers have received what they gain")
 
     def _on_reachability(self, event: ServerUnreachable | ServerReachable) -> list[Action]:
-        """Record which servers cannot reach each other; reports of clients are ignored."""
+        """Record which servers cannot reach each other; others' reports, and one on oneself, are ignored."""
         server = server_id(event.node)
-        if server is None:
+        if server is None or server == event.server:
             return []
         other = f"{_SERVER}{event.server}"
         if isinstance(event, ServerReachable):
