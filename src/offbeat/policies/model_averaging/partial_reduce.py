@@ -6,8 +6,8 @@ Theory of operation
 Each worker trains its own model. It reports every optimizer step (`Ready`) and waits for an `AverageModels`,
 which names a group and its weights. When the worker has the mean, or has given up, it reports
 `ModelsAveraged` and goes on. The policy owns four parts and decides only what passes between them: `Roster`
-(who is here), `FirstReadyGroups` (the queue and the groups), `SoloBlockAssigner` (with shards="dynamic": the
-samples), `Reachability` (who can reach whom).
+(the workers of the job), `FirstReadyGroups` (the queue and the groups), `SoloBlockAssigner` (the samples,
+with shards="dynamic"), `Reachability` (outages between workers).
 
 A worker is in at most one averaging, from its AverageModels to its ModelsAveraged. Exchange ids ascend, so
 that each member's do.

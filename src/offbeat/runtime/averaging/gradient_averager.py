@@ -23,7 +23,6 @@ from offbeat.numerics.collectives.buckets import plan_buckets
 from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError, GroupHandle
 from offbeat.runtime.averaging.interface import (
-    COORDINATOR_MARGIN_S,
     FLOAT32_PER_FLOAT64,
     AveragerContext,
     join_float64,
@@ -37,6 +36,7 @@ from offbeat.runtime.training.backward import (
 )
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook, SessionHook, do_nothing
+from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 from offbeat.runtime.training.writes import check_all_wrote
 
 # Sums at the start of a trailer: weights, members with a stale bucket, program writes, preempted members.

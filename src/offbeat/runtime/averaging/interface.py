@@ -16,9 +16,6 @@ from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.runtime.training.writes import WriteDetector
 
-COORDINATOR_MARGIN_S = (
-    5.0  # added to a deadline, so that the coordinator's error, which names the late worker, comes first
-)
 FLOAT32_PER_FLOAT64 = 3  # float32 numbers that hold one float64
 
 

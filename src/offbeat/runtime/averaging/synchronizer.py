@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import BatchesSkipped, Ready
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError
-from offbeat.runtime.averaging.interface import COORDINATOR_MARGIN_S, Averager, AveragerContext
+from offbeat.runtime.averaging.interface import Averager, AveragerContext
 from offbeat.runtime.collectives.interface import Exchange
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.collectives.torch_exchange import TorchExchange
@@ -25,7 +25,7 @@ from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
 from offbeat.runtime.training.hyperparameters import ParameterGroup, find_numbers, read_numbers, write_numbers
-from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S, TrainingLoop
 from offbeat.runtime.training.state_copy import StateCopier, check_can_copy
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer

@@ -19,7 +19,6 @@ from offbeat.numerics.collectives.costs import LinkModel, all_reduce_cost, fit_l
 from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import (
-    COORDINATOR_MARGIN_S,
     FLOAT32_PER_FLOAT64,
     AveragerContext,
     join_float64,
@@ -28,6 +27,7 @@ from offbeat.runtime.averaging.interface import (
 from offbeat.runtime.collectives.contribution import Contribution, InPlaceElements
 from offbeat.runtime.collectives.interface import PendingExchange
 from offbeat.runtime.hybrid.layer_layout import BucketLayout, BucketPlan, SendOrder
+from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 from offbeat.runtime.training.partial_step import OptimizerSettings, optimizer_step_mode
 from offbeat.runtime.training.writes import check_all_wrote
 

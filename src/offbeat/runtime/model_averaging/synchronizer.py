@@ -35,11 +35,9 @@ from offbeat.runtime.data.late_gradients import LateGradients
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
-from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S, TrainingLoop
 from offbeat.runtime.training.state_copy import StateCopier, check_can_copy
 from offbeat.runtime.training.trained import TrainingState
-
-_COORDINATOR_MARGIN_S = 5.0  # so that the coordinator, which names the late worker, comes first
 
 
 class AveragingCancelledError(WorkerError):
@@ -292,7 +290,7 @@ class ModelAveragingSynchronizer:
         """
         client = self._client
         assert client is not None
-        deadline_s = self._deadline_s + _COORDINATOR_MARGIN_S
+        deadline_s = self._deadline_s + COORDINATOR_MARGIN_S
         client.wait_for(lambda: self._protocol.averaging is not None, deadline_s, what)
         averaging = self._protocol.averaging
         assert averaging is not None

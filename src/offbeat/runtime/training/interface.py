@@ -19,6 +19,9 @@ from offbeat.runtime.training.state_copy import TrainingPosition
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
 
+COORDINATOR_MARGIN_S = 5.0
+"""Added to a worker's deadline, so that the coordinator's error, which names the late worker, comes first."""
+
 
 class TrainingLoop(Protocol):
     """What a synchronizer requires of the session, which runs a worker's training loop.

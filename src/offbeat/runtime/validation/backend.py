@@ -38,7 +38,7 @@ from offbeat.runtime.validation.process import ProcessEvaluator
 from offbeat.runtime.validation.result import ValidationLedger
 from offbeat.runtime.validation.snapshot import Snapshot
 from offbeat.runtime.validation.throttle import ThreadThrottle
-from offbeat.runtime.validation.training_state import EpochState, TrainingState
+from offbeat.runtime.validation.validated_training import EpochState, ValidatedTraining
 
 Backend: TypeAlias = Literal["auto", "inline", "thread", "process", "stream"]
 MakePool: TypeAlias = Callable[[Sequence[Evaluator[Snapshot]]], EvaluatorPool[Snapshot]]
@@ -73,7 +73,7 @@ class EvaluationBackend:
 
     def __init__(
         self,
-        state: TrainingState,
+        state: ValidatedTraining,
         evaluate: Evaluate,
         data: ValidationData,
         parts: tuple[range, ...],

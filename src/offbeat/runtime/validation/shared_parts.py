@@ -34,7 +34,7 @@ from offbeat.runtime.processes.waiting import SignalSafeCondition, SignalSafeEve
 from offbeat.runtime.validation.evaluators import CancelledError, Evaluator, EvaluatorPool, ValidationPart
 from offbeat.runtime.validation.result import NoMetricsError, ValidationLedger
 from offbeat.runtime.validation.snapshot import Snapshot
-from offbeat.runtime.validation.training_state import EpochState
+from offbeat.runtime.validation.validated_training import EpochState
 from offbeat.wire.record import MESSAGE_BYTES_MAX, encode_events
 
 _FIRST_TAG: Final = 3 << 62  # exchanges use tags below 2**63, late blocks those below this

@@ -26,7 +26,7 @@ from offbeat.runtime.validation.parts import ValidationData
 from offbeat.runtime.validation.result import Validation
 from offbeat.runtime.validation.shared_parts import SharedParts, SnapshotAwaitingEvaluator
 from offbeat.runtime.validation.snapshot import Snapshot
-from offbeat.runtime.validation.training_state import EpochState
+from offbeat.runtime.validation.validated_training import EpochState
 from offbeat.runtime.validation.validator import Validator
 
 _PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lrs", "eps")

@@ -29,7 +29,7 @@ from offbeat.runtime.validation.evaluators import Evaluate, EvaluatorPool
 from offbeat.runtime.validation.parts import ValidationData, count_samples
 from offbeat.runtime.validation.result import NoMetricsError, Validation, ValidationLedger
 from offbeat.runtime.validation.snapshot import Snapshot
-from offbeat.runtime.validation.training_state import EpochState, Stateful, TrainingState
+from offbeat.runtime.validation.validated_training import EpochState, Stateful, ValidatedTraining
 
 Decision: TypeAlias = Literal["sync", "lag", "rollback"]
 
@@ -127,7 +127,7 @@ class Validator:
         restored = [stateful for stateful in restores if stateful is not plateau]
         if plateau is not None and plateau.optimizer not in restored:
             restored.append(plateau.optimizer)
-        self._state = TrainingState(model, restored, goes_back=decision == "rollback")
+        self._state = ValidatedTraining(model, restored, goes_back=decision == "rollback")
         self._epoch_states: dict[int, EpochState] = {}  # by epoch, oldest first
         self._best: Snapshot | None = None
         self._errors: dict[int, Exception] = {}  # still to be raised, by epoch, oldest first

@@ -38,7 +38,7 @@ class EpochState:
     randomness: GlobalRandomState | None
 
 
-class TrainingState:
+class ValidatedTraining:
     """Captures the state of a training, in memory that is reused, and restores it.
 
     Args:
