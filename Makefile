@@ -12,13 +12,28 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 PACKAGE_VENV := .venv-package
 PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 
-.PHONY: demo test test-network test-gpu test-keras check format lint types docs package clean
+# Python keeps what it has compiled whatever the environment says: tests start thousands of processes.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo test test-quick test-long test-network test-gpu test-keras check format lint types docs package clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
 
-test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+# Tests whose result depends on their input alone: decisions, numbers, formats, the simulator.
+PURE := $(addprefix tests/,data numerics policies scenarios simulator wire test_actions.py test_docs.py test_tidy.py)
+PYTEST := $(BIN)/python -m pytest --dist worksteal
+RERUNS :=
+
+test: test-quick
+	$(PYTEST) --numprocesses 4 -m 'not long' $(RERUNS) $(PURE:%=--ignore=%)
+
+test-quick: $(STAMP)
+	$(PYTEST) --numprocesses 2 -m 'not long' $(PURE)
+
+test-long: $(STAMP)
+	$(PYTEST) --numprocesses 2 -m long $(RERUNS)
+
 
 # As root. Jobs mostly wait, so several run at a time; those that keep all cores busy run alone.
 NETWORK_TESTS := OFFBEAT_TEST_NETWORK=1 $(BIN)/python -m pytest tests/test_network.py tests/test_network_long.py -rA

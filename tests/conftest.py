@@ -1,12 +1,18 @@
-"""What all tests begin with, however they were started.
+"""What all tests begin with, however they were started, and which of them are long.
 
 One thread a process computes: several tests run at a time, and threads of torch that wait for each other
-burn the cores on which the others run. And Ctrl-C and SIGHUP end what the tests start: whoever runs them in
-the background of a shell script, or under nohup, hands on that they are ignored.
+burn the cores on which the others run. And Ctrl-C and SIGHUP end what the tests start: a process that a shell
+script starts in the background, or nohup, hands on that they are ignored.
+
+`@pytest.mark.long` marks a test that `make test` leaves to `make test-long`: a whole benchmark, a job of many
+seconds. Of a test with many parameters, `@pytest.mark.long(after=2)` leaves those after the first two to it.
 """
+
+from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 
 import pytest
 
@@ -17,3 +23,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 pytest.register_assert_rewrite("support")  # failed assertions there show values, too
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    kept: Counter[str] = Counter()
+    for item in items:
+        for mark in [mark for mark in item.own_markers if mark.name == "long" and mark.kwargs]:
+            test = item.nodeid.split("[")[0]
+            kept[test] += 1
+            if kept[test] <= mark.kwargs["after"]:
+                item.own_markers.remove(mark)

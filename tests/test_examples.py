@@ -12,6 +12,8 @@ from offbeat.apps.sparse_lr.libsvm import write_libsvm
 from offbeat.apps.sparse_lr.powerlaw import power_law_blocks
 from offbeat.apps.sparse_lr.sparse import concatenate_rows
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 

@@ -30,6 +30,7 @@ def test_parameter_counts_are_the_published_ones(
     assert parameters(build_model(name, sample_shape=sample_shape, classes=10, seed=0)) == count
 
 
+@pytest.mark.long(after=3)
 @pytest.mark.parametrize(
     ("name", "sample_shape", "classes", "logits"),
     [
@@ -122,6 +123,7 @@ def test_every_model_is_described() -> None:
     assert all(text and "\n" not in text for text in MODELS.values())
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("name", "steps"), [("mlp", 60), ("cnn2", 60), ("resnet18", 15), ("bert_small", 10)])
 def test_a_model_learns_a_batch_by_heart(name: str, steps: int) -> None:
     generator = torch.Generator().manual_seed(0)

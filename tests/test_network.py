@@ -13,9 +13,10 @@ from benchmarks.namespaces import cut, mend, missing, reset
 from offbeat.strategies import SSP, AllReduce, PartialAllReduce
 from support.network_faults import fault, part, serving, training
 
-pytestmark = pytest.mark.skipif(
-    missing() is not None, reason=f"making hosts on this machine needs {missing()}"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(missing() is not None, reason=f"making hosts on this machine needs {missing()}"),
+]
 
 STEADY = PartialAllReduce(limit=10**6)  # no worker is excluded for being slow
 

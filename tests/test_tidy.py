@@ -7,24 +7,31 @@ or a function of more than 60 lines wants a reason, and may have one.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
-import subprocess
 import sys
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pytest
-
-from support.source_files import PACKAGE, ROOT, imports, modules, name_of, tree_of
+from support.source_files import (
+    PACKAGE,
+    ROOT,
+    attributes,
+    calls,
+    imports,
+    modules,
+    name_of,
+    nodes_of,
+    tree_of,
+)
 
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 60
 CLASS_LINES_MAX = 450
 CLASS_ATTRIBUTES_MAX = 25
-PUBLIC_NAMES_MAX = 30
 
 # What a decision must not have within reach: clocks, the world outside, other threads of control, printing.
 NOT_FOR_DECISIONS = {
@@ -87,8 +94,8 @@ ROOMS = {
     },
 }
 
-# Modules that need an extra, which `make test` does not install.
-EXTRAS = {"keras.py": "keras"}
+# What a program may import; everything else may change with any version.
+PUBLIC = {"", "strategies", "ps", "keras", "data", "apps"}
 
 # Who may import strategies besides strategies themselves, and why.
 STRATEGIES_FOR = {
@@ -116,8 +123,15 @@ SLEEPS_FOR = {
 REPLACES_FOR = {"test_launch.py": "says that it runs on another system, of which there is none here"}
 
 
-def files_of_tests() -> list[Path]:
-    return sorted((ROOT / "tests").rglob("*.py"))
+@functools.cache
+def files_of_tests() -> tuple[Path, ...]:
+    return tuple(sorted((ROOT / "tests").rglob("*.py")))
+
+
+def none(faults: Iterable[str]) -> None:
+    """Fails with all the faults that there are."""
+    found = list(faults)
+    assert not found, "\n".join(["", *found])
 
 
 def layers_used(path: Path) -> set[str]:
@@ -126,17 +140,23 @@ def layers_used(path: Path) -> set[str]:
     return {piece[1] for piece in pieces if piece[0] == "offbeat" and len(piece) > 1}
 
 
-def modules_used(path: Path) -> set[str]:
+@functools.cache
+def modules_used(path: Path) -> frozenset[str]:
     """The modules of offbeat that a file imports, dotted; of a module in a package, not the package too."""
-    known = {dotted_name(module) for module in modules()}
+    known = names_of_modules()
     found: set[str] = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in known else str(node.module) for name in names}
-    return found & known
+    return frozenset(found & known)
+
+
+@functools.cache
+def names_of_modules() -> frozenset[str]:
+    return frozenset(dotted_name(path) for path in modules())
 
 
 def dotted_name(path: Path) -> str:
@@ -154,27 +174,40 @@ def outside(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)} - {"offbeat", "__future__"}
 
 
+def files_under(*layers: str) -> list[Path]:
+    """Every module of some layers, however deep in their rooms."""
+    return [path for path in modules() if layer_of(name_of(path)) in layers]
+
+
+def from_root(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
 # Layers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_imports_point_down(path):
-    allowed = LAYERS.get(layer_of(name_of(path)))
-    if allowed is not None:
-        assert layers_used(path) <= set(allowed), f"{name_of(path)} may import only {allowed} of offbeat"
+def test_imports_point_down():
+    none(
+        f"{name_of(path)} imports {sorted(others)}: a module of {layer} may import {LAYERS[layer]} of offbeat"
+        for path in modules()
+        if (layer := layer_of(name_of(path))) in LAYERS and (others := layers_used(path) - set(LAYERS[layer]))
+    )
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_rooms_import_only_the_rooms_below_them(path):
-    """A file at the root of a layer may import all of its rooms, and no room may import such a file."""
+def rooms_above(path: Path) -> list[str]:
+    """The modules of its layer that a module imports though its room may not."""
     layer, *rest = name_of(path).split("/")
     if layer not in ROOMS or len(rest) < 2:
-        return
-    room = rest[0]
-    for name in modules_used(path):
-        pieces = name.split(".")
-        if pieces[1] == layer and len(pieces) > 2 and pieces[2] != room:
-            assert pieces[2] in ROOMS[layer][room], f"{name_of(path)}: {layer}/{room} may not import {name}"
+        return []
+    used = [name for name in modules_used(path) if name.split(".")[1] == layer and name.count(".") > 1]
+    return [name for name in used if name.split(".")[2] not in (rest[0], *ROOMS[layer][rest[0]])]
+
+
+def test_rooms_import_only_the_rooms_below_them():
+    """A file at the root of a layer may import all of its rooms, and no room may import such a file."""
+    none(
+        f"{name_of(path)}: its room may not import {name}" for path in modules() for name in rooms_above(path)
+    )
 
 
 def test_every_folder_of_a_layer_is_a_room():
@@ -191,243 +224,170 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not circles, "these modules import each other in a circle, or import some that do"
 
 
-def files_under(layer: str) -> list[Path]:
-    """Every module of a layer, however deep in its rooms."""
-    return sorted((PACKAGE / layer).rglob("*.py"))
+def private_imports(path: Path) -> Iterator[str]:
+    """The names of other modules of offbeat that a file imports though they begin with an underscore."""
+    for name in imports(path):
+        first, *rest = name.split(".")
+        if first == "offbeat" and any(re.match(r"_[^_]", piece) for piece in rest):
+            yield name
 
 
-@pytest.mark.parametrize("path", files_under("policies"), ids=name_of)
-def test_policies_are_made_of_the_standard_library_without_clocks_and_the_world(path):
-    assert outside(path) <= sys.stdlib_module_names
-    assert not outside(path) & NOT_FOR_DECISIONS
+def test_private_names_stay_in_their_module():
+    files = [*modules(), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    none(f"{from_root(path)} imports {name}" for path in files for name in private_imports(path))
 
 
-@pytest.mark.parametrize("path", [*files_under("events"), PACKAGE / "errors.py"], ids=name_of)
-def test_events_and_errors_are_made_of_the_standard_library(path):
-    assert outside(path) <= sys.stdlib_module_names - NOT_FOR_DECISIONS
+def test_examples_import_public_modules_only():
+    files = (ROOT / "examples").glob("*.py")
+    none(f"{path.name} imports {layers_used(path) - PUBLIC}" for path in files if layers_used(path) - PUBLIC)
 
 
-@pytest.mark.parametrize("path", [*files_under("policies"), *files_under("numerics")], ids=name_of)
-def test_chance_comes_as_an_argument_or_from_a_seed(path):
+def test_policies_are_made_of_the_standard_library_without_clocks_and_the_world():
+    allowed = sys.stdlib_module_names - NOT_FOR_DECISIONS
+    none(
+        f"{name_of(path)} imports {outside(path) - allowed}"
+        for path in files_under("policies", "events", "errors")
+        if outside(path) - allowed
+    )
+
+
+def test_chance_comes_as_an_argument_or_from_a_seed():
     """`random.Random(seed)` is a generator of one's own; every other name of the module is the global one."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
-            assert node.attr == "Random", f"line {node.lineno}: random.{node.attr} is shared by everybody"
-        if isinstance(node, ast.ImportFrom) and node.module == "random":
-            assert {alias.name for alias in node.names} <= {"Random"}
+    for path in files_under("policies", "numerics"):
+        for line, name in attributes(path):
+            assert not re.match(r"random\.(?!Random\b)", name), (
+                f"{name_of(path)}:{line}: {name} is everybody's"
+            )
+        assert not {name for name in imports(path) if re.match(r"random\.(?!Random\b)", name)}, name_of(path)
 
 
-@pytest.mark.parametrize("path", files_under("numerics"), ids=name_of)
-def test_numerics_compute_and_do_not_communicate(path):
+def test_numerics_compute_and_do_not_communicate():
     zstd = {"backports", "compression"}  # `compression` is of the standard library from Python 3.14
     computing = (sys.stdlib_module_names - NOT_FOR_DECISIONS) | {"numpy", "torch", "sys"} | zstd
-    assert outside(path) <= computing
-    for node in ast.walk(tree_of(path)):  # which module is imported may depend on Python's version
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "sys":
-            assert node.attr == "version_info", f"line {node.lineno}: sys.{node.attr} is the environment"
-        if isinstance(node, ast.ImportFrom):
-            assert node.module != "sys"
-    assert not any(name.startswith(("torch.distributed", "torch.multiprocessing")) for name in imports(path))
+    for path in files_under("numerics"):
+        assert outside(path) <= computing, f"{name_of(path)} imports {outside(path) - computing}"
+        for line, name in attributes(path):  # which module is imported may depend on Python's version
+            assert name == "sys.version_info" or not name.startswith("sys."), (
+                f"{name_of(path)}:{line}: {name}"
+            )
+        others = [
+            name for name in imports(path) if re.match(r"sys\.|torch\.(distributed|multiprocessing)", name)
+        ]
+        assert not others, f"{name_of(path)} imports {others}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_strategies_are_imported_by_the_door_and_the_command_line_only(path):
-    name = name_of(path)
-    if name.startswith(("strategies/", *STRATEGIES_FOR)):
-        return
-    assert "strategies" not in layers_used(path)
+def test_strategies_are_imported_by_the_door_and_the_command_line_only():
+    none(
+        name_of(path)
+        for path in modules()
+        if "strategies" in layers_used(path)
+        and not name_of(path).startswith(("strategies/", *STRATEGIES_FOR))
+    )
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_private_names_of_torch_are_in_one_module(path):
-    if name_of(path) == "torch_compat.py":
-        return
-    names = imports(path) | {
-        ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)
-    }
+def test_private_names_of_torch_are_in_one_module():
     allowed = (
         "torch.utils._pytree",
         "torch.__version__",
     )  # the one is used by everybody, the other is public
-    private = {name for name in names if re.match(r"torch(\.\w+)*\._", name)}
-    assert not {name for name in private if not name.startswith(allowed)}
+    for path in modules():
+        names = imports(path) | {name for _, name in attributes(path)}
+        private = {
+            name for name in names if re.match(r"torch(\.\w+)*\._", name) and not name.startswith(allowed)
+        }
+        assert not private or name_of(path) == "torch_compat.py", f"{name_of(path)} uses {private}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_nothing_that_could_unpickle_is_imported(path):
-    assert not outside(path) & PICKLES
-
-
-# What importing does ------------------------------------------------------------------------------------
-
-
-def in_a_fresh_process(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_importing_offbeat_loads_no_torch_starts_no_thread_and_sets_up_no_logging():
-    code = (
-        "import logging, sys, threading\n"
-        "import offbeat\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
-        "assert threading.active_count() == 1\n"
-        "assert not logging.getLogger().handlers and not logging.getLogger('offbeat').handlers\n"
-        "print('quiet')"
-    )
-    assert in_a_fresh_process(code) == "quiet"
-
-
-def test_importing_every_module_starts_no_thread():
-    names = ["offbeat." + name_of(path).removesuffix(".py").replace("/", ".") for path in modules()]
-    names = [name for name in names if name.removeprefix("offbeat.") + ".py" not in EXTRAS]
-    names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
-    code = (
-        "import importlib, threading\n"
-        f"for name in {names!r}:\n"
-        "    importlib.import_module(name)\n"
-        "    assert threading.active_count() == 1, name\n"
-        "print('quiet')"
-    )
-    assert in_a_fresh_process(code) == "quiet"
-
-
-@pytest.mark.parametrize("name", EXTRAS)
-def test_a_module_that_needs_an_extra_says_so_where_it_is_not_there(name):
-    code = (
-        "import importlib, sys\n"
-        f"sys.modules[{EXTRAS[name]!r}] = None\n"
-        "try:\n"
-        f"    importlib.import_module('offbeat.{name.removesuffix('.py')}')\n"
-        "except ImportError as error:\n"
-        "    print(error)"
-    )
-    assert f"pip install offbeat[{EXTRAS[name]}]" in in_a_fresh_process(code)
-
-
-def test_the_coordinator_needs_no_torch():
-    code = (
-        "import sys, offbeat.runtime.control.coordinator\n"
-        "import offbeat.policies.membership.assembly, offbeat.policies.membership.lockstep\n"
-        "print('torch' in sys.modules)"
-    )
-    assert in_a_fresh_process(code) == "False"
-
-
-def test_a_parameter_server_needs_no_torch_until_somebody_has_tensors():
-    code = "import sys, offbeat, offbeat.runtime.ps.server\noffbeat.PS\nprint('torch' in sys.modules)"
-    assert in_a_fresh_process(code) == "False"
-
-
-def test_the_public_parameter_server_needs_torch_for_its_translations_only():
-    code = (
-        "import sys, offbeat.ps\n"
-        "assert 'torch' not in sys.modules\n"
-        "print(all(hasattr(offbeat.ps, name) for name in offbeat.ps.__all__))"
-    )
-    assert in_a_fresh_process(code) == "True"
-
-
-def test_sparse_logistic_regression_needs_no_torch():
-    code = "import sys, benchmarks.sparse_lr, offbeat.apps.sparse_lr.libsvm\nprint('torch' in sys.modules)"
-    assert in_a_fresh_process(code) == "False"
-
-
-def test_the_root_exports_few_names_and_all_of_them_are_there():
-    import offbeat
-
-    assert len(offbeat.__all__) <= PUBLIC_NAMES_MAX
-    for name in offbeat.__all__:
-        assert getattr(offbeat, name) is not None
+def test_nothing_that_could_unpickle_is_imported():
+    none(name_of(path) for path in modules() if outside(path) & PICKLES)
 
 
 # What must not occur ------------------------------------------------------------------------------------
 
 
-def written_by_us() -> list[Path]:
-    others = [path for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py")]
-    return sorted([*modules(), *files_of_tests(), *others])
-
-
-def from_root(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-@pytest.mark.parametrize("path", written_by_us(), ids=from_root)
-def test_no_bare_except_and_nothing_left_undone(path):
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ExceptHandler):
-            assert node.type is not None, f"line {node.lineno}: say which exception"
-        if isinstance(node, ast.Name):
-            assert node.id != "NotImplementedError", f"line {node.lineno}: finish it or leave it out"
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+def unfinished(path: Path) -> Iterator[str]:
+    """What a file leaves undone, and exceptions that it catches without naming them."""
+    for node in nodes_of(path):
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield f"{from_root(path)}:{node.lineno}: say which exception"
+        if isinstance(node, ast.Name) and node.id == "NotImplementedError":
+            yield f"{from_root(path)}:{node.lineno}: finish it or leave it out"
+    text = path.read_text()
+    if not re.search("todo|fixme|xxx", text, re.IGNORECASE):
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             words = token.string.upper().replace(":", " ").split()
-            assert not {"TODO", "FIXME", "XXX"} & set(words), f"line {token.start[0]}: {token.string}"
+            if {"TODO", "FIXME", "XXX"} & set(words):
+                yield f"{from_root(path)}:{token.start[0]}: {token.string}"
 
 
-def calls(path: Path) -> Iterator[tuple[int, str]]:
-    """Every call of a file, by its line and dotted name."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Call):
-            yield node.lineno, ast.unparse(node.func)
+def test_no_bare_except_and_nothing_left_undone():
+    others = [path for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py")]
+    none(fault for path in [*modules(), *files_of_tests(), *others] for fault in unfinished(path))
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_every_thread_is_started_where_its_failure_is_reported(path):
-    started = [line for line, name in calls(path) if name.split(".")[-1] in STARTS]
+def threads_started(path: Path) -> list[int]:
+    """The lines on which a file starts threads, or derives a class from one that does."""
     derived = [
         node.lineno
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef)
         and {ast.unparse(base).split(".")[-1] for base in node.bases} & STARTS
     ]
-    if name_of(path).startswith(tuple(STARTS_FOR)):
-        return
-    assert not started + derived, f"line {started + derived}: use Member.start_thread or start_thread"
+    return derived + [line for line, name in calls(path) if name.split(".")[-1] in STARTS]
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_nobody_waits_on_a_lock_that_a_signal_handler_could_leave_held(path):
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom) and node.module == "threading":
-            assert not {alias.name for alias in node.names} & {"Condition", "Event"}, f"line {node.lineno}"
-        if isinstance(node, ast.Attribute):
-            name = ast.unparse(node)
-            assert name not in ("threading.Condition", "threading.Event"), (
-                f"line {node.lineno}: use offbeat.runtime.processes.waiting in place of {name}"
-            )
+def test_every_thread_is_started_where_its_failure_is_reported():
+    none(
+        f"{name_of(path)}:{threads_started(path)}: use Member.start_thread or start_thread"
+        for path in modules()
+        if threads_started(path) and not name_of(path).startswith(tuple(STARTS_FOR))
+    )
 
 
-@pytest.mark.parametrize("path", files_of_tests(), ids=from_root)
-def test_tests_do_not_sleep_until_something_has_happened(path):
-    if path.name in SLEEPS_FOR:
-        return
-    for line, name in calls(path):
-        assert name.split(".")[-1] != "sleep", f"line {line}: wait for the thing itself"
+def test_nobody_waits_on_a_lock_that_a_signal_handler_could_leave_held():
+    locks = {"threading.Condition", "threading.Event"}
+    none(
+        f"{name_of(path)}: use offbeat.runtime.processes.waiting in place of {used}"
+        for path in modules()
+        if (used := locks & (imports(path) | {name for _, name in attributes(path)}))
+    )
 
 
-@pytest.mark.parametrize("path", files_of_tests(), ids=from_root)
-def test_tests_do_not_mock(path):
-    assert not {"mock", "pytest_mock"} & outside(path)
-    assert "unittest.mock" not in imports(path)
-    if path.name in REPLACES_FOR:
-        return
-    for line, name in calls(path):
-        assert not name.endswith((".setattr", ".patch")), f"line {line}: test the real thing"
+def test_tests_do_not_sleep_until_something_has_happened():
+    none(
+        f"{from_root(path)}:{line}: wait for the thing itself"
+        for path in files_of_tests()
+        if path.name not in SLEEPS_FOR
+        for line, name in calls(path)
+        if name.split(".")[-1] == "sleep"
+    )
+
+
+def test_tests_do_not_mock():
+    none(
+        f"{from_root(path)}: test the real thing"
+        for path in files_of_tests()
+        if {"mock", "pytest_mock"} & outside(path) or "unittest.mock" in imports(path)
+    )
+    none(
+        f"{from_root(path)}:{line}: test the real thing"
+        for path in files_of_tests()
+        if path.name not in REPLACES_FOR
+        for line, name in calls(path)
+        if name.endswith((".setattr", ".patch"))
+    )
 
 
 def test_exceptions_from_the_rules_are_still_needed():
-    starting = [
-        name_of(path) for path in modules() if STARTS & {one.split(".")[-1] for _, one in calls(path)}
-    ]
+    starting = [name_of(path) for path in modules() if threads_started(path)]
     assert all(any(name.startswith(allowed) for name in starting) for allowed in STARTS_FOR)
-    names = {path.name for path in files_of_tests()}
-    assert set(SLEEPS_FOR) | set(REPLACES_FOR) <= names
-    for path in files_of_tests():
-        if path.name in REPLACES_FOR:
-            assert any(name.endswith(".setattr") for _, name in calls(path)), f"{path.name} may go"
+    by_name = {path.name: path for path in files_of_tests()}
+    for name in SLEEPS_FOR:
+        assert any(called.endswith("sleep") for _, called in calls(by_name[name])), f"{name} may go"
+    for name in REPLACES_FOR:
+        assert any(called.endswith(".setattr") for _, called in calls(by_name[name])), f"{name} may go"
 
 
 # Tests ---------------------------------------------------------------------------------------------------
@@ -438,19 +398,14 @@ def room_of(path: Path) -> str:
     return path.parent.relative_to(ROOT / "tests").as_posix()
 
 
-def files_of_tests_in(*layers: str) -> list[Path]:
-    """The test files of some layers, however deep in their rooms."""
-    return [path for path in files_of_tests() if room_of(path).split("/")[0] in layers]
-
-
-@pytest.mark.parametrize("path", files_of_tests(), ids=from_root)
-def test_a_test_file_is_in_a_room_of_the_library(path):
-    room = room_of(path)
-    assert room in OTHER_TEST_ROOMS or (PACKAGE / room).is_dir(), f"src/offbeat has no room {room}"
-    if room == "support":
-        assert not path.name.startswith("test_"), "tests belong in a room"
-    elif room != ".":
-        assert path.name.startswith("test_"), "shared helpers belong in tests/support"
+def test_a_test_file_is_in_a_room_of_the_library():
+    for path in files_of_tests():
+        room = room_of(path)
+        assert room in OTHER_TEST_ROOMS or (PACKAGE / room).is_dir(), f"src/offbeat has no room {room}"
+        if room == "support":
+            assert not path.name.startswith("test_"), f"{path.name}: tests belong in a room"
+        elif room != ".":
+            assert path.name.startswith("test_"), f"{path.name}: shared helpers belong in tests/support"
 
 
 def test_every_test_file_has_a_name_of_its_own():
@@ -459,17 +414,22 @@ def test_every_test_file_has_a_name_of_its_own():
     assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
 
 
-@pytest.mark.parametrize("path", files_of_tests(), ids=from_root)
-def test_no_test_file_imports_another(path):
-    names = {path.stem for path in files_of_tests() if path.name.startswith("test_")}
-    assert not names & {name.split(".")[-1] for name in imports(path)}, (
-        "shared helpers belong in tests/support"
+def test_no_test_file_imports_another():
+    tests = {path.stem for path in files_of_tests() if path.name.startswith("test_")}
+    none(
+        f"{from_root(path)} imports {used}: shared helpers belong in tests/support"
+        for path in files_of_tests()
+        if (used := tests & {name.split(".")[-1] for name in imports(path)})
     )
 
 
-@pytest.mark.parametrize("path", files_of_tests_in("policies", "numerics"), ids=from_root)
-def test_decisions_and_computation_are_tested_without_the_runtime(path):
-    assert not layers_used(path) & {"runtime", "strategies", "cli"}
+def test_decisions_and_computation_are_tested_without_the_runtime():
+    none(
+        from_root(path)
+        for path in files_of_tests()
+        if room_of(path).split("/")[0] in ("policies", "numerics")
+        and layers_used(path) & {"runtime", "strategies", "cli"}
+    )
 
 
 # Docstrings and sizes -----------------------------------------------------------------------------------
@@ -485,13 +445,13 @@ def public(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
             yield from public(child, f"{name}.{child.name}")
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_what_is_public_has_a_docstring_that_begins_with_a_sentence(path):
-    for name, node in public(tree_of(path)):
-        text = ast.get_docstring(node)  # type: ignore[arg-type]
-        assert text, f"{name or 'the module'} has no docstring"
-        first = text.split("\n\n")[0].rstrip()
-        assert first[-1] in ".:;?", f"{name or 'the module'}: the first paragraph is no sentence: {first!r}"
+def test_what_is_public_has_a_docstring_that_begins_with_a_sentence():
+    for path in modules():
+        for name, node in public(tree_of(path)):
+            text = ast.get_docstring(node)  # type: ignore[arg-type]
+            assert text, f"{name_of(path)}: {name or 'the module'} has no docstring"
+            first = text.split("\n\n")[0].rstrip()
+            assert first[-1] in ".:;?", f"{name_of(path)}: {name or 'the module'}: no sentence: {first!r}"
 
 
 def attributes_of(node: ast.ClassDef) -> set[str]:
@@ -512,30 +472,23 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
     return assigned | fields
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_sizes_of_classes(path):
-    """Never fails; says which classes have grown large."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ClassDef):
+def sizes(path: Path) -> Iterator[str]:
+    """What of a file has grown large."""
+    lines = len(path.read_text().splitlines())
+    if lines > FILE_LINES_MAX:
+        yield f"{from_root(path)} has {lines} lines"
+    for node in nodes_of(path):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            lines, attributes = node.end_lineno - node.lineno + 1, len(attributes_of(node))
-            if lines > CLASS_LINES_MAX or attributes > CLASS_ATTRIBUTES_MAX:
-                warnings.warn(
-                    f"{name_of(path)}:{node.lineno} {node.name}: {lines} lines, {attributes} attributes",
-                    stacklevel=1,
-                )
+            length, where = node.end_lineno - node.lineno + 1, f"{from_root(path)}:{node.lineno} {node.name}"
+            if length > (CLASS_LINES_MAX if isinstance(node, ast.ClassDef) else FUNCTION_LINES_MAX):
+                yield f"{where} has {length} lines"
+            if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > CLASS_ATTRIBUTES_MAX:
+                yield f"{where} has {len(attributes_of(node))} attributes"
 
 
 def test_sizes():
     """Never fails; says what has grown large."""
     for path in [*modules(), *files_of_tests()]:
-        lines = len(path.read_text().splitlines())
-        if lines > FILE_LINES_MAX:
-            warnings.warn(f"{from_root(path)} has {lines} lines", stacklevel=1)
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                length = node.end_lineno - node.lineno + 1
-                if length > FUNCTION_LINES_MAX:
-                    where = f"{from_root(path)}:{node.lineno}"
-                    warnings.warn(f"{where} {node.name} has {length} lines", stacklevel=1)
+        for size in sizes(path):
+            warnings.warn(size, stacklevel=1)

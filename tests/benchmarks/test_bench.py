@@ -22,6 +22,7 @@ def test_a_benchmark_takes_the_options_of_its_command(command):
     assert command.help == options.__doc__
 
 
+@pytest.mark.long
 def test_overhead_gives_a_ratio_for_each_model():
     result = overhead.run(
         OverheadOptions(workers=2, batch_size=2, scale=0.01), command="test", models=["cnn2"]
@@ -31,6 +32,7 @@ def test_overhead_gives_a_ratio_for_each_model():
     assert all(row["step_s_p50"] > 0 for row in result.rows)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
 def test_allreduce_gives_the_ratios_for_each_size():
     result = allreduce.run(AllreduceOptions(workers=3, rate_mbit=4000, blocks=1), command="test")
@@ -47,6 +49,7 @@ def test_allreduce_gives_the_ratios_for_each_size():
     assert all(row["ratio_to_bound"] > 1 for row in result.rows if row["size"] == "67MB")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
 def test_hybrid_gives_the_ratios_of_each_side_and_case(tmp_path):
     path = tmp_path / "result.json"
@@ -67,6 +70,7 @@ def test_hybrid_gives_the_ratios_of_each_side_and_case(tmp_path):
     assert all(row["step_s"] > 0 and row["cpu_s"] > 0 for row in result["rows"])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
 @pytest.mark.parametrize(("kind", "batch"), [("timed", "--timed-batch"), ("real", "--real-batch")])
 def test_hybrid_takes_batches_as_they_are(tmp_path, kind, batch):
@@ -111,6 +115,7 @@ def test_the_hybrid_sweep_tells_who_wins_where(tmp_path):
     assert took_s["cost_model"] < took_s["fifo_ring"] <= took_s["sync_ring"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
 def test_a_measured_sweep_has_the_predictions_next_to_it(tmp_path):
     path = tmp_path / "result.json"
@@ -136,6 +141,7 @@ def test_the_hybrid_sweep_refuses_what_it_cannot_compare(options, text, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_log_counts_the_processor_time_of_recording(tmp_path):
     path = tmp_path / "result.json"
     assert main(["log", "--workers", "2", "--blocks", "1", "--steps", "3", "--json", str(path)]) == 0

@@ -90,6 +90,7 @@ def test_replicas_that_differ_are_an_error(ended):
         _used(ended.trial())
 
 
+@pytest.mark.long
 def test_each_use_of_a_sample_counts_for_one_whatever_the_batch():
     model = Counts(6)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

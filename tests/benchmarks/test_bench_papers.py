@@ -80,6 +80,7 @@ def test_a_factor_that_slows_nobody_or_for_ever_is_refused(factor):
         slow_rules(4, 1, factor)
 
 
+@pytest.mark.long
 def test_stragglers_for_real(tmp_path):
     path = tmp_path / "result.json"
     line = "straggler --model mlp --workers 2 --stragglers 1 --epochs 2 --steps 3 --step-ms 5 --json"
@@ -138,6 +139,7 @@ def test_nobody_found_has_no_mean():
     }
 
 
+@pytest.mark.long
 def test_detection_for_real(tmp_path):
     path = tmp_path / "result.json"
     line = "detect --model mlp --workers 2 --epochs 1 --steps 8 --step-ms 5 --strategy partial:limit=2"
@@ -204,6 +206,7 @@ def test_an_accuracy_that_one_seed_does_not_reach_has_no_time():
     assert accuracy.figures(curves)["below_bsp_percent_drop"] == pytest.approx(10.0)
 
 
+@pytest.mark.long
 def test_accuracy_for_real(tmp_path):
     path = tmp_path / "result.json"
     line = f"accuracy --data digits --workers 2 --epochs 1 --step-ms 4 --seeds 1 --json {path}"

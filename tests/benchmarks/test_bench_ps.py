@@ -55,6 +55,7 @@ KILL = Kill(round=0, kind="one", server=1, at_s=10.0, dead_s=10.1, promoted_s=10
 # Failover -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_servers_that_are_killed_cost_no_push_and_double_none(tmp_path):
     path = tmp_path / "result.json"
     command = ["failover", "--kills", "4", "--workers", "2", "--mb", "4", "--json", str(path)]
@@ -120,6 +121,7 @@ def test_a_death_is_noticed_once_and_the_next_view_says_whether_somebody_was_com
 # What a parameter server carries ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
 def test_every_size_and_operation_has_its_figures(tmp_path):
     path = tmp_path / "result.json"

@@ -75,6 +75,7 @@ def test_scenarios_are_what_they_are_called(scenario):
     assert not (simulate(scenario, "calm", seed=4).times_iw == case.times_iw).all()
 
 
+@pytest.mark.long
 def test_every_rule_meets_every_scenario_and_ours_raise_no_alarm_when_all_is_calm(tmp_path):
     path = tmp_path / "quality.json"
     assert main(["quality", "--runs", "1", "--seed", "7", "--json", str(path)]) == 0

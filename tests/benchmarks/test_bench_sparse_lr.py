@@ -15,6 +15,7 @@ from offbeat.apps.sparse_lr.sparse import SignedColumns, concatenate_rows
 ROWS = concatenate_rows(list(power_law_blocks(400, 2000, 0, rows_per_block=200)))
 
 
+@pytest.mark.long
 def test_all_variants_find_the_same_optimum(tmp_path):
     path = tmp_path / "result.json"
     source = ["--rows", "400", "--features", "2000", "--l1", "3", "--workers", "2", "--blocks", "4"]

@@ -204,6 +204,7 @@ def test_losses_come_by_clock_and_worker_and_of_whole_batches_only():
 SMALL = "staleness --data digits --model mlp --workers 2 --threads 1 --batch-size 16 --burst 2 --lr 0.001"
 
 
+@pytest.mark.long
 def test_times_for_real(tmp_path):
     path = tmp_path / "result.json"
     line = f"{SMALL} --strategy dtssp --setting bursts --steps 8 --step-ms 5 --json {path}"
@@ -222,6 +223,7 @@ def test_times_for_real(tmp_path):
     assert slow[0]["bound_mean"] >= 3
 
 
+@pytest.mark.long
 def test_accuracies_for_real(tmp_path):
     path = tmp_path / "result.json"
     assert main(f"{SMALL} --compute real --strategy bsp --epochs 1 --json {path}".split()) == 0
@@ -231,6 +233,7 @@ def test_accuracies_for_real(tmp_path):
     assert [(one["strategy"], one["staleness_max"]) for one in result["rows"]] == [("bsp", 0)]
 
 
+@pytest.mark.long
 def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)

@@ -107,6 +107,7 @@ def test_sides_are_compared_within_a_run_and_figures_are_medians_over_runs():
     assert found["share_of_bound"] == pytest.approx(0.2 / 0.225)
 
 
+@pytest.mark.long
 def test_the_benchmark_runs_and_serial_and_overlapped_training_learn_the_same():
     options = ValidateOptions(
         load=["memory"],

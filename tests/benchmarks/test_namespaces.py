@@ -80,6 +80,7 @@ def test_every_host_reaches_every_other_at_its_own_address() -> None:
     assert sorted(said) == [(rank, " ".join(sorted(addresses))) for rank in range(3)]
 
 
+@pytest.mark.long
 @needs_root
 def test_gloo_works_across_hosts() -> None:
     code = (
@@ -144,6 +145,7 @@ def test_buckets_hold_segments_as_large_as_may_be_early(
             assert link["gso_max_size"] == segment
 
 
+@pytest.mark.long(after=1)
 @needs_root
 @pytest.mark.parametrize("rate_bit_per_s", [1_000_000, 100_000_000, 100_000_000_000])
 def test_lines_of_every_rate_carry_full_segments(rate_bit_per_s: int) -> None:

@@ -14,6 +14,7 @@ from benchmarks.validate import COPY_THREADS
 from benchmarks.validate import SIDES as VALIDATE_SIDES
 
 pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.long
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "plot.py"
 OVERLAPPED = [side for side in VALIDATE_SIDES if side.startswith("overlap")]

@@ -108,6 +108,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_left(line, in_empt
     assert sorted(in_empty_folder.rglob("*")) == before
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("line", ["train --strategy nosuch", "run --slow nosuch script.py", "replay nosuch"])
 def test_bad_input_ends_the_process_with_2_without_traceback(line):
     done = subprocess.run([*OFFBEAT, *line.split()], capture_output=True, text=True, timeout=120, check=False)
@@ -162,6 +163,7 @@ def test_replay_tells_the_first_difference(capsys):
     assert '"step":0' in said
 
 
+@pytest.mark.long
 @needs_disk
 def test_in_a_folder_that_cannot_be_written_the_run_log_goes_to_the_temporary_files(tmp_path):
     temporary = tmp_path / "temporary"
@@ -205,6 +207,7 @@ def endless_training():
         process.communicate()
 
 
+@pytest.mark.long
 def test_a_killed_worker_ends_the_training_with_1_and_is_named(endless_training):
     process = endless_training
     os.kill(joined_pid("run/log.jsonl", 1), signal.SIGKILL)
@@ -219,6 +222,7 @@ def test_a_killed_worker_ends_the_training_with_1_and_is_named(endless_training)
     assert "worker 1 was lost" in Path("run/output.txt").read_text()
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_every_worker_and_exits_with_130(endless_training):
     process = endless_training
     pids = [joined_pid("run/log.jsonl", worker) for worker in (0, 1)]

@@ -98,6 +98,7 @@ def test_strategies_are_compared_under_the_same_slowness():
     ]
 
 
+@pytest.mark.long
 def test_a_real_comparison(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")

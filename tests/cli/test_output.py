@@ -217,6 +217,7 @@ def in_bash(line, folder):
     return subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("streams", "code"),
     [

@@ -50,6 +50,7 @@ def test_options_reach_torchrun_and_the_environment_reaches_the_script(tmp_path)
         assert said == f"{rank}|2|1:5;random:2@0.0-0.5|7|{log}|2000000|--seed|8|--slow|x"
 
 
+@pytest.mark.long
 def test_without_options_of_ours_the_environment_stays_as_it_is(tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
     done = run(tmp_path, "--nproc-per-node=1", "--standalone", "show.py")
@@ -58,6 +59,7 @@ def test_without_options_of_ours_the_environment_stays_as_it_is(tmp_path):
     assert (tmp_path / "said-0").read_text() == "0|1|-|-|-|-"
 
 
+@pytest.mark.long
 def test_a_script_that_trains_leaves_a_log_that_can_be_replayed(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     done = run(tmp_path, "--run-dir", "run", "--standalone", "--nproc-per-node", "2", "train.py")
@@ -69,6 +71,7 @@ def test_a_script_that_trains_leaves_a_log_that_can_be_replayed(tmp_path):
     assert record.replay(log) is None
 
 
+@pytest.mark.long
 def test_a_worker_that_fails_ends_the_job_and_its_coordinator(tmp_path):
     failing = TRAIN + "            if session.worker == 1: raise RuntimeError('out of luck')\n"
     (tmp_path / "train.py").write_text(failing)
@@ -90,6 +93,7 @@ def test_a_script_that_fails_is_named_with_its_rank_and_exit_code_1(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["--nosuch", "--nproc-per-node"])
 def test_a_bad_torchrun_option_is_torchruns_to_refuse(tmp_path, option):
     assert run(tmp_path, option).returncode == 2

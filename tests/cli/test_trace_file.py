@@ -61,6 +61,7 @@ def test_each_worker_is_a_process_and_each_track_a_thread():
     assert rates == [pytest.approx(10.0), 0.0]
 
 
+@pytest.mark.long
 def test_a_training_is_traced_and_communication_overlaps_both_passes(tmp_path, capsys):
     options = ["--workers", "2", "--epochs", "1", "--model", "cnn2", "--strategy", "hybrid:fuse_bytes=0"]
     assert main(["train", *options, "--trace", "6", "--run-dir", str(tmp_path / "run")]) == 0

@@ -128,6 +128,7 @@ def test_repetition_makes_a_step_compute_as_long_as_asked_for_and_never_less_tha
     assert job.calibrate_repeat(settings(), digits, step_s=5e-3) > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decays", [True, False])
 def test_the_learning_rate_falls_by_the_same_amount_from_epoch_to_epoch(decays, tmp_path):
     chosen = settings(epochs=3, momentum=0.0, batch_size=512, decays_lr=decays)
@@ -156,6 +157,7 @@ def test_momentum_is_the_first_of_adams_betas():
         assert group["betas"] == (0.3, 0.999)
 
 
+@pytest.mark.long
 def test_two_workers_train_and_the_log_accounts_for_every_sample_and_second(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     line = "train --workers 2 --epochs 2 --batch-size 64 --json result.json --run-dir run"
@@ -183,6 +185,7 @@ def test_two_workers_train_and_the_log_accounts_for_every_sample_and_second(tmp_
     assert len(events) == sum(row["steps"] for row in rows) == 2 * 2 * 12
 
 
+@pytest.mark.long
 def test_training_with_two_workers_learns_what_one_learns_from_the_large_batch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for workers, batch in ((1, 64), (2, 32)):
@@ -195,6 +198,7 @@ def test_training_with_two_workers_learns_what_one_learns_from_the_large_batch(t
     capsys.readouterr()
 
 
+@pytest.mark.long
 def test_threads_and_servers_of_the_command_line_reach_the_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = (

@@ -514,6 +514,7 @@ def with_digits(rank: int, emit: object) -> tuple[int, bool]:
     return len(load_data_set("digits").train), "sklearn" in sys.modules
 
 
+@pytest.mark.long
 def test_a_worker_has_the_digits_without_the_import_of_scikit_learn() -> None:
     assert values(run(with_digits, 1)) == [(1442, False)]
 

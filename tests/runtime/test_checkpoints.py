@@ -39,6 +39,7 @@ def goes_on(rank, emit, strategy, state, options=None):
     return count(rank, emit, strategy, EPOCHS, options=options, state=state)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_a_state_from_the_middle_of_an_epoch_goes_on_with_the_samples_that_it_lacks(workers, tmp_path):
     once(run(saves, 3, CALM, tmp_path, 13))
@@ -49,6 +50,7 @@ def test_a_state_from_the_middle_of_an_epoch_goes_on_with_the_samples_that_it_la
     once(run(goes_on, workers, CALM, tmp_path / "13.pt"))
 
 
+@pytest.mark.long
 def test_a_state_of_any_step(tmp_path):
     """The last steps of an epoch, and the first ones of the next, too."""
     once(run(saves, 2, CALM, tmp_path, 11, 1))
@@ -59,6 +61,7 @@ def test_a_state_of_any_step(tmp_path):
         once(run(goes_on, 2, CALM, path))
 
 
+@pytest.mark.long
 def test_with_a_worker_left_out_be_it_the_first(tmp_path):
     """Whoever leads saves, and what others lent or had in their hands is not in the state."""
     strategy = PartialAllReduce(limit=3, n_profile=2, late="join", staleness=100)
@@ -67,6 +70,7 @@ def test_with_a_worker_left_out_be_it_the_first(tmp_path):
         once(run(goes_on, 3, CALM, path))
 
 
+@pytest.mark.long
 def test_through_a_data_loader_that_loads_ahead(tmp_path):
     once(run(saves, 2, CALM, tmp_path, 20, None, {"num_workers": 1}))
     once(run(goes_on, 2, CALM, tmp_path / "20.pt", {"num_workers": 1}))
@@ -99,6 +103,7 @@ def test_a_worker_that_is_left_out_has_nothing_to_save():
     once([first, third])
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [

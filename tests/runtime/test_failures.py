@@ -153,6 +153,7 @@ def hangs_in_compute(rank, emit, victim, at_step):
     return loop.run()
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_worker_killed_while_it_computes_and_the_others_wait_for_it_is_named(victim):
     with job(hangs_in_compute, WORKERS, victim, 3) as running:
@@ -243,6 +244,7 @@ def dies_in_the_exchange(rank, emit, victim, width):
     return loop.run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_killed_in_the_middle_of_the_exchange_of_a_big_model_is_named(victim):
     """The weight of each layer is a bucket of 64 MB; the victim dies when half of one has come."""
@@ -369,6 +371,7 @@ MISDEEDS = {
 }
 
 
+@pytest.mark.long(after=3)
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize(
     ("how", "text", "own_error"),
@@ -393,6 +396,7 @@ def test_an_error_in_one_worker_ends_the_others_with_its_name_and_text(culprit, 
         assert len(said["text"]) < 3000
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("how", ["leave", "exit in order"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_worker_that_leaves_early_is_named(culprit, how):
@@ -458,6 +462,7 @@ def fail():
     raise RuntimeError("out of luck")
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("misdeed", "cause"),
     [

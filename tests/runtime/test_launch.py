@@ -127,6 +127,7 @@ def test_one_thread_a_worker_unless_said_otherwise(
     assert output.lines == [(0, expected)]
 
 
+@pytest.mark.long
 def test_torch_meets_at_the_given_address() -> None:
     code = (
         "import torch, torch.distributed as dist\n"

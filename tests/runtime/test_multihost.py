@@ -19,9 +19,10 @@ import pytest
 from benchmarks.namespaces import hosts, missing
 from support.jobs import MARK, command, gone, marked
 
-pytestmark = pytest.mark.skipif(
-    missing() is not None, reason=f"making hosts on this machine needs {missing()}"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(missing() is not None, reason=f"making hosts on this machine needs {missing()}"),
+]
 
 LIMIT_S = 120.0
 SCRIPT = """

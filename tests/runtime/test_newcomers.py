@@ -121,6 +121,7 @@ def test_a_newcomer_begins_in_the_epoch_in_which_the_others_are_with_their_learn
     assert len(set(newcomer.rates.values())) == len(newcomer.epochs)
 
 
+@pytest.mark.long
 def test_several_newcomers_at_once_more_than_there_were_workers(gate):
     with job(train, 2, env=gate.env) as running:
         added = [running.add(joins_late, gate.log) for _ in range(4)]
@@ -159,6 +160,7 @@ def resumes(rank, emit):
     return train(rank, emit)
 
 
+@pytest.mark.long
 def test_a_newcomer_runs_the_script_that_the_others_ran_though_it_loads_what_was_saved(gate):
     """Each sample comes once only if it draws the order of an epoch from the seed that the others have."""
     with job(resumes, 3, env={"OFFBEAT_SLOW": "1:1;random:1@0.0-0.5", **gate.env}) as running:
@@ -177,6 +179,7 @@ def with_batches_of_5(session, dataset, batch_size, before):
     return before(session, dataset, 5)
 
 
+@pytest.mark.long
 def test_a_newcomer_with_other_data_is_informed_and_the_others_go_on(gate):
     with job(train, 3, env=gate.env) as running:
         running.add(has_other_data, gate.log)
@@ -194,6 +197,7 @@ def dies(rank, emit, victim):
     return train(rank, emit, misdeed=Misdeed(emit, 12) if rank == victim else None)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_each_sample_comes_once_though_a_worker_is_killed_and_a_newcomer_takes_its_place(victim, gate):
     with job(dies, 3, victim, env=gate.env, hosts_store=True) as running:
@@ -216,6 +220,7 @@ def one_stops(rank, emit):
     return train(rank, emit, misdeed=Misdeed(emit, 12, signal.SIGSTOP) if rank == 2 else None)
 
 
+@pytest.mark.long
 def test_a_newcomer_while_a_change_is_under_way(gate):
     """The change begins with a death, and waits for one that is stopped and does not answer."""
     with job(one_stops, 3, env=gate.env) as running:
@@ -238,6 +243,7 @@ def dies_while_it_takes(rank, emit):
     return train(rank, emit)
 
 
+@pytest.mark.long
 def test_a_newcomer_that_dies_while_it_takes_the_state(gate):
     with job(train, 3, env=gate.env) as running:
         first = running.add(dies_while_it_takes)
@@ -257,6 +263,7 @@ def dies_while_it_gives(rank, emit):
     return train(rank, emit, misdeed=misdeed if rank == 0 else None)
 
 
+@pytest.mark.long
 def test_a_donor_that_dies_while_it_gives_is_followed_by_the_next(gate):
     with job(dies_while_it_gives, 3, env=gate.env, hosts_store=True) as running:
         running.add(joins_late, gate.log)
@@ -281,6 +288,7 @@ def has_id_3(rank, emit):
     return train(rank, emit)
 
 
+@pytest.mark.long
 def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_on(gate):
     with job(train, 3, env=gate.env) as running:
         odd = running.end(running.add(has_another_model))
@@ -296,6 +304,7 @@ def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_
     assert odd.error_type == again.error_type == "WorkerError"
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(shards="equal")], ids=str)
 def test_a_job_that_takes_nobody_says_so_and_goes_on(strategy, gate):
     with job(train, 2, strategy, env=gate.env, hosts_store=True) as running:
@@ -391,6 +400,7 @@ def test_a_newcomer_that_comes_when_nobody_is_left_is_informed():
     assert "its process has ended, because the job is over or because it failed" in late.error
 
 
+@pytest.mark.long
 def test_a_newcomer_takes_part_in_the_job_of_its_name(gate):
     """Another job at the same address has started last, and is over."""
     other = {JOB_VARIABLE: "other", NEWCOMER_VARIABLE: "0", "WORLD_SIZE": "2", "OFFBEAT_RUN_LOG": ""}
@@ -531,6 +541,7 @@ class Launched:
 KILLED = "was killed by SIGKILL (if nobody sent it: by the kernel, out of memory)"
 
 
+@pytest.mark.long
 def test_the_launcher_replaces_a_killed_worker_even_rank_0(tmp_path, gate):
     with Launched(tmp_path, gate, "--replace", "2") as launched:
         launched.kill_two(0)
@@ -548,6 +559,7 @@ def test_the_launcher_replaces_a_killed_worker_even_rank_0(tmp_path, gate):
     assert any(4 in group.joining for group in groups_of(gate.log))
 
 
+@pytest.mark.long
 def test_the_launcher_says_which_worker_nobody_has_replaced(tmp_path, gate):
     """The others go on and end well, and are not replaced."""
     with Launched(tmp_path, gate, "--replace", "1") as launched:
@@ -559,6 +571,7 @@ def test_the_launcher_says_which_worker_nobody_has_replaced(tmp_path, gate):
     assert trained == ["[0] trained as worker 0 0", "[2] trained as worker 2 2"]
 
 
+@pytest.mark.long
 def test_what_cannot_be_replaced_is_refused_before_anything_is_started(tmp_path):
     for options, words in {
         ("--replace", "1", "--nnodes", "2"): "--nnodes cannot be used with --replace",
@@ -610,6 +623,7 @@ def joins_late_with_a_set(rank, emit, log, first):
     return trains_with_a_set(rank, emit, first)
 
 
+@pytest.mark.long
 def test_state_that_cannot_be_handed_over_is_refused_on_all_workers_after_the_first_step():
     with job(trains_with_a_set, 2, 0) as running:
         for one in running.ends():

@@ -76,6 +76,7 @@ def train(rank, emit, strategy, signalled=(), step=0, path=None):
     return seen, [parameter.tolist() for parameter in model.parameters()]
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize(
     ("strategy", "signalled", "seen"),
     [
@@ -98,6 +99,7 @@ def test_all_see_a_signal_as_the_same_step_ends_and_hold_the_same(strategy, sign
     assert torch.load(tmp_path / "state.pt")["step"] == step
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("strategy", "workers"), [(AllReduce(), 1), (SSP(), 1), (Downpour(), 2), (SSP(), 2)])
 def test_everybody_sees_it_be_it_alone_or_without_a_common_clock(strategy, workers):
     for step, _ in values(run(train, workers, strategy, (0,), 5)):
@@ -286,6 +288,7 @@ def call_in_the_midst(rank, emit, strategy, where, what):
                 optimizer.step()
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize(
     ("strategy", "where", "what", "doing"),
     [
@@ -363,6 +366,7 @@ def interrupted(rank, emit, strategy, where):
         return "went on"
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("where", ["a backward pass", "the optimizer"])
 @pytest.mark.parametrize("strategy", [AllReduce(), STEADY, Hybrid(), SSP(), Downpour()], ids=str)
 def test_an_interrupt_of_one_worker_is_reported_to_the_others(strategy, where, tmp_path):
@@ -396,6 +400,7 @@ def waits_for_one_that_stands_still(rank, emit, strategy, log):
         return "went on"
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [AllReduce(), STEADY, Hybrid(), ServerBSP()], ids=str)
 def test_an_interrupt_of_one_that_waits_for_others_is_reported_to_them(strategy, tmp_path):
     log = tmp_path / "log.jsonl"

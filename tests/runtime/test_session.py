@@ -102,6 +102,7 @@ def test_replicas_stay_bit_identical_and_follow_the_large_batch_for_50_steps():
     compare()
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("bucket_bytes", [1, 3000])
 def test_the_trajectory_does_not_depend_on_the_buckets(bucket_bytes):
     compare(steps=10, bucket_bytes=bucket_bytes)
@@ -148,6 +149,7 @@ def normalises(rank, emit, strategy, options):
     return sizes, flat(model).tolist()
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(limit=10**6)])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_model_that_normalises_over_batches_trains_though_two_of_ten_samples_are_over(strategy, drop_last):
@@ -232,6 +234,7 @@ def only_quietly_loop(session, model, optimizer, dataset, batch, steps):
             break
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("loop", [accumulating_loop, quietly_accumulating_loop, only_quietly_loop])
 def test_gradient_accumulation_with_and_without_no_sync(loop):
     compare(loop=loop, steps=10)

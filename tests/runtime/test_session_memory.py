@@ -37,6 +37,7 @@ def leaves_nothing(rank, emit, strategy):
     return [one() is None for one in left]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_a_session_held_is_garbage_when_it_is_over(strategy):
     for gone in values(run(leaves_nothing, 2, strategy)):

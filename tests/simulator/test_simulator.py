@@ -252,10 +252,11 @@ def everything(cluster: SimulatedCluster) -> list[Any]:
     return facts
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     "seeds",
     [
-        *(range(40), range(40, 80), range(80, 120)),
+        *(range(first, first + 20) for first in range(0, 120, 20)),
         [2098, 2099, 2100],  # 2099: a worker ends in the midst of what it hears when it goes on
     ],
     ids=str,
@@ -287,6 +288,7 @@ def test_to_look_at_workers_changes_nothing():
     assert everything(looked) == everything(run(setting, partial(5)))
 
 
+@pytest.mark.long
 def test_a_calm_round_costs_as_many_calls_for_many_workers_as_for_few():
     """With more workers, more is asked of the policies; the rest is once for all of them."""
 

@@ -66,6 +66,7 @@ def dies_in_compute(rank, emit, victims):
     return train(rank, emit, misdeed=Misdeed(emit, 7) if rank in victims else None)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("victims", [(0,), (2,), (0, 1), (1, 2, 3)], ids=str)
 def test_the_others_go_on_when_workers_are_killed(victims):
     with job(dies_in_compute, 4, victims) as running:
@@ -81,6 +82,7 @@ def dies_while_another_is_slow(rank, emit, victim):
     return train(rank, emit, strategy, 2, Misdeed(emit, 4) if rank == victim else None)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_the_others_go_on_when_a_worker_is_killed_while_another_still_computes(victim):
     """The slow one has a seat in the old group when it comes to the exchange, and the new group is there."""
@@ -106,6 +108,7 @@ def dies_in_the_exchange(rank, emit, victim, share):
     return train(rank, emit, misdeed=misdeed, width=20_000)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_round_that_a_death_breaks_is_repeated_or_taken_over(victim, share, tmp_path):
@@ -121,6 +124,7 @@ def stops_in_compute(rank, emit):
     return train(rank, emit, strategy, 30, Misdeed(emit, 7, signal.SIGSTOP) if rank == 1 else None)
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_is_left_out_and_comes_back_when_it_goes_on(tmp_path):
     log = tmp_path / "log.jsonl"
     with job(stops_in_compute, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:

@@ -86,6 +86,7 @@ def trains(rank, emit, strategy, loop):
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_several_optimizers_step_as_in_one_process(strategy, loop):
@@ -99,6 +100,7 @@ def test_several_optimizers_step_as_in_one_process(strategy, loop):
         assert torch.allclose(found, value, rtol=0, atol=1e-10), name
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [ASP(), SSP(s=1)])
 def test_optimizers_that_step_in_turn_train_where_nothing_is_in_step(strategy):
     first, second = values(run(trains, WORKERS, strategy, "in turn"))
@@ -131,6 +133,7 @@ def falls_behind(rank, emit):
     return states, bits(model, optimizers)
 
 
+@pytest.mark.long
 def test_a_worker_that_comes_back_has_the_state_and_the_rates_of_all_optimizers(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20@burst=8/100000", "OFFBEAT_RUN_LOG": str(log)}
@@ -141,6 +144,7 @@ def test_a_worker_that_comes_back_has_the_state_and_the_rates_of_all_optimizers(
         assert end == other_end
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [PartialAllReduce(), SSP(), ServerBSP()])
 def test_what_no_optimizer_steps_is_refused_where_its_state_would_be_needed(strategy):
     model, (one, _) = make()

@@ -543,6 +543,7 @@ def do_all(rank, emit, strategy):
     return [situation(Worker(rank, strategy)) for situation in situations(strategy)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unusual_models_and_loops_train_as_in_one_process(strategy):
     results = zip(*values(run(do_all, WORKERS, strategy)), strict=True)
@@ -626,6 +627,7 @@ def adds(model, optimizer, add, strategy):
         Worker(0).step(model, optimizer, 1)
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("strategy", ["bsp", "ps-bsp"])
 @pytest.mark.parametrize(
     ("add", "name"),
@@ -661,6 +663,7 @@ def trains_late(rank, emit, strategy):
     Worker(rank, strategy).train(model, sgd(model))
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", IN_GROUPS)
 def test_a_buffer_that_was_none_at_join_and_is_saved_is_refused_by_name(strategy):
     ended = run(trains_late, WORKERS, strategy)
@@ -683,6 +686,7 @@ def keeps_graphs(rank, emit, strategy):
         loss(model(Worker(rank).batch(0))).backward(create_graph=True)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", IN_GROUPS)
 def test_a_backward_pass_that_keeps_its_graph_is_refused(strategy):
     ended = run(keeps_graphs, WORKERS, strategy)
@@ -722,6 +726,7 @@ def steps_unequally(rank, emit, strategy, what):
                 optimizer.step()
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("what", ["no step", "backward twice"])
 @pytest.mark.parametrize("strategy", IN_GROUPS)
 def test_a_worker_that_steps_after_another_number_of_backward_passes_is_named(strategy, what):

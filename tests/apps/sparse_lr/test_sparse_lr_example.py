@@ -40,6 +40,7 @@ def made_up(**settings):
     return argparse.Namespace(**options | settings), SignedColumns.from_rows(example().load(None))
 
 
+@pytest.mark.long
 def test_what_is_reported_is_the_objective_of_the_weights_that_the_servers_have():
     options, columns = made_up(epsilon=1.0)
     with (
@@ -55,6 +56,7 @@ def test_what_is_reported_is_the_objective_of_the_weights_that_the_servers_have(
     assert float(found[3]) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tau", [0, 2])
 @pytest.mark.parametrize("kkt", [True, False])
 def test_the_optimum_is_found_though_a_server_is_killed_in_the_midst(tmp_path, tau, kkt):

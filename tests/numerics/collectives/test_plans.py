@@ -52,6 +52,7 @@ def test_the_cost_model_hurries_where_there_is_no_slack_and_spares_the_line_else
     assert algorithms("cost_model") == ["rabenseifner", *["ring"] * 7]
 
 
+@pytest.mark.long
 def test_a_ring_that_would_outlast_the_slack_is_not_taken_though_another_algorithm_would_not():
     # 20 kB among 256: a ring waits 510 times, 102 ms, halving and doubling 16 times.
     head = [PlannedLayer(kind="dense", size_bytes=20_000, slack_s=0.014)]

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offbeat.events import (
@@ -26,6 +26,7 @@ from offbeat.events import (
     StepFinished,
     StepPermit,
 )
+from offbeat.events.recipients import Recipient
 from offbeat.policies.data.block_queue import BlockQueue
 from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 
@@ -75,7 +76,7 @@ class Worker:
                 self.pushed = max(self.pushed, action.clock)
             case AssignBlocks():
                 self.queue.on_assigned(action)
-            case JobComplete() | AbortJob():
+            case JobComplete() | AbortJob() | RejectPeer():
                 self.is_done = self.has_finished = True
 
     def may_start(self) -> bool:
@@ -226,7 +227,7 @@ class Job:
         for action in actions:
             self.check(action)
             for worker, one in self.workers.items():
-                if isinstance(action, JobComplete | AbortJob) or getattr(action, "worker", None) == worker:
+                if action.is_for(Recipient(f"peer-{worker}", worker)):
                     one.inbox.append(action)
 
     def note(self, event: Event) -> None:
@@ -297,9 +298,9 @@ class Job:
         elif self.newcomers and not any(one.is_done or one.has_finished for one in self.workers.values()):
             self.newcomers -= 1
             worker, self.next_worker = self.next_worker, self.next_worker + 1
-            self.join(worker)
             begins = max(one.pushed for one in self.workers.values()) + self.chance.choice([0, 1])
             self.workers[worker] = Worker(self, worker, begins)
+            self.join(worker)
 
     def samples_used(self) -> set[int]:
         """How often samples were used, in the epochs that anybody was in."""
@@ -335,6 +336,7 @@ def test_whoever_dies_or_comes(seed, workers, arguments):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), arguments)
+@example(2507, 2, {"counts": "own", "shards": "dynamic", "s": None, "warm_start": 0})  # one joins a stopped job
 def test_whoever_leaves_an_epoch_early(seed, workers, arguments):
     job = Job(seed, workers, deaths=1, newcomers=1, skips=True, **{**arguments, "shards": "dynamic"})
     job.run()

@@ -60,6 +60,7 @@ def test_the_bound_falls_with_the_limit_and_rises_with_rank_and_iterations(sampl
         assert bound(rank=rank + 1) >= bound() * (1 - 1e-4)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("samples", "rank", "limit"), [(20, 1, 3), (20, 3, 4), (60, 1, 2)])
 def test_the_bound_holds_whatever_the_distribution_and_is_not_far_above(samples, rank, limit):
     """200,000 classes of uniform times, so p is the threshold's distance from 1; exact chain, J = 100."""
@@ -161,6 +162,7 @@ DISTRIBUTIONS = {
 }
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_false_alarms_stay_below_the_bound_in_first_and_later_epochs(name):
     """5 % allowed, so that few runs tell: 150 runs of 4 workers and 3 epochs of 60 iterations."""

@@ -119,6 +119,7 @@ def wait(pending):
 # Over links -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(after=8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_the_sum_is_torchs_for_every_type_and_length(groups, size, dtype):
@@ -131,6 +132,7 @@ def test_the_sum_is_torchs_for_every_type_and_length(groups, size, dtype):
                 assert torch.equal(flat, vector(rank, length, dtype))
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("size", [6, 7, 8, 11, 16, 17])
 def test_more_members_find_the_same_sum_to_the_last_bit(size):
     with group(size) as many:
@@ -144,6 +146,7 @@ def test_more_members_find_the_same_sum_to_the_last_bit(size):
                 assert torch.allclose(sums[0], sum(flats), rtol=0, atol=1e-5)
 
 
+@pytest.mark.long(after=4)
 @pytest.mark.parametrize("memory", ["own", "shared"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
@@ -207,6 +210,7 @@ def test_a_sum_that_is_abandoned_is_not_settled_any_further():
         assert int(flat.sum()) == settled
 
 
+@pytest.mark.long(after=6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_the_sum_is_the_same_where_members_read_each_others_memory(groups, size, dtype):

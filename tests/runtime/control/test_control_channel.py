@@ -301,6 +301,7 @@ def coordinator_that_dies(tmp_path, world, at, when, **options):
         yield process
 
 
+@pytest.mark.long(after=3)
 @pytest.mark.parametrize("journal_events_max", [1, 10_000])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("at", [1, 2, 3])

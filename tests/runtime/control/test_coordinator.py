@@ -95,6 +95,7 @@ def test_a_connection_that_breaks_loses_no_worker(tmp_path):
     assert not entries_of(tmp_path / "log", Lost)
 
 
+@pytest.mark.long
 def test_a_silent_worker_is_reported_until_it_sends_again(tmp_path):
     log = tmp_path / "log"
     with job_with_a_line(log, listens=False) as (process, peers, line):
@@ -125,6 +126,7 @@ def test_a_silent_worker_is_reported_until_it_sends_again(tmp_path):
     assert [before for before, kind in pairwise(found) if kind is Ready] == [PeerReachable] * 2
 
 
+@pytest.mark.long
 def test_a_worker_that_has_given_its_connection_up_and_dials_again_is_not_lost(tmp_path):
     """It is called back, and what either side has missed is said again."""
     log = tmp_path / "log"
@@ -190,6 +192,7 @@ def test_it_speaks_only_to_those_who_know_job_and_token(secrets, tmp_path):
         assert sum(isinstance(event, Left) for event in events) == 2
 
 
+@pytest.mark.long
 def test_a_name_that_is_taken_does_not_take_over():
     with running_job(2) as (process, peers):
         twin = Peer("w1", process, worker=1)
@@ -244,6 +247,7 @@ MISTAKES = {  # what only a policy can judge
 }
 
 
+@pytest.mark.long(after=3)
 @pytest.mark.parametrize("what", NONSENSE)
 def test_nonsense_of_a_worker_costs_the_job_that_worker_and_never_reaches_a_policy(what, tmp_path):
     with running_job(2, tmp_path / "log") as (process, (good, bad)):
@@ -273,6 +277,7 @@ def test_what_only_a_policy_can_judge_stops_the_job_and_names_the_worker(what):
         assert process.ended() == (0, "")
 
 
+@pytest.mark.long(after=3)
 @pytest.mark.parametrize("what", [*NONSENSE, "an event before joining"])
 def test_nonsense_of_one_who_has_not_joined_changes_nothing(what, tmp_path):
     nonsense = NONSENSE | {

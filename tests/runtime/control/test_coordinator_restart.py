@@ -81,6 +81,7 @@ def each_once(entries, kind, worker, least):
 # In training ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("journal_events_max", [None, 7])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_goes_on_when_the_coordinator_is_killed_again_and_again(name, journal_events_max, tmp_path):
@@ -100,6 +101,7 @@ def test_training_goes_on_when_the_coordinator_is_killed_again_and_again(name, j
     assert not any(isinstance(entry, Lost) for entry in entries)
 
 
+@pytest.mark.long
 def test_coordinators_killed_as_soon_as_they_are_there_cost_nothing_either(tmp_path):
     path = tmp_path / "log"
     with job(trains, 3, AllReduce(), 10, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
@@ -115,6 +117,7 @@ def test_coordinators_killed_as_soon_as_they_are_there_cost_nothing_either(tmp_p
     one_training(path, 3)
 
 
+@pytest.mark.long
 def test_without_a_run_log_it_goes_on_too():
     with job(trains, 3, STRATEGY, 10) as running:
         for _ in range(RESTARTS):
@@ -152,6 +155,7 @@ def kills_on_message(rank, emit, what):
     return train(rank, emit, STRATEGY, 10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["Halt", "Group"])
 def test_a_change_of_the_group_goes_on_with_the_next_coordinator(what, tmp_path):
     path = tmp_path / "log"
@@ -195,6 +199,7 @@ def comes_late(rank, emit, late):
     return train(rank, emit, STRATEGY, 3)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_job_comes_together_though_coordinators_are_killed_before_its_start(late, tmp_path):
     path = tmp_path / "log"
@@ -226,6 +231,7 @@ def kills_when_it_leaves(rank, emit, strategy):
     return train(rank, emit, strategy, 2)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", ["bsp", "partial"])
 def test_a_node_that_leaves_is_reported_as_left(name, tmp_path):
     path = tmp_path / "log"
@@ -258,6 +264,7 @@ def die_together(strategy, victim, path):
     return [one for one in ended if one.rank != victim]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_that_dies_with_the_coordinator_is_lost_and_the_others_go_on(victim, tmp_path):
     path = tmp_path / "log"
@@ -308,6 +315,7 @@ def reports_the_loss_of_the_coordinator(rank, emit, strategy):
     return train(rank, emit, strategy, 40, misdeed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bsp", "partial"])
 def test_a_coordinator_that_was_stopped_for_longer_than_silence_is_found_again(name, tmp_path):
     path = tmp_path / "log"
@@ -338,6 +346,7 @@ def counts_what_it_keeps(rank, emit):
     return longest
 
 
+@pytest.mark.long
 def test_what_a_worker_keeps_does_not_grow_with_the_steps():
     with job(counts_what_it_keeps, 2) as running:
         kept = values(running.ends())

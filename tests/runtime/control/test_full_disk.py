@@ -145,6 +145,7 @@ def about_the_log(errors):
     return [line for line in text.splitlines() if "the run log" in line]
 
 
+@pytest.mark.long
 @needs_disk
 def test_a_job_ends_well_though_its_log_is_on_a_full_disk_and_its_coordinator_is_killed(tmp_path):
     errors = tmp_path / "errors"
@@ -169,6 +170,7 @@ def test_a_job_ends_well_though_its_log_is_on_a_full_disk_and_its_coordinator_is
 # What else is written down ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @needs_disk
 def test_a_training_of_the_command_line_ends_well_though_its_folder_is_on_a_full_disk(tmp_path, capsys):
     with small_disk(tmp_path / "disk") as disk:
@@ -193,6 +195,7 @@ def test_what_workers_say_is_left_out_where_it_cannot_be_written(tmp_path):
         assert (disk / "output.txt").read_text().startswith("[worker 0] hello\n[worker 1] and so on\n")
 
 
+@pytest.mark.long
 def test_output_that_goes_to_a_full_disk_does_not_end_workers_that_are_replaced(tmp_path):
     code = "import os; print('hello'); open('done-' + os.environ['RANK'], 'w')"
     (tmp_path / "script.py").write_text(code)

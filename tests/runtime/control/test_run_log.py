@@ -226,6 +226,7 @@ def killed(tmp_path, who):
     return path
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("who", ["coordinator and workers", "coordinator", "workers"])
 def test_the_log_of_a_killed_run_is_read_and_replayed(tmp_path, who):
     path = killed(tmp_path, who)

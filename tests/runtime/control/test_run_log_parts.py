@@ -313,6 +313,7 @@ def trains(rank, emit, epochs):
     return train(rank, emit, AllReduce(), epochs, misdeed, compute_s=0.0)
 
 
+@pytest.mark.long
 def test_a_job_whose_coordinator_is_killed_again_and_again_has_a_log_within_its_bound(tmp_path):
     path = tmp_path / "log.jsonl"
     env = {"OFFBEAT_RUN_LOG": str(path), "OFFBEAT_RUN_LOG_BYTES_MAX": str(LOG_BYTES_MIN)}

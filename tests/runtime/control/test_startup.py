@@ -89,6 +89,7 @@ def start_up(workers, change, master=nullcontext, limit_s=LIMIT_S):
 # What is seen at once -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize(
     ("change", "worker", "texts"),
     [
@@ -141,6 +142,7 @@ def without_files(rank, emit, odd_rank, where, name):
     return join(rank, emit, None)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("odd_rank", "where", "name", "odd_text", "text"),
     [
@@ -182,6 +184,7 @@ def starts_with_few_files(rank, emit, odd_ranks, free, is_hard):
         return join(rank, emit, None)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("odd_ranks", "free", "is_hard"),
     [([0], 0, False), ([0], 18, False), ([2], 0, False), ([2], 5, True), ([0, 1, 2], 3, False)],
@@ -199,6 +202,7 @@ def test_a_worker_that_may_not_open_enough_files_tells_all_of_them(odd_ranks, fr
         assert own in one.error if one.rank in odd_ranks else expected in one.error
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(), Hybrid(), ServerBSP()], ids=str)
 def test_as_many_files_as_a_start_asks_for_are_enough(strategy):
     with job(trains_with_what_it_needs, 3, strategy) as running:
@@ -228,6 +232,7 @@ def runs_out_of_files(rank, emit, odd_rank, strategy):
         return steps(strategy, lambda: stack.enter_context(few_files(0)) if rank == odd_rank else None)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("odd_rank", [0, 2])
 @pytest.mark.parametrize("strategy", [AllReduce(), Hybrid()], ids=["bsp", "hybrid"])
 def test_a_worker_that_has_used_up_its_files_is_named_by_all(odd_rank, strategy):
@@ -241,6 +246,7 @@ def test_a_worker_that_has_used_up_its_files_is_named_by_all(odd_rank, strategy)
         assert "too many open files: raise `ulimit -n`, which is " in one.error
 
 
+@pytest.mark.long
 def test_a_first_worker_on_servers_that_has_used_up_its_files_is_named_by_all():
     with job(runs_out_of_files, 2, 0, ServerBSP()) as running:
         for one in running.ends():
@@ -351,6 +357,7 @@ def test_two_jobs_share_the_store_of_a_launcher():
     assert values(ended) == [5.5, 550.0, 550.0, 5.5]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("as_newcomer", ["0", "1"])
 def test_a_worker_whose_job_does_not_come_is_informed_which_is_there(as_newcomer):
     with job(trains, 1, env=place(0, "a"), hosts_store=True) as running:
@@ -456,6 +463,7 @@ def slow_cases():
         yield {name: pool.submit(start_up, *case) for name, case in SLOW_CASES.items()}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("stranger", ["silent", "web_server", "deaf"])
 def test_a_port_that_a_stranger_holds_is_named(slow_cases, stranger):
     first, second = slow_cases[stranger].result()

@@ -49,6 +49,7 @@ def test_with_nobody_slow():
     assert len({steps for _, steps in values(ended)}) == 1
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("slow", ["1:20", "0:20@burst=8/100000", "1:10@burst=5/12", "2:20@0.0-0.5"])
 def test_with_a_slow_worker_that_is_left_out_and_perhaps_comes_back(slow):
     once(run(count, 3, env={"OFFBEAT_SLOW": slow}))
@@ -59,6 +60,7 @@ def dies(rank, emit, steps, options=None):
     return count(rank, emit, misdeed=misdeed, options=options)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     "steps",
     [{0: 3}, {2: 12}, {1: 5, 3: 5}, {0: 8, 1: 14, 2: 20}, {3: 27}, {1: 26, 2: 27}],
@@ -95,6 +97,7 @@ def dies_in_the_exchange(rank, emit, victim, at_step, share):
     return count(rank, emit, misdeed=misdeed)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize(("victim", "at_step"), [(0, 5), (2, 35)])
 def test_with_a_worker_that_is_killed_in_an_exchange(victim, at_step, share):
@@ -153,6 +156,7 @@ def stops_in_the_exchange(rank, emit):
     return count(rank, emit, epochs=30, misdeed=misdeed)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("hangs", [stops, stops_in_the_exchange])
 def test_with_a_worker_that_hangs_and_goes_on(hangs, tmp_path):
     log = tmp_path / "log.jsonl"
@@ -177,6 +181,7 @@ def loads(rank, emit, options, victim):
     return count(rank, emit, epochs=2, dataset=Samples(), options=options, misdeed=misdeed)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("options", "victim"),
     [({}, 0), ({"num_workers": 2}, None), ({"num_workers": 1, "prefetch_factor": 4}, None)],

@@ -51,6 +51,7 @@ def once(ended, epochs=4):
         assert uses == [float(epochs)] * SAMPLES
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("slow", ["1:20", "0:20", "1:20@burst=5/12", "2:20@0.0-0.5"])
 def test_each_sample_is_used_once_whoever_is_late(slow, tmp_path):
     log = tmp_path / "log.jsonl"
@@ -59,6 +60,7 @@ def test_each_sample_is_used_once_whoever_is_late(slow, tmp_path):
     assert replay(read_log(log)) is None
 
 
+@pytest.mark.long
 def test_nothing_that_is_older_than_allowed_counts(tmp_path):
     log = tmp_path / "log.jsonl"
     strategy = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=2)
@@ -67,6 +69,7 @@ def test_nothing_that_is_older_than_allowed_counts(tmp_path):
     assert not late_ones(log)
 
 
+@pytest.mark.long
 def test_with_two_late_ones_of_four(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20;2:20", "OFFBEAT_RUN_LOG": str(log)}
@@ -77,6 +80,7 @@ def test_with_two_late_ones_of_four(tmp_path):
     assert late_ones(log)
 
 
+@pytest.mark.long
 def test_one_member_alone_is_the_proxy_of_all_others(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "0:20;1:20", "OFFBEAT_RUN_LOG": str(log)}
@@ -90,6 +94,7 @@ def trains(rank, emit):
     return train(rank, emit, STRATEGY, 4)
 
 
+@pytest.mark.long
 def test_members_hold_the_same_bits_after_every_step(tmp_path):
     log = tmp_path / "log.jsonl"
     results = values(run(trains, 3, env={"OFFBEAT_SLOW": "2:20", "OFFBEAT_RUN_LOG": str(log)}))
@@ -132,6 +137,7 @@ AS_LATE, AS_PROXY = (
 )
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("victim", "point"), [(1, point) for point in AS_LATE] + [(0, point) for point in AS_PROXY]
 )
@@ -169,6 +175,7 @@ class Once:
             call(session)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 def test_with_a_proxy_that_is_killed_in_the_exchange_that_adds_a_late_gradient(share):
     with job(dies_in_the_exchange, 3, 0, share, env={"OFFBEAT_SLOW": "1:20"}) as running:
@@ -182,6 +189,7 @@ def stops(rank, emit, victim, point):
     return counts(rank, emit, epochs=8, misdeed=misdeed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("victim", "point"), [(1, "_send"), (0, "activate_accepted")])
 def test_a_worker_may_hang_and_continue_at_any_point_of_a_late_block(victim, point, tmp_path):
     """What a late worker had when it stopped is used by others, and what it brings afterwards is not."""
@@ -213,6 +221,7 @@ def test_with_gradients_accumulated_over_batches(tmp_path):
     assert entries_of(log, AssignLateBlock)
 
 
+@pytest.mark.long
 def test_through_a_data_loader(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}
@@ -220,6 +229,7 @@ def test_through_a_data_loader(tmp_path):
     assert late_ones(log)
 
 
+@pytest.mark.long
 def test_while_the_coordinator_is_killed(tmp_path):
     log = tmp_path / "log.jsonl"
     with job(counts, 3, STRATEGY, 8, env={"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}) as running:

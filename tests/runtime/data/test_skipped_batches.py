@@ -91,6 +91,7 @@ def alone(bad):
     return flat(model)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.name)
 @pytest.mark.parametrize(
     "bad",

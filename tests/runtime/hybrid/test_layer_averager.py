@@ -220,6 +220,7 @@ def same_bits(rank, emit, model, optimizer, options):
     return found["none"][0]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("model", "optimizer", "options"),
     [
@@ -445,6 +446,7 @@ def assert_close(found, expected):
             assert close, name
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_loop_ends_where_waiting_for_everything_ends(loop):
     first, second = values(run(like_lockstep, 2, loop))
@@ -517,6 +519,7 @@ def looked_at(rank, emit, look):
     assert all(torch.equal(kept[name], tensor) for name, tensor in one.named_parameters())
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     "look",
     ["model.state_dict", "optimizer.state_dict", "session.state_dict", "eval", "refresh", "evaluation"],
@@ -894,6 +897,7 @@ def compiled(rank, emit):
         pass
 
 
+@pytest.mark.long
 def test_a_compiled_model_is_refused_in_words():
     for ended in run(compiled, 2):
         assert ended.error_type in ("OffbeatError", "WorkerError")
@@ -919,6 +923,7 @@ def hangs_in_forward(rank, emit, victim):
         raise AssertionError("nobody was lost")
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_killed_while_others_wait_for_its_layers_is_named(victim):
     with job(hangs_in_forward, 3, victim) as running:

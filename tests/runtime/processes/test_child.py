@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from offbeat.wire import record
 from support.full_disks import needs_disk
 
@@ -106,6 +108,7 @@ def test_without_standard_error_children_have_the_null_device(tmp_path):
     assert run(sys.executable, script).stdout == "/dev/null\n"
 
 
+@pytest.mark.long
 def test_names_that_are_no_utf_8_are_names(tmp_path):
     log = os.path.join(tmp_path, os.fsdecode(b"log \xe9.jsonl"))
     script = program(tmp_path, TRAINED, b'caf\xe9/train_\xe9\n"it\'s".py')
@@ -114,6 +117,7 @@ def test_names_that_are_no_utf_8_are_names(tmp_path):
     assert record.read_log(log).header["command"] == 'train_\\udce9\n"it\'s".py'
 
 
+@pytest.mark.long
 @needs_disk
 def test_processes_that_evaluate_need_neither_the_working_directory_nor_dev_shm(tmp_path):
     script = program(tmp_path, VALIDATED)

@@ -95,6 +95,7 @@ def forks(rank, emit, strategy):
     return statuses, [one.tolist() for one in model.parameters()]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_forked_process_has_the_model_and_leaves_the_job_alone(strategy):
     model, optimizer = make()
@@ -126,6 +127,7 @@ def count(model, part):
     return {"count": float(len(part))}
 
 
+@pytest.mark.long
 def test_an_evaluation_process_outlives_a_forked_process():
     model = nn.Linear(2, 1)
     with offbeat.Validator(model, count, torch.zeros(4, 2), backend="process") as validator:

@@ -95,6 +95,7 @@ def held_back(ps, window, *requests):
 # The bound ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("count", [COUNT, 10 * COUNT, 4 * COUNT], ids=["small", "large", "between"])
 def test_who_pushes_without_waiting_is_held_back_at_the_bound_in_bytes(stopped, count):
     ps, w = stopped
@@ -110,6 +111,7 @@ def test_who_pushes_without_waiting_is_held_back_at_the_bound_in_bytes(stopped, 
     assert ps._requests._pushed.unacked_bytes == 0
 
 
+@pytest.mark.long
 def test_pushes_of_16_mb_wait_beyond_128_mib(name):
     with offbeat.PS.local(servers=1, silent_s=600.0) as ps:
         w = ps.namespace(name, keys=4_000_000)
@@ -194,6 +196,7 @@ def kept_bytes(server):
 # Its end ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("what", ["push", "pull"])
 def test_a_wait_for_room_that_times_out_names_the_server_that_has_not_answered_and_nothing_is_sent(what):
     with offbeat.PS.local(servers=2, copies=0, silent_s=600.0) as ps:
@@ -316,6 +319,7 @@ def test_pushes_that_may_not_wait_are_kept_and_go_in_the_order_of_their_times(st
     assert w.pull().result()[0] == len(sizes)
 
 
+@pytest.mark.long
 def test_threads_that_push_and_pull_more_than_the_bound_are_all_done(ps, name):
     w = ps.namespace(name, keys=8 * COUNT)
 

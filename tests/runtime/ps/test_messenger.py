@@ -541,6 +541,7 @@ def test_whatever_breaks_between_a_client_and_a_server_every_message_comes_once_
     assert all(one.peer == "client-5" for one in server.losses)
 
 
+@pytest.mark.long(after=4)
 @pytest.mark.parametrize("stretch_s", [None, 0.0])
 @pytest.mark.parametrize("seen_by", CUTS)
 @pytest.mark.parametrize("seed", [1, 2])

@@ -147,6 +147,7 @@ def test_a_cluster_whose_servers_do_not_all_come_says_so_in_time(mark, by_hand):
 # Stopped and killed
 
 
+@pytest.mark.long
 def test_a_server_that_was_stopped_is_lost_nothing_is_and_it_hears_that_it_is_out(mark, capfd):
     with PS.local(servers=3, silent_s=4.0) as ps:
         w = ps.namespace("w", keys=KEYS)
@@ -209,6 +210,7 @@ def test_keys_whose_servers_were_all_killed_are_an_error_to_everybody_until_they
         assert w.pull().result().tolist() == [1.0] * KEYS
 
 
+@pytest.mark.long
 def test_a_request_that_takes_too_long_names_the_server_that_has_not_answered_and_no_other(mark):
     with PS.local(servers=3, copies=0) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=1)
@@ -218,6 +220,7 @@ def test_a_request_that_takes_too_long_names_the_server_that_has_not_answered_an
             w.pull().result(timeout_s=0.5)
 
 
+@pytest.mark.long
 def test_a_client_writes_which_server_it_cannot_reach_and_that_it_can_again(mark, caplog):
     with PS.local(servers=3, copies=0) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=1)

@@ -887,6 +887,7 @@ def test_filters_that_lose_nothing_change_nothing_but_bytes(ps, name):
     assert plain.filter_report() == {}
 
 
+@pytest.mark.long
 def test_filters_that_draw_are_right_on_average(ps, name):
     filters = (
         spec("RandomSkip", probability=0.5),

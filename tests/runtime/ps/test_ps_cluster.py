@@ -76,6 +76,7 @@ def kill(ps, *servers, number=signal.SIGKILL):
         ps.local_servers.processes[server].send_signal(number)
 
 
+@pytest.mark.long
 def test_servers_die_come_and_leave_under_load_and_every_push_counts_once(running):
     ps, clients, stop = running
     progress(ps, 20)
@@ -95,6 +96,7 @@ def test_servers_die_come_and_leave_under_load_and_every_push_counts_once(runnin
     check(ps, clients, stop)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_happens_at_whatever_time_every_push_counts_once(running, seed):
     """No waiting until one change is through before the next one; never more than two deaths unhealed."""
@@ -123,6 +125,7 @@ def test_whatever_happens_at_whatever_time_every_push_counts_once(running, seed)
     check(ps, clients, stop)
 
 
+@pytest.mark.long
 def test_what_is_left_out_of_answers_is_never_far_off_whoever_gives_them():
     """Each server has its own memory of what it sent, and the client of what each sent."""
     chance, keys = np.random.default_rng(1), np.arange(0, 3000, 3)

@@ -317,6 +317,7 @@ def counted(log):
 EVERY_PASS_ONCE = {(number, shard): 1 for number in range(PASSES) for shard in range(SHARDS)}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("on_loss", "patience_s"), [("replace", 600.0), ("replace", 0.0), ("drop_slowest", 600.0)]
 )
@@ -345,6 +346,7 @@ def test_a_worker_and_the_manager_are_killed_another_comes_late_and_every_pass_i
     assert replay(read_log(log)) is None
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_whenever_workers_and_manager_die_pushes_count_at_least_once_and_as_often_as_begun_at_most(
     running, seed

@@ -143,6 +143,7 @@ def test_training_is_that_of_one_process_with_the_batches_joined():
         assert torch.allclose(torch.tensor(got), torch.tensor(alone(name)), rtol=0, atol=1e-10), name
 
 
+@pytest.mark.long
 def test_one_gradient_after_the_other_is_that_of_one_process_in_the_workers_order():
     strategy = replace(EQUAL, server_step="sequential")
     results = values(run(trajectories, WORKERS, strategy, env={"OFFBEAT_SERVERS": "2"}))
@@ -161,6 +162,7 @@ def in_other_orders(rank, emit):
     return found
 
 
+@pytest.mark.long
 def test_the_order_in_which_gradients_come_changes_no_bit_nor_does_the_name_of_a_bound_of_0():
     for found in values(run(in_other_orders, WORKERS, env={"OFFBEAT_SERVERS": "2"})):
         assert found[1:] == found[:1] * 3
@@ -196,6 +198,7 @@ VERSIONED = (
 EAGER = (SSP(s=2, apply="eager", shards="equal"), ASP(shards="equal"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("processes", "threads"), [(4, 1), (2, 2)])
 def test_a_worker_sees_its_own_steps_once_and_of_the_others_those_of_the_version_that_it_reads(
     processes, threads
@@ -215,6 +218,7 @@ def steps_for_some(rank, emit, strategies, steps):
     return [count_steps(strategy, WORKERS, rank, steps=steps[rank]) for strategy in strategies]
 
 
+@pytest.mark.long
 def test_who_takes_no_step_ends_with_what_the_others_have_made():
     """Also at once: the last gradients of the others, who do not wait for one another, are in it."""
     strategies = [EQUAL, SSP(s=2, shards="equal"), ASP(shards="equal"), Downpour(n_push=4, n_fetch=3)]
@@ -294,6 +298,7 @@ def recordings(tmp_path_factory):
     return logs, [[one for of_process in used for one in of_process[job]] for job in range(len(JOBS))]
 
 
+@pytest.mark.long
 def test_every_run_keeps_the_rules_and_is_replayed(recordings):
     logs, _ = recordings
     for log in logs:
@@ -325,6 +330,7 @@ def special(tmp_path_factory):
     return {name: read_log(folder / f"{name}.jsonl") for name in ("warm", "detecting")}
 
 
+@pytest.mark.long
 def test_in_a_warm_start_the_first_worker_steps_alone_and_then_the_others_begin(special):
     log = special["warm"]
     steps = [one for one in log.entries if isinstance(one, StepFinished) and one.clock is not None]
@@ -356,6 +362,7 @@ def edited(log, change):
     raise AssertionError("there is no such entry")
 
 
+@pytest.mark.long
 def test_the_rules_can_be_broken(recordings):
     logs, _ = recordings
 
@@ -441,6 +448,7 @@ def breaks_off(rank, emit, strategies):
     return steps
 
 
+@pytest.mark.long
 def test_a_loop_may_leave_an_epoch_with_a_gradient_that_it_made_no_step_with():
     strategies = [SSP(s=1), ASP(), ServerBSP(shards="equal")]
     for steps in values(run(breaks_off, 2, strategies)):
@@ -511,6 +519,7 @@ def saves(rank, emit, folder):
     return found
 
 
+@pytest.mark.long
 def test_a_state_goes_on_as_if_nothing_had_been_with_the_same_strategy_another_one_and_none(tmp_path):
     for found in values(run(saves, WORKERS, tmp_path, env={"OFFBEAT_SLOW": "1:3"})):
         for name, (whole, (same, other, all_reduced)) in found.items():
@@ -530,6 +539,7 @@ def saves_often(rank, emit):
 SAVING = (SSP(s=2, shards="equal"), SSP(s=2, apply="eager", shards="equal"), ASP(shards="equal"))
 
 
+@pytest.mark.long
 def test_saving_while_others_train_loses_nothing():
     ended = values(run(saves_often, 2, env={"OFFBEAT_SLOW": "1:3"}))
     check_versioned([one[0] for one in ended], 2, steps=6)
@@ -571,6 +581,7 @@ def saves_uses(rank, emit, strategies):
     return found
 
 
+@pytest.mark.long
 def test_a_state_of_the_midst_says_of_just_those_samples_that_they_are_used_whose_gradients_it_holds():
     strategies = [ServerBSP(), SSP(s=2), SSP(s=2, server_step="sequential")]
     states, *_ = values(run(saves_uses, WORKERS, strategies, env={"OFFBEAT_SLOW": "0:3"}))

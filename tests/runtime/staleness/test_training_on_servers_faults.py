@@ -72,6 +72,7 @@ def servers(mark):
     return [pid for pid in marked(mark) if "offbeat.runtime.ps.server" in command(pid)]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("strategy", "check"),
     [
@@ -137,6 +138,7 @@ def kept_to_the_rules(log, *lost):
     assert [one.worker for one in log.entries if isinstance(one, Lost)] == list(lost)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(
     "strategy", [ServerBSP(shards="equal"), SSP(s=2), ASP()], ids=lambda strategy: strategy.name
@@ -187,6 +189,7 @@ def fails_in_a_thread(rank, emit, strategy, victim):
     return [one for one in found if not isinstance(one, ValueError)]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize(
     "strategy", [ServerBSP(shards="equal"), SSP(s=2)], ids=lambda strategy: strategy.name
@@ -246,6 +249,7 @@ def stands_alone_for_long(rank, emit, strategy):
     return count_steps(strategy, WORKERS, rank, steps=2 if rank else 12, compute_s=0.2)[1]
 
 
+@pytest.mark.long
 def test_a_warm_start_may_take_longer_than_the_deadline_of_a_step():
     strategy = Downpour(shards="equal", warm_start=12, deadline_s=1.5)
     assert values(run(stands_alone_for_long, WORKERS, strategy)) == [[12.0, 2.0]] * WORKERS
@@ -256,6 +260,7 @@ def uses_and_is_impatient(rank, emit, strategy):
     return uses(rank, emit, strategy)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_stopped_is_lost_and_the_others_do_not_wait_for_it_for_ever(gate):
     with job(uses_and_is_impatient, 3, SSP(s=2), env=gate.env) as running:
         running.receive(0, 1, 2)
@@ -270,6 +275,7 @@ def test_a_worker_that_is_stopped_is_lost_and_the_others_do_not_wait_for_it_for_
     kept_to_the_rules(gate.log, 1)
 
 
+@pytest.mark.long
 def test_a_newcomer_takes_part_with_the_parameters_and_the_data_order_of_the_others(gate):
     env = {**gate.env, "OFFBEAT_SEED": "7"}
     with job(uses, 2, SSP(s=2), 16, hosts_store=True, env=env) as running:
@@ -292,6 +298,7 @@ def test_training_goes_on_with_a_coordinator_that_was_started_again(gate):
     kept_to_the_rules(gate.log)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [SSP(s=2, deadline_s=4.0), ASP(deadline_s=4.0)], ids=["ssp", "asp"])
 def test_without_any_server_everybody_ends_naming_it(gate, strategy):
     with job(uses, 2, strategy, env=gate.env) as running:

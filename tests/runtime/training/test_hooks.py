@@ -148,6 +148,7 @@ def hooked(rank, emit, strategy):
     ]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_programs_hooks_find_gradients_and_have_their_effect(strategy):
     """Whatever they hang on, and whether they were there before join or came after it."""
@@ -265,6 +266,7 @@ def shown(rank, emit, strategy):
     return flat(model).tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_looks_at_a_joined_model_finds_what_it_finds_without_a_session(strategy):
     """TorchScript, export, traces, copies, torch.func; and the training goes on as if they had not."""
@@ -310,6 +312,7 @@ def with_compiler(rank, emit, strategy):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["bsp", "hybrid", "ps-bsp"])
 def test_a_compiled_model_is_trained_as_one_that_is_not(strategy):
     results = values(run(with_compiler, WORKERS, strategy))
@@ -333,6 +336,7 @@ def partly_scripted(rank, emit):
     return [trained(rank, one, do_nothing, PartlyScripted, joins_first=True) for one in ("bsp", "ps-bsp")]
 
 
+@pytest.mark.long
 def test_a_part_may_be_scripted_where_its_layers_are_not_waited_for():
     """Buffers of scripted modules lie in no plain dict."""
     for of_one in zip(*values(run(partly_scripted, WORKERS)), strict=True):
@@ -368,6 +372,7 @@ def converted(rank, emit, strategy):
     return told
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_parameter_that_changes_its_form_is_named_on_all_workers(strategy):
     for of_one in values(run(converted, WORKERS, strategy)):
@@ -393,6 +398,7 @@ def channels_last(rank, emit, strategy):
     return trained(rank, strategy, convert, Convolved, joins_first=True)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_may_be_laid_out_in_another_order(strategy):
     follows(values(run(channels_last, WORKERS, strategy)), alone(do_nothing, Convolved))

@@ -114,6 +114,7 @@ def trains(rank, emit, strategy, change, when):
     return [one.tolist() for one in model.parameters()]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("when", ["before the forward pass", "before the step", "at the end"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_on_servers_what_would_be_lost_is_refused_by_name(strategy, when):
@@ -122,6 +123,7 @@ def test_on_servers_what_would_be_lost_is_refused_by_name(strategy, when):
         assert "the program has changed a.weight (1 such changes)" in one.error
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", WRITES)
 def test_on_servers_no_kind_of_write_is_lost(name):
     write, what = WRITES[name]
@@ -205,6 +207,7 @@ def writes_in_a_group(rank, emit, strategy, write, when, writers):
     return [one.tolist() for one in model.parameters()]
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("when", ["before the forward pass", "before the step"])
 @pytest.mark.parametrize(("name", "changes"), [("scale", 1), ("load", 4)])
 @pytest.mark.parametrize("strategy", GROUPS)
@@ -218,6 +221,7 @@ def test_in_a_group_a_change_on_one_worker_alone_is_refused_by_name(strategy, na
         assert "worker 1 failed after" in ended[0].error
 
 
+@pytest.mark.long(after=4)
 @pytest.mark.parametrize("when", ["before the forward pass", "before the step"])
 @pytest.mark.parametrize("name", ["scale", "replace", "load"])
 @pytest.mark.parametrize("strategy", GROUPS)

@@ -394,6 +394,7 @@ def test_a_lasting_peer_that_listens_no_more_is_lost_without_waiting(node: Calla
     assert not lost.was_open
 
 
+@pytest.mark.long
 def test_a_lost_peer_may_be_reached_again_and_receives_nothing_of_before(node: Callable[..., Node]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"

@@ -123,6 +123,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("kind", ["plain", "norm"])
 @pytest.mark.parametrize("strategy", ["bsp", "hybrid", "partial", "dpar", "ssp", "server-bsp"])
 def test_all_receive_the_metrics_of_one_snapshot_to_which_each_has_contributed(strategy, kind, tmp_path):
@@ -173,6 +174,7 @@ def test_a_worker_may_evaluate_several_parts_at_once(tmp_path):
     assert {one.evaluators for one in entries_of(log, SnapshotTaken)} == {2}
 
 
+@pytest.mark.long
 def test_in_processes_of_its_own(tmp_path):
     options = {"backend": "process", "workers": 1}
     for one in values(run(with_options, 2, AllReduce(), options)):
@@ -199,6 +201,7 @@ def evaluate_with_torchmetrics(model, part):
     return {**evaluate(model, part), "f1": f1, "auroc": curve}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"backend": "process", "workers": 2}])
 def test_metrics_of_torchmetrics_are_those_of_the_whole_set(options):
     ended = values(run(with_options, 2, AllReduce(), options | {"judge": evaluate_with_torchmetrics}))
@@ -379,6 +382,7 @@ def never_better(model, part):
     return {"loss": 1.0}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", ["partial", "ssp"])
 def test_a_newcomer_goes_on_with_the_rate_of_the_others(strategy, tmp_path):
     log = tmp_path / "log"
@@ -411,6 +415,7 @@ def stops_before_the_newcomer_is_in(rank, emit, strategy, log, is_new):
     return ends, list(session.validator.history), state_of(model)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", ["partial", "ssp"])
 def test_a_newcomer_ends_where_the_others_have_been_stopped(strategy, tmp_path):
     """It begins an epoch whatever it hears; there are no samples of one that they have not begun."""
@@ -433,6 +438,7 @@ def emits_when_it_validates(rank, emit, log, loss):
     return train(rank, emit, AllReduce(), 4, judge=judge)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("loss", [0.5, math.nan])
 def test_a_coordinator_that_is_killed_goes_on_with_the_validation(loss, tmp_path):
     log = tmp_path / "log"
@@ -498,6 +504,7 @@ def stopped_early(strategy, decision, max_pending=0):
     return ended
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", ["bsp", "partial"])
 def test_in_step_all_stop_where_patience_is_at_its_end(strategy):
     ended = stopped_early(STRATEGIES[strategy], "sync")
@@ -507,6 +514,7 @@ def test_in_step_all_stop_where_patience_is_at_its_end(strategy):
     assert all(same(one.best, one.ends[2]) for one in have_best)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("max_pending", [0, 2])
 @pytest.mark.parametrize("strategy", ["bsp", "ssp"])
 def test_with_a_lag_all_stop_as_many_epochs_later_as_may_be_pending_and_one(strategy, max_pending):
@@ -515,6 +523,7 @@ def test_with_a_lag_all_stop_as_many_epochs_later_as_may_be_pending_and_one(stra
         assert list(one.history) == list(one.ends)
 
 
+@pytest.mark.long
 def test_rollback_ends_with_the_weights_of_early_stopping_in_step():
     in_step = stopped_early(AllReduce(), "sync")
     for one, expected in zip(stopped_early(AllReduce(), "rollback"), in_step, strict=True):
@@ -569,6 +578,7 @@ def test_waiting_in_mid_training_does_not_make_later_epochs_wait():
     assert values(run(waits_in_mid_training, 2)) == [[0, 1, 2, 3]] * 2
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", ["bsp", "ssp"])
 def test_who_has_the_best_snapshot_has_the_one_that_was_evaluated(strategy, tmp_path):
     log = tmp_path / "log"
@@ -703,6 +713,7 @@ def returns_many(model, part):
     return {f"recall of class {number:09}": 0.5 for number in range(20_000)}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("judge", "text"),
     [
@@ -717,6 +728,7 @@ def test_metrics_that_cannot_be_told_are_refused(judge, text):
     assert text in errors["OffbeatError"]
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize(
     ("strategy", "options", "text"),
     [

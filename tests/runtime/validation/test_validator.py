@@ -132,6 +132,7 @@ def part_by_loader(model, loader):
 # The training is what it would be without ---------------------------------------------------------------
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize(
     ("backend", "judge", "data"),
     [
@@ -184,6 +185,7 @@ def evaluate_with_torchmetrics(model, part):
     return {"f1": macro, "loss": mean}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("backend", ["thread", "process"])
 def test_metrics_of_torchmetrics_are_those_of_the_whole_set(backend):
     model = a_model()
@@ -348,6 +350,7 @@ def validate_to_the_end(validator):
     validator.finish()
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("backend", ["inline", "thread", "process"])
 def test_an_error_comes_out_at_an_epochs_end_with_its_traceback_and_validation_goes_on(backend):
     model = a_marked_model(0)
@@ -382,6 +385,7 @@ def test_of_several_errors_the_first_comes_out_with_notes_of_the_others():
         validator.finish()
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_is_named_and_replaced():
     model = a_marked_model(2)
     with offbeat.Validator(
@@ -458,6 +462,7 @@ def evaluate_noting(model, part):
     return {"wrong": wrong}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("backend", ["thread", "process"])
 def test_what_a_model_writes_down_when_it_is_evaluated_is_neither_mixed_up_nor_kept(backend):
     data = TensorDataset(torch.arange(1.0, 41.0))
@@ -491,6 +496,7 @@ def threads_that_validate():
     return [thread for thread in threading.enumerate() if thread.name.startswith("offbeat validation")]
 
 
+@pytest.mark.long
 def test_leaving_by_an_error_does_not_wait_for_what_is_under_way():
     gate = Gate(8)
     validator = offbeat.Validator(a_model(), evaluate, gate, backend="thread", workers=1)
@@ -567,6 +573,7 @@ def started(script, backend, what, workers=2):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("backend", ["thread", "process"])
 def test_a_program_ends_while_it_validates(script, backend):
     with started(script, backend, "end") as process:
@@ -575,6 +582,7 @@ def test_a_program_ends_while_it_validates(script, backend):
     assert output.count("evaluating") == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("backend", "workers"), [("thread", 1), ("process", 2)])
 def test_a_program_is_interrupted_while_it_waits_for_a_validation(script, backend, workers):
     """A second thread would rest for as long as the first might be at work: it does not call torch."""
@@ -587,6 +595,7 @@ def test_a_program_is_interrupted_while_it_waits_for_a_validation(script, backen
     assert "KeyboardInterrupt" in errors
 
 
+@pytest.mark.long
 def test_processes_end_with_a_parent_that_is_killed(script):
     with started(script, "process", "wait") as process:
         pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
@@ -860,6 +869,7 @@ def evaluate_count(model, part):
     return {"loss": 1 / (2 + int(model.epochs))}
 
 
+@pytest.mark.long
 def test_auto_goes_on_in_processes_with_memory_that_they_can_read():
     """It would choose them only after minutes that are worth it; so it is told to."""
     model = Counting()
@@ -884,6 +894,7 @@ def evaluate_with_processes(model, part):
     return {"loss": float(sum(map(len, loader))) + int(model.epochs)}
 
 
+@pytest.mark.long
 def test_auto_stays_in_line_where_evaluating_fails_in_a_process():
     model = Counting()
     with offbeat.Validator(model, evaluate_with_processes, Samples(50), backend="auto") as validator:

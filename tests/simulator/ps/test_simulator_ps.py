@@ -23,9 +23,10 @@ def run_all(seeds, make_node=ServerNode, make_client=PsClient, make_manager=PsMa
         PsSimulation(draw_trial(seed), make_node, make_client, make_manager).run()
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 30))
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("first", range(0, SEEDS, 10))
 def test_no_fault_breaks_what_is_promised(first):
-    run_all(range(first, first + 30))
+    run_all(range(first, first + 10))
 
 
 def test_a_trial_is_repeated_by_its_seed():
@@ -53,6 +54,7 @@ class ForgetsWhatItKeepsNothingOf(ServerNode):
         return said
 
 
+@pytest.mark.long
 def test_what_a_server_says_it_keeps_nothing_of_may_be_gone_when_it_is_back():
     run_all(range(60), ForgetsWhatItKeepsNothingOf)
     assert ForgetsWhatItKeepsNothingOf.count > 500
@@ -91,18 +93,21 @@ def some_trials():
     return trials
 
 
+@pytest.mark.long
 def test_trials_see_deaths_joins_and_fills(some_trials):
     views = [view for trial in some_trials for view in trial.published_views]
     assert sum(bool(view.filling) for view in views) > 5
     assert sum(view.target is not None for view in views) > 10
 
 
+@pytest.mark.long
 def test_trials_see_silences_that_are_deaths_and_silences_that_are_not(some_trials):
     managers = [trial._manager for trial in some_trials]
     assert sum(manager.lost_for_silence for manager in managers) > 5
     assert sum(manager.waited for manager in managers) > 5
 
 
+@pytest.mark.long
 def test_trials_see_sums_newcomers_and_lost_participants(some_trials):
     assert sum(len(clients) > 1 for trial in some_trials for clients in trial._sums.values()) > 1000
     assert sum(bool(view.paused) for trial in some_trials for view in trial.published_views) > 10

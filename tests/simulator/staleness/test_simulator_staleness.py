@@ -41,6 +41,7 @@ def case_of(seed: int, strategy: str) -> campaign.StalenessFaultCase:
     return campaign.draw_case(seed, parsed.ps_options(), parsed.staleness_arguments())
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_fault_breaks_what_always_holds(strategy):
     """Specification 2.4 (i) to (viii), 2.5 and G4: see `SimulatedPsCluster` and `Servers`."""
@@ -238,6 +239,7 @@ class WaitsForWhoMissesServers(BoundedStaleness):
         pass
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", ["ssp:s=2", "dtssp", "ps-bsp"])
 def test_who_waits_for_a_worker_that_does_not_reach_the_servers_is_found(strategy):
     with pytest.raises(ViolationError, match=r"nobody has finished a step since.*cut:\d+-s@"):
@@ -300,6 +302,7 @@ def run(
     return cluster
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("shards", ["equal", "dynamic"])
 @pytest.mark.parametrize(
     ("strategy", "other"), [("ssp:s=0", "ps-bsp:copies=2"), (f"dtssp:limit={math.inf}", "ssp:s=3")]
@@ -326,6 +329,7 @@ def test_the_slowest_pulls_every_s_plus_1_clocks_and_who_stands_at_the_gate_at_e
     assert cluster.threads[3].spent_s["waiting"] < 0.01
 
 
+@pytest.mark.long
 def test_the_bound_of_dtssp_goes_through_its_whole_range_where_losses_only_vary():
     """Specification 2.5: noise of 3 % visits all of 3 to 10."""
     cluster = run("dtssp:shards=equal", JitteredTimes(), "3:5", world=4, steps=1500)
@@ -346,17 +350,20 @@ def took_s(times: ComputeTimes, *slow: str, shards: str) -> dict[str, float]:
     return {name: time_s / all_s["ps-bsp:copies=2"] for name, time_s in all_s.items()}
 
 
+@pytest.mark.long
 def test_with_equal_shards_and_lasting_differences_no_bound_gains_anything():
     """Specification 2.5: totals of SSP(3), SSP(10), DTSSP and ASP are identical, as the slowest decides."""
     shares = took_s(JitteredTimes(), "3:5", "1:2", shards="equal")
     assert all(0.97 < share < 1.03 for share in shares.values())
 
 
+@pytest.mark.long
 def test_with_assigned_samples_and_lasting_differences_every_bound_gains():
     shares = took_s(JitteredTimes(), "3:5", "1:2", shards="dynamic")
     assert all(share < 0.35 for name, share in shares.items() if not name.startswith("ps-bsp"))
 
 
+@pytest.mark.long
 def test_with_bursts_a_larger_bound_gains_more_and_dtssp_is_between():
     """Specification 2.5: bursts of 5 times: SSP(3) < DTSSP < SSP(10) < ASP in what they gain over BSP."""
     shares = took_s(BurstyTimes(), shards="equal")

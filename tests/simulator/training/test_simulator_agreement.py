@@ -18,6 +18,7 @@ def train(rank, emit, *arguments):
     return simulator.train(*arguments)
 
 
+@pytest.mark.long
 def test_four_simulated_workers_change_groups_when_four_real_ones_do(tmp_path):
     """Worker 1 is slow for six steps, is left out, and comes back when it has recovered.
 
@@ -35,6 +36,7 @@ def test_four_simulated_workers_change_groups_when_four_real_ones_do(tmp_path):
     assert found == simulator.compare(log)
 
 
+@pytest.mark.long
 def test_a_setting_is_what_the_log_says(tmp_path):
     path = tmp_path / "log.jsonl"
     values(run(train, 2, str(path), 3, 0.0))  # too few for anybody to be left out, however slow a machine is
@@ -57,6 +59,7 @@ def test_a_log_without_a_job_is_refused():
         setting_from_log.job_duration_s([])
 
 
+@pytest.mark.long
 def test_the_benchmark_gives_time_and_truth(tmp_path):
     path = tmp_path / "result.json"
     options = ["--workers", "8", "--steps", "5", "--jobs", "1"]

@@ -18,13 +18,15 @@ from offbeat.simulator.training.cluster import ViolationError
 SEEDS = 240  # each takes longer than before, for cuts last up to 20 s
 
 
-@pytest.mark.parametrize("begin", range(0, SEEDS, 40))
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("begin", range(0, SEEDS, 20))
 def test_no_fault_breaks_what_always_holds(begin):
     """No deadlock, one idea of every exchange, equal replicas, no id twice: see `Cluster` and `check`."""
-    for seed in range(begin, begin + 40):
+    for seed in range(begin, begin + 20):
         campaign.run_case(seed)
 
 
+@pytest.mark.long
 def test_in_lockstep_no_fault_breaks_what_always_holds():
     """All take all steps together, or something stops the job that is no passing outage."""
     stopped = [campaign.run_lockstep(seed).stopped for seed in range(150)]
@@ -132,6 +134,7 @@ def test_samples_are_assigned_in_many_of_them():
     )
 
 
+@pytest.mark.long
 def test_a_policy_that_loses_count_of_samples_is_found():
     """One that takes what a dead worker had for used, as if all of it had been in a mean."""
 

@@ -1,0 +1,94 @@
+"""What importing the library does, each time in a fresh process: no thread, no logging, no needless torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from support.source_files import modules, name_of
+
+PUBLIC_NAMES_MAX = 30
+
+# Modules that need an extra, which `make test` does not install.
+EXTRAS = {"keras.py": "keras"}
+
+
+def in_a_fresh_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_offbeat_loads_no_torch_starts_no_thread_and_sets_up_no_logging():
+    code = (
+        "import logging, sys, threading\n"
+        "import offbeat\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "assert threading.active_count() == 1\n"
+        "assert not logging.getLogger().handlers and not logging.getLogger('offbeat').handlers\n"
+        "print('quiet')"
+    )
+    assert in_a_fresh_process(code) == "quiet"
+
+
+def test_importing_every_module_starts_no_thread():
+    names = ["offbeat." + name_of(path).removesuffix(".py").replace("/", ".") for path in modules()]
+    names = [name for name in names if name.removeprefix("offbeat.") + ".py" not in EXTRAS]
+    names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+    code = (
+        "import importlib, threading\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert threading.active_count() == 1, name\n"
+        "print('quiet')"
+    )
+    assert in_a_fresh_process(code) == "quiet"
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_module_that_needs_an_extra_says_so_where_it_is_not_there(name):
+    code = (
+        "import importlib, sys\n"
+        f"sys.modules[{EXTRAS[name]!r}] = None\n"
+        "try:\n"
+        f"    importlib.import_module('offbeat.{name.removesuffix('.py')}')\n"
+        "except ImportError as error:\n"
+        "    print(error)"
+    )
+    assert f"pip install offbeat[{EXTRAS[name]}]" in in_a_fresh_process(code)
+
+
+def test_the_coordinator_needs_no_torch():
+    code = (
+        "import sys, offbeat.runtime.control.coordinator\n"
+        "import offbeat.policies.membership.assembly, offbeat.policies.membership.lockstep\n"
+        "print('torch' in sys.modules)"
+    )
+    assert in_a_fresh_process(code) == "False"
+
+
+def test_a_parameter_server_needs_no_torch_until_somebody_has_tensors():
+    code = "import sys, offbeat, offbeat.runtime.ps.server\noffbeat.PS\nprint('torch' in sys.modules)"
+    assert in_a_fresh_process(code) == "False"
+
+
+def test_the_public_parameter_server_needs_torch_for_its_translations_only():
+    code = (
+        "import sys, offbeat.ps\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(all(hasattr(offbeat.ps, name) for name in offbeat.ps.__all__))"
+    )
+    assert in_a_fresh_process(code) == "True"
+
+
+def test_sparse_logistic_regression_needs_no_torch():
+    code = "import sys, benchmarks.sparse_lr, offbeat.apps.sparse_lr.libsvm\nprint('torch' in sys.modules)"
+    assert in_a_fresh_process(code) == "False"
+
+
+def test_the_root_exports_few_names_and_all_of_them_are_there():
+    import offbeat
+
+    assert len(offbeat.__all__) <= PUBLIC_NAMES_MAX
+    for name in offbeat.__all__:
+        assert getattr(offbeat, name) is not None
