@@ -35,6 +35,7 @@ def run(folder, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
 
 
+@pytest.mark.long
 def test_options_reach_torchrun_and_the_environment_reaches_the_script(tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
     ours = ["--slow", "1:5", "--slow", "random:2@0.0-0.5", "--seed", "7", "--run-dir", "run"]

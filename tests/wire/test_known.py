@@ -44,7 +44,7 @@ def decode_first(rank, emit, decode):
     return len(decoded)
 
 
-@pytest.mark.long(after=1)
+@pytest.mark.long
 @pytest.mark.parametrize("decode", [record, spelling], ids=lambda decode: decode.__name__)
 def test_threads_may_be_the_first_to_decode_at_once(decode):
     """Each in a process where nobody has decoded anything yet."""

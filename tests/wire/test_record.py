@@ -159,6 +159,7 @@ COUNTS = [
 ]
 
 
+@pytest.mark.long(after=100)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e-9, "1", None, True])
 @pytest.mark.parametrize(("thing", "name"), DURATIONS)
 def test_a_duration_is_finite_and_not_negative(thing, name, value):
@@ -166,6 +167,7 @@ def test_a_duration_is_finite_and_not_negative(thing, name, value):
         from_plain({**to_plain(thing), name: value})
 
 
+@pytest.mark.long(after=200)
 @pytest.mark.parametrize("value", [-1, 1.5, 2**63, "1", True, [1]])
 @pytest.mark.parametrize(("thing", "name"), COUNTS)
 def test_a_count_is_a_whole_number_of_64_bits_and_not_negative(thing, name, value):

@@ -43,6 +43,7 @@ def of_all(content):
     return np.arange(content.first, content.first + len(content)) if content.keys is None else content.keys
 
 
+@pytest.mark.long(after=4)
 @pytest.mark.parametrize("dense_keys_max", [1000, 3])
 @pytest.mark.parametrize("width", [0, 3])
 @pytest.mark.parametrize("update", [Sum(), SGD(0.1, 0.9, nesterov=True), Adam(0.01)], ids=repr)

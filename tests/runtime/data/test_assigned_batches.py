@@ -156,7 +156,7 @@ def stops_in_the_exchange(rank, emit):
     return count(rank, emit, epochs=30, misdeed=misdeed)
 
 
-@pytest.mark.long(after=1)
+@pytest.mark.long
 @pytest.mark.parametrize("hangs", [stops, stops_in_the_exchange])
 def test_with_a_worker_that_hangs_and_goes_on(hangs, tmp_path):
     log = tmp_path / "log.jsonl"

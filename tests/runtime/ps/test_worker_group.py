@@ -317,7 +317,7 @@ def counted(log):
 EVERY_PASS_ONCE = {(number, shard): 1 for number in range(PASSES) for shard in range(SHARDS)}
 
 
-@pytest.mark.long(after=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("on_loss", "patience_s"), [("replace", 600.0), ("replace", 0.0), ("drop_slowest", 600.0)]
 )

@@ -340,6 +340,7 @@ def test_in_a_warm_start_the_first_worker_steps_alone_and_then_the_others_begin(
     assert replay(log) is None
 
 
+@pytest.mark.long
 def test_a_worker_that_is_classed_as_slow_holds_the_others_back_only_beyond_s_max(special):
     log = special["detecting"]
     started = [one for one in log.entries if isinstance(one, StepPermit) and one.may_start]
@@ -390,6 +391,7 @@ def test_the_rules_can_be_broken(recordings):
         assert any(words in one for one in violations(edited(logs[number], change))), words
 
 
+@pytest.mark.long
 def test_what_a_worker_has_read_serves_it_for_s_more_clocks(recordings):
     """Invariant (viii): after version v it pulls at clock v + s + 1, not before."""
     logs, _ = recordings

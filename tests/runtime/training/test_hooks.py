@@ -148,7 +148,7 @@ def hooked(rank, emit, strategy):
     ]
 
 
-@pytest.mark.long(after=1)
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_programs_hooks_find_gradients_and_have_their_effect(strategy):
     """Whatever they hang on, and whether they were there before join or came after it."""

@@ -123,7 +123,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.long(after=2)
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("kind", ["plain", "norm"])
 @pytest.mark.parametrize("strategy", ["bsp", "hybrid", "partial", "dpar", "ssp", "server-bsp"])
 def test_all_receive_the_metrics_of_one_snapshot_to_which_each_has_contributed(strategy, kind, tmp_path):

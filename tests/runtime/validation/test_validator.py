@@ -122,7 +122,8 @@ def train(model, epochs, at_the_end=lambda: None):
 
 def same(one, other):
     assert one.keys() == other.keys()
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    names = one.keys() - {"trained"}  # counts what was taken back, too
+    assert all(torch.equal(one[name], other[name]) for name in names)
 
 
 def part_by_loader(model, loader):
@@ -611,12 +612,13 @@ LOSSES = [3.0, 2.0, 1.0, 1.5, 1.6, 0.5, 0.4, 0.3]
 
 
 class Counting(nn.Module):
-    """Knows how many epochs it has been trained for."""
+    """Knows how many epochs it has been trained for, and how many with those that were taken back."""
 
     def __init__(self):
         super().__init__()
         self.inner = a_model()
         self.register_buffer("epochs", torch.tensor(-1))
+        self.register_buffer("trained", torch.tensor(0))
 
     def forward(self, inputs):
         return self.inner(inputs)
@@ -633,7 +635,8 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.trained: list[int] = []
         self.ends: dict[int, dict] = {}
-        self.may_end = threading.Semaphore(0)
+        self.may_end = threading.Condition()
+        self.ends_until = 0.0  # validations of a model that was trained no more often may end
         self.monitor = offbeat.EarlyStopping("loss", patience=patience)
         scheduler = (
             torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=plateau)
@@ -643,7 +646,8 @@ class Run:
 
         def judge(model, part):
             if threading.current_thread() is not threading.main_thread():
-                assert self.may_end.acquire(timeout=60)
+                with self.may_end:
+                    assert self.may_end.wait_for(lambda: int(model.trained) <= self.ends_until, timeout=60)
             return {"loss": losses[int(model.epochs)]}
 
         seed_all()
@@ -664,16 +668,22 @@ class Run:
                 is_last = epoch == len(losses) - 1
                 self.trained.append(epoch)
                 self.model.epochs += 1
+                self.model.trained.fill_(len(self.trained))
                 train_epoch(self.model, self.optimizer, Samples(32))
                 if last is not None and epoch < len(losses) - holds:
-                    self.may_end.release()
+                    self.let_end(len(self.trained) - 1)
                     last.wait()
                 self.ends[epoch] = copy.deepcopy(self.model.state_dict())
                 last = self.validator.validate()
                 if is_last:
-                    self.may_end.release(2 + holds)
-            self.may_end.release(len(losses))
+                    self.let_end(math.inf)
+            self.let_end(math.inf)
         self.rate = self.optimizer.param_groups[0]["lr"]
+
+    def let_end(self, trained):
+        with self.may_end:
+            self.ends_until = max(self.ends_until, trained)
+            self.may_end.notify_all()
 
 
 def test_early_stopping_in_step_stops_when_patience_is_at_its_end():

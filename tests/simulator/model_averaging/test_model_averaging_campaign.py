@@ -11,7 +11,7 @@ from offbeat.simulator.training.cluster import ViolationError
 SEEDS = range(150)
 
 
-@pytest.mark.long(after=30)
+@pytest.mark.long(after=15)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_job_with_faults_ends_with_one_model_and_each_sample_used_once(seed):
     cluster = run_case(seed)
@@ -63,6 +63,7 @@ class ForgetsSamples(PartialReduce):
             self._assigner = assigner
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize(
     ("broken", "found"),
     [

@@ -295,6 +295,7 @@ def find(found_by, **made):
     run_all([*range(found_by, SEEDS_MAX), *range(found_by)], **made)
 
 
+@pytest.mark.long(after=5)
 @pytest.mark.parametrize(
     ("broken", "found_by"),
     [

@@ -41,7 +41,7 @@ def case_of(seed: int, strategy: str) -> campaign.StalenessFaultCase:
     return campaign.draw_case(seed, parsed.ps_options(), parsed.staleness_arguments())
 
 
-@pytest.mark.long(after=2)
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_fault_breaks_what_always_holds(strategy):
     """Specification 2.4 (i) to (viii), 2.5 and G4: see `SimulatedPsCluster` and `Servers`."""
@@ -239,7 +239,7 @@ class WaitsForWhoMissesServers(BoundedStaleness):
         pass
 
 
-@pytest.mark.long(after=1)
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ssp:s=2", "dtssp", "ps-bsp"])
 def test_who_waits_for_a_worker_that_does_not_reach_the_servers_is_found(strategy):
     with pytest.raises(ViolationError, match=r"nobody has finished a step since.*cut:\d+-s@"):
