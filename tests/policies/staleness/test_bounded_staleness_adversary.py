@@ -336,7 +336,9 @@ def test_whoever_dies_or_comes(seed, workers, arguments):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), arguments)
-@example(2507, 2, {"counts": "own", "shards": "dynamic", "s": None, "warm_start": 0})  # one joins a stopped job
+@example(
+    2507, 2, {"counts": "own", "shards": "dynamic", "s": None, "warm_start": 0}
+)  # one joins when it is over
 def test_whoever_leaves_an_epoch_early(seed, workers, arguments):
     job = Job(seed, workers, deaths=1, newcomers=1, skips=True, **{**arguments, "shards": "dynamic"})
     job.run()

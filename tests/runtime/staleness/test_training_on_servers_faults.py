@@ -95,8 +95,12 @@ def test_with_the_death_of_a_server_nothing_is_lost_and_nothing_comes_twice(gate
     assert replay(log) is None
 
 
-def uses(rank, emit, strategy, epochs=6, kills=None, at=MIDDLE):
-    """Trains; returns the samples that this worker used, by epoch, and the parameters in the end."""
+def uses(rank, emit, strategy, epochs=6, kills=None, at=2):
+    """Trains, stands still at step `at` of its own, and goes on.
+
+    Returns the samples that this worker used, by epoch, and the parameters in the end. A worker waits at an
+    epoch's end for the samples that others hold: `at` is a step of the first epoch, however slow it is.
+    """
     torch.manual_seed(rank)
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
