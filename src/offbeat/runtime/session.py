@@ -70,6 +70,7 @@ from offbeat.runtime.processes.preemption_signals import PreemptionSignals
 from offbeat.runtime.training.checks import (
     ParameterSetCheck,
     check_all_in_optimizers,
+    check_arguments,
     check_trainable,
     describe_training,
 )
@@ -181,6 +182,7 @@ def join(
         WorkerError: the job did not start within 30 s (or OFFBEAT_START_S); names the workers that are
             missing or that differ. Or the job does not accept newcomers, or not this one; says why.
     """
+    check_arguments(model, optimizer, strategy)
     environment = read_environment()
     if run_log is not None:
         environment = replace(environment, run_log=os.path.abspath(run_log))

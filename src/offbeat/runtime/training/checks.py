@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.training.hooks import do_nothing
@@ -18,6 +18,34 @@ from offbeat.runtime.training.hyperparameters import ParameterGroup, plain_setti
 from offbeat.runtime.training.trained import TrainingState
 
 _DESCRIPTION_CHARACTERS_MAX = 256 * 1024
+
+
+def check_arguments(model: object, optimizer: object, strategy: object) -> None:
+    """Refuses arguments of `join` that are of another kind than it expects.
+
+    Raises:
+        OffbeatError: says what was expected and what was given.
+    """
+    if not isinstance(model, nn.Module):
+        raise OffbeatError(f"expected a model (torch.nn.Module), got {_kind_of(model)}")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    if not isinstance(optimizers, Sequence) or not all(isinstance(one, Optimizer) for one in optimizers):
+        raise OffbeatError(
+            f"expected an optimizer (torch.optim.Optimizer) or a list of them, got {_kind_of(optimizer)}"
+        )
+    if isinstance(strategy, type) or not hasattr(strategy, "make_synchronizer"):
+        raise OffbeatError(
+            f"expected a strategy such as offbeat.strategies.PartialAllReduce(), got {_kind_of(strategy)}; "
+            "offbeat.strategies.parse_strategy makes one of its text on the command line"
+        )
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"a {type(value).__name__} of {', '.join(sorted({type(one).__name__ for one in value}))}"
+    return f"{value!r}" if value is None or isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def check_trainable(trained: TrainingState) -> None:
