@@ -126,7 +126,7 @@ def test_a_healthy_job_is_never_stopped_in_whatever_order_messages_arrive(run):
     assert answers(policy, *events) == []
     # After they left, their connections close, and that is nothing.
     assert answers(policy, *(lost(worker) for worker in range(world))) == []
-    assert policy.state_dict()["open"] == []
+    assert policy.state_dict()["open_rounds"] == []
 
 
 @given(healthy_runs(stays=True))

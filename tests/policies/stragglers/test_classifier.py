@@ -400,7 +400,7 @@ def test_a_restored_classifier_knows_whom_it_found_and_that_the_guard_has_been()
     made = classifier()
     epoch_of(made, 0, 40, lambda worker, _: SLOW_S if worker else FAST_S)
     state = json.loads(json.dumps(made.state_dict()))
-    assert (state["found"], state["may_guard"]) == ([1, 2, 3], False)
+    assert (state["found_this_epoch"], state["may_profile_again"]) == ([1, 2, 3], False)
     restored = StragglerClassifier()
     restored.load_state_dict(state)
     assert json.loads(json.dumps(restored.state_dict())) == state

@@ -374,7 +374,7 @@ def test_what_has_hardly_changed_takes_a_bit_to_say() -> None:
     assert whole > 8 * KEYS > 500 > both.size > KEYS / 8 + 80
     kinds = both.servers["a"].report("w"), both.client.report("w")
     assert kinds[0]["pull"]["significantly modified"] == FilterBytes(16 * KEYS, 8 * KEYS + 80 + 125)
-    assert kinds[1]["pull heard"]["significantly modified"] == FilterBytes(8 * KEYS + 80 + 125, 16 * KEYS)
+    assert kinds[1]["pull received"]["significantly modified"] == FilterBytes(8 * KEYS + 80 + 125, 16 * KEYS)
 
 
 def test_small_changes_add_up_until_they_are_sent() -> None:
@@ -693,10 +693,10 @@ def test_the_report_at_the_other_end_is_the_reverse() -> None:
         ends.answered(some(seed).values, some(seed).keys)
     sent, heard = ends.here.report("w"), ends.there.report("w")
     assert sent["ask"]["key caching"].in_bytes > 1.4 * sent["ask"]["key caching"].out_bytes
-    assert set(sent) == {"push", "ask", "ask heard", "pull"}
-    assert set(heard) == {"push heard", "ask", "ask heard", "pull heard"}
+    assert set(sent) == {"push", "ask", "ask received", "pull"}
+    assert set(heard) == {"push received", "ask", "ask received", "pull received"}
     for kind in ("push", "ask", "pull"):
-        assert {name: FilterBytes(*reversed(one)) for name, one in heard[f"{kind} heard"].items()} == sent[
+        assert {name: FilterBytes(*reversed(one)) for name, one in heard[f"{kind} received"].items()} == sent[
             kind
         ]
 

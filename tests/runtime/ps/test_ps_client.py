@@ -881,8 +881,8 @@ def test_filters_that_lose_nothing_change_nothing_but_bytes(ps, name):
     assert passed["key caching"].out_bytes < 0.6 * passed["key caching"].in_bytes  # one list of four
     assert passed["compression"].out_bytes < 0.7 * passed["compression"].in_bytes
     assert (
-        w.filter_report()["pull heard"]["compression"].out_bytes
-        > w.filter_report()["pull heard"]["compression"].in_bytes
+        w.filter_report()["pull received"]["compression"].out_bytes
+        > w.filter_report()["pull received"]["compression"].in_bytes
     )
     assert plain.filter_report() == {}
 
@@ -932,7 +932,7 @@ def test_what_has_hardly_changed_does_not_come_back(ps, name):
             assert np.abs(found - held).max() <= 0.5
             found[:] = 99  # they are the program's own
         pulled = [one, other]
-    came = w.filter_report()["pull heard"]["significantly modified"]
+    came = w.filter_report()["pull received"]["significantly modified"]
     assert came.in_bytes < 0.4 * came.out_bytes
 
 

@@ -149,5 +149,5 @@ def test_what_is_left_out_of_answers_is_never_far_off_whoever_gives_them():
                 pushed = w.push(moved)
                 assert np.abs(w.pull(after=[pushed]).result() - values).max() <= 0.5
                 assert np.abs(w.pull(keys=keys, after=[pushed]).result() - values[keys]).max() <= 0.5
-        came = w.filter_report()["pull heard"]["significantly modified"]
+        came = w.filter_report()["pull received"]["significantly modified"]
         assert came.in_bytes < 0.6 * came.out_bytes

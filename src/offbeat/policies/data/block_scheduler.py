@@ -651,7 +651,7 @@ class BlockScheduler:
             "next_id": self._next_id,
             "last_served": self._last_served,
             "lowest": self._lowest,
-            "stale": self._all_changed,
+            "all_changed": self._all_changed,
             "changed": sorted(self._changed),
         }
 
@@ -681,7 +681,7 @@ class BlockScheduler:
         self._members, self._lent = set(state["members"]), set(state["lent"])
         self._last_completed, self._next_id = state["last_completed"], state["next_id"]
         self._last_served = state["last_served"]
-        self._all_changed, self._changed = state["stale"], set(state["changed"])
+        self._all_changed, self._changed = state["all_changed"], set(state["changed"])
         self._workers, self._workers_at_level, self._with_room, self._starving = {}, {}, {}, set()
         for record in state["workers"]:
             worker = _WorkerBlocks(record["epoch"], record["hold"], record["over"], record["ahead"])

@@ -483,46 +483,54 @@ class GroupBlockAssigner(BlockAssigner):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain data."""
         return {
-            "is_used": self.is_active,
+            "is_active": self.is_active,
             "scheduler": self._scheduler.state_dict(),
             "members": sorted(self._members),
             "leaving": [list(entry) for entry in self._leaving.items()],
-            "last": [list(entry) for entry in self._last_rounds.items()],
+            "last_rounds": [list(entry) for entry in self._last_rounds.items()],
             "step": self._step,
-            "done": [list(entry) for entry in self._rounds_done.items()],
-            "next": self._next_round,
-            "lacking": sorted(self._behind),
-            "offered": [[worker, *entry] for worker, entry in self._last_contributed.items()],
-            "ahead": self._rounds_ahead_of_steps,
-            "dead": sorted(self._lost),
-            "unclear": [[worker, *entry.to_plain()] for worker, entry in self._unreported.items()],
-            "latest": self._latest_round,
+            "rounds_done": [list(entry) for entry in self._rounds_done.items()],
+            "next_round": self._next_round,
+            "behind": sorted(self._behind),
+            "last_contributed": [[worker, *entry] for worker, entry in self._last_contributed.items()],
+            "rounds_ahead_of_steps": self._rounds_ahead_of_steps,
+            "lost": sorted(self._lost),
+            "unreported": [[worker, *entry.to_plain()] for worker, entry in self._unreported.items()],
+            "latest_round": self._latest_round,
             "waiting": [list(entry) for entry in self._waiting.items()],
             "joining": sorted(self._joining),
-            "in": [[worker, *entry] for worker, entry in self._epochs_of_workers.items()],
-            "anew": sorted(self._reset_workers),
-            "curious": sorted(self._progress_due),
-            "saving": [list(entry) for entry in self._checkpoint_queries.items()],
+            "epochs_of_workers": [[worker, *entry] for worker, entry in self._epochs_of_workers.items()],
+            "reset_workers": sorted(self._reset_workers),
+            "progress_due": sorted(self._progress_due),
+            "checkpoint_queries": [list(entry) for entry in self._checkpoint_queries.items()],
             "lending": None if self._lending is None else self._lending.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
-        self.is_active = state["is_used"]
+        self.is_active = state["is_active"]
         self._scheduler.load_state_dict(state["scheduler"])
         self._members = frozenset(state["members"])
         self._leaving = dict(state["leaving"])
-        self._last_rounds = dict(state["last"])
-        self._step, self._next_round, self._latest_round = state["step"], state["next"], state["latest"]
-        self._rounds_done = dict(state["done"])
-        self._behind = set(state["lacking"])
-        self._last_contributed = {worker: (round_, step) for worker, round_, step in state["offered"]}
-        self._rounds_ahead_of_steps, self._lost = state["ahead"], set(state["dead"])
-        self._unreported = {worker: _Unreported.from_plain(*plain) for worker, *plain in state["unclear"]}
+        self._last_rounds = dict(state["last_rounds"])
+        self._step, self._next_round, self._latest_round = (
+            state["step"],
+            state["next_round"],
+            state["latest_round"],
+        )
+        self._rounds_done = dict(state["rounds_done"])
+        self._behind = set(state["behind"])
+        self._last_contributed = {
+            worker: (round_, step) for worker, round_, step in state["last_contributed"]
+        }
+        self._rounds_ahead_of_steps, self._lost = state["rounds_ahead_of_steps"], set(state["lost"])
+        self._unreported = {worker: _Unreported.from_plain(*plain) for worker, *plain in state["unreported"]}
         self._waiting = dict(state["waiting"])
         self._joining = set(state["joining"])
-        self._epochs_of_workers = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
-        self._reset_workers, self._progress_due = set(state["anew"]), set(state["curious"])
-        self._checkpoint_queries = dict(state["saving"])
+        self._epochs_of_workers = {
+            worker: (epoch, samples) for worker, epoch, samples in state["epochs_of_workers"]
+        }
+        self._reset_workers, self._progress_due = set(state["reset_workers"]), set(state["progress_due"])
+        self._checkpoint_queries = dict(state["checkpoint_queries"])
         if self._lending is not None:
             self._lending.load_state_dict(state["lending"])

@@ -151,17 +151,17 @@ class LateBlockAssigner:
             "loans": [[worker, *loan] for worker, loan in self._loans.items()],
             "numbers": sorted(self._numbers.items()),
             "proxies": sorted(self._proxies),
-            "wishing": sorted(self._idle),
+            "idle": sorted(self._idle),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
         self._loans = {worker: _Loan(*loan) for worker, *loan in state["loans"]}
         self._numbers = Counter(dict(state["numbers"]))
-        self._proxies, self._idle = frozenset(state["proxies"]), set(state["wishing"])
+        self._proxies, self._idle = frozenset(state["proxies"]), set(state["idle"])
 
     def _settle(self, late: int, loan: _Loan, *, counts: bool, reason: str) -> None:
-        """Queue the action that tells the proxy that a loan is over, and whether its gradient counts."""
+        """Queue the action that resolves a late block: the loan is over, and its gradient counts or not."""
         self._actions.append(
             ResolveLateBlock(
                 worker=loan.proxy,

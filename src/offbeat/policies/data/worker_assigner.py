@@ -142,7 +142,7 @@ class SoloBlockAssigner(BlockAssigner):
         return {
             "scheduler": self._scheduler.state_dict(),
             "members": sorted(self._members),
-            "in": [[worker, *entry] for worker, entry in self._epochs_of_workers.items()],
+            "epochs_of_workers": [[worker, *entry] for worker, entry in self._epochs_of_workers.items()],
             "waiting": sorted(self._waiting),
             "steps": self._steps,
             "recent": [[clock, blocks_to_plain([block]), samples] for clock, block, samples in self._recent],
@@ -152,7 +152,9 @@ class SoloBlockAssigner(BlockAssigner):
         """Restore a `state_dict`, which was taken with no action left to send."""
         self._scheduler.load_state_dict(state["scheduler"])
         self._members = set(state["members"])
-        self._epochs_of_workers = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
+        self._epochs_of_workers = {
+            worker: (epoch, samples) for worker, epoch, samples in state["epochs_of_workers"]
+        }
         self._waiting, self._steps = set(state["waiting"]), state["steps"]
         self._recent = [
             (clock, block, samples)

@@ -89,10 +89,10 @@ class Assembly:
             ],
             "strategy": self._strategy,
             "model": list(self._model),
-            "over": self._refusal_cause,
+            "refusal_cause": self._refusal_cause,
             "is_stopped": self._is_stopped,
             "has_started": self._has_started,
-            "gone": sorted(self._gone_ids),
+            "gone_ids": sorted(self._gone_ids),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,9 +107,9 @@ class Assembly:
         }
         self._strategy = state["strategy"]
         self._model = tuple(state["model"])
-        self._refusal_cause, self._is_stopped = state["over"], state["is_stopped"]
+        self._refusal_cause, self._is_stopped = state["refusal_cause"], state["is_stopped"]
         self._has_started = state["has_started"]
-        self._gone_ids = set(state["gone"])
+        self._gone_ids = set(state["gone_ids"])
 
     def _handle_joined(self, event: Joined) -> list[Action]:
         """Add a worker to those that are present, or refuse it.

@@ -148,10 +148,10 @@ class Lockstep:
             "joined": sorted(self._joined),
             "rounds": list(self._rounds),
             "steps": list(self._steps),
-            "finished": list(self._steps_finished),
-            "left": [list(entry) for entry in self._left_after.items()],
-            "done": [list(entry) for entry in self._finished_after.items()],
-            "open": [[round_, *vars(first).values()] for round_, first in self._open_rounds.items()],
+            "steps_finished": list(self._steps_finished),
+            "left_after": [list(entry) for entry in self._left_after.items()],
+            "finished_after": [list(entry) for entry in self._finished_after.items()],
+            "open_rounds": [[round_, *vars(first).values()] for round_, first in self._open_rounds.items()],
             "asking": [vars(asked) for asked in self._asking.values()],
             "rounds_complete": self._rounds_complete,
             "reachability": self._reachability.state_dict(),
@@ -163,10 +163,10 @@ class Lockstep:
         self._joined = set(state["joined"])
         self._rounds = list(state["rounds"])
         self._steps = list(state["steps"])
-        self._steps_finished = list(state["finished"])
-        self._left_after = dict(state["left"])
-        self._finished_after = dict(state["done"])
-        self._open_rounds = {round_: _OpenRound(*first) for round_, *first in state["open"]}
+        self._steps_finished = list(state["steps_finished"])
+        self._left_after = dict(state["left_after"])
+        self._finished_after = dict(state["finished_after"])
+        self._open_rounds = {round_: _OpenRound(*first) for round_, *first in state["open_rounds"]}
         self._asking = {asked["worker"]: BatchesSkipped(**asked) for asked in state["asking"]}
         self._rounds_complete = state["rounds_complete"]
         self._reachability.load_state_dict(state["reachability"])

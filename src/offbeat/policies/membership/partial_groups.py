@@ -287,18 +287,18 @@ class PartialGroups:
         change = self._pending_change
         return {
             "classifier": self._classifier.state_dict(),
-            "dealing": self._assigner.state_dict(),
+            "assigner": self._assigner.state_dict(),
             "workers": [[worker, asdict(state)] for worker, state in self._workers.items()],
             "gone": sorted(self._gone),
             "members": list(self._members),
-            "before": list(self._previous_members),
-            "unfollowed": sorted(self._not_switched),
-            "arriving": sorted(self._joining),
-            "left_after": [list(entry) for entry in self._ended_after.items()],
-            "passed": sorted(self._overtaken),
+            "previous_members": list(self._previous_members),
+            "not_switched": sorted(self._not_switched),
+            "joining": sorted(self._joining),
+            "ended_after": [list(entry) for entry in self._ended_after.items()],
+            "overtaken": sorted(self._overtaken),
             "generation": self._generation,
             "halted_generation": self._halted_generation,
-            "fence": None
+            "pending_change": None
             if change is None
             else {
                 "generation": change.generation,
@@ -306,9 +306,9 @@ class PartialGroups:
                 "since_s": change.since_s,
                 "answers": [asdict(answer) for answer in change.answers.values()],
             },
-            "open": [[round_, *entry] for round_, entry in self._open_rounds.items()],
-            "moved_s": self._group_sent_s,
-            "heard_s": self._last_received_s,
+            "open_rounds": [[round_, *entry] for round_, entry in self._open_rounds.items()],
+            "group_sent_s": self._group_sent_s,
+            "last_received_s": self._last_received_s,
             "probe_after": self._probe_after,
             "ready_s": self._ready_s,
             "round": self._round,
@@ -317,13 +317,13 @@ class PartialGroups:
             "step": self._step,
             "begun_step": self._begun_step,
             "reachability": self._reachability.state_dict(),
-            "apart": sorted(self._unreachable),
+            "unreachable": sorted(self._unreachable),
             "reported_s": self._reported_s,
-            "stands": self._is_isolated,
+            "is_isolated": self._is_isolated,
             "is_settled": self._is_settled,
             "epoch_began": [list(entry) for entry in self._epoch_began.items()],
             "is_in_window": self._is_in_window,
-            "why": [list(entry) for entry in self._reasons.items()],
+            "reasons": [list(entry) for entry in self._reasons.items()],
             "epochs_ended": self._epochs_ended,
             "first_finished_s": self._first_finished_s,
             "is_over": self._is_over,
@@ -332,35 +332,37 @@ class PartialGroups:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of a policy with the same arguments."""
         self._classifier.load_state_dict(state["classifier"])
-        self._assigner.load_state_dict(state["dealing"])
+        self._assigner.load_state_dict(state["assigner"])
         self._workers = {worker: _WorkerStatus(**known) for worker, known in state["workers"]}
         self._gone = set(state["gone"])
-        self._members, self._previous_members = tuple(state["members"]), tuple(state["before"])
-        self._not_switched, self._joining = set(state["unfollowed"]), set(state["arriving"])
-        self._ended_after = dict(state["left_after"])
-        self._overtaken = set(state["passed"])
+        self._members, self._previous_members = tuple(state["members"]), tuple(state["previous_members"])
+        self._not_switched, self._joining = set(state["not_switched"]), set(state["joining"])
+        self._ended_after = dict(state["ended_after"])
+        self._overtaken = set(state["overtaken"])
         self._generation = state["generation"]
         self._halted_generation = state["halted_generation"]
-        change = state["fence"]
+        change = state["pending_change"]
         self._pending_change = None
         if change is not None:
             answers = {entry["worker"]: Halted(**entry) for entry in change["answers"]}
             self._pending_change = _PendingChange(**{**change, "answers": answers})
-        self._open_rounds = {round_: (since_s, count, step) for round_, since_s, count, step in state["open"]}
-        self._group_sent_s, self._exchange_id = state["moved_s"], state["exchange_id"]
-        self._last_received_s, self._probe_after = state["heard_s"], state["probe_after"]
+        self._open_rounds = {
+            round_: (since_s, count, step) for round_, since_s, count, step in state["open_rounds"]
+        }
+        self._group_sent_s, self._exchange_id = state["group_sent_s"], state["exchange_id"]
+        self._last_received_s, self._probe_after = state["last_received_s"], state["probe_after"]
         self._ready_s, self._round = state["ready_s"], state["round"]
         self._silence_s = state["silence_s"]
         self._step = state["step"]
         self._begun_step = state["begun_step"]
         self._set_groups(self._members, self._previous_members)
         self._reachability.load_state_dict(state["reachability"])
-        self._unreachable, self._is_isolated = set(state["apart"]), state["stands"]
+        self._unreachable, self._is_isolated = set(state["unreachable"]), state["is_isolated"]
         self._reported_s = state["reported_s"]
         self._is_settled = state["is_settled"]
         self._epoch_began = dict(state["epoch_began"])
         self._is_in_window = state["is_in_window"]
-        self._reasons = dict(state["why"])
+        self._reasons = dict(state["reasons"])
         self._epochs_ended = state["epochs_ended"]
         self._first_finished_s = state["first_finished_s"]
         self._is_over = state["is_over"]

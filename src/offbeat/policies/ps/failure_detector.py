@@ -119,14 +119,14 @@ class FailureDetector:
         """Return all that is not an argument of the constructor, as plain data."""
         return {
             "silent": dict(self._silent),
-            "apart": [[*pair, since_s, cause] for pair, (since_s, cause) in self._outages.items()],
+            "outages": [[*pair, since_s, cause] for pair, (since_s, cause) in self._outages.items()],
             "counts_from_s": None if self._counts_from_s == float("-inf") else self._counts_from_s,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of a detector with the same arguments."""
         self._silent = dict(state["silent"])
-        self._outages = {(one, other): (since_s, cause) for one, other, since_s, cause in state["apart"]}
+        self._outages = {(one, other): (since_s, cause) for one, other, since_s, cause in state["outages"]}
         counts_from_s = state["counts_from_s"]
         self._counts_from_s = float("-inf") if counts_from_s is None else counts_from_s
 

@@ -136,7 +136,7 @@ class PsManager:
             ],
             "needed": sorted(self._needed),
             "detector": self._detector.state_dict(),
-            "standing": dict(self._waited_for),
+            "waited_for": dict(self._waited_for),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class PsManager:
         self._functions = {server: tuple(found) for server, _, found in state["servers"]}
         self._needed = set(state["needed"])
         self._detector.load_state_dict(state["detector"])
-        self._waited_for = dict(state["standing"])
+        self._waited_for = dict(state["waited_for"])
 
     def _join(self, event: NodeJoined) -> list[Action]:
         if client_id(event.node) is not None:

@@ -70,8 +70,8 @@ class AggregationParticipants:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, as plain data."""
         return {
-            "begins": _listed(self.first_times),
-            "paused": list(self.pauses.items()),
+            "first_times": _listed(self.first_times),
+            "pauses": list(self.pauses.items()),
             "newcomers": [[namespace, list(clients)] for namespace, clients in self._newcomers.items()],
             "reached": _listed(self._reached),
             "gone": sorted(self._gone),
@@ -79,8 +79,8 @@ class AggregationParticipants:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
-        self.first_times, self._reached = _by_client(state["begins"]), _by_client(state["reached"])
-        self.pauses = dict(state["paused"])
+        self.first_times, self._reached = _by_client(state["first_times"]), _by_client(state["reached"])
+        self.pauses = dict(state["pauses"])
         self._newcomers = {namespace: list(clients) for namespace, clients in state["newcomers"]}
         self._gone = set(state["gone"])
 

@@ -222,7 +222,7 @@ class ServerGroup:
                 "target": None if view.target is None else list(view.target.servers),
                 "emptied": [[arc.first, arc.last] for arc in view.lost_arcs_dropped],
             },
-            "losses": self.data_losses,
+            "data_losses": self.data_losses,
             "lost": [[arc.loss, arc.namespace, arc.start, arc.stop, arc.server] for arc in self._lost],
             "resets": sorted(self._resets),
             "silent": list(self._silent),
@@ -239,7 +239,7 @@ class ServerGroup:
         view = state["view"]
         self._spaces = {space[0]: NamespaceSpec(*space) for space in state["spaces"]}
         self._participants.load_state_dict(state["participants"])
-        self.data_losses, self._silent = state["losses"], tuple(state["silent"])
+        self.data_losses, self._silent = state["data_losses"], tuple(state["silent"])
         self._lost = [
             LostArc(loss=number, namespace=namespace, start=first, stop=last, server=server)
             for number, namespace, first, last, server in state["lost"]

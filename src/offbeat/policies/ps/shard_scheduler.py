@@ -236,20 +236,20 @@ class ShardScheduler:
                 ]
                 for name, member in self._members.items()
             ],
-            "wants": [[name, *want] for name, want in self._task_requests.items()],
-            "parcels": [[due_s, list(shards)] for due_s, shards in self._free],
+            "task_requests": [[name, *want] for name, want in self._task_requests.items()],
+            "free": [[due_s, list(shards)] for due_s, shards in self._free],
             "next": self._next,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of a scheduler with the same arguments."""
         self.tau, self._passes, self._next = state["tau"], list(state["passes"]), state["next"]
-        self._free = [_FreeShards(due_s, tuple(shards)) for due_s, shards in state["parcels"]]
+        self._free = [_FreeShards(due_s, tuple(shards)) for due_s, shards in state["free"]]
         self._members = {}
         for name, shards, tasks, done in state["members"]:
             held = {number: _Task(number, at, tuple(task_shards)) for number, at, task_shards in tasks}
             self._members[name] = _Member(set(shards), held, done)
-        self._task_requests = {name: _TaskRequest(*want) for name, *want in state["wants"]}
+        self._task_requests = {name: _TaskRequest(*want) for name, *want in state["task_requests"]}
         lost = {shard for due_s, shards in self._free if due_s is None for shard in shards}
         self._count = Counter(found for shard, found in enumerate(self._passes) if shard not in lost)
 

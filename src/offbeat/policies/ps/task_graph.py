@@ -402,10 +402,10 @@ class IterationScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state except the graph, as plain data."""
         held = [[t, *known] for t, known in self._open.items()]
-        return {"tau": self.tau, "issued": self.issued_count, "open": held}
+        return {"tau": self.tau, "issued_count": self.issued_count, "open": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`; the graph has its own."""
         self.tau = state["tau"]
-        self.issued_count = state["issued"]
+        self.issued_count = state["issued_count"]
         self._open = {t: (number, before) for t, number, before in state["open"]}

@@ -238,7 +238,7 @@ class BoundedStaleness:
         return {
             "controller": None if self._controller is None else self._controller.state_dict(),
             "gate": self._gate.state_dict(),
-            "dealing": None if self._assigner is None else self._assigner.state_dict(),
+            "assigner": None if self._assigner is None else self._assigner.state_dict(),
             "classifier": None if self._classifier is None else self._classifier.state_dict(),
             "workers": [[worker, asdict(entry)] for worker, entry in self._workers.items()],
             "gone": sorted(self._gone),
@@ -258,7 +258,7 @@ class BoundedStaleness:
         for part, name in (
             (self._controller, "controller"),
             (self._gate, "gate"),
-            (self._assigner, "dealing"),
+            (self._assigner, "assigner"),
             (self._classifier, "classifier"),
         ):
             if part is not None:

@@ -598,8 +598,8 @@ class StragglerClassifier:
             "newest": _threshold_to_plain(self._newest),
             "previous": _threshold_to_plain(self._previous),
             "front": None if self._front is None else list(self._front),
-            "found": sorted(self._found_this_epoch),
-            "may_guard": self._may_profile_again,
+            "found_this_epoch": sorted(self._found_this_epoch),
+            "may_profile_again": self._may_profile_again,
             "ratios": list(self._ratios),
             "limit": self._limit,
             "n_profile": self._n_profile,
@@ -638,8 +638,8 @@ class StragglerClassifier:
         self._newest = _threshold_from_plain(state["newest"])
         self._previous = _threshold_from_plain(state["previous"])
         self._front = None if state["front"] is None else (state["front"][0], state["front"][1])
-        self._found_this_epoch = set(state["found"])
-        self._may_profile_again = state["may_guard"]
+        self._found_this_epoch = set(state["found_this_epoch"])
+        self._may_profile_again = state["may_profile_again"]
         self._ratios = deque(state["ratios"], maxlen=_RATIOS_KEPT)
         self._limit = state["limit"]
         self._n_profile = state["n_profile"]

@@ -153,11 +153,11 @@ class NodeFilters:
         """
         match message:
             case Push() if isinstance(message.content, EncodedValues):
-                chain = self._chain(node, message.namespace, "push heard")
+                chain = self._chain(node, message.namespace, "push received")
                 return replace(message, content=_decode(chain, message, message.content, message.time))
             case Replicate() if isinstance(message.operation.content, EncodedValues):
                 one = message.operation
-                content = _decode(self._chain(node, one.namespace, "copy heard"), one, one.content, 0)
+                content = _decode(self._chain(node, one.namespace, "copy received"), one, one.content, 0)
                 return replace(message, operation=replace(one, content=content))
             case Pull() if isinstance(message.keys, EncodedValues):
                 if not self._of(message.namespace).caches_pull_keys:
@@ -210,7 +210,7 @@ class NodeFilters:
             if self._of(message.namespace).needs_pull_keys:
                 known = np.arange(message.first, message.last) if keys is None else keys
             arrived = _message_from(message.namespace, 0, max(1, rows), 0, content, known)
-            content = _decode_with(self._chain(node, message.namespace, "pull heard"), arrived).entries
+            content = _decode_with(self._chain(node, message.namespace, "pull received"), arrived).entries
         if not isinstance(content, Entries) or len(content) != rows:
             raise ProtocolError(f"expected {rows} rows of {message.namespace}, got {content}")
         states = {} if content.meta is None else content.meta.states or {}
@@ -250,7 +250,7 @@ class NodeFilters:
         caching = self._caching(node, pull.namespace, "asked here")
         arrived = _message_from(pull.namespace, pull.first, pull.last, 0, keys)
         listing = _decode_with(caching, arrived)
-        self._count_bytes(pull.namespace, "ask heard", caching, arrived, listing)
+        self._count_bytes(pull.namespace, "ask received", caching, arrived, listing)
         return listing.keys
 
     def _count_bytes(

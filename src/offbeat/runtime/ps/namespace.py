@@ -237,7 +237,7 @@ class Namespace:
     def filter_report(self) -> dict[str, dict[str, FilterBytes]]:
         """Return the bytes before and after each filter at this client, by kind of message and filter.
 
-        The kinds are "push"; "ask" for the keys that pulls list; "pull heard" for filters that are undone
+        The kinds are "push"; "ask" for the keys that pulls list; "pull received" for filters that are undone
         here.
         """
         found: dict[str, dict[str, FilterBytes]] = self._requests.call_in_order(

@@ -531,7 +531,7 @@ class SimulatedCluster:
             self.fail_invariant(f"generation {group.generation} has the weights {group.weights}")
         if self.groups and self._is_of_a_minority(self.groups[-1][1], group):
             self.fail_invariant(
-                f"generation {group.generation} has {members} alone, and most others are not heard"
+                f"generation {group.generation} has {members} alone, and most others are unreachable"
             )
         if self.groups and group.generation <= self.groups[-1][1].generation:
             self.fail_invariant(f"generation {group.generation} follows {self.groups[-1][1].generation}")
@@ -587,9 +587,9 @@ class SimulatedCluster:
         uses = self.problem.sample_uses(max(final, key=lambda simulated: simulated.follower.round).state)
         for policy in self.policies:
             state = policy.state_dict()
-            if "dealing" in state:
+            if "assigner" in state:
                 scheduler = BlockScheduler()
-                scheduler.load_state_dict(state["dealing"]["scheduler"])
+                scheduler.load_state_dict(state["assigner"]["scheduler"])
                 self._check_scheduler(samples, scheduler, uses)
 
     def _check_saved(self, answer: ConsumedSamples) -> None:
