@@ -32,8 +32,7 @@ test-quick: $(STAMP)
 	$(PYTEST) --numprocesses 2 -m 'not long' $(PURE)
 
 test-long: $(STAMP)
-	$(PYTEST) --numprocesses 2 -m long $(RERUNS)
-
+	$(PYTEST) --numprocesses 3 -m long $(RERUNS)
 
 # As root. Jobs mostly wait, so several run at a time; those that keep all cores busy run alone.
 NETWORK_TESTS := OFFBEAT_TEST_NETWORK=1 $(BIN)/python -m pytest tests/test_network.py tests/test_network_long.py -rA

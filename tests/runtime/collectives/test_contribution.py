@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.runtime.collectives.contribution import Contribution, InPlaceElements
+from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 
 
 @st.composite
@@ -26,7 +26,7 @@ def made(length, bounds, factor):
     flat, parts = whole.clone(), []
     for start, stop in bounds:
         flat[start:stop] = -1000.0
-        parts.append(InPlaceElements(start, torch.arange(start + 1.0, stop + 1), factor))
+        parts.append(ExternalElements(start, torch.arange(start + 1.0, stop + 1), factor))
     return Contribution(flat, parts), whole
 
 
@@ -60,6 +60,6 @@ def test_a_run_that_is_settled_lies_in_the_flat_tensor_and_nothing_else_is_writt
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_what_is_settled_is_scaled_as_multiplying_rounds(dtype):
     values = torch.linspace(-3, 3, 1001).to(dtype)
-    own = Contribution(torch.zeros(1001, dtype=dtype), [InPlaceElements(0, values, 1 / 3)])
+    own = Contribution(torch.zeros(1001, dtype=dtype), [ExternalElements(0, values, 1 / 3)])
     own.materialize()
     assert torch.equal(own.flat, values * (1 / 3))

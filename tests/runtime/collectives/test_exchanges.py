@@ -17,7 +17,7 @@ from offbeat.errors import WorkerError
 from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.numerics.collectives.schedules import ALGORITHMS
 from offbeat.runtime.averaging.buckets import GradientBucket
-from offbeat.runtime.collectives.contribution import InPlaceElements
+from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.collectives.torch_exchange import TorchExchange
@@ -165,14 +165,14 @@ def test_parts_that_lie_elsewhere_are_summed_from_there_to_the_same_bits_on_all(
                 flat[third : 2 * third] = torch.nan  # what lies elsewhere
                 flats.append(zeros(member._endpoint, length, dtype) if memory == "shared" else flat)
                 flats[-1].copy_(flat)
-                parts.append([InPlaceElements(third, whole[third : 2 * third], 1 / size)] if third else [])
+                parts.append([ExternalElements(third, whole[third : 2 * third], 1 / size)] if third else [])
                 expected += whole.double() / size
             kept = [[part.values.clone() for part in some] for some in parts]
             sums = [zeros(member._endpoint, length, dtype) for member in chosen.members]
             exchange_id = chosen.new_id()
             wait(
                 [
-                    member.all_reduce(flat, into, exchange_id=exchange_id, algorithm=algorithm, in_place=some)
+                    member.all_reduce(flat, into, exchange_id=exchange_id, algorithm=algorithm, external=some)
                     for member, flat, into, some in zip(chosen.members, flats, sums, parts, strict=True)
                 ]
             )
@@ -193,8 +193,8 @@ def test_a_sum_that_is_abandoned_is_not_settled_any_further():
         began, go_on = threading.Event(), threading.Event()
         two.endpoints[0].call_soon(lambda: (began.set(), go_on.wait(DEADLINE_S)))
         assert began.wait(DEADLINE_S)
-        part = InPlaceElements(0, torch.ones(length), 1.0)
-        pending = two.members[0].all_reduce(flat, into, exchange_id=two.new_id(), in_place=[part])
+        part = ExternalElements(0, torch.ones(length), 1.0)
+        pending = two.members[0].all_reduce(flat, into, exchange_id=two.new_id(), external=[part])
         abandoning = threading.Thread(target=two.members[0].abandon, args=[WorkerError("over")])
         abandoning.start()
         wait_until(lambda: two.members[0]._error, "an error")  # then `forget` waits behind what was begun

@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InPlaceElements:
+class ExternalElements:
     """Elements of a contribution that lie outside the send buffer.
 
     Attributes:
@@ -30,17 +30,17 @@ class InPlaceElements:
 
 
 class Contribution:
-    """The elements of `flat`, except those that lie in `parts` and are not settled yet.
+    """The elements of `flat`, except those in `parts` that are not materialized yet.
 
     Scaling before the sum and within it round differently, so each element must be used in one form only:
-    whatever is sent is settled first, and then also added from `flat`.
+    elements that are sent are first written to `flat`, and then also added from there.
 
     Args:
         flat: 1-D, the send buffer.
         parts: its elements that lie elsewhere, without overlap.
     """
 
-    def __init__(self, flat: torch.Tensor, parts: Sequence[InPlaceElements] = ()) -> None:
+    def __init__(self, flat: torch.Tensor, parts: Sequence[ExternalElements] = ()) -> None:
         self.flat = flat
         self._parts = sorted(parts, key=lambda part: part.start)
 
@@ -67,7 +67,7 @@ class Contribution:
             else:
                 torch.add(received[span], _values_of(part, first, end), alpha=part.factor, out=out[span])
 
-    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, InPlaceElements | None]]:
+    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, ExternalElements | None]]:
         """Yield elements `start` to `stop` as runs that lie in one part, or in `flat` (None)."""
         for part in self._parts:
             first, end = max(start, part.start), min(stop, part.start + len(part.values))
@@ -80,5 +80,5 @@ class Contribution:
             yield start, stop, None
 
 
-def _values_of(part: InPlaceElements, first: int, end: int) -> torch.Tensor:
+def _values_of(part: ExternalElements, first: int, end: int) -> torch.Tensor:
     return part.values[first - part.start : end - part.start]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from offbeat.errors import WorkerError
-from offbeat.runtime.collectives.contribution import InPlaceElements
+from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.transport.endpoint import Endpoint
 
 
@@ -49,12 +49,12 @@ class Exchange(Protocol):
         index: int = 0,
         algorithm: str = "ring",
         priority: int = 0,
-        in_place: Sequence[InPlaceElements] = (),
+        external: Sequence[ExternalElements] = (),
     ) -> PendingExchange:
         """Sums the 1-D tensor `flat` over the members, into a tensor of the same shape and dtype.
 
-        `flat` is only read, except where `in_place` says otherwise, so that the call can be repeated with the
-        same values if it fails.
+        `flat` is only read, except where `external` replaces its elements, so that the call can be repeated
+        with the same values if it fails.
 
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
@@ -64,8 +64,8 @@ class Exchange(Protocol):
                 own.
             priority: exchanges with a lower number overtake those under way. `TorchExchange` keeps the order
                 of the calls.
-            in_place: elements of `flat` whose values lie elsewhere. Where they have to be sent, they are
-                first written to `flat`.
+            external: replaces elements of `flat` by values that lie elsewhere. Those that have to be sent are
+                first copied into `flat`.
 
         Raises:
             ValueError: a member may still read `into` (`TensorMemory.may_be_read`), or the algorithm is

@@ -23,7 +23,7 @@ from offbeat.numerics.collectives.schedules import (
     schedule,
     segment_span,
 )
-from offbeat.runtime.collectives.contribution import Contribution, InPlaceElements
+from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 from offbeat.runtime.collectives.interface import PendingExchange, memory_of
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.transport.endpoint import Endpoint
@@ -65,13 +65,13 @@ class LinkExchange:
         index: int = 0,
         algorithm: str = "ring",
         priority: int = 0,
-        in_place: Sequence[InPlaceElements] = (),
+        external: Sequence[ExternalElements] = (),
     ) -> PendingExchange:
         """See `Exchange.all_reduce`."""
         run = self._prepared.pop(_tag(exchange_id, index), None)
         if run is None:
             run = self._new_run(into, algorithm, exchange_id, index)
-        return self._begin(run, Contribution(flat, in_place), priority)
+        return self._begin(run, Contribution(flat, external), priority)
 
     def prepare(
         self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import WorkerError
-from offbeat.runtime.collectives.contribution import Contribution, InPlaceElements
+from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 from offbeat.runtime.collectives.interface import PendingExchange
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 
@@ -44,10 +44,10 @@ class TorchExchange:
         index: int = 0,
         algorithm: str = "ring",
         priority: int = 0,
-        in_place: Sequence[InPlaceElements] = (),
+        external: Sequence[ExternalElements] = (),
     ) -> PendingExchange:
         """See `Exchange.all_reduce`; the process group keeps the order of the calls."""
-        Contribution(flat, in_place).materialize()
+        Contribution(flat, external).materialize()
         into.copy_(flat)
         return self._run(partial(dist.all_reduce, into, group=self._group, async_op=True))
 

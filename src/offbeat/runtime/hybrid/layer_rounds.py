@@ -24,7 +24,7 @@ from offbeat.runtime.averaging.interface import (
     join_float64,
     split_float64,
 )
-from offbeat.runtime.collectives.contribution import Contribution, InPlaceElements
+from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 from offbeat.runtime.collectives.interface import PendingExchange
 from offbeat.runtime.hybrid.layer_layout import BucketLayout, BucketPlan, SendOrder
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
@@ -33,7 +33,7 @@ from offbeat.runtime.training.writes import check_all_wrote
 
 _PROBE_BYTES = tuple(1 << power for power in range(12, 20))
 _PROBES = 3
-_IN_PLACE_BYTES_MIN = 1 << 17  # gradients of at least this size are sent without a copy
+_EXTERNAL_BYTES_MIN = 1 << 17  # gradients of at least this size are sent without a copy
 
 
 class LayerRounds:
@@ -200,7 +200,7 @@ class GradientRound:
         slots = rounds.buckets
         self._exchange_id: int | None = None  # None before anything is sent
         self._outputs = [slot.output for slot in slots]  # memory of the means
-        self._in_place: list[dict[int, InPlaceElements]] = [
+        self._external: list[dict[int, ExternalElements]] = [
             {} for _ in slots
         ]  # gradients sent without a copy, by entry
         self._missing = [len(slot.entries) for slot in slots]  # gradients still to be computed
@@ -243,7 +243,7 @@ class GradientRound:
                 "computed more often in this backward pass than in the first steps; use overlap=none"
             )
         with torch.no_grad():
-            if not self._keep_in_place(entry):
+            if not self._leave_external(entry):
                 self._pack(entry, add=self._is_packed[entry])
         self.gradient_counts[entry] += 1
         self._is_packed[entry] = True
@@ -256,24 +256,26 @@ class GradientRound:
         """Counts a new gradient, which stays in `param.grad` until `send_rest`."""
         self.gradient_counts[entry] += 1
 
-    def _keep_in_place(self, entry: int) -> bool:
-        """Keeps a large gradient in place, if it is computed once per pass and can be sent from there."""
+    def _leave_external(self, entry: int) -> bool:
+        """Leaves a large gradient outside the bucket, if it is computed once per pass and contiguous."""
         rounds = self._rounds
         gradient, (index, position) = rounds.parameters[entry].grad, rounds.layout.location_of[entry]
         assert gradient is not None
-        slot, in_place = rounds.buckets[index], self._in_place[index]
-        if entry in in_place:  # computed more often than in the first steps
-            Contribution(slot.contribution.flat, [in_place.pop(entry)]).materialize()
-        stays_in_place = (
+        slot, external = rounds.buckets[index], self._external[index]
+        if entry in external:  # computed more often than in the first steps
+            Contribution(slot.contribution.flat, [external.pop(entry)]).materialize()
+        stays_external = (
             rounds.gradients_per_pass[entry] == 1
             and not self._is_packed[entry]
-            and gradient.nbytes >= _IN_PLACE_BYTES_MIN
+            and gradient.nbytes >= _EXTERNAL_BYTES_MIN
             and gradient.is_contiguous()
             and self._scale != 0.0
         )
-        if stays_in_place:
-            in_place[entry] = InPlaceElements(slot.offsets[position], gradient.detach().view(-1), self._scale)
-        return stays_in_place
+        if stays_external:
+            external[entry] = ExternalElements(
+                slot.offsets[position], gradient.detach().view(-1), self._scale
+            )
+        return stays_external
 
     def _pack(self, entry: int, *, add: bool = False) -> None:
         """Writes or adds a scaled gradient to its bucket.
@@ -306,9 +308,9 @@ class GradientRound:
             index=index,
             algorithm=rounds.layout.algorithms[index],
             priority=rounds.layout.priorities[index],
-            in_place=[*self._in_place[index].values()],
+            external=[*self._external[index].values()],
         )
-        self._in_place[index].clear()
+        self._external[index].clear()
 
     def send_rest(self, compute_s: float) -> None:
         """Launches the remaining buckets, with gradients as they are now, and notifies the session.
