@@ -1,4 +1,4 @@
-"""A worker's side of dealing: what it has, what it owes, and when an epoch is over for it."""
+"""A worker's block queue: which blocks it holds, which it must contribute, and when its epoch is over."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_blocks_are_consumed_in_the_order_of_assignment_and_kept_until_contribut
     assert queue.started == queue.pop_contribution(is_counted=True) == ()
 
 
-def test_what_does_not_count_is_not_named_and_not_owed_either():
+def test_a_block_that_is_not_counted_is_never_contributed():
     queue = begun(3)
     queue.start(3)
     assert queue.pop_contribution(is_counted=False) == ()
     assert queue.pop_contribution(is_counted=True) == ()
 
 
-def test_blocks_are_loaded_ahead_once_each_and_taken_from_the_first():
+def test_blocks_are_loaded_ahead_once_each_and_in_order():
     queue = begun(1, 2)
     assert [queue.next_to_load(), queue.next_to_load(), queue.next_to_load()] == [block(1), block(2), None]
     assert queue.start(1)
@@ -59,7 +59,7 @@ def test_a_new_assignment_replaces_the_queue_and_what_is_being_loaded():
     assert queue.start(7)
 
 
-def test_an_epoch_is_over_when_it_was_said_and_nothing_is_left():
+def test_an_epoch_is_exhausted_after_the_last_assignment_when_no_block_is_left():
     queue = begun(1)
     queue.on_assigned(assign_blocks(is_last=True))
     assert not queue.is_exhausted
@@ -71,7 +71,7 @@ def test_an_epoch_is_over_when_it_was_said_and_nothing_is_left():
     assert not queue.is_exhausted
 
 
-def test_it_is_awaited_until_it_takes_something_or_goes_on_to_another_epoch():
+def test_a_worker_is_awaited_until_it_starts_a_block_or_begins_another_epoch():
     queue = begun(1)
     queue.on_assigned(assign_blocks(is_awaited=True))
     queue.on_assigned(assign_blocks())
@@ -83,7 +83,7 @@ def test_it_is_awaited_until_it_takes_something_or_goes_on_to_another_epoch():
     assert not queue.is_awaited
 
 
-def test_how_far_the_epoch_is_is_that_of_its_own():
+def test_the_number_of_used_samples_is_that_of_the_current_epoch():
     queue = begun()
     queue.on_assigned(assign_blocks(consumed=8))
     assert queue.samples_used == 8
@@ -96,7 +96,7 @@ def test_how_far_the_epoch_is_is_that_of_its_own():
 
 
 def test_after_a_loop_that_broke_off_only_new_assignments_count():
-    """What was dealt before the coordinator knew of it is nobody's."""
+    """Blocks that were assigned before the coordinator knew of it are dropped."""
     queue = begun(1, 2)
     queue.start(1)
     queue.discard()

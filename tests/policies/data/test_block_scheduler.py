@@ -1,4 +1,4 @@
-"""The work scheduler: each position is used exactly once, whatever is slow, dies, leaves or joins."""
+"""The block scheduler: each position is used exactly once while workers are slow, die, leave or join."""
 
 import json
 import random
@@ -20,7 +20,7 @@ def positions(*blocks: Block) -> list[int]:
 
 
 def running(members: int = 2, samples: int = 100, batch_size: int = 4, hold: bool = False, **arguments):
-    """A scheduler with members 0, 1, … in epoch 0, nothing dealt yet."""
+    """A scheduler with members 0, 1, … in epoch 0, nothing assigned yet."""
     scheduler = BlockScheduler(**arguments)
     scheduler.set_members(range(members))
     for worker in range(members):
@@ -42,7 +42,7 @@ def most(batch_size: int) -> int:
 
 
 def pool(scheduler: BlockScheduler, epoch: int = 0) -> list[int]:
-    """What nobody has."""
+    """Positions that are assigned to no worker."""
     for one in scheduler.state_dict()["epochs"]:
         if one["epoch"] == epoch:
             return sorted(position for start, stop in one["pool"] for position in range(start, stop))
@@ -55,7 +55,7 @@ def copy(scheduler: BlockScheduler, **arguments) -> BlockScheduler:
     return other
 
 
-# Hands --------------------------------------------------------------------------------------------------
+# Assignment ---------------------------------------------------------------------------------------------
 
 
 def test_blocks_are_assigned_one_to_each_member_at_a_time_up_to_ahead():
@@ -80,7 +80,7 @@ def test_a_member_that_asks_often_gets_its_next_block_only_when_the_others_have_
     assert ids(scheduler.assign()) == {0: [6], 1: [5]}
 
 
-def test_who_has_none_left_is_served_out_of_turn_because_others_may_wait_for_it():
+def test_a_member_without_blocks_is_served_out_of_turn_because_others_may_wait_for_it():
     scheduler = running(ahead=1)
     assert ids(scheduler.assign()) == {0: [0], 1: [1]}
     for expected in range(2, 10):
@@ -88,20 +88,20 @@ def test_who_has_none_left_is_served_out_of_turn_because_others_may_wait_for_it(
         assert ids(scheduler.assign()) == {0: [expected]}
 
 
-def test_who_is_no_member_is_assigned_nothing():
+def test_a_worker_that_is_no_member_is_assigned_nothing():
     scheduler = running(members=1)
     scheduler.begin_epoch(7, 0, 100, 4)
     assert set(ids(scheduler.assign())) == {0}
 
 
-def test_who_has_not_begun_an_epoch_is_assigned_nothing():
+def test_a_member_that_has_not_begun_an_epoch_is_assigned_nothing():
     scheduler = BlockScheduler()
     scheduler.set_members([0, 1])
     scheduler.begin_epoch(1, 0, 100, 4)
     assert set(ids(scheduler.assign())) == {1}
 
 
-def test_who_is_served_out_of_turn_at_the_end_leaves_the_others_an_equal_part():
+def test_a_member_served_out_of_turn_at_the_end_leaves_the_others_an_equal_part():
     scheduler = running(members=2, samples=18, batch_size=4, ahead=1)
     assert sizes(scheduler.assign()) == {0: [4], 1: [4]}
     scheduler.mark_started(0, 0)
@@ -111,7 +111,7 @@ def test_who_is_served_out_of_turn_at_the_end_leaves_the_others_an_equal_part():
     assert len(pool(scheduler)) == 3
 
 
-def test_who_has_taken_a_block_has_taken_those_before_it():
+def test_starting_a_block_also_starts_the_blocks_before_it():
     scheduler = running(ahead=3)
     scheduler.assign()
     assert scheduler.mark_started(0, 2)
@@ -122,7 +122,7 @@ def test_who_has_taken_a_block_has_taken_those_before_it():
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
-        (17, [[3, 2], [2, 2], [2, 2], [2, 2]]),  # in two hands, not 4 a member and then 1 for one of them
+        (17, [[3, 2], [2, 2], [2, 2], [2, 2]]),  # two assignments, not 4 a member and 1 for one of them
         (32, [[4, 4]] * 4),
         (31, [[4, 4]] * 3 + [[4, 3]]),
         (16, [[4]] * 4),
@@ -134,7 +134,7 @@ def test_who_has_taken_a_block_has_taken_those_before_it():
         (1, [[1], [], [], []]),
     ],
 )
-def test_the_last_two_hands_are_cut_into_equal_parts(samples, expected):
+def test_the_last_two_assignments_are_cut_into_equal_parts(samples, expected):
     assigned = sizes(running(members=4, samples=samples, batch_size=4).assign())
     assert [assigned[worker] for worker in range(4)] == expected
 
@@ -149,7 +149,7 @@ def test_the_last_two_hands_are_cut_into_equal_parts(samples, expected):
         (3, [[], [], [], []]),
     ],
 )
-def test_where_the_rest_is_dropped_blocks_are_whole_and_what_does_not_fill_one_is_left_out(samples, expected):
+def test_with_drop_last_blocks_are_full_and_the_remainder_is_left_out(samples, expected):
     scheduler = BlockScheduler()
     scheduler.set_members(range(4))
     for worker in range(4):
@@ -161,7 +161,7 @@ def test_where_the_rest_is_dropped_blocks_are_whole_and_what_does_not_fill_one_i
     assert scheduler.is_finished(0) == (samples < 4)
 
 
-def test_an_epoch_whose_rest_is_dropped_goes_on_where_a_state_was_taken_and_drops_no_more():
+def test_an_epoch_with_drop_last_resumes_from_a_state_and_drops_no_more():
     first = BlockScheduler()
     first.set_members([0])
     first.begin_epoch(0, 0, 27, 4, drop_last=True)
@@ -180,7 +180,7 @@ def test_an_epoch_whose_rest_is_dropped_goes_on_where_a_state_was_taken_and_drop
     assert sorted(positions(*assigned)) == list(range(4, 24))
 
 
-def test_an_epoch_that_goes_on_with_other_batches_drops_what_does_not_fill_one_of_those():
+def test_an_epoch_that_resumes_with_another_batch_size_drops_the_remainder_of_that_size():
     scheduler = BlockScheduler(ahead=9)
     scheduler.set_members([0])
     scheduler.begin_epoch(0, 0, 27, 6, used_ranges=((0, 4), (10, 12)), drop_last=True)
@@ -189,7 +189,7 @@ def test_an_epoch_that_goes_on_with_other_batches_drops_what_does_not_fill_one_o
     assert positions(*blocks) == [*range(4, 10), *range(12, 24)]
 
 
-def test_who_drops_the_rest_where_others_do_not_is_refused_in_words():
+def test_a_different_drop_last_of_another_worker_is_refused_by_name():
     scheduler = BlockScheduler()
     scheduler.begin_epoch(0, 0, 10, 4)
     words = "worker 0 began it with 10 samples .* of 4, but worker 1 .* 4, the rest dropped: .* drop_last"
@@ -197,12 +197,12 @@ def test_who_drops_the_rest_where_others_do_not_is_refused_in_words():
         scheduler.begin_epoch(1, 0, 10, 4, drop_last=True)
 
 
-def test_before_the_last_two_hands_blocks_hold_a_batch():
+def test_before_the_last_two_assignments_blocks_hold_a_batch():
     scheduler = running(members=2, samples=17, batch_size=4, ahead=3)
     assert sizes(scheduler.assign()) == {0: [4, 3, 2], 1: [4, 2, 2]}
 
 
-def test_who_begins_a_small_epoch_first_leaves_the_others_their_part():
+def test_the_first_worker_of_a_small_epoch_leaves_the_others_their_part():
     scheduler = BlockScheduler()
     scheduler.set_members(range(4))
     for worker in range(4):
@@ -221,7 +221,7 @@ def test_who_begins_a_small_epoch_first_leaves_the_others_their_part():
 def test_members_that_take_equally_many_end_the_epoch_in_the_same_round_after_the_fewest_rounds(
     members, samples, batch_size, ahead, order
 ):
-    """Whatever the order in which they are heard, and whether all are heard before something is dealt."""
+    """In any order of the messages, and whether all messages precede an assignment or not."""
     scheduler = running(members, samples, batch_size, hold=True, ahead=ahead)
     queues: dict[int, list[Block]] = {worker: [] for worker in range(members)}
     rounds: list[list[int]] = []
@@ -253,9 +253,9 @@ def test_members_that_take_equally_many_end_the_epoch_in_the_same_round_after_th
     assert len(rounds) == -(-blocks // members)
     counts = [len(parts) for parts in rounds]
     assert counts[:-1] == [members] * (len(rounds) - 1)
-    last_hands = min(2, len(rounds))
-    left = samples - (len(rounds) - last_hands) * members * batch_size
-    assert counts[-1] == members or left < 2 * members * last_hands
+    last_rounds = min(2, len(rounds))
+    left = samples - (len(rounds) - last_rounds) * members * batch_size
+    assert counts[-1] == members or left < 2 * members * last_rounds
     assert all(max(parts) <= most(batch_size) and max(parts) - min(parts) <= 1 for parts in rounds)
     assert batch_size == 1 or samples == 1 or min(map(min, rounds)) >= 2
     assert [len(set(parts)) for parts in rounds[:-2]] == [1] * len(rounds[:-2])
@@ -304,7 +304,7 @@ def test_members_that_accumulate_equally_many_blocks_a_round_differ_by_one_at_mo
 # Joining and leaving ------------------------------------------------------------------------------------
 
 
-def test_what_a_removed_member_has_not_taken_goes_back_and_is_assigned_first():
+def test_unstarted_blocks_of_a_removed_member_return_to_the_pool_and_are_assigned_first():
     scheduler = running(members=2, samples=100, batch_size=4, ahead=2)
     scheduler.assign()
     scheduler.mark_started(0, 0)
@@ -313,7 +313,7 @@ def test_what_a_removed_member_has_not_taken_goes_back_and_is_assigned_first():
     scheduler.mark_started(1, 1)
     assert scheduler.assign() == [BlockAssignment(1, (Block(4, 0, ((8, 12),)),), is_epoch_over=False)]
     assert not scheduler.mark_started(0, 2)
-    assert scheduler.contribute(0, 0, [0])  # what it had taken is still its own
+    assert scheduler.contribute(0, 0, [0])  # a block that it had started is still its own
     assert not scheduler.contribute(0, 1, [2])
 
 
@@ -348,7 +348,7 @@ def test_a_joining_member_ends_the_epoch_in_the_same_round_as_the_others():
     assert scheduler.is_finished(0)
 
 
-def test_blocks_that_came_back_are_cut_equally_across_their_gaps():
+def test_returned_blocks_are_cut_equally_across_their_gaps():
     scheduler = running(members=3, samples=24, batch_size=4, hold=True, ahead=2)
     scheduler.assign()
     assert pool(scheduler) == []
@@ -375,7 +375,7 @@ def test_a_block_may_lie_across_a_gap():
     scheduler.set_members([1, 2, 3, 4])
     for worker in (2, 3, 4):
         scheduler.begin_epoch(worker, 0, 16, 4, holds_until_used=True)
-    # 0 to 3 and 8 to 11 came back; worker 1 has two blocks, the three others share
+    # 0 to 3 and 8 to 11 were returned; worker 1 has two blocks, the three others share
     assigned = scheduler.assign()
     assert [blocks[0].ranges for _, blocks, _ in assigned] == [((0, 3),), ((3, 4), (8, 10)), ((10, 12),)]
     assert [len(blocks) for _, blocks, _ in assigned] == [1, 1, 1]
@@ -410,7 +410,7 @@ def test_a_worker_may_contribute_several_blocks_or_none():
     assert scheduler.state_dict()["epochs"][0]["unused"] == 1000 - 12
 
 
-def test_survivors_of_an_abandoned_round_offer_again_what_they_have_and_the_dead_ones_blocks_go_back():
+def test_after_an_abandoned_round_survivors_repeat_their_blocks_and_those_of_the_lost_return():
     scheduler = running(members=3, samples=100, batch_size=4, ahead=1)
     scheduler.assign()
     for worker in range(3):
@@ -425,7 +425,7 @@ def test_survivors_of_an_abandoned_round_offer_again_what_they_have_and_the_dead
     assert scheduler.state_dict()["epochs"][0]["unused"] == 100 - 8
 
 
-def test_what_a_lost_worker_contributed_to_a_round_that_completes_is_used():
+def test_the_contribution_of_a_lost_worker_to_a_round_that_completes_is_used():
     scheduler = running(members=2, samples=8)
     scheduler.assign()
     for worker in range(2):
@@ -435,7 +435,7 @@ def test_what_a_lost_worker_contributed_to_a_round_that_completes_is_used():
     assert scheduler.is_finished(0)
 
 
-def test_a_worker_that_is_lost_after_its_round_was_abandoned_gives_its_blocks_back():
+def test_the_blocks_of_a_worker_lost_after_its_abandoned_round_return_to_the_pool():
     scheduler = running(members=2, samples=8)
     scheduler.assign()
     scheduler.contribute(1, 0, [1])
@@ -444,7 +444,7 @@ def test_a_worker_that_is_lost_after_its_round_was_abandoned_gives_its_blocks_ba
     assert pool(scheduler) == [4, 5, 6, 7]
 
 
-def test_a_straggler_may_contribute_what_it_kept_to_a_later_round():
+def test_a_straggler_may_contribute_a_kept_block_to_a_later_round():
     scheduler = running(members=2, samples=100)
     scheduler.assign()
     scheduler.mark_started(1, 1)
@@ -458,7 +458,7 @@ def test_a_straggler_may_contribute_what_it_kept_to_a_later_round():
     assert scheduler.state_dict()["epochs"][0]["unused"] == 100 - 8
 
 
-def test_what_is_revoked_does_not_count_when_it_is_contributed_also_if_assigned_to_the_same_worker_again():
+def test_a_revoked_block_does_not_count_even_if_its_samples_are_assigned_to_the_same_worker_again():
     scheduler = running(members=1, samples=8, batch_size=4, hold=True)
     scheduler.assign()
     scheduler.mark_started(0, 0)
@@ -481,7 +481,7 @@ def test_a_member_that_was_revoked_gets_as_many_as_the_others_have():
     assert [(worker, len(blocks)) for worker, blocks, _ in scheduler.assign()] == [(1, 2)]
 
 
-def test_a_late_block_is_assigned_to_a_worker_outside_the_group_unless_it_is_of_the_last_two_hands():
+def test_a_late_block_is_assigned_outside_the_group_unless_it_is_of_the_last_two_assignments():
     scheduler = running(members=2, samples=28, batch_size=4, ahead=1)
     scheduler.begin_epoch(9, 0, 28, 4)
     assert set(ids(scheduler.assign())) == {0, 1}
@@ -518,7 +518,7 @@ def overs(assigned: list[BlockAssignment]) -> list[int]:
     return [worker for worker, _, over in assigned if over]
 
 
-def test_who_finds_nothing_left_is_informed_with_its_last_blocks_and_goes_on_while_others_finish():
+def test_a_member_receives_the_end_of_its_epoch_with_its_last_blocks_and_may_begin_the_next():
     scheduler = running(members=2, samples=8)
     assert overs(scheduler.assign()) == [0, 1]
     assert scheduler.assign() == []
@@ -530,17 +530,17 @@ def test_who_finds_nothing_left_is_informed_with_its_last_blocks_and_goes_on_whi
     assert scheduler.open_epochs() == (0, 1)
 
 
-def test_blocks_that_come_back_are_assigned_to_who_asks_next_in_whatever_epoch_it_is():
+def test_returned_blocks_are_assigned_to_a_member_that_is_in_a_later_epoch():
     scheduler = running(members=2, samples=8)
     scheduler.assign()
     scheduler.remove_worker(1)
-    assert scheduler.assign() == []  # 0 was told that epoch 0 is over for it
+    assert scheduler.assign() == []  # worker 0 was informed that epoch 0 is over for it
     scheduler.begin_epoch(0, 1, 100, 4)
     (assigned,) = scheduler.assign()
     assert assigned.blocks[0] == Block(2, 0, ((4, 8),))
 
 
-def test_nobody_is_assigned_blocks_of_an_epoch_that_it_has_not_begun():
+def test_no_worker_is_assigned_blocks_of_an_epoch_that_it_has_not_begun():
     scheduler = running(members=3, samples=8, batch_size=4)
     assert overs(scheduler.assign()) == [0, 1, 2]
     scheduler.begin_epoch(0, 1, 100, 4)
@@ -566,7 +566,7 @@ def test_held_workers_are_informed_that_the_epoch_is_over_when_every_position_is
     assert scheduler.assign() == [BlockAssignment(0, (), is_epoch_over=True)]
 
 
-def test_who_is_no_member_is_informed_that_its_epoch_is_over_when_it_is_finished():
+def test_a_worker_that_is_no_member_is_informed_when_its_epoch_is_finished():
     scheduler = running(members=1, samples=4)
     scheduler.begin_epoch(5, 0, 4, 4)
     assert overs(scheduler.assign()) == [0]
@@ -575,7 +575,7 @@ def test_who_is_no_member_is_informed_that_its_epoch_is_over_when_it_is_finished
     assert overs(scheduler.assign()) == [5]
 
 
-def test_nobody_is_let_into_an_epoch_too_far_from_the_oldest_unfinished_one():
+def test_no_worker_may_begin_an_epoch_too_far_from_the_oldest_unfinished_one():
     scheduler = running(members=2, samples=1, batch_size=4, epochs_open_max=2)
     assert scheduler.assign() == [
         BlockAssignment(0, (Block(0, 0, ((0, 1),)),), True),
@@ -592,7 +592,7 @@ def test_nobody_is_let_into_an_epoch_too_far_from_the_oldest_unfinished_one():
     scheduler.begin_epoch(1, 2, 1, 4)
 
 
-def test_with_one_open_epoch_everybody_waits_for_its_end():
+def test_with_one_open_epoch_every_worker_waits_for_its_end():
     scheduler = running(members=2, samples=8, epochs_open_max=1)
     assert overs(scheduler.assign()) == []
     for worker in range(2):
@@ -601,7 +601,7 @@ def test_with_one_open_epoch_everybody_waits_for_its_end():
     assert overs(scheduler.assign()) == [0, 1]
 
 
-def test_the_first_epoch_may_be_any_and_who_comes_late_may_begin_a_finished_one():
+def test_the_first_epoch_may_be_any_and_a_latecomer_may_begin_a_finished_one():
     scheduler = BlockScheduler()
     scheduler.set_members([0])
     scheduler.begin_epoch(0, 7, 4, 4)
@@ -613,10 +613,10 @@ def test_the_first_epoch_may_be_any_and_who_comes_late_may_begin_a_finished_one(
     assert [scheduler.is_finished(epoch) for epoch in (6, 7, 8)] == [False, True, False]
 
 
-# Going on in another job --------------------------------------------------------------------------------
+# Continuing in another job ------------------------------------------------------------------------------
 
 
-def test_what_earlier_rounds_have_used_is_known_whatever_is_assigned_taken_or_under_way():
+def test_used_ranges_are_those_of_earlier_rounds_whatever_is_assigned_or_under_way():
     scheduler = running(members=2, samples=40, batch_size=4)
     scheduler.assign()  # blocks 0 and 2 to the first, 1 and 3 to the second
     assert scheduler.used_ranges(0) == {0: ()}
@@ -631,7 +631,7 @@ def test_what_earlier_rounds_have_used_is_known_whatever_is_assigned_taken_or_un
     assert scheduler.used_ranges(2) == {0: ((0, 8), (12, 16))}
 
 
-def test_an_epoch_that_is_used_up_or_given_up_is_not_gone_on_with():
+def test_an_epoch_that_is_used_up_or_cut_is_not_continued():
     scheduler = running(members=1, samples=4, batch_size=4)
     scheduler.assign()
     scheduler.contribute(0, 0, [0])
@@ -666,7 +666,7 @@ def test_an_epoch_that_is_used_up_before_an_older_one_is_used_in_the_state():
     assert another.is_finished(1)
 
 
-def test_an_epoch_goes_on_in_another_job_where_a_state_was_taken():
+def test_another_job_continues_an_epoch_from_its_used_ranges():
     scheduler = running(members=2, samples=40, batch_size=4)
     scheduler.assign()
     scheduler.contribute(1, 0, [1])
@@ -703,7 +703,7 @@ def test_positions_that_cannot_have_been_used_are_refused(used):
 # Loops that end early -----------------------------------------------------------------------------------
 
 
-def test_what_is_forgone_counts_as_used_and_its_worker_is_assigned_blocks_again():
+def test_discarded_blocks_count_as_used_and_their_worker_is_assigned_blocks_again():
     scheduler = running(members=2, samples=100)
     scheduler.assign()
     scheduler.mark_started(0, 0)
@@ -713,7 +713,7 @@ def test_what_is_forgone_counts_as_used_and_its_worker_is_assigned_blocks_again(
     assert set(ids(scheduler.assign())) == {0}
 
 
-def test_a_retired_worker_is_assigned_nothing_and_what_it_had_counts_as_used():
+def test_a_retired_worker_is_assigned_nothing_and_its_blocks_count_as_used():
     scheduler = running(members=2, samples=16)
     scheduler.assign()
     scheduler.retire(1)
@@ -724,7 +724,7 @@ def test_a_retired_worker_is_assigned_nothing_and_what_it_had_counts_as_used():
     assert scheduler.is_finished(0)
 
 
-def test_nothing_of_a_cut_epoch_is_assigned_also_if_it_comes_back():
+def test_no_block_of_a_cut_epoch_is_assigned_even_when_it_is_returned():
     scheduler = running(members=2, samples=100)
     scheduler.assign()
     scheduler.cut_epoch(0)
@@ -738,30 +738,30 @@ def test_nothing_of_a_cut_epoch_is_assigned_also_if_it_comes_back():
     assert copy(scheduler).assign() == scheduler.assign()
 
 
-def test_who_left_its_epoch_early_may_begin_one_far_from_the_oldest_unfinished_one():
+def test_a_worker_that_left_its_epoch_early_may_begin_one_far_from_the_oldest_unfinished_one():
     scheduler = running(members=2, samples=100)
     scheduler.assign()
     scheduler.begin_epoch(0, 1, 100, 4, ends_previous_early=True)
     scheduler.begin_epoch(0, 2, 100, 4, ends_previous_early=True)
-    scheduler.begin_epoch(0, 2, 100, 4)  # says it again
-    scheduler.begin_epoch(1, 2, 100, 4)  # who follows opens nothing
+    scheduler.begin_epoch(0, 2, 100, 4)  # repeats it
+    scheduler.begin_epoch(1, 2, 100, 4)  # a follower opens nothing
     with pytest.raises(ProtocolError, match="expected epoch 0 to be finished first"):
         scheduler.begin_epoch(0, 3, 100, 4)
 
 
-def test_what_is_withdrawn_is_the_worker_s_again_as_taken():
+def test_a_withdrawn_contribution_is_a_started_block_of_its_worker_again():
     scheduler = running(members=2, samples=100)
     scheduler.assign()
     scheduler.contribute(1, 0, [1])
     scheduler.withdraw(1, 0)
-    scheduler.withdraw(1, 0)  # there is nothing of it any more
+    scheduler.withdraw(1, 0)  # nothing of it is left
     assert scheduler.started_count(1) == 1
     scheduler.complete_round(0)
     assert scheduler.used_count(0) == 0
     assert scheduler.contribute(1, 1, [1])
 
 
-def test_who_has_taken_all_keeps_it_when_it_is_left_out():
+def test_a_worker_that_has_started_all_its_blocks_keeps_them_when_it_is_excluded():
     scheduler = running(members=2, samples=100)
     scheduler.assign()
     assert scheduler.assigned_ids(1) == (1, 3)
@@ -771,7 +771,7 @@ def test_who_has_taken_all_keeps_it_when_it_is_left_out():
     assert scheduler.assigned_ids(1) == (1, 3)
 
 
-def test_who_can_use_more_blocks_at_once_is_assigned_more():
+def test_a_worker_that_begins_with_a_larger_ahead_is_assigned_more_blocks():
     scheduler = running(members=2, samples=1000, ahead=2)
     scheduler.begin_epoch(1, 0, 1000, 4, ahead=5)
     assert [len(blocks) for _, blocks, _ in scheduler.assign()] == [2, 3]  # in turn
@@ -781,8 +781,8 @@ def test_who_can_use_more_blocks_at_once_is_assigned_more():
     assert len(scheduler.assigned_ids(1)) == 5
 
 
-def test_held_workers_wait_also_with_taken_blocks():
-    """What another has may come back when nobody is there any more to use it."""
+def test_held_workers_wait_also_with_started_blocks():
+    """A block of another worker may return when no worker is left to use it."""
     scheduler = running(members=2, samples=8, hold=True)
     scheduler.assign()
     scheduler.mark_started(0, 0)
@@ -793,7 +793,7 @@ def test_held_workers_wait_also_with_taken_blocks():
 # Refusing -----------------------------------------------------------------------------------------------
 
 
-def a_little_of_everything() -> BlockScheduler:
+def scheduler_in_mid_round() -> BlockScheduler:
     """Round 0 completed, round 1 open; 0 and 1 are members, 2 is outside."""
     scheduler = running(members=3, samples=100)
     scheduler.assign()
@@ -840,8 +840,8 @@ def a_little_of_everything() -> BlockScheduler:
         ("assign_late", (0,), "got member 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_changes_nothing(call, arguments, message):
-    scheduler = a_little_of_everything()
+def test_an_impossible_call_is_refused_and_changes_nothing(call, arguments, message):
+    scheduler = scheduler_in_mid_round()
     before = scheduler.state_dict()
     with pytest.raises(ProtocolError, match=message):
         getattr(scheduler, call)(*arguments)
@@ -865,7 +865,7 @@ def test_arguments_out_of_range_are_refused(arguments):
         BlockScheduler(**arguments)
 
 
-def test_what_is_remembered_does_not_grow_with_the_rounds():
+def test_the_state_does_not_grow_with_the_number_of_rounds():
     scheduler = running(members=2, samples=4000, batch_size=1)
     queues: dict[int, list[Block]] = {0: [], 1: []}
     for round_ in range(1500):
@@ -878,7 +878,7 @@ def test_what_is_remembered_does_not_grow_with_the_rounds():
     assert len(vars(scheduler)["_workers_at_level"]) <= 2
 
 
-# Whatever happens ---------------------------------------------------------------------------------------
+# Random histories ---------------------------------------------------------------------------------------
 
 
 class Cluster(RuleBasedStateMachine):
@@ -1050,7 +1050,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: len(self.epoch) > 1)
     @rule(data=st.data())
     def retire(self, data):
-        """Its loop is over; so it also goes, for a machine's workers begin epochs as they like."""
+        """Its loop is over, so the worker also leaves: these workers begin epochs in any order."""
         worker = self.living(data)
         self.ask("retire", worker)
         self.use_unused(worker)
@@ -1066,7 +1066,7 @@ class Cluster(RuleBasedStateMachine):
         self.use_pooled()
 
     def use_pooled(self):
-        """What is nobody's, of an epoch that was cut."""
+        """Use the pooled positions of an epoch that was cut."""
         held = [number for owned in (*self.queues.values(), *self.working.values()) for number in owned]
         held += [number for blocks in self.offered.values() for number in blocks]
         for epoch in self.is_cut:
@@ -1165,7 +1165,7 @@ class Cluster(RuleBasedStateMachine):
             assert self.schedulers[0].is_finished(epoch) == whole
 
     def teardown(self):
-        """Whatever happened: as long as somebody is a member, work goes on, and every epoch finishes."""
+        """As long as a member is left, work continues and every epoch finishes."""
         if not hasattr(self, "schedulers"):
             return
         if not self.members:

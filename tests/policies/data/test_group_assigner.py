@@ -1,4 +1,4 @@
-"""Dealing to groups that change: each promise of `GroupBlockAssigner`, by hand."""
+"""Assignment to groups that change: each promise of `GroupBlockAssigner` in a small case."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SAMPLES, BATCH = 40, 4
 
 
 class Job:
-    """Dealing, and workers that say what it needs to hear; `has` is what each was dealt and has not used."""
+    """An assigner and its workers' messages; `has` holds blocks assigned to each and not yet used."""
 
     def __init__(self, workers: int, samples: int = SAMPLES, *, begin: bool = True) -> None:
         self.assigner = GroupBlockAssigner()
         self.samples = samples
         self.has: dict[int, list[Block]] = {worker: [] for worker in range(workers)}
         self.actions: list[AssignBlocks] = []
-        # What each contributes to a round that members finish with it, whether it was heard or not.
+        # Contribution of each worker to a round that members finish with it, received or not.
         self.contributes: dict[tuple[int, int], int] = defaultdict(lambda: 1)
         self.asked: list[ContributionQuery] = []
-        self.is_silent = False  # nobody answers what is asked
+        self.is_silent = False  # no member answers a query
         self.assigner.change_group(range(workers), (), 0)
         if begin:
             for worker in range(workers):
@@ -55,7 +55,7 @@ class Job:
     def ready(
         self, worker: int, round_: int, *, step: int | None = None, count: int = 1
     ) -> list[AssignBlocks]:
-        """It names its first blocks, which it has then not got any more."""
+        """The worker names its first blocks and holds them no more."""
         ids = tuple(block.id for block in self.has[worker][:count])
         del self.has[worker][:count]
         return self.names(worker, round_, ids, step=step)
@@ -96,7 +96,7 @@ class Job:
         return assignments
 
     def reports(self, query: ContributionQuery, *, since: int = 0, until: int = 40) -> None:
-        """The member that was asked answers, as one that has finished these rounds."""
+        """The queried member answers as one that has finished these rounds."""
         rounds = tuple(
             (round_, self.contributes[query.lost_worker, round_], 0)
             for round_ in range(since, until)
@@ -118,7 +118,7 @@ class Job:
             self.ready(worker, round_)
 
     def go_on(self, workers: tuple[int, ...], round_: int) -> None:
-        """These take round after round until they are dealt no more."""
+        """These workers finish round after round until they are assigned no more blocks."""
         for number in range(round_, round_ + 40):
             for worker in workers:
                 self.ready(worker, number)
@@ -127,7 +127,7 @@ class Job:
                     self.requests(worker, number + 1)
 
     def assigned_positions(self, blocks: list[Block]) -> set[int]:
-        """How often each of their positions was dealt."""
+        """How often each of their positions was assigned."""
         counter = Counter(
             one for assignment in self.actions for block in assignment.blocks for one in positions([block])
         )
@@ -165,7 +165,7 @@ def test_a_round_is_used_once_every_member_is_known_to_have_finished_it():
     assert job.used == 6 * BATCH
 
 
-def test_who_asks_for_more_says_which_rounds_it_has_finished():
+def test_a_request_for_more_samples_reports_the_finished_rounds():
     job = Job(2)
     job.round(0, (0, 1))
     job.ready(0, 1)
@@ -173,7 +173,7 @@ def test_who_asks_for_more_says_which_rounds_it_has_finished():
     assert job.used == 2 * BATCH
 
 
-def test_nothing_is_remembered_of_rounds_until_somebody_wants_samples():
+def test_rounds_are_not_remembered_until_a_worker_requests_samples():
     job = Job(2, begin=False)
     before = job.assigner.state_dict()
     for round_ in range(5):
@@ -198,7 +198,7 @@ def test_each_worker_receives_its_blocks_and_how_far_the_epoch_is():
     assert job.actions[-1].consumed == 2 * BATCH
 
 
-def test_blocks_of_nobody_are_refused():
+def test_blocks_of_another_worker_are_refused():
     job = Job(2)
     with pytest.raises(ProtocolError, match="are not worker 0's any more"):
         job.names(0, 0, (job.has[1][0].id,))
@@ -216,7 +216,7 @@ def last_epoch(samples: int = 2 * BATCH) -> Job:
     return job
 
 
-def test_a_member_that_has_nothing_is_awaited_once_another_is_ready_for_its_round():
+def test_a_member_without_blocks_is_awaited_once_another_is_ready_for_its_round():
     job = Job(3, 6, begin=False)
     for worker in range(3):
         job.requests(worker, is_last=True)
@@ -229,8 +229,8 @@ def test_a_member_that_has_nothing_is_awaited_once_another_is_ready_for_its_roun
     assert assignment_of(job.requests(0, 1, is_last=True), 0).is_awaited  # it had to take two batches
 
 
-def test_who_asks_while_its_samples_are_on_their_way_is_not_awaited():
-    """They cross: what it asks for has been dealt."""
+def test_a_member_that_asks_while_its_samples_are_on_their_way_is_not_awaited():
+    """The messages cross: the requested samples have been assigned already."""
     job = Job(2)
     job.round(0, (0, 1))
     assert job.has[0]
@@ -238,8 +238,8 @@ def test_who_asks_while_its_samples_are_on_their_way_is_not_awaited():
     assert not any(assignment.is_awaited for assignment in job.ready(1, 1))
 
 
-def test_members_that_wait_are_awaited_while_somebody_joins():
-    """Who joins takes part in a round without having been Ready for it."""
+def test_members_that_wait_are_awaited_while_another_worker_joins():
+    """A worker that joins takes part in a round without having been Ready for it."""
     job = last_epoch()
     job.round(0, (0, 1))
     job.requests(0, 1, is_last=True)
@@ -249,8 +249,8 @@ def test_members_that_wait_are_awaited_while_somebody_joins():
     assert assignment_of(job.requests(1, 1, is_last=True), 1).is_awaited
 
 
-def test_who_has_taken_a_part_of_a_round_s_batches_and_finds_no_more_goes_on_with_what_it_has():
-    """A loop that accumulates; everybody may be in the same place."""
+def test_a_member_with_some_batches_of_a_round_is_awaited_when_no_more_are_left():
+    """A loop that accumulates; all members may be in the same state."""
     job = last_epoch()
     taken = tuple(block.id for block in job.has[0])
     assignment = assignment_of(job.requests(0, is_last=True, started_blocks=taken), 0)
@@ -260,13 +260,13 @@ def test_who_has_taken_a_part_of_a_round_s_batches_and_finds_no_more_goes_on_wit
 # Death --------------------------------------------------------------------------------------------------
 
 
-def test_after_a_death_survivors_contribute_again_what_they_have_and_the_dead_one_s_goes_to_them():
+def test_after_a_loss_survivors_repeat_their_contributions_and_get_the_lost_workers_blocks():
     job = Job(3)
     first = [job.has[worker][0] for worker in range(3)]
     job.round(0, (0, 1, 2))
     rest = list(job.has[2])
     job.assigner.on_gone(2, has_reported_all=False)
-    assert job.pop_assignments() == []  # who knows what it has done
+    assert job.pop_assignments() == []  # its progress is unknown
     job.assigner.repeat_round((0, 1), 0, 0)
     job.pop_assignments()
     assert job.used == 0
@@ -275,7 +275,7 @@ def test_after_a_death_survivors_contribute_again_what_they_have_and_the_dead_on
     assert (job.assigned_positions(first[:2]), job.assigned_positions([first[2], *rest])) == ({1}, {2})
 
 
-def test_what_a_dead_worker_contributed_to_a_round_that_is_not_repeated_is_used():
+def test_the_contribution_of_a_lost_worker_to_a_round_that_is_not_repeated_is_used():
     job = Job(2)
     first, *rest = job.has[1]
     job.round(0, (0, 1))
@@ -287,7 +287,7 @@ def test_what_a_dead_worker_contributed_to_a_round_that_is_not_repeated_is_used(
     assert (job.assigned_positions([first]), job.assigned_positions(rest)) == ({1}, {2})
 
 
-def test_what_a_dead_worker_contributed_to_a_round_after_the_repeated_one_is_not_used():
+def test_the_contribution_of_a_lost_worker_to_a_round_after_the_repeated_one_is_not_used():
     job = Job(3)
     mine = list(job.has[0])
     job.round(0, (0, 1, 2))
@@ -301,7 +301,7 @@ def test_what_a_dead_worker_contributed_to_a_round_after_the_repeated_one_is_not
 
 
 @pytest.mark.parametrize("finished", [0, 1, 2])
-def test_what_who_dies_unheard_contributed_to_the_rounds_that_others_finished_is_used(finished):
+def test_unreported_contributions_of_a_lost_worker_to_rounds_that_others_finished_are_used(finished):
     job = Job(2)
     mine = list(job.has[1])
     for round_ in range(finished):
@@ -317,7 +317,7 @@ def test_what_who_dies_unheard_contributed_to_the_rounds_that_others_finished_is
 
 
 @pytest.mark.parametrize("contributed", [(0, 0), (2, 0), (0, 1), (1, 1), (0, 2)])
-def test_as_many_blocks_are_used_as_the_others_say(contributed):
+def test_as_many_blocks_of_a_lost_worker_are_used_as_the_survivors_report(contributed):
     job = Job(2)
     mine = list(job.has[1])
     for round_, count in enumerate(contributed):
@@ -334,7 +334,7 @@ def test_as_many_blocks_are_used_as_the_others_say(contributed):
     assert job.assigned_positions(mine[count:]) == ({2} if count < 2 else set())
 
 
-def test_nothing_is_completed_or_given_to_others_before_one_has_answered():
+def test_no_round_is_completed_and_no_block_reassigned_before_a_member_has_answered():
     job = Job(3)
     mine = list(job.has[2])
     job.is_silent = True
@@ -347,7 +347,7 @@ def test_nothing_is_completed_or_given_to_others_before_one_has_answered():
     job.go_on((0, 1), 1)
     assert job.used == 0
     assert job.assigned_positions(mine) == {1}
-    job.reports(job.asked[0], since=1)  # it came later, and does not know
+    job.reports(job.asked[0], since=1)  # it has no record of round 0
     assert job.used == 0
     job.reports(job.asked[1])
     assert job.used == SAMPLES - BATCH
@@ -355,7 +355,7 @@ def test_nothing_is_completed_or_given_to_others_before_one_has_answered():
     assert set(positions(assignment.blocks)) <= set(positions(mine[1:]))  # and the other half is for worker 1
 
 
-def test_when_those_who_were_asked_die_too_others_are_asked():
+def test_when_the_queried_members_are_lost_too_others_are_queried():
     job = Job(3)
     mine = list(job.has[2])
     job.is_silent = True
@@ -374,7 +374,7 @@ def test_when_those_who_were_asked_die_too_others_are_asked():
     assert job.assigned_positions(mine[:1]) == {1}
 
 
-def test_a_worker_that_was_given_up_and_returns_reports_itself_what_it_contributed():
+def test_a_worker_given_up_on_that_returns_reports_its_own_contributions():
     job = Job(2)
     mine = list(job.has[1])
     job.is_silent = True
@@ -391,7 +391,7 @@ def test_a_worker_that_was_given_up_and_returns_reports_itself_what_it_contribut
     assert (job.assigned_positions(mine[:1]), job.assigned_positions(mine[1:])) == ({1}, {2})
 
 
-def test_all_messages_of_a_node_that_leaves_in_order_are_delivered():
+def test_an_unreported_contribution_of_a_worker_that_leaves_in_order_does_not_count():
     job = Job(2)
     mine = list(job.has[1])
     job.ready(0, 0)
@@ -410,7 +410,7 @@ def test_a_worker_that_contributed_nothing_to_a_round_has_not_used_its_blocks_of
     (block,) = job.has[2]
     job.requests(0, 1, is_last=True)
     assert assignment_of(job.names(1, 1, ()), 0).is_awaited
-    job.assigner.on_left_group(2)  # it comes back into the pool, and goes to who has nothing
+    job.assigner.on_left_group(2)  # it returns to the pool and is assigned to worker 0
     job.pop_assignments()
     assert positions(job.has[0]) == positions([block])
     job.contributes[0, 1] = 0
@@ -423,7 +423,7 @@ def test_a_worker_that_contributed_nothing_to_a_round_has_not_used_its_blocks_of
 # Changes ------------------------------------------------------------------------------------------------
 
 
-def test_a_contribution_of_who_is_left_out_before_its_step_is_withdrawn_and_goes_to_others():
+def test_a_contribution_of_a_worker_excluded_before_its_step_is_withdrawn_and_reassigned():
     job = Job(3, 2 * SAMPLES)
     job.round(0, (0, 1, 2))
     mine = list(job.has[2])
@@ -455,13 +455,13 @@ def test_an_excluded_worker_keeps_its_blocks_until_it_acknowledges_the_change():
     assert (job.assigned_positions([last]), job.assigned_positions(rest)) == ({1}, {2})
 
 
-def test_who_was_left_out_and_hangs_is_given_up_on_after_the_patience_and_its_last_round_counts():
+def test_an_excluded_worker_that_hangs_is_given_up_on_after_a_timeout_and_its_last_round_counts():
     job = Job(2)
     mine = list(job.has[1])
     job.assigner.change_group((0,), (), 1)
     job.ready(0, 0)
     job.assigner.on_tick(50.0, 5.0)
-    assert job.used == 0  # nobody is known to have gone on
+    assert job.used == 0  # no worker is known to be past the change
     job.ready(0, 1)
     job.assigner.on_group_in_force(50.0)
     job.assigner.on_tick(55.0, 5.0)
@@ -469,7 +469,7 @@ def test_who_was_left_out_and_hangs_is_given_up_on_after_the_patience_and_its_la
     job.assigner.on_tick(55.1, 5.0)
     assert assignment_of(job.pop_assignments(), 1).replaces_queue
     assert job.used == 2 * BATCH
-    assert job.names(1, 0, (mine[0].id,)) == []  # at last it is heard
+    assert job.names(1, 0, (mine[0].id,)) == []  # its message arrives at last
     assert job.used == 2 * BATCH
 
 
@@ -491,10 +491,10 @@ def test_a_leaving_worker_whose_loop_is_over_is_not_waited_for():
     job.assigner.change_group((0,), (), 1)
     job.assigner.on_finished(1)
     job.requests(0, 1)
-    assert job.used == 2 * BATCH + len(positions(job.has[1]))  # what it had is nobody's
+    assert job.used == 2 * BATCH + len(positions(job.has[1]))  # its blocks count as used
 
 
-def test_who_dies_after_it_was_left_out_has_finished_its_last_round_and_no_more():
+def test_a_worker_lost_after_its_exclusion_has_finished_its_last_round_and_no_more():
     job = Job(2)
     mine = list(job.has[1])
     job.assigner.change_group((0,), (), 1)
@@ -508,13 +508,13 @@ def test_who_dies_after_it_was_left_out_has_finished_its_last_round_and_no_more(
     assert (job.assigned_positions(mine[:1]), job.assigned_positions(mine[1:])) == ({1}, {2})
 
 
-def test_in_a_repetition_who_is_left_out_loses_what_it_has_at_once():
+def test_a_worker_excluded_in_a_repetition_loses_its_blocks_at_once():
     job = Job(3)
     job.assigner.repeat_round((0, 1), 0, 0)
     assert assignment_of(job.pop_assignments(), 2).replaces_queue
 
 
-# Loops that break off, and those that are over ----------------------------------------------------------
+# Loops that break off or are over -----------------------------------------------------------------------
 
 
 def test_a_loop_that_breaks_off_cuts_the_epoch_and_is_assigned_new_blocks():
@@ -526,7 +526,7 @@ def test_a_loop_that_breaks_off_cuts_the_epoch_and_is_assigned_new_blocks():
     assert assignment_of(job.requests(1, 1, epoch=1, abandons_previous=True), 1).replaces_queue
     job.round(1, (0, 1))
     job.round(2, (0, 1))
-    assert job.used == job.samples  # or nobody's
+    assert job.used == job.samples  # or discarded
 
 
 def test_a_loop_may_break_off_again_while_others_hold_an_earlier_epoch():
@@ -536,7 +536,7 @@ def test_a_loop_may_break_off_again_while_others_hold_an_earlier_epoch():
     assert {block.epoch for block in job.has[0]} == {3}
 
 
-def test_a_worker_whose_loop_is_over_is_assigned_nothing_and_the_others_go_on_without_it():
+def test_a_worker_whose_loop_is_over_is_assigned_nothing_and_the_others_continue():
     job = Job(2)
     job.round(0, (0, 1))
     job.assigner.on_finished(1)
@@ -545,7 +545,7 @@ def test_a_worker_whose_loop_is_over_is_assigned_nothing_and_the_others_go_on_wi
     assert job.used >= 2 * BATCH
 
 
-def test_who_is_outside_is_informed_how_far_the_epoch_is():
+def test_a_worker_outside_is_informed_of_the_progress_of_the_epoch():
     job = Job(3)
     job.assigner.repeat_round((0, 1), 0, 0)
     job.pop_assignments()
@@ -560,23 +560,23 @@ def test_who_is_outside_is_informed_how_far_the_epoch_is():
     assert "so far" in assignment.reason
 
 
-# Whatever happens ---------------------------------------------------------------------------------------
+# Random histories ---------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=40))
 def test_a_state_at_any_point_gives_the_same_future(script):
-    """Also through JSON, and between an event and what is told because of it."""
+    """Also through JSON, and between an event and the actions that it causes."""
     one = Job(4, 30 * BATCH)
     other: GroupBlockAssigner | None = None
     rounds = Counter[int]()
     alive = {0, 1, 2, 3}
     step = 0
-    for number, (what, worker) in enumerate(script):
+    for number, (kind, worker) in enumerate(script):
         calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         if worker not in alive:
             continue
-        if what < 3:
+        if kind < 3:
             ids = tuple(block.id for block in one.has[worker][:1])
             round_ = max(rounds[worker], rounds[min(alive)])
             event = Ready(
@@ -590,15 +590,15 @@ def test_a_state_at_any_point_gives_the_same_future(script):
             calls = [("on_ready", (event,), {})]
             rounds[worker] += 1
             del one.has[worker][:1]
-        elif what == 3 and len(alive) > 1:
+        elif kind == 3 and len(alive) > 1:
             alive.discard(worker)
             calls = [("on_gone", (worker,), {"has_reported_all": number % 2 == 0})]
             step = min(rounds[other_one] for other_one in alive)
             furthest = max(0, min(rounds[other_one] for other_one in alive) - 1)
             calls.append(("repeat_round", (sorted(alive), furthest, step), {}))
-        elif what == 4:
+        elif kind == 4:
             calls = [("on_ready_outside", (worker,), {})]
-        elif what == 5:
+        elif kind == 5:
             calls = [("on_tick", (float(number), 1.0), {})]
         else:
             calls = [("on_group_in_force", (float(number),), {})]
@@ -622,8 +622,8 @@ def test_a_state_at_any_point_gives_the_same_future(script):
             assert actions == one.pop_assignments()
 
 
-def test_the_order_in_which_messages_arrive_does_not_change_who_uses_what():
-    """Each worker is heard in its own order; all others may be heard before or after."""
+def test_the_order_of_messages_does_not_change_which_samples_are_used():
+    """Messages of one worker arrive in order; those of the others may arrive before or after."""
     uses = []
     for turns in ((0, 1), (1, 0)):
         job = Job(2)

@@ -1,4 +1,4 @@
-"""Loans to workers outside the group, by hand: who is lent what, for whom, and what of it counts."""
+"""Late blocks of workers outside the group: which block is assigned, to which proxy, and if it counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES, BATCH = 80, 4
 
 
 class Job:
-    """Members 0 and 1; worker 9 stands outside, in the same epoch, and knows it."""
+    """Members 0 and 1; worker 9 is outside, in the same epoch, and knows it."""
 
     def __init__(self, staleness: int = 5) -> None:
         self.assigner = GroupBlockAssigner(staleness)
@@ -64,14 +64,14 @@ class Job:
         return self.assigner.pop_actions()
 
     def arrives(self, proxy: int, number: int, *, of: int = 0, by: int = 3) -> list:
-        """The gradient of parameters of step `of` is there when step `by` has been begun."""
+        """The gradient of parameters of step `of` has arrived when step `by` has been begun."""
         self.assigner.on_late_gradient(
             LateGradientArrived(now_s=0.0, worker=proxy, late_worker=9, assignment=number, step=of), by
         )
         return self.assigner.pop_actions()
 
     def use_up(self) -> list:
-        """The members use all that they get, and ask when they have nothing."""
+        """The members use all their blocks, and ask for more when they have none."""
         queues = {worker: [b.id for b in blocks_of(self.pending_actions, worker)] for worker in (0, 1)}
         pending_actions: list = []
         for round_ in range(SAMPLES):
@@ -162,10 +162,10 @@ def test_a_late_block_that_was_resolved_before_is_not_resolved_again():
     job = Job()
     job.arrives(0, 0)
     assert not job.arrives(0, 0)
-    assert not job.arrives(1, 1)  # its patron is another
+    assert not job.arrives(1, 1)  # another worker is its proxy
 
 
-def test_when_the_late_one_dies_others_get_the_block_and_what_it_brings_does_not_count():
+def test_when_a_late_worker_is_lost_others_get_its_block_and_its_gradient_does_not_count():
     job = Job()
     job.assigner.on_gone(9, has_reported_all=True)
     assert not only(ResolveLateBlock, job.assigner.pop_actions()).is_contributed
@@ -183,7 +183,7 @@ def test_when_the_proxy_dies_another_is_named():
     assert not job.arrives(0, 0)
 
 
-def test_what_a_dead_proxy_had_not_used_comes_back():
+def test_unused_samples_of_a_lost_proxy_return_to_the_pool():
     job = Job()
     job.arrives(0, 0)
     before = job.assigner._scheduler._epochs[0].pooled
@@ -222,7 +222,7 @@ def test_a_worker_that_leaves_the_epoch_early_has_no_late_block_any_more():
     assert not only(ResolveLateBlock, pending_actions).is_contributed
 
 
-def test_when_the_others_wait_for_it_the_block_is_called_in():
+def test_a_late_block_is_resolved_when_other_members_wait_for_it():
     job = Job()
     pending_actions = job.use_up()
     assert only(ResolveLateBlock, pending_actions).reason == "other members wait for the block"
@@ -235,7 +235,7 @@ def used_up(job: Job, pending_actions: list | None = None) -> bool:
     return any(blocks_assigned.is_last for blocks_assigned in of(AssignBlocks, pending_actions))
 
 
-def test_it_goes_on_alike_from_its_state():
+def test_a_restored_assigner_continues_identically():
     one = Job()
     other = Job()
     other.assigner = GroupBlockAssigner(5)

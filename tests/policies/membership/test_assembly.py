@@ -1,4 +1,4 @@
-"""Assembly: one Start when everybody is here with the same work, or one Stop that says in words why not."""
+"""Assembly: one PeerList when all workers have joined with the same work, or one AbortJob with the cause."""
 
 import json
 
@@ -51,7 +51,7 @@ def only_stop(actions: list) -> AbortJob:
 
 
 @given(st.permutations([0, 1, 2]))
-def test_the_last_to_join_starts_everybody_sorted_by_worker(order):
+def test_the_last_to_join_starts_all_workers_sorted_by_id(order):
     policy = Assembly(3)
     assert answers(policy, *map(joined, order[:2])) == []
     (start,) = policy.handle(joined(order[2]))
@@ -131,7 +131,7 @@ def test_bad_arguments_are_refused(world, deadline_s):
         (joined(1, model_signature=()), ["but 0 on worker 1", "'weight float32 (10, 5)' is the first"]),
     ],
 )
-def test_a_worker_that_came_to_do_other_work_stops_the_job_in_words(newcomer, words):
+def test_a_worker_with_other_work_stops_the_job_and_the_reason_names_the_difference(newcomer, words):
     policy = Assembly(3)
     assert policy.handle(joined(0)) == []
     stop = only_stop(policy.handle(newcomer))
@@ -139,14 +139,14 @@ def test_a_worker_that_came_to_do_other_work_stops_the_job_in_words(newcomer, wo
     assert stop.step is None
     for part in words:
         assert part in stop.reason
-    # The job has ended: who would have made it whole is told so.
+    # The job has ended: a worker that would have completed it receives the reason.
     (refuse,) = answers(policy, joined(1, peer="late"))
     assert refuse == RejectPeer(peer="late", reason=refuse.reason)
     assert "the job has ended" in refuse.reason
     assert stop.reason in refuse.reason
 
 
-def test_the_deadline_names_the_missing_and_those_present_with_their_places():
+def test_the_deadline_names_the_missing_workers_and_the_present_ones_with_their_locations():
     policy = Assembly(3, deadline_s=5.0)
     policy.handle(joined(1, now_s=100.0))
     assert policy.handle(Tick(now_s=105.0)) == []
@@ -166,7 +166,7 @@ def test_one_missing_worker_is_the_cause_of_the_stop():
     assert "worker 1 did not join within 5 s, 2 of 3 are here (worker 0 (host0" in stop.reason
 
 
-def test_the_deadline_runs_from_the_first_event_whatever_it_is():
+def test_the_deadline_runs_from_the_first_event_of_any_kind():
     policy = Assembly(3, deadline_s=5.0)
     assert answers(policy, Tick(now_s=50.0), Tick(now_s=55.0)) == []
     assert "0 of 3 are here: check" in only_stop(policy.handle(Tick(now_s=55.5))).reason
@@ -199,7 +199,7 @@ def test_no_tick_stops_a_job_that_has_started():
         (Left(now_s=1.0, worker=1, step=0), 0, "left before the start, 2 of 3 are here"),
     ],
 )
-def test_a_worker_that_goes_before_the_start_stops_the_job(event, step, words):
+def test_a_worker_that_is_lost_fails_or_leaves_before_the_start_stops_the_job(event, step, words):
     policy = Assembly(3)
     stop = only_stop(answers(policy, joined(0), joined(1), event))
     assert (stop.worker, stop.step) == (1, step)
@@ -213,13 +213,13 @@ def test_a_worker_may_fail_before_it_joins():
 
 
 @pytest.mark.parametrize("worker", [3, 1000])
-def test_a_worker_that_the_job_does_not_have_cannot_go(worker):
+def test_the_loss_of_a_worker_that_the_job_does_not_have_is_a_protocol_error(worker):
     policy = Assembly(3)
     with pytest.raises(ProtocolError, match=f"expected a worker from 0 to 2, got Lost of worker {worker}"):
         policy.handle(Lost(now_s=0.0, worker=worker, cause="closed"))
 
 
-def test_a_latecomer_is_refused_and_the_job_goes_on():
+def test_a_latecomer_is_refused_and_the_job_continues():
     policy = Assembly(3, deadline_s=30.0)
     answers(policy, *map(joined, range(3)))
     (refuse,) = policy.handle(joined(1, now_s=30.1, peer="impostor", location="elsewhere"))
@@ -234,7 +234,7 @@ def test_a_latecomer_is_refused_and_the_job_goes_on():
 
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_second_worker_of_one_id_ends_a_job_that_has_just_started(is_open):
-    """Two jobs without names at one address: it cannot be told whose workers train with one another."""
+    """Two jobs without names at one address: their workers cannot be distinguished."""
     policy = Assembly(3, deadline_s=30.0, accepts_late_joiners=is_open)
     answers(policy, *map(joined, range(3)))
     stop = only_stop(policy.handle(joined(1, now_s=30.0, peer="second", location="host9 process 9")))
@@ -250,7 +250,7 @@ def test_a_second_worker_of_one_id_ends_a_job_that_has_just_started(is_open):
 
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("changes", [{"world": 4}, {"strategy": "asp"}, {"model_signature": ()}])
-def test_a_worker_that_is_another_jobs_for_sure_is_refused_and_the_job_goes_on(is_open, changes):
+def test_a_worker_that_is_certainly_of_another_job_is_refused_and_the_job_continues(is_open, changes):
     policy = Assembly(3, accepts_late_joiners=is_open)
     answers(policy, *map(joined, range(3)))
     (refuse,) = policy.handle(joined(1, peer="stranger", **changes))
@@ -258,7 +258,7 @@ def test_a_worker_that_is_another_jobs_for_sure_is_refused_and_the_job_goes_on(i
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_a_successor_of_a_worker_that_is_gone_is_refused(is_open):
+def test_a_successor_of_a_lost_worker_is_refused(is_open):
     policy = Assembly(3, accepts_late_joiners=is_open)
     answers(policy, *map(joined, range(3)), Lost(now_s=1.0, worker=1, cause="closed"))
     (refuse,) = policy.handle(joined(1, now_s=2.0, peer="successor"))
@@ -304,7 +304,7 @@ def running_events():
 
 
 @given(st.lists(running_events()))
-def test_after_the_start_it_is_silent_about_those_who_take_part(events):
+def test_after_the_start_events_of_the_workers_cause_no_action(events):
     policy = Assembly(3)
     answers(policy, *map(joined, range(3)))
     assert answers(policy, *events) == []
@@ -321,19 +321,19 @@ def arrivals():
 
 
 @given(st.lists(arrivals() | running_events()))
-def test_whatever_comes_the_job_starts_and_stops_at_most_once_and_says_why(events):
+def test_with_any_events_the_job_starts_and_stops_at_most_once_with_a_reason(events):
     policy = Assembly(3)
     actions = answers(policy, *events)
     decisions = [action for action in actions if not isinstance(action, RejectPeer)]
     assert [type(action) for action in decisions] in ([], [PeerList], [AbortJob], [PeerList, AbortJob])
     assert all(action.reason for action in actions)
     if decisions:
-        # All before the one decision is silence, and every refusal comes after it.
+        # No action precedes the one decision, and every refusal follows it.
         assert actions[0] == decisions[0]
 
 
 @given(st.lists(arrivals() | running_events()), st.integers(0, 50))
-def test_a_policy_restored_in_the_middle_goes_on_alike(events, cut):
+def test_a_policy_restored_in_the_middle_continues_identically(events, cut):
     policy = Assembly(3, deadline_s=10.0)
     answers(policy, *events[:cut])
     restored = Assembly(3, deadline_s=10.0)
@@ -343,7 +343,7 @@ def test_a_policy_restored_in_the_middle_goes_on_alike(events, cut):
         assert restored.handle(event) == policy.handle(event)
 
 
-def test_a_restored_policy_compares_with_those_who_came_before():
+def test_a_restored_policy_compares_newcomers_with_the_workers_that_joined_before():
     policy, restored = Assembly(3), Assembly(3)
     policy.handle(joined(0))
     restored.load_state_dict(json.loads(json.dumps(policy.state_dict())))

@@ -1,4 +1,4 @@
-"""A worker's side of changing groups: what it may begin between a Halt and its Group, and what it answers."""
+"""A worker's view of a changing group: exchanges that may begin between a Halt and its Group, answers."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def take_a_step(membership: GroupMembership) -> None:
     membership.finish_step()
 
 
-def test_without_a_group_it_waits():
+def test_without_a_group_a_worker_waits():
     assert GroupMembership(0).begin_exchange() is ExchangeDecision.WAIT
 
 
-def test_it_says_why_the_group_changes_or_has_changed():
+def test_the_reason_of_the_latest_change_is_known():
     membership = GroupMembership(0)
     assert membership.change_reason == ""
     membership.on_group(group(0, 0, (0, 1, 2)))
     assert membership.change_reason == "reason of group 0"
     membership.on_halt(halt(1))
     assert membership.change_reason == "reason of halt 1"
-    membership.on_group(group(1, 5, (0, 1)))  # whose step has not come
+    membership.on_group(group(1, 5, (0, 1)))  # its step has not begun
     assert membership.change_reason == "reason of group 1"
 
 
-def test_it_counts_rounds_and_steps():
+def test_rounds_and_steps_are_counted():
     membership = member()
     take_a_step(membership)
     take_a_step(membership)
@@ -96,7 +96,7 @@ def test_an_abandoned_exchange_counts_for_nothing_and_its_group_holds_at_once():
     assert membership.finish_round()
 
 
-def test_who_is_left_out_keeps_its_gradients_to_itself():
+def test_an_excluded_worker_keeps_its_gradients_to_itself():
     membership = member(2)
     membership.on_halt(halt(1))
     membership.on_group(group(1, 0, (0, 1)))
@@ -106,19 +106,19 @@ def test_who_is_left_out_keeps_its_gradients_to_itself():
     assert membership.step == 0
 
 
-def test_who_joins_takes_the_state_and_follows_the_group_only_then():
+def test_a_joining_worker_fetches_the_state_and_only_then_follows_the_group():
     membership = member(2)
     membership.on_group(group(1, 0, (0, 1)))
     membership.on_group(group(2, 5, (0, 1, 2), joining=(2,)))
     assert membership.begin_exchange() is ExchangeDecision.FETCH_STATE
-    assert membership.generation == 1  # what its Ready says: it is not there yet
+    assert membership.generation == 1  # the generation of its Ready: it has not joined yet
     assert membership.donor == 0
     membership.on_state_received(round=7)
     assert (membership.step, membership.round, membership.generation) == (5, 7, 2)
     assert membership.begin_exchange() is ExchangeDecision.EXCHANGE
 
 
-def test_a_joiner_without_the_state_says_so():
+def test_a_joiner_without_the_state_reports_that_in_its_answer():
     membership = GroupMembership(3)
     membership.on_group(group(1, 5, (0, 1, 3), joining=(3,)))
     answer = membership.on_halt(halt(2))
@@ -126,7 +126,7 @@ def test_a_joiner_without_the_state_says_so():
     assert not answer.has_state
 
 
-def test_the_donor_gives_only_once_the_group_holds():
+def test_the_donor_sends_the_state_only_once_the_group_holds():
     membership = member(0)
     membership.on_halt(halt(1))
     membership.on_group(group(1, 1, (0, 1, 2, 3), joining=(3,)))
@@ -142,8 +142,8 @@ def test_only_the_first_that_has_the_state_is_the_donor():
     assert membership.state_recipients == (0,)
 
 
-def test_a_group_that_is_said_again_changes_nothing():
-    """A coordinator that was started again repeats its last words: ids would be used twice."""
+def test_a_repeated_group_changes_nothing():
+    """A restarted coordinator repeats its last messages: ids would be used twice."""
     membership = member()
     membership.exchange_id = 17
     membership.on_group(group(0, 0, (0, 1, 2)))
@@ -158,7 +158,7 @@ def test_a_group_that_a_later_halt_has_made_void_is_forgotten():
     assert membership.generation == 0
 
 
-def test_a_group_whose_step_has_not_come_is_void_when_exchanges_are_given_up():
+def test_a_group_whose_step_has_not_begun_is_void_when_exchanges_are_abandoned():
     """Found by a campaign: it held at once, a step early, and the group after it then did not."""
     membership = member()
     membership.begin_exchange()

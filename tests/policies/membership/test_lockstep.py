@@ -1,4 +1,4 @@
-"""Lockstep: one Group, and at most one Stop, whatever the order in which workers are heard."""
+"""Lockstep: one Group, and at most one AbortJob, in whatever order messages arrive."""
 
 import json
 import math
@@ -84,7 +84,7 @@ def test_weights_sum_to_one(world):
     assert len(group.weights) == len(group.members) == world
 
 
-def test_joins_of_an_id_twice_or_of_none_of_the_world_complete_nothing():
+def test_repeated_or_foreign_ids_do_not_complete_the_world():
     policy = Lockstep(2)
     assert answers(policy, joined(0), joined(0), joined(2), joined(7)) == []
     assert len(policy.handle(joined(1))) == 1
@@ -101,7 +101,7 @@ def test_bad_arguments_are_refused(arguments):
 def healthy_runs(draw, uneven=False, world=None, stays=False):
     """A world, and every worker's events in its own order, merged in any order.
 
-    With `stays`, workers say that they have finished and stay for the others, and then may leave or be lost.
+    With `stays`, workers report Finished and stay for the others; then they may leave or be lost.
     """
     world = draw(st.integers(1, 5)) if world is None else world
     rounds = [draw(st.integers(0, 6))] * world
@@ -124,7 +124,7 @@ def test_a_healthy_job_is_never_stopped_in_whatever_order_messages_arrive(run):
     world, _, events = run
     policy = running(world)
     assert answers(policy, *events) == []
-    # After they left, their connections close, and that is nothing.
+    # After they left, their connections close, which has no effect.
     assert answers(policy, *(lost(worker) for worker in range(world))) == []
     assert policy.state_dict()["open_rounds"] == []
 
@@ -149,14 +149,14 @@ def test_a_worker_that_stays_is_informed_that_others_continue(run):
     assert "has finished after" in stop.reason
 
 
-def test_who_leaves_while_others_stay_has_finished_too():
+def test_a_worker_that_leaves_while_others_stay_has_finished_too():
     policy = running(3)
     assert answers(policy, finished(0, 0), finished(1, 0)) == []
     assert answers(policy, left(2, 0)) == [JobComplete(reason="all workers have finished")]
 
 
 @given(healthy_runs(uneven=True))
-def test_workers_with_different_numbers_of_rounds_are_stopped_once_in_words(run):
+def test_workers_with_different_numbers_of_rounds_are_stopped_once_with_a_reason(run):
     world, rounds, events = run
     stops = answers(running(world), *events)
     if len(set(rounds)) == 1:
@@ -168,7 +168,7 @@ def test_workers_with_different_numbers_of_rounds_are_stopped_once_in_words(run)
     assert "give every worker the same number of batches" in stop.reason
 
 
-def test_the_words_of_uneven_batches():
+def test_the_message_of_uneven_batches():
     policy = running()
     answers(policy, *(ready(worker, round_) for round_ in range(10) for worker in (0, 1)))
     assert answers(policy, left(0, 10), ready(1, 10)) == [
@@ -179,7 +179,7 @@ def test_the_words_of_uneven_batches():
             "give every worker the same number of batches",
         )
     ]
-    # The same where the one who goes on is heard first.
+    # The same when the message of the worker that continues arrives first.
     policy = running()
     answers(policy, ready(0, 0), ready(1, 0), ready(1, 1))
     (stop,) = policy.handle(left(0, 1))
@@ -203,7 +203,7 @@ def test_two_workers_in_different_steps_in_one_round_are_stopped():
 
 
 @pytest.mark.parametrize("first_is_ahead", [False, True])
-def test_a_worker_that_has_left_a_batch_out_is_named_in_the_round_in_which_it_did(first_is_ahead):
+def test_a_worker_that_skipped_a_batch_is_named_in_the_round_of_the_skip(first_is_ahead):
     policy = running(3)
     answers(policy, *(ready(worker, 0, batch=1) for worker in range(3)))
     handled = [ready(0, 1, batch=2), ready(2, 1, batch=3)]
@@ -214,30 +214,30 @@ def test_a_worker_that_has_left_a_batch_out_is_named_in_the_round_in_which_it_di
     )
 
 
-def test_without_batches_of_the_session_a_batch_that_was_left_out_is_seen_in_the_next_epoch():
+def test_without_batches_of_the_session_a_skipped_batch_is_detected_in_the_next_epoch():
     policy = running()
     (stop,) = answers(policy, ready(0, 0), ready(1, 0, epoch=1))
     assert stop.reason.startswith("worker 1 has gone on to epoch 1 while worker 0 is at epoch 0, both in")
 
 
 @pytest.mark.parametrize("asks_first", [False, True])
-def test_who_has_left_batches_out_receives_the_batch_of_who_is_ready(asks_first):
+def test_a_worker_that_skipped_batches_receives_the_batch_of_the_ready_worker(asks_first):
     policy = running()
     handled = [ready(0, 0, batch=2), left_out(1, 0, batch=4, count=3)]
     assert answers(policy, *(reversed(handled) if asks_first else handled)) == [named(1, 0, 2, first=0)]
     assert answers(policy, ready(1, 0, batch=2), ready(0, 1, batch=3), ready(1, 1, batch=3)) == []
 
 
-def test_a_round_is_for_the_first_batch_that_not_all_have_left_out():
+def test_a_round_is_for_the_first_batch_that_not_all_workers_have_skipped():
     policy = running(3)
     asking = [left_out(worker, 0, batch=batch, count=batch - 1) for worker, batch in enumerate((5, 3, 4))]
     assert answers(policy, *asking) == [named(worker, 0, 3, first=1) for worker in (0, 1, 2)]
-    # Worker 1 leaves that one out, too: whether it is the round's, the two others say.
+    # Worker 1 skips that one, too: the two others decide whether it is the round's.
     assert answers(policy, left_out(1, 0, batch=4, count=3)) == []
     assert answers(policy, ready(2, 0, batch=3)) == [named(1, 0, 3, first=2)]
 
 
-def test_all_who_ask_again_are_answered_again():
+def test_all_workers_that_ask_again_are_answered_again():
     policy = running()
     assert len(answers(policy, left_out(0, 0, batch=2), left_out(1, 0, batch=2))) == 2
     asking = [left_out(worker, 0, batch=3, count=2) for worker in (1, 0)]
@@ -245,12 +245,12 @@ def test_all_who_ask_again_are_answered_again():
 
 
 @pytest.mark.parametrize("other", [{"epoch": 1, "batch": 2}, {"batch": 5}])
-def test_who_asks_for_a_round_of_a_batch_that_it_has_not_left_out_is_named(other):
+def test_a_worker_that_asks_for_a_batch_that_it_has_not_skipped_is_named(other):
     (stop,) = answers(running(), ready(0, 0, batch=2), left_out(1, 0, **other))
     assert "while worker 0 is at batch 2 of epoch 0, both in round 0: worker 1 has skipped" in stop.reason
 
 
-def test_who_asks_waits_no_longer_than_the_deadline_and_not_for_who_has_finished():
+def test_a_worker_that_asks_waits_until_the_deadline_and_not_for_a_finished_worker():
     policy = running(deadline_s=5.0)
     answers(policy, left_out(1, 0, batch=2))
     assert policy.handle(Tick(now_s=5.9)) == []
@@ -292,7 +292,7 @@ def test_a_lost_worker_is_named_with_its_step_and_the_cause(before, step, words)
 
 
 def test_the_step_is_known_from_others_that_are_further():
-    # Of three workers, 2 is heard late: but 0 in round 1 proves that round 0 was complete.
+    # Of three workers, the messages of 2 are late: but 0 in round 1 proves that round 0 was complete.
     policy = running(3)
     assert answers(policy, ready(1, 0), ready(0, 0), ready(0, 1)) == []
     assert policy.handle(lost(1))[0].step == 1
@@ -305,14 +305,14 @@ def test_a_failed_worker_is_named_with_the_step_and_error_that_it_reports():
     ]
 
 
-def test_who_fails_after_it_has_finished_ends_those_who_may_wait_for_it():
+def test_the_failure_of_a_finished_worker_ends_the_workers_that_may_wait_for_it():
     policy = running()
     answers(policy, finished(0, 0), finished(1, 0))
     (stop,) = policy.handle(Failed(now_s=1.0, worker=0, step=0, error="ValueError: no metric"))
     assert stop.reason == "worker 0 failed after 0 steps: ValueError: no metric"
 
 
-def test_before_the_group_stands_going_is_not_its_affair():
+def test_departures_before_the_group_is_formed_cause_no_action():
     policy = Lockstep(2)
     failed = Failed(now_s=0.0, worker=0, step=0, error="x")
     assert answers(policy, joined(0), lost(0), failed, left(0, 0)) == []
@@ -330,7 +330,7 @@ def test_before_the_group_stands_going_is_not_its_affair():
         ([], left(5, 0), "expected a worker from 0 to 1, got Left of worker 5"),
     ],
 )
-def test_what_no_worker_can_send_is_a_protocol_error_that_changes_nothing(before, event, words):
+def test_an_impossible_message_is_a_protocol_error_that_changes_nothing(before, event, words):
     policy = running()
     answers(policy, *before)
     state = policy.state_dict()
@@ -339,7 +339,7 @@ def test_what_no_worker_can_send_is_a_protocol_error_that_changes_nothing(before
     assert policy.state_dict() == state
 
 
-def test_ready_before_everybody_joined_is_a_protocol_error():
+def test_ready_before_all_workers_have_joined_is_a_protocol_error():
     policy = Lockstep(2)
     policy.handle(joined(0))
     with pytest.raises(
@@ -359,7 +359,7 @@ def test_a_worker_that_runs_without_exchanging_is_found(rounds_ahead_max):
     assert answers(policy, ready(1, 1), ready(0, 1 + rounds_ahead_max)) == []
 
 
-def test_what_is_remembered_does_not_grow_with_the_rounds():
+def test_the_state_does_not_grow_with_the_number_of_rounds():
     policy = running()
     answers(policy, *(ready(worker, round_) for round_ in range(5000) for worker in (0, 1)))
     assert len(json.dumps(policy.state_dict())) < 300
@@ -379,7 +379,7 @@ def test_an_outage_that_passes_changes_nothing():
     assert policy.handle(Tick(now_s=1000.0)) == []
 
 
-def test_two_workers_that_reach_only_the_coordinator_stop_the_job_in_words():
+def test_two_workers_that_reach_only_the_coordinator_stop_the_job_with_a_hint():
     policy = running(unreachable_timeout_s=3.0)
     policy.handle(unreachable(0, 1, 1.0))
     assert policy.handle(Tick(now_s=3.9)) == []
@@ -406,7 +406,7 @@ def test_a_silence_out_of_range_is_refused(unreachable_timeout_s):
         Lockstep(2, unreachable_timeout_s=unreachable_timeout_s)
 
 
-def anything(world: int = 3):
+def any_event(world: int = 3):
     """Events that mostly make sense, and some that do not."""
     workers, small = st.integers(0, world), st.integers(0, 4)
     now = st.just(1.0)
@@ -442,19 +442,19 @@ def anything(world: int = 3):
 
 @st.composite
 def histories(draw):
-    """A job of three, mostly as it should be, with anything thrown in."""
+    """A job of three, mostly as it should be, with any other events mixed in."""
     whole = [joined(worker, 3) for worker in range(3)]
     if draw(st.booleans()):
         _, _, events = draw(healthy_runs(uneven=draw(st.booleans()), world=3))
     else:
-        events = draw(st.lists(anything(), max_size=40))
-    for event in draw(st.lists(anything(), max_size=3)):
+        events = draw(st.lists(any_event(), max_size=40))
+    for event in draw(st.lists(any_event(), max_size=3)):
         events.insert(draw(st.integers(0, len(events))), event)
     return draw(st.sampled_from([whole, whole, whole, []])) + events
 
 
 @given(histories())
-def test_whatever_comes_it_answers_or_refuses_and_stops_at_most_once(events):
+def test_any_event_is_handled_or_refused_and_the_job_stops_at_most_once(events):
     policy = Lockstep(3)
     actions = []
     for event in events:
@@ -473,7 +473,7 @@ def known(policy):
 
 
 @given(histories(), st.integers(0, 43))
-def test_a_policy_restored_in_the_middle_goes_on_alike(events, cut):
+def test_a_policy_restored_in_the_middle_continues_identically(events, cut):
     def ask(policy, event):
         try:
             return policy.handle(event)

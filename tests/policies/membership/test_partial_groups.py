@@ -1,4 +1,4 @@
-"""Groups around the slow, the dead and the new, by hand: each rule of `PartialGroups` with its actions."""
+"""Groups around slow, lost and new workers: each rule of `PartialGroups` with its actions."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def only(actions: list[Action], kind: type[Any]) -> Any:
 
 
 def settle(job: Job, generation: int, members: tuple[int, ...], *, step: int, begun: bool = False) -> Group:
-    """All answer, and the Group is named with the last answer."""
+    """All members answer; the Group follows the last answer."""
     actions: list[Action] = []
     for worker in members:
         assert actions == []
@@ -132,7 +132,7 @@ def settle(job: Job, generation: int, members: tuple[int, ...], *, step: int, be
     return only(actions, Group)
 
 
-def test_the_first_group_is_of_everybody():
+def test_the_first_group_holds_all_workers():
     group = only(Job(3).begun, Group)
     assert (group.generation, group.step, group.members, group.joining) == (0, 0, (0, 1, 2), ())
     assert sum(group.weights) == pytest.approx(1)
@@ -143,15 +143,15 @@ def test_while_all_keep_up_a_ready_is_not_answered():
     assert [job.ready(worker, round) for round in range(30) for worker in range(3)] == [[]] * 90
 
 
-def test_a_straggler_is_halted_and_left_out_from_the_first_step_that_nobody_has_begun():
+def test_a_straggler_is_halted_and_excluded_from_the_first_step_that_no_worker_has_begun():
     job = Job(4, detector={"n_profile": 1, "limit": 3})
-    said = [
+    actions = [
         action
         for round in range(3)
         for worker in range(4)
         for action in job.ready(worker, round, compute_s=0.5 if worker == 2 else 0.1)
     ]
-    halt = only(said, Halt)
+    halt = only(actions, Halt)
     assert (halt.generation, halt.abandon) == (1, False)
     assert "worker 2" in halt.reason
     for worker, begun in ((0, True), (1, False), (2, False)):
@@ -192,7 +192,7 @@ def test_a_newcomer_is_taken_with_the_next_change():
     assert (group.step, group.members, group.joining) == (5, (0, 1, 2), (2,))
 
 
-def test_after_a_death_what_is_under_way_is_given_up_and_repeated():
+def test_after_a_loss_the_exchange_under_way_is_abandoned_and_repeated():
     job = Job(3)
     assert only(job.lose(1), Halt).abandon
     job.answer(0, 1, step=4, begun=True, exchange_id=5)
@@ -201,7 +201,7 @@ def test_after_a_death_what_is_under_way_is_given_up_and_repeated():
     assert group.exchange_id > 5
 
 
-def test_who_has_finished_a_round_that_others_have_not_goes_on_and_they_come_back():
+def test_a_worker_that_is_ahead_by_a_round_continues_alone_and_the_others_rejoin():
     job = Job(4)
     job.lose(3)
     job.answer(0, 1, step=5, round=5)
@@ -241,7 +241,7 @@ def test_a_worker_that_does_not_answer_a_halt_is_excluded_and_returns_later():
     assert "worker 2" in only(job.ready(2, 2, generation=0), Halt).reason
 
 
-def test_who_hangs_in_an_exchange_for_which_all_were_ready_is_asked_for_and_left_out():
+def test_a_worker_that_hangs_in_an_exchange_of_ready_workers_is_queried_and_excluded():
     job = Job(3)
     for worker in range(3):
         job.ready(worker, 0)
@@ -256,7 +256,7 @@ def test_who_hangs_in_an_exchange_for_which_all_were_ready_is_asked_for_and_left
     assert only(job.answer(1, 2, step=0, begun=True), Group).members == (0, 1)
 
 
-def test_whoever_owes_a_step_to_the_group_before_is_counted_on_though_all_are_asked_whether_they_live():
+def test_a_worker_that_owes_a_step_to_the_former_group_still_counts_during_a_liveness_query():
     job = Job(3, detector={"n_profile": 1, "limit": 2})
     for round_ in range(2):
         for worker in range(3):
@@ -267,7 +267,7 @@ def test_whoever_owes_a_step_to_the_group_before_is_counted_on_though_all_are_as
     assert only(job.lose(2), Halt).abandon  # the others wait for it in that step
 
 
-def test_nobody_is_asked_before_twice_the_silence_that_is_usual():
+def test_no_worker_is_queried_before_twice_the_usual_silence():
     job = Job(2, deadline_s=900.0)
     for round_ in range(4):  # 0.5 s are computed, and 6 s exchanged
         job.now_s = 6.5 * round_
@@ -278,7 +278,7 @@ def test_nobody_is_asked_before_twice_the_silence_that_is_usual():
     assert only(job.tick(job.now_s + 0.2), Halt)
 
 
-def test_who_only_takes_long_is_asked_less_and_less_often():
+def test_a_worker_that_only_takes_long_is_queried_less_and_less_often():
     job = Job(2, deadline_s=900.0)
     asked_s = []
     for tenth in range(1, 630):
@@ -293,7 +293,7 @@ def test_who_only_takes_long_is_asked_less_and_less_often():
     assert only(job.tick(job.now_s + 0.2), Halt)
 
 
-def test_who_keeps_the_others_waiting_is_left_out_until_it_is_ready_again():
+def test_a_worker_that_keeps_the_others_waiting_is_excluded_until_it_is_ready_again():
     job = Job(3, patience_min_s=5.0)
     for worker in (0, 1):
         job.ready(worker, 0)
@@ -310,7 +310,7 @@ def test_who_keeps_the_others_waiting_is_left_out_until_it_is_ready_again():
     assert only(job.ready(2, 0, generation=1), Halt).generation == 2
 
 
-def test_who_is_late_and_does_not_answer_either_is_left_out():
+def test_a_late_worker_that_does_not_answer_a_halt_is_excluded():
     job = Job(3)
     for worker in (0, 1):
         job.ready(worker, 0)
@@ -319,14 +319,14 @@ def test_who_is_late_and_does_not_answer_either_is_left_out():
     assert only(job.answer(1, 1, step=0, begun=True), Group).members == (0, 1)
 
 
-def test_who_leaves_while_it_is_joining_is_not_waited_for():
+def test_a_worker_that_leaves_while_it_joins_is_not_waited_for():
     job = Job(2)
     job.join(2)
     settle(job, 1, (0, 1), step=0)
     assert only(job.policy.handle(Left(now_s=0.0, worker=2, step=0)), Halt).abandon
 
 
-def test_one_who_is_late_is_not_waited_for_again_though_it_may_be_ahead():
+def test_a_late_worker_is_not_waited_for_again_even_if_it_is_ahead():
     job = Job(2)
     job.ready(0, 0)
     job.tick(9.1)
@@ -336,8 +336,8 @@ def test_one_who_is_late_is_not_waited_for_again_though_it_may_be_ahead():
     assert not only(job.ready(1, 1, generation=1), Halt).abandon  # it takes the state of the other
 
 
-def test_a_ready_that_is_said_again_is_not_judged_again():
-    """As a worker does to a coordinator that was started again."""
+def test_a_repeated_ready_is_not_classified_again():
+    """A worker repeats its Ready to a restarted coordinator."""
     job = Job(4, detector={"n_profile": 1, "limit": 3})
     for worker in range(4):
         job.ready(worker, 0)
@@ -354,7 +354,7 @@ def test_patience_is_half_as_long_as_others_wait_until_a_straggler_is_classed():
     assert only(job.tick(2.1), Halt).abandon
 
 
-def test_who_has_the_only_state_is_waited_for_though_it_hangs():
+def test_the_worker_with_the_only_state_is_waited_for_though_it_hangs():
     job = Job(1)
     job.join(1)
     assert job.tick(1.1) == []  # all members are silent: the coordinator may be the one that is cut off
@@ -387,7 +387,7 @@ def test_rounds_that_were_open_when_the_group_changed_have_a_step_too():
     assert isinstance(job.ready(1, 1, generation=1, step=0)[-1], AbortJob)
 
 
-def test_without_anybody_who_has_the_state_the_job_stops():
+def test_without_a_worker_that_has_the_state_the_job_stops():
     job = Job(1)
     job.join(1)
     *_, stop = job.lose(0)
@@ -396,8 +396,8 @@ def test_without_anybody_who_has_the_state_the_job_stops():
     assert job.policy.handle(Tick(now_s=0.1)) == []
 
 
-def test_exchange_ids_grow_also_where_nobody_has_followed_the_last_group():
-    """Somebody who has died since may have used them."""
+def test_exchange_ids_grow_also_when_no_worker_has_followed_the_last_group():
+    """A worker that has died since may have used them."""
     job = Job(3)
     job.join(3)
     first = settle(job, 1, (0, 1, 2), step=0)
@@ -409,7 +409,7 @@ def test_exchange_ids_grow_also_where_nobody_has_followed_the_last_group():
     assert actions[0].exchange_id > first.exchange_id
 
 
-def test_who_left_in_order_is_not_waited_for_and_its_step_is_kept():
+def test_a_worker_that_left_in_order_is_not_waited_for_and_its_step_is_kept():
     job = Job(3)
     job.policy.handle(Left(now_s=0.0, worker=1, step=5))
     job.answer(0, 1, step=5)
@@ -417,7 +417,7 @@ def test_who_left_in_order_is_not_waited_for_and_its_step_is_kept():
     assert (group.step, group.members) == (5, (0, 2))
 
 
-def test_a_step_that_has_begun_and_needs_one_who_has_left_is_given_up():
+def test_a_begun_step_that_needs_a_worker_that_has_left_is_abandoned():
     job = Job(3)
     job.policy.handle(Left(now_s=0.0, worker=1, step=5))
     job.answer(0, 1, step=5, begun=True)
@@ -435,8 +435,8 @@ def finish(job: Job, worker: int) -> list[Action]:
     return job.policy.handle(Finished(now_s=0.0, worker=worker, epoch=0, step=9))
 
 
-def test_a_newcomer_near_the_end_keeps_nobody_waiting_and_gets_the_final_state():
-    """Whoever has finished gives no state before all are done."""
+def test_a_newcomer_near_the_end_delays_no_worker_and_gets_the_final_state():
+    """A worker that has finished sends no state before all are done."""
     job = Job(2)
     finish(job, 0)
     assert job.join(2) == []
@@ -448,7 +448,7 @@ def test_a_newcomer_near_the_end_keeps_nobody_waiting_and_gets_the_final_state()
     assert isinstance(complete, JobComplete)
 
 
-def test_who_comes_when_all_is_over_is_refused():
+def test_a_worker_that_joins_after_the_end_is_refused():
     job = Job(2)
     finish(job, 0)
     finish(job, 1)
@@ -458,11 +458,11 @@ def test_who_comes_when_all_is_over_is_refused():
 
 
 @pytest.mark.parametrize("model", [("one",), ("another",)])
-def test_whom_the_assembly_refuses_the_group_does_not_know(model):
+def test_a_newcomer_that_the_assembly_refuses_does_not_reach_the_group(model):
     policies = [Assembly(2, accepts_late_joiners=True), PartialGroups(2)]
     actions: list[Action] = []
     for worker in range(3):
-        came = Joined(
+        event = Joined(
             now_s=0.0,
             worker=worker,
             world=2,
@@ -472,7 +472,7 @@ def test_whom_the_assembly_refuses_the_group_does_not_know(model):
             model_signature=model if worker == 2 else ("one",),
             strategy="",
         )
-        actions = dispatch_event(policies, came)
+        actions = dispatch_event(policies, event)
     assert [type(action) for action in actions] == ([PeerList, Halt] if model == ("one",) else [RejectPeer])
 
 
@@ -491,8 +491,8 @@ def test_bad_arguments_are_refused(arguments):
         PartialGroups(0)
 
 
-def test_who_has_finished_and_stays_in_the_next_group_is_not_waited_for_there():
-    """A group may change after some have finished; a step that needs them is given up all the same."""
+def test_a_finished_worker_in_the_next_group_is_not_waited_for():
+    """A group may change after some have finished; a step that needs them is abandoned nevertheless."""
     job = Job(4)
     for worker in (0, 1, 2):
         job.ready(worker, 0)
@@ -505,12 +505,12 @@ def test_who_has_finished_and_stays_in_the_next_group_is_not_waited_for_there():
         action for worker in (0, 1, 2) for action in job.answer(worker, 2, step=9, round=9, exchange_id=9)
     ]
     assert only(settled, Group).members == (0, 1, 2, 3)
-    said = job.ready(0, 9, generation=2)
-    assert only([action for action in said if isinstance(action, Halt)], Halt).abandon
+    actions = job.ready(0, 9, generation=2)
+    assert only([action for action in actions if isinstance(action, Halt)], Halt).abandon
 
 
-def test_who_is_in_a_step_that_others_have_not_got_goes_on_without_them():
-    """Whichever is heard first: that it is Ready for the step, or that the others have finished before it."""
+def test_a_worker_in_a_step_that_others_do_not_take_continues_without_them():
+    """Its Ready for the step arrives before the Finished of the other."""
     job = Job(2)
     job.ready(0, 0)
     job.ready(1, 0)
@@ -541,7 +541,7 @@ def reachable(job: Job, worker: int | None, peer: int) -> list[Action]:
     return job.policy.handle(PeerReachable(now_s=job.now_s, worker=worker, peer=peer))
 
 
-def test_one_of_two_that_cannot_reach_each_other_is_left_out_with_the_first_tick_after_a_quarter_second():
+def test_one_of_two_members_that_cannot_reach_each_other_is_excluded_after_a_quarter_second():
     job = begun(3)
     job.now_s = 1.0
     assert unreachable(job, 1, 2) == unreachable(job, 2, 1) == []
@@ -554,7 +554,7 @@ def test_one_of_two_that_cannot_reach_each_other_is_left_out_with_the_first_tick
     assert (group.members, group.step, group.reason) == ((0, 1), 3, halt.reason)
 
 
-def test_nobody_is_left_out_before_all_have_begun():
+def test_no_worker_is_excluded_before_all_have_begun():
     """A worker that has not may lack the state with which all begin."""
     job = Job(2)
     job.ready(0, 0)
@@ -577,7 +577,7 @@ def left_out(world: int) -> Job:
     return job
 
 
-def test_it_comes_back_when_nobody_reports_it_any_more():
+def test_an_excluded_worker_returns_when_no_outage_is_reported_any_more():
     job = left_out(3)
     assert reachable(job, 1, 2) == []
     halt = only(reachable(job, 2, 1), Halt)
@@ -586,7 +586,7 @@ def test_it_comes_back_when_nobody_reports_it_any_more():
     assert (group.members, group.joining) == ((0, 1, 2), (2,))
 
 
-def test_it_comes_back_as_well_when_the_other_one_is_gone():
+def test_an_excluded_worker_returns_when_its_unreachable_peer_is_lost():
     job = left_out(3)
     halt = only(job.lose(1), Halt)
     assert halt.abandon
@@ -596,7 +596,7 @@ def test_it_comes_back_as_well_when_the_other_one_is_gone():
     assert only(job.answer(0, 3, step=5), Group).joining == (2,)
 
 
-def test_it_comes_back_when_the_one_that_it_cannot_reach_is_left_out():
+def test_an_excluded_worker_returns_when_its_unreachable_peer_is_excluded():
     job = left_out(4)
     assert unreachable(job, 0, 2) == unreachable(job, 2, 0) == []
     only(job.tick(1.6), Halt)
@@ -609,7 +609,7 @@ def test_it_comes_back_when_the_one_that_it_cannot_reach_is_left_out():
     assert reachable(job, 0, 2) == reachable(job, 2, 0) == []  # it still cannot reach 3
 
 
-def test_a_mended_line_keeps_a_member_that_was_to_be_left_out():
+def test_a_restored_connection_keeps_a_member_that_was_to_be_excluded():
     job = begun(3)
     job.now_s = 1.0
     unreachable(job, 1, 2)
@@ -626,7 +626,7 @@ def test_members_that_are_silent_to_the_coordinator_are_excluded_and_not_waited_
     assert "the coordinator cannot reach worker 2: it is silent" in halt.reason
     assert settle(job, 1, (0, 1), step=3, begun=True).members == (0, 1)
     assert reachable(job, None, 2) == []
-    assert isinstance(job.answer(2, 1, step=3, begun=True)[0], Halt)  # it has heard that it was left out
+    assert isinstance(job.answer(2, 1, step=3, begun=True)[0], Halt)  # it knows of its exclusion
 
 
 def test_while_most_members_are_silent_nothing_is_decided():
@@ -639,10 +639,10 @@ def test_while_most_members_are_silent_nothing_is_decided():
         assert unreachable(job, None, worker) == []
     assert [job.tick(now_s) for now_s in (1.3, 5.0, 20.0, 100.0)] == [[], [], [], []]
     assert [job.lose(0), job.tick(101.0)] == [[], []]
-    assert only(reachable(job, None, 1), Halt).abandon  # half of those who are left
+    assert only(reachable(job, None, 1), Halt).abandon  # half of the remaining members
 
 
-def test_nobody_was_late_while_most_members_were_not_heard():
+def test_no_worker_is_late_while_most_members_are_silent():
     job = begun(3)
     for worker in range(3):
         job.ready(worker, 0)
@@ -655,8 +655,8 @@ def test_nobody_was_late_while_most_members_were_not_heard():
     assert [job.tick(9.5), job.ready(1, 1), job.ready(2, 1), job.tick(10.5)] == [[]] * 4
 
 
-def test_a_minority_does_not_decide_because_reports_come_one_by_one():
-    """Two of five are left out, then a third one is not heard: that is most of the five."""
+def test_reports_that_arrive_one_by_one_let_no_minority_decide():
+    """Two of five are excluded, then a third one is silent: that is most of the five."""
     job = begun(5)
     job.now_s = 1.0
     for worker in (3, 4):
@@ -667,7 +667,7 @@ def test_a_minority_does_not_decide_because_reports_come_one_by_one():
     assert [job.tick(now_s) for now_s in (1.8, 5.0, 20.0)] == [[], [], []]
 
 
-def test_most_members_are_late_only_when_it_would_be_known_that_they_are_silent():
+def test_lateness_of_most_members_counts_only_once_their_silence_would_be_known():
     job = begun(3, detector={"n_profile": 1, "limit": 1})
     for round_ in (0, 1):
         for worker in range(3):
@@ -677,7 +677,7 @@ def test_most_members_are_late_only_when_it_would_be_known_that_they_are_silent(
     assert only(job.tick(2.1), Halt).abandon
 
 
-def test_what_it_knows_of_outages_is_in_its_state():
+def test_outages_are_part_of_the_state():
     job = begun(5)
     job.now_s = 1.0
     for worker in (2, 3, 4):

@@ -1,4 +1,4 @@
-"""Who cannot reach whom, as reported, and without whom all the rest can reach each other."""
+"""Reported outages between workers, and exclusions after which all remaining workers reach each other."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def reported(*pairs: tuple[int | None, int]) -> Reachability:
         ([], set()),
         ([(1, 2), (2, 1)], {2}),  # the later of two
         ([(2, 1)], {1}),  # only 1 is not received
-        ([(1, 2), (2, 1), (1, 3), (3, 1)], {1}),  # whom most have lost
+        ([(1, 2), (2, 1), (1, 3), (3, 1)], {1}),  # most have lost it
         ([(0, 1), (0, 2), (1, 0), (2, 0), (3, 1), (3, 2), (1, 3), (2, 3)], {0, 3}),
-        ([(None, 0)], {0}),  # whom the coordinator does not hear
+        ([(None, 0)], {0}),  # the coordinator receives nothing from it
         ([(None, 0), (1, 0), (0, 1), (2, 1)], {0, 1}),
     ],
 )
-def test_a_member_that_most_others_have_lost_is_left_out_else_the_later_one(pairs, out):
+def test_the_member_that_most_others_have_lost_is_excluded_else_the_later_one(pairs, out):
     assert set(reported(*pairs).exclusions(range(4), ())) == out
 
 
@@ -56,11 +56,11 @@ def test_a_worker_outside_takes_no_member_s_place():
     assert set(reported((0, 3), (1, 3), (3, 0), (3, 1), (4, 3)).exclusions([3], [0, 1, 4])) == {0, 1, 4}
 
 
-def test_workers_outside_come_in_the_order_of_their_ids():
+def test_workers_outside_are_considered_in_the_order_of_their_ids():
     assert set(reported((4, 5), (5, 4)).exclusions([0], [4, 5])) == {5}
 
 
-def test_a_report_is_taken_back_and_one_of_a_worker_that_is_gone_counts_no_more():
+def test_a_report_is_withdrawn_and_one_of_a_lost_worker_no_longer_counts():
     found = reported((1, 2), (2, 1), (None, 3))
     found.on_report(reachable(2, 1))
     assert set(found.exclusions(range(4), ())) == {2, 3}
@@ -70,13 +70,13 @@ def test_a_report_is_taken_back_and_one_of_a_worker_that_is_gone_counts_no_more(
     assert found.silent_workers == set()
 
 
-def test_the_oldest_report_is_between_workers_that_the_coordinator_hears():
+def test_the_oldest_report_is_between_workers_that_the_coordinator_reaches():
     found = Reachability()
     found.on_report(unreachable(None, 1, 0.5))
     found.on_report(unreachable(1, 2, 1.0))
     assert found.oldest_outage() is None
     found.on_report(unreachable(2, 3, 5.0))
-    found.on_report(unreachable(2, 3, 6.0))  # said again
+    found.on_report(unreachable(2, 3, 6.0))  # repeated
     assert found.oldest_outage() == (5.0, 2, 3, "it is silent")
 
 
@@ -85,7 +85,7 @@ def test_the_oldest_report_is_between_workers_that_the_coordinator_hears():
     st.sets(st.integers(0, 7)),
 )
 @settings(deadline=None)
-def test_all_that_are_left_can_reach_each_other_and_members_go_only_for_a_report(pairs, members):
+def test_the_remaining_workers_reach_each_other_and_members_are_excluded_only_for_a_report(pairs, members):
     pairs = [(worker, peer) for worker, peer in pairs if worker != peer]
     found = reported(*pairs)
     out = found.exclusions(members, set(range(8)) - members)

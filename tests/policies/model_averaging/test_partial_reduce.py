@@ -31,7 +31,7 @@ from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 
 
-def anybody(group, worker):
+def accept_any(group, worker):
     return True
 
 
@@ -214,7 +214,7 @@ def test_a_single_worker_needs_no_partner():
     assert [type(action) for action in job.finished(0)] == [JobComplete]
 
 
-def test_after_the_end_nobody_joins():
+def test_after_the_end_no_worker_may_join():
     job = Job(1).begin()
     job.finished(0)
     (rejected,) = job.join(4, 1)
@@ -300,7 +300,7 @@ def isolated_pairs(window, rounds=200):
         worker = min(next_s.keys() - groups.ready, key=lambda one: (next_s[one], one))
         now_s = next_s[worker]
         groups.add(worker, now_s)
-        while (group := groups.pop_group({0, 1, 2, 3}, now_s, anybody)) is not None:
+        while (group := groups.pop_group({0, 1, 2, 3}, now_s, accept_any)) is not None:
             formed.append(group)
             for member in group:
                 next_s[member] = now_s + pace_s[member]
@@ -325,22 +325,22 @@ def test_a_group_takes_the_first_of_each_unconnected_part():
     groups = FirstReadyGroups(2, 2, 10.0)
     for worker in (0, 1):
         groups.add(worker, 0.0)
-    assert groups.pop_group({0, 1, 2}, 0.0, anybody) == (0, 1)
+    assert groups.pop_group({0, 1, 2}, 0.0, accept_any) == (0, 1)
     for worker in (1, 0, 2):
         groups.add(worker, 1.0)
-    assert groups.pop_group({0, 1, 2}, 1.0, anybody) == (1, 2)
+    assert groups.pop_group({0, 1, 2}, 1.0, accept_any) == (1, 2)
 
 
-def test_a_group_is_held_for_a_worker_of_another_part_but_not_for_ever():
+def test_a_group_is_held_for_a_worker_of_another_part_until_a_timeout():
     groups = FirstReadyGroups(2, 2, 10.0)
     for now_s in (0.0, 1.0):
         for worker in (0, 1):
             groups.add(worker, now_s)
-        formed = groups.pop_group({0, 1, 2}, now_s, anybody)
+        formed = groups.pop_group({0, 1, 2}, now_s, accept_any)
         assert formed == ((0, 1) if not now_s else None)
-    assert groups.pop_group({0, 1, 2}, 11.0, anybody) is None
+    assert groups.pop_group({0, 1, 2}, 11.0, accept_any) is None
     assert groups.timeouts == 0
-    assert groups.pop_group({0, 1, 2}, 11.5, anybody) == (0, 1)
+    assert groups.pop_group({0, 1, 2}, 11.5, accept_any) == (0, 1)
     assert groups.timeouts == 1
 
 
@@ -349,7 +349,7 @@ def test_no_group_is_held_for_a_worker_that_does_not_train_any_more():
     for now_s in (0.0, 1.0):
         groups.add(0, now_s)
         groups.add(1, now_s)
-        assert groups.pop_group({0, 1, 2} if not now_s else {0, 1}, now_s, anybody) == (0, 1)
+        assert groups.pop_group({0, 1, 2} if not now_s else {0, 1}, now_s, accept_any) == (0, 1)
 
 
 # Failures -------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_the_loss_of_a_member_cancels_its_averaging_and_no_other():
     assert not job.workers[0].is_cancelled
 
 
-def test_members_that_cannot_reach_each_other_give_up_and_do_not_meet_until_they_can():
+def test_members_that_cannot_reach_each_other_cancel_and_share_no_group_until_they_can():
     job = Job(3, size=2, window=0).begin()
     job.ready(0)
     job.ready(1)
@@ -382,7 +382,7 @@ def test_members_that_cannot_reach_each_other_give_up_and_do_not_meet_until_they
     assert members(job.emit(PeerReachable(**report))) == [(0, 1)]
 
 
-def test_two_workers_that_cannot_reach_each_other_go_on_by_themselves():
+def test_two_workers_that_cannot_reach_each_other_continue_by_themselves():
     job = Job(2).begin()
     job.emit(PeerUnreachable(now_s=1.0, worker=0, peer=1, cause="nothing comes"))
     assert job.ready(0) == []
@@ -391,7 +391,7 @@ def test_two_workers_that_cannot_reach_each_other_go_on_by_themselves():
     assert members(job.ready(0)) == [(1,)]
 
 
-def test_a_worker_from_which_nothing_comes_is_left_out():
+def test_a_silent_worker_is_excluded():
     job = Job(3, size=3).begin()
     job.ready(0)
     job.ready(1)
@@ -447,7 +447,7 @@ def request(worker, epoch=0, samples=40):
     )
 
 
-def test_the_samples_of_a_lost_worker_go_to_others():
+def test_the_samples_of_a_lost_worker_are_assigned_to_others():
     job = Job(2, size=2, shards="dynamic").begin()
     queue = []
 
@@ -526,7 +526,7 @@ def ready_of(worker, block):
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32), world=st.integers(1, 7), size=st.integers(2, 5), window=st.integers(0, 9))
-def test_whatever_happens_groups_are_disjoint_and_the_job_ends(seed, world, size, window):
+def test_with_any_events_groups_are_disjoint_and_the_job_ends(seed, world, size, window):
     chance = random.Random(seed)
     job = Job(world, size=size, window=window, hold_timeout_s=5.0, deadline_s=100.0)
     steps = dict.fromkeys(range(world), chance.randint(0, 12))

@@ -74,7 +74,7 @@ class Job:
                 self.under_way.append((sender, one.to, one.message))
 
     def settle(self, *, but=()):
-        """Delivers everything, except what goes to or comes from some."""
+        """Delivers all messages, except those to or from some nodes."""
         kept = []
         while self.under_way:
             sender, to, message = self.under_way.pop(0)
@@ -123,7 +123,7 @@ class Job:
         return sum(isinstance(message, kind) for _, _, message in self.under_way)
 
     def values(self, key):
-        """What every holder has."""
+        """Values of the key on every holder."""
         holders = self.group.view.ring.holders(SPACE, key)
         return [self.nodes[server]._store.table(SPACE).values[key] for server in holders]
 
@@ -152,7 +152,7 @@ def test_the_pushes_of_a_time_are_copied_as_one_and_acknowledged_together():
     assert job.values(5) == [5, 5, 5]
 
 
-def test_what_is_not_complete_is_nowhere():
+def test_an_incomplete_sum_is_applied_on_no_server():
     job = Job(3, 2)
     job.push(0, {5: 1}, 5, 6)
     job.settle()
@@ -161,7 +161,7 @@ def test_what_is_not_complete_is_nowhere():
     assert job.times(5) == {}
 
 
-def test_keys_that_no_content_lists_take_the_time():
+def test_keys_that_no_push_lists_also_take_its_time():
     job = Job(2, 2)
     job.push(0, {5: 1})
     job.push(1, {})
@@ -181,7 +181,7 @@ def test_a_client_may_be_ahead():
     assert job.values(5) == [11, 11]
 
 
-def test_nothing_is_lost_with_a_master_that_has_half_of_a_time():
+def test_no_push_is_lost_with_a_master_that_has_half_of_a_time():
     job = Job(4, 3)
     for client in (0, 1):
         job.push(client, {5: 1}, 5, 6)
@@ -194,7 +194,7 @@ def test_nothing_is_lost_with_a_master_that_has_half_of_a_time():
     assert len(job.done) == 3
 
 
-def test_a_time_is_complete_without_the_lost():
+def test_a_time_is_complete_without_lost_clients():
     job = Job(3, 3)
     job.push(0, {5: 1})
     job.push(1, {5: 10})
@@ -205,7 +205,7 @@ def test_a_time_is_complete_without_the_lost():
     assert job.values(5) == [11, 11, 11]
 
 
-def test_what_a_lost_client_has_pushed_counts_where_it_was_complete_and_nowhere_else():
+def test_pushes_of_a_lost_client_count_only_where_their_sum_was_complete():
     job = Job(4, 2, copies=1)
     job.push(0, dict.fromkeys(range(100), 1))
     job.push(1, dict.fromkeys(range(100), 10))
