@@ -221,7 +221,7 @@ def test_pushes_of_a_lost_client_count_only_where_their_sum_was_complete():
         assert job.values(key) == ([11, 11] if f"server-{master}" in reached else [1, 1])
 
 
-def test_a_push_of_a_lost_client_that_comes_late_is_not_taken():
+def test_a_late_push_of_a_lost_client_is_not_applied():
     job = Job(2, 2)
     job.push(1, {5: 10}, 5, 6)
     late = job.under_way.pop()
@@ -233,7 +233,7 @@ def test_a_push_of_a_lost_client_that_comes_late_is_not_taken():
     assert job.values(5) == [1, 1]
 
 
-def test_a_push_that_comes_again_counts_once():
+def test_a_repeated_push_counts_once():
     job = Job(2, 2)
     job.push(0, {5: 1}, 5, 6)
     ((sender, to, message),) = job.under_way
@@ -250,7 +250,7 @@ def test_a_push_that_comes_again_counts_once():
 # Newcomers ------------------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_begins_with_a_time_that_nobody_has_pushed():
+def test_a_newcomer_begins_with_a_time_that_no_client_has_pushed():
     job = Job(2, 2)
     for _ in range(3):
         job.push(0, {5: 1})
@@ -258,7 +258,7 @@ def test_a_newcomer_begins_with_a_time_that_nobody_has_pushed():
     job.settle()
     job.clients[2] = PsClient(2, slice_content)
     job.take("client-2", job.clients[2].on_view(job.group.view))
-    first = job.push(2, {5: 100})  # it enlists with its first push
+    first = job.push(2, {5: 100})  # it joins with its first push
     job.settle()
     assert job.clients[2].first_time("w") == 4
     for client, pushes in ((1, 3), (0, 1)):
@@ -270,7 +270,7 @@ def test_a_newcomer_begins_with_a_time_that_nobody_has_pushed():
     assert job.values(5) == [144, 144]
 
 
-def test_in_a_pause_nobody_begins_a_time():
+def test_in_a_pause_no_client_begins_a_time():
     job = Job(2, 2)
     job.clients[2] = PsClient(2, slice_content)
     job.take("client-2", job.clients[2].join_aggregation("w"))
@@ -285,7 +285,7 @@ def test_in_a_pause_nobody_begins_a_time():
     assert job.count(Push) > sent
 
 
-def test_who_pushes_no_more_withdraws_and_is_not_waited_for():
+def test_a_client_that_pushes_no_more_withdraws_and_is_not_waited_for():
     job = Job(2, 2)
     job.push(0, {5: 1})
     with pytest.raises(ProtocolError, match="expected all pushes to w to be done"):
@@ -301,7 +301,7 @@ def test_who_pushes_no_more_withdraws_and_is_not_waited_for():
     assert len(job.done) == 3
 
 
-def test_only_what_aggregates_has_participants():
+def test_only_a_namespace_that_aggregates_has_participants():
     group = ServerGroup(1)
     with pytest.raises(ProtocolError, match="expected a namespace that aggregates, got v"):
         group.on_join_aggregation(JoinAggregation(client=0, namespace="v"))
@@ -310,7 +310,7 @@ def test_only_what_aggregates_has_participants():
         group.on_join_aggregation(JoinAggregation(client=0, namespace="v"))
 
 
-def test_a_manager_that_is_started_again_in_a_pause_ends_it():
+def test_a_manager_restarted_in_a_pause_ends_the_pause():
     job = Job(2, 2)
     job.push(0, {5: 1})
     job.clients[2] = PsClient(2, slice_content)
@@ -329,8 +329,8 @@ def test_a_manager_that_is_started_again_in_a_pause_ends_it():
 # Times that clients choose --------------------------------------------------------------------------------
 
 
-def test_what_is_pushed_at_one_chosen_time_is_one_operation():
-    """Who leaves a time out and pushes later has nothing of it."""
+def test_pushes_at_one_chosen_time_are_one_operation():
+    """A client that skips a time and pushes later adds nothing to it."""
     job = Job(2, 2)
     for time in (3, 5, 9):
         job.push(0, {5: time}, time=time)
@@ -369,7 +369,7 @@ def test_a_newcomer_begins_after_the_times_that_others_have_chosen():
     assert job.values(5) == [104, 104]
 
 
-def test_a_time_that_has_been_cannot_be_chosen():
+def test_a_past_time_cannot_be_chosen():
     job = Job(2, 2)
     job.push(0, {5: 1})
     job.push(0, {5: 1}, time=7)
@@ -427,7 +427,7 @@ class NewMaster:
         )
         return self.node.on_message(f"client-{client}", push)
 
-    def hand(self, holder, *clients):
+    def hand_off(self, holder, *clients):
         operation = Operation(
             namespace="w",
             first=self.key,
@@ -443,14 +443,14 @@ class NewMaster:
         return self.node.on_message(f"server-{holder}", HandoffDone(view=9))
 
 
-def test_a_new_master_begins_no_sum_before_all_holders_have_handed_over():
+def test_a_new_master_begins_no_sum_before_the_handoffs_of_all_holders():
     """A sum with a lost client's push may be in what one of them has; another without it would not agree."""
     new = NewMaster()
     assert new.push(0) == new.push(1) == []
     assert new.end(0) == []
-    copies = [send.message for send in new.hand(1, 0, 1, 2) if isinstance(send.message, Replicate)]
+    copies = [send.message for send in new.hand_off(1, 0, 1, 2) if isinstance(send.message, Replicate)]
     assert [[mark.client for mark in copy.operation.stamps] for copy in copies] == [[0, 1, 2]]
-    assert new.end(1) == []  # both pushes wait for that one to come back
+    assert new.end(1) == []  # both pushes wait for its acknowledgement
     serial = copies[0].serial
     acknowledged = new.node.on_message(
         f"server-{new.chain[1]}", ReplicateAck(view=9, master=2, serial=serial)
@@ -462,7 +462,7 @@ def test_a_new_master_begins_no_sum_before_all_holders_have_handed_over():
     assert new.node._store.table(SPACE).values[new.key] == 3
 
 
-def test_a_new_master_that_was_handed_nothing_begins_the_sum():
+def test_a_new_master_without_handed_off_operations_begins_the_sum():
     new = NewMaster()
     new.push(0)
     new.push(1)
@@ -471,13 +471,13 @@ def test_a_new_master_that_was_handed_nothing_begins_the_sum():
     assert [mark.client for mark in send.message.operation.stamps] == [0, 1]
 
 
-def test_what_is_handed_and_has_a_push_that_is_applied_is_not_taken():
+def test_a_handed_off_operation_with_a_push_that_is_applied_is_dropped():
     new = NewMaster()
     new.push(0)
     new.push(1)
     new.end(1)
     new.end(0)
-    assert not any(isinstance(send.message, Replicate) for send in new.hand(1, 2, 0))
+    assert not any(isinstance(send.message, Replicate) for send in new.hand_off(1, 2, 0))
 
 
 # Bits -----------------------------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ class Arrays:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_sums_are_the_same_bits_in_whatever_order_pushes_come(order):
+def test_sums_are_bit_identical_in_any_order_of_pushes(order):
     numbers = np.random.default_rng(3)
     some = [
         Entries(0, numbers.normal(size=100).astype(np.float32)),

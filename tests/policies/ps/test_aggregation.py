@@ -1,4 +1,4 @@
-"""Which pushes are in which sum, against a list for every key; and what a change of participants does."""
+"""Which pushes each sum holds, compared with a list for every key, and changes of participants."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_sum_is_complete_with_its_last_push_and_is_in_the_order_of_clients():
     assert add(aggregation, 1, 1) == [(1, 0, 10, 0, 1, 2)]
 
 
-def test_several_times_wait_at_once_and_come_in_order():
+def test_several_times_wait_at_once_and_complete_in_order():
     aggregation = of({0: 1, 1: 1})
     assert add(aggregation, 0, 1) == add(aggregation, 0, 2) == add(aggregation, 0, 3) == []
     assert add(aggregation, 1, 1) == [(1, 0, 10, 0, 1)]
@@ -70,21 +70,21 @@ def test_a_cut_does_not_make_two_sums_of_one():
     assert add(aggregation, 1, 1, 0, 10) == [(1, 0, 10, 0, 1)]
 
 
-def test_who_begins_later_is_not_waited_for():
+def test_a_client_that_begins_later_is_not_waited_for():
     aggregation = of({0: 1, 1: 3})
     assert add(aggregation, 0, 2) == [(2, 0, 10, 0)]
     assert add(aggregation, 0, 3) == []
     assert add(aggregation, 1, 3) == [(3, 0, 10, 0, 1)]
 
 
-def test_who_leaves_a_range_out_is_waited_for_until_it_pushes_there_later():
+def test_a_client_that_skips_a_range_is_waited_for_until_its_later_push_there():
     aggregation = of({0: 1, 1: 1})
     assert add(aggregation, 0, 1) == []
     assert add(aggregation, 1, 2) == [(1, 0, 10, 0)]
     assert add(aggregation, 0, 2) == [(2, 0, 10, 0, 1)]
 
 
-def test_a_push_that_comes_again_counts_once_and_both_are_told():
+def test_a_repeated_push_counts_once_and_the_sum_names_both_requests():
     aggregation = of({0: 1, 1: 1})
     first, again, other = request(0, 1, 0, 10), request(0, 1, 0, 10), request(1, 1, 0, 10)
     assert aggregation.add(first, 0, 10) == aggregation.add(again, 0, 10) == []
@@ -92,13 +92,13 @@ def test_a_push_that_comes_again_counts_once_and_both_are_told():
     assert one.requests == ((first, again), (other,))
 
 
-def test_a_push_of_who_takes_no_part_is_forgotten():
+def test_a_push_of_a_client_that_takes_no_part_is_dropped():
     aggregation = of({0: 1})
     assert add(aggregation, 7, 1) == []
     assert add(aggregation, 0, 1) == [(1, 0, 10, 0)]
 
 
-def test_a_new_view_begins_again_with_what_waits_in_order():
+def test_a_new_view_returns_the_waiting_pushes_in_order():
     aggregation = of({0: 1, 1: 1, 2: 1})
     add(aggregation, 1, 2)
     add(aggregation, 0, 1)
@@ -119,7 +119,7 @@ KEYS = 12
 
 
 def sums_of_a_key(begins, pushes):
-    """What `Aggregation` promises, of one key: `pushes` are of clients and times, in order of arrival."""
+    """Sums of one key as `Aggregation` promises; `pushes` are clients and times in order of arrival."""
     sums, waiting, latest = [], [], dict.fromkeys(begins, 0)
     for client, time in pushes:
         waiting.append((time, client))

@@ -1,4 +1,4 @@
-"""The ring: everything has a place, few things move, and whoever follows the dead has what they had."""
+"""The ring: each key has holders, few keys move, and the successor of a lost server has its values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_key_is_where_looking_at_all_points_puts_it(servers, virtual_nodes, co
 
 
 @given(some_servers, st.integers(0, 500), st.integers(1, 500))
-def test_spans_are_disjoint_cover_the_range_and_say_who_holds_each_key(servers, first, length):
+def test_spans_are_disjoint_cover_the_range_and_name_the_holders_of_each_key(servers, first, length):
     ring, space = HashRing(servers, virtual_nodes=2), NamespaceSpec("w", 1000, 7)
     spans = list(ring.spans(space, first, first + length))
     assert [span.first for span in spans] == [first, *(span.last for span in spans[:-1])]
@@ -39,7 +39,7 @@ def test_spans_are_disjoint_cover_the_range_and_say_who_holds_each_key(servers, 
 
 
 @given(some_servers, st.integers(0, 30), st.integers(0, 10**4 - 1))
-def test_one_server_more_moves_only_what_it_takes_part_in(servers, server, block):
+def test_one_server_more_moves_only_keys_that_it_holds(servers, server, block):
     ring = HashRing(servers - {server}, virtual_nodes=4)
     after = ring.with_server(server)
     before, then = ring.holders(SPACE, block * 100), after.holders(SPACE, block * 100)
@@ -48,7 +48,7 @@ def test_one_server_more_moves_only_what_it_takes_part_in(servers, server, block
 
 
 @given(some_servers.filter(lambda servers: len(servers) > 1), st.data())
-def test_who_follows_a_lost_master_is_its_first_replica(servers, data):
+def test_the_successor_of_a_lost_master_is_its_first_replica(servers, data):
     ring = HashRing(servers, virtual_nodes=4)
     lost = data.draw(st.sampled_from(sorted(servers)))
     after = ring.without_server(lost)
@@ -56,7 +56,7 @@ def test_who_follows_a_lost_master_is_its_first_replica(servers, data):
         before = ring.holders(SPACE, block * 100)
         then = after.holders(SPACE, block * 100)
         left = [holder for holder in before if holder != lost]
-        assert list(then[: len(left)]) == left  # who is new comes last
+        assert list(then[: len(left)]) == left  # a new holder is the last
 
 
 @given(some_servers, some_servers, st.integers(0, RING_SIZE - 1))
@@ -113,7 +113,7 @@ def test_the_same_servers_make_the_same_ring_everywhere():
     assert HashRing(**ring.state_dict()).moves(ring) == []
 
 
-def test_a_ring_of_nobody_holds_nothing():
+def test_a_ring_without_servers_holds_nothing():
     assert HashRing([]).holders(SPACE, 0) == ()
 
 
@@ -130,7 +130,7 @@ def test_a_ring_that_cannot_be_is_refused(servers, arguments, words):
         HashRing(servers, **arguments)
 
 
-def test_what_cannot_be_asked_is_refused():
+def test_unknown_servers_and_ranges_outside_the_namespace_are_refused():
     with pytest.raises(ValueError, match=r"expected one of the servers \(1,\), got 2"):
         HashRing([1]).without_server(2)
     for first, last in ((3, 3), (-1, 3), (0, 10**6 + 1)):

@@ -1,4 +1,4 @@
-"""The manager as a policy: who is told what when servers and clients come, go and open namespaces."""
+"""The manager as a policy: its messages when servers and clients join, leave and open namespaces."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def done(client: int, task: int) -> TaskDone:
 
 
 def begins(view: ClusterView) -> dict[int, int]:
-    """Who takes part in the namespace that aggregates, and from which time on."""
+    """First time of each client that takes part in the namespace that aggregates."""
     assert all(one.namespace == "s" for one in view.participants)
     return {one.client: one.first_time for one in view.participants}
 
@@ -130,30 +130,30 @@ def missed(node: str, server: int) -> ServerUnreachable:
 
 
 def viewed(actions: list[Action]) -> ClusterView:
-    """The one view among what was decided."""
+    """The one view among the actions."""
     (found,) = [action for action in actions if isinstance(action, ClusterView)]
     return found
 
 
 def all_filled(manager: PsManager, view: ClusterView) -> ClusterView:
-    """Every server says that it has all that it gains in this view; the one that follows."""
-    said = [action for one in view.servers for action in manager.handle(filled(one.server, view.version))]
-    return viewed(said)
+    """Every server reports the transfers of this view done; returns the view that follows."""
+    actions = [action for one in view.servers for action in manager.handle(filled(one.server, view.version))]
+    return viewed(actions)
 
 
 @pytest.fixture
 def manager() -> PsManager:
-    """One whose servers have all come."""
+    """A manager whose servers have all joined."""
     manager = PsManager(SERVERS, virtual_nodes=4, copies=1)
     for server in range(SERVERS):
         manager.handle(joined(f"server-{server}"))
     return manager
 
 
-# Coming
+# Joining
 
 
-def test_nobody_is_told_anything_before_all_servers_are_there() -> None:
+def test_no_node_receives_a_view_before_all_servers_have_joined() -> None:
     manager = PsManager(3)
     assert manager.handle(joined("client-0")) == []
     assert manager.handle(joined("server-2")) == []
@@ -166,7 +166,7 @@ def test_nobody_is_told_anything_before_all_servers_are_there() -> None:
     )
 
 
-def test_a_server_that_is_lost_before_all_are_there_is_waited_for_no_more() -> None:
+def test_a_server_that_is_lost_before_all_have_joined_is_not_waited_for() -> None:
     manager = PsManager(2)
     manager.handle(joined("server-0"))
     assert manager.handle(lost("server-0")) == []
@@ -174,14 +174,14 @@ def test_a_server_that_is_lost_before_all_are_there_is_waited_for_no_more() -> N
     assert viewed(manager.handle(joined("server-2"))).ring == (1, 2)
 
 
-def test_only_a_client_that_comes_receives_the_view(manager: PsManager) -> None:
+def test_only_the_joining_client_receives_the_view(manager: PsManager) -> None:
     (view,) = manager.handle(joined("client-7"))
     assert isinstance(view, ClusterView)
     assert view.node == "client-7"
     assert view.ring == (0, 1, 2)
 
 
-def test_servers_are_informed_that_a_client_is_gone(manager: PsManager) -> None:
+def test_servers_are_informed_that_a_client_has_left_or_is_lost(manager: PsManager) -> None:
     manager.handle(joined("client-7"))
     manager.handle(joined("client-8"))
     assert manager.handle(left("client-7")) == [ForgetClient(node="client-7", reason="client-7 has left")]
@@ -189,7 +189,7 @@ def test_servers_are_informed_that_a_client_is_gone(manager: PsManager) -> None:
     assert manager.handle(lost("client-8")) == [ForgetClient(node="client-8", reason=reason)]
 
 
-def test_a_late_server_is_prepared_and_taken_in_when_all_who_gain_are_filled(manager: PsManager) -> None:
+def test_a_late_server_joins_the_ring_when_all_transfers_are_done(manager: PsManager) -> None:
     prepared = viewed(manager.handle(joined("server-9")))
     assert prepared.node == ""
     assert (prepared.ring, prepared.next_ring) == ((0, 1, 2), (0, 1, 2, 9))
@@ -201,14 +201,14 @@ def test_a_late_server_is_prepared_and_taken_in_when_all_who_gain_are_filled(man
     assert taken_in.epoch == taken_in.version
 
 
-def test_what_is_said_of_an_older_view_takes_nobody_in(manager: PsManager) -> None:
+def test_transfers_of_an_older_view_admit_no_server(manager: PsManager) -> None:
     older = viewed(manager.handle(joined("server-9")))
     manager.handle(opened("client-0"))
     for server in (0, 1, 2, 9):
         assert manager.handle(filled(server, older.version)) == []
 
 
-def test_what_was_said_of_an_older_view_is_to_be_said_again(manager: PsManager) -> None:
+def test_transfers_done_in_an_older_view_must_be_reported_again(manager: PsManager) -> None:
     manager.handle(joined("server-8"))
     older = viewed(manager.handle(joined("server-9")))
     assert manager.handle(filled(8, older.version)) == []
@@ -217,7 +217,7 @@ def test_what_was_said_of_an_older_view_is_to_be_said_again(manager: PsManager) 
     assert viewed(manager.handle(filled(8, view.version))).ring == (0, 1, 2, 8, 9)
 
 
-def test_a_server_comes_once(manager: PsManager) -> None:
+def test_a_server_joins_only_once(manager: PsManager) -> None:
     manager.handle(lost("server-1"))
     (refused,) = manager.handle(joined("server-1"))
     assert isinstance(refused, RejectPeer)
@@ -236,10 +236,10 @@ def test_a_server_without_a_number_is_refused(node: str, manager: PsManager) -> 
     assert manager.handle(opened("client-0")) != []
 
 
-# Going
+# Leaving
 
 
-def test_a_server_that_wants_to_leave_goes_when_others_have_what_it_holds(manager: PsManager) -> None:
+def test_a_leaving_server_is_removed_when_others_have_its_values(manager: PsManager) -> None:
     prepared = viewed(manager.handle(leaves(1)))
     assert (prepared.ring, prepared.next_ring) == ((0, 1, 2), (0, 2))
     gone = all_filled(manager, prepared)
@@ -257,7 +257,7 @@ def test_the_last_server_does_not_leave() -> None:
     assert all_filled(manager, view).ring == (0,)
 
 
-def test_a_server_that_is_lost_is_out_at_once_with_the_reason(manager: PsManager) -> None:
+def test_a_lost_server_is_removed_at_once_with_the_reason(manager: PsManager) -> None:
     view = viewed(manager.handle(lost("server-1")))
     assert view.node == ""
     assert view.ring == (0, 2)
@@ -292,7 +292,7 @@ def ring(manager: PsManager) -> tuple[int, ...]:
 
 
 def lone(actions: list[Action]) -> tuple[RejectPeer, ClusterView]:
-    """Who is refused, and the view without it."""
+    """The rejection, and the view without the rejected server."""
     refused, view = actions
     assert isinstance(refused, RejectPeer)
     assert isinstance(view, ClusterView)
@@ -355,14 +355,14 @@ def test_while_more_than_half_of_the_servers_are_silent_none_is_lost_for_silence
     }
 
 
-def test_of_servers_that_are_silent_those_whose_processes_are_closed_are_lost_at_once() -> None:
+def test_silent_servers_with_closed_processes_are_lost_at_once() -> None:
     manager = five()
     for server in (1, 2, 3):
         manager.handle(silent(f"server-{server}", 1.25))
     assert viewed(manager.handle(lost("server-1"))).ring == (0, 2, 3, 4)
 
 
-def test_a_silent_server_with_the_last_copy_is_waited_for_and_that_is_said() -> None:
+def test_a_silent_server_with_the_last_copy_is_waited_for_and_that_is_reported() -> None:
     manager = five(copies=0)
     manager.handle(silent("server-1", 1.25))
     (view,) = tick(manager, 11.0)
@@ -376,7 +376,7 @@ def test_a_silent_server_with_the_last_copy_is_waited_for_and_that_is_said() -> 
     assert (view.silent_servers, view.reason) == ((), "server-1 is no longer waited for")
 
 
-def test_a_silent_server_is_lost_only_while_one_that_is_not_silent_has_the_same() -> None:
+def test_a_silent_server_is_lost_only_while_a_server_that_is_not_silent_has_the_same_values() -> None:
     manager = PsManager(5, virtual_nodes=1, copies=1)
     for server in range(5):
         manager.handle(joined(f"server-{server}"))
@@ -391,7 +391,7 @@ def test_a_silent_server_is_lost_only_while_one_that_is_not_silent_has_the_same(
     assert refused.peer == f"server-{one}"
 
 
-def test_a_silent_server_that_is_waited_for_is_given_up_when_somebody_says_so() -> None:
+def test_a_silent_server_that_is_waited_for_is_removed_on_request() -> None:
     manager = five(copies=0)
     manager.handle(opened("client-0"))
     manager.handle(silent("server-1", 1.25))
@@ -402,7 +402,7 @@ def test_a_silent_server_that_is_waited_for_is_given_up_when_somebody_says_so() 
     assert {arc.server for arc in view.lost} == {1}
 
 
-def test_that_one_server_cannot_reach_another_is_no_loss_as_long_as_the_manager_can(
+def test_an_outage_between_two_servers_that_ends_before_10_s_loses_neither(
     manager: PsManager,
 ) -> None:
     assert manager.handle(missed("server-0", 1)) == []
@@ -412,7 +412,7 @@ def test_that_one_server_cannot_reach_another_is_no_loss_as_long_as_the_manager_
     assert ring(manager) == (0, 1, 2)
 
 
-def test_what_a_server_reports_on_itself_is_ignored(manager: PsManager) -> None:
+def test_reports_of_a_server_about_itself_are_ignored(manager: PsManager) -> None:
     assert manager.handle(missed("server-1", 1)) == []
     assert tick(manager, 100.0) == []
     assert ring(manager) == (0, 1, 2)
@@ -430,7 +430,7 @@ def test_of_two_servers_that_do_not_reach_each_other_for_10_s_the_later_one_is_l
     )
 
 
-def test_of_two_servers_that_do_not_reach_each_other_the_one_that_more_are_apart_from_is_lost() -> None:
+def test_of_two_servers_that_do_not_reach_each_other_the_one_with_more_outages_is_lost() -> None:
     manager = five()
     for reporter, server in (("server-2", 1), ("server-1", 4), ("server-3", 1)):
         manager.handle(missed(reporter, server))
@@ -449,7 +449,7 @@ def test_of_two_servers_that_do_not_reach_each_other_both_stay_if_each_has_a_las
     assert tick(manager, 100.0) == []
 
 
-def test_a_server_that_was_silent_has_time_to_reach_the_others_too_when_it_is_back(
+def test_a_returning_silent_server_has_time_to_reach_the_other_servers(
     manager: PsManager,
 ) -> None:
     manager.handle(silent("server-1", 0.0, 0.0))
@@ -460,7 +460,7 @@ def test_a_server_that_was_silent_has_time_to_reach_the_others_too_when_it_is_ba
     assert tick(manager, 100.0) == []
 
 
-def test_what_is_said_of_servers_that_are_gone_counts_no_more(manager: PsManager) -> None:
+def test_reports_about_removed_servers_do_not_count(manager: PsManager) -> None:
     manager.handle(missed("server-2", 77))
     manager.handle(missed("server-2", 1))
     manager.handle(lost("server-1"))
@@ -482,7 +482,7 @@ def all_lost(*, on_loss: str = "") -> PsManager:
     return manager
 
 
-def test_what_is_lost_with_the_last_server_that_had_it_is_said_to_everybody() -> None:
+def test_keys_lost_with_their_last_server_are_announced_to_all_nodes() -> None:
     manager = all_lost()
     view = viewed(manager.handle(joined("client-3")))
     assert (view.ring, view.lost_arcs_dropped) == ((), ((0, 2**62),))
@@ -491,7 +491,7 @@ def test_what_is_lost_with_the_last_server_that_had_it_is_said_to_everybody() ->
     assert all_filled(manager, prepared).lost == view.lost
 
 
-def test_what_is_lost_is_so_until_the_namespace_is_to_go_on_from_zero() -> None:
+def test_keys_stay_lost_until_the_namespace_is_opened_with_reset() -> None:
     manager = all_lost()
     view = viewed(manager.handle(replace(opened("client-0"), on_loss="reset")))
     assert view.lost == ()
@@ -499,7 +499,7 @@ def test_what_is_lost_is_so_until_the_namespace_is_to_go_on_from_zero() -> None:
     assert view.reason == "the namespace w was opened and restarts from zero after losses"
 
 
-def test_a_namespace_that_goes_on_from_zero_loses_nothing_until_that_is_to_be_an_error_again() -> None:
+def test_a_namespace_with_reset_loses_nothing_until_it_is_opened_with_error() -> None:
     manager = all_lost(on_loss="reset")
     assert viewed(manager.handle(joined("client-3"))).lost == ()
     for server in (8, 9):
@@ -509,33 +509,33 @@ def test_a_namespace_that_goes_on_from_zero_loses_nothing_until_that_is_to_be_an
     assert {arc.server for arc in viewed(manager.handle(lost("server-9"))).lost} == {9}
 
 
-def test_what_is_lost_already_is_not_lost_once_more() -> None:
+def test_lost_keys_are_not_lost_a_second_time() -> None:
     manager = all_lost()
     all_filled(manager, viewed(manager.handle(joined("server-8"))))
     assert [arc.loss for arc in viewed(manager.handle(lost("server-8"))).lost] == [1]
 
 
-def test_an_on_loss_that_there_is_not_is_refused(manager: PsManager) -> None:
+def test_an_unknown_on_loss_is_refused(manager: PsManager) -> None:
     (refused,) = manager.handle(replace(opened("client-0"), on_loss="hope"))
     assert isinstance(refused, RejectNamespace)
     assert 'expected on_loss to be "error" or "reset", got \'hope\'' in refused.reason
 
 
-# Who may say what
+# Permissions of senders
 
 
-def test_a_client_may_not_speak_for_servers(manager: PsManager) -> None:
-    """A client's number may be a server's; what a server has is for itself to say."""
+def test_a_client_may_not_send_reports_of_servers(manager: PsManager) -> None:
+    """A client's number may be a server's; only a server reports its own transfers."""
     view = viewed(manager.handle(joined("server-9")))
     for server in (0, 1, 2, 9):
-        said = ServerTransferDone(now_s=0.0, node=f"client-{server}", view=view.version)
-        (refused,) = manager.handle(said)
+        report = ServerTransferDone(now_s=0.0, node=f"client-{server}", view=view.version)
+        (refused,) = manager.handle(report)
         assert isinstance(refused, RejectPeer)
-        assert refused.peer == said.node
+        assert refused.peer == report.node
     assert all_filled(manager, view).ring == (0, 1, 2, 9)
 
 
-def test_no_server_is_out_because_a_client_misses_it(manager: PsManager) -> None:
+def test_no_server_is_removed_because_a_client_cannot_reach_it(manager: PsManager) -> None:
     assert manager.handle(missed("client-0", 1)) == []
     assert manager.handle(missed("client-2", 1)) == []
     assert manager.handle(Tick(now_s=1000.0)) == []
@@ -544,7 +544,7 @@ def test_no_server_is_out_because_a_client_misses_it(manager: PsManager) -> None
 # Namespaces
 
 
-def test_a_namespace_is_reported_to_everybody_with_a_new_epoch(manager: PsManager) -> None:
+def test_a_namespace_is_announced_to_all_nodes_with_a_new_epoch(manager: PsManager) -> None:
     view = viewed(manager.handle(opened("client-0")))
     assert view.node == ""
     assert view.epoch == view.version == 1
@@ -574,7 +574,7 @@ def test_a_namespace_before_the_first_view_is_in_it() -> None:
         ({"name": "v", "keys": 2**63 + 1, "block_keys": 2**58}, "keys"),
     ],
 )
-def test_a_namespace_that_cannot_be_is_refused_to_who_wanted_it(
+def test_an_impossible_namespace_is_refused_to_its_client(
     different: dict[str, Any], why: str, manager: PsManager
 ) -> None:
     manager.handle(opened("client-0"))
@@ -611,12 +611,12 @@ def test_a_namespace_that_was_refused_needs_no_function() -> None:
     assert viewed(manager.handle(joined("server-1"))).next_ring == (0, 1)
 
 
-# Who takes part
+# Participants
 
 
 @pytest.fixture
 def aggregating(manager: PsManager) -> PsManager:
-    """One with a namespace that aggregates."""
+    """A manager with a namespace that aggregates."""
     view = viewed(manager.handle(opened("client-0", "s", aggregates=True)))
     assert view_from_action(view).spaces["s"].aggregates
     assert view.participants == view.paused == ()
@@ -634,16 +634,16 @@ def test_the_first_to_take_part_begins_at_once_and_all_are_informed(aggregating:
     assert aggregating.handle(enlists(7)) == []
 
 
-def test_clients_that_enlist_before_all_servers_are_there_begin_together() -> None:
+def test_clients_that_enlist_before_all_servers_have_joined_begin_together() -> None:
     manager = PsManager(1)
-    for said in (opened("client-0", "s", aggregates=True), enlists(3), enlists(1), enlists(2)):
-        assert manager.handle(said) == []
+    for event in (opened("client-0", "s", aggregates=True), enlists(3), enlists(1), enlists(2)):
+        assert manager.handle(event) == []
     view = viewed(manager.handle(joined("server-0")))
     assert begins(view) == {3: 1, 1: 1, 2: 1}
     assert view.paused == ()
 
 
-def test_who_comes_later_begins_behind_the_latest_time_once_all_have_paused(aggregating: PsManager) -> None:
+def test_a_later_client_begins_after_the_latest_time_once_all_have_paused(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
     view = viewed(aggregating.handle(enlists(2)))
     assert (begins(view), view.paused) == ({1: 1}, (Pause(namespace="s", view=view.version),))
@@ -652,31 +652,31 @@ def test_who_comes_later_begins_behind_the_latest_time_once_all_have_paused(aggr
     assert (begins(view), view.paused) == ({1: 1, 2: 6}, ())
     assert view.reason == "all clients have paused s"
     pausing = viewed(aggregating.handle(enlists(3)))
-    assert aggregating.handle(enlists(4)) == []  # it comes with the other
+    assert aggregating.handle(enlists(4)) == []  # it joins with the other
     assert aggregating.handle(paused(1, pausing.version, 9)) == []
     view = viewed(aggregating.handle(paused(2, pausing.version, 8)))
     assert begins(view) == {1: 1, 2: 6, 3: 10, 4: 10}
     assert view.epoch == view.version > pausing.version
 
 
-def test_what_is_said_in_another_pause_or_by_others_ends_none(aggregating: PsManager) -> None:
+def test_pause_reports_of_another_pause_or_of_other_clients_end_no_pause(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
     first = viewed(aggregating.handle(enlists(2)))
     aggregating.handle(paused(1, first.version, 5))
     second = viewed(aggregating.handle(enlists(3)))
     aggregating.handle(paused(2, second.version, 5))
-    for said in (
+    for event in (
         paused(1, first.version, 5),
         paused(1, second.version + 1, 5),
         paused(3, second.version, 5),
         paused(9, second.version, 5),
         paused(1, second.version, 5, "w"),
     ):
-        assert aggregating.handle(said) == []
+        assert aggregating.handle(event) == []
     assert begins(viewed(aggregating.handle(paused(1, second.version, 5)))) == {1: 1, 2: 6, 3: 6}
 
 
-def test_a_view_that_comes_in_a_pause_still_has_it(aggregating: PsManager) -> None:
+def test_a_new_view_during_a_pause_keeps_the_pause(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
     pause = viewed(aggregating.handle(enlists(2))).version
     view = viewed(aggregating.handle(lost("server-1")))
@@ -688,7 +688,9 @@ def test_a_view_that_comes_in_a_pause_still_has_it(aggregating: PsManager) -> No
 
 
 @pytest.mark.parametrize("gone", [withdraws(1), left("client-1"), lost("client-1")])
-def test_nobody_waits_for_who_takes_no_more_part(gone: Event, aggregating: PsManager) -> None:
+def test_a_pause_does_not_wait_for_a_client_that_takes_part_no_more(
+    gone: Event, aggregating: PsManager
+) -> None:
     aggregating.handle(enlists(1))
     pause = viewed(aggregating.handle(enlists(2))).version
     aggregating.handle(paused(1, pause, 5))
@@ -701,14 +703,16 @@ def test_nobody_waits_for_who_takes_no_more_part(gone: Event, aggregating: PsMan
 
 
 @pytest.mark.parametrize("gone", [withdraws(2), left("client-2"), lost("client-2")])
-def test_a_pause_for_somebody_who_is_gone_is_over(gone: Event, aggregating: PsManager) -> None:
+def test_a_pause_for_a_newcomer_that_withdraws_or_is_lost_is_over(
+    gone: Event, aggregating: PsManager
+) -> None:
     aggregating.handle(enlists(1))
     aggregating.handle(enlists(2))
     view = viewed(aggregating.handle(gone))
     assert (begins(view), view.paused) == ({1: 1}, ())
 
 
-def test_who_is_gone_does_not_take_part_again(aggregating: PsManager) -> None:
+def test_a_lost_client_does_not_take_part_again(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
     assert begins(viewed(aggregating.handle(lost("client-1")))) == {}
     assert aggregating.handle(enlists(1)) == []
@@ -716,31 +720,33 @@ def test_who_is_gone_does_not_take_part_again(aggregating: PsManager) -> None:
 
 
 @pytest.mark.parametrize(("name", "why"), [("w", "expected a namespace that aggregates"), ("x", "got x")])
-def test_nobody_takes_part_in_what_does_not_aggregate(name: str, why: str, aggregating: PsManager) -> None:
+def test_no_client_takes_part_in_a_namespace_that_does_not_aggregate(
+    name: str, why: str, aggregating: PsManager
+) -> None:
     aggregating.handle(opened("client-0", "w"))
     (refused,) = aggregating.handle(enlists(7, name))
     assert isinstance(refused, RejectNamespace)
     assert (refused.node, refused.name) == ("client-7", name)
     assert why in refused.reason
-    for said in (paused(7, 1, 1, name), withdraws(7, name)):
-        assert aggregating.handle(said) == []
+    for event in (paused(7, 1, 1, name), withdraws(7, name)):
+        assert aggregating.handle(event) == []
 
 
 @pytest.mark.parametrize("node", ["server-1", "server-7", "worker-7", "client-", "client-07", "client-x"])
-def test_nobody_but_a_client_may_speak_for_one(node: str, aggregating: PsManager) -> None:
+def test_only_a_client_may_send_reports_of_a_client(node: str, aggregating: PsManager) -> None:
     """A server's number may be a client's."""
     aggregating.handle(enlists(1))
     pause = viewed(aggregating.handle(enlists(7))).version
-    for said in (
+    for event in (
         AggregationJoined(now_s=0.0, node=node, namespace="s"),
         AggregationPaused(now_s=0.0, node=node, namespace="s", pause_view=pause, time=3),
         AggregationLeft(now_s=0.0, node=node, namespace="s"),
         replace(joins(7), node=node),
     ):
-        (refused,) = aggregating.handle(said)
+        (refused,) = aggregating.handle(event)
         assert isinstance(refused, RejectPeer)
         assert refused.peer == node
-        assert f"expected {type(said).__name__} from a client, got it from {node}" in refused.reason
+        assert f"expected {type(event).__name__} from a client, got it from {node}" in refused.reason
     assert begins(viewed(aggregating.handle(paused(1, pause, 2)))) == {1: 1, 7: 3}
 
 
@@ -752,7 +758,7 @@ def test_a_namespace_aggregates_for_all_or_for_none(aggregates: bool, manager: P
     assert "expected the namespace w as it was opened" in refused.reason
 
 
-def test_a_manager_that_is_started_again_knows_who_takes_part_and_has_paused(aggregating: PsManager) -> None:
+def test_a_restarted_manager_keeps_participants_and_pauses(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
     aggregating.handle(paused(1, viewed(aggregating.handle(enlists(2))).version, 5))
     pause = viewed(aggregating.handle(enlists(3))).version
@@ -785,7 +791,7 @@ def test_a_client_that_is_lost_or_leaves_is_a_worker_no_more(aggregating: PsMana
     assert workers(found) == ["client-1"]
 
 
-def test_what_waits_for_a_newcomer_waits_for_as_many_ticks_as_it_takes(manager: PsManager) -> None:
+def test_the_shards_of_a_lost_worker_are_reassigned_by_the_tick_after_the_timeout(manager: PsManager) -> None:
     manager.handle(joins(1))
     manager.handle(joins(2))
     manager.handle(lost("client-2"))
@@ -795,7 +801,7 @@ def test_what_waits_for_a_newcomer_waits_for_as_many_ticks_as_it_takes(manager: 
     assert view.workers[0].shards == ((0, 5),)
 
 
-def test_a_manager_that_is_started_again_knows_whose_tasks_are_whose(manager: PsManager) -> None:
+def test_a_restarted_manager_keeps_the_owners_of_tasks(manager: PsManager) -> None:
     manager.handle(joins(1))
     (task,) = manager.handle(asks(1))
     assert isinstance(task, AssignTask)
@@ -811,7 +817,7 @@ def test_a_manager_that_is_started_again_knows_whose_tasks_are_whose(manager: Ps
 @pytest.mark.parametrize(
     "arguments", [{"servers": 0}, {"servers": 1, "copies": -1}, {"servers": 1, "virtual_nodes": 0}]
 )
-def test_a_cluster_that_cannot_be_is_refused(arguments: dict[str, int]) -> None:
+def test_an_impossible_cluster_is_refused(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least"):
         PsManager(**arguments)
 
@@ -869,9 +875,9 @@ events = st.one_of(
 
 
 class History:
-    """A manager and what it was told.
+    """A manager and the events that it received.
 
-    Who is there may say that it is filled in the view in force, and who takes part that it has paused.
+    A present node may report its transfers of the current view, and a participant its pause.
     """
 
     def __init__(self, *, has_begun: bool) -> None:
@@ -881,22 +887,22 @@ class History:
             self.manager.handle(joined("server-1", "m:f", "m:g"))
             self.manager.handle(opened("client-0", "s", aggregates=True))
 
-    def event(self, said: Any) -> Event:
-        if not isinstance(said, tuple):
-            return said
-        view, there = self.manager._group.view, sorted(self.manager._addresses)
-        if said[0] == "paused":
-            return paused(said[1], -1 if view is None else view.paused.get("s", -1), said[2])
-        return filled(there[said[1] % len(there)] if there else 0, 0 if view is None else view.version)
+    def event(self, drawn: Any) -> Event:
+        if not isinstance(drawn, tuple):
+            return drawn
+        view, present = self.manager._group.view, sorted(self.manager._addresses)
+        if drawn[0] == "paused":
+            return paused(drawn[1], -1 if view is None else view.paused.get("s", -1), drawn[2])
+        return filled(present[drawn[1] % len(present)] if present else 0, 0 if view is None else view.version)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.booleans(), st.lists(events, max_size=30))
-def test_a_manager_with_another_ones_state_answers_as_that_one_at_every_point(
-    has_begun: bool, said: list[Any]
+def test_a_manager_with_the_state_of_another_answers_identically_at_every_point(
+    has_begun: bool, drawn: list[Any]
 ) -> None:
     history = History(has_begun=has_begun)
-    for one in said:
+    for one in drawn:
         again = PsManager(2, virtual_nodes=2, copies=1)
         again.load_state_dict(json.loads(json.dumps(history.manager.state_dict())))
         assert again.state_dict() == history.manager.state_dict()
@@ -905,7 +911,7 @@ def test_a_manager_with_another_ones_state_answers_as_that_one_at_every_point(
         assert again.state_dict() == history.manager.state_dict()
 
 
-def test_a_manager_that_is_started_again_knows_who_was_filled(manager: PsManager) -> None:
+def test_a_restarted_manager_keeps_which_servers_have_finished_their_transfers(manager: PsManager) -> None:
     manager.handle(joined("server-8"))
     view = viewed(manager.handle(joined("server-9")))
     assert manager.handle(filled(8, view.version)) == []
@@ -927,28 +933,28 @@ def same(view: PlacementView, other: PlacementView) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(st.booleans(), st.lists(events, max_size=30))
-def test_views_grow_are_as_the_servers_group_has_them_and_name_who_can_be_reached(
-    has_begun: bool, said: list[Any]
+def test_views_grow_match_those_of_the_server_group_and_name_reachable_servers(
+    has_begun: bool, drawn: list[Any]
 ) -> None:
     history = History(has_begun=has_begun)
     view = history.manager._group.view
     number, epoch = (-1, -1) if view is None else (view.version, view.epoch)
-    for one in said:
+    for one in drawn:
         event = history.event(one)
         actions = history.manager.handle(event)
         assert all(action.reason for action in actions)  # type: ignore[union-attr]
         for views in [action for action in actions if isinstance(action, ClusterView)]:
             assert history.manager._group.view is not None
             assert same(view_from_action(views), history.manager._group.view)
-            there = {server.server for server in views.servers}
-            assert {*views.ring, *views.next_ring} <= there
+            addressed = {server.server for server in views.servers}
+            assert {*views.ring, *views.next_ring} <= addressed
             assert all(server.addresses for server in views.servers)
             if views.node:
                 assert (views.version, views.epoch) == (number, epoch)
                 assert isinstance(event, NodeJoined)
                 assert event.node == views.node
             else:
-                is_same = isinstance(event, Tick) and views.version == number  # and says who is waited for
+                is_same = isinstance(event, Tick) and views.version == number  # it names the silent servers
                 assert is_same or views.version > number
                 assert epoch <= views.epoch <= views.version
             number, epoch = views.version, views.epoch
@@ -956,11 +962,11 @@ def test_views_grow_are_as_the_servers_group_has_them_and_name_who_can_be_reache
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(events, max_size=60))
-def test_who_takes_part_begins_once_and_not_behind_a_time_that_nobody_said(said: list[Any]) -> None:
+def test_a_participant_begins_once_and_at_most_one_time_after_those_reported(drawn: list[Any]) -> None:
     history = History(has_begun=True)
     before: dict[int, int] = {}
     latest, gone = 0, set()
-    for one in said:
+    for one in drawn:
         event = history.event(one)
         assert history.manager._group.view is not None
         pause = history.manager._group.view.paused.get("s")
@@ -980,7 +986,7 @@ def test_who_takes_part_begins_once_and_not_behind_a_time_that_nobody_said(said:
             before = now
 
 
-def test_a_view_with_a_target_and_fillings_comes_back_as_it_was_told(manager: PsManager) -> None:
+def test_a_view_with_a_target_and_transfers_is_decoded_as_it_was_sent(manager: PsManager) -> None:
     manager.handle(opened("client-0"))
     manager.handle(joined("server-9"))
     view = viewed(manager.handle(lost("server-1")))

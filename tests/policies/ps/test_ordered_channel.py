@@ -1,4 +1,4 @@
-"""Every message once and in order, whatever the network does, and nothing for ever."""
+"""Reliable channel: every message once and in order over any network, and no endless resending."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def numbers(packets: list[Packet]) -> list[int]:
 
 
 @given(st.integers(0, 2**32), st.floats(0, 0.6), st.floats(0, 0.5), st.integers(0, 40), st.integers(0, 40))
-def test_each_message_comes_once_and_in_order_over_a_network_that_loses_repeats_and_reorders(
+def test_each_message_arrives_once_and_in_order_despite_loss_repetition_and_reordering(
     seed, lost, doubled, there, back
 ):
     chance = random.Random(seed)
     ends = [ReliableChannel(resend_s=0.5), ReliableChannel(resend_s=0.5)]
-    said = [[f"a{number}" for number in range(there)], [f"b{number}" for number in range(back)]]
-    to_say = [list(one) for one in said]
-    came: list[list[str]] = [[], []]
-    under_way: list[tuple[int, Packet]] = []  # to whom
+    expected = [[f"a{number}" for number in range(there)], [f"b{number}" for number in range(back)]]
+    unsent = [list(one) for one in expected]
+    received: list[list[str]] = [[], []]
+    under_way: list[tuple[int, Packet]] = []  # receiver and packet
 
     def put(to, packets):
         for packet in packets:
@@ -33,22 +33,22 @@ def test_each_message_comes_once_and_in_order_over_a_network_that_loses_repeats_
                 under_way.extend([(to, packet)] * (1 + (chance.random() < doubled)))
 
     now_s = 0.0
-    while any(to_say) or under_way or any(end.due_s is not None for end in ends):
+    while any(unsent) or under_way or any(end.due_s is not None for end in ends):
         assert now_s < 20_000
         now_s += 0.1
         side = chance.randrange(2)
-        if to_say[side]:
+        if unsent[side]:
             count = chance.randint(1, 5)
-            put(1 - side, ends[side].send(to_say[side][:count], now_s))
-            del to_say[side][:count]
+            put(1 - side, ends[side].send(unsent[side][:count], now_s))
+            del unsent[side][:count]
         for _ in range(min(len(under_way), 3)):
             to, packet = under_way.pop(chance.randrange(len(under_way)))
             due, answer = ends[to].on_packet(packet, now_s)
-            came[1 - to] += due
+            received[1 - to] += due
             put(1 - to, answer)
         for one in (0, 1):
             put(1 - one, ends[one].on_tick(now_s))
-    assert came == said
+    assert received == expected
 
 
 def test_nothing_is_sent_twice_where_nothing_is_lost():
@@ -62,7 +62,7 @@ def test_nothing_is_sent_twice_where_nothing_is_lost():
     assert a.on_tick(100.0) == []
 
 
-def test_what_is_not_answered_is_sent_again_less_and_less_often():
+def test_an_unacknowledged_message_is_resent_less_and_less_often():
     a = ReliableChannel(resend_s=1.0, resend_max_s=5.0)
     a.send(["x"], 0.0)
     times_s = []
@@ -72,7 +72,7 @@ def test_what_is_not_answered_is_sent_again_less_and_less_often():
     assert times_s == [1.0, 3.0, 7.0, 12.0, 17.0, 22.0, 27.0]
 
 
-def test_an_answer_to_some_begins_the_waiting_for_the_rest_again():
+def test_an_acknowledgement_of_some_restarts_the_timer_of_the_rest():
     a = ReliableChannel(resend_s=1.0)
     a.send(["x", "y"], 0.0)
     a.on_packet(Packet(number=-1, ack=1), 0.9)
@@ -80,14 +80,14 @@ def test_an_answer_to_some_begins_the_waiting_for_the_rest_again():
     assert numbers(a.on_tick(1.9)) == [1]
 
 
-def test_after_a_broken_connection_all_that_may_be_lost_is_sent_again_at_once():
+def test_after_a_reconnection_all_unacknowledged_messages_are_resent_at_once():
     a = ReliableChannel()
     a.send(["x", "y", "z"], 0.0)
     a.on_packet(Packet(number=-1, ack=1), 0.01)
     assert [packet.message for packet in a.on_reconnected(0.02)] == ["y", "z"]
 
 
-def test_what_is_due_is_taken_however_much_has_come_before_its_turn():
+def test_a_due_message_is_accepted_however_many_have_arrived_before_their_turn():
     a, b = ReliableChannel(), ReliableChannel()
     first, *others = a.send(range(10_000), 0.0)
     for packet in others:
@@ -99,7 +99,7 @@ def test_what_is_due_is_taken_however_much_has_come_before_its_turn():
     assert due == list(range(10_000))
 
 
-def test_an_answer_to_what_was_never_said_is_refused():
+def test_an_acknowledgement_of_unsent_messages_is_refused():
     a = ReliableChannel()
     a.send(["x"], 0.0)
     with pytest.raises(ProtocolError, match="an acknowledgement of at most 1 messages, got 2"):
@@ -107,6 +107,6 @@ def test_an_answer_to_what_was_never_said_is_refused():
 
 
 @pytest.mark.parametrize("times", [(0.0, 1.0), (-1.0, 1.0), (2.0, 1.0)])
-def test_times_that_cannot_be_are_refused(times):
+def test_resend_times_out_of_range_are_refused(times):
     with pytest.raises(ValueError, match="0 < resend_s <= resend_max_s"):
         ReliableChannel(resend_s=times[0], resend_max_s=times[1])

@@ -1,4 +1,4 @@
-"""Who takes part in a time is fixed before anybody pushes at it."""
+"""The participants of a time are fixed before any client pushes at it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def of(*clients):
     return participants
 
 
-def test_who_is_there_before_the_servers_begins_at_once():
+def test_a_client_that_joins_before_the_servers_begins_at_once():
     assert of(3, 5).first_times == {"w": {3: 1, 5: 1}}
 
 
-def test_where_nobody_takes_part_a_client_begins_at_once():
+def test_in_a_namespace_without_participants_a_client_begins_at_once():
     participants = AggregationParticipants()
     assert participants.join(3, "w", 7)
     assert (participants.first_times, participants.pauses) == ({"w": {3: 1}}, {})
 
 
-def test_a_newcomer_begins_after_the_latest_time_that_anybody_has_sent():
+def test_a_newcomer_begins_after_the_latest_time_that_any_client_has_sent():
     participants = of(0, 1)
     assert participants.join(2, "w", 7)
     assert participants.pauses == {"w": 7}
@@ -43,7 +43,7 @@ def test_a_client_enlists_once():
     assert not participants.join(2, "w", 8)
 
 
-def test_what_was_said_in_an_earlier_pause_counts_no_more():
+def test_reports_of_an_earlier_pause_do_not_count():
     participants = of(0, 1)
     participants.join(2, "w", 7)
     assert not participants.on_pause_reached(0, "w", 5, 4)
@@ -51,7 +51,7 @@ def test_what_was_said_in_an_earlier_pause_counts_no_more():
     assert participants.on_pause_reached(0, "w", 7, 4)
 
 
-def test_a_pause_does_not_wait_for_the_dead():
+def test_a_pause_does_not_wait_for_a_lost_client():
     participants = of(0, 1)
     participants.join(2, "w", 7)
     participants.on_pause_reached(0, "w", 7, 4)
@@ -66,14 +66,14 @@ def test_a_pause_for_a_newcomer_that_dies_is_over():
     assert (participants.first_times, participants.pauses) == ({"w": {0: 1, 1: 1}}, {})
 
 
-def test_where_all_others_die_newcomers_begin():
+def test_when_all_others_are_lost_newcomers_begin():
     participants = of(0)
     participants.join(2, "w", 7)
     assert participants.on_client_lost(0)
     assert participants.first_times == {"w": {2: 1}}
 
 
-def test_who_is_gone_does_not_come_back():
+def test_a_lost_client_does_not_return():
     participants = of(0, 1)
     assert participants.on_client_lost(1)
     assert not participants.on_client_lost(1)
@@ -81,7 +81,7 @@ def test_who_is_gone_does_not_come_back():
     assert participants.first_times == {"w": {0: 1}}
 
 
-def test_who_withdraws_from_one_namespace_stays_in_another():
+def test_a_client_that_withdraws_from_one_namespace_stays_in_another():
     participants = of(0, 1)
     participants.join(1, "v", None)
     assert participants.leave(1, "w")
@@ -90,7 +90,7 @@ def test_who_withdraws_from_one_namespace_stays_in_another():
     assert participants.first_times == {"w": {0: 1}, "v": {1: 1}}
 
 
-def test_participants_go_on_from_what_they_were():
+def test_restored_participants_continue_identically():
     participants = of(0, 1)
     participants.join(2, "w", 7)
     participants.on_pause_reached(0, "w", 7, 4)

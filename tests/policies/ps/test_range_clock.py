@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offbeat.policies.ps.range_clock import KEY_END, ClockRange, RangeVectorClock
 
-SOME = 40  # keys that the model has one by one; what lies behind them has the time of the last
+SOME = 40  # keys that the model has one by one; keys behind them have the time of the last
 CLIENTS = 3
 ranges = st.tuples(st.integers(0, SOME - 1), st.integers(1, SOME)).map(lambda r: (r[0], min(SOME, sum(r))))
 clients = st.integers(0, CLIENTS - 1)
@@ -36,7 +36,7 @@ def same(clock, model):
 
 
 @given(st.lists(st.tuples(clients, ranges), max_size=30))
-def test_it_holds_what_a_clock_for_every_key_holds(sets):
+def test_a_range_clock_equals_a_clock_for_every_key(sets):
     clock, model = RangeVectorClock(), Model()
     for time, (client, (first, last)) in enumerate(sets, start=1):
         before = len(clock.pieces(client, 0, KEY_END))
@@ -49,39 +49,42 @@ def test_it_holds_what_a_clock_for_every_key_holds(sets):
 @given(st.lists(st.tuples(clients, ranges), max_size=15), clients, ranges, st.integers(1, 20))
 def test_a_push_is_fresh_where_the_time_is_earlier(sets, client, where, time):
     clock, model = RangeVectorClock(), Model()
-    for now, (who, (first, last)) in enumerate(sets, start=1):
-        clock.set_time(who, first, last, now)
-        model.set(who, first, last, now)
+    for now, (pusher, (first, last)) in enumerate(sets, start=1):
+        clock.set_time(pusher, first, last, now)
+        model.set(pusher, first, last, now)
     fresh = clock.earlier_ranges(client, *where, time)
     keys = [key for first, last in fresh for key in range(first, last)]
     assert keys == [key for key in range(*where) if model.times[client][key] < time]
     assert all(a[1] < b[0] for a, b in itertools.pairwise(fresh))
     assert clock.is_complete(range(CLIENTS), *where, time) == all(
-        model.times[who][key] >= time for who in range(CLIENTS) for key in range(*where)
+        model.times[pusher][key] >= time for pusher in range(CLIENTS) for key in range(*where)
     )
 
 
 @given(st.lists(st.tuples(clients, ranges), max_size=15), ranges, st.booleans())
-def test_what_is_cut_out_holds_elsewhere_and_what_is_dropped_nowhere(sets, where, is_newer_there):
+def test_extracted_times_hold_elsewhere_and_dropped_times_nowhere(sets, where, is_newer_there):
     clock, model, other = RangeVectorClock(), Model(), RangeVectorClock()
-    for now, (who, (first, last)) in enumerate(sets, start=1):
-        clock.set_time(who, first, last, now)
-        model.set(who, first, last, now)
+    for now, (client, (first, last)) in enumerate(sets, start=1):
+        clock.set_time(client, first, last, now)
+        model.set(client, first, last, now)
     if is_newer_there:
         other.set_time(0, 0, SOME, 7)
     other.merge(clock.extract(*where))
-    there = Model()
-    for who in range(CLIENTS):
-        there.times[who] = [
-            max(model.times[who][key] if where[0] <= key < where[1] else 0, 7 * (is_newer_there and not who))
+    merged = Model()
+    for client in range(CLIENTS):
+        merged.times[client] = [
+            max(
+                model.times[client][key] if where[0] <= key < where[1] else 0,
+                7 * (is_newer_there and not client),
+            )
             for key in range(SOME)
         ]
-    same(other, there)
+    same(other, merged)
     clock.drop(*where)
-    for who in range(CLIENTS):
-        model.set(who, *where, 0)
+    for client in range(CLIENTS):
+        model.set(client, *where, 0)
     same(clock, model)
-    assert clock.clients == tuple(who for who in range(CLIENTS) if any(model.times[who]))
+    assert clock.clients == tuple(client for client in range(CLIENTS) if any(model.times[client]))
 
 
 def test_whole_ranges_cost_one_piece_however_often_they_are_pushed():
@@ -103,10 +106,10 @@ def test_the_last_key_has_a_time_too():
 
 
 @given(st.lists(st.tuples(clients, ranges), max_size=15))
-def test_it_goes_on_from_its_state(sets):
+def test_a_restored_clock_is_equal_and_independent(sets):
     clock, other = RangeVectorClock(), RangeVectorClock()
-    for now, (who, (first, last)) in enumerate(sets, start=1):
-        clock.set_time(who, first, last, now)
+    for now, (client, (first, last)) in enumerate(sets, start=1):
+        clock.set_time(client, first, last, now)
     other.load_state_dict(clock.state_dict())
     assert other.state_dict() == clock.state_dict()
     other.set_time(0, 0, SOME, 100)
@@ -114,9 +117,9 @@ def test_it_goes_on_from_its_state(sets):
 
 
 @pytest.mark.parametrize("where", [(-1, 4), (4, 4), (5, 4), (0, KEY_END + 1)])
-def test_a_range_that_is_none_is_refused(where):
+def test_an_impossible_range_is_refused(where):
     clock = RangeVectorClock()
-    for asked in (
+    for call in (
         lambda: clock.set_time(0, *where, 1),
         lambda: clock.pieces(0, *where),
         lambda: clock.earlier_ranges(0, *where, 1),
@@ -124,7 +127,7 @@ def test_a_range_that_is_none_is_refused(where):
         lambda: clock.drop(*where),
     ):
         with pytest.raises(ValueError, match=r"expected a range of keys within 0 to"):
-            asked()
+            call()
 
 
 def test_time_does_not_run_backwards():

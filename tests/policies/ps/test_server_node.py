@@ -28,7 +28,7 @@ SPACE = NamespaceSpec("w", 100, 10)
 
 
 class Job:
-    """Servers, a client and their manager, whose messages are delivered when the test says so."""
+    """Servers, a client and their manager; messages wait until the test delivers them."""
 
     def __init__(self, servers: int, *, copies: int = 2) -> None:
         self.group = ServerGroup(servers, copies=copies, virtual_nodes=2)
@@ -144,7 +144,7 @@ def test_a_push_that_wants_values_is_refused_where_they_cannot_be_read():
     assert "too much" in failed.reason
 
 
-def test_who_wants_values_takes_no_answer_without_them():
+def test_a_client_that_wants_values_refuses_an_answer_without_them():
     client = Job(1, copies=0).client
     number, _ = client.push("w", {5: 1}, 5, 6, wants_values=True)
     with pytest.raises(ProtocolError, match="expected values"):
@@ -159,7 +159,7 @@ def test_a_push_without_replicas_is_acknowledged_once():
 
 
 @pytest.mark.parametrize("copies", [0, 1])
-def test_nothing_is_kept_of_a_push_where_nobody_else_has_to_have_it(copies):
+def test_a_push_is_applied_in_place_only_when_no_other_server_needs_it(copies):
     job = Job(2, copies=copies)
     job.push({5: 1}, 5, 6)
     (_, send), *_ = job.under_way
@@ -171,7 +171,7 @@ def test_nothing_is_kept_of_a_push_where_nobody_else_has_to_have_it(copies):
     assert not node.can_apply_in_place(push)
 
 
-def test_what_waits_for_others_is_kept():
+def test_a_push_that_waits_for_others_is_not_applied_in_place():
     job = Job(1, copies=0)
     job.send_view(job.group.on_namespace_opened(NamespaceSpec("sums", 100, 10, aggregates=True)))
     push = Push(
@@ -209,7 +209,7 @@ def test_a_request_across_servers_is_done_when_every_part_is():
     assert values == {key: key for key in range(1, 100)} | {0: 0}
 
 
-def test_whoever_asks_by_an_old_epoch_is_informed():
+def test_a_request_of_an_old_epoch_is_answered_with_the_new_one():
     job = Job(2)
     _, outgoing = job.client.pull("w", 5, 6)
     job.kill(1 - job.chain(5)[0])
@@ -219,7 +219,7 @@ def test_whoever_asks_by_an_old_epoch_is_informed():
     assert stale.message.epoch == job.group.view.epoch
 
 
-def test_what_comes_from_an_epoch_that_a_server_does_not_know_waits():
+def test_a_request_of_an_unknown_epoch_waits_for_its_view():
     job = Job(2)
     late = ServerNode(7, SimulatedStore())
     _, outgoing = job.client.pull("w", 5, 6)
@@ -228,8 +228,8 @@ def test_what_comes_from_an_epoch_that_a_server_does_not_know_waits():
     assert isinstance(answers[0].message, WrongMaster)  # it has no part in the ring
 
 
-def test_what_waited_for_a_view_and_cannot_be_is_refused_to_its_client_and_the_view_is_followed():
-    """Else the manager would be to blame for it, and what others said would be lost."""
+def test_an_impossible_request_that_waited_for_a_view_is_refused_and_the_view_is_applied():
+    """Otherwise the manager would be blamed, and requests of others would be lost."""
     job = Job(1)
     late = ServerNode(0, SimulatedStore())
     bad = Push(
@@ -262,7 +262,7 @@ def test_a_request_that_a_server_refuses_is_over():
     assert job.client.on_view(replace(job.group.view, version=9, epoch=9)) == []
 
 
-def test_who_follows_a_dead_master_has_what_was_acknowledged_and_serves_at_once():
+def test_the_successor_of_a_lost_master_has_the_acknowledged_pushes_and_serves_at_once():
     job = Job(4)
     job.push({5: 1}, 5, 6)
     job.settle()
@@ -277,7 +277,7 @@ def test_who_follows_a_dead_master_has_what_was_acknowledged_and_serves_at_once(
     )
 
 
-def test_the_new_last_replica_is_filled_and_then_the_view_says_so():
+def test_the_new_last_replica_is_filled_and_the_view_then_records_it():
     job = Job(4)
     for key in range(0, 100, 3):
         job.push({key: 1}, key, key + 1)
@@ -290,7 +290,7 @@ def test_the_new_last_replica_is_filled_and_then_the_view_says_so():
         assert [job.values(server, key) for server in job.chain(key)] == [1, 1, 1]
 
 
-def test_a_server_joins_and_leaves_while_pushes_go_on():
+def test_a_server_joins_and_leaves_while_pushes_continue():
     job = Job(2)
     job.nodes[2] = ServerNode(2, SimulatedStore())
     job.push(dict.fromkeys(range(100), 1), 0, 100)
@@ -341,7 +341,7 @@ def test_the_loss_of_more_servers_than_there_are_replicas_is_counted():
 
 
 def pull(job: Job, first: int, last: int) -> RequestDone | RequestFailed:
-    """What a pull comes to."""
+    """The outcome of a pull."""
     job.done.clear()
     job.failed.clear()
     number, outgoing = job.client.pull("w", first, last)
@@ -357,7 +357,7 @@ def lost_keys(job: Job) -> list[int]:
     return [key for key, point in points.items() if any(arc.start <= point < arc.stop for arc in arcs)]
 
 
-def test_requests_for_keys_whose_servers_are_all_gone_fail_and_name_keys_and_servers():
+def test_requests_for_keys_whose_servers_are_all_lost_fail_and_name_both():
     job = Job(2, copies=1)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
@@ -377,7 +377,7 @@ def test_requests_for_keys_whose_servers_are_all_gone_fail_and_name_keys_and_ser
     )
 
 
-def test_a_client_that_comes_after_a_loss_is_informed_of_it_and_pulls_no_zeros():
+def test_a_client_that_joins_after_a_loss_gets_an_error_and_pulls_no_zeros():
     job = Job(1, copies=0)
     job.push({5: 1}, 5, 6)
     job.settle()
@@ -391,7 +391,7 @@ def test_a_client_that_comes_after_a_loss_is_informed_of_it_and_pulls_no_zeros()
     assert isinstance(pull(job, 0, 10), RequestFailed)
 
 
-def test_a_client_is_informed_of_a_loss_once_by_its_next_request_and_lost_keys_go_on_failing():
+def test_the_next_request_reports_a_loss_once_and_requests_for_lost_keys_keep_failing():
     job = Job(3, copies=0)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
@@ -408,7 +408,7 @@ def test_a_client_is_informed_of_a_loss_once_by_its_next_request_and_lost_keys_g
     assert isinstance(pull(job, 0, 100), RequestFailed)
 
 
-def test_of_requests_that_are_under_way_when_keys_are_lost_those_for_such_keys_fail():
+def test_of_requests_under_way_only_those_for_lost_keys_fail():
     job = Job(3, copies=0)
     gone = job.chain(0)[0]
     kept = next(key for key in range(100) if job.chain(key)[0] != gone)
@@ -417,10 +417,10 @@ def test_of_requests_that_are_under_way_when_keys_are_lost_those_for_such_keys_f
     assert [failed.request for failed in job.failed] == [lost]
     job.settle()
     assert [done.request for done in job.done] == [alive]
-    assert isinstance(pull(job, kept, kept + 1), RequestDone)  # it has been told
+    assert isinstance(pull(job, kept, kept + 1), RequestDone)  # the loss has been reported
 
 
-def test_a_loss_in_which_a_namespace_has_no_keys_is_none_of_its_clients_business():
+def test_a_loss_does_not_affect_a_namespace_without_lost_keys():
     job = Job(3, copies=0)
     job.kill(job.chain(0)[0])
     job.send_view(job.group.on_namespace_opened(NamespaceSpec("later", 100, 10)))
@@ -430,17 +430,17 @@ def test_a_loss_in_which_a_namespace_has_no_keys_is_none_of_its_clients_business
     assert [done.request for done in job.done] == [number]
 
 
-def test_a_namespace_that_goes_on_from_zero_begins_empty_on_all_that_hold_it():
-    """Also on a server that was being filled with what is lost."""
+def test_a_namespace_that_is_reset_begins_empty_on_all_its_servers():
+    """Also on a server that was being filled with lost values."""
     job = Job(3, copies=1)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
     master, last = job.chain(5)
     gainer = 3 - master - last
-    lacks = [key for key in range(100) if gainer not in job.chain(key)]
+    not_held = [key for key in range(100) if gainer not in job.chain(key)]
     job.kill(master)
-    job.deliver(f"server-{gainer}", f"server-{last}")  # what it wants to be filled with
-    while not any(job.values(gainer, key) for key in lacks):
+    job.deliver(f"server-{gainer}", f"server-{last}")  # its transfer request
+    while not any(job.values(gainer, key) for key in not_held):
         job.deliver(f"server-{last}", f"server-{gainer}")  # but not all of that
     job.kill(last)
     lost = lost_keys(job)
@@ -456,7 +456,7 @@ def test_a_namespace_that_goes_on_from_zero_begins_empty_on_all_that_hold_it():
     assert not job.group.view.lost
 
 
-def test_a_namespace_that_is_to_go_on_from_zero_before_anything_is_lost_does_so_at_once():
+def test_a_namespace_opened_with_reset_before_any_loss_restarts_at_once():
     job = Job(2, copies=0)
     assert job.group.on_namespace_opened(SPACE, "reset") is None
     job.push(dict.fromkeys(range(100), 1), 0, 100)
@@ -479,7 +479,7 @@ def test_a_request_waits_for_the_servers_that_have_not_answered_and_no_others():
     assert job.client.unanswered_servers("w", 0, 100) == [1]
 
 
-def test_a_manager_that_is_started_again_knows_what_is_lost():
+def test_a_restarted_manager_keeps_the_lost_keys():
     job = Job(2, copies=0)
     job.kill(0)
     again = ServerGroup(2, copies=0, virtual_nodes=2)
@@ -489,7 +489,7 @@ def test_a_manager_that_is_started_again_knows_what_is_lost():
     assert not again.on_namespace_opened(SPACE, "reset").lost
 
 
-def test_a_manager_that_is_started_again_goes_on():
+def test_a_restarted_manager_continues():
     job = Job(4)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
@@ -503,14 +503,14 @@ def test_a_manager_that_is_started_again_goes_on():
     assert not again.view.filling
 
 
-def test_what_is_said_of_an_older_view_counts_no_more():
+def test_reports_of_an_older_view_do_not_count():
     job = Job(3)
     number = job.group.view.version
     job.kill(2)
     assert job.group.on_filled(ServerFillDone(server=0, view=number)) is None
 
 
-def test_a_namespace_comes_with_a_new_epoch_and_once():
+def test_a_namespace_is_opened_once_with_a_new_epoch():
     job = Job(2)
     epoch = job.group.view.epoch
     space = NamespaceSpec("v", 50, 5)
@@ -522,12 +522,12 @@ def test_a_namespace_comes_with_a_new_epoch_and_once():
         job.group.on_namespace_opened(NamespaceSpec("u", 50, 51))
 
 
-def test_a_server_comes_once():
+def test_a_server_joins_only_once():
     job = Job(2)
     with pytest.raises(ProtocolError, match="expected a new server, got server 1"):
         job.group.on_joined(1)
 
 
-def test_a_group_of_nobody_is_refused():
+def test_a_group_without_servers_is_refused():
     with pytest.raises(ValueError, match="at least 1 server"):
         ServerGroup(0)

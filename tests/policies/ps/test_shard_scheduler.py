@@ -1,4 +1,4 @@
-"""Groups of workers: every shard is somebody's, waits or is lost; every pass over it counts once."""
+"""Groups of workers: every shard is owned, waits or is lost; every pass over it counts once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PATIENCE_S = 10.0
 
 
 class Group:
-    """The group "g", spoken to by the workers "client-0", "client-1", ..., at a time that a test sets."""
+    """The group "g" and its workers "client-0", "client-1", ..., at a time that a test sets."""
 
     def __init__(self, shards: int, on_loss: str = "replace", *joined: int) -> None:
         self.groups = WorkerGroups()
@@ -75,14 +75,14 @@ class Group:
         return self.groups.on_tick(Tick(now_s=self.now_s))
 
     def task(self, client: int, **options: int) -> AssignTask:
-        """The task that a worker gets which asks for one."""
+        """Request a task for a worker and return it."""
         (task,) = self.want(client, **options)
         assert isinstance(task, AssignTask)
         assert task.node == name(client)
         return task
 
     def work(self, client: int, **options: int) -> AssignTask:
-        """The same, and it is done."""
+        """Request a task and report it done."""
         task = self.task(client, **options)
         self.done(client, task.task)
         return task
@@ -111,16 +111,16 @@ def spread(ranges: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 def viewed(actions: list[Action]) -> WorkerGroupView:
-    """The one view among what was said, which is for everybody."""
+    """The one view among the actions, which is for all workers."""
     (found,) = [action for action in actions if isinstance(action, WorkerGroupView)]
     assert found.node == ""
     return found
 
 
-# Who has what
+# Owners of shards
 
 
-def test_the_first_worker_has_all_shards_and_those_who_come_later_their_part_of_neighbours():
+def test_the_first_worker_gets_all_shards_and_later_ones_take_parts_from_neighbours():
     group = Group(12, "replace", 0)
     assert group.owned() == {0: [*range(12)]}
     group.join(1)
@@ -132,7 +132,7 @@ def test_the_first_worker_has_all_shards_and_those_who_come_later_their_part_of_
 
 
 @pytest.mark.parametrize("members", range(1, 8))
-def test_a_newcomer_gets_its_part_and_nobody_else_anything(members):
+def test_a_newcomer_gets_its_part_and_no_other_worker_gains_shards(members):
     group = Group(30, "replace", *range(members))
     before = group.owned()
     group.join(members)
@@ -150,33 +150,33 @@ def test_a_shard_in_a_task_moves_when_that_is_done():
     assert group.owned() == {0: [0, 1], 1: [2, 3]}
 
 
-def test_who_leaves_hands_its_shards_to_the_others_whatever_the_policy():
+def test_the_shards_of_a_leaving_worker_move_to_the_others_under_every_loss_policy():
     for on_loss in LOSS_POLICIES:
-        for goes in (Group.leave, Group.quit):
+        for depart in (Group.leave, Group.quit):
             group = Group(6, on_loss, 0, 1, 2)
-            goes(group, 2)
+            depart(group, 2)
             assert group.owned() == {0: [0, 1, 2], 1: [3, 4, 5]}
             assert group.view.lost == group.view.unassigned == ()
 
 
 def test_a_worker_that_leaves_receives_a_group_without_it():
     group = Group(6, "replace", 0, 1)
-    everybody, answer = group.leave(1)
-    assert [one.node for one in viewed([everybody]).workers] == ["client-0"]
+    announced, answer = group.leave(1)
+    assert [one.node for one in viewed([announced]).workers] == ["client-0"]
     assert isinstance(answer, WorkerGroupView)
     assert answer.node == "client-1"
     (again,) = group.leave(1)
     assert again == answer
 
 
-def test_a_worker_without_shards_takes_over_what_somebody_left():
+def test_a_worker_without_shards_takes_over_those_of_a_lost_worker():
     group = Group(2, "replace", 0, 1, 2)
     assert group.owned() == {0: [0], 1: [1], 2: []}
     group.lose(0)
     assert group.owned() == {1: [1], 2: [0]}
 
 
-def test_when_all_are_gone_whoever_comes_goes_on_where_they_were():
+def test_when_all_workers_are_lost_a_newcomer_continues_where_they_were():
     for on_loss in LOSS_POLICIES:
         group = Group(3, on_loss, 0)
         group.work(0, shards_max=3)
@@ -193,7 +193,7 @@ def test_when_all_are_gone_whoever_comes_goes_on_where_they_were():
 # Losses
 
 
-def test_a_lost_workers_shards_wait_for_a_newcomer_who_takes_over_all_of_them():
+def test_a_lost_workers_shards_wait_for_a_newcomer_that_takes_over_all_of_them():
     group = Group(9, "replace", 0, 1, 2)
     before = group.owned()
     view = viewed(group.lose(1))
@@ -203,7 +203,7 @@ def test_a_lost_workers_shards_wait_for_a_newcomer_who_takes_over_all_of_them():
     assert group.owned() == {0: before[0], 2: before[2], 3: before[1]}
 
 
-def test_a_newcomer_takes_over_from_whoever_was_lost_first():
+def test_a_newcomer_takes_over_from_the_worker_that_was_lost_first():
     group = Group(9, "replace", 0, 1, 2)
     before = group.owned()
     group.lose(2)
@@ -214,7 +214,7 @@ def test_a_newcomer_takes_over_from_whoever_was_lost_first():
     assert group.owned() == {0: before[0], 3: before[2], 4: before[1]}
 
 
-def test_after_its_patience_the_others_share_what_waits():
+def test_after_the_timeout_the_others_share_the_waiting_shards():
     group = Group(9, "replace", 0, 1, 2)
     group.lose(1)
     assert group.tick(PATIENCE_S - 0.25) == []
@@ -224,7 +224,7 @@ def test_after_its_patience_the_others_share_what_waits():
     assert sorted(map(len, group.owned().values())) == [4, 5]
 
 
-def test_without_the_lost_data_the_others_go_on_and_a_newcomer_begins_where_they_are():
+def test_with_on_loss_continue_the_others_proceed_and_a_newcomer_begins_at_their_pass():
     group = Group(4, "continue", 0, 1)
     group.set_tau(0, 0)
     view = viewed(group.lose(1))
@@ -239,7 +239,7 @@ def test_without_the_lost_data_the_others_go_on_and_a_newcomer_begins_where_they
     assert (task.pass_number, task.shards) == (3, (2, 3))
 
 
-def test_what_was_not_reported_is_given_to_whoever_gets_the_shards():
+def test_an_unreported_task_is_assigned_to_the_new_owner_of_its_shards():
     group = Group(4, "drop_slowest", 0, 1)
     lost = group.task(1, shards_max=2)
     group.lose(1)
@@ -261,7 +261,7 @@ def late(on_loss: str = "drop_slowest") -> Group:
     return group
 
 
-def test_who_keeps_another_one_waiting_for_too_long_and_has_done_least_is_dropped():
+def test_the_least_advanced_worker_that_keeps_another_waiting_too_long_is_dropped():
     group = late()
     assert group.tick(PATIENCE_S - 0.25) == []
     refused, view, *_ = group.tick(0.25)
@@ -275,7 +275,7 @@ def test_who_keeps_another_one_waiting_for_too_long_and_has_done_least_is_droppe
     assert isinstance(refused, WorkerGroupRejected)
 
 
-def test_nobody_else_is_dropped_for_as_long_again():
+def test_no_other_worker_is_dropped_for_as_long_again():
     group = Group(4, "drop_slowest", 0, 1, 2, 3)
     group.set_tau(0, 0)
     for client in (0, 3):
@@ -289,7 +289,7 @@ def test_nobody_else_is_dropped_for_as_long_again():
     assert group.tick(0.25) != []
 
 
-def test_who_asks_again_has_waited_since_it_asked_first():
+def test_a_repeated_request_has_waited_since_the_first_one():
     group = late()
     group.tick(PATIENCE_S - 0.25)
     group.want(0)
@@ -297,11 +297,11 @@ def test_who_asks_again_has_waited_since_it_asked_first():
 
 
 @pytest.mark.parametrize("on_loss", ["replace", "continue"])
-def test_nobody_is_dropped_for_being_slow_elsewhere(on_loss):
+def test_under_other_loss_policies_no_slow_worker_is_dropped(on_loss):
     assert late(on_loss).tick(1e9) == []
 
 
-def test_who_waits_for_its_own_task_or_has_no_shards_lets_nobody_be_dropped():
+def test_a_worker_that_waits_for_its_own_task_or_has_no_shards_causes_no_drop():
     group = Group(2, "drop_slowest", 0, 1, 2)
     group.task(0)
     group.task(1)
@@ -346,7 +346,7 @@ def test_a_pass_begins_when_every_shard_has_been_through_all_but_tau_before_it(t
     assert (answer.node, answer.pass_number) == ("client-0", tau + 1)
 
 
-def test_another_tau_is_everybodys_and_may_let_somebody_begin():
+def test_a_new_tau_holds_for_all_workers_and_may_let_a_waiting_one_begin():
     group = Group(2, "replace", 0, 1)
     group.set_tau(0, 0)
     group.work(0)
@@ -367,7 +367,7 @@ def test_passes_end_for_all_when_the_last_shard_is_through():
     assert (ended.node, ended.passes) == ("client-0", 1)
 
 
-def test_who_asks_is_told_who_is_how_far():
+def test_a_query_of_progress_returns_each_workers_progress():
     group = Group(4, "replace", 0, 1)
     group.work(0, shards_max=2)
     group.work(0)
@@ -381,7 +381,7 @@ def test_who_asks_is_told_who_is_how_far():
     assert view.passes == 0
 
 
-# What cannot be
+# Impossible messages
 
 
 def joins(client: int, group: str = "g", **different: Any) -> WorkerGroupJoined:
@@ -398,7 +398,7 @@ def reports(client: int, task: int) -> TaskDone:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("event", "why"),
     [
         (joins(7, shards=5), "the group g as it was created, 4 shards, .* got 5 shards"),
         (joins(7, on_loss="continue"), "the group g as it was created, .*'replace', .*'continue'"),
@@ -417,14 +417,14 @@ def reports(client: int, task: int) -> TaskDone:
         (ProgressRequested(now_s=0.0, node="client-0", group="h"), "expected a member of the group h"),
     ],
 )
-def test_an_impossible_message_is_reported_to_its_sender_and_changes_nothing(said, why):
+def test_an_impossible_message_is_reported_to_its_sender_and_changes_nothing(event, why):
     group = Group(4, "replace", 0, 1)
     group.task(0)
     group.task(1)
     before = group.groups.state_dict()
-    (refused,) = group.groups.on_event(said)
+    (refused,) = group.groups.on_event(event)
     assert isinstance(refused, WorkerGroupRejected)
-    assert (refused.node, refused.group) == (said.node, said.group)
+    assert (refused.node, refused.group) == (event.node, event.group)
     assert re.search(why, refused.reason)
     assert group.groups.state_dict() == before
 
@@ -461,42 +461,42 @@ steps = st.one_of(
 
 
 class History:
-    """A group, what its workers have been told, and what must hold after each event."""
+    """A group, the messages of its workers, and invariants that hold after each event."""
 
     def __init__(self, shards: int, on_loss: str) -> None:
         self.group = Group(shards, on_loss, *range(3))
         self.tasks: dict[tuple[int, int], AssignTask] = {}  # not reported, by worker and number
         self.counted: set[tuple[int, int]] = set()
 
-    def step(self, what: str, *arguments: Any) -> list[Action]:
+    def step(self, kind: str, *arguments: Any) -> list[Action]:
         group = self.group
-        if what == "finish":
+        if kind == "finish":
             if not self.tasks:
                 return []
-            what, arguments = "done", sorted(self.tasks)[arguments[0] % len(self.tasks)]
+            kind, arguments = "done", sorted(self.tasks)[arguments[0] % len(self.tasks)]
         before, passes = group.owned(), group.view.passes
         again = WorkerGroups()
         again.load_state_dict(json.loads(json.dumps(group.groups.state_dict())))
-        said = getattr(group, what)(*arguments)
+        actions = getattr(group, kind)(*arguments)
         known, group.groups = group.groups, again
-        group.now_s -= arguments[0] if what == "tick" else 0
-        assert getattr(group, what)(*arguments) == said
+        group.now_s -= arguments[0] if kind == "tick" else 0
+        assert getattr(group, kind)(*arguments) == actions
         assert again.state_dict() == known.state_dict()
-        if what == "done" and not any(isinstance(one, WorkerGroupRejected) for one in said):
+        if kind == "done" and not any(isinstance(one, WorkerGroupRejected) for one in actions):
             self._count(self.tasks.pop(arguments))
-        self._deliver(said)
+        self._deliver(actions)
         self._check(before, passes)
-        return said
+        return actions
 
     def _count(self, task: AssignTask) -> None:
         pairs = {(task.pass_number, shard) for shard in task.shards}
         assert not pairs & self.counted
         self.counted |= pairs
 
-    def _deliver(self, said: list[Action]) -> None:
+    def _deliver(self, actions: list[Action]) -> None:
         owned, view = self.group.owned(), self.group.view
         self.tasks = {key: task for key, task in self.tasks.items() if key[0] in owned}
-        for one in said:
+        for one in actions:
             assert one.reason  # type: ignore[union-attr]
             if isinstance(one, AssignTask):
                 client = int(one.node[7:])
@@ -542,7 +542,7 @@ class History:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 9), st.sampled_from(LOSS_POLICIES), st.lists(steps, max_size=60))
-def test_whatever_happens_every_shard_is_somewhere_and_every_pass_over_it_counts_once(
+def test_in_any_history_every_shard_has_one_place_and_every_pass_over_it_counts_once(
     shards, on_loss, history
 ):
     one = History(shards, on_loss)
@@ -552,7 +552,7 @@ def test_whatever_happens_every_shard_is_somewhere_and_every_pass_over_it_counts
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 9), st.sampled_from(LOSS_POLICIES), st.lists(steps, max_size=60))
-def test_whatever_has_happened_those_who_are_there_come_to_the_end(shards, on_loss, history):
+def test_after_any_history_the_remaining_workers_finish_all_passes(shards, on_loss, history):
     passes = 6
     one = History(shards, on_loss)
     for step in history:
@@ -565,10 +565,10 @@ def test_whatever_has_happened_those_who_are_there_come_to_the_end(shards, on_lo
     while len(ended) < len(one.group.owned()):
         before = len(one.counted), len(ended)
         for client in one.group.owned():
-            said = one.step("want", client, passes, 2)
+            actions = one.step("want", client, passes, 2)
             while one.tasks:
-                said += one.step("finish", 0)
-            ended |= {action.node for action in said if isinstance(action, PassesEnded)}
+                actions += one.step("finish", 0)
+            ended |= {action.node for action in actions if isinstance(action, PassesEnded)}
         assert (len(one.counted), len(ended)) != before
     if on_loss != "continue":
         assert {(p, s) for p in range(passes) for s in range(shards)} <= one.counted

@@ -85,7 +85,7 @@ def test_a_task_waits_for_all_of_several_and_for_one_that_is_named_twice_once():
     assert do(graph, first, "a") == [TaskFinished(first), TaskRun(both, "b")]
 
 
-def test_what_is_added_after_its_dependencies_have_finished_is_ready_at_once():
+def test_a_task_added_after_its_dependencies_have_finished_is_ready_at_once():
     graph = TaskGraph()
     first, _ = graph.add(["a"])
     do(graph, first, "a")
@@ -123,21 +123,21 @@ def test_a_parent_whose_subtasks_finish_first_waits_for_its_own_return():
     assert graph.on_returned(parent, "a") == [TaskFinished(parent)]
 
 
-# What is refused ----------------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("earlier", [-1, 1, 2])
-def test_to_wait_for_a_task_that_is_not_there_or_for_oneself_is_refused(earlier):
+def test_waiting_for_an_unknown_task_or_for_itself_is_refused(earlier):
     graph = TaskGraph()
     graph.add(["a"])
     with pytest.raises(
         ValueError, match=rf"expected task 1 to wait for tasks .* issued before it, got {earlier}$"
     ):
         graph.add(["a"], after=[0, earlier])
-    assert graph.add(["a"], after=[0]) == (1, [])  # nothing has come of it
+    assert graph.add(["a"], after=[0]) == (1, [])  # the refused tasks left no trace
 
 
-def test_to_wait_for_what_one_is_a_part_of_is_refused():
+def test_a_subtask_that_waits_for_its_caller_is_refused():
     """It could never finish: a cycle."""
     graph = TaskGraph()
     parent = begun(graph, "a")
@@ -186,7 +186,7 @@ def test_callees_have_to_be_up():
             graph.add(callees)
 
 
-def test_only_what_is_ready_starts_and_only_what_runs_returns():
+def test_only_a_ready_call_starts_and_only_a_running_call_returns():
     graph = TaskGraph()
     first, _ = graph.add(["a"])
     second, _ = graph.add(["a"], after=[first])
@@ -209,7 +209,7 @@ def test_only_what_is_ready_starts_and_only_what_runs_returns():
 # Deaths -------------------------------------------------------------------------------------------------
 
 
-def test_a_group_goes_on_without_those_who_died():
+def test_a_group_task_continues_without_lost_callees():
     graph = TaskGraph()
     group = begun(graph, "a", "b")
     after, _ = graph.add(["a"], after=[group])
@@ -217,7 +217,7 @@ def test_a_group_goes_on_without_those_who_died():
     assert graph.on_node_lost("b") == [TaskFinished(group), TaskRun(after, "a")]
 
 
-def test_what_a_node_had_finished_before_it_died_stays_finished():
+def test_a_call_that_finished_before_its_node_was_lost_stays_finished():
     graph = TaskGraph()
     group = begun(graph, "a", "b")
     graph.on_returned(group, "a")
@@ -226,7 +226,7 @@ def test_what_a_node_had_finished_before_it_died_stays_finished():
     assert graph.on_node_lost("b") == [TaskFinished(group)]
 
 
-def test_a_task_without_callees_is_issued_again_once_and_what_its_dead_callee_says_is_ignored():
+def test_a_task_without_callees_is_reissued_once_and_messages_of_its_lost_callee_are_ignored():
     graph = TaskGraph()
     number = begun(graph, "a")
     after, _ = graph.add(["c"], after=[number])
@@ -239,7 +239,7 @@ def test_a_task_without_callees_is_issued_again_once_and_what_its_dead_callee_sa
     assert do(graph, number, "b") == [TaskFinished(number), TaskRun(after, "c")]
 
 
-def test_a_task_that_has_not_begun_is_issued_again_too_and_waits_on():
+def test_a_task_that_has_not_begun_is_also_reissued_and_keeps_waiting():
     graph = TaskGraph()
     first, _ = graph.add(["a"])
     second, _ = graph.add(["b", "c"], after=[first])
@@ -253,7 +253,7 @@ def test_a_task_that_has_not_begun_is_issued_again_too_and_waits_on():
     assert graph.reassign(second, ["a", "d"]) == [TaskRun(second, "a"), TaskRun(second, "d")]
 
 
-def test_subtasks_of_a_dead_callee_are_withdrawn_with_theirs_and_those_of_others_go_on():
+def test_subtasks_of_a_lost_callee_are_withdrawn_with_theirs_and_those_of_others_continue():
     graph = TaskGraph()
     group = begun(graph, "a", "b")
     child = begun(graph, "c", parent=TaskRun(group, "a"))
@@ -265,14 +265,14 @@ def test_subtasks_of_a_dead_callee_are_withdrawn_with_theirs_and_those_of_others
         TaskWithdrawn(grandchild),
         TaskWithdrawn(sibling),
     ]
-    assert graph.on_returned(child, "c") == []  # it could not know
+    assert graph.on_returned(child, "c") == []  # it returned before it learned of the withdrawal
     with pytest.raises(ValueError, match=r"expected a parent that is running, got .*: it is not there"):
         graph.add(["c"], parent=TaskRun(child, "c"))
     graph.on_returned(group, "b")
     assert graph.on_returned(other, "c") == [TaskFinished(other), TaskFinished(group)]
 
 
-def test_a_task_that_is_issued_again_issues_its_subtasks_again():
+def test_a_reissued_task_issues_its_subtasks_again():
     graph = TaskGraph()
     parent = begun(graph, "a")
     old = begun(graph, "b", parent=TaskRun(parent, "a"))
@@ -296,7 +296,7 @@ def test_a_task_that_is_issued_again_issues_its_subtasks_again():
         (None, [(), (), (), ()]),
     ],
 )
-def test_which_iterations_an_iteration_waits_for(tau, waits):
+def test_iteration_t_waits_for_iterations_t_minus_2_tau_minus_1_up_to_t_minus_tau(tau, waits):
     """t waits for [t - 2 tau - 1, t - tau): the golden values."""
     graph = TaskGraph()
     iterations = IterationScheduler(graph, tau)
@@ -306,7 +306,7 @@ def test_which_iterations_an_iteration_waits_for(tau, waits):
 
 
 @given(st.lists(st.integers(0, 4) | st.none(), min_size=1, max_size=12))
-def test_edges_reach_all_that_has_to_be_finished_and_nothing_else(taus):
+def test_edges_reach_all_earlier_iterations_that_must_be_finished_and_no_others(taus):
     """All tasks < t - tau, through other iterations or directly, whatever tau they had."""
     graph = TaskGraph()
     iterations = IterationScheduler(graph, 0)
@@ -343,7 +343,7 @@ def test_other_tasks_of_the_graph_are_no_iterations():
     assert (iterations.issued_count, iterations.in_flight) == (2, {0: 1})
 
 
-def test_a_refused_iteration_is_none():
+def test_a_refused_iteration_is_not_counted():
     iterations = IterationScheduler(TaskGraph(), 0)
     with pytest.raises(ValueError, match=r"expected one callee or more"):
         iterations.issue([])
@@ -362,7 +362,7 @@ def test_tau_is_not_negative():
 
 
 @pytest.mark.parametrize("tau", [0, 3, None])
-def test_what_is_held_does_not_grow_with_what_has_finished(tau):
+def test_the_size_of_the_graph_does_not_grow_with_finished_tasks(tau):
     """A task that never finishes has subtasks that do; others come one after the other."""
     graph = TaskGraph()
     stuck = begun(graph, "z")
@@ -380,5 +380,7 @@ def test_what_is_held_does_not_grow_with_what_has_finished(tau):
             graph.on_returned(other, callee)
         do(graph, number, "b")
         do(graph, after, "b")
-        sizes.append(len(pickle.dumps((graph, iterations))))  # all that they hold, not what they say
+        sizes.append(
+            len(pickle.dumps((graph, iterations)))
+        )  # all that they hold, also what they do not expose
     assert len(set(sizes[260:])) == 1  # from then on numbers take two bytes each

@@ -1,4 +1,4 @@
-"""`TaskGraph` and `IterationScheduler` against an adversary and a model that looks at everything."""
+"""`TaskGraph` and `IterationScheduler` against an adversary and a model that recomputes every state."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from offbeat.policies.ps.task_graph import (
 
 
 class Trial:
-    """A random cluster, and what the graph has to say by the definitions, found by looking at everything.
+    """A random cluster, and the actions that the definitions demand of the graph, recomputed from everything.
 
     Attributes:
-        told: how often the graph said what, by kind.
+        starts: number of the graph's actions, by kind.
         after: by task, all that has to finish before, whether it is given as an edge or follows from tau.
         calls: by open task and callee, its state.
         needy: the tasks that are to be issued again.
-        unheard: calls that were dropped or withdrawn while they ran.
+        late_calls: calls that were dropped or withdrawn while they ran.
     """
 
     def __init__(self, seed):
@@ -38,7 +38,7 @@ class Trial:
         self.up = ["n0", "n1", "n2", "n3"]
         self.nodes = 4
         self.after, self.parent, self.calls = {}, {}, {}
-        self.over, self.needy, self.unheard = set(), [], []
+        self.over, self.needy, self.late_calls = set(), [], []
         self.numbers = []  # of the iterations
         self.taus = []
         self.starts = Counter()
@@ -52,7 +52,7 @@ class Trial:
     def some(self, numbers):
         return self.random.sample(numbers, self.random.randint(0, min(3, len(numbers))))
 
-    # What happens; each gives what the graph told, and what beyond the definitions below it had to tell.
+    # Events; each returns the graph's actions, and those that it had to emit beyond the definitions below.
 
     def add(self):
         peers = [n for n, parent in self.parent.items() if parent is None or n in self.over]
@@ -108,7 +108,7 @@ class Trial:
             if number in self.calls and (parent in lost or (parent and parent.task in withdrawn)):
                 withdrawn.add(number)
         for number in withdrawn:
-            self.unheard += [
+            self.late_calls += [
                 TaskRun(number, c) for c, now in self.calls.pop(number).items() if now == "running"
             ]
             self.over.add(number)
@@ -117,7 +117,7 @@ class Trial:
         for number, _ in lost:
             if number not in withdrawn:
                 if self.calls[number].pop(node) == "running":
-                    self.unheard.append(TaskRun(number, node))
+                    self.late_calls.append(TaskRun(number, node))
                 if not self.calls[number]:
                     needy.append(number)
         self.needy += needy
@@ -148,21 +148,21 @@ class Trial:
         ready, running = self.runs("ready"), self.runs("running")
         able = []
         able += 4 * [(self.start, ready)] + 4 * [(self.finish, running)]
-        able += [(self.issue_again, self.needy), (self.deliver_late, self.unheard)]
-        possible = [(what, whom) for what, whom in able if whom]
+        able += [(self.issue_again, self.needy), (self.deliver_late, self.late_calls)]
+        possible = [(operation, arguments) for operation, arguments in able if arguments]
         if not is_ending:
             possible += 2 * [(self.add_subtask, running)] if running else []
-            possible += [(what, None) for what in (self.add, self.issue, self.issue, self.set_tau)]
+            possible += [(operation, None) for operation in (self.add, self.issue, self.issue, self.set_tau)]
             possible += [(self.save_and_load, None)] + ([(self.kill, None)] if len(self.up) > 1 else [])
-        what, whom = self.random.choice(possible)
-        starts, also = what() if whom is None else what(self.random.choice(whom))
+        operation, arguments = self.random.choice(possible)
+        starts, also = operation() if arguments is None else operation(self.random.choice(arguments))
         self.check(starts, also)
 
-    # What must hold.
+    # Invariants.
 
     def check(self, starts, also):
         self.starts.update(type(one) for one in starts)
-        for one in starts:  # in the order in which it was said
+        for one in starts:  # in the order of emission
             if isinstance(one, TaskFinished):
                 assert one.number not in self.over
                 self.over.add(one.number)
@@ -183,7 +183,7 @@ class Trial:
             assert self.taus[t] is None or place + 1 <= self.taus[t] + 1
 
     def due(self):
-        """Bring `calls` up to date by the definitions, until nothing changes; return what is to be told."""
+        """Bring `calls` up to date by the definitions, until nothing changes; return the actions due."""
         due = []
         while True:
             before = len(due)
@@ -205,13 +205,13 @@ class Trial:
 
 @settings(deadline=None, max_examples=120)
 @given(st.integers(0, 2**32 - 1))
-def test_whatever_happens_the_invariants_hold_and_everything_finishes(seed):
+def test_invariants_hold_and_all_tasks_finish_when_nodes_are_lost_and_taus_change(seed):
     """Random graphs, returns, deaths, additions and taus; the specification's invariants, section 5.2."""
     run_trial(seed)
 
 
-def test_the_adversary_does_its_worst():
-    """Else the test above would look at nothing."""
+def test_the_adversary_causes_every_kind_of_action():
+    """Otherwise the test above would show nothing."""
     starts = sum((run_trial(seed).starts for seed in range(20)), Counter())
     assert min(starts[kind] for kind in (TaskRun, TaskFinished, TaskNeedsCallees, TaskWithdrawn)) >= 20
 
@@ -220,7 +220,7 @@ def run_trial(seed):
     trial = Trial(seed)
     for _ in range(trial.random.choice([20, 80])):
         trial.step(is_ending=False)
-    trial.unheard.clear()
+    trial.late_calls.clear()
     while trial.calls:
         trial.step(is_ending=True)
     assert trial.over == trial.after.keys()

@@ -34,11 +34,11 @@ def test_the_bound_rises_by_a_step_while_the_loss_falls_by_more_than_the_limit()
     assert bounds(LprController(3), 1.0, 0.9, 0.8, 0.79) == [3, 4, 5, 5]
 
 
-def test_it_falls_by_a_step_while_the_loss_rises_by_more_than_the_limit():
+def test_the_bound_falls_by_a_step_while_the_loss_rises_by_more_than_the_limit():
     assert bounds(LprController(6, step=2), 1.0, 1.1, 1.15, 2.0, 4.0) == [6, 4, 4, 3, 3]
 
 
-def test_at_the_limit_it_stays():
+def test_the_bound_stays_when_the_change_equals_the_limit():
     assert bounds(LprController(4, limit=25.0), 1.0, 0.75, 1.0, 1.25) == [4, 4, 3, 3]
 
 
@@ -71,7 +71,7 @@ def test_the_loss_of_a_version_is_the_mean_by_samples_of_all_steps_at_its_clock(
     assert controller.lpr == pytest.approx(20.0)
 
 
-def test_what_nobody_stepped_at_or_said_or_is_of_no_samples_is_passed_over():
+def test_versions_without_steps_losses_or_samples_are_skipped():
     controller = LprController()
     controller.add_loss(3, 10, 1.0)
     controller.add_loss(5, 0, 100.0)
@@ -97,7 +97,7 @@ def test_a_loss_that_is_no_number_lowers_the_bound_and_is_not_compared_with(loss
     assert bounds(controller, 1.0, loss, loss, 0.9, 0.9) == [6, 5, 4, 5, 5]
 
 
-def test_one_step_without_a_number_makes_it_that_of_its_version():
+def test_one_step_with_a_nan_loss_makes_the_loss_of_its_version_nan():
     controller = LprController(6)
     bounds(controller, 1.0)
     controller.add_loss(1, 32, 0.5)
@@ -124,7 +124,7 @@ def test_with_a_window_the_means_of_the_last_losses_are_compared():
     assert controller.lpr == pytest.approx(20.0)
 
 
-def test_with_accuracies_the_bound_rises_while_they_do():
+def test_with_accuracies_the_bound_rises_while_they_rise():
     controller = LprController(3, signal="accuracy")
     assert bounds(controller, 0.5, 0.6, 0.61) == [3, 4, 4]
     controller.add_loss(9, 1, 0.305)

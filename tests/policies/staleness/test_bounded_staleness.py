@@ -1,4 +1,4 @@
-"""Bounded staleness as a policy: each promise by hand, and whole jobs in any order of what is heard."""
+"""Bounded staleness as a policy: each promise in a small case, and whole jobs in any order of messages."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def answers(policy: BoundedStaleness, *events: Event) -> list[Action]:
 
 
 def started(world: int = 2, **arguments: Any) -> BoundedStaleness:
-    """All have begun; with equal shards they may take their first step."""
+    """All workers have begun; with equal shards they may take their first step."""
     policy = BoundedStaleness(world, **{"shards": "equal", **arguments})
     answers(policy, *map(joined, range(world)), *(clocked(worker, None) for worker in range(world)))
     return policy
@@ -110,7 +110,7 @@ def preempted(actions: list[Action]) -> dict[int, bool]:
     return {one.worker: one.is_preempted for one in actions if isinstance(one, StepPermit)}
 
 
-def test_when_one_is_about_to_be_taken_away_all_stop_at_the_latest_clock_under_way() -> None:
+def test_a_preempted_worker_stops_all_at_the_latest_clock_under_way() -> None:
     policy = started(s=3)
     walk(policy, 0, range(2))  # worker 0 is at clock 2, worker 1 at clock 0
     assert policy.handle(Preempted(now_s=1.0, worker=1, step=0, signal="SIGTERM")) == []
@@ -119,9 +119,7 @@ def test_when_one_is_about_to_be_taken_away_all_stop_at_the_latest_clock_under_w
     policy.load_state_dict(state)
     assert preempted(walk(policy, 1, range(2))) == {1: False}
     assert preempted(answers(policy, clocked(0, 2))) == {0: True}
-    policy.handle(
-        Preempted(now_s=2.0, worker=0, step=3, signal="SIGTERM")
-    )  # what comes second changes nothing
+    policy.handle(Preempted(now_s=2.0, worker=0, step=3, signal="SIGTERM"))  # a second signal changes nothing
     assert preempted(answers(policy, clocked(1, 2))) == {1: True}
 
 
@@ -133,7 +131,7 @@ def test_without_a_bound_each_stops_after_the_step_under_way() -> None:
 
 
 def remembered(policy: BoundedStaleness, world: int, **arguments: Any) -> BoundedStaleness:
-    """Another one that goes on from its state."""
+    """Another policy that continues from its state."""
     other = BoundedStaleness(world, **arguments)
     other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     return other
@@ -150,14 +148,14 @@ def apart(**arguments: Any) -> BoundedStaleness:
     return policy
 
 
-def test_without_the_first_workers_parameters_nobody_can_begin():
-    for going, cause in (
+def test_without_the_first_workers_parameters_the_job_stops():
+    for departure, cause in (
         (Lost(now_s=1.0, worker=0, cause="killed"), "killed"),
         (Failed(now_s=1.0, worker=0, step=0, error="it broke"), "it failed after 0 steps: it broke"),
         (Left(now_s=1.0, worker=0, step=0), "it has left"),
     ):
         policy = BoundedStaleness(2)
-        (stop,) = answers(policy, joined(0), joined(1), clocked(1, None), going)[-1:]
+        (stop,) = answers(policy, joined(0), joined(1), clocked(1, None), departure)[-1:]
         assert isinstance(stop, AbortJob)
         assert stop.worker == 0
         assert stop.reason.endswith(f"do not have its initial parameters: {cause}")
@@ -168,7 +166,7 @@ def test_without_the_first_workers_parameters_nobody_can_begin():
     assert isinstance(actions[-1], AbortJob)
 
 
-# By hand ------------------------------------------------------------------------------------------------
+# Small cases --------------------------------------------------------------------------------------------
 
 
 def test_the_papers_example_7_waits_for_3_and_starts_when_the_bound_has_become_4():
@@ -183,7 +181,7 @@ def test_the_papers_example_7_waits_for_3_and_starts_when_the_bound_has_become_4
     assert (worker_1.worker, worker_1.clock, worker_1.may_start, worker_1.staleness_bound) == (1, 4, True, 4)
 
 
-def test_a_bound_that_shrinks_lets_nobody_go_whom_the_old_one_would_have():
+def test_a_bound_that_shrinks_releases_no_worker_that_only_the_old_bound_would_have():
     policy = apart(s=3, dynamic={"s_min": 1})
     assert permits(policy.handle(clocked(1, 3, loss=2.0))) == {1: (4, True)}
     assert permits(walk(policy, 1, range(4, 5))) == {0: (7, True), 1: (5, True)}
@@ -195,7 +193,7 @@ def test_a_step_without_a_loss_leaves_the_bound():
     assert (worker_0.staleness_bound, worker_0.version_min) == (3, 4)
 
 
-def test_who_waits_receives_its_clock_at_once_and_why():
+def test_a_waiting_worker_receives_its_clock_and_the_reason_at_once():
     policy = started(2, s=1)
     (first,) = policy.handle(clocked(0, 0))
     (second,) = policy.handle(clocked(0, 1))
@@ -204,7 +202,7 @@ def test_who_waits_receives_its_clock_at_once_and_why():
     assert second.reason == "it is 2 ahead of the slowest, and the bound is 1"
 
 
-def test_nobody_starts_before_all_are_there_or_gone():
+def test_no_worker_starts_before_all_have_begun_or_are_lost():
     policy = BoundedStaleness(3, shards="equal")
     answers(policy, *map(joined, range(3)))
     assert permits(policy.handle(clocked(0, None))) == {0: (0, False)}
@@ -221,7 +219,7 @@ def test_a_newcomer_begins_at_a_clock_at_which_it_can_push():
     assert permits(policy.handle(clocked(3, None))) == {3: (3, True)}
 
 
-def test_without_a_bound_nobody_waits_and_any_version_will_do():
+def test_without_a_bound_no_worker_waits_and_any_version_is_accepted():
     policy = started(2, s=None)
     for clock in range(50):
         (permit,) = policy.handle(clocked(0, clock, parameter_version=0))
@@ -251,7 +249,7 @@ def test_in_a_warm_start_the_first_worker_is_alone_and_then_all_start_at_once():
 
 
 @pytest.mark.parametrize("how", [Lost, Finished])
-def test_a_warm_start_goes_on_with_the_next_worker(how):
+def test_a_warm_start_continues_with_the_next_worker(how):
     policy = started(3, s=None, warm_start=4)
     policy.handle(clocked(0, 0, parameter_version=0))
     more = {"cause": "cut"} if how is Lost else {"epoch": 0, "step": 0}
@@ -259,7 +257,7 @@ def test_a_warm_start_goes_on_with_the_next_worker(how):
     assert permits(walk(policy, 1, range(2, 5))) == {1: (5, True), 2: (5, True)}
 
 
-def test_who_is_alone_in_a_warm_start_and_takes_no_step_is_out():
+def test_a_worker_alone_in_a_warm_start_that_takes_no_step_is_removed():
     policy = started(2, s=None, warm_start=4, deadline_s=5.0)
     assert (
         answers(
@@ -273,7 +271,7 @@ def test_who_is_alone_in_a_warm_start_and_takes_no_step_is_out():
     assert permits(answered) == {1: (2, True)}
 
 
-def test_who_rests_in_a_warm_start_is_not_blamed_by_who_has_finished():
+def test_a_worker_that_pauses_in_a_warm_start_is_not_removed_when_another_has_finished():
     policy = started(3, s=None, warm_start=100, deadline_s=5.0)
     answers(policy, clocked(0, 0, parameter_version=0), Finished(now_s=0.0, worker=0, epoch=0, step=1))
     for second in range(12):
@@ -302,7 +300,7 @@ def test_a_warm_start_is_over_when_the_others_have_all_samples_that_are_left():
         Finished(now_s=0.0, worker=1, epoch=0, step=3),
     ],
 )
-def test_the_job_goes_on_without_who_ends(end):
+def test_the_job_continues_without_a_worker_that_ends(end):
     assert permits(apart().handle(end)) == {0: (7, True)}
 
 
@@ -318,7 +316,7 @@ def test_a_newcomer_that_could_begin_only_after_the_job_was_complete_is_rejected
     assert answers(policy, Left(now_s=0.0, worker=0, step=1)) == [CloseServers(reason="all workers are gone")]
 
 
-def test_the_job_is_complete_when_all_workers_that_are_left_have_finished():
+def test_the_job_is_complete_when_all_remaining_workers_have_finished():
     policy = started(3)
     assert answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=1)) == []
     policy.handle(joined(3))  # and has not begun
@@ -331,7 +329,7 @@ def test_the_job_is_complete_when_all_workers_that_are_left_have_finished():
     assert "came when all others were done" in refused.reason
 
 
-def test_when_nobody_is_left_the_servers_end():
+def test_when_no_worker_is_left_the_servers_are_closed():
     policy = started(2)
     assert answers(policy, Lost(now_s=0.0, worker=0, cause="cut")) == []
     assert answers(policy, Lost(now_s=0.0, worker=1, cause="cut")) == [
@@ -351,7 +349,7 @@ def test_the_servers_stay_until_the_last_worker_of_a_complete_job_has_left():
     ]
 
 
-def test_who_keeps_others_waiting_for_too_long_is_out_and_they_go_on():
+def test_a_worker_that_keeps_others_waiting_for_too_long_is_removed_and_they_continue():
     policy = apart(deadline_s=5.0)
     assert answers(policy, Tick(now_s=10.0), Tick(now_s=15.0)) == []
     policy = remembered(policy, 2, shards="equal", deadline_s=5.0)
@@ -389,7 +387,7 @@ def held_up(workers: int) -> BoundedStaleness:
     return policy
 
 
-def test_a_worker_that_keeps_others_waiting_and_does_not_reach_a_server_is_out():
+def test_a_worker_that_keeps_others_waiting_and_does_not_reach_a_server_is_removed():
     policy = held_up(3)
     answers(policy, clocked(1, 0))
     assert answers(policy, missed(2, 4, 1.0), Tick(now_s=16.0)) == []
@@ -403,42 +401,42 @@ def test_a_worker_that_keeps_others_waiting_and_does_not_reach_a_server_is_out()
     assert [(permit.worker, permit.may_start) for permit in permits_of] == [(0, True), (1, True)]
 
 
-def test_a_server_that_is_reached_again_or_is_out_is_not_missed():
+def test_reaching_a_server_again_restarts_the_deadline_of_its_outage():
     policy = held_up(3)
     assert answers(policy, missed(2, 4, 1.0), missed(2, 4, 9.0), reached(2, 4, 14.0)) == []
     assert answers(policy, missed(2, 4, 15.0), missed(2, 4, 20.0), Tick(now_s=25.0), Tick(now_s=30.0)) == []
     assert isinstance(policy.handle(Tick(now_s=30.1))[0], RejectPeer)
 
 
-def test_where_there_is_a_bound_others_need_what_is_not_pushed_also_before_they_wait_at_the_gate():
+def test_with_a_bound_missing_pushes_count_before_other_workers_wait_at_the_gate():
     policy = started(3, s=3)
     assert isinstance(answers(policy, missed(2, 4, 1.0), Tick(now_s=16.1))[0], RejectPeer)
 
 
-def test_a_silent_worker_is_not_excluded_for_what_it_missed_before():
+def test_a_silent_worker_is_not_excluded_for_an_earlier_outage():
     policy = held_up(3)
     silent = PeerUnreachable(now_s=2.0, worker=None, peer=2, cause="it is silent")
     assert answers(policy, missed(2, 4, 1.0), silent, Tick(now_s=100.0)) == []
 
 
-def test_who_keeps_nobody_waiting_may_miss_a_server_for_ever():
+def test_a_worker_that_keeps_no_other_waiting_may_miss_a_server_without_a_limit():
     policy = started(3, s=None)
     assert answers(policy, missed(2, 4, 1.0), *(Tick(now_s=10.0 * time) for time in range(10))) == []
 
 
-def test_a_server_that_most_workers_miss_is_not_held_against_them():
+def test_a_server_that_most_workers_cannot_reach_excludes_none_of_them():
     policy = held_up(3)
     assert answers(policy, missed(1, 4, 1.0), missed(2, 4, 1.0), Tick(now_s=100.0)) == []  # two of three
 
 
-def test_the_only_process_may_miss_a_server_for_ever_however_many_workers_it_has():
+def test_the_only_process_may_miss_a_server_without_a_limit_with_any_number_of_workers():
     policy = BoundedStaleness(3, s=0, shards="equal")
     answers(policy, *(replace(joined(worker), location="one process") for worker in range(3)))
     answers(policy, *(clocked(worker, None) for worker in range(3)))
     assert answers(policy, missed(0, 4, 1.0), Tick(now_s=100.0)) == []
 
 
-def test_of_several_workers_the_one_that_misses_most_servers_is_out_first_and_then_the_rest_have_time():
+def test_the_worker_that_misses_most_servers_is_removed_first_and_the_others_get_time():
     policy = held_up(8)
     assert answers(policy, missed(1, 4, 1.0), missed(1, 5, 1.0), missed(2, 4, 1.0), missed(3, 5, 1.0)) == []
     (refused,) = answers(policy, Tick(now_s=20.0))
@@ -457,12 +455,12 @@ def test_every_step_begins_the_deadline_again():
     assert answers(policy, Tick(now_s=13.1))
 
 
-def test_nobody_is_refused_for_whom_nobody_waits():
+def test_no_worker_is_removed_that_no_other_waits_for():
     policy = started(2, s=3, deadline_s=5.0)
     assert answers(policy, *(Tick(now_s=10.0 * time) for time in range(10))) == []
 
 
-def test_who_never_begins_or_never_ends_is_out_too():
+def test_a_worker_that_never_begins_or_never_ends_is_removed_too():
     policy = BoundedStaleness(2, shards="equal", deadline_s=5.0)
     answers(policy, joined(0), joined(1), clocked(0, None), Tick(now_s=0.0))
     refused, permit = policy.handle(Tick(now_s=6.0))
@@ -473,7 +471,7 @@ def test_who_never_begins_or_never_ends_is_out_too():
     assert (refused.peer, complete) == ("peer-1", JobComplete(reason="everybody has finished"))
 
 
-def test_who_waits_itself_is_not_out_for_who_keeps_all_waiting():
+def test_a_waiting_worker_is_not_removed_in_place_of_the_one_that_delays_all():
     policy = started(3, s=0, deadline_s=5.0)
     answers(policy, Finished(now_s=0.0, worker=2, epoch=0, step=0), clocked(0, 0), Tick(now_s=0.0))
     refused, permit = policy.handle(Tick(now_s=6.0))
@@ -505,7 +503,7 @@ def test_iterations_are_counted_from_the_beginning_of_each_epoch():
     assert permits(walk(policy, 0, range(3, 7))) == {0: (7, False)}
 
 
-def test_a_straggler_that_nobody_normal_is_left_beside_is_none_any_more():
+def test_a_straggler_without_a_normal_worker_to_compare_with_is_no_longer_one():
     policy = started(2, dynamic={}, detector=DETECTOR)
     answers(policy, clocked(1, 0, compute_s=2.0), clocked(0, 0), Lost(now_s=0.0, worker=0, cause="cut"))
     answers(policy, joined(2), clocked(2, None))
@@ -543,7 +541,7 @@ def blocks(actions: list[Action], worker: int) -> list[int]:
     return [block.id for assignment in assignments for block in assignment.blocks]
 
 
-def test_who_waits_for_the_last_samples_holds_nobody_back_and_moves_along():
+def test_a_worker_that_waits_for_the_last_samples_delays_no_other_and_its_clock_advances():
     policy, answered = assigning(2, 4 * BATCH, s=0)
     first, second = blocks(answered, 0), blocks(answered, 1)
     assert len(first) == len(second) == 2
@@ -560,7 +558,7 @@ def test_who_waits_for_the_last_samples_holds_nobody_back_and_moves_along():
     ]
 
 
-def test_who_is_assigned_a_lost_workers_samples_comes_back_at_a_clock_that_is_not_complete():
+def test_a_worker_that_gets_a_lost_workers_samples_returns_at_an_incomplete_clock():
     policy, answered = assigning(3, 3 * BATCH, s=0)
     answers(policy, *(clocked(worker, 0, blocks=tuple(blocks(answered, worker))) for worker in (0, 1)))
     answered = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
@@ -570,7 +568,7 @@ def test_who_is_assigned_a_lost_workers_samples_comes_back_at_a_clock_that_is_no
             assert (one.clock, one.may_start) == (1, bool(blocks(answered, one.worker)))
 
 
-def test_who_has_begun_a_step_and_gets_no_more_is_told_to_do_without():
+def test_a_worker_that_has_begun_a_step_and_gets_no_more_samples_is_awaited():
     policy, answered = assigning(2, 2 * BATCH)
     (block,) = blocks(answered, 0)
     (assignment,) = policy.handle(requests(0, samples=2 * BATCH, is_last=True, started_blocks=(block,)))
@@ -578,7 +576,7 @@ def test_who_has_begun_a_step_and_gets_no_more_is_told_to_do_without():
     assert answers(policy, requests(1, samples=2 * BATCH, is_last=True)) == []
 
 
-def test_who_asks_for_more_while_some_are_under_way_to_it_gets_none_in_their_place():
+def test_a_worker_that_asks_for_more_while_blocks_are_under_way_to_it_is_not_awaited():
     policy, answered = assigning(2)
     taken = blocks(answered, 0)[0]
     assert not any(
@@ -587,7 +585,7 @@ def test_who_asks_for_more_while_some_are_under_way_to_it_gets_none_in_their_pla
     )
 
 
-def test_who_waits_at_the_gate_is_not_blamed_by_who_waits_for_its_samples():
+def test_a_worker_at_the_gate_is_not_removed_for_one_that_waits_for_samples():
     policy, answered = assigning(3, 6 * BATCH, s=0, deadline_s=5.0)
     answers(
         policy,
@@ -599,7 +597,7 @@ def test_who_waits_at_the_gate_is_not_blamed_by_who_waits_for_its_samples():
     assert refused == ["peer-2"]
 
 
-def test_who_has_finished_is_assigned_nothing_and_nothing_is_kept_for_it():
+def test_a_finished_worker_is_assigned_nothing_and_nothing_is_reserved_for_it():
     policy = started(3, shards="dynamic")
     policy.handle(Finished(now_s=0.0, worker=2, epoch=0, step=0))
     answered = answers(policy, *(requests(worker, samples=2 * BATCH) for worker in (0, 1)))
@@ -607,13 +605,13 @@ def test_who_has_finished_is_assigned_nothing_and_nothing_is_kept_for_it():
     assert sizes == [BATCH, BATCH]
 
 
-def test_who_never_wants_samples_runs_without():
+def test_a_worker_that_never_requests_samples_runs_without_them():
     policy = started(2, shards="dynamic", s=0)
     assert permits(policy.handle(clocked(0, 0))) == {0: (1, False)}
     assert permits(policy.handle(clocked(1, 0))) == {0: (1, True), 1: (1, True)}
 
 
-def test_who_leaves_an_epoch_early_gives_up_the_rest_for_all():
+def test_a_worker_that_leaves_an_epoch_early_discards_the_rest_for_all():
     policy, _ = assigning(2)
     answered = policy.handle(requests(0, 1, abandons_previous=True))
     (assignment,) = [one for one in answered if isinstance(one, AssignBlocks) and one.worker == 0]
@@ -621,7 +619,7 @@ def test_who_leaves_an_epoch_early_gives_up_the_rest_for_all():
     assert {block.epoch for block in assignment.blocks} == {1}
 
 
-def test_who_saves_is_informed_which_positions_have_been_used():
+def test_a_worker_that_saves_is_informed_of_the_used_positions():
     policy, answered = assigning(2)
     used = blocks(answered, 0)[:1]
     answers(policy, clocked(0, 0, blocks=tuple(used)))
@@ -631,7 +629,7 @@ def test_who_saves_is_informed_which_positions_have_been_used():
     assert answer.consumed == ((0, ((0, BATCH),)),)
 
 
-def test_who_saves_is_informed_what_was_used_at_the_clocks_that_its_state_holds():
+def test_a_worker_that_saves_is_informed_of_the_samples_used_at_the_clocks_of_its_state():
     policy, answered = assigning(3, 6 * BATCH, s=3)
     mine, ahead = blocks(answered, 0), blocks(answered, 1)
     answers(policy, clocked(1, 0, blocks=tuple(ahead[:1])), clocked(0, 0, blocks=tuple(mine[:1])))
@@ -647,7 +645,7 @@ def test_who_saves_is_informed_what_was_used_at_the_clocks_that_its_state_holds(
     assert sum(last - first for first, last in whole.consumed[0][1]) == 5 * BATCH
 
 
-def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
+def test_a_worker_that_holds_the_last_samples_for_too_long_is_removed_and_others_get_them():
     policy, answered = assigning(2, 2 * BATCH, deadline_s=5.0)
     answers(
         policy, clocked(0, 0, blocks=tuple(blocks(answered, 0))), requests(0, samples=2 * BATCH, is_last=True)
@@ -661,7 +659,7 @@ def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
     assert permits(answered) == {0: (1, True)}
 
 
-# What cannot be -----------------------------------------------------------------------------------------
+# Impossible messages ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -692,7 +690,7 @@ def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(event, text):
+def test_an_impossible_message_is_refused(event, text):
     with pytest.raises(ProtocolError, match=text):
         apart().handle(event)
 
@@ -704,13 +702,13 @@ def test_a_step_with_parameters_that_are_too_old_is_refused():
         policy.handle(clocked(0, 7, parameter_version=3))
 
 
-def test_blocks_of_nobody_are_refused():
+def test_blocks_of_another_worker_are_refused():
     policy, answered = assigning(2)
     with pytest.raises(ProtocolError, match="are not worker 0's any more"):
         policy.handle(clocked(0, 0, blocks=tuple(blocks(answered, 1))))
 
 
-def test_who_has_finished_says_nothing_more():
+def test_messages_of_a_finished_worker_are_refused():
     policy = started(2)
     policy.handle(Finished(now_s=0.0, worker=0, epoch=0, step=0))
     for event in (clocked(0, 0), Finished(now_s=0.0, worker=0, epoch=0, step=0)):
