@@ -29,7 +29,7 @@ def test_every_entry_is_in_exactly_one_bucket_of_its_dtype_without_gaps(entries,
 
 
 @given(ENTRIES, st.integers(1, 200))
-def test_buckets_come_in_the_order_in_which_they_fill(entries, bucket_bytes):
+def test_buckets_are_in_the_order_in_which_they_fill(entries, bucket_bytes):
     sizes, dtypes = [size for size, _ in entries], [dtype for _, dtype in entries]
     last = [bucket.entries[-1] for bucket in plan_buckets(sizes, dtypes, bucket_bytes=bucket_bytes)]
     assert last == sorted(last)

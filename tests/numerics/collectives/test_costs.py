@@ -23,9 +23,9 @@ from offbeat.numerics.collectives.schedules import ALGORITHMS
         ("rabenseifner", 8, 6, 1.75),
         ("direct", 4, 2, 1.5),
         ("direct", 17, 2, 2 * 16 / 17),
-        # Folding: before two of the three others can go on, and after.
+        # Folding: before two of the three others can continue, and after.
         ("recursive_doubling", 3, 2, 3.0),
-        # Halves to the master and back, twice each; between the masters each half, of which one is there
+        # Halves to the master and back, twice each; between the masters each half, of which one arrives
         # a step sooner.
         ("hierarchical:2", 4, 5, 3.0),
     ],
@@ -51,7 +51,7 @@ def test_with_four_workers_recursive_doubling_beats_a_ring_below_8_alpha_over_be
     beta_s=st.floats(1e-11, 1e-6),
     algorithm=st.sampled_from(ALGORITHMS),
 )
-def test_a_line_is_found_again_from_what_it_takes(workers, alpha_s, beta_s, algorithm):
+def test_a_line_is_recovered_from_its_times(workers, alpha_s, beta_s, algorithm):
     line = LinkModel(alpha_s=alpha_s, beta_s=beta_s)
     one = all_reduce_cost(algorithm, workers)
     # Sizes at which neither is lost in the other's rounding.
@@ -74,7 +74,7 @@ def test_noise_of_a_tenth_moves_both_by_little_more_than_that():
     assert found.beta_s == pytest.approx(8e-9, rel=0.15)
 
 
-def test_where_one_of_both_cannot_be_seen_it_is_0():
+def test_a_constant_that_cannot_be_measured_is_0():
     one = all_reduce_cost("ring", 2)
     flat = fit_link_model([(one, size, 1e-3 + 1e-9 / size) for size in (1, 100, 10_000)])
     assert (flat.alpha_s, flat.beta_s) == (pytest.approx(5e-4, rel=1e-3), 0.0)
@@ -96,7 +96,7 @@ def test_too_few_samples_are_refused(samples):
         fit_link_model(samples)
 
 
-def test_a_line_takes_time():
+def test_a_line_with_zero_or_negative_times_is_refused():
     for alpha_s, beta_s in [(0.0, 0.0), (-1.0, 1.0), (1.0, -1.0), (float("nan"), 1.0)]:
         with pytest.raises(ValueError, match="expected a latency and a time per byte"):
             LinkModel(alpha_s=alpha_s, beta_s=beta_s)

@@ -41,7 +41,7 @@ def test_latency_is_that_of_all_steps():
     )
 
 
-def test_what_is_needed_last_hides_behind_the_next_forward_pass_and_not_in_fifo_order():
+def test_gradients_needed_last_overlap_the_next_forward_pass_but_not_in_fifo_order():
     # The second layer's 4 s of gradients are ready at 1 s, the first one's 0.001 s at 2 s.
     works = [work(1.0, 1.0, 1000), work(1.0, 1.0, 4_000_000, "dense")]
     options = {"policy": "ring", "fuse_bytes": 0}
@@ -58,7 +58,7 @@ def test_layers_without_gradients_send_nothing_and_still_compute():
     assert forecast_step(works, 2, LINE, policy="ring").exposed_s == pytest.approx((0.0, 0.0))
 
 
-def test_one_algorithm_may_stand_in_for_the_policys():
+def test_one_algorithm_may_replace_the_policys():
     works = [work(0.0, 1.0, 1_000_000)]
     ring = forecast_step(works, 4, LINE, algorithm="ring")
     doubling = forecast_step(works, 4, LINE, algorithm="recursive_doubling")

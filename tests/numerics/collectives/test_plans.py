@@ -1,4 +1,4 @@
-"""Which gradients travel together and how: every policy, and what holds of all plans."""
+"""Which gradients are exchanged together and how: every policy, and properties of all plans."""
 
 import pytest
 from hypothesis import given
@@ -47,7 +47,7 @@ def test_the_papers_text_and_its_table_are_each_others_reverse():
     assert algorithms("ring") == ["ring"] * 8
 
 
-def test_the_cost_model_hurries_where_there_is_no_slack_and_spares_the_line_elsewhere():
+def test_the_cost_model_takes_a_faster_algorithm_without_slack_and_rings_elsewhere():
     # 140 kB: rings of 6 messages take 2.9 ms, halving and doubling with 4 takes 2.5.
     assert algorithms("cost_model") == ["rabenseifner", *["ring"] * 7]
 
@@ -61,13 +61,13 @@ def test_a_ring_that_would_outlast_the_slack_is_not_taken_though_another_algorit
     assert plan_fused_buckets(patient, 256, LINE)[0].algorithm == "ring"
 
 
-def test_small_messages_without_slack_go_by_the_fewest_messages_after_each_other():
+def test_small_messages_without_slack_use_the_fewest_sequential_messages():
     tiny = [PlannedLayer(kind="other", size_bytes=1000)]
     assert plan_fused_buckets(tiny, 4, LINE)[0].algorithm == "direct"
     assert plan_fused_buckets(tiny, 4, LINE, policy="ring")[0].algorithm == "ring"
 
 
-def test_small_layers_travel_together_as_long_as_latency_costs_more_than_bytes():
+def test_small_layers_are_fused_as_long_as_latency_costs_more_than_bytes():
     # direct: 2 rounds of 200 us, and 1.5 times the vector at 8 ns a byte
     assert latency_bound_bytes(4, LINE) == int(2 * 200e-6 / (1.5 * 8e-9))
     small = [PlannedLayer(kind="convolution", size_bytes=10_000) for _ in range(7)]
@@ -82,11 +82,11 @@ def test_small_layers_travel_together_as_long_as_latency_costs_more_than_bytes()
     ]
     assert [one.layers for one in plan_fused_buckets(small, 4, LINE, fuse_bytes=10**6)] == [tuple(range(7))]
     assert latency_bound_bytes(1, LINE) == 0
-    no_bytes = LinkModel(alpha_s=1e-4, beta_s=0.0)  # where bytes cost nothing that could be seen
+    no_bytes = LinkModel(alpha_s=1e-4, beta_s=0.0)  # bytes without a measurable cost
     assert [one.layers for one in plan_fused_buckets(small, 4, no_bytes)] == [tuple(range(7))]
 
 
-def test_on_a_busy_line_more_layers_travel_together():
+def test_on_a_busy_line_more_layers_are_fused():
     # 100 MB keep the line busy: before each of 2 rounds a MiB passes, so 200 us and 8.4 ms.
     assert busy_link(LINE, 100_000_000).alpha_s == pytest.approx(200e-6 + 2**20 * 8e-9)
     assert busy_link(LINE, 1000).alpha_s == pytest.approx(208e-6)
@@ -114,7 +114,7 @@ def test_every_layer_travels_once_in_order_with_its_like(described, workers, pol
     assert found == plan_fused_buckets(described, workers, LINE, policy=policy, fuse_bytes=fuse_bytes)
 
 
-def test_what_makes_no_sense_is_refused():
+def test_impossible_arguments_are_refused():
     with pytest.raises(ValueError, match="a policy of cost_model, conv_butterfly_fc_ring, table4, ring, got"):
         plan_fused_buckets([], 4, LINE, policy="best")
     with pytest.raises(ValueError, match="fuse_bytes of at least 0, got -1"):

@@ -34,11 +34,11 @@ ALL_REDUCES = dict(
         *HIERARCHIES,
     ]
 )
-all_of_them = pytest.mark.parametrize("make", ALL_REDUCES.values(), ids=ALL_REDUCES.keys())
+all_algorithms = pytest.mark.parametrize("make", ALL_REDUCES.values(), ids=ALL_REDUCES.keys())
 
 
 def execute(schedules, vectors):
-    """Run all ranks in step; what is sent in a step is taken from before it."""
+    """Run all ranks in step; a step sends the values from before it."""
     vectors = [list(vector) for vector in vectors]
     length = len(vectors[0])
     bounds = cut_segments(length, schedules[0].segments)
@@ -74,12 +74,12 @@ def test_segments_are_neighbours_cover_all_and_differ_by_at_most_one(length, par
 
 
 @pytest.mark.parametrize(("length", "parts"), [(-1, 2), (3, 0), (3, -1)])
-def test_segments_refuse_what_cannot_be_cut(length, parts):
+def test_segments_refuse_impossible_lengths_and_parts(length, parts):
     with pytest.raises(ValueError, match="expected a length of at least 0 and at least 1 part, got"):
         cut_segments(length, parts)
 
 
-@all_of_them
+@all_algorithms
 def test_every_all_reduce_equals_the_sum_on_every_rank(make):
     for workers in range(1, 18):
         schedules = [make(workers, rank) for rank in range(workers)]
@@ -90,7 +90,7 @@ def test_every_all_reduce_equals_the_sum_on_every_rank(make):
             assert execute(schedules, vectors) == [expected] * workers, (workers, length)
 
 
-@all_of_them
+@all_algorithms
 def test_all_ranks_end_bit_identical_although_float_addition_is_not_associative(make):
     for workers in range(1, 18):
         draw = random.Random(workers)
@@ -104,9 +104,9 @@ def test_all_ranks_end_bit_identical_although_float_addition_is_not_associative(
             assert math.isclose(value, math.fsum(column), abs_tol=1e-6)
 
 
-@all_of_them
-def test_what_is_copied_holds_everything_that_was_sent_of_it(make):
-    """So that an executor may write it over what it has sent: whoever sends contributes to the copy."""
+@all_algorithms
+def test_a_copied_segment_holds_everything_that_its_receiver_has_sent_of_it(make):
+    """So an executor may write it over the data that it has sent: every sender contributes to the copy."""
     for workers in range(1, 18):
         schedules = [make(workers, rank) for rank in range(workers)]
         cut = cut_segments(schedules[0].segments, schedules[0].segments)
@@ -118,13 +118,13 @@ def test_what_is_copied_holds_everything_that_was_sent_of_it(make):
                     vectors[rank][segment] |= {(rank, number)}
             for rank, step in enumerate(steps):
                 for segment in range(*segment_span(cut, step.recv_segment, step.recv_count)):
-                    came = before[step.recv_from][segment] | {(step.recv_from, number)}
+                    received = before[step.recv_from][segment] | {(step.recv_from, number)}
                     if step.op == "copy":
                         own = {(sender, sent) for sender, sent in vectors[rank][segment] if sender == rank}
-                        assert own <= came
-                        vectors[rank][segment] = came
+                        assert own <= received
+                        vectors[rank][segment] = received
                     else:
-                        vectors[rank][segment] |= came
+                        vectors[rank][segment] |= received
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_1024_workers_in_groups_of_16_take_the_papers_186_steps_and_a_flat_ring_
     ("intra", "workers", "group", "steps"),
     [("tree", 16, 4, 2 * 2 + 2 * 3), ("tree", 10, 5, 2 * 3 + 2), ("direct", 16, 4, 2 * 3 + 2 * 3)],
 )
-def test_the_other_ways_inside_a_group_take_the_stated_steps(intra, workers, group, steps):
+def test_the_other_algorithms_inside_a_group_take_the_stated_steps(intra, workers, group, steps):
     assert {len(hierarchical(workers, rank, group, intra).steps) for rank in range(workers)} == {steps}
 
 
@@ -175,7 +175,7 @@ def test_all_ranks_of_a_power_of_two_send_the_bandwidth_bound_with_halving_and_d
 def test_the_butterfly_goes_to_partners_at_growing_or_shrinking_distance():
     assert [step.send_to for step in recursive_doubling(8, 5).steps] == [4, 7, 1]
     assert [step.send_to for step in recursive_doubling(8, 5, far_first=True).steps] == [1, 7, 4]
-    # Of five, ranks 0 and 1 fold: 0 idles, and 2 is the second of the four that go on.
+    # Of five, ranks 0 and 1 fold: 0 idles, and 2 is the second of the four that continue.
     assert [step.send_to for step in recursive_doubling(5, 0).steps] == [1, None, None, None]
     assert [step.send_to for step in recursive_doubling(5, 2).steps] == [None, 1, 4, None]
 
@@ -186,7 +186,7 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones(name):
         schedule(name, 4, 0)
 
 
-def test_groups_need_a_rank_and_a_known_way():
+def test_groups_need_a_rank_and_a_known_algorithm():
     with pytest.raises(ValueError, match="groups of at least 1 rank, got 0"):
         hierarchical(4, 0, 0)
     with pytest.raises(ValueError, match="ring, tree, direct inside a group, got 'star'"):

@@ -1,4 +1,4 @@
-"""A step of training on one line: by hand, tick by tick, what always holds, and AlexNet's."""
+"""A step of training on one line: by hand, tick by tick, the invariants, and AlexNet's."""
 
 import math
 from collections import deque
@@ -44,7 +44,7 @@ def spans(timeline: Timeline) -> list[tuple[float, float]]:
 
 # By hand ------------------------------------------------------------------------------------------------
 
-# The last layer's gradients are there at 1 s and need the line for 6 s, the first one's at 3 s, for 2 s.
+# The last layer's gradients are ready at 1 s and need the line for 6 s, the first one's at 3 s, for 2 s.
 TWO = net((1, 2), (3, 1))
 TWO_MESSAGES = [message(0, 2), message(1, 6)]
 
@@ -110,7 +110,7 @@ def test_shares_of_three_by_hand():
     assert timeline.step_s == 13
 
 
-def test_a_layer_without_messages_hides_what_those_after_it_wait_for():
+def test_a_layer_without_messages_hides_the_wait_of_the_layers_after_it():
     layers = net((2, 0), (1, 1))
     timeline = simulate_step(layers, [message(1, 2)])
     assert timeline.forward_starts_s == (1, 3)
@@ -132,17 +132,17 @@ def test_between_messages_of_one_layer_their_order_counts(order):
 
 
 class Ticks:
-    """The same in ticks, over several steps: a loop of passes beside a line that moves a unit at a time."""
+    """The same in ticks, over several steps: a loop of passes next to a line that moves a unit at a time."""
 
     def __init__(self, layers, messages, order, overlap, in_flight):
         self.layers, self.messages, self.order, self.overlap = layers, messages, order, overlap
         self.in_flight = in_flight
         self.now = 0
-        self.waiting = {}  # message -> units of its step that are not handed over
-        self.line = deque()  # units handed over, by message
+        self.waiting = {}  # message -> units of its step that are not on the line
+        self.line = deque()  # units on the line, by message
         self.unserved = {}  # message -> units of its step that the line has not moved
         self.step = [0] * len(messages)
-        self.comings = []  # (when, message) for a next step, or for having arrived
+        self.arrivals = []  # (when, message) for a next step, or for having arrived
         self.arrived = set(range(len(messages)))
         self.started, self.ended = {}, {}
 
@@ -150,7 +150,7 @@ class Ticks:
         sign = 1 if self.order == "priority" else -1
         return min(self.waiting, key=lambda one: (sign * self.messages[one].layer, one))
 
-    def hand_over(self):
+    def enqueue(self):
         while self.waiting and len(self.line) < self.in_flight:
             one = self.first_waiting()
             self.line.append(one)
@@ -161,10 +161,10 @@ class Ticks:
     def begin_step(self, one):
         self.waiting[one] = self.unserved[one] = self.messages[one].steps_s[self.step[one]]
 
-    def take_in(self):
-        for coming in [coming for coming in self.comings if coming[0] <= self.now]:
-            self.comings.remove(coming)
-            one = coming[1]
+    def accept_arrivals(self):
+        for arrival in [arrival for arrival in self.arrivals if arrival[0] <= self.now]:
+            self.arrivals.remove(arrival)
+            one = arrival[1]
             self.step[one] += 1
             if self.step[one] < len(self.messages[one].steps_s):
                 self.begin_step(one)
@@ -173,7 +173,7 @@ class Ticks:
                 self.ended[one] = self.now
 
     def serve(self):
-        """Move a unit of who is first, or as many of each in turn."""
+        """Move a unit of the first message, or as many of each in turn."""
         if self.order == "shared":
             moved = {one: min(1 / len(self.waiting), left) for one, left in self.waiting.items()}
             for one, units in moved.items():
@@ -192,7 +192,7 @@ class Ticks:
             self.started.setdefault(one, self.now)
             self.unserved[one] -= units
             if self.unserved[one] <= 1e-9:
-                self.comings.append((self.now + 1 + self.messages[one].latency_s, one))
+                self.arrivals.append((self.now + 1 + self.messages[one].latency_s, one))
 
     def gradients(self, layer):
         for one, its in enumerate(self.messages):
@@ -214,8 +214,8 @@ class Ticks:
         passes += [("forward", layer) for layer in range(len(self.layers))]
         index, left, begins, forwards = 0, None, 0, {}
         while True:
-            self.hand_over()  # what was there already; only then comes what is new
-            self.take_in()
+            self.enqueue()  # units of earlier messages first, then the new ones
+            self.accept_arrivals()
             while True:
                 kind, layer = passes[index]
                 if left is None:
@@ -237,14 +237,14 @@ class Ticks:
                     if not count:
                         return
                     index, begins, forwards, self.started, self.ended = 0, self.now, {}, {}, {}
-            self.hand_over()
+            self.enqueue()
             self.serve()
             left = left - 1 if left is not None else None
             self.now += 1
 
 
 TICKS = st.integers(0, 5)
-SIZES = st.integers(1, 8)  # of nothing, the ticks know no end
+SIZES = st.integers(1, 8)  # a size of 0 would never end in ticks
 NETS = st.lists(st.tuples(TICKS, TICKS), min_size=1, max_size=4).map(lambda passes: net(*passes))
 
 
@@ -267,7 +267,7 @@ OVERLAPS = st.sampled_from(["none", "backward", "both"])
 
 @settings(deadline=None, max_examples=300)
 @given(jobs(turns_max=3, latency_max=4), st.sampled_from(["fifo", "priority"]), OVERLAPS, st.integers(0, 7))
-def test_it_is_what_a_simulation_tick_by_tick_gives_in_each_of_several_steps(job, order, overlap, in_flight):
+def test_a_timeline_equals_a_simulation_tick_by_tick_in_each_of_several_steps(job, order, overlap, in_flight):
     layers, messages = job
     timeline = simulate_step(layers, messages, order=order, overlap=overlap, in_flight_s=in_flight)
     ticks = Ticks(layers, messages, order, overlap, in_flight)
@@ -279,8 +279,8 @@ def test_it_is_what_a_simulation_tick_by_tick_gives_in_each_of_several_steps(job
 
 @settings(deadline=None, max_examples=30)
 @given(jobs(turns_max=2, latency_max=4), OVERLAPS)
-def test_shares_are_what_a_simulation_in_small_ticks_gives(job, overlap):
-    """A tick is 1/100 s; who is done within one leaves its rest unused, so the times differ by a few."""
+def test_a_shared_line_equals_a_simulation_in_small_ticks(job, overlap):
+    """A tick is 1/100 s; a message done within one leaves its rest, so the times differ by a few."""
     layers, messages = job
     fine = [replace(one, forward_s=one.forward_s * 100, backward_s=one.backward_s * 100) for one in layers]
     small = [
@@ -298,7 +298,7 @@ def test_shares_are_what_a_simulation_in_small_ticks_gives(job, overlap):
         assert end_s == pytest.approx((ended[i] - begin) / 100, **near)
 
 
-# What always holds --------------------------------------------------------------------------------------
+# Invariants ---------------------------------------------------------------------------------------------
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
 TIMES = st.floats(0, 10)
@@ -343,8 +343,8 @@ def test_no_forward_pass_precedes_its_gradients_and_no_message_its_backward_pass
 
 
 @given(AT_ONCE, ORDERS, st.floats(0, 20))
-def test_the_line_is_never_idle_while_something_waits(job, order, in_flight_s):
-    """Whatever the order, the last one arrives when a queue of all that has become ready would be empty."""
+def test_the_line_is_never_idle_while_a_message_waits(job, order, in_flight_s):
+    """In any order, the last one arrives when a queue of all that has become ready would be empty."""
     layers, messages = job
     timeline = simulate_step(
         layers, messages, order=order, in_flight_s=0 if order == "shared" else in_flight_s
@@ -368,7 +368,7 @@ def test_without_latency_no_order_is_better_than_priority_and_none_is_worse_than
 
 
 @given(AT_ONCE, st.floats(0, 20), st.floats(0, 20))
-def test_what_is_in_flight_only_costs_and_never_more_than_fifo(job, in_flight_s, more_s):
+def test_work_in_flight_only_costs_and_never_more_than_fifo(job, in_flight_s, more_s):
     """For messages of one turn: one of several waits behind as much before each."""
     few_s, many_s = (step_s(job, in_flight_s=in_flight_s + extra_s) for extra_s in (0, more_s))
     assert few_s <= many_s + 1e-9
@@ -426,7 +426,7 @@ def test_the_unit_of_time_does_not_matter(job, order, overlap, factor):
     assert step_s(scaled, order=order, overlap=overlap) == pytest.approx(expected_s, **EXACT)
 
 
-# What does not hold where there is latency ---------------------------------------------------------------
+# Exceptions with latency ---------------------------------------------------------------------------------
 
 
 def test_with_latency_the_order_of_need_can_be_worse_than_fifo():
@@ -466,10 +466,10 @@ def recursive_doubling(layer: int, size_bytes: float, alpha_s: float, workers: i
     ("in_flight_s", "crossover_bytes"),
     [(0.0, 50e3), (1e-3, 1.05e6), (4e-3, 4.05e6)],
 )
-def test_recursive_doubling_beats_the_ring_up_to_8_alpha_over_beta_where_alpha_counts_what_is_in_flight(
+def test_recursive_doubling_beats_the_ring_up_to_8_alpha_over_beta_with_the_delay_in_flight(
     in_flight_s, crossover_bytes
 ):
-    """Appendix C: 8 alpha / beta, 50 kB at 50 µs. On a busy line each step waits behind what is in flight."""
+    """Appendix C: 8 alpha / beta, 50 kB at 50 µs. On a busy line each step waits for bytes in flight."""
     layers = net((0.1, 0.1), (0.1, 0.1))
     bulk = message(1, 2.0)
 
@@ -484,10 +484,10 @@ def test_recursive_doubling_beats_the_ring_up_to_8_alpha_over_beta_where_alpha_c
     assert time_s(ring, 1.01 * crossover_bytes) < time_s(recursive_doubling, 1.01 * crossover_bytes)
 
 
-# What can be had, in formulas ----------------------------------------------------------------------------
+# Possible savings, in formulas ---------------------------------------------------------------------------
 
 
-def test_what_can_be_saved_at_most():
+def test_the_possible_saving_at_known_ratios():
     """25 % and 33 % at C = S for f = 1/3 and 1/2, 7.6 % (1/13) at C = S/4, nothing at S <= (1-f)C."""
 
     def saving(compute_s: float, forward_share: float) -> float:
@@ -616,11 +616,11 @@ def test_the_prototypes_times_are_those_of_the_model():
     assert step_s(job) == pytest.approx(3.13, rel=0.005)
 
 
-# What is refused -----------------------------------------------------------------------------------------
+# Refusals ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("time_s", [-1.0, math.nan, math.inf])
-def test_times_that_are_none_are_refused(time_s):
+def test_impossible_times_are_refused(time_s):
     with pytest.raises(ValueError, match="layer conv1: expected passes of finite time"):
         TimedLayer(name="conv1", forward_s=time_s, backward_s=1.0)
     with pytest.raises(ValueError, match="layer conv1: expected passes of finite time"):
@@ -651,7 +651,7 @@ def test_messages_without_a_layer_or_a_step_are_refused(layer, steps_s):
         (TWO, TWO_MESSAGES, {"order": "shared", "in_flight_s": 1.0}, "leave in_flight_s at 0"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(layers, messages, settings, text):
+def test_impossible_simulations_are_refused(layers, messages, settings, text):
     with pytest.raises(ValueError, match=text):
         simulate_step(layers, messages, **settings)
 
@@ -662,6 +662,6 @@ def test_a_share_is_from_0_to_1(share):
         possible_saving(compute_s=1.0, forward_share=share, transfer_s=1.0)
 
 
-def test_of_nothing_nothing_can_be_saved():
+def test_a_saving_without_computation_and_transfer_is_refused():
     with pytest.raises(ValueError, match="more than 0 s, got none"):
         possible_saving(compute_s=0.0, forward_share=0.5, transfer_s=0.0)

@@ -18,7 +18,7 @@ from offbeat.numerics.ps.entries import (
     sum_entries,
 )
 
-# Neighbours at both ends of what a key can be, where floats would take one for another.
+# Neighbours at both ends of the range of keys, where floats would confuse them.
 KEYS = st.one_of(st.integers(0, 30), st.integers(KEY_STOP_MAX - 30, KEY_STOP_MAX - 1))
 
 
@@ -47,7 +47,7 @@ def as_dict(content):
 
 
 @given(entries(), st.one_of(KEYS, st.just(KEY_STOP_MAX)), st.one_of(KEYS, st.just(KEY_STOP_MAX)))
-def test_a_cut_has_what_is_there_of_a_range_and_copies_nothing(content, first, last):
+def test_a_cut_holds_the_entries_of_a_range_and_copies_nothing(content, first, last):
     part = content.key_range(first, last)
     assert as_dict(part) == {key: value for key, value in as_dict(content).items() if first <= key < last}
     assert len(part) == len(part.values)
@@ -55,7 +55,7 @@ def test_a_cut_has_what_is_there_of_a_range_and_copies_nothing(content, first, l
 
 
 @given(entries(), st.one_of(KEYS, st.just(KEY_STOP_MAX)), st.one_of(KEYS, st.just(KEY_STOP_MAX)))
-def test_every_part_says_what_the_whole_says(content, first, last):
+def test_every_part_has_the_metadata_of_the_whole(content, first, last):
     content.meta = PushMeta(weight=2.5, states={"mean": content.values + 1})
     part = content.key_range(first, last)
     assert part.meta.weight == 2.5
@@ -64,7 +64,7 @@ def test_every_part_says_what_the_whole_says(content, first, last):
     assert not Entries(0, content.values).key_range(first, last).is_replacement
 
 
-def test_the_largest_keys_are_told_apart():
+def test_the_largest_keys_are_distinguished():
     """As floats they would all be 2**63."""
     content = Entries(0, np.arange(3.0), np.arange(KEY_STOP_MAX - 3, KEY_STOP_MAX, dtype=np.int64))
     assert content.key_range(KEY_STOP_MAX - 2, KEY_STOP_MAX).values.tolist() == [1, 2]
@@ -88,7 +88,7 @@ def test_parts_of_two_kinds_are_refused():
 
 
 @given(entries())
-def test_a_row_for_each_key_within_the_range_is_no_problem(content):
+def test_a_row_for_each_key_within_the_range_is_accepted(content):
     keys = content.key_array()
     if content.keys is None:
         assert find_problem(content, content.first, content.first + len(content)) == ""

@@ -1,4 +1,4 @@
-"""Bounded staleness under an adversary: whole jobs, in whatever order everything is heard, on all sides."""
+"""Bounded staleness under an adversary: whole jobs, with messages in any order on all sides."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ BATCH = 4
 
 
 class Worker:
-    """A worker's side, as far as it matters: what it says next, if it need not wait.
+    """A worker's side, as far as it matters: its next message, if it need not wait.
 
     Attributes:
-        steps_left: with equal shards, where nothing is dealt.
-        heard, says: what is under way to it and from it.
-        pushed: the servers have all that it did at clocks before this one.
+        steps_left: steps to take with equal shards, where no blocks are assigned.
+        inbox, outbox: messages under way to it and from it.
+        pushed: the servers have all its pushes at clocks before this one.
     """
 
     def __init__(self, job: Job, worker: int, begins: int) -> None:
@@ -80,29 +80,29 @@ class Worker:
                 self.is_done = self.has_finished = True
 
     def may_start(self) -> bool:
-        """It has heard that it may, and the servers have a version that it may read."""
+        """A permit has arrived, and the servers have a version that it may read."""
         return (
             self.permit is not None
             and self.permit.may_start
             and self.permit.version_min <= self.job.version()
         )
 
-    def go_on(self) -> bool:
-        """Does the next thing; False where it has to wait."""
+    def advance(self) -> bool:
+        """Takes the next action; False where it has to wait."""
         if self.has_finished:
             return False
         if not self.job.assigns:
-            return self.go_on_with_equal_shards()
+            return self.advance_with_equal_shards()
         queue = self.queue
         if self.is_in_step and (len(queue.started) >= self.per_step or queue.is_awaited):
             self.end_step(queue.pop_contribution(is_counted=True))
         elif queue.epoch < 0 or queue.is_exhausted:
-            self.go_to_next_epoch(skips=False)
+            self.begin_next_epoch(skips=False)
         elif len(queue):
             if not (self.is_in_step or self.may_start()):
                 return False
             if self.job.skips and self.job.chance.random() < 0.05:
-                self.go_to_next_epoch(skips=True)
+                self.begin_next_epoch(skips=True)
                 return True
             block = queue.next_to_load()
             assert block is not None
@@ -114,7 +114,7 @@ class Worker:
             return False
         return True
 
-    def go_on_with_equal_shards(self) -> bool:
+    def advance_with_equal_shards(self) -> bool:
         if not self.steps_left:
             self.finish()
         elif self.may_start():
@@ -130,7 +130,7 @@ class Worker:
         self.permit = replace(self.permit, may_start=False)  # it waits for the next one
         self.is_in_step = self.has_asked = False
 
-    def go_to_next_epoch(self, *, skips: bool) -> None:
+    def begin_next_epoch(self, *, skips: bool) -> None:
         queue = self.queue
         if skips:
             queue.discard()
@@ -160,14 +160,14 @@ class Worker:
         )
 
     def finish(self) -> None:
-        """It has pushed all that it has, and takes part in no sum any more."""
+        """All its pushes are done, and it takes part in no sum any more."""
         self.has_finished = True
         self.pushed = 2**63
         self.outbox.append(Finished(now_s=0.0, worker=self.worker, epoch=max(0, self.queue.epoch), step=0))
 
 
 class Job:
-    """A policy, its twin that is made anew from its state now and then, and workers.
+    """A policy, its twin that is restored from its state now and then, and workers.
 
     Attributes:
         other: another policy, which has to give the same answers.
@@ -185,7 +185,7 @@ class Job:
         self.epochs, self.samples = self.chance.randint(1, 3), self.chance.randint(1, 60)
         self.workers: dict[int, Worker] = {}
         self.next_worker = workers
-        self.clocks: dict[int, int] = {}  # of who has begun and not ended, as the policy has said it
+        self.clocks: dict[int, int] = {}  # of workers between begin and end, from the permits
         self.used: Counter[tuple[int, int]] = Counter()  # epoch and position
         self.blocks: dict[int, Any] = {}
         self.bounds = {None if arguments["s"] is None else s for s in range(11)}
@@ -195,7 +195,7 @@ class Job:
         return BoundedStaleness(**self.arguments)
 
     def version(self) -> int:
-        """Of the servers: they have everything that was done at clocks before it."""
+        """The servers' version: they have all pushes at clocks before it."""
         return min(one.pushed for one in self.workers.values())
 
     def least_epoch(self) -> int:
@@ -242,7 +242,7 @@ class Job:
                 self.clocks.pop(event.worker, None)
 
     def check(self, action: Action) -> None:
-        """Spec 2.4 (i), (ii) and (v), and 2.5, for what was decided just now."""
+        """Spec 2.4 (i), (ii) and (v), and 2.5, for the last decision."""
         assert not isinstance(action, RejectPeer) or "it came when all others were done" in action.reason
         if isinstance(action, AssignBlocks):
             self.blocks |= {block.id: block for block in action.blocks}
@@ -259,37 +259,37 @@ class Job:
             )
 
     def run(self) -> None:
-        """Everything that can happen happens, one at a time, in any order; somebody can always go on."""
+        """Every possible event happens, one at a time, in any order; some worker can always move."""
         for worker in range(self.next_worker):
             self.join(worker)
         for worker in range(self.next_worker):
             self.workers[worker] = Worker(self, worker, 0)
         for _ in range(20_000):
             if self.chance.random() < 0.02:
-                self.come_or_go()
+                self.join_or_lose()
             moves = [
-                (one, what)
+                (one, move)
                 for one in self.workers.values()
-                for what in ("go_on", "hear", "say")
-                if what == "go_on" or (one.inbox if what == "hear" else one.outbox)
+                for move in ("advance", "receive", "send")
+                if move == "advance" or (one.inbox if move == "receive" else one.outbox)
             ]
             self.chance.shuffle(moves)
-            if not any(self.does(one, what) for one, what in moves):
+            if not any(self.does(one, move) for one, move in moves):
                 break
             starts = [one.permit for one in self.workers.values() if one.permit and one.permit.may_start]
             assert all(permit.version_min <= min(self.clocks.values(), default=2**63) for permit in starts)
-        assert all(one.is_done for one in self.workers.values()), "somebody waits for ever"
+        assert all(one.is_done for one in self.workers.values()), "a worker waits without a limit"
 
-    def does(self, one: Worker, what: str) -> bool:
-        if what == "go_on":
-            return one.go_on()
-        if what == "hear":
+    def does(self, one: Worker, move: str) -> bool:
+        if move == "advance":
+            return one.advance()
+        if move == "receive":
             one.receive()
         else:
             self.handle(one.outbox.popleft())
         return True
 
-    def come_or_go(self) -> None:
+    def join_or_lose(self) -> None:
         if self.deaths and len(self.workers) > 1 and self.chance.random() < 0.5:
             self.deaths -= 1
             worker = self.chance.choice(sorted(self.workers))
@@ -303,7 +303,7 @@ class Job:
             self.join(worker)
 
     def samples_used(self) -> set[int]:
-        """How often samples were used, in the epochs that anybody was in."""
+        """How often samples were used, in the epochs that any worker was in."""
         epochs = {block.epoch for block in self.blocks.values()}
         return {self.used[epoch, position] for epoch in epochs for position in range(self.samples)}
 
@@ -320,7 +320,7 @@ arguments = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), arguments)
-def test_everybody_ends_and_every_sample_is_used_once(seed, workers, arguments):
+def test_all_workers_finish_and_every_sample_is_used_once(seed, workers, arguments):
     job = Job(seed, workers, deaths=0, newcomers=0, skips=False, **arguments)
     job.run()
     assert not job.assigns or job.samples_used() == {1}
@@ -328,7 +328,7 @@ def test_everybody_ends_and_every_sample_is_used_once(seed, workers, arguments):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), arguments)
-def test_whoever_dies_or_comes(seed, workers, arguments):
+def test_invariants_hold_when_workers_die_or_join(seed, workers, arguments):
     job = Job(seed, workers, deaths=2, newcomers=2, skips=False, **arguments)
     job.run()
     assert not job.assigns or max(job.samples_used(), default=0) <= 1  # none where worker 0 dies first
@@ -339,7 +339,7 @@ def test_whoever_dies_or_comes(seed, workers, arguments):
 @example(
     2507, 2, {"counts": "own", "shards": "dynamic", "s": None, "warm_start": 0}
 )  # one joins when it is over
-def test_whoever_leaves_an_epoch_early(seed, workers, arguments):
+def test_invariants_hold_when_workers_leave_an_epoch_early(seed, workers, arguments):
     job = Job(seed, workers, deaths=1, newcomers=1, skips=True, **{**arguments, "shards": "dynamic"})
     job.run()
     assert max(job.samples_used(), default=1) <= 1
@@ -353,7 +353,7 @@ def test_whoever_leaves_an_epoch_early(seed, workers, arguments):
     st.sampled_from(["dynamic", "equal"]),
     st.booleans(),
 )
-def test_whatever_the_losses_and_the_stragglers(seed, workers, counts, shards, has_detector):
+def test_invariants_hold_under_any_losses_and_stragglers(seed, workers, counts, shards, has_detector):
     detector = {"n_profile": 1, "limit": 1, "threshold_s": 0.2} if has_detector else None
     more = {"counts": counts, "shards": shards, "s": 2, "detector": detector}
     job = Job(
@@ -365,7 +365,7 @@ def test_whatever_the_losses_and_the_stragglers(seed, workers, counts, shards, h
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), arguments)
-def test_with_an_infinite_limit_nothing_is_dynamic(seed, workers, arguments):
+def test_an_infinite_limit_equals_a_static_bound(seed, workers, arguments):
     arguments = {**arguments, "s": 3}
     job = Job(seed, workers, deaths=1, newcomers=1, skips=False, dynamic={"limit": None}, **arguments)
     job.other = BoundedStaleness(workers, **arguments)

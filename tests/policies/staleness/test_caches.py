@@ -15,7 +15,7 @@ STRETCHES = 3  # of the parameters, each on a server of its own
 
 
 class Servers:
-    """What servers hold of one process: its updates, stretch by stretch, with the time of the last."""
+    """The servers' record of one process: its updates, stretch by stretch, with the time of the last."""
 
     def __init__(self) -> None:
         self.pushed: list[tuple[int, set[int]]] = []  # time, and the updates in it
@@ -134,7 +134,7 @@ class Threads:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(0, 4), st.booleans(), st.booleans())
-def test_what_is_read_is_fresh_enough_and_holds_all_own_updates_once(
+def test_a_read_is_fresh_enough_and_holds_all_own_updates_once(
     seed, threads, s, is_versioned, clears_threads
 ):
     """Specification 2.4 (ii) and (iii): versions of at least c - s, and read-my-writes, exactly once."""
@@ -159,7 +159,7 @@ def test_every_clock_is_pushed_once_in_order_when_all_threads_have_passed_it(see
 
 
 @pytest.mark.parametrize("s", [0, 1, 3, 10])
-def test_who_reads_a_version_pulls_next_at_that_plus_s_plus_1(s):
+def test_after_a_read_of_a_version_the_next_pull_is_at_that_plus_s_plus_1(s):
     """Specification 2.4 (viii): current rows last s + 1 clocks; at the gate every clock needs a pull."""
     slow, fast = (CacheDirectory([0], is_versioned=True) for _ in range(2))
     pulls: list[list[int]] = [[], []]
@@ -182,7 +182,7 @@ def test_the_log_is_replayed_as_long_as_a_stretch_lacks_it():
     assert [directory.count_included(0, push_time(clock)) for clock in (0, 1, 2)] == [0, 1, 2]
 
 
-def test_what_a_thread_has_dropped_is_read_again_and_its_log_is_replayed():
+def test_an_invalidated_thread_copy_is_read_again_and_its_log_is_replayed():
     directory = CacheDirectory([0], is_versioned=True)
     directory.on_pulled(0)
     directory.on_thread_copied(0, 0, push_time(-1))
@@ -193,7 +193,7 @@ def test_what_a_thread_has_dropped_is_read_again_and_its_log_is_replayed():
     assert directory.count_included(0, push_time(-1)) == 0
 
 
-def test_a_version_is_not_there_before_this_process_has_pushed_for_it():
+def test_a_version_is_not_available_before_this_process_has_pushed_for_it():
     directory = CacheDirectory([0, 1], is_versioned=True)
     directory.start_at(5)
     assert list(directory.finish_clocks(0, 7)) == []
@@ -204,7 +204,7 @@ def test_a_version_is_not_there_before_this_process_has_pushed_for_it():
     assert CacheDirectory([0], is_versioned=False).has_pushed(7)
 
 
-def test_nothing_is_added_to_a_clock_that_was_passed():
+def test_a_gradient_of_a_finished_clock_is_refused():
     directory = CacheDirectory([0], is_versioned=True)
     directory.finish_clocks(0, 3)
     with pytest.raises(ProtocolError, match="thread 0 to add to clocks it has not passed, got 2"):

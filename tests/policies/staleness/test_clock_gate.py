@@ -1,4 +1,4 @@
-"""The gate of bounded staleness: who may start, in the paper's words, and whatever workers do."""
+"""The gate of bounded staleness: when a worker may start, by the paper's text and in random histories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offbeat.policies.staleness.clock_gate import ClockCounting, ConsistencyGate
 def running(
     workers: int, s: int | None, counts: ClockCounting = "own", s_max: int | None = None
 ) -> ConsistencyGate:
-    """These have all started their first step."""
+    """Workers that have all started their first step."""
     gate = ConsistencyGate(s, counts, s_max)
     for worker in range(workers):
         gate.enter(worker)
@@ -27,7 +27,7 @@ def running(
 
 
 def take(gate: ConsistencyGate, worker: int, steps: int = 1) -> list[OpenedStep]:
-    """The worker takes steps, as many as it may; returns who might start because of the last of them."""
+    """The worker takes steps, as many as it may; returns the steps that the last of them opened."""
     opened: list[OpenedStep] = []
     for _ in range(steps):
         gate.advance(worker)
@@ -46,10 +46,10 @@ def apart(fast: int = 7, slow: int = 3, s: int = 3) -> ConsistencyGate:
     return gate
 
 
-# By hand ------------------------------------------------------------------------------------------------
+# Small cases --------------------------------------------------------------------------------------------
 
 
-def test_the_papers_example_7_waits_for_3_under_a_bound_of_3_and_goes_on_under_4():
+def test_the_papers_example_7_waits_for_3_under_a_bound_of_3_and_starts_under_4():
     gate = apart()
     assert (gate.clock(0), gate.clock(1), gate.version) == (7, 3, 3)
     assert gate.waiting == {0}
@@ -59,14 +59,14 @@ def test_the_papers_example_7_waits_for_3_under_a_bound_of_3_and_goes_on_under_4
     assert gate.blocking_workers() == []
 
 
-def test_it_goes_on_as_well_when_the_slow_one_has_done_its_step():
+def test_a_waiting_worker_starts_when_the_slow_one_has_finished_its_step():
     gate = apart()
     assert take(gate, 1) == [OpenedStep(0, 7, 4, 3), OpenedStep(1, 4, 1, 3)]
     assert gate.version == 4
 
 
 @pytest.mark.parametrize("counts", ["own", "common"])
-def test_with_bound_0_nobody_starts_a_clock_before_all_have_done_the_one_before(counts):
+def test_with_bound_0_no_worker_starts_a_clock_before_all_have_finished_the_one_before(counts):
     gate = running(3, 0, counts)
     for clock in range(1, 4):
         assert take(gate, 2) == []
@@ -74,14 +74,14 @@ def test_with_bound_0_nobody_starts_a_clock_before_all_have_done_the_one_before(
         assert take(gate, 1) == [OpenedStep(worker, clock, clock, 0) for worker in range(3)]
 
 
-def test_without_a_bound_nobody_waits():
+def test_without_a_bound_no_worker_waits():
     gate = running(2, None)
     for clock in range(1, 100):
         assert take(gate, 0) == [OpenedStep(0, clock, 0, None)]
     assert gate.blocking_workers() == []
 
 
-def test_what_a_step_needs_is_at_most_s_clocks_old():
+def test_the_required_version_of_a_step_is_at_most_s_clocks_old():
     gate = running(2, 2)
     assert [take(gate, 0)[0].version for _ in range(2)] == [0, 0]
     assert take(gate, 0) == []
@@ -90,7 +90,7 @@ def test_what_a_step_needs_is_at_most_s_clocks_old():
     assert gate.required_version(1) == 0
 
 
-def test_who_shrinks_the_bound_calls_nobody_back():
+def test_a_smaller_bound_calls_no_started_worker_back():
     gate = running(2, 3)
     take(gate, 0, 3)
     gate.set_bound(1)
@@ -101,7 +101,7 @@ def test_who_shrinks_the_bound_calls_nobody_back():
     assert [one.worker for one in take(gate, 1)] == [0, 1]
 
 
-def test_who_leaves_holds_nobody_back():
+def test_a_worker_that_leaves_delays_no_other():
     gate = apart()
     gate.leave(1)
     assert gate.open_steps() == [OpenedStep(0, 7, 4, 3)]
@@ -111,7 +111,7 @@ def test_who_leaves_holds_nobody_back():
     assert gate.version == 8
 
 
-def test_a_newcomer_begins_where_nothing_is_complete_and_where_it_can_push():
+def test_a_newcomer_begins_at_an_incomplete_clock_at_which_it_can_push():
     gate = apart()
     assert gate.enter(2) == 3
     assert gate.enter(3, 9) == 9
@@ -124,13 +124,13 @@ def test_a_newcomer_begins_where_nothing_is_complete_and_where_it_can_push():
     assert gate.version == 8
 
 
-def test_a_newcomer_alone_makes_what_was_before_its_clock_complete():
+def test_a_newcomer_alone_makes_all_clocks_before_its_own_complete():
     gate = ConsistencyGate(3)
     assert gate.enter(0, 50) == gate.version == 50
     assert gate.open_steps() == [OpenedStep(0, 50, 47, 3)]
 
 
-def test_who_rests_holds_nobody_back_and_moves_along():
+def test_a_resting_worker_delays_no_other_and_its_clock_advances():
     gate = apart()
     assert gate.rest(1) == 4
     assert gate.open_steps() == [OpenedStep(0, 7, 4, 3)]
@@ -143,7 +143,7 @@ def test_who_rests_holds_nobody_back_and_moves_along():
     assert gate.open_steps() == [OpenedStep(1, 9, 6, 3)]
 
 
-def test_where_nobody_runs_all_meet_at_the_latest_clock():
+def test_when_no_worker_runs_all_continue_at_the_latest_clock():
     gate = apart(fast=6)
     gate.rest(0)
     assert gate.version == 3
@@ -181,7 +181,7 @@ def test_where_only_stragglers_run_they_wait_for_one_another():
     assert gate.blocking_workers() == [2]
 
 
-def test_stragglers_that_waited_for_one_another_do_not_once_somebody_else_runs():
+def test_stragglers_that_waited_for_one_another_do_not_once_another_worker_runs():
     gate = running(2, 0, s_max=2)
     gate.set_stragglers(frozenset({0, 1}))
     assert take(gate, 0) == []
@@ -189,7 +189,7 @@ def test_stragglers_that_waited_for_one_another_do_not_once_somebody_else_runs()
     assert gate.open_steps() == [OpenedStep(0, 1, 0, 2), OpenedStep(2, 1, 0, 2)]
 
 
-def test_common_clocks_are_as_many_steps_as_workers_run_whoever_takes_them():
+def test_common_clocks_are_as_many_steps_as_workers_run_by_any_of_them():
     gate = running(3, 3, "common")
     assert [take(gate, 0)[0].clock for _ in range(7)] == [1, 1, 1, 2, 2, 2, 3]
     assert [take(gate, 1)[0].clock for _ in range(2)] == [3, 3]
@@ -220,7 +220,7 @@ def test_bad_arguments_are_refused(arguments, text):
         ConsistencyGate(*arguments)
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_calls_are_refused():
     gate = apart()
     for wrong in (gate.advance, gate.rest, gate.leave, gate.required_version, gate.clock):
         with pytest.raises(ProtocolError, match="expected a worker that runs, got worker 9"):
@@ -235,7 +235,7 @@ def test_what_cannot_be_is_refused():
         gate.set_bound(-1)
 
 
-# Whatever workers do ------------------------------------------------------------------------------------
+# Random histories ---------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -245,7 +245,7 @@ def test_what_cannot_be_is_refused():
     st.one_of(st.none(), st.integers(0, 4)),
     st.booleans(),
 )
-def test_the_invariants_hold_whatever_workers_do(seed, counts, s, has_stragglers):
+def test_the_invariants_hold_in_any_history(seed, counts, s, has_stragglers):
     """Spec 2.4 (i), (ii), (v), (vii), under deaths, newcomers, rests, changes of the bound and stragglers."""
     chance = random.Random(seed)
     s_max = None if s is None or not has_stragglers else s + 3
@@ -253,32 +253,32 @@ def test_the_invariants_hold_whatever_workers_do(seed, counts, s, has_stragglers
     table: dict[int, str] = {}  # runs, waits or rests
     next_worker = before = 0
     for _ in range(60):
-        what = chance.choice(["enter", "leave", "rest", "wake", "bound", "stragglers", *["advance"] * 9])
+        move = chance.choice(["enter", "leave", "rest", "wake", "bound", "stragglers", *["advance"] * 9])
         running = sorted(worker for worker, state in table.items() if state == "runs")
         resting = sorted(worker for worker, state in table.items() if state == "rests")
-        if what == "enter" and len(table) < 6:
+        if move == "enter" and len(table) < 6:
             least = chance.choice([0, 0, gate.version + 2])
             assert gate.enter(next_worker, least) >= max(least, gate.version)
             table[next_worker] = "waits"
             next_worker += 1
-        elif what == "leave" and table and chance.random() < 0.5:
+        elif move == "leave" and table and chance.random() < 0.5:
             gone = chance.choice(sorted(table))
             gate.leave(gone)
             del table[gone]
-        elif what == "rest" and running:
+        elif move == "rest" and running:
             worker = chance.choice(running)
             assert gate.clock(worker) < gate.rest(worker)
             table[worker] = "rests"
-        elif what == "wake" and resting:
+        elif move == "wake" and resting:
             worker = chance.choice(resting)
             clock = gate.clock(worker)
             assert gate.enter(worker) >= clock
             table[worker] = "waits"
-        elif what == "bound" and s is not None:
+        elif move == "bound" and s is not None:
             gate.set_bound(chance.randint(0, s if s_max is None else s_max))
-        elif what == "stragglers" and s_max is not None:
+        elif move == "stragglers" and s_max is not None:
             gate.set_stragglers(frozenset(chance.sample(sorted(table), len(table) // 2)))
-        elif what == "advance" and running:
+        elif move == "advance" and running:
             worker = chance.choice(running)
             clock = gate.clock(worker)
             after = gate.advance(worker)
@@ -311,7 +311,7 @@ def test_the_invariants_hold_whatever_workers_do(seed, counts, s, has_stragglers
 
 
 def waited(periods: list[int], s: int | None, counts: ClockCounting, clocks: int = 200) -> list[Fraction]:
-    """What share of its time each worker waits, in a world where a step takes it so long, always."""
+    """The share of its time that each worker waits when its steps always take so long."""
     gate = running(len(periods), s, counts)
     waits_since = [0] * len(periods)
     waits = [0] * len(periods)
@@ -329,7 +329,7 @@ def waited(periods: list[int], s: int | None, counts: ClockCounting, clocks: int
 
 
 def test_with_own_clocks_no_bound_helps_against_lasting_differences():
-    """The setting of the papers, with an equal share for each: everybody ends when the slowest does."""
+    """The setting of the papers, with an equal share for each: all end when the slowest does."""
     bulk, bounded = (waited([6, 6, 3, 2], s, "own") for s in (0, 3))
     assert bulk == pytest.approx([0, 0, 1 / 2, 2 / 3], abs=0.01)
     assert bounded == pytest.approx(bulk, abs=0.02)

@@ -1,4 +1,4 @@
-"""Automatic thresholds and limits: the bound, what is chosen under it, simulated times that keep to it."""
+"""Automatic thresholds and limits: the bound, the choice under it, and simulated times."""
 
 import random
 
@@ -62,7 +62,7 @@ def test_the_bound_falls_with_the_limit_and_rises_with_rank_and_iterations(sampl
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize(("samples", "rank", "limit"), [(20, 1, 3), (20, 3, 4), (60, 1, 2)])
-def test_the_bound_holds_whatever_the_distribution_and_is_not_far_above(samples, rank, limit):
+def test_the_bound_holds_and_is_at_most_twice_the_exact_probability(samples, rank, limit):
     """200,000 classes of uniform times, so p is the threshold's distance from 1; exact chain, J = 100."""
     judged = 100
     generator = np.random.default_rng(0)
@@ -116,7 +116,7 @@ def test_a_choice_keeps_the_bound_for_as_many_of_the_times_as_are_above_it(seed,
         assert smallest_limit(samples=len(ratios), rank=above + 1, judged=100, bound=bound) is None
 
 
-def test_workers_that_are_clearly_slow_are_no_measure_for_the_others():
+def test_clearly_slow_workers_are_no_measure_for_the_others():
     calm = [[1.0, 1.05, 1.1], [1.02, 1.0, 1.08], [1.0, 1.0, 1.2]]
 
     def kept(*more: list[float], k_min: float = 1.4) -> int:
@@ -141,12 +141,12 @@ def test_alike_workers_are_hardly_ever_clearly_slow():
     assert dropped / runs == pytest.approx(3 / 84, rel=0.15)
 
 
-def test_few_times_guarantee_nothing():
+def test_too_few_times_give_no_threshold():
     assert choose_threshold([1.0] * 5, judged=100, bound=1e-3, k_min=1.4, k_max=2.0) is None
     assert choose_threshold([], judged=100, bound=1e-3, k_min=1.4, k_max=2.0) is None
 
 
-def test_a_pace_has_three_standard_errors_in_hand():
+def test_a_pace_has_a_margin_of_three_standard_errors():
     assert pace_margin_factor([0.1, 0.2, 0.3]) == pytest.approx(1 + 3 * 0.1 / 3**0.5 / 0.2)
     assert pace_margin_factor([0.1]) == 1.0
 
@@ -165,7 +165,7 @@ DISTRIBUTIONS = {
 @pytest.mark.long(after=2)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_false_alarms_stay_below_the_bound_in_first_and_later_epochs(name):
-    """5 % allowed, so that few runs tell: 150 runs of 4 workers and 3 epochs of 60 iterations."""
+    """5 % allowed, so that few runs suffice: 150 runs of 4 workers and 3 epochs of 60 iterations."""
     bound, runs, workers, iterations = 0.05, 150, 4, 60
     alarms = {0: 0, 1: 0, 2: 0}
     for seed in range(runs):

@@ -1,4 +1,4 @@
-"""Straggler classification: the paper's promises, the invariants, and whatever order workers are heard in."""
+"""Straggler classification: the paper's promises, the invariants, and messages in any order."""
 
 import json
 import random
@@ -53,7 +53,7 @@ def jittered(chance: random.Random, low_s: float, high_s: float, factor: float, 
     return lambda worker, at: chance.uniform(low_s, high_s) * (factor if worker == 1 and at < until else 1)
 
 
-# What the paper says ------------------------------------------------------------------------------------
+# The paper's promises -----------------------------------------------------------------------------------
 
 
 def test_the_threshold_is_k_times_the_mean_of_the_windows_minima():
@@ -136,7 +136,7 @@ def test_a_limit_may_be_a_share_of_the_epoch():
     assert classifier(limit_ratio=0.001, iterations_per_epoch=390).limit == 2
 
 
-def test_slower_than_k_is_found_and_less_slow_is_not():
+def test_a_worker_slower_than_k_is_found_and_a_less_slow_one_is_not():
     """Simulated: 1.9 times as slow is never found at k = 2, 2.2 times is."""
     for factor, found in ((1.9, False), (2.2, True)):
         made, chance = classifier(), random.Random(1)
@@ -183,12 +183,12 @@ def reference(times_s, n, k, limit, gap, judge):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_it_follows_the_definition_iteration_by_iteration(data):
+def test_the_classifier_follows_the_definition_iteration_by_iteration(data):
     n, limit = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     gap = data.draw(st.integers(1, limit))
     judge = data.draw(st.sampled_from(["previous", "none"]))
     chance = random.Random(data.draw(st.integers()))
-    # Worker 0 is always the fastest, so that a slowdown is never everybody's.
+    # Worker 0 is always the fastest, so that a slowdown is never that of all.
     times_s = [
         [[1.0] + [chance.choice([1.0, 1.5, 2.5, 4.0]) for _ in range(3)] for _ in range(20)] for _ in range(3)
     ]
@@ -207,7 +207,7 @@ def test_it_follows_the_definition_iteration_by_iteration(data):
 
 
 def interleaved(chance: random.Random, workers: int, iterations: int) -> list[tuple[int, int]]:
-    """All iterations of all workers, nobody heard more than one ahead of another."""
+    """All iterations of all workers, none more than one ahead of another."""
     received, order = [0] * workers, []
     while min(received) < iterations:
         ahead = [
@@ -292,7 +292,7 @@ def test_adding_stragglers_leaves_the_threshold_unchanged(seed, more):
         fast_s = [[chance.uniform(0.1, 0.19) for _ in range(2)] for _ in range(60)]
         for at in range(60):
             times_s = dict(enumerate(fast_s[at])) | dict.fromkeys(range(2, workers), SLOW_S)
-            if at >= 30:  # they are out by now, and what they measure does not matter any more
+            if at >= 30:  # they are excluded by now, and their times do not matter
                 times_s |= {worker: 0.4 + 1.0 / (worker + at) for worker in range(2, workers)}
             iterate(made, at // 30, at % 30, times_s)
         assert made.stragglers == set(range(2, workers))
@@ -310,7 +310,7 @@ def test_stragglers_need_not_be_waited_for_in_a_profile():
 
 
 @given(st.integers())
-def test_who_never_exceeds_the_threshold_keeps_a_counter_of_0(seed):
+def test_a_worker_that_never_exceeds_the_threshold_keeps_a_counter_of_0(seed):
     chance, made = random.Random(seed), classifier()
     for epoch in range(2):
         assert epoch_of(made, epoch, 30, lambda *_: chance.uniform(0.1, 0.2)) == []
@@ -338,7 +338,7 @@ TIMES_S = st.sampled_from([0.0, 0.1, 0.11, 0.15, 0.3, 0.5])
 
 @st.composite
 def observations(draw):
-    """Anything at all: workers that come, go, run ahead and fall back."""
+    """Any history: workers that join, leave, run ahead and fall back."""
     steps = draw(
         st.lists(
             st.tuples(st.sampled_from(["add", "remove", *["observe"] * 20]), st.integers(0, 4), TIMES_S),
@@ -371,7 +371,7 @@ def drive(made: StragglerClassifier, steps, per_epoch: int, seed: int, at: int =
         workers = [one[0] for one in made.state_dict()["workers"]]
         assert all(0 <= count <= made.limit for count in counts(made))
         assert made.stragglers <= set(workers)
-        assert not workers or made.stragglers != set(workers), "somebody has to take part"
+        assert not workers or made.stragglers != set(workers), "a worker has to take part"
     return verdicts
 
 
@@ -387,8 +387,8 @@ made_with: dict = {}
 
 @settings(max_examples=150, deadline=None)
 @given(observations(), st.sampled_from(VARIANTS), st.integers(0, 200))
-def test_counters_are_bounded_and_somebody_always_takes_part_whatever_comes(run, variant, reload_at):
-    """And a classifier that was stored and restored in the middle goes on alike."""
+def test_counters_are_bounded_and_a_worker_always_takes_part_in_any_history(run, variant, reload_at):
+    """A classifier that was stored and restored in the middle continues identically."""
     made_with.clear()
     made_with.update(variant)
     steps, per_epoch, seed = run
@@ -396,7 +396,7 @@ def test_counters_are_bounded_and_somebody_always_takes_part_whatever_comes(run,
     assert drive(classifier(3, **variant), steps, per_epoch, seed, reload_at=reload_at) == verdicts
 
 
-def test_a_restored_classifier_knows_whom_it_found_and_that_the_guard_has_been():
+def test_a_restored_classifier_keeps_the_verdicts_of_its_epoch_and_the_use_of_its_guard():
     made = classifier()
     epoch_of(made, 0, 40, lambda worker, _: SLOW_S if worker else FAST_S)
     state = json.loads(json.dumps(made.state_dict()))
@@ -416,7 +416,7 @@ def test_a_verdict_is_given_only_when_the_class_changes():
     assert straggles == made.stragglers
 
 
-def test_what_is_remembered_does_not_grow():
+def test_the_state_does_not_grow_with_the_number_of_epochs():
     sizes = []
     for epochs in (3, 30):
         made = classifier(k="auto")
@@ -426,10 +426,10 @@ def test_what_is_remembered_does_not_grow():
     assert sizes[1] < 1.2 * sizes[0]
 
 
-# Slowdowns of everybody, and who comes and goes ---------------------------------------------------------
+# Slowdowns of all workers, joins and losses -------------------------------------------------------------
 
 
-def test_a_slowdown_of_everybody_makes_nobody_a_straggler_and_a_new_threshold():
+def test_a_slowdown_of_all_workers_makes_none_a_straggler_and_sets_a_new_threshold():
     made = classifier()
     verdicts = epoch_of(made, 0, 60, lambda worker, iteration: FAST_S * (3 if iteration >= 20 else 1))
     assert verdicts == []
@@ -446,7 +446,7 @@ def test_the_new_profile_is_in_a_window_and_is_judged_only_from_its_last_iterati
     for at in range(slow_from, slow_from + 10):
         iterate(made, 0, at, dict.fromkeys(range(4), 0.3))
     assert made.threshold_s(0) is None
-    # All counters but those of the worker that was heard first are at 9: that is near enough to tell.
+    # All counters but that of the first worker to report are at 9: near enough for a verdict.
     assert [at for at in range(10, 40) if made.is_profiled(at)] == [20, 21, 22, 23, 24]
     for at in range(20, 25):
         iterate(made, 0, at, {0: 0.3, 1: 0.9, 2: 0.3, 3: 0.3})
@@ -460,7 +460,7 @@ def test_three_of_four_that_are_slower_than_the_fourth_are_found_after_one_more_
     assert {one.iteration for one in verdicts} == {13 + 5 + 9}
 
 
-def test_those_found_in_this_epoch_are_taken_back_when_the_others_become_slow_too():
+def test_verdicts_of_this_epoch_are_revoked_when_the_others_become_slow_too():
     made = classifier(limit=4)
     onset = {0: 10, 1: 12, 2: 20, 3: 23}
     verdicts = epoch_of(
@@ -474,7 +474,7 @@ def test_those_found_in_this_epoch_are_taken_back_when_the_others_become_slow_to
     assert made.threshold_s(0) == pytest.approx(0.6 * 4 / 5 + 0.2 * 1 / 5, rel=0.35)
 
 
-def test_the_last_one_that_is_not_slow_is_never_classed():
+def test_the_last_worker_that_is_not_slow_is_never_classed():
     made = classifier(2, limit=3)
     epoch_of(made, 0, 20, lambda worker, iteration: FAST_S if worker == 0 else SLOW_S, workers=2)
     assert made.stragglers == {1}
@@ -485,7 +485,7 @@ def test_the_last_one_that_is_not_slow_is_never_classed():
     assert [(one.worker, one.is_straggler) for one in verdicts] == [(1, False)]
 
 
-def test_the_last_one_of_three_found_in_an_epoch_is_not_classed_though_the_guard_has_been():
+def test_the_last_of_three_found_in_an_epoch_is_not_classed_after_the_guard_has_acted():
     made = classifier(3, max_straggler_fraction=0.4, limit=3)
     onset = {1: 10, 2: 10, 0: 40}
     verdicts = epoch_of(made, 0, 60, lambda worker, at: FAST_S * (4 if at >= onset[worker] else 1), workers=3)
@@ -494,7 +494,7 @@ def test_the_last_one_of_three_found_in_an_epoch_is_not_classed_though_the_guard
     assert made.threshold_s(0) == pytest.approx(0.8)
 
 
-def test_the_guard_stands_once_in_every_epoch():
+def test_the_guard_acts_once_in_every_epoch():
     made = classifier()
     for epoch in range(2):
         verdicts = epoch_of(
@@ -529,7 +529,7 @@ def test_a_profile_is_complete_without_a_worker_that_is_removed_in_its_middle():
     assert (verdict.worker, verdict.is_straggler, verdict.iteration) == (1, True, 4)
 
 
-def test_a_worker_added_in_the_middle_of_a_profile_counts_from_its_first_time_beside_the_others():
+def test_a_worker_added_in_the_middle_of_a_profile_counts_from_its_first_time_with_the_others():
     made = classifier()
     for iteration in range(3):
         iterate(made, 0, iteration, dict.fromkeys(range(4), FAST_S))
@@ -548,7 +548,7 @@ def test_a_worker_on_its_way_back_does_not_hold_up_a_profile():
     for iteration in range(5):
         iterate(made, 1, iteration, {0: 0.12, 2: 0.12, 3: 0.12})
     assert made.threshold_s(1) == pytest.approx(0.24)
-    # Once it is beside them, it counts as one of them.
+    # Once it reports with them, it counts as one of them.
     iterate(made, 1, 5, dict.fromkeys(range(4), 0.12))
     for iteration in range(5):
         iterate(made, 2, iteration, {0: 0.12, 2: 0.12, 3: 0.12})
@@ -567,7 +567,7 @@ def test_a_static_threshold_never_changes_and_nothing_is_profiled():
     assert made.stragglers == {1}
 
 
-def test_how_long_others_wait_until_a_slow_worker_is_classed():
+def test_the_time_to_classify_is_the_limit_times_the_excess_over_the_pace():
     made = classifier()
     assert made.time_to_classify_s(0) is None
     epoch_of(made, 0, 5, lambda *_: FAST_S)
@@ -635,7 +635,7 @@ def test_with_the_gate_predicted_throughput_never_falls_by_an_exclusion(seed, wo
             before = made.stragglers
             time_s = chance.uniform(0.09, 0.11) * factors[worker]
             verdicts = made.observe(worker, epoch=at // 30, iteration=at % 30, compute_s=time_s)
-            # (Whom the guard took back at once was not excluded.)
+            # (A worker that the guard took back at once was not excluded.)
             if any(one.is_straggler for one in verdicts) and made.stragglers > before:
                 assert batches_per_s(made.stragglers) > 1.05 * batches_per_s(before)
 
@@ -663,7 +663,7 @@ def test_automatic_parameters_find_a_slow_worker_earlier_than_fixed_ones():
     assert found["auto"][2] <= 4
 
 
-def test_automatic_parameters_find_what_is_invisible_at_2_as_soon_as_it_pays():
+def test_automatic_parameters_find_a_slowdown_below_2_as_soon_as_it_pays():
     """1.5 times as slow from the start, among 8 workers with 5 % of jitter."""
     for k, found in ((2.0, frozenset()), ("auto", {1})):
         made, chance = classifier(8, k=k), random.Random(2)
@@ -695,7 +695,7 @@ def test_automatic_limits_change_only_with_thresholds_and_keep_stragglers_stragg
     assert len(limits) > 1
 
 
-def test_a_limit_that_falls_classes_nobody_by_itself():
+def test_a_limit_that_falls_changes_no_class_by_itself():
     made = classifier(k="auto", iterations_per_epoch=60)
     epoch_of(made, 0, 60, lambda *_: FAST_S)
     before = made.limit
@@ -706,7 +706,7 @@ def test_a_limit_that_falls_classes_nobody_by_itself():
     assert verdicts == []
 
 
-def test_with_too_few_times_for_a_guarantee_it_judges_as_the_paper_does():
+def test_with_too_few_times_for_a_guarantee_the_papers_rule_applies():
     made = classifier(1, k="auto", false_alarm=1e-9)
     epoch_of(made, 0, 30, lambda *_: FAST_S, workers=1)
     assert made.limit == 10

@@ -1,4 +1,4 @@
-"""Injected slowness: what each form means, that all processes agree, and what is refused in which words."""
+"""Injected slowness: the forms of rules, agreement of all processes, and messages of refusals."""
 
 import subprocess
 import sys
@@ -181,7 +181,7 @@ def test_a_burst_slows_the_first_steps_of_every_period_across_epochs():
 def test_a_random_rule_has_one_victim_an_epoch_on_which_all_processes_agree(seed, epoch, workers):
     first, second = (slowness("random:3", workers=workers, seed=seed) for _ in range(2))
     assert len(victims(first, epoch, workers)) == 1
-    # Another copy that was asked other things before gives the same answer.
+    # Another copy with other queries before gives the same answer.
     victims(second, epoch + 1, workers)
     assert victims(second, epoch, workers) == victims(first, epoch, workers)
 

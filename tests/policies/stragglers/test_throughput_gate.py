@@ -1,4 +1,4 @@
-"""The throughput gate: leaves out only what is worth it, and then the best choice."""
+"""The throughput gate: excludes workers only where it pays, and then the best choice."""
 
 from itertools import combinations
 
@@ -34,9 +34,12 @@ def test_of_steady_times_no_other_choice_is_better(last_s, out, suspects):
 
 
 @given(LAST_S)
-def test_somebody_always_stays(last_s):
-    there = {worker for worker, last_s in last_s.items() if last_s}
-    assert not there or ThroughputGate(0.0).workers_to_exclude(last_s, excluded=[], candidates=there) < there
+def test_one_worker_always_remains(last_s):
+    measured = {worker for worker, last_s in last_s.items() if last_s}
+    assert (
+        not measured
+        or ThroughputGate(0.0).workers_to_exclude(last_s, excluded=[], candidates=measured) < measured
+    )
 
 
 @pytest.mark.parametrize(("workers", "factor"), [(2, 2.0), (4, 4 / 3), (8, 8 / 7), (16, 16 / 15)])
@@ -49,13 +52,13 @@ def test_one_of_w_is_left_out_beyond_w_over_w_less_1(workers, factor):
         assert gate.workers_to_exclude(last_s, excluded=[], candidates=range(workers)) == expected
 
 
-def test_the_margin_is_asked_for_on_top():
+def test_an_exclusion_must_gain_more_than_the_margin():
     last_s = {0: [0.14], 1: [0.1], 2: [0.1], 3: [0.1]}  # 1.4 times: a gain of exactly 5 %
     assert ThroughputGate(0.049).workers_to_exclude(last_s, excluded=[], candidates=[0]) == {0}
     assert ThroughputGate(0.051).workers_to_exclude(last_s, excluded=[], candidates=[0]) == frozenset()
 
 
-def test_who_is_no_suspect_stays_however_slow():
+def test_a_worker_that_is_no_candidate_stays_however_slow():
     assert (
         ThroughputGate().workers_to_exclude({0: [9.0], 1: [1.0], 2: [1.0]}, excluded=[], candidates=[1])
         == frozenset()
@@ -70,13 +73,13 @@ def test_throughput_is_that_of_the_slowest_of_each_iteration():
     assert gate.batches_per_s(last_s, [0, 1, 2]) == 0.0
 
 
-def test_who_is_slow_in_turn_with_others_is_not_worth_leaving_out():
+def test_workers_that_are_slow_in_turn_are_not_worth_excluding():
     """Each of four takes three times as long in a quarter of the iterations."""
     last_s = {worker: [0.3 if at % 4 == worker else 0.1 for at in range(20)] for worker in range(4)}
     assert ThroughputGate().workers_to_exclude(last_s, excluded=[], candidates=range(4)) == frozenset()
 
 
-def test_one_worker_breaks_even_never():
+def test_one_worker_never_breaks_even():
     assert break_even_factor(1) == float("inf")
 
 

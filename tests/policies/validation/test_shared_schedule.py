@@ -1,4 +1,4 @@
-"""The policy that shares validations out: metrics are of one snapshot and come once, whatever happens."""
+"""The policy of shared validation: metrics are of one snapshot and are reported once in any history."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def taken(worker, epoch=0, now_s=0.0, digest="same", is_current=True, samples=10
 
 
 def evaluated(part, now_s=0.0, **changes):
-    """What a worker says of a part that it was given: means tell the snapshot, counts add up to samples."""
+    """The result of an assigned part: means identify the snapshot, counts add up to samples."""
     samples = range(part.start, part.stop)
-    said = {
+    values = {
         "worker": part.worker,
         "epoch": part.epoch,
         "digest": part.digest,
@@ -71,24 +71,24 @@ def evaluated(part, now_s=0.0, **changes):
         "means": {"loss": value_of(part.digest) + sum(samples) / len(samples)},
         "counts": {"right": float(len(samples))},
     }
-    return PartEvaluated(now_s=now_s, **{**said, **changes})
+    return PartEvaluated(now_s=now_s, **{**values, **changes})
 
 
 def with_state(part, now_s=0.0, **changes):
-    """As `evaluated`, of a metric that is merged: its state tells the snapshot and the samples."""
+    """As `evaluated`, of a metric that is merged: its state identifies the snapshot and the samples."""
     states = (("seen", f"{part.digest}:{part.start}:{part.stop}"),)
     return evaluated(part, now_s, **{"states": states, **changes})
 
 
 def merged(worker, asked, now_s=0.0, **changes):
-    """What a worker says that was sent these states: how many samples of one snapshot they have seen."""
+    """The result of merging these states: how many samples of one snapshot they have seen."""
     assert [one.part for one in asked] == list(range(asked[0].parts))
     seen = [dict(one.states)["seen"].rsplit(":", 2) for one in asked]
     assert {digest for digest, _, _ in seen} == {asked[0].digest}
     positions = [position for _, start, stop in seen for position in range(int(start), int(stop))]
     assert positions == list(range(100))
-    said = {"worker": worker, "epoch": asked[0].epoch, "digest": asked[0].digest, "means": {}}
-    return StatesMerged(now_s=now_s, **{**said, "counts": {"seen": float(len(positions))}, **changes})
+    values = {"worker": worker, "epoch": asked[0].epoch, "digest": asked[0].digest, "means": {}}
+    return StatesMerged(now_s=now_s, **{**values, "counts": {"seen": float(len(positions))}, **changes})
 
 
 def value_of(digest):
@@ -117,7 +117,7 @@ def of(kind, actions):
 # In order -----------------------------------------------------------------------------------------------
 
 
-def test_each_evaluates_its_part_and_all_receive_the_mean():
+def test_each_worker_evaluates_its_part_and_all_receive_the_mean():
     policy, actions = started(3, taken(0), taken(1), taken(2))
     assert not of(SendSnapshot, actions)
     parts = of(EvaluatePart, actions)
@@ -136,7 +136,7 @@ def test_each_evaluates_its_part_and_all_receive_the_mean():
     assert is_of_one_snapshot(over[0])
 
 
-def test_who_evaluates_alone_and_one_part_at_a_time_gets_the_whole_set():
+def test_a_single_worker_with_one_evaluator_gets_the_whole_set():
     _, actions = started(1, taken(0))
     assert [(part.start, part.stop) for part in of(EvaluatePart, actions)] == [(0, 100)]
 
@@ -175,10 +175,10 @@ def test_older_epochs_are_evaluated_first():
     assert set(epochs) == {0, 1}
 
 
-# Whose snapshot -----------------------------------------------------------------------------------------
+# The evaluated snapshot ---------------------------------------------------------------------------------
 
 
-def test_a_worker_with_another_snapshot_is_sent_the_one_that_is_evaluated_once():
+def test_a_worker_with_another_snapshot_is_sent_the_evaluated_one_once():
     policy, actions = started(2, taken(0, digest="mine"), taken(1, digest="yours"))
     (transfer,) = of(SendSnapshot, actions)
     assert (transfer.worker, transfer.receiver, transfer.digest) == (0, 1, "mine")
@@ -188,7 +188,7 @@ def test_a_worker_with_another_snapshot_is_sent_the_one_that_is_evaluated_once()
     assert not of(SendSnapshot, more)
 
 
-def test_a_worker_that_is_left_out_helps_but_its_snapshot_is_not_the_one():
+def test_an_excluded_worker_helps_but_its_snapshot_is_not_evaluated():
     policy, actions = started(2, taken(1, digest="old", is_current=False))
     assert not of(EvaluatePart, actions)
     actions = policy.handle(taken(0, digest="new"))
@@ -197,7 +197,7 @@ def test_a_worker_that_is_left_out_helps_but_its_snapshot_is_not_the_one():
 
 
 @pytest.mark.parametrize("end", [Finished, Left, Lost])
-def test_where_nobody_is_current_the_first_is_taken_once_nobody_is_to_come(end):
+def test_without_a_current_snapshot_the_first_is_evaluated_once_no_other_can_arrive(end):
     details = {
         Finished: {"epoch": 0, "step": 4},
         Left: {"step": 4},
@@ -209,7 +209,7 @@ def test_where_nobody_is_current_the_first_is_taken_once_nobody_is_to_come(end):
     assert {part.digest for part in of(EvaluatePart, actions)} == {"b"}
 
 
-def test_others_go_on_where_the_owner_is_lost():
+def test_others_continue_when_the_owner_is_lost():
     policy, actions = started(3, taken(0), taken(1), taken(2, digest="other"))
     answers = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
     parts = [part for part in of(EvaluatePart, [*actions, *answers]) if part.worker != 0]
@@ -218,7 +218,7 @@ def test_others_go_on_where_the_owner_is_lost():
     assert finish(policy, parts).snapshot_owner == 1
 
 
-def test_without_anybody_who_has_it_another_snapshot_is_evaluated_from_the_beginning():
+def test_when_no_worker_has_the_snapshot_another_is_evaluated_from_the_beginning():
     policy, actions = started(2, taken(0, digest="a"))
     (part,) = of(EvaluatePart, actions)
     policy.handle(evaluated(part))
@@ -230,7 +230,7 @@ def test_without_anybody_who_has_it_another_snapshot_is_evaluated_from_the_begin
     assert is_of_one_snapshot(over)
 
 
-def test_where_nobody_has_a_snapshot_of_its_own_left_there_are_no_metrics():
+def test_without_any_own_snapshot_left_there_are_no_metrics():
     policy, _ = started(2, taken(0, digest="a"), taken(1, digest="b"))  # which worker 1 may have overwritten
     (over,) = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
     assert isinstance(over, ValidationFinished)
@@ -238,7 +238,7 @@ def test_where_nobody_has_a_snapshot_of_its_own_left_there_are_no_metrics():
     assert "no worker is left that has the snapshot" in over.reason
 
 
-def test_what_a_lost_worker_had_goes_to_others_at_once():
+def test_the_part_of_a_lost_worker_is_assigned_to_the_next_free_one():
     policy, actions = started(2, taken(0), taken(1))
     mine, lost = of(EvaluatePart, actions)
     assert policy.handle(Lost(now_s=0.0, worker=1, cause="it was killed")) == []
@@ -246,7 +246,7 @@ def test_what_a_lost_worker_had_goes_to_others_at_once():
     assert (next_.worker, next_.part) == (0, lost.part)
 
 
-def test_a_result_that_is_of_the_snapshot_before_does_not_count():
+def test_a_result_of_the_previous_snapshot_does_not_count():
     policy, actions = started(3, taken(0, digest="a"), taken(1, digest="b"))
     (old,) = [part for part in of(EvaluatePart, actions) if part.worker == 1]
     policy.handle(Lost(now_s=0.0, worker=0, cause="it was killed"))
@@ -258,8 +258,8 @@ def test_a_result_that_is_of_the_snapshot_before_does_not_count():
     assert is_of_one_snapshot(over)
 
 
-def test_a_result_that_comes_after_the_owner_has_gone_is_of_the_samples_it_says():
-    """Worker 1 has the same as worker 0, and fewer workers are left; worker 2's first result comes late."""
+def test_a_result_that_arrives_after_the_loss_of_the_owner_counts_for_its_own_samples():
+    """Worker 1 has the snapshot of worker 0, fewer are left, and worker 2's first result is late."""
     policy, actions = started(3, taken(2, digest="another", is_current=False), taken(0))
     (old,) = [part for part in of(EvaluatePart, actions) if part.worker == 2]
     policy.handle(Lost(now_s=0.0, worker=0, cause="it was killed"))
@@ -271,16 +271,16 @@ def test_a_result_that_comes_after_the_owner_has_gone_is_of_the_samples_it_says(
 
 
 def finish(policy, parts):
-    """Has all parts evaluated; returns what the epoch came to."""
+    """Has all parts evaluated; returns the end of the epoch."""
     (over,) = of(ValidationFinished, answers_to_all(policy, parts, evaluated))
     return over
 
 
-def answers_to_all(policy, parts, said):
-    """Has parts evaluated until none is left; returns what else was answered."""
+def answers_to_all(policy, parts, result_of):
+    """Has parts evaluated until none is left; returns the other answers."""
     parts, others = list(parts), []
     while parts:
-        answers = policy.handle(said(parts.pop(0), now_s=1.0))
+        answers = policy.handle(result_of(parts.pop(0), now_s=1.0))
         parts += of(EvaluatePart, answers)
         others += [answer for answer in answers if not isinstance(answer, EvaluatePart)]
     return others
@@ -289,7 +289,7 @@ def answers_to_all(policy, parts, said):
 # Metrics that are merged --------------------------------------------------------------------------------
 
 
-def test_who_has_evaluated_the_first_part_merges_what_metrics_have_seen():
+def test_the_worker_of_the_first_part_merges_the_states_of_the_metrics():
     policy, actions = started(2, taken(0), taken(1))
     asked = of(MergeStates, answers_to_all(policy, of(EvaluatePart, actions), with_state))
     assert {one.worker for one in asked} == {0}
@@ -298,7 +298,7 @@ def test_who_has_evaluated_the_first_part_merges_what_metrics_have_seen():
     assert policy.handle(merged(0, asked)) == []
 
 
-def test_where_the_one_that_merges_is_lost_another_evaluates_the_first_part_and_merges():
+def test_when_the_merging_worker_is_lost_another_evaluates_the_first_part_and_merges():
     policy, actions = started(2, taken(0), taken(1))
     asked = of(MergeStates, answers_to_all(policy, of(EvaluatePart, actions), with_state))
     (again,) = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
@@ -321,7 +321,7 @@ def test_merging_that_never_ends_ends_the_job_and_names_the_worker():
     assert stop.reason.startswith("worker 0 did not merge the metrics of epoch 0 within 100 s")
 
 
-def test_who_was_not_asked_to_merge_is_refused():
+def test_a_merge_of_a_worker_that_was_not_asked_is_refused():
     policy, actions = started(2, taken(0), taken(1))
     asked = of(MergeStates, answers_to_all(policy, of(EvaluatePart, actions), with_state))
     with pytest.raises(ProtocolError, match="worker 1 was not asked to merge metrics of epoch 0"):
@@ -338,7 +338,7 @@ def test_a_metric_that_is_merged_in_one_part_and_not_in_another_is_refused():
         policy.handle(evaluated(other))
 
 
-# Those that come late -----------------------------------------------------------------------------------
+# Latecomers ---------------------------------------------------------------------------------------------
 
 
 def test_a_newcomer_receives_the_results_of_earlier_epochs():
@@ -351,7 +351,7 @@ def test_a_newcomer_receives_the_results_of_earlier_epochs():
     assert (under_way.worker, under_way.epoch) == (7, 1)
 
 
-def test_epochs_after_the_one_that_training_goes_back_to_are_over_without_metrics():
+def test_epochs_after_a_rollback_end_without_metrics():
     policy, actions = started(2, taken(0), taken(0, epoch=1), taken(0, epoch=2))
     late = of(EvaluatePart, actions)[0]
     for one in (0, 1):
@@ -366,10 +366,10 @@ def test_epochs_after_the_one_that_training_goes_back_to_are_over_without_metric
     assert policy.handle(replace(evaluated(late), epoch=2)) == []
 
 
-# Those that take long -----------------------------------------------------------------------------------
+# Slow evaluations ---------------------------------------------------------------------------------------
 
 
-def test_a_part_that_takes_long_is_given_to_a_second_worker_and_the_first_result_counts():
+def test_a_part_that_takes_long_is_assigned_to_a_second_worker_and_the_first_result_counts():
     policy, actions = started(2, taken(0), taken(1))
     stuck = next(part for part in of(EvaluatePart, actions) if part.worker == 1)
     parts = [part for part in of(EvaluatePart, actions) if part.worker == 0]
@@ -379,7 +379,7 @@ def test_a_part_that_takes_long_is_given_to_a_second_worker_and_the_first_result
         parts = of(EvaluatePart, policy.handle(evaluated(parts[0], now_s)))
         if parts and parts[0].part == stuck.part:
             break
-    assert parts, "nobody else was given the part"
+    assert parts, "no other worker was assigned the part"
     assert parts[0].worker == 0
     assert now_s > BACKUP_FACTOR
     over = of(ValidationFinished, policy.handle(evaluated(parts[0], now_s + 1)))
@@ -387,7 +387,7 @@ def test_a_part_that_takes_long_is_given_to_a_second_worker_and_the_first_result
     assert policy.handle(evaluated(stuck, now_s + 2)) == []
 
 
-def test_nobody_is_given_a_part_twice_for_nothing():
+def test_without_a_slow_worker_each_part_is_assigned_once():
     policy, actions = started(2, taken(0), taken(1))
     parts = of(EvaluatePart, actions)
     given = list(parts)
@@ -408,10 +408,10 @@ def test_a_part_that_is_never_evaluated_ends_the_job_and_names_the_worker():
     assert policy.handle(Tick(now_s=DEADLINE_S + 2)) == []
 
 
-# What cannot be -----------------------------------------------------------------------------------------
+# Impossible messages ------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_messages_are_refused():
     policy, actions = started(2, taken(0))
     (part,) = of(EvaluatePart, actions)
     with pytest.raises(ProtocolError, match="100 samples on worker 0 and 99 samples on worker 1"):
@@ -432,24 +432,24 @@ def test_what_cannot_be_is_refused():
         policy.handle(evaluated(part, means={"f1": 0.5}))
 
 
-# Whatever happens ---------------------------------------------------------------------------------------
+# Random histories ---------------------------------------------------------------------------------------
 
 
 class World:
-    """Workers that do what they are told, at their own times, with links that lose nothing but the dead."""
+    """Workers that follow the actions at their own times; links lose only the messages of dead workers."""
 
     def __init__(self, chance, workers, epochs, merges):
         self.chance = chance
-        self.merges = merges  # what they return, or part of it, is to be merged
+        self.merges = merges  # their results, or parts of them, are to be merged
         self.first = set()  # worker, epoch and digest of those that have evaluated a first part
-        self.asked = {}  # by worker and epoch: what is to be merged
+        self.asked = {}  # by worker and epoch: states to merge
         self.policy = SharedValidation()
         self.now_s = 0.0
         self.alive = set(range(workers))
         self.dying = set()
         self.epoch = dict.fromkeys(range(workers), 0)
         self.epochs = epochs
-        self.digests = {}  # by worker and epoch: what its snapshot holds
+        self.digests = {}  # by worker and epoch: digest of its snapshot
         self.parts = []
         self.results = []  # on their way to the coordinator
         self.over = {}
@@ -462,21 +462,21 @@ class World:
             self.policy = SharedValidation()
             self.policy.load_state_dict(state)
         for action in self.policy.handle(event):
-            self.obey(action)
+            self.apply(action)
 
-    def obey(self, action):
+    def apply(self, action):
         match action:
             case EvaluatePart():
                 self.parts.append(action)
             case MergeStates():
                 key = (action.worker, action.epoch)
-                assert (*key, action.digest) in self.first, "it merges with what it does not have"
+                assert (*key, action.digest) in self.first, "it merges with a snapshot that it does not have"
                 self.asked[key] = [*(self.asked[key] if action.part else []), action]
                 if len(self.asked[key]) == action.parts:
                     self.results.append(action)
             case SendSnapshot() if {action.worker, action.receiver} <= self.alive:
                 key = (action.worker, action.epoch)
-                assert self.digests[key] == action.digest, "it lends what it does not have"
+                assert self.digests[key] == action.digest, "it sends a snapshot that it does not have"
                 received = (action.receiver, action.epoch)
                 if self.chance.random() < 0.9:  # else it dies before all is sent
                     self.digests[received] = action.digest
@@ -495,7 +495,7 @@ class World:
         self.now_s += self.chance.random()
         training = [worker for worker in self.alive if self.epoch[worker] < self.epochs]
         choices = ["train"] * 3 * bool(training) + ["evaluate"] * 4 * bool(self.parts) + ["tick"]
-        choices += ["tell"] * 2 * bool(self.results)
+        choices += ["report"] * 2 * bool(self.results)
         choices += ["lose"] * (len(self.alive) > 1 and self.chance.random() < 0.2)
         match self.chance.choice(choices):
             case "train":
@@ -506,7 +506,7 @@ class World:
                     self.results.append(part)
                     if part.part == 0:
                         self.first.add((part.worker, part.epoch, part.digest))
-            case "tell":
+            case "report":
                 self.report(self.results.pop(self.chance.randrange(len(self.results))))
             case "lose":
                 self.lose(self.chance.choice(sorted(self.alive)))
@@ -540,9 +540,7 @@ class World:
 
 @settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), workers=st.integers(1, 4), epochs=st.integers(1, 3), merges=st.booleans())
-def test_whatever_happens_each_epoch_ends_once_with_the_metrics_of_one_snapshot(
-    seed, workers, epochs, merges
-):
+def test_in_any_history_each_epoch_ends_once_with_the_metrics_of_one_snapshot(seed, workers, epochs, merges):
     world = World(random.Random(seed), workers, epochs, merges)
     for _ in range(2000):
         done = world.over.keys() >= set(range(epochs))

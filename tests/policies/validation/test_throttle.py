@@ -1,4 +1,4 @@
-"""Which threads that evaluate go on: as many as make it faster, and none where they hold the training up."""
+"""Which evaluating threads proceed: as many as raise the rate, and none where they delay training."""
 
 from itertools import pairwise
 
@@ -20,32 +20,32 @@ def climbed(threads_max, calls_per_s):
     return tried
 
 
-def test_threads_that_wait_go_on_all_together():
+def test_threads_that_only_wait_proceed_all_together():
     assert climbed(6, lambda n: 10.0 * n) == [1, 2, 4, 6]
     assert climbed(8, lambda n: 10.0 * n) == [1, 2, 4, 8]
     assert climbed(1, lambda n: 10.0) == [1]
 
 
-def test_threads_that_stand_in_line_go_on_one_by_one():
+def test_threads_beyond_the_useful_number_do_not_proceed():
     assert climbed(6, lambda n: 10.0) == [1, 2, 1]
     assert climbed(6, lambda n: 10.0 * min(n, 2)) == [1, 2, 4, 2]
     assert climbed(6, lambda n: 10.0 * min(n, 4)) == [1, 2, 4, 6, 4]
 
 
 @pytest.mark.parametrize(("share", "kept"), [(1.49, 1), (1.51, 2)])
-def test_two_threads_have_to_bring_half_of_what_they_could(share, kept):
+def test_two_threads_must_gain_half_of_the_possible(share, kept):
     assert climbed(2, lambda n: 1000.0 * (share if n == 2 else 1.0))[-1] == kept
 
 
 @given(st.integers(1, 40), st.lists(st.floats(0.1, 1e5), min_size=40, max_size=40))
-def test_whatever_is_measured_there_is_an_end_and_a_number_of_threads_that_was_tried(threads_max, rates):
+def test_any_measurements_end_with_a_number_of_threads_that_was_tried(threads_max, rates):
     tried = climbed(threads_max, lambda n: rates[n - 1])
     assert all(1 <= n <= threads_max for n in tried)
     assert all(after == min(2 * before, threads_max) for before, after in pairwise(tried[:-1]))
     assert tried[-1] in {*tried[:-1], threads_max, 1}
 
 
-def test_few_calls_or_little_time_say_nothing():
+def test_few_calls_or_little_time_decide_nothing():
     climb = ThreadSearch(4)
     climb.add(19, 1000.0)
     assert climb.threads == 1
@@ -58,7 +58,7 @@ def test_few_calls_or_little_time_say_nothing():
 
 
 class World:
-    """Threads that evaluate: those that may call `rate(n)` times a second in all, if `n` may."""
+    """Threads that evaluate: the `n` that may proceed make `rate(n)` calls a second in all."""
 
     def __init__(self, threads, pace=None):
         self.pacing, self.turns, self.now_s = Throttle(threads, pace), [], 100.0
@@ -76,15 +76,15 @@ class World:
     def run(self, spent_s, rate, silent=None):
         """Time passes."""
         for _ in range(round(spent_s * 10)):
-            let = [turn for turn in self.turns if turn.may_run]
-            for turn in (turn for turn in let if turn is not silent):
-                turn.calls += round(rate(len(let)) / 10 / len(let))
+            allowed = [turn for turn in self.turns if turn.may_run]
+            for turn in (turn for turn in allowed if turn is not silent):
+                turn.calls += round(rate(len(allowed)) / 10 / len(allowed))
             self.now_s += 0.1
             if self.now_s >= self.pacing.next_check_s:
                 self.pacing.check_rate(self.now_s)
 
     @property
-    def let(self):
+    def allowed(self):
         return [turn.may_run for turn in self.turns]
 
 
@@ -92,96 +92,96 @@ def waits(n):
     return 1000.0 * n
 
 
-def stands_in_line(n):
+def serialized(n):
     return 1000.0
 
 
-def test_one_thread_goes_on_at_first_then_more_and_all_where_they_only_wait():
+def test_one_thread_proceeds_at_first_then_more_and_all_if_they_only_wait():
     world = World(4)
     world.begin(4)
-    assert world.let == [True, False, False, False]
+    assert world.allowed == [True, False, False, False]
     world.run(1.0, waits)
-    assert world.let == [True, True, False, False]
+    assert world.allowed == [True, True, False, False]
     world.run(10.0, waits)
-    assert world.let == [True] * 4
+    assert world.allowed == [True] * 4
 
 
-def test_one_thread_goes_on_in_the_end_where_they_stand_in_line_and_the_next_one_takes_its_place():
+def test_one_serialized_thread_proceeds_in_the_end_and_the_next_one_takes_its_place():
     world = World(4)
     world.begin(4)
-    world.run(10.0, stands_in_line)
-    assert world.let == [True, False, False, False]
+    world.run(10.0, serialized)
+    assert world.allowed == [True, False, False, False]
     world.end(0)
     world.begin()
-    assert world.let == [True, False, False, False]
-    assert world.pacing.next_check_s == float("inf"), "there is nothing left to find out"
+    assert world.allowed == [True, False, False, False]
+    assert world.pacing.next_check_s == float("inf"), "no check is left"
 
 
-def test_time_in_which_fewer_threads_evaluate_than_are_to_says_nothing():
-    """Two are to; the second one has not begun, or has not come to its first call."""
+def test_time_with_fewer_evaluating_threads_than_allowed_decides_nothing():
+    """Two may proceed; the second one has not begun, or has not made its first call."""
     world = World(2)
     world.begin()
     world.run(1.0, waits)
     assert not world.pacing._during_training.is_settled
-    world.run(10.0, stands_in_line)
+    world.run(10.0, serialized)
     assert not world.pacing._during_training.is_settled
     world.begin()
-    world.run(5.0, stands_in_line, silent=world.turns[1])  # it may go on, but has not called anything
+    world.run(5.0, serialized, silent=world.turns[1])  # it may proceed, but has made no call
     assert not world.pacing._during_training.is_settled
     world.run(5.0, waits)
     assert world.pacing._during_training.is_settled
-    assert world.let == [True, True]
+    assert world.allowed == [True, True]
 
 
-def test_what_pays_while_the_training_waits_is_found_out_apart():
+def test_the_best_number_while_training_waits_is_found_separately():
     world = World(2)
     world.begin(2)
-    world.run(10.0, stands_in_line)
-    assert world.let == [True, False]
+    world.run(10.0, serialized)
+    assert world.allowed == [True, False]
     world.wait(1)
     world.run(10.0, waits)
-    assert world.let == [True, True]
+    assert world.allowed == [True, True]
     world.wait(-1)
-    assert world.let == [True, False]
+    assert world.allowed == [True, False]
     world.wait(1)
-    assert world.let == [True, True]
+    assert world.allowed == [True, True]
 
 
 def test_several_may_wait_at_once():
     world = World(1, MinimumRate(check_after_s=1.0, calls_per_s_min=2000.0, rest_s=60.0))
     world.begin()
-    world.run(2.0, stands_in_line)
+    world.run(2.0, serialized)
     assert world.pacing.is_slow
     world.wait(1)
     world.wait(1)
     world.wait(-1)
-    assert world.let == [True]
+    assert world.allowed == [True]
     world.wait(-1)
-    assert world.let == [False]
+    assert world.allowed == [False]
 
 
 @pytest.mark.parametrize(("calls_per_s_min", "is_slow"), [(999.0, False), (1100.0, True)])
 def test_no_thread_evaluates_during_training_where_one_alone_is_too_slow(calls_per_s_min, is_slow):
     world = World(2, MinimumRate(check_after_s=1.0, calls_per_s_min=calls_per_s_min, rest_s=60.0))
     world.begin(2)
-    world.run(0.9, stands_in_line)
+    world.run(0.9, serialized)
     assert not world.pacing.is_slow
-    assert any(world.let)
-    world.run(0.3, stands_in_line)
+    assert any(world.allowed)
+    world.run(0.3, serialized)
     assert world.pacing.is_slow == is_slow
-    assert any(world.let) != is_slow
+    assert any(world.allowed) != is_slow
     world.run(10.0, lambda n: 0.0)
-    assert world.pacing.is_slow == is_slow, "that is looked at once"
+    assert world.pacing.is_slow == is_slow, "the rate is checked once"
 
 
 def test_parts_that_are_over_count_too():
     world = World(1, MinimumRate(check_after_s=2.0, calls_per_s_min=600.0, rest_s=60.0))
     for _ in range(3):
         world.begin()
-        world.run(0.8, stands_in_line)
+        world.run(0.8, serialized)
         world.end(0)
     assert world.pacing.calls == 2400
-    assert world.pacing.next_check_s == float("inf"), "it was looked at"
+    assert world.pacing.next_check_s == float("inf"), "the rate was checked"
     assert not world.pacing.is_slow
 
 
@@ -189,18 +189,18 @@ def test_a_thread_that_was_freed_continues_with_the_others_until_its_turn_ends()
     world = World(3)
     world.begin(3)
     world.pacing.force(world.turns[2])
-    assert world.let == [True, False, True]
+    assert world.allowed == [True, False, True]
     world.begin()
-    assert world.let == [True, False, True, False]
+    assert world.allowed == [True, False, True, False]
     world.end(2)
-    assert world.let == [True, False, False]
+    assert world.allowed == [True, False, False]
 
 
-def test_all_go_on_once_it_is_open():
+def test_all_threads_proceed_once_the_limit_is_lifted():
     world = World(3, MinimumRate(check_after_s=1.0, calls_per_s_min=1e9, rest_s=60.0))
     world.begin(3)
-    world.run(2.0, stands_in_line)
+    world.run(2.0, serialized)
     assert world.pacing.is_slow
     world.pacing.lift_limit(world.now_s)
     world.begin()
-    assert world.let == [True] * 4
+    assert world.allowed == [True] * 4

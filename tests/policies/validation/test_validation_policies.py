@@ -1,4 +1,4 @@
-"""When epochs are validated, what follows from their metrics, and whether overlapping pays."""
+"""When epochs are validated, the consequences of their metrics, and whether overlapping pays."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_in_whatever_order_parts_end_every_epoch_is_reported_once_and_in_order(
     assert scheduler.live_epochs == ()
 
 
-def test_an_epoch_that_is_taken_back_may_end_again():
+def test_an_epoch_that_is_dropped_may_end_again():
     scheduler = ValidationScheduler()
     for epoch in range(3):
         scheduler.on_epoch_ended(epoch, [range(4)])
@@ -96,7 +96,7 @@ def test_an_epoch_that_is_taken_back_may_end_again():
         scheduler.on_epoch_ended(1, [range(4)])
 
 
-def test_an_epoch_that_is_given_up_is_reported_in_its_turn():
+def test_a_failed_epoch_is_reported_in_its_turn():
     scheduler = ValidationScheduler()
     scheduler.on_epoch_ended(0, [range(2), range(2, 4)])
     scheduler.on_epoch_ended(1, [range(4)])
@@ -129,7 +129,7 @@ def test_training_stops_after_as_many_epochs_without_improvement_as_its_patience
     assert (monitor.best, monitor.best_epoch) == (1, 3)
 
 
-def test_what_is_no_number_never_improves_and_a_change_must_be_larger_than_delta():
+def test_a_nan_never_improves_and_a_change_must_be_larger_than_delta():
     monitor = EarlyStopping("accuracy", mode="max", delta_min=0.1)
     values = [math.nan, 0.5, 0.6, 0.61, math.inf]
     improved = [
@@ -138,7 +138,7 @@ def test_what_is_no_number_never_improves_and_a_change_must_be_larger_than_delta
     assert improved == [False, True, False, True, True]
 
 
-def test_a_monitor_goes_on_from_its_state():
+def test_a_restored_monitor_continues():
     first = EarlyStopping("loss", patience=2)
     first.observe(0, {"loss": 1.0})
     first.observe(1, {"loss": 2.0})
@@ -148,7 +148,7 @@ def test_a_monitor_goes_on_from_its_state():
     assert second.best_epoch == 0
 
 
-def test_a_metric_that_is_not_there_is_named():
+def test_a_missing_metric_is_named():
     with pytest.raises(OffbeatError, match="to return 'loss', which is watched, got accuracy"):
         EarlyStopping("loss").observe(0, {"accuracy": 1.0})
 
@@ -166,7 +166,7 @@ def test_bad_arguments_of_a_monitor_are_refused(arguments, text):
         EarlyStopping("loss", **arguments)
 
 
-# Whether it pays --------------------------------------------------------------------------------------------
+# Whether overlapping pays -----------------------------------------------------------------------------------
 
 
 def spent(train_s=10.0, train_cpu_s=10.0, validate_s=4.0, validate_cpu_s=1.0, contention_share=0.0, calls=0):
@@ -184,13 +184,13 @@ def chooser(backends=("thread", "process"), cores=2, start_s=10.0):
     return OverlapChooser(backends, cores=cores, start_s=start_s)
 
 
-def test_what_waits_is_overlapped():
+def test_validation_that_waits_is_overlapped():
     choice = chooser().after_inline_epoch(spent())
     assert choice.backend == "thread"
     assert "thread should save 4.00 s an epoch" in choice.reason
 
 
-def test_with_cores_that_are_busy_it_stays_in_line():
+def test_on_busy_cores_validation_stays_in_line():
     """Training and validation that each keep both cores busy have nothing to gain from one another."""
     choice = chooser().after_inline_epoch(spent(train_cpu_s=19.8, validate_cpu_s=7.9))
     assert choice.backend == "inline"
@@ -198,7 +198,7 @@ def test_with_cores_that_are_busy_it_stays_in_line():
     assert "not thread: it would save 0.15 s an epoch at most; not process: it would" in choice.reason
 
 
-def test_threads_that_hold_each_other_up_by_half_save_half():
+def test_threads_that_delay_each_other_by_half_save_half():
     choice = chooser().after_inline_epoch(spent(contention_share=0.5))
     assert "thread should save 2.00 s an epoch" in choice.reason
 
@@ -213,7 +213,7 @@ def test_an_epoch_that_takes_longer_than_both_in_line_ends_the_trial():
     assert choosing.after_inline_epoch(spent()).backend == "inline"  # and is not tried again
 
 
-def test_where_threads_hold_each_other_up_processes_are_started_once_that_is_little():
+def test_where_threads_delay_each_other_processes_are_started_once_that_costs_little():
     """14 s an epoch: 0.4 s are a hundredth of the time of three epochs."""
     choosing = chooser(start_s=0.4)
     answers = [choosing.after_inline_epoch(spent(validate_cpu_s=4.0, contention_share=1.0)) for _ in range(3)]
@@ -223,7 +223,7 @@ def test_where_threads_hold_each_other_up_processes_are_started_once_that_is_lit
     assert "but starting it takes 0.4 s" in answers[0].reason
 
 
-def test_a_trial_on_busy_cores_speaks_against_processes_as_well():
+def test_a_trial_on_busy_cores_counts_against_processes_as_well():
     choosing = chooser(start_s=0.0)
     assert choosing.after_inline_epoch(spent()).backend == "thread"
     assert choosing.after_overlapped_epoch("thread", 14.5, 28.0).backend == "inline"
@@ -234,7 +234,7 @@ def test_a_trial_on_busy_cores_speaks_against_processes_as_well():
     assert choosing.after_inline_epoch(spent()).backend == "process"
 
 
-def test_what_cannot_be_had_is_not_tried_and_the_reason_is_said():
+def test_an_excluded_backend_is_not_tried_and_the_reason_is_reported():
     choosing = chooser()
     choosing.exclude("thread", "it draws")
     choosing.exclude("process", "it cannot be pickled")
@@ -243,7 +243,7 @@ def test_what_cannot_be_had_is_not_tried_and_the_reason_is_said():
     assert choice.reason.endswith("not thread: it draws; not process: it cannot be pickled")
 
 
-def test_threads_are_asked_for_half_the_pace_of_evaluating_in_line():
+def test_threads_must_keep_half_the_rate_of_evaluation_in_line():
     choosing = chooser(["thread"])
     assert choosing.minimum_rate() is None
     choosing.after_inline_epoch(spent(validate_s=4.0, calls=400))
