@@ -40,17 +40,17 @@ def test_counts_are_added_and_exact(counts):
     assert combine_parts([(3, {"right": count}) for count in counts]) == {"right": sum(counts)}
 
 
-def test_metrics_that_can_be_merged_are_and_in_the_order_of_the_set_and_stay_what_they_are():
+def test_mergeable_metrics_are_merged_in_the_order_of_the_set_and_not_changed():
     first, second = Sum([1]), Sum([2, 3])
     assert combine_parts([(1, {"sum": first}), (2, {"sum": second})]) == {"sum": 6.0}
     assert (first.seen, second.seen) == ([1], [2, 3])
 
 
-def test_the_metric_of_a_single_part_is_what_it_was():
+def test_the_metric_of_a_single_part_is_unchanged():
     assert combine_parts([(3, {"loss": 0.1})]) == {"loss": 0.1}
 
 
-def test_tensors_with_one_number_become_it():
+def test_tensors_with_one_number_become_numbers():
     values = validate_metrics({"right": torch.tensor(3), "loss": torch.tensor([0.5])})
     assert values == {"right": 3, "loss": 0.5}
     assert isinstance(values["right"], int)
@@ -66,7 +66,7 @@ def test_tensors_with_one_number_become_it():
         ({"loss": None}, "got NoneType"),
     ],
 )
-def test_what_is_no_metric_is_refused(returned, text):
+def test_impossible_metrics_are_refused(returned, text):
     with pytest.raises(OffbeatError, match=text):
         validate_metrics(returned)
 

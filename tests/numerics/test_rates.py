@@ -1,4 +1,4 @@
-"""Learning rates: the paper's numbers, and what holds for every choice."""
+"""Learning rates: the paper's numbers, and properties of every choice."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_a_scale_of_1_is_constant_until_the_first_decay(epoch, warm_up):
 
 
 @given(EPOCHS, EPOCHS, SCALES, st.floats(0.0, 30.0))
-def test_it_rises_during_warm_up_and_falls_afterwards(one, other, scale, warm_up):
+def test_the_rate_rises_during_warm_up_and_falls_afterwards(one, other, scale, warm_up):
     early, late = sorted((one, other))
     first, second = (rate_at(epoch, rate=1.0, scale=scale, warm_up_epochs=warm_up) for epoch in (early, late))
     if late < warm_up:
@@ -62,7 +62,7 @@ def test_it_rises_during_warm_up_and_falls_afterwards(one, other, scale, warm_up
         assert first >= second
 
 
-def test_torch_follows_it_step_by_step():
+def test_torch_follows_the_rate_step_by_step():
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.4)
     made = lr_lambda(10, scale=4.0, decay_at_epochs=(6.0, 7.0))

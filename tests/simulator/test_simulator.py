@@ -1,4 +1,4 @@
-"""The simulator's parts: virtual time, models of compute time, faults as text, what messages cost, replay."""
+"""The simulator's parts: virtual time, models of compute time, faults as text, message costs, replay."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def run(setting: SimulationSetting, build: Callable[[], list[Policy]], **more: A
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.lists(st.floats(0, 10), max_size=3)), max_size=200))
 @settings(max_examples=50, deadline=None)
-def test_calls_come_in_the_order_of_their_times_and_of_asking_where_equal(asked):
+def test_calls_run_in_the_order_of_their_times_then_of_their_requests(requested):
     engine = Engine()
     made: list[tuple[float, int]] = []
     number = 0
 
-    def ask(at_s: float, later: list[float]) -> None:
+    def request(at_s: float, later: list[float]) -> None:
         nonlocal number
         number += 1
         engine.schedule(at_s, call, (at_s, number, later))
@@ -62,16 +62,16 @@ def test_calls_come_in_the_order_of_their_times_and_of_asking_where_equal(asked)
         assert engine.now_s == at_s
         made.append((at_s, mine))
         for delay_s in later:
-            ask(engine.now_s + delay_s, [])
+            request(engine.now_s + delay_s, [])
 
-    for at_s, later in asked:
-        ask(at_s, later)
+    for at_s, later in requested:
+        request(at_s, later)
     engine.run()
     assert made == sorted(made)
     assert len(made) == number
 
 
-def test_what_lies_after_the_end_stays():
+def test_calls_after_the_end_stay_queued():
     engine = Engine()
     made: list[int] = []
     engine.schedule(1.0, made.append, 1)
@@ -93,7 +93,7 @@ def test_models_have_the_mean_that_they_are_given(name):
     assert drawn.mean() == pytest.approx(0.2, rel=0.05)
 
 
-def test_bursts_are_as_long_as_said():
+def test_bursts_have_the_given_length():
     drawn = times.parse_times("bursty:deviation=0.001,factor=5,length=20,period=200").draw(
         0, np.random.default_rng(1), 4000, 0
     )
@@ -174,20 +174,20 @@ def test_a_bad_fault_is_refused_in_one_line(text):
         faults.parse_fault(text)
 
 
-def test_faults_of_nobody_are_refused():
+def test_faults_of_unknown_workers_are_refused():
     with pytest.raises(ValueError, match="no worker 4"):
         SimulationSetting(world=4, steps=1, faults=(faults.parse_fault("die:4@1"),))
     with pytest.raises(ValueError, match="there already"):
         SimulationSetting(world=4, steps=1, faults=(faults.parse_fault("join:3@1"),))
 
 
-def test_a_cut_from_servers_is_refused_where_there_are_none():
+def test_a_cut_from_servers_is_refused_without_servers():
     setting = SimulationSetting(world=4, steps=1, faults=(faults.parse_fault("cut:1-s@1+1"),))
     with pytest.raises(ValueError, match=r"cut:1-s@1\.0.*there are no servers under this strategy"):
         SimulatedCluster(setting, list)
 
 
-def test_a_ring_costs_what_the_formula_says():
+def test_a_ring_costs_the_time_of_the_formula():
     """2 (m - 1) alpha + 2 (m - 1) / m n / beta."""
     network = NetworkCosts(latency_s=0.001, bytes_per_s=1000.0)
     assert network.all_reduce_s(4000, 4) == pytest.approx(6 * 0.001 + 1.5 * 4.0)
@@ -213,7 +213,7 @@ def test_in_lockstep_a_run_takes_as_long_as_the_slowest_and_the_exchanges():
     assert cluster.progress_s == pytest.approx(begin_s + 50 * (0.5 + network.all_reduce_s(10_000, 4)))
 
 
-def test_partial_leaves_a_straggler_out_and_costs_what_the_rest_take():
+def test_partial_excludes_a_straggler_and_takes_the_time_of_the_rest():
     setting = SimulationSetting(
         world=4, steps=200, times=ConstantTimes(mean_s=0.1), slow=(rule("1:5"),), size_bytes=0
     )
@@ -238,8 +238,8 @@ def test_the_same_seed_gives_the_same_run_to_the_last_event():
     assert len(one.log) > 200
 
 
-def everything(cluster: SimulatedCluster) -> list[Any]:
-    """All that a run has come to, each worker's replica and place included."""
+def outcome_of(cluster: SimulatedCluster) -> list[Any]:
+    """The whole outcome of a run, with each worker's replica and position."""
     facts = [cluster.log, cluster.groups, cluster.chance.getstate(), cluster.progress_s, cluster.engine.now_s]
     for worker, one in sorted(cluster.workers.items()):
         own, follower = dict(vars(one)), vars(one.follower)
@@ -257,12 +257,12 @@ def everything(cluster: SimulatedCluster) -> list[Any]:
     "seeds",
     [
         *(range(first, first + 20) for first in range(0, 120, 20)),
-        [2098, 2099, 2100],  # 2099: a worker ends in the midst of what it hears when it goes on
+        [2098, 2099, 2100],  # 2099: a worker ends in the middle of its messages when it resumes
     ],
     ids=str,
 )
-def test_a_vectorized_group_does_what_its_members_would(seeds):
-    """Whatever goes wrong, and whenever: the same events, answers, times and replicas, only sooner."""
+def test_a_vectorized_group_acts_as_its_members_would(seeds):
+    """With any faults at any time: the same events, answers, times and replicas, only sooner."""
     calls = {True: 0, False: 0}
     for seed in seeds:
         case = campaign.draw_case(seed)
@@ -273,24 +273,24 @@ def test_a_vectorized_group_does_what_its_members_would(seeds):
         for one_by_one in (True, False):
             problem = LeastSquaresProblem(seed) if case.has_gradients else HistoryProblem()
             cluster = run(setting, case.build_policies, problem=problem, one_by_one=one_by_one)
-            runs.append(everything(cluster))
+            runs.append(outcome_of(cluster))
             calls[one_by_one] += cluster.engine.calls_made
         assert runs[0] == runs[1], f"seed {seed}: {case}"
     assert calls[False] < 0.7 * calls[True]
 
 
-def test_to_look_at_workers_changes_nothing():
+def test_observing_workers_changes_nothing():
     setting = SimulationSetting(world=5, until_s=6.0, times=JitteredTimes(mean_s=0.05), slow=(rule("1:4"),))
     looked = SimulatedCluster(setting, partial(5), keeps_log=True)
     for at in range(50):
         looked.engine.schedule(0.1 * at + 0.003, lambda _: [one.activity for one in looked.workers.values()])
     looked.run()
-    assert everything(looked) == everything(run(setting, partial(5)))
+    assert outcome_of(looked) == outcome_of(run(setting, partial(5)))
 
 
 @pytest.mark.long
 def test_a_calm_round_costs_as_many_calls_for_many_workers_as_for_few():
-    """With more workers, more is asked of the policies; the rest is once for all of them."""
+    """With more workers the policies do more; the rest is done once for all of them."""
 
     def calls(world: int, steps: int) -> int:
         setting = SimulationSetting(world=world, steps=steps, steps_per_epoch=1000, times=JitteredTimes())
@@ -356,7 +356,7 @@ def assigns_twice(block: Block) -> Block:
 
 
 def test_a_sample_that_is_used_twice_or_never_is_caught():
-    """Break it by hand: one block is of other positions than the scheduler means."""
+    """Broken on purpose: one block holds other positions than the scheduler means."""
 
     class Confused(PartialGroups):
         def handle(self, event: Any) -> list[Any]:
@@ -381,7 +381,7 @@ def test_a_sample_that_is_used_twice_or_never_is_caught():
             cluster.run()
 
 
-def test_a_mean_contains_the_blocks_of_those_who_have_a_weight():
+def test_a_mean_contains_the_blocks_of_workers_with_a_weight():
     problem = SampleTrackingProblem(HistoryProblem())
     blocks = [Block(number, 0, ((4 * number, 4 * number + 4),)) for number in range(3)]
     state = problem.initial_state()
@@ -452,8 +452,8 @@ def test_with_real_gradients_replicas_learn_and_end_alike():
     assert np.allclose(ended[0].state.parameters, problem.solution, atol=0.05)
 
 
-def test_a_worker_that_takes_part_too_much_is_caught():
-    """Break it by hand: one that goes on with a state of its own is found at the next exchange."""
+def test_a_worker_with_a_different_state_is_caught():
+    """Broken on purpose: a worker that continues with a state of its own is found at the next exchange."""
     setting = SimulationSetting(world=3, until_s=5.0, times=ConstantTimes(mean_s=0.05))
     cluster = SimulatedCluster(setting, partial(3))
     cluster.engine.schedule(1.0, lambda _: spoil(cluster))
@@ -465,7 +465,7 @@ def spoil(cluster: SimulatedCluster) -> None:
     cluster.workers[1].state = 12345
 
 
-def test_a_run_that_stands_still_is_caught():
+def test_a_run_without_progress_is_caught():
     class Silent(PartialGroups):
         def handle(self, event: Any) -> list[Any]:
             return [] if isinstance(event, Left | Ready) else super().handle(event)

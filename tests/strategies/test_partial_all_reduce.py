@@ -1,7 +1,7 @@
 """Promises of strategies whose groups change, with real workers: slow, recovering, killed, stopped.
 
-Whatever happens to a worker, the others hold the same bits after every step, and everybody who is left at the
-end holds them too.
+After any fault of a worker, the others hold the same bits after every step, and all that are left hold them
+at the end.
 """
 
 import os
@@ -19,7 +19,7 @@ from support.processes import run, values
 from support.run_logs import groups_of, wait_for_group_without
 
 
-def test_with_nobody_slow_it_is_all_reduce_bit_for_bit():
+def test_partial_without_slow_workers_is_all_reduce_bit_for_bit():
     lockstep = values(run(train, 3, AllReduce(), 2))
     partial = values(run(train, 3, PartialAllReduce(limit=10**6, shards="equal"), 2))
     assert [states for states, _ in partial] == [states for states, _ in lockstep]
@@ -38,7 +38,7 @@ def test_a_slow_worker_is_left_out_and_holds_the_final_state_all_the_same(tmp_pa
     assert any(isinstance(entry, EndEpoch) for entry in read_log(log).entries)
 
 
-def test_a_worker_that_recovers_comes_back_with_the_state_of_the_others(tmp_path):
+def test_a_recovered_worker_returns_with_the_state_of_the_others(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20@burst=8/100000", "OFFBEAT_RUN_LOG": str(log)}
     results = values(run(train, 3, STRATEGY, 20, env=env))
@@ -49,8 +49,8 @@ def test_a_worker_that_recovers_comes_back_with_the_state_of_the_others(tmp_path
     assert max(results[1][0]) > back[0].step
 
 
-class Misdeed:
-    """Sends this process a signal when a step comes, once."""
+class SignalAtStep:
+    """Sends this process a signal at a step, once."""
 
     def __init__(self, emit, step, number=signal.SIGKILL):
         self._emit, self._step, self._number = emit, step, number
@@ -63,12 +63,12 @@ class Misdeed:
 
 
 def dies_in_compute(rank, emit, victims):
-    return train(rank, emit, misdeed=Misdeed(emit, 7) if rank in victims else None)
+    return train(rank, emit, fault=SignalAtStep(emit, 7) if rank in victims else None)
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("victims", [(0,), (2,), (0, 1), (1, 2, 3)], ids=str)
-def test_the_others_go_on_when_workers_are_killed(victims):
+def test_the_others_continue_when_workers_are_killed(victims):
     with job(dies_in_compute, 4, victims) as running:
         ended = running.ends()
     alive = [one for one in ended if one.rank not in victims]
@@ -79,13 +79,13 @@ def test_the_others_go_on_when_workers_are_killed(victims):
 
 def dies_while_another_is_slow(rank, emit, victim):
     strategy = PartialAllReduce(limit=10**6)
-    return train(rank, emit, strategy, 2, Misdeed(emit, 4) if rank == victim else None)
+    return train(rank, emit, strategy, 2, SignalAtStep(emit, 4) if rank == victim else None)
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 2])
-def test_the_others_go_on_when_a_worker_is_killed_while_another_still_computes(victim):
-    """The slow one has a seat in the old group when it comes to the exchange, and the new group is there."""
+def test_the_others_continue_when_a_worker_is_killed_while_another_still_computes(victim):
+    """The slow worker is still bound to the old group when it reaches the exchange; the new group exists."""
     with job(dies_while_another_is_slow, 3, victim, env={"OFFBEAT_SLOW": "1:20"}) as running:
         ended = running.ends()
     results = values([one for one in ended if one.rank != victim])
@@ -94,7 +94,7 @@ def test_the_others_go_on_when_a_worker_is_killed_while_another_still_computes(v
 
 
 def dies_in_the_exchange(rank, emit, victim, share):
-    def misdeed(session):
+    def fault(session):
         if rank == victim and session.step == 5:
             arrived = link_exchange._ScheduleRun._on_complete
 
@@ -105,7 +105,7 @@ def dies_in_the_exchange(rank, emit, victim, share):
 
             link_exchange._ScheduleRun._on_complete = die_on_the_way
 
-    return train(rank, emit, misdeed=misdeed, width=20_000)
+    return train(rank, emit, fault=fault, width=20_000)
 
 
 @pytest.mark.long(after=1)
@@ -121,11 +121,11 @@ def test_a_round_that_a_death_breaks_is_repeated_or_taken_over(victim, share, tm
 
 def stops_in_compute(rank, emit):
     strategy = PartialAllReduce(limit=3, n_profile=2)
-    return train(rank, emit, strategy, 30, Misdeed(emit, 7, signal.SIGSTOP) if rank == 1 else None)
+    return train(rank, emit, strategy, 30, SignalAtStep(emit, 7, signal.SIGSTOP) if rank == 1 else None)
 
 
 @pytest.mark.long
-def test_a_worker_that_hangs_is_left_out_and_comes_back_when_it_goes_on(tmp_path):
+def test_a_worker_that_hangs_is_excluded_and_returns_when_it_resumes(tmp_path):
     log = tmp_path / "log.jsonl"
     with job(stops_in_compute, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.receive(1)

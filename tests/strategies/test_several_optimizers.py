@@ -102,7 +102,7 @@ def test_several_optimizers_step_as_in_one_process(strategy, loop):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [ASP(), SSP(s=1)])
-def test_optimizers_that_step_in_turn_train_where_nothing_is_in_step(strategy):
+def test_optimizers_that_step_in_turn_train_under_asynchronous_strategies(strategy):
     first, second = values(run(trains, WORKERS, strategy, "in turn"))
     assert first == second
     assert torch.tensor(first["first.0.weight"]).isfinite().all()
@@ -134,7 +134,7 @@ def falls_behind(rank, emit):
 
 
 @pytest.mark.long
-def test_a_worker_that_comes_back_has_the_state_and_the_rates_of_all_optimizers(tmp_path):
+def test_a_worker_that_returns_has_the_state_and_the_rates_of_all_optimizers(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20@burst=8/100000", "OFFBEAT_RUN_LOG": str(log)}
     results = values(run(falls_behind, 3, env=env))
@@ -146,7 +146,7 @@ def test_a_worker_that_comes_back_has_the_state_and_the_rates_of_all_optimizers(
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [PartialAllReduce(), SSP(), ServerBSP()])
-def test_what_no_optimizer_steps_is_refused_where_its_state_would_be_needed(strategy):
+def test_a_parameter_without_an_optimizer_is_refused_where_its_state_would_be_needed(strategy):
     model, (one, _) = make()
     with pytest.raises(OffbeatError, match=r"^second\.0\.weight requires a gradient and is in no optimizer"):
         offbeat.join(model, one, strategy)
@@ -155,7 +155,7 @@ def test_what_no_optimizer_steps_is_refused_where_its_state_would_be_needed(stra
         pass
 
 
-def test_an_optimizer_that_is_not_given_steps_as_it_likes_where_all_do_the_same():
+def test_under_all_reduce_a_parameter_without_an_optimizer_is_accepted():
     model, (one, _) = make()
     with offbeat.join(model, one, AllReduce()):
         pass
@@ -168,7 +168,7 @@ def test_a_parameter_of_two_optimizers_is_refused_on_servers():
         offbeat.join(model, both, SSP())
 
 
-def test_without_an_optimizer_nothing_is_trained():
+def test_joining_without_an_optimizer_is_refused():
     with pytest.raises(OffbeatError, match="expected one optimizer or several, got none"):
         offbeat.join(make()[0], [], AllReduce())
 
@@ -194,7 +194,7 @@ def in_groups(*groups):
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def test_a_checkpoint_of_groups_in_another_order_goes_to_the_parameters_of_the_same_names():
+def test_a_checkpoint_of_reordered_groups_is_loaded_by_parameter_names():
     model, optimizer = in_groups(NAMES[:2], NAMES[2:])
     with offbeat.join(model, optimizer, AllReduce()) as session:
         state = session.state_dict()

@@ -1,4 +1,4 @@
-"""Types that threads decode are known beforehand: who is the first to decode one need not be alone."""
+"""Types that threads decode are primed: the first decode may run in several threads at once."""
 
 import sys
 import threading
@@ -47,5 +47,5 @@ def decode_first(rank, emit, decode):
 @pytest.mark.long
 @pytest.mark.parametrize("decode", [record, spelling], ids=lambda decode: decode.__name__)
 def test_threads_may_be_the_first_to_decode_at_once(decode):
-    """Each in a process where nobody has decoded anything yet."""
+    """Each in a process where nothing has been decoded yet."""
     assert values(run(decode_first, PROCESSES, decode)) == [THREADS] * PROCESSES

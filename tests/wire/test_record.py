@@ -1,4 +1,4 @@
-"""The record: what goes out comes back the same, what is malformed is refused, and a log replays."""
+"""The record: round trips are exact, malformed data are refused, and a log replays."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def kinds(things: list) -> set:
     return {type(thing) for thing in things}
 
 
-def test_what_is_too_long_for_one_message_takes_several():
+def test_actions_that_are_too_long_for_one_message_take_several():
     one = ValidationFinished(
         worker=3,
         epoch=0,
@@ -80,7 +80,7 @@ def test_the_examples_hold_every_event_and_action():
 
 
 @pytest.mark.parametrize("thing", EXAMPLES, ids=lambda thing: type(thing).__name__)
-def test_plain_data_come_back_the_same_also_through_json(thing):
+def test_plain_data_round_trip_exactly_also_through_json(thing):
     plain = to_plain(thing)
     assert plain["type"] == type(thing).__name__
     assert from_plain(plain) == thing
@@ -103,7 +103,7 @@ def test_the_senders_clock_is_not_on_the_wire():
         decode_events(msgspec.msgpack.encode([to_plain(EVENTS[0])]), 0.0)
 
 
-def test_a_message_of_actions_comes_back_the_same():
+def test_a_message_of_actions_round_trips():
     assert decode_actions(encode_actions(ACTIONS)) == ACTIONS
 
 
@@ -195,7 +195,7 @@ def test_a_field_too_many_or_too_few_is_refused(thing):
     "plain",
     [{}, {"type": "Peer"}, {"type": "Nobody"}, {"type": 3}, {"type": None}, {3: 4}, [], "Tick", None, 3],
 )
-def test_what_is_no_event_or_action_is_refused(plain):
+def test_malformed_events_and_actions_are_refused(plain):
     with pytest.raises(ProtocolError, match="expected an event or action as plain data"):
         from_plain(plain)
 
@@ -331,7 +331,7 @@ def write(log: RunRecord, path) -> None:
     writer.close()
 
 
-def test_a_log_comes_back_the_same_and_replays(tmp_path):
+def test_a_log_round_trips_and_replays(tmp_path):
     write(a_run(), tmp_path / "log")
     log = read_log(str(tmp_path / "log"))
     assert log == a_run()
@@ -362,7 +362,7 @@ def test_the_header_is_in_the_file_before_anything_happens(tmp_path):
     writer.close()
 
 
-def test_what_waits_is_bounded_and_an_event_is_never_parted_from_its_actions(tmp_path):
+def test_the_write_buffer_is_bounded_and_an_event_stays_with_its_actions(tmp_path):
     path = tmp_path / "log"
     writer = LogWriter(path, HEADER)
     stop = AbortJob(worker=0, step=0, reason="x" * 1000)
@@ -425,7 +425,7 @@ def test_a_killed_run_leaves_a_log_that_reads_and_replays_wherever_it_was_cut(tm
         ),
     ],
 )
-def test_what_is_no_log_is_refused_with_file_and_line(content, words, tmp_path):
+def test_a_file_that_is_no_log_is_refused_with_file_and_line(content, words, tmp_path):
     (tmp_path / "some.log").write_bytes(content)
     with pytest.raises(ValueError, match=words) as caught:
         read_log(tmp_path / "some.log")
@@ -438,7 +438,7 @@ def test_a_missing_log_is_named(tmp_path):
         read_log(tmp_path / "nothing.log")
 
 
-def test_replay_reports_the_first_changed_action_in_words():
+def test_replay_reports_the_first_changed_action_with_its_line():
     log = a_run()
     place = next(index for index, entry in enumerate(log.entries) if isinstance(entry, AbortJob))
     changed = AbortJob(worker=0, step=3, reason="r")

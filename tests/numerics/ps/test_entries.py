@@ -121,12 +121,12 @@ def test_a_row_for_each_key_within_the_range_is_accepted(content):
         ),
     ],
 )
-def test_a_problem_is_reported_as_what_was_expected_and_what_came(content, problem):
+def test_a_problem_names_the_expected_and_the_found_values(content, problem):
     assert find_problem(content, 0, 10) == problem
 
 
 @given(st.lists(entries_within(40), min_size=1, max_size=4), st.integers(0, 39), st.integers(1, 40))
-def test_a_sum_has_what_its_parts_have_by_key(parts, first, count):
+def test_a_sum_adds_the_values_of_its_parts_by_key(parts, first, count):
     last = min(40, first + count)
     total = sum_entries(parts, first, last)
     cuts = [as_dict(part.key_range(first, last)) for part in parts]
@@ -136,6 +136,6 @@ def test_a_sum_has_what_its_parts_have_by_key(parts, first, count):
     assert as_dict(total) == expected
 
 
-def test_a_sum_of_nothing_is_refused():
+def test_a_sum_without_parts_is_refused():
     with pytest.raises(ValueError, match="at least one part"):
         sum_entries([], 0, 1)

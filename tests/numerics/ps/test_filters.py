@@ -1,4 +1,4 @@
-"""Filters of messages: what comes back, what it costs, how far it is off, and what is refused."""
+"""Filters of messages: round trips, costs, errors and refusals."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ ORDERS = [
     order
     for count in range(len(LOSSLESS) + 1)
     for order in itertools.permutations(LOSSLESS, count)
-    # those that look at keys or numbers must come before those that take them out
+    # filters that read keys or numbers must precede filters that remove them
     if not any(
         order.index(after) > order.index(before)
         for before in {"key caching", "compression"} & set(order)
@@ -105,29 +105,29 @@ ORDERS = [
 
 @settings(max_examples=120)
 @given(st.sampled_from(ORDERS), st.lists(messages(), max_size=4))
-def test_what_was_encoded_without_loss_comes_back_bit_for_bit(order, sent):
+def test_lossless_filters_decode_bit_for_bit(order, sent):
     sender, receiver = both_ends(*(LOSSLESS[name] for name in order))
     for message in [*sent, *sent]:
         before = plain(message)
         encoded = sender.encode(message)
-        came = plain(receiver.decode(encoded))
+        decoded = plain(receiver.decode(encoded))
         assert plain(message) == before
         if "random skip" in order:  # it divides by one, which makes every NaN a quiet one
             before = plain(replace(message, values=message.values / message.values.dtype.type(1)))
-        assert came == before
+        assert decoded == before
 
 
 @few
 @given(messages())
-def test_a_message_is_made_of_entries_and_gives_them_back(message):
+def test_a_message_is_made_of_entries_and_returns_them(message):
     content = Entries(5, message.values, message.keys)
     made = FilterMessage.from_entries("w", message.first, message.last, content, time=message.time)
     assert plain(made) == plain(message)
     sender, receiver = both_ends(lambda: KeyCaching(1), Compression)
-    came = receiver.decode(sender.encode(made)).entries
-    assert np.array_equal(came.key_array(), content.key_array())
-    assert (came.keys is None) == (content.keys is None)
-    assert came.values.tobytes() == content.values.tobytes()
+    decoded = receiver.decode(sender.encode(made)).entries
+    assert np.array_equal(decoded.key_array(), content.key_array())
+    assert (decoded.keys is None) == (content.keys is None)
+    assert decoded.values.tobytes() == content.values.tobytes()
 
 
 def test_entries_of_other_keys_make_no_message():
@@ -138,12 +138,12 @@ def test_entries_of_other_keys_make_no_message():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_compression_keeps_what_is_nearly_zero_and_what_is_no_number(dtype):
+def test_compression_keeps_subnormals_nans_and_infinities(dtype):
     tiny = np.finfo(dtype).smallest_subnormal
     special = np.array([0.0, -0.0, tiny, -tiny, math.inf, -math.inf, math.nan, 1.5] + [0.0] * 50, dtype)
-    came = through(Compression, message_of(None, special))
-    assert came.values.tobytes() == special.tobytes()
-    assert came.values.flags.writeable
+    decoded = through(Compression, message_of(None, special))
+    assert decoded.values.tobytes() == special.tobytes()
+    assert decoded.values.flags.writeable
 
 
 def test_rows_of_zeros_cost_a_bit_each():
@@ -154,7 +154,7 @@ def test_rows_of_zeros_cost_a_bit_each():
     assert len(encoded.body) <= 8000 / 8 + 4000 * 4 + OVERHEAD_BYTES
 
 
-def test_values_that_nothing_compresses_grow_by_no_more_than_headers():
+def test_incompressible_values_grow_by_no_more_than_headers():
     bits = np.random.default_rng(0).integers(0, 2**32, 250_000, np.uint32).view(np.float32)
     encoded = FilterChain([Compression()]).encode(message_of(None, bits))
     assert bits.nbytes < len(encoded.body) <= bits.nbytes + OVERHEAD_BYTES
@@ -177,18 +177,18 @@ def test_in_order_without_loss_no_keys_are_unknown(order, entries):
 
 @few
 @given(lists, st.integers(1, 4), st.data())
-def test_whatever_is_lost_keys_are_right_or_asked_for(order, entries, data):
+def test_after_any_loss_keys_are_right_or_requested(order, entries, data):
     sender, receiver = both_ends(lambda: KeyCaching(entries))
     for keys in order:
         encoded = sender.encode(message_of(keys, np.zeros(len(keys))))
         if data.draw(st.booleans()):
             continue
         try:
-            came = receiver.decode(encoded)
+            decoded = receiver.decode(encoded)
         except UnknownKeysError:
-            came = receiver.decode(sender.resend(encoded))
-        assert came.keys.tolist() == list(keys)
-        assert not came.notes
+            decoded = receiver.decode(sender.resend(encoded))
+        assert decoded.keys.tolist() == list(keys)
+        assert not decoded.notes
 
 
 def test_keys_travel_once_for_each_namespace_and_range():
@@ -215,16 +215,16 @@ def test_the_last_key_of_a_long_list_is_in_the_signature():
     other[-1] += 1
     sender, receiver = both_ends(lambda: KeyCaching(2))
     for these in (keys, other, keys, other):
-        came = receiver.decode(sender.encode(message_of(these, np.zeros(5000))))
-        assert (came.keys == these).all()
+        decoded = receiver.decode(sender.encode(message_of(these, np.zeros(5000))))
+        assert (decoded.keys == these).all()
 
 
-def test_what_is_cached_cannot_be_changed_from_outside():
+def test_cached_keys_cannot_be_changed_from_outside():
     sender, receiver = both_ends(lambda: KeyCaching(2))
     keys = np.array([1, 2, 3])
-    came = receiver.decode(sender.encode(message_of(keys, np.zeros(3))))
+    decoded = receiver.decode(sender.encode(message_of(keys, np.zeros(3))))
     with pytest.raises(ValueError, match="read-only"):
-        came.keys[0] = 0
+        decoded.keys[0] = 0
     keys[0] = 0
     encoded = sender.encode(message_of([1, 2, 3], np.zeros(3)))
     assert encoded.keys is None
@@ -233,7 +233,7 @@ def test_what_is_cached_cannot_be_changed_from_outside():
 
 
 def test_a_resent_message_is_the_one_that_was_lost_with_its_keys():
-    """Nothing is drawn or left out anew behind filters that draw or remember."""
+    """Filters that draw or remember are not applied again to a resent message."""
     kinds = (
         lambda: SignificantlyModified(0.1),
         lambda: KeyCaching(2),
@@ -249,12 +249,12 @@ def test_a_resent_message_is_the_one_that_was_lost_with_its_keys():
     assert raised.value.signature == encoded.notes["key caching"]["signature"]
     again = sender.resend(encoded)
     assert (again.body, again.notes) == (encoded.body, encoded.notes)
-    came = receiver.decode(again)
-    assert came.keys.tolist() == list(range(9))
-    np.testing.assert_allclose(came.values, values + 1, atol=1 / 255)
+    decoded = receiver.decode(again)
+    assert decoded.keys.tolist() == list(range(9))
+    np.testing.assert_allclose(decoded.values, values + 1, atol=1 / 255)
 
 
-def test_what_cannot_be_resent_is_said():
+def test_impossible_resends_are_refused():
     sender = FilterChain([KeyCaching(1)])
     with_keys = sender.encode(message_of([1], [1.0]))
     encoded = sender.encode(message_of([1], [1.0]))
@@ -267,7 +267,7 @@ def test_what_cannot_be_resent_is_said():
         sender.resend(encoded)
 
 
-def test_what_is_resent_counts_as_used_at_both_ends():
+def test_a_resend_counts_as_use_at_both_ends():
     sender, receiver = both_ends(lambda: KeyCaching(2))
     sender.encode(message_of([1], [1.0]))  # lost
     encoded = sender.encode(message_of([1], [1.0]))
@@ -293,20 +293,20 @@ def test_unknown_keys_are_an_error_of_offbeat():
     st.sampled_from([0.0, 0.25, 1.0, lambda time: 4 / time]),
     st.sets(st.integers(0, 5)),
 )
-def test_what_the_receiver_has_is_never_off_by_more_than_the_threshold(states, threshold, left_out):
+def test_the_receivers_values_are_never_off_by_more_than_the_threshold(states, threshold, left_out):
     sender, receiver = both_ends(lambda: SignificantlyModified(threshold))
     has = np.full(6, np.nan)
     offered = np.array([key for key in range(6) if key not in left_out], np.int64)
     for time, state in enumerate(states, start=1):
         keys = None if time == 1 else offered
         values = state if keys is None else state[keys]
-        came = receiver.decode(sender.encode(message_of(keys, values, last=6, time=time)))
-        places = np.arange(6) if came.keys is None else came.keys
+        decoded = receiver.decode(sender.encode(message_of(keys, values, last=6, time=time)))
+        places = np.arange(6) if decoded.keys is None else decoded.keys
         bound = threshold(time) if callable(threshold) else threshold
         at = np.arange(6) if keys is None else keys
         is_sent = np.isin(at, places)
         assert (is_sent == ~(np.abs(state[at].astype(float) - has[at]) <= bound)).all()
-        has[places] = came.values
+        has[places] = decoded.values
         assert (np.abs(has[at] - state[at]) <= bound).all()
 
 
@@ -323,7 +323,7 @@ def test_a_change_is_not_rounded_down_to_the_threshold():
     assert [len(chain.encode(message_of([3], values[[place]])).values) for place in (0, 1)] == [1, 1]
 
 
-def test_a_row_goes_out_whole_and_what_is_not_finite_always():
+def test_a_row_is_sent_whole_and_non_finite_rows_are_always_sent():
     chain = FilterChain([SignificantlyModified(1)])
     rows = np.array([[0.0, 0.0], [0.0, 0.0], [math.inf, 0.0], [math.nan, 0.0]])
     chain.encode(message_of(range(4), rows))
@@ -333,7 +333,7 @@ def test_a_row_goes_out_whole_and_what_is_not_finite_always():
     assert encoded.values[0].tolist() == [0, 2]
 
 
-def test_namespaces_are_apart_and_rows_stay_alike():
+def test_namespaces_are_filtered_separately_and_their_rows_keep_shape_and_dtype():
     chain = FilterChain([SignificantlyModified(1)])
     chain.encode(message_of([1], [0.0]))
     assert len(chain.encode(message_of([1], [0.0], namespace="v")).values) == 1
@@ -351,9 +351,9 @@ def test_random_skip_leaves_every_expectation_as_it_was():
     sender, receiver = both_ends(lambda: RandomSkip(probability, seed=7))
     total, count = np.zeros(len(values)), 0
     for _ in range(draws):
-        came = receiver.decode(sender.encode(message_of(None, values)))
-        total[came.keys] += came.values
-        count += len(came.keys)
+        decoded = receiver.decode(sender.encode(message_of(None, values)))
+        total[decoded.keys] += decoded.values
+        count += len(decoded.keys)
     error = np.abs(values) * math.sqrt((1 - probability) / probability / draws)
     assert (np.abs(total / draws - values) <= STANDARD_ERRORS * error).all()
     trials = draws * len(values)
@@ -365,10 +365,10 @@ def test_random_skip_divides_at_the_receiver_and_keeps_the_dtype():
     sender, receiver = both_ends(lambda: RandomSkip(0.5, seed=0))
     encoded = sender.encode(message_of(range(100), np.ones((100, 2), np.float32)))
     assert (encoded.values == 1).all()
-    came = receiver.decode(encoded)
-    assert came.values.dtype == np.float32
-    assert (came.values == 2).all()
-    assert 0 < len(came.keys) < 100
+    decoded = receiver.decode(encoded)
+    assert decoded.values.dtype == np.float32
+    assert (decoded.values == 2).all()
+    assert 0 < len(decoded.keys) < 100
 
 
 # Fixed point ----------------------------------------------------------------------------------------------
@@ -390,14 +390,14 @@ def test_fixed_point_is_off_by_less_than_a_step(values, bytes_per_value, is_flat
     sender, receiver = both_ends(lambda: FixedPoint(bytes_per_value, seed=3))
     encoded = sender.encode(message)
     assert encoded.values.nbytes == bytes_per_value * values.size
-    came = receiver.decode(encoded)
-    assert (came.values.dtype, came.values.shape) == (values.dtype, values.shape)
+    decoded = receiver.decode(encoded)
+    assert (decoded.values.dtype, decoded.values.shape) == (values.dtype, values.shape)
     if values.size:
         step = (float(values.max()) - float(values.min())) / (256**bytes_per_value - 1)
         rounding = np.finfo(values.dtype).eps * np.abs(values).max()
-        assert np.abs(came.values.astype(float) - values).max() <= step + rounding
-        assert values.min() <= came.values.min()
-        assert came.values.max() <= values.max()
+        assert np.abs(decoded.values.astype(float) - values).max() <= step + rounding
+        assert values.min() <= decoded.values.min()
+        assert decoded.values.max() <= values.max()
 
 
 def test_fixed_point_rounds_with_the_fraction_as_the_probability():
@@ -415,14 +415,14 @@ def test_fixed_point_rounds_with_the_fraction_as_the_probability():
 
 
 @pytest.mark.parametrize("value", [0.0, -3.5, 1e-310, 1e308])
-def test_equal_values_come_exactly(value):
+def test_equal_values_are_exact(value):
     assert (through(lambda: FixedPoint(1, seed=0), message_of(None, np.full(5, value))).values == value).all()
 
 
 @pytest.mark.parametrize(
     "values", [[1.0, math.nan], [math.inf, 0.0], [-math.inf, 0.0], [-1.7e308, 1.7e308]], ids=str
 )
-def test_what_has_no_fixed_point_is_refused(values):
+def test_values_without_a_fixed_point_are_refused(values):
     with pytest.raises(ValueError, match="expected finite values in a finite range, got"):
         FilterChain([FixedPoint(2, seed=0)]).encode(message_of(None, values))
 
@@ -436,7 +436,7 @@ def test_what_has_no_fixed_point_is_refused(values):
     npst.arrays(np.float64, 12, elements=st.sampled_from([-2.0, -0.75, -0.5, 0.0, 0.5, 0.75, 2.0, math.nan])),
     st.sampled_from([0.0, 0.25, 1.0, 2.0, math.inf]),
 )
-def test_kkt_skips_exactly_what_is_zero_and_has_a_gradient_within_the_bound(weights, gradients, margin):
+def test_kkt_skips_exactly_zero_weights_with_a_gradient_within_the_bound(weights, gradients, margin):
     """NIPS'14: w = 0 and |g| <= lambda - delta."""
     kkt, keys = KKT(l1=1.0), np.arange(10, 22)
     kkt.set_margin(margin)
@@ -453,7 +453,7 @@ def test_kkt_skips_exactly_what_is_zero_and_has_a_gradient_within_the_bound(weig
     assert encoded.values.tobytes() == pushed[stays].tobytes()
 
 
-def test_what_is_skipped_stays_so_until_all_is_taken_back():
+def test_skipped_keys_stay_skipped_until_an_infinite_margin_resets_them():
     kkt, keys = KKT(l1=1.0), np.array([1, 3, 5])
     kkt.update_skipped(keys, np.zeros(3), np.zeros(3))
     assert kkt.active(keys).all(), "at first, nothing is skipped"
@@ -481,10 +481,10 @@ def test_with_skipped_coordinates_the_optimum_is_the_same():
             if step == 400:
                 kkt.set_margin(np.inf)
                 kkt.set_margin(0.1 * l1)
-            came = chain.encode(message_of(None, rows.T @ (rows @ weights - target)))
-            keys = np.arange(30) if came.keys is None else came.keys
+            decoded = chain.encode(message_of(None, rows.T @ (rows @ weights - target)))
+            keys = np.arange(30) if decoded.keys is None else decoded.keys
             skipped += 30 - len(keys)
-            gradient[keys] = came.values
+            gradient[keys] = decoded.values
             moved = weights[keys] - rate * gradient[keys]
             weights[keys] = np.sign(moved) * np.maximum(np.abs(moved) - rate * l1, 0)
             if is_filtered:
@@ -505,7 +505,7 @@ def test_with_skipped_coordinates_the_optimum_is_the_same():
 # Bytes ----------------------------------------------------------------------------------------------------
 
 
-def test_the_report_counts_what_went_in_and_came_out():
+def test_the_report_counts_bytes_before_and_after_each_filter():
     sender, receiver = both_ends(
         lambda: SignificantlyModified(0.5), lambda: KeyCaching(1), lambda: FixedPoint(1, seed=0)
     )
@@ -541,7 +541,7 @@ def test_caching_takes_half_of_int64_keys_and_doubles_and_resends_are_counted():
     assert chain.report()["compression"].out_bytes == after["compression"].out_bytes + again.size_bytes
 
 
-# What is refused ------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -568,7 +568,7 @@ def test_caching_takes_half_of_int64_keys_and_doubles_and_resends_are_counted():
         (lambda: FilterChain([RandomSkip(1, 0), SignificantlyModified(1)]), "removes its states"),
     ],
 )
-def test_filters_and_chains_that_cannot_be_are_refused(make, words):
+def test_impossible_filters_and_chains_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -592,14 +592,14 @@ NO_MESSAGES = [
 
 
 @pytest.mark.parametrize(("message", "words"), NO_MESSAGES, ids=[words for _, words in NO_MESSAGES])
-def test_no_messages_are_refused_at_both_ends(message, words):
+def test_malformed_messages_are_refused_at_both_ends(message, words):
     with pytest.raises(ValueError, match=words):
         FilterChain([]).encode(message)
     with pytest.raises(ProtocolError, match=words):
         FilterChain([]).decode(message)
 
 
-def test_what_cannot_be_encoded_is_said():
+def test_messages_that_cannot_be_encoded_are_refused():
     encoded = FilterChain([KeyCaching(1)]).encode(message_of([1], [0.0]))
     with pytest.raises(ValueError, match=r"without notes, got those of \['key caching'\]"):
         FilterChain([]).encode(encoded)
@@ -620,7 +620,7 @@ def test_what_cannot_be_encoded_is_said():
             KKT(1).set_margin(margin)
 
 
-def test_notes_of_a_filter_that_is_not_here_are_refused():
+def test_notes_of_an_unknown_filter_are_refused():
     encoded = FilterChain([RandomSkip(1, 0)]).encode(message_of([1], [0.0]))
     with pytest.raises(
         ProtocolError, match=r"notes of the filters here only, got those of \['random skip'\]"
@@ -652,15 +652,15 @@ def test_notes_that_are_damaged_are_refused_or_the_message_is_whole(data):
     note[data.draw(st.sampled_from([*sorted(note), "more"]))] = data.draw(BAD)
     note = data.draw(st.sampled_from([note, {}, 3]))
     try:
-        came = receiver.decode(replace(encoded, notes={**encoded.notes, name: note}))
+        decoded = receiver.decode(replace(encoded, notes={**encoded.notes, name: note}))
     except ProtocolError:
         return
-    assert came.values.shape == came.keys.shape
-    assert came.values.dtype in (np.float32, np.float64)
+    assert decoded.values.shape == decoded.keys.shape
+    assert decoded.values.dtype in (np.float32, np.float64)
 
 
-def test_a_body_that_is_damaged_is_refused_or_says_the_same():
-    """Some bits mean nothing: those that fill the last byte, and which of equal bytes are repeated."""
+def test_a_damaged_body_is_refused_or_decodes_to_the_same():
+    """Some bits have no effect: bits that fill the last byte, and which of equal bytes are repeated."""
     sender, receiver = both_ends(*KINDS)
     encoded = sender.encode(message_of(range(32), VALUES))
     body, right = encoded.body, plain(receiver.decode(encoded))
@@ -736,7 +736,7 @@ def test_bodies_that_no_compression_gives_are_refused(message, words):
         FilterChain([Compression(size_bytes_max=1000)]).decode(message)
 
 
-def test_numbers_that_are_none_are_refused():
+def test_impossible_numbers_are_refused():
     fixed = FilterChain([FixedPoint(2, 0)]).encode(message_of([1, 2], [0.0, 1.0]))
     note = fixed.notes["fixed point"]
     for change, words in (

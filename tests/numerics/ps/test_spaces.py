@@ -1,4 +1,4 @@
-"""What a namespace is, as text: what a client describes is what every server makes, or an error."""
+"""Namespaces as text: every server builds what a client describes, or reports an error."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ def by_hand(update: Any, *, width: int = 0, dtype: str = "float32") -> np.ndarra
     return pushed_twice(ArrayTable(10, 4, update, width=width, dtype=dtype), width=width, dtype=dtype)
 
 
-# There and back
+# Round trips
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
     ("update", "width"), [(update, width) for update in EXAMPLES for width in widths(update)], ids=str
 )
-def test_a_server_makes_the_table_that_was_described(update: Any, dtype: str, width: int) -> None:
+def test_a_server_builds_the_table_that_was_described(update: Any, dtype: str, width: int) -> None:
     about = encode_namespace(update, width=width, dtype=dtype)
     found = served(about, width=width, dtype=dtype)
     expected = by_hand(update, width=width, dtype=dtype)
@@ -116,12 +116,12 @@ def test_every_update_that_servers_know_is_among_the_examples() -> None:
 
 @pytest.mark.parametrize("update", EXAMPLES, ids=str)
 def test_every_argument_of_an_update_is_described(update: Any) -> None:
-    said = json.loads(encode_namespace(update, width=widths(update)[0], dtype="float32"))
-    assert UPDATES[said["update"]] is type(update)
-    assert set(said["arguments"]) == {field.name for field in dataclasses.fields(update)}
+    described = json.loads(encode_namespace(update, width=widths(update)[0], dtype="float32"))
+    assert UPDATES[described["update"]] is type(update)
+    assert set(described["arguments"]) == {field.name for field in dataclasses.fields(update)}
 
 
-def test_the_same_is_described_alike_and_nothing_else_is() -> None:
+def test_equal_namespaces_are_described_identically_and_others_are_not() -> None:
     described = [
         encode_namespace(update, width=width, dtype=dtype)
         for update in EXAMPLES
@@ -155,7 +155,7 @@ def test_a_function_is_found_by_its_import_path(
     assert found.tobytes() == by_hand(expected, dtype="float64").tobytes()
 
 
-def test_what_was_not_named_at_the_start_is_refused_though_it_could_be_imported() -> None:
+def test_a_function_not_registered_at_the_start_is_refused_though_importable() -> None:
     about = encode_namespace(UserFunction(f"{HERE}:Scaled", {"scale": 3.0}), width=0, dtype="float32")
     for functions in ({}, {f"{HERE}:twice": twice}):
         with pytest.raises(
@@ -167,7 +167,7 @@ def test_what_was_not_named_at_the_start_is_refused_though_it_could_be_imported(
 @pytest.mark.parametrize(
     "path", ["", "m", "m:", ":f", "m:f:g", "m.:f", ".m:f", "m:f()", "os:system('x')", "m :f", "1m:f", "m:f\n"]
 )
-def test_what_is_no_import_path_is_refused(path: str) -> None:
+def test_malformed_import_paths_are_refused(path: str) -> None:
     with pytest.raises(ValueError, match="an import path as module:name"):
         UserFunction(path)
     with pytest.raises(ValueError, match="an import path as module:name"):
@@ -175,7 +175,7 @@ def test_what_is_no_import_path_is_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["no_such_module_anywhere:f", f"{HERE}:no_such_name", f"{HERE}.deeper:f"])
-def test_what_cannot_be_imported_is_named(path: str) -> None:
+def test_a_path_that_cannot_be_imported_is_named(path: str) -> None:
     with pytest.raises(OffbeatError, match=f"expected an update at {path} that can be imported"):
         import_function(path)
 
@@ -253,12 +253,12 @@ def test_filters_for_replicas_are_those_that_lose_nothing_in_their_order() -> No
     assert NO_FILTERS.replica_filters == NamespaceFilters((SPECS[6],), ()).replica_filters == ()
 
 
-def test_only_filters_that_remember_what_came_back_go_by_its_keys() -> None:
+def test_only_filters_that_remember_values_need_the_keys_of_pulls() -> None:
     assert NamespaceFilters((), (SPECS[5], SPECS[3])).needs_pull_keys
     assert not NamespaceFilters((SPECS[5],), (SPECS[0], *SPECS[2:4])).needs_pull_keys
 
 
-def test_aggregation_and_tensors_are_described_and_nothing_else_is_alike() -> None:
+def test_aggregation_and_tensors_are_part_of_the_description() -> None:
     tensors = {"a": [0, [2, 3]]}
     described = [
         encode_namespace(Sum(), width=0, dtype="float32", aggregate=aggregate, tensors=of, filters=filters)
@@ -272,7 +272,7 @@ def test_aggregation_and_tensors_are_described_and_nothing_else_is_alike() -> No
 
 
 @pytest.mark.parametrize(("aggregate", "expected"), [("sum", 6.0), ("mean", 3.0)])
-def test_what_is_pushed_together_is_summed_or_averaged_as_described(
+def test_pushes_of_one_time_are_summed_or_averaged_as_described(
     aggregate: Aggregate, expected: float
 ) -> None:
     table = build_table(encode_namespace(Sum(), width=0, dtype="float32", aggregate=aggregate), 10, 4, {})
@@ -299,7 +299,7 @@ def test_what_is_pushed_together_is_summed_or_averaged_as_described(
         ("SignificantlyModified", {"threshold": -1}, "threshold of at least 0"),
     ],
 )
-def test_a_spec_of_no_filter_is_refused(kind: str, arguments: dict[str, Any], why: str) -> None:
+def test_an_impossible_filter_spec_is_refused(kind: str, arguments: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         FilterSpec(kind, arguments)
 
@@ -321,7 +321,7 @@ def test_a_spec_of_no_filter_is_refused(kind: str, arguments: dict[str, Any], wh
         (Sum(), (), (3, 4), "compression once"),
     ],
 )
-def test_filters_that_do_not_go_together_are_not_described(update, push, pull, why) -> None:
+def test_incompatible_filters_are_not_described(update, push, pull, why) -> None:
     filters = NamespaceFilters(tuple(SPECS[one] for one in push), tuple(SPECS[one] for one in pull))
     with pytest.raises(ValueError, match=why):
         encode_namespace(update, width=widths(update)[0], dtype="float32", filters=filters)
@@ -394,7 +394,7 @@ def test_nonsense_is_a_protocol_error(about: str) -> None:
 
 
 @pytest.mark.parametrize(("keys", "block_keys"), [(0, 1), (10, 0), (10, 11), (-1, -1)])
-def test_blocks_that_cannot_be_are_a_protocol_error(keys: int, block_keys: int) -> None:
+def test_impossible_blocks_are_a_protocol_error(keys: int, block_keys: int) -> None:
     with pytest.raises(ProtocolError, match="expected blocks of"):
         build_table(json.dumps(GOOD), keys, block_keys, {})
 

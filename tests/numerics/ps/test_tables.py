@@ -1,4 +1,4 @@
-"""What a server keeps of a namespace, against one array of everything."""
+"""A server's table of a namespace, against one array of all values."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_blocks_are_as_one_array_of_all_keys(update, width, dense_keys_max, data
 
 
 @pytest.mark.parametrize("keys", [KEYS, 2**40])
-def test_a_block_that_is_copied_goes_on_as_the_original_would(keys):
+def test_a_copied_block_continues_as_the_original_would(keys):
     one, another = (ArrayTable(keys, keys // 3, Adam(0.1)) for _ in range(2))
     pushed = Entries(0, np.ones(3, np.float32), np.array([1, 5, keys // 3 - 1], np.int64))
     one.apply(0, keys // 3, pushed)
@@ -105,7 +105,7 @@ def test_a_mean_is_the_sum_of_values_divided_by_the_sum_of_weights():
 
 
 @pytest.mark.parametrize("aggregate", ["sum", "mean", "each"])
-def test_where_nobody_has_anything_the_update_takes_no_step(aggregate):
+def test_without_pushed_values_or_weights_the_update_takes_no_step(aggregate):
     table = ArrayTable(10, 10, Adam(0.1), aggregate=aggregate)
     table.apply(0, 10, Entries(0, np.ones(10, np.float32)))
     before = table.export_block(0, 10)
@@ -118,7 +118,7 @@ def test_where_nobody_has_anything_the_update_takes_no_step(aggregate):
     assert (table.export_block(0, 10)["steps"] == 2).all()
 
 
-def test_settings_hold_for_the_push_that_says_them():
+def test_settings_hold_for_the_push_that_carries_them():
     table = ArrayTable(10, 5, SGD(1.0, momentum=0.5))
     table.apply(0, 2, some(1, 1, settings={"lr": 0.25}))
     table.apply(0, 10, some(4, 4, keys=[1, 7], settings={"lr": 2.0, "momentum": 0.0625}))
@@ -140,7 +140,7 @@ def test_the_settings_of_a_sum_are_those_of_the_first_that_has_a_weight():
 
 @pytest.mark.parametrize("keys", [100, 2**40])
 @pytest.mark.parametrize("listed", [None, [3, 30, 31], [0, 3, 49]])
-def test_where_each_counts_by_itself_the_update_takes_one_after_the_other(keys, listed):
+def test_with_aggregate_each_the_update_applies_pushes_one_after_the_other(keys, listed):
     def one(seed, listed, **terms):
         count = 50 if listed is None else len(listed)
         rows = np.random.default_rng(seed).normal(size=count).astype(np.float32)
@@ -173,7 +173,7 @@ def test_where_each_counts_by_itself_the_update_takes_one_after_the_other(keys, 
 
 
 @pytest.mark.parametrize("keys", [KEYS, 2**40])
-def test_what_is_put_takes_the_place_of_values_and_of_all_that_is_kept(keys):
+def test_a_put_replaces_values_and_all_states(keys):
     table = ArrayTable(keys, 25, Adam(0.1)) if keys == KEYS else ArrayTable(keys, keys // 2, Adam(0.1))
     table.apply(0, 50, Entries(0, np.ones(50, np.float32)))
     before = table.read(0, 50, None).values.copy()
@@ -199,7 +199,7 @@ def test_what_is_put_takes_the_place_of_values_and_of_all_that_is_kept(keys):
 
 
 @pytest.mark.parametrize("aggregate", ["mean", "each"])
-def test_of_what_is_put_at_one_time_the_first_counts_and_nothing_else(aggregate):
+def test_of_several_puts_at_one_time_only_the_first_counts(aggregate):
     table = ArrayTable(10, 10, SGD(1.0, momentum=0.5), aggregate=aggregate)
     first, second = some(1, 2, states={"momentum": np.array([3, 4], np.float32)}), some(5, 6, states={})
     total = table.combine([some(7, 8), first, nothing(), second], 1, 2)
@@ -208,7 +208,7 @@ def test_of_what_is_put_at_one_time_the_first_counts_and_nothing_else(aggregate)
 
 
 @pytest.mark.parametrize("update", [Sum(), FailsBelowZero()])
-def test_states_that_an_update_has_not_are_refused(update):
+def test_states_that_an_update_does_not_have_are_refused(update):
     table = ArrayTable(10, 10, update, may_fail=True)
     put = some(-1, 2, states={"momentum": np.array([3, 4], np.float32)})
     with pytest.raises(ValueError, match=r"expected states of \w+ among (none|count), got momentum"):
@@ -224,7 +224,7 @@ def test_a_copy_does_not_change_with_the_original():
     assert copied["values"].tolist() == [1.0] * 10
 
 
-def test_what_is_dropped_is_zero_again_and_takes_no_memory():
+def test_a_removed_block_is_zero_again_and_takes_no_memory():
     table = ArrayTable(20, 10, Sum())
     table.apply(0, 20, Entries(0, np.ones(20, np.float32)))
     assert table.size_bytes == 20 * 4
@@ -236,7 +236,7 @@ def test_what_is_dropped_is_zero_again_and_takes_no_memory():
     assert not table.read(0, 20, None).values.any()
 
 
-def test_a_key_of_billions_takes_as_much_as_is_pushed():
+def test_a_table_of_many_keys_takes_as_much_memory_as_is_pushed():
     table = ArrayTable(2**62, 2**61, Assign())
     keys = np.array([3, 2**60, 2**61 + 5], np.int64)
     table.apply(0, 2**62, Entries(0, np.array([1, 2, 3], np.float32), keys))
@@ -265,13 +265,13 @@ def test_a_key_of_billions_takes_as_much_as_is_pushed():
         ),
     ],
 )
-def test_what_cannot_be_pushed_is_refused(content, words):
+def test_impossible_pushes_are_refused(content, words):
     with pytest.raises(ValueError, match=words):
         ArrayTable(20, 10, Sum()).check(content, 0, 10)
 
 
 @pytest.mark.parametrize("keys", [20, 2**40])
-def test_what_an_update_fails_on_is_found_before_anything_changes(keys):
+def test_a_failing_update_is_detected_before_anything_changes(keys):
     table = ArrayTable(keys, keys // 2, FailsBelowZero(), may_fail=True)
     far = keys // 2 + 1
     for content in (
@@ -300,7 +300,7 @@ def test_a_function_takes_no_settings():
 
 
 @pytest.mark.parametrize("keys", [KEYS, 2**40])
-def test_all_that_is_kept_can_be_read(keys):
+def test_all_states_can_be_read(keys):
     table = ArrayTable(keys, 25 if keys == KEYS else keys // 2, Adam(0.1), dtype=np.float64)
     table.apply(0, 60, Entries(0, np.ones(2), np.array([3, 30])))
     for listed in (None, np.array([3, 4, 30])):
@@ -315,7 +315,7 @@ def test_all_that_is_kept_can_be_read(keys):
 
 
 @pytest.mark.parametrize(("keys", "width"), [(2**62, 0), (2**29 + 1, 0), (1, 2**62), (2**20, 2**9 + 1)])
-def test_no_memory_is_taken_for_more_values_than_a_message_may_have(keys, width):
+def test_reading_more_values_than_a_message_may_have_is_refused(keys, width):
     table = ArrayTable(keys, keys, Sum(), width=width)
     with pytest.raises(ValueError, match=f"values of at most {2**31} bytes"):
         table.read(0, keys, None)
@@ -330,13 +330,13 @@ def test_no_memory_is_taken_for_more_values_than_a_message_may_have(keys, width)
         ({"keys": 5, "block_keys": 5, "dtype": np.int32}, "float32 or float64, got int32"),
     ],
 )
-def test_a_table_that_cannot_be_is_refused(arguments, words):
+def test_an_impossible_table_is_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         ArrayTable(update=Sum(), **arguments)
 
 
 class CountsCalls(Sum):
-    """An update that says of how many rows each of its calls was."""
+    """An update that records the number of rows of each of its calls."""
 
     def __init__(self):
         object.__setattr__(self, "calls", [])
@@ -372,12 +372,12 @@ def test_blocks_lie_together_up_to_a_mebibyte_of_values():
 
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_block_comes_and_goes_alone_whatever_it_lies_together_with(data):
+def test_a_block_is_added_and_removed_alone_whatever_it_is_stored_with(data):
     block_keys, update = data.draw(st.integers(1, 20)), SGD(0.1, 0.9)
     table, other = (ArrayTable(KEYS, block_keys, update) for _ in range(2))
     other.apply(0, KEYS, Entries(0, np.arange(KEYS, dtype=np.float32)))
     expected = {name: np.zeros(KEYS, np.float32) for name in ("values", "momentum")}
-    there: set[int] = set()
+    present: set[int] = set()
     for _ in range(data.draw(st.integers(1, 12))):
         first = data.draw(st.integers(0, KEYS - 1))
         number = first // block_keys
@@ -389,23 +389,23 @@ def test_a_block_comes_and_goes_alone_whatever_it_lies_together_with(data):
                 table.apply(first, last, Entries(first, rows))
                 states = {"momentum": expected["momentum"][first:last]}
                 update.apply(expected["values"][first:last], states, rows)
-                there.update(range(number, (last - 1) // block_keys + 1))
+                present.update(range(number, (last - 1) // block_keys + 1))
             case "copy in":
                 block = other.export_block(begin, end)
                 table.import_block(begin, end, block)
                 for name, rows in expected.items():
                     rows[begin:end] = block[name]
-                there.add(number)
+                present.add(number)
             case how:
                 table.remove_block(begin, end) if how == "drop" else table.import_block(begin, end, None)
                 for rows in expected.values():
                     rows[begin:end] = 0
-                there.discard(number)
+                present.discard(number)
     held = 0
     for number in range((KEYS - 1) // block_keys + 1):
         begin, end = number * block_keys, min((number + 1) * block_keys, KEYS)
         block = table.export_block(begin, end)
-        assert (block is not None) == (number in there)
+        assert (block is not None) == (number in present)
         for name, rows in (block or {}).items():
             assert np.array_equal(rows, expected[name][begin:end]), name
             held += rows.nbytes

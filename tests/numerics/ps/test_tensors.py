@@ -77,9 +77,9 @@ def test_a_range_of_keys_is_that_part_of_all_numbers(model, data):
         begin, end = offsets.key_range_of(name)
         if max(first, begin) < min(last, end):
             touched[name] = tensor
-    came = offsets.gather(touched, first, last)
-    assert came.dtype == flat.dtype
-    assert came.tolist() == flat[first:last].tolist()
+    gathered = offsets.gather(touched, first, last)
+    assert gathered.dtype == flat.dtype
+    assert gathered.tolist() == flat[first:last].tolist()
     assert offsets.gather(tensors).tolist() == flat.tolist()
     assert offsets.gather(tensors, first).tolist() == flat[first:].tolist()
 
@@ -98,7 +98,7 @@ def test_ranges_of_names_follow_each_other_in_order(model):
 
 
 @given(models(), st.booleans(), st.data())
-def test_what_is_scattered_is_written_there_and_nowhere_else(model, is_listed, data):
+def test_scattered_values_are_written_to_their_keys_and_nowhere_else(model, is_listed, data):
     tensors, flat = model
     offsets = TensorTable.from_tensors(tensors.items())
     expected = flat.copy()
@@ -143,7 +143,7 @@ def test_one_contiguous_tensor_is_not_copied(kind):
     assert numbers_of(tensors["a"]) == [0] * 6
 
 
-def test_a_tensor_without_numbers_has_no_keys_and_need_not_be_there():
+def test_a_tensor_without_numbers_has_no_keys_and_need_not_be_present():
     offsets = TensorTable([("a", (2,)), ("none", (0, 3)), ("b", (2,))])
     assert offsets.key_range_of("none") == (2, 2)
     tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
@@ -169,7 +169,7 @@ def test_a_model_and_its_gradients_have_the_same_table():
 
 @pytest.mark.parametrize("keys", [None, np.array([1])], ids=["neighbours", "listed"])
 def test_autograd_notices_that_a_parameter_was_written(keys):
-    """A gradient of the numbers before would else be taken with those after."""
+    """Otherwise a gradient would mix numbers from before and after the write."""
     parameter = nn.Parameter(torch.ones(2))
     loss = (parameter * parameter).sum()
     values = np.ones(2 if keys is None else 1, np.float32)
@@ -218,7 +218,7 @@ def test_tensors_that_have_no_keys_are_refused(tensor, words):
         (lambda: TensorTable([("v", (1,))]).key_range_of("w"), "one of the names v, got 'w'"),
     ],
 )
-def test_tables_that_cannot_be_are_refused(make, words):
+def test_impossible_tables_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -247,7 +247,7 @@ def test_tensors_that_do_not_fit_are_refused_and_none_is_written(tensors, words)
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 2), (2, 2), (3, 2), (0, 9)])
-def test_ranges_that_are_not_there_are_refused(first, last):
+def test_ranges_outside_the_keys_are_refused(first, last):
     with pytest.raises(ValueError, match=f"a range within keys 0 to 8, got {first} to {last}"):
         TWO.gather({"v": V, "w": W}, first, last)
 

@@ -94,7 +94,7 @@ def test_momentum_may_change_from_step_to_step(kind, options):
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=named)
-def test_states_go_there_and_back_in_the_middle(kind, options):
+def test_states_are_exported_and_imported_in_the_middle_of_training(kind, options):
     """From the table into a new optimizer, and from that one into an empty table."""
     both = Both(kind, options)
     for _ in range(STEPS // 2):
@@ -108,14 +108,14 @@ def test_states_go_there_and_back_in_the_middle(kind, options):
     found = both.optimizer.state_dict()["state"].get(0, {})
     assert found.keys() == expected.keys()
     for name, kept in found.items():
-        there = expected[name]
+        reference = expected[name]
         if kept is None:
-            assert there is None
+            assert reference is None
             continue
-        assert (kept.dtype, kept.shape, kept.device) == (there.dtype, there.shape, there.device)
+        assert (kept.dtype, kept.shape, kept.device) == (reference.dtype, reference.shape, reference.device)
         assert not kept.requires_grad
         if (kind, name) != (torch.optim.Adagrad, "step"):
-            torch.testing.assert_close(kept, there, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(kept, reference, rtol=1e-12, atol=1e-14)
     for _ in range(5):
         both.step()
         both.agree()
@@ -127,7 +127,7 @@ def test_states_go_there_and_back_in_the_middle(kind, options):
         both.agree()
 
 
-def test_what_torch_has_saved_and_loaded_goes_on():
+def test_an_optimizer_restored_from_its_state_dict_continues():
     """Through `state_dict`, as a checkpoint does."""
     both = Both(torch.optim.Adam, {"lr": 0.1})
     for _ in range(3):
@@ -187,19 +187,19 @@ class Derived(torch.optim.SGD):
         (Derived, {"lr": 0.1}, "Derived"),
     ],
 )
-def test_what_servers_do_not_do_is_refused_by_its_name(kind, options, words):
+def test_unsupported_options_and_optimizers_are_refused_by_name(kind, options, words):
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = kind([parameter], **options)
-    asks = (
+    calls = (
         lambda: update_for_group(optimizer.param_groups[0], kind),
         lambda: export_states(optimizer, parameter),
         lambda: import_states(optimizer, parameter, {}),
     )
-    for ask in asks:
+    for call in calls:
         with pytest.raises(
             ValueError, match=rf"^expected one of SGD, Adagrad, Adam, AdamW .*{words}$"
         ) as error:
-            ask()
+            call()
         assert "\n" not in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""What servers compute, against torch's optimizers and the papers' formulas."""
+"""Updates on servers, against torch's optimizers and the papers' formulas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def states_of(update, values):
 
 
 @pytest.mark.parametrize(("update", "kind", "arguments"), PAIRS, ids=lambda one: str(one)[:40])
-def test_it_takes_the_steps_that_torch_takes(update, kind, arguments):
+def test_an_update_takes_the_steps_of_torchs_optimizer(update, kind, arguments):
     rng = np.random.default_rng(0)
     values = rng.normal(size=KEYS)
     parameter = torch.nn.Parameter(torch.tensor(values))
@@ -81,7 +81,7 @@ def test_a_range_may_be_cut_anywhere(update, dtype):
 
 @pytest.mark.parametrize("update", UPDATES, ids=lambda one: str(one)[:40])
 @pytest.mark.parametrize("shape", [(KEYS,), (KEYS, 3)], ids=str)
-def test_a_key_becomes_the_same_bits_whatever_others_were_pushed_with_it(update, shape):
+def test_a_key_gets_the_same_bits_with_any_other_keys_in_its_push(update, shape):
     """Also where some have been pushed more often than others."""
     rng = np.random.default_rng(5)
     together = rng.normal(size=shape).astype(np.float32)
@@ -116,7 +116,7 @@ def test_rows_of_several_values_are_like_single_ones():
         assert (rows.ravel() == flat).all()
 
 
-def test_ftrl_is_the_closed_form_of_what_its_leader_minimises():
+def test_ftrl_is_the_closed_form_of_its_minimisation():
     """w minimises the linearised losses, the proximal terms and both penalties, coordinate by coordinate."""
     update = FTRL(alpha=0.3, beta=0.7, l1=0.5, l2=0.2)
     rng = np.random.default_rng(3)
@@ -138,7 +138,7 @@ def test_ftrl_is_the_closed_form_of_what_its_leader_minimises():
     np.testing.assert_allclose(slope[~zero] + 0.5 * np.sign(values[~zero]), 0, atol=1e-9)
 
 
-def test_soft_thresholding_sets_to_zero_what_the_gradient_does_not_hold():
+def test_soft_thresholding_sets_small_values_to_zero():
     values = np.array([0.5, -0.5, 0.02, 0.0])
     SoftThreshold(lr=0.1, l1=0.3).apply(values, {}, np.array([1.0, -1.0, 0.0, 4.0]))
     np.testing.assert_allclose(values, [0.37, -0.37, 0.0, -0.37])
@@ -164,7 +164,7 @@ def test_a_sum_adds_and_an_assignment_replaces():
         (lambda: SoftThreshold(1, -0.1), "l1 of at least 0, got -0.1"),
     ],
 )
-def test_an_update_that_cannot_be_is_refused(make, words):
+def test_an_impossible_update_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -179,7 +179,7 @@ def test_an_update_that_cannot_be_is_refused(make, words):
         (Sum(), {}, Sum()),
     ],
 )
-def test_settings_take_the_place_of_an_updates_numbers(update, settings, expected):
+def test_settings_replace_an_updates_numbers(update, settings, expected):
     assert with_settings(update, settings) == expected
 
 

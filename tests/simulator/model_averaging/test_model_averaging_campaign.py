@@ -1,4 +1,4 @@
-"""Simulated jobs that average models, and what the campaign finds in policies that are broken on purpose."""
+"""Simulated jobs that average models, and policies, broken on purpose, that the campaign finds."""
 
 import pytest
 
@@ -74,7 +74,7 @@ class ForgetsSamples(PartialReduce):
         (ForgetsSamples, "nobody has finished a step|the job does not end|samples were used"),
     ],
 )
-def test_the_campaign_finds_a_policy_that(broken, found):
+def test_the_campaign_finds_a_broken_policy(broken, found):
     def run_all():
         for seed in SEEDS:
             run_case(seed, build_with(broken))

@@ -1,4 +1,4 @@
-"""The parameter server's protocol under faults: trials of many seeds, which find what breaks it."""
+"""The parameter server's protocol under faults: trials of many seeds, and broken nodes that they find."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offbeat.policies.ps.server_node import ServerNode
 from offbeat.simulator.ps.cluster import PsSimulation, ViolationError, draw_trial
 
 SEEDS = 150
-SEEDS_MAX = 400  # until what is broken is found
+SEEDS_MAX = 400  # until a broken node is found
 
 
 def run_all(seeds, make_node=ServerNode, make_client=PsClient, make_manager=PsManager):
@@ -25,7 +25,7 @@ def run_all(seeds, make_node=ServerNode, make_client=PsClient, make_manager=PsMa
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("first", range(0, SEEDS, 10))
-def test_no_fault_breaks_what_is_promised(first):
+def test_no_fault_breaks_the_promises(first):
     run_all(range(first, first + 10))
 
 
@@ -39,29 +39,29 @@ def test_a_trial_is_repeated_by_its_seed():
     assert one._pushed == another._pushed
 
 
-class ForgetsWhatItKeepsNothingOf(ServerNode):
-    """Loses what was pushed when it has heard it, where it says that nothing is kept of it."""
+class ClearsPushesAppliedInPlace(ServerNode):
+    """Clears a push after processing it, where the node has reported that it keeps nothing of it."""
 
     count = 0
 
     def on_message(self, sender, message):
         if not isinstance(message, Push) or not self.can_apply_in_place(message):
             return super().on_message(sender, message)
-        ForgetsWhatItKeepsNothingOf.count += 1
-        own = replace(message, content=dict(message.content))  # a client sends its own again
-        said = super().on_message(sender, own)
+        ClearsPushesAppliedInPlace.count += 1
+        own = replace(message, content=dict(message.content))  # a client resends its own copy
+        outgoing = super().on_message(sender, own)
         own.content.clear()
-        return said
+        return outgoing
 
 
 @pytest.mark.long
-def test_what_a_server_says_it_keeps_nothing_of_may_be_gone_when_it_is_back():
-    run_all(range(60), ForgetsWhatItKeepsNothingOf)
-    assert ForgetsWhatItKeepsNothingOf.count > 500
+def test_a_push_that_is_applied_in_place_may_be_cleared_after_the_message():
+    run_all(range(60), ClearsPushesAppliedInPlace)
+    assert ClearsPushesAppliedInPlace.count > 500
 
 
 class Counting(PsManager):
-    """Counts whom it takes for lost, and how often it begins to wait for somebody."""
+    """Counts the nodes that it declares lost, and how often it begins to wait for a silent one."""
 
     lost_for_silence = waited = 0
 
@@ -73,7 +73,7 @@ class Counting(PsManager):
 
 
 class GivesUpTheLastCopy(PsManager):
-    """Takes who has been silent for long enough for lost, whatever it has."""
+    """Declares every node lost that has been silent for long enough, even with a last copy."""
 
     def _may_lose(self, node):
         return True
@@ -86,7 +86,7 @@ def test_a_manager_that_gives_up_the_last_copy_is_found():
 
 @pytest.fixture(scope="module")
 def some_trials():
-    """What the trials prove, they prove of what happens in them."""
+    """The trials prove only what happens in them."""
     trials = [PsSimulation(draw_trial(seed), make_manager=Counting) for seed in range(40)]
     for trial in trials:
         trial.run()
@@ -135,23 +135,23 @@ class AcknowledgesEarly(ServerNode):
                     self._acknowledge(request)
 
 
-class ServesWhatItLacks(ServerNode):
-    """Begins to work before what it takes over has come."""
+class ServesBeforeTransfer(ServerNode):
+    """Serves keys before their transfer is complete."""
 
     def _lacks(self, block):
         return False
 
 
-class ForgetsWhatIsUnderWay(ServerNode):
-    """Leaves it to the clients to send again, and tells nobody what it had."""
+class DropsOperationsUnderWay(ServerNode):
+    """Leaves it to the clients to resend, and carries no operation to the new chain."""
 
     def _resend_or_carry(self, operation, requests):
         for request in requests:
             request.pending_count += 1
 
 
-class TakesOldCopies(ServerNode):
-    """Takes what a master sent in a view that is over."""
+class AppliesOldCopies(ServerNode):
+    """Applies copies that a master sent in a former view."""
 
     def _receive(self, sender, message):
         if isinstance(message, Replicate) and self.view is not None and message.view < self.view.version:
@@ -159,23 +159,23 @@ class TakesOldCopies(ServerNode):
         super()._receive(sender, message)
 
 
-class KeepsToItself(ServerNode):
-    """Does not hand to a new master what that may never have had."""
+class SkipsHandoffs(ServerNode):
+    """Sends a new master no operations that it may never have received."""
 
     def _send_handoffs(self):
         self._unacked_earlier = []
 
 
 class BeginsSumsAtOnce(ServerNode):
-    """Does not wait, as a new master, for what holders have of earlier views."""
+    """Does not wait, as a new master, for the handoffs of earlier views."""
 
     def _send_handoff_done(self):
         super()._send_handoff_done()
         self._pending_handoffs.clear()
 
 
-class WaitsForTheLost(ServerNode):
-    """Takes nobody out who has ever taken part."""
+class WaitsForLostClients(ServerNode):
+    """Removes no client that has ever taken part."""
 
     def __init__(self, server, store):
         super().__init__(server, store)
@@ -184,12 +184,12 @@ class WaitsForTheLost(ServerNode):
     def _adopt_view(self, view):
         for namespace, begins in view.participants.items():
             self._ever.setdefault(namespace, {}).update(begins)
-        everybody = {namespace: dict(begins) for namespace, begins in self._ever.items()}
-        super()._adopt_view(replace(view, participants=everybody))
+        all_participants = {namespace: dict(begins) for namespace, begins in self._ever.items()}
+        super()._adopt_view(replace(view, participants=all_participants))
 
 
-class SumsWhatCameTwice(ServerNode):
-    """Keeps what waits over a change of views, after which it comes again."""
+class SumsRepeatedPushes(ServerNode):
+    """Keeps waiting pushes over a change of views, after which they arrive again."""
 
     class Keeps(Aggregation):
         def set_participants(self, begins):
@@ -204,12 +204,12 @@ class SumsWhatCameTwice(ServerNode):
 
     def _sum(self, namespace, one):
         table = self._store.table(self._current_view().spaces[namespace])
-        contents = [request.push.content for came in one.requests for request in came]
+        contents = [request.push.content for repeats in one.requests for request in repeats]
         return replace(super()._sum(namespace, one), content=table.combine(contents, one.first, one.last))
 
 
-class SumsWhatThereIs(ServerNode):
-    """Waits for nobody."""
+class SumsAtOnce(ServerNode):
+    """Waits for no client."""
 
     class Hasty(Aggregation):
         def _is_complete(self, namespace, cell, time):
@@ -220,8 +220,8 @@ class SumsWhatThereIs(ServerNode):
         self._aggregation = self.Hasty()
 
 
-class BringsWhatWasBefore(ServerNode):
-    """Answers a push that wants values with what there was without it."""
+class ReturnsOldValues(ServerNode):
+    """Answers a push that wants values with the values before it."""
 
     def __init__(self, server, store):
         super().__init__(server, store)
@@ -238,7 +238,7 @@ class BringsWhatWasBefore(ServerNode):
 
 
 class SendsTheLatestTime(ServerNode):
-    """Says of all keys what it knows of one."""
+    """Sends for all keys the time of one."""
 
     def _pulled(self, space, pull):
         pulled = super()._pulled(space, pull)
@@ -248,8 +248,8 @@ class SendsTheLatestTime(ServerNode):
         return pulled
 
 
-class SendsWhatItHasReceived(ServerNode):
-    """Says the times of pushes that wait for those of others."""
+class SendsWaitingTimes(ServerNode):
+    """Sends the times of pushes that still wait for those of others."""
 
     def __init__(self, server, store):
         super().__init__(server, store)
@@ -270,20 +270,20 @@ class SendsWhatItHasReceived(ServerNode):
 
 
 class DoesNotPause(PsClient):
-    """Goes on to further times while a newcomer is told when to begin."""
+    """Continues to further times while a newcomer waits for its first time."""
 
     def _assign_time(self, asked, view):
         return super()._assign_time(asked, replace(view, paused={}))
 
 
 @pytest.mark.parametrize("seed", [3181, 4466])
-def test_who_is_out_is_not_asked_to_wait_for_those_who_are_in_since(seed):
-    """A client that was alone when it pushed is told so after another one has taken its place."""
+def test_a_former_participant_does_not_wait_for_its_successors(seed):
+    """A client that was alone when it pushed is acknowledged after another one has taken its place."""
     PsSimulation(draw_trial(seed)).run()
 
 
-class AsksBeforeItPushes(PsClient):
-    """Sends again what it has pulled before what it has pushed."""
+class PullsBeforeItPushes(PsClient):
+    """Resends its pulls before its pushes."""
 
     def on_view(self, view):
         self._pending = dict(sorted(self._pending.items(), key=lambda one: one[1].is_push))
@@ -301,17 +301,17 @@ def find(found_by, **made):
     [
         (CountsTwice, 0),
         (AcknowledgesEarly, 5),
-        (ServesWhatItLacks, 5),
-        (ForgetsWhatIsUnderWay, 3),
-        (TakesOldCopies, 8),
-        (KeepsToItself, 20),
+        (ServesBeforeTransfer, 5),
+        (DropsOperationsUnderWay, 3),
+        (AppliesOldCopies, 8),
+        (SkipsHandoffs, 20),
         (BeginsSumsAtOnce, 228),
-        (WaitsForTheLost, 1),
-        (SumsWhatCameTwice, 1),
-        (SumsWhatThereIs, 1),
-        (BringsWhatWasBefore, 0),
+        (WaitsForLostClients, 1),
+        (SumsRepeatedPushes, 1),
+        (SumsAtOnce, 1),
+        (ReturnsOldValues, 0),
         (SendsTheLatestTime, 82),
-        (SendsWhatItHasReceived, 1),
+        (SendsWaitingTimes, 1),
     ],
 )
 def test_a_protocol_that_is_broken_on_purpose_is_found(broken, found_by):
@@ -319,7 +319,7 @@ def test_a_protocol_that_is_broken_on_purpose_is_found(broken, found_by):
         find(found_by, make_node=broken)
 
 
-@pytest.mark.parametrize(("broken", "found_by"), [(DoesNotPause, 49), (AsksBeforeItPushes, 0)])
+@pytest.mark.parametrize(("broken", "found_by"), [(DoesNotPause, 49), (PullsBeforeItPushes, 0)])
 def test_a_client_that_is_broken_on_purpose_is_found(broken, found_by):
     with pytest.raises(ViolationError, match="again: offbeat simulate ps"):
         find(found_by, make_client=broken)

@@ -1,4 +1,4 @@
-"""Whole simulated systems of bounded staleness: what always holds, whatever the seed, and what gains what."""
+"""Whole simulated systems of bounded staleness: invariants for any seed, equalities and gains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def case_of(seed: int, strategy: str) -> campaign.StalenessFaultCase:
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_fault_breaks_what_always_holds(strategy):
+def test_no_fault_breaks_the_invariants(strategy):
     """Specification 2.4 (i) to (viii), 2.5 and G4: see `SimulatedPsCluster` and `Servers`."""
     for seed in range(SEEDS):
         campaign.run_case(case_of(seed, strategy), f"{strategy}, seed {seed}")
@@ -75,7 +75,7 @@ def test_every_kind_of_fault_is_drawn():
     }
 
 
-# Broken by hand -----------------------------------------------------------------------------------------
+# Broken on purpose --------------------------------------------------------------------------------------
 
 
 class OpensTooEarly(ConsistencyGate):
@@ -149,14 +149,14 @@ class PullsTooEarly(CacheDirectory):
 
 
 class PushesNoEmptyClocks(CacheDirectory):
-    """Says nothing at clocks at which it has nothing."""
+    """Pushes nothing at clocks without updates."""
 
     def _complete(self):
         return range(0) if self._end <= self._next else super()._complete()
 
 
-class LeavesNobodyAlone(BoundedStaleness):
-    """Knows no warm start."""
+class SkipsWarmStart(BoundedStaleness):
+    """Has no warm start."""
 
     def _choose_warm_worker(self):
         return None
@@ -195,25 +195,25 @@ def find(
 
 
 @pytest.mark.parametrize(
-    ("part", "broken", "strategy", "what"),
+    ("part", "broken", "strategy", "message"),
     [
         ("_gate", OpensTooEarly, "ssp:s=1,shards=equal", "may start at clock .* the slowest is at"),
         ("_controller", Leaps, "dtssp:limit=1", "the bound changes from"),
         ("_assigner", Forgets, "asp", "was used 2 times"),
     ],
 )
-def test_a_policy_that_breaks_the_rules_is_found(part, broken, strategy, what):
-    with pytest.raises(ViolationError, match=what):
+def test_a_policy_that_breaks_the_rules_is_found(part, broken, strategy, message):
+    with pytest.raises(ViolationError, match=message):
         find(strategy, build=with_part(part, broken))
 
 
 def test_a_warm_start_with_several_workers_is_found():
     with pytest.raises(ViolationError, match="while another takes its first steps alone"):
-        find("downpour:warm_start=7,shards=equal", build=with_policy(LeavesNobodyAlone))
+        find("downpour:warm_start=7,shards=equal", build=with_policy(SkipsWarmStart))
 
 
 @pytest.mark.parametrize(
-    ("broken", "what", "first_seed"),
+    ("broken", "message", "first_seed"),
     [
         (ReplaysTwice, "replays its steps", 0),
         (ReplaysNothing, "replays its steps|of its own", 0),
@@ -224,16 +224,16 @@ def test_a_warm_start_with_several_workers_is_found():
         (PushesNoEmptyClocks, "where clock|the job does not end|nobody has finished", 200),
     ],
 )
-def test_a_directory_that_breaks_the_rules_is_found(broken, what, first_seed):
+def test_a_directory_that_breaks_the_rules_is_found(broken, message, first_seed):
     def directory(threads, terms):
         return broken(threads, is_versioned=terms.is_versioned, clears_threads=terms.clears_thread_cache)
 
-    with pytest.raises(ViolationError, match=what):
+    with pytest.raises(ViolationError, match=message):
         find("ssp:s=2", directory=directory, first_seed=first_seed)
 
 
-class WaitsForWhoMissesServers(BoundedStaleness):
-    """Does not look at who misses servers."""
+class IgnoresServerOutages(BoundedStaleness):
+    """Ignores reports of unreachable servers."""
 
     def _on_server_reachability(self, event):
         pass
@@ -241,13 +241,13 @@ class WaitsForWhoMissesServers(BoundedStaleness):
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ssp:s=2", "dtssp", "ps-bsp"])
-def test_who_waits_for_a_worker_that_does_not_reach_the_servers_is_found(strategy):
+def test_waiting_for_a_worker_that_does_not_reach_the_servers_is_found(strategy):
     with pytest.raises(ViolationError, match=r"nobody has finished a step since.*cut:\d+-s@"):
-        find(strategy, build=with_policy(WaitsForWhoMissesServers))
+        find(strategy, build=with_policy(IgnoresServerOutages))
 
 
-def test_who_makes_no_local_steps_under_a_bound_that_rises_is_found():
-    """Then what it reads lacks its own last step; only a bound that is always 0 makes that harmless."""
+def test_missing_local_steps_under_a_bound_that_rises_are_found():
+    """Then a read lacks the worker's own last step; only a bound that is always 0 makes that harmless."""
     strategy: Any = parse_strategy("dtssp:s=0,s_min=0,limit=1")
     assert strategy.ps_options().applies_local_steps
     assert not any(parse_strategy(name).ps_options().applies_local_steps for name in ("ps-bsp", "ssp:s=0"))
@@ -261,7 +261,7 @@ def test_who_makes_no_local_steps_under_a_bound_that_rises_is_found():
         find_it()
 
 
-# What equals what ---------------------------------------------------------------------------------------
+# Equalities ---------------------------------------------------------------------------------------------
 
 
 def run(
@@ -272,7 +272,7 @@ def run(
     steps: int = 300,
     halves_after: float = 1e9,
 ) -> SimulatedPsCluster:
-    """A cluster on which nothing goes wrong."""
+    """A cluster without faults."""
     parsed: Any = parse_strategy(strategy)
     terms, arguments = parsed.ps_options(), parsed.staleness_arguments()
     samples = (
@@ -313,14 +313,14 @@ def test_at_its_strict_setting_a_strategy_is_another_one(strategy, other, shards
     assert one.log == another.log
 
 
-def test_without_a_bound_nobody_waits():
+def test_without_a_bound_no_worker_waits():
     """Specification 2.4 (v)."""
     cluster = run("asp:shards=equal", JitteredTimes(), "3:5", world=4)
     assert max(one.spent_s["waiting"] for one in cluster.threads.values()) < 0.01
 
 
 @pytest.mark.parametrize("s", [1, 3, 10])
-def test_the_slowest_pulls_every_s_plus_1_clocks_and_who_stands_at_the_gate_at_every_one(s):
+def test_the_slowest_pulls_every_s_plus_1_clocks_and_a_worker_at_the_gate_at_every_one(s):
     """Specification 2.4 (viii)."""
     cluster = run(f"ssp:s={s},shards=equal", JitteredTimes(), "3:5", world=4)
     pulls = {worker: one.pulls for worker, one in cluster.threads.items()}
@@ -337,7 +337,7 @@ def test_the_bound_of_dtssp_goes_through_its_whole_range_where_losses_only_vary(
     assert {3, 4, 5} <= ages <= set(range(11))
 
 
-# What gains what ----------------------------------------------------------------------------------------
+# Gains --------------------------------------------------------------------------------------------------
 
 
 def took_s(times: ComputeTimes, *slow: str, shards: str) -> dict[str, float]:
@@ -375,7 +375,7 @@ def test_with_bursts_a_larger_bound_gains_more_and_dtssp_is_between():
 # The command line ---------------------------------------------------------------------------------------
 
 
-def test_simulate_tells_time_waiting_staleness_and_pulls_of_every_worker(tmp_path):
+def test_simulate_reports_time_waiting_staleness_and_pulls_of_every_worker(tmp_path):
     path = tmp_path / "result.json"
     arguments = ["simulate", "--strategy", "ssp:s=3", "--slow", "3:5", "--steps", "100", "--json", str(path)]
     assert main(arguments) == 0

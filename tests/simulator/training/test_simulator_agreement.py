@@ -1,4 +1,4 @@
-"""What is shown in simulation has a real counterpart: 4 real workers, and 4 simulated with their times."""
+"""Simulated results have real counterparts: 4 real workers, and 4 simulated with their times."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def train(rank, emit, *arguments):
 
 @pytest.mark.long
 def test_four_simulated_workers_change_groups_when_four_real_ones_do(tmp_path):
-    """Worker 1 is slow for six steps, is left out, and comes back when it has recovered.
+    """Worker 1 is slow for six steps, is excluded, and returns when it has recovered.
 
-    When it is left out follows from the compute times alone. When it comes back depends on where the others
-    are when it is heard, which real messages and loops do not say to the step.
+    The exclusion follows from the compute times alone. The return depends on where the others are when its
+    message arrives, which real messages and loops do not fix to the step.
     """
     path = tmp_path / "log.jsonl"
     assert values(run(train, 4, str(path), 30, 0.05)) == [0, 1, 2, 3]
@@ -37,9 +37,9 @@ def test_four_simulated_workers_change_groups_when_four_real_ones_do(tmp_path):
 
 
 @pytest.mark.long
-def test_a_setting_is_what_the_log_says(tmp_path):
+def test_a_setting_matches_its_log(tmp_path):
     path = tmp_path / "log.jsonl"
-    values(run(train, 2, str(path), 3, 0.0))  # too few for anybody to be left out, however slow a machine is
+    values(run(train, 2, str(path), 3, 0.0))  # too few for an exclusion, however slow a machine is
     entries = read_log(path).entries
     setting = setting_from_log.setting_from_log(entries)
     assert (setting.world, setting.steps, setting.steps_per_epoch) == (2, 3, 3)
@@ -60,7 +60,7 @@ def test_a_log_without_a_job_is_refused():
 
 
 @pytest.mark.long
-def test_the_benchmark_gives_time_and_truth(tmp_path):
+def test_the_benchmark_reports_cpu_time_and_agreement(tmp_path):
     path = tmp_path / "result.json"
     options = ["--workers", "8", "--steps", "5", "--jobs", "1"]
     assert main(["simulator", *options, "--json", str(path)]) == 0

@@ -1,4 +1,4 @@
-"""Random clusters with random faults: what must never happen does not, whatever the seed."""
+"""Random clusters with random faults: the invariants hold for any seed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SEEDS = 240  # each takes longer than before, for cuts last up to 20 s
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("begin", range(0, SEEDS, 20))
-def test_no_fault_breaks_what_always_holds(begin):
+def test_no_fault_breaks_the_invariants(begin):
     """No deadlock, one idea of every exchange, equal replicas, no id twice: see `Cluster` and `check`."""
     for seed in range(begin, begin + 20):
         campaign.run_case(seed)
 
 
 @pytest.mark.long
-def test_in_lockstep_no_fault_breaks_what_always_holds():
-    """All take all steps together, or something stops the job that is no passing outage."""
+def test_in_lockstep_no_fault_breaks_the_invariants():
+    """All take all steps together, or a fault that is no passing outage stops the job."""
     stopped = [campaign.run_lockstep(seed).stopped for seed in range(150)]
     reasons = [stop.reason for stop in stopped if stop is not None]
     assert 20 < len(reasons) < 75
@@ -36,7 +36,7 @@ def test_in_lockstep_no_fault_breaks_what_always_holds():
 
 
 def test_two_workers_that_cannot_reach_each_other_do_not_stop_the_others():
-    """They stand for 2 s and a change; what stands longer is a violation (see `Setting.stuck_after_s`)."""
+    """They pause for 2 s and a change; a longer pause is a violation (see `Setting.stuck_after_s`)."""
     cases = [campaign.draw_case(seed) for seed in range(SEEDS)]
     pairs = [
         case
@@ -51,7 +51,7 @@ def test_two_workers_that_cannot_reach_each_other_do_not_stop_the_others():
     assert len(pairs) > SEEDS / 8
 
 
-def test_a_policy_that_ignores_who_cannot_reach_whom_is_found():
+def test_a_policy_that_ignores_unreachable_peers_is_found():
     class Ignorant(PartialGroups):
         def handle(self, event):
             return [] if isinstance(event, PeerUnreachable) else super().handle(event)
@@ -122,7 +122,7 @@ def test_every_kind_of_fault_is_drawn():
     assert max(cut.duration_s for cut in cuts if cut.peer is not None) > 20
 
 
-def test_samples_are_assigned_in_many_of_them():
+def test_samples_are_assigned_in_many_cases():
     drawn = [campaign.draw_case(seed).setting.samples for seed in range(SEEDS)]
     assigned = [one for one in drawn if one is not None]
     assert SEEDS / 3 < len(assigned) < SEEDS * 2 / 3
@@ -136,7 +136,7 @@ def test_samples_are_assigned_in_many_of_them():
 
 @pytest.mark.long
 def test_a_policy_that_loses_count_of_samples_is_found():
-    """One that takes what a dead worker had for used, as if all of it had been in a mean."""
+    """It counts the blocks of a dead worker as used, as if all of them had been in a mean."""
 
     class Careless(PartialGroups):
         def __init__(self, world, **arguments):
@@ -157,7 +157,7 @@ def test_a_policy_that_loses_count_of_samples_is_found():
         run_them_all()
 
 
-def test_a_broken_policy_is_found_and_the_line_says_how_to_repeat_it():
+def test_a_broken_policy_is_found_and_the_message_has_the_command_to_repeat_it():
     class Hasty(PartialGroups):
         """Never gives up an exchange."""
 

@@ -33,7 +33,7 @@ class VectorizedGroup:
     beginning of the last exchange and runs their own code from there up to now.
 
     The run is the same with and without a vectorized group: same times, same random numbers, same actions
-    (`test_simulator.py::test_a_vectorized_group_does_what_its_members_would`). Only among messages that
+    (`test_simulator.py::test_a_vectorized_group_acts_as_its_members_would`). Only among messages that
     arrive at the very same time the order may differ: a member's Ready may follow one that it would have
     preceded.
 
