@@ -1,4 +1,4 @@
-"""The benchmarks run, small, and say what they promise to say; what they measure is not judged here."""
+"""The benchmarks run, small, and report the promised figures; their values are not judged here."""
 
 import json
 from importlib import import_module
@@ -95,12 +95,12 @@ def test_hybrid_takes_batches_as_they_are(tmp_path, kind, batch):
         (["--real-batch", "2", "--compute", "1"], "without cases and timed batches"),
     ],
 )
-def test_hybrid_refuses_what_cannot_be_measured(options, text, capsys):
+def test_hybrid_refuses_impossible_measurements(options, text, capsys):
     assert main(["hybrid", *options]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_the_hybrid_sweep_tells_who_wins_where(tmp_path):
+def test_the_hybrid_sweep_reports_the_fastest_side_of_each_case(tmp_path):
     path = tmp_path / "result.json"
     options = ["--model", "cnn2", "--rate-mbit", "100", "--rate-mbit", "10000"]
     workers = ["--workers", "2", "--workers", "64"]
@@ -136,7 +136,7 @@ def test_a_measured_sweep_has_the_predictions_next_to_it(tmp_path):
         (["--rate-mbit", "0"], "rate"),
     ],
 )
-def test_the_hybrid_sweep_refuses_what_it_cannot_compare(options, text, capsys):
+def test_the_hybrid_sweep_refuses_impossible_comparisons(options, text, capsys):
     assert main(["hybrid-sweep", *options]) == 2
     assert text in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What the chaos benchmark reads from a job, and that its counting model counts."""
+"""Facts that the chaos benchmark reads from a job, and its counting model."""
 
 import json
 
@@ -42,7 +42,7 @@ def ready(worker, now_s, round_, epoch=0):
 
 @pytest.fixture
 def ended(tmp_path):
-    """A job of 2 workers: one is killed 4 s after the first round, a third one comes 2 s later."""
+    """A job of 2 workers: one is killed 4 s after the first round, a third one joins 2 s later."""
     log = LogWriter(tmp_path / "log.jsonl", {"job": "1", "policies": []})
     log.add_event(joined(0, 0.0))
     log.add_event(joined(1, 5.0))
@@ -76,7 +76,7 @@ def test_a_job_is_read_from_its_log_and_its_answers(ended):
     assert trial.uses == [[2.0] * 8] * 2
 
 
-def test_how_far_a_job_is_stands_in_its_log(ended, tmp_path):
+def test_the_progress_of_a_job_is_read_from_its_log(ended, tmp_path):
     assert ended._epoch() == 1
     (tmp_path / "log.jsonl").unlink()
     assert ended._epoch() == -1
@@ -91,7 +91,7 @@ def test_replicas_that_differ_are_an_error(ended):
 
 
 @pytest.mark.long
-def test_each_use_of_a_sample_counts_for_one_whatever_the_batch():
+def test_each_use_of_a_sample_counts_for_one_in_any_batch():
     model = Counts(6)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for numbers in ([0, 1, 2], [2, 2], [5]):

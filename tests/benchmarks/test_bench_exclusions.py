@@ -1,4 +1,4 @@
-"""Promises of reading from a run log who was left out when, and whether that was right; logs made by hand."""
+"""Exclusions read from a run log, and whether they were right; logs made by hand."""
 
 import pytest
 
@@ -46,14 +46,14 @@ def halt(generation=1):
 def log_of(plan, steps=20, epoch_steps=10):
     """A log of changes that are decided when all are through a step: {decided: (first step, members)}."""
     entries = [group(0, range(WORKERS))]
-    members, coming = set(range(WORKERS)), {}
+    members, upcoming = set(range(WORKERS)), {}
     for step in range(steps):
-        members = coming.pop(step, members)
+        members = upcoming.pop(step, members)
         entries += [ready(worker, step, epoch=step // epoch_steps) for worker in sorted(members)]
         if step in plan:
             first, named = plan[step]
             entries += [halt(), group(first, sorted(named))]
-            coming[first] = set(named)
+            upcoming[first] = set(named)
     return entries
 
 
@@ -61,8 +61,8 @@ def judged(plan, slow, steps=20):
     """Judge a log against {worker: (first slow step, first step that is not)}."""
     entries = log_of(plan, steps)
     changes = read_changes(entries)
-    who = [frozenset(w for w, (a, b) in slow.items() if a <= step < b) for step in range(steps)]
-    return evaluate_detection(changes, read_steps(entries, changes), who)
+    slow_sets = [frozenset(w for w, (a, b) in slow.items() if a <= step < b) for step in range(steps)]
+    return evaluate_detection(changes, read_steps(entries, changes), slow_sets)
 
 
 def test_changes_are_read_with_the_step_in_which_they_were_decided():
@@ -105,10 +105,10 @@ def test_victims_are_those_that_the_seed_draws():
     steps = [GroupStep(epoch=epoch, used=0, samples=1, ready_s=0.0) for epoch in range(8)]
     slowness = InjectedSlowness([parse_slow_rule("random:3")], workers=4, seed=5)
     found = slow_workers(slowness, steps, 4, 1)
-    assert all(len(who) == 1 for who in found)
+    assert all(len(drawn) == 1 for drawn in found)
     assert len(set(found)) > 1
-    for epoch, who in enumerate(found):
-        assert slowness.factor(*who, epoch, 0, 1, epoch) == 3
+    for epoch, drawn in enumerate(found):
+        assert slowness.factor(*drawn, epoch, 0, 1, epoch) == 3
 
 
 def test_an_episode_that_is_found_and_ends():
@@ -121,17 +121,17 @@ def test_an_episode_that_is_found_and_ends():
     assert (found.false_alarms, found.missed, found.early_recoveries) == (0, 0, 0)
 
 
-def test_steps_are_counted_from_when_it_gets_slow():
+def test_detection_steps_count_from_the_first_slow_step():
     found = judged({14: (16, {0, 1, 2}), 17: (18, {0, 1, 2, 3})}, {3: (10, 17)})
     assert (found.detect_steps, found.recover_steps) == ([6], [1])
 
 
-def test_who_is_never_left_out_is_missed():
+def test_a_straggler_that_is_never_excluded_is_missed():
     found = judged({}, {3: (0, 10), 1: (12, 15)})
     assert (found.missed, found.detect_steps, found.false_alarms) == (2, [], 0)
 
 
-def test_an_exclusion_after_the_episode_finds_nobody_and_is_a_false_alarm():
+def test_an_exclusion_after_the_episode_is_a_miss_and_a_false_alarm():
     found = judged({13: (14, {0, 1, 2})}, {3: (0, 10)})
     assert (found.missed, found.false_alarms) == (1, 1)
 
@@ -141,32 +141,32 @@ def test_a_decision_just_after_the_last_slow_step_is_about_that_step():
     assert (found.missed, found.false_alarms, found.detect_steps) == (0, 0, [11])
 
 
-def test_leaving_out_somebody_else_is_a_false_alarm():
+def test_excluding_another_worker_is_a_false_alarm():
     found = judged({4: (5, {0, 1, 3}), 6: (7, {0, 1})}, {3: (0, 10)})
     assert (found.missed, found.false_alarms) == (0, 1)
     found = judged({4: (5, {0, 1})}, {3: (0, 10)})
     assert (found.missed, found.false_alarms) == (0, 1)
 
 
-def test_coming_back_while_slow_is_early():
+def test_a_return_while_slow_is_early():
     found = judged({2: (3, {0, 1, 2}), 5: (6, {0, 1, 2, 3})}, {3: (0, 10)})
     assert found.early_recoveries == 1
     assert found.recover_steps == [-4]
 
 
-def test_the_last_group_of_a_run_in_which_everybody_takes_the_final_state_is_no_recovery():
+def test_the_last_group_in_which_all_workers_take_the_final_state_is_no_recovery():
     found = judged({2: (3, {0, 1, 2}), 19: (20, {0, 1, 2, 3})}, {3: (0, 20)})
     assert (found.early_recoveries, found.recover_steps) == (0, [])
 
 
-def test_who_has_finished_is_not_left_out():
+def test_a_finished_worker_is_not_counted_as_excluded():
     entries = log_of({}, steps=10)
     entries += [Finished(now_s=10.0, worker=0, epoch=0, step=10), halt(), group(9, {1, 2, 3})]
     changes = read_changes(entries)
     assert evaluate_detection(changes, read_steps(entries, changes), [frozenset()] * 10).false_alarms == 0
 
 
-def test_an_episode_that_begins_while_the_worker_is_still_out_is_nobodys_merit():
+def test_an_episode_that_begins_while_the_worker_is_excluded_is_not_counted():
     entries = log_of({4: (5, {0, 1, 2})})
     changes = read_changes(entries)
     slow = [frozenset({3}) if step < 8 or step >= 12 else frozenset() for step in range(20)]

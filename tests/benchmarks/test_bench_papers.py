@@ -1,6 +1,6 @@
 """The papers' tables: the figures that follow from measurements, and each benchmark once, small.
 
-What they measure is not judged here.
+Their measurements are not judged here.
 """
 
 import json
@@ -32,7 +32,7 @@ ROWS = [
 ]
 
 
-def test_a_slowdown_is_that_of_a_step_against_the_same_strategy_with_nobody_slow():
+def test_a_slowdown_is_relative_to_a_step_of_the_same_strategy_without_slow_workers():
     found = straggler.figures(ROWS, "timed")
     assert found == pytest.approx(
         {
@@ -44,7 +44,7 @@ def test_a_slowdown_is_that_of_a_step_against_the_same_strategy_with_nobody_slow
     )
 
 
-def test_figures_of_real_compute_say_so():
+def test_figures_of_real_compute_are_named_as_such():
     timed, real = straggler.figures(ROWS, "timed"), straggler.figures(ROWS, "real")
     assert list(real) == [f"{name}_real" for name in timed]
     Result(name="straggler", command="", kind="real", seed=0, figures=real)  # names with units
@@ -61,7 +61,8 @@ def test_a_straggler_is_found_when_the_group_is_first_without_one():
     case = StragglerCase(strategy="partial", stragglers=2, is_alike=False)
     groups = [(0, {0, 1, 2, 3}), (5, {1, 2, 3}), (14, {0, 1, 2}), (15, {0, 1})]
     changes = [
-        GroupChange(step=step, decided=step - 1, named_s=0.0, members=frozenset(who)) for step, who in groups
+        GroupChange(step=step, decided=step - 1, named_s=0.0, members=frozenset(workers))
+        for step, workers in groups
     ]
     steps = [GroupStep(epoch=0, used=0, samples=8, ready_s=0.0)] * 20
     found = straggler.row(case, 3.0, changes, steps, 4)
@@ -75,7 +76,7 @@ def test_the_first_worker_is_the_last_to_be_slow():
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, float("nan"), float("inf")])
-def test_a_factor_that_slows_nobody_or_for_ever_is_refused(factor):
+def test_a_factor_that_slows_no_worker_or_is_infinite_is_refused(factor):
     with pytest.raises(ValueError, match=r"must be above 1|not understood"):
         slow_rules(4, 1, factor)
 
@@ -129,7 +130,7 @@ def test_figures_of_detection_are_means_over_the_found_and_the_returned():
     assert [row["recover_steps"] for row in detect.plain_rows(findings, 32)] == [2, None, None]
 
 
-def test_nobody_found_has_no_mean():
+def test_without_a_found_episode_there_are_no_means():
     found = detect.figures(Findings(episodes=[episode(0, 5, None, None)]), 64)
     assert found == {
         "false_alarms_b64": 0,
@@ -241,7 +242,7 @@ def test_accuracy_for_real(tmp_path):
 def test_bad_input_ends_with_one_line_before_anything_is_measured(line, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*line.split()]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("offbeat: ")
-    assert said.count("\n") == 1
-    assert words in said
+    printed = capsys.readouterr().err
+    assert printed.startswith("offbeat: ")
+    assert printed.count("\n") == 1
+    assert words in printed

@@ -1,4 +1,4 @@
-"""The benchmarks of the parameter server run, small; how quick it is is not judged here."""
+"""The benchmarks of the parameter server run, small; its speed is not judged here."""
 
 import json
 import os
@@ -80,17 +80,17 @@ def test_servers_that_are_killed_cost_no_push_and_double_none(tmp_path):
     [
         (3, 2, -1, (1, 0)),  # of worker 1, in one key
         (0, 0, 2, (0, 2)),
-        (1, 1, -4, (1, 1)),  # number 5 is missing and number 1 came twice: the counter is as it should be
+        (1, 1, -4, (1, 1)),  # number 5 is missing and number 1 arrived twice: the counter is as it should be
     ],
 )
-def test_a_push_that_is_missing_or_comes_twice_anywhere_is_seen(key, column, by, found):
+def test_a_missing_or_repeated_push_is_counted_in_any_key(key, column, by, found):
     values = counters(4, [7, 9])
     assert wrong_pushes(values, [7, 9]) == (0, 0)
     values[key, column] += by
     assert wrong_pushes(values, [7, 9]) == found
 
 
-def test_what_a_dead_server_may_have_said_itself_is_not_counted_as_served():
+def test_a_push_that_the_dead_server_may_have_answered_is_not_counted_as_served():
     quick = [
         Push(begun_s=9.9, done_s=10.15),
         Push(begun_s=10.15, done_s=10.75),
@@ -102,7 +102,7 @@ def test_what_a_dead_server_may_have_said_itself_is_not_counted_as_served():
     assert gap_s(KILL, [quick]) == pytest.approx(0.6)
 
 
-def test_a_death_is_noticed_once_and_the_next_view_says_whether_somebody_was_coming():
+def test_a_death_is_detected_once_and_the_next_view_shows_whether_a_server_was_joining():
     entries = [
         NodeLost(now_s=1.0, node="client-9", cause="closed"),
         NodeLost(now_s=2.0, node="server-4", cause="closed"),
@@ -118,7 +118,7 @@ def test_a_death_is_noticed_once_and_the_next_view_says_whether_somebody_was_com
     }
 
 
-# What a parameter server carries ------------------------------------------------------------------------
+# Throughput ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -145,19 +145,19 @@ def test_every_size_and_operation_has_its_figures(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["ps", "--sizes", "4KB,5KB"], "expected sizes of 4KB, 64KB, 1MB, 16MB, 64MB, 1k, 100k, 1M, got 5KB"),
         (["ps", "--seconds", "0"], "expected to measure for up to 60 s, got 0 s"),
         (["ps", "--json", "/proc/no/such"], "cannot write /proc/no/such"),
     ],
 )
-def test_bad_input_is_reported_before_anything_is_started(arguments, said, capsys):
+def test_bad_input_is_reported_before_anything_is_started(arguments, message, capsys):
     assert main([*arguments]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_large_requests_have_no_more_under_way_than_fits():
+def test_large_requests_have_at_most_as_many_under_way_as_fit():
     under_way = {(case.size, case.in_flight) for case in cases(["4KB", "1MB", "64MB", "1k", "1M"])}
     assert under_way == {
         *(("4KB", many) for many in (1, 16, 128)),
@@ -190,7 +190,7 @@ def test_figures_count_values_each_way_and_compare_transports():
     assert figures([two]) == {"sparse_push_100k_fresh_keys_per_s_2x2": 3_000_000}
 
 
-def test_what_is_measured_by_turns_counts_as_one():
+def test_measurements_in_turns_count_as_one():
     case = cases(["1MB"])[0]
     turns = [
         PsMeasurement(case=case, transport=transport, nodes=1, per_s=per_s, latency_s=[latency_s])
@@ -206,10 +206,10 @@ def test_what_is_measured_by_turns_counts_as_one():
     assert (shared.transport, shared.per_s, shared.latency_s) == ("shared", 6, [0.2, 0.3])
 
 
-# Processes that are spoken to ---------------------------------------------------------------------------
+# Child processes ----------------------------------------------------------------------------------------
 
 
-def test_lines_come_whole_and_in_order_and_an_end_names_who_has_ended():
+def test_lines_arrive_whole_and_in_order_and_an_end_names_the_process():
     source, target = os.pipe()
     reader, writer = Lines(source, -1, "worker 3"), Lines(-1, target, "nobody")
     assert not reader.has_message()

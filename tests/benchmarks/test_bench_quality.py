@@ -1,4 +1,4 @@
-"""The benchmark of detection counts what it says, and the rules of others are what they are called."""
+"""The benchmark of detection counts correctly, and the rules of other systems match their names."""
 
 import json
 
@@ -19,7 +19,7 @@ from benchmarks.quality import (
 )
 
 
-def test_the_rules_of_others_on_times_by_hand():
+def test_rules_of_other_systems_give_the_flags_computed_by_hand():
     times = np.array([[1.0, 1.3, 1.4, 2.1], [1.0, 1.0, 1.6, 1.0], [1.0, 1.0, 1.6, 1.0], [1.0, 1.0, 1.6, 1.0]])
     assert above_fastest(times, 1.33)[0].tolist() == [False, False, True, True]
     assert above_median(times, 1.15)[0].tolist() == [False, False, False, True]  # the median is 1.35
@@ -33,7 +33,7 @@ def test_means_are_over_the_last_iterations():
     assert smoothed(times, 3)[:, 0].tolist() == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_the_classifier_is_asked_about_every_iteration():
+def test_the_classifier_judges_every_iteration():
     times = np.full((60, 4), 0.1)
     times[20:40, 2] = 0.5
     flags = classified(times)
@@ -41,7 +41,7 @@ def test_the_classifier_is_asked_about_every_iteration():
     assert flags[:, [0, 1, 3]].sum() == 0
 
 
-def test_counts_are_of_alarms_episodes_delays_and_what_is_covered():
+def test_counts_are_of_alarms_episodes_delays_and_covered_steps():
     slow, flags = np.zeros((400, 3), dtype=bool), np.zeros((400, 3), dtype=bool)
     slow[10:20, 0] = slow[50:60, 0] = True
     flags[13:22, 0] = True  # found after 4 iterations, and missed the second time
@@ -58,7 +58,7 @@ def test_counts_are_of_alarms_episodes_delays_and_what_is_covered():
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_scenarios_are_what_they_are_called(scenario):
+def test_scenarios_match_their_names(scenario):
     case = simulate(scenario, "calm", seed=3)
     name, _, factor = scenario.partition(":")
     slow_workers = np.flatnonzero(case.slow_iw.any(axis=0))
@@ -76,7 +76,7 @@ def test_scenarios_are_what_they_are_called(scenario):
 
 
 @pytest.mark.long
-def test_every_rule_meets_every_scenario_and_ours_raise_no_alarm_when_all_is_calm(tmp_path):
+def test_every_rule_runs_in_every_scenario_and_ours_raise_no_alarm_under_calm_noise(tmp_path):
     path = tmp_path / "quality.json"
     assert main(["quality", "--runs", "1", "--seed", "7", "--json", str(path)]) == 0
     result = json.loads(path.read_text())

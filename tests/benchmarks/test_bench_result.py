@@ -1,4 +1,4 @@
-"""What `--json` promises, and the figures that benchmarks are read by."""
+"""Promises of `--json`, and the figures of benchmarks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _result(**changed: Any) -> Result:
     return Result(**(about | changed))
 
 
-def test_the_json_is_one_object_that_says_everything(tmp_path: Path) -> None:
+def test_the_json_is_one_object_with_all_fields(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     _result().write(path)
     read = json.loads(path.read_text())
@@ -100,7 +100,7 @@ def test_a_figure_names_its_unit(name: str) -> None:
         "test_accuracy",
     ],
 )
-def test_what_a_figure_is_about_may_follow_its_unit(name: str) -> None:
+def test_the_subject_of_a_figure_may_follow_its_unit(name: str) -> None:
     assert _result(figures={name: 1.0}).figures == {name: 1.0}
 
 
@@ -147,7 +147,7 @@ def test_the_table_shows_every_figure_and_row_as_it_is(capsys: pytest.CaptureFix
         assert shown in out
 
 
-def test_a_long_table_is_cut_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_table_is_cut_and_names_the_number_of_further_rows(capsys: pytest.CaptureFixture[str]) -> None:
     result = _result(rows=[{"place": f"row {place}."} for place in range(43)])
     result.print()
     out = capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_p99_of_a_hundred_is_the_last_but_one() -> None:
 
 
 @pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], 0), ([1.0], 101)])
-def test_a_percentile_of_nothing_is_an_error(values: list[float], percent: float) -> None:
+def test_a_percentile_of_no_values_or_out_of_range_is_an_error(values: list[float], percent: float) -> None:
     with pytest.raises(ValueError, match="percent"):
         percentile(values, percent)
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks sparse-lr` runs, small; how quick it is is not judged here."""
+"""`python -m benchmarks sparse-lr` runs, small; its speed is not judged here."""
 
 import json
 
@@ -35,8 +35,8 @@ def test_all_variants_find_the_same_optimum(tmp_path):
         assert row["found_after_passes"] <= row["passes"] < 400
         assert 0 < row["waiting_share"] < 1
     keys, sizes = (
-        {row["filters"]: row[what] / row["passes"] for row in found["rows"] if row["tau"] == 0}
-        for what in ("pushed_keys", "traffic_mb")
+        {row["filters"]: row[column] / row["passes"] for row in found["rows"] if row["tau"] == 0}
+        for column in ("pushed_keys", "traffic_mb")
     )
     assert keys["none"] == keys["no_kkt"] > 1.2 * keys["all"]
     assert keys["all"] == pytest.approx(keys["no_key_caching"]) == keys["no_compression"]
@@ -52,7 +52,7 @@ def test_all_variants_find_the_same_optimum(tmp_path):
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_workers_share_the_rows_of_a_file_or_made_up_ones(tmp_path, is_file):
+def test_workers_share_the_rows_of_a_file_or_generated_ones(tmp_path, is_file):
     path = tmp_path / "rows"
     if is_file:
         write_libsvm(path, ROWS)

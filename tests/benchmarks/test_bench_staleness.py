@@ -1,6 +1,6 @@
 """Figures that follow from measurements, and the benchmark once each way, small.
 
-What it measures is not judged here.
+Its measurements are not judged here.
 """
 
 import json
@@ -68,7 +68,7 @@ def test_times_and_pulls_are_ratios_in_the_same_setting_and_with_as_many_workers
     Result(name="staleness", command="", kind="timed", seed=0, figures=got)  # names with units
 
 
-def test_what_a_clock_takes_besides_computing_is_that_where_nobody_is_slow():
+def test_the_time_of_a_clock_besides_computing_is_that_without_slow_workers():
     rows = [row("bsp", 1.5, setting="nobody"), row("bsp", 2.5, setting="nobody", threads=2)]
     assert staleness.figures(rows, 100.0) == pytest.approx(
         {"besides_computing_ms": 50.0, "besides_computing_ms_8_workers": 50.0}
@@ -119,7 +119,7 @@ def test_settings_but_the_first_have_half_the_steps():
     }
 
 
-# What a run log says ----------------------------------------------------------------------------------------
+# Results of a run log ---------------------------------------------------------------------------------------
 
 
 def clocked(now_s, worker, clock, version, *, loss=None, samples=8):
@@ -172,7 +172,7 @@ LOG = [
 ]
 
 
-def test_a_run_lasts_from_when_the_last_one_could_begin_to_the_last_step():
+def test_a_run_lasts_from_the_last_begin_to_the_last_step():
     assert served.result_from_log(LOG, 1).run_s == 5.5
 
 
@@ -185,7 +185,7 @@ def test_times_are_sums_over_a_process_without_first_steps():
     assert served.result_from_log(LOG, 1).traffic == {1: {"pulls_count": 7.0}}
 
 
-def test_staleness_is_what_steps_were_ahead_of_their_parameters_and_only_where_it_is_bounded():
+def test_staleness_is_the_lead_of_steps_over_their_parameters_and_only_under_a_bound():
     assert served.result_from_log(LOG, 1).staleness == {0: 2, 1: 1, 2: 1}
     assert served.result_from_log(LOG, 1).bound_mean == 4.0
     unbounded = [permit(None) if isinstance(one, StepPermit) else one for one in LOG]
@@ -195,7 +195,7 @@ def test_staleness_is_what_steps_were_ahead_of_their_parameters_and_only_where_i
     ) == ({}, None)
 
 
-def test_losses_come_by_clock_and_worker_and_of_whole_batches_only():
+def test_losses_are_ordered_by_clock_and_worker_and_are_of_whole_batches_only():
     assert served.losses_of(LOG, 8) == (2.0, 2.5, 1.0)
 
 
@@ -234,7 +234,7 @@ def test_accuracies_for_real(tmp_path):
 
 
 @pytest.mark.long
-def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
+def test_the_end_of_one_training_ends_all_with_its_cause(monkeypatch):
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     options = StalenessOptions(
@@ -251,7 +251,7 @@ def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
         return [
             pid
             for pid in marked(mark)
-            if "'offbeat.cli.training_worker'" in (said := command(pid)) and strategy in said
+            if "'offbeat.cli.training_worker'" in (line := command(pid)) and strategy in line
         ]
 
     def kill_one():
@@ -285,7 +285,7 @@ def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
 )
 def test_bad_input_ends_with_one_line(line, words, capsys):
     assert main(["staleness", *line.split()]) == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("offbeat: ")
-    assert said.count("\n") == 0
-    assert words in said
+    printed = capsys.readouterr().err.strip()
+    assert printed.startswith("offbeat: ")
+    assert printed.count("\n") == 0
+    assert words in printed

@@ -1,4 +1,4 @@
-"""Promises of timed compute: what is measured, what a timed model keeps of the model it stands for."""
+"""Promises of timed compute: measurements, and the properties that a timed model keeps of its model."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from offbeat.models import build_model
 
 
 class Branched(nn.Module):
-    """A shortcut beside two layers, a buffer that is not saved, and one of the root's own."""
+    """A shortcut next to two layers, a buffer that is not saved, and one of the root's own."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def twin(model, **kwargs):
 
 
 class FakeTime:
-    """A clock that only sleeping moves, by a little more than was asked for."""
+    """A clock that only sleeping moves, by a little more than requested."""
 
     def __init__(self, late_s):
         self.now_s, self.late_s, self.slept = 100.0, late_s, []
@@ -122,7 +122,7 @@ def test_a_model_with_parameters_of_its_own_is_refused():
 
 
 @pytest.mark.parametrize("time_s", [-1.0, float("nan"), float("inf")])
-def test_times_that_are_none_are_refused(time_s):
+def test_impossible_times_are_refused(time_s):
     with pytest.raises(ValueError, match="finite and at least 0 s"):
         steady(["a"], forward_s=time_s)
 
@@ -137,7 +137,7 @@ def test_scaling_and_plain_data_keep_the_proportions():
 # Waiting instead ------------------------------------------------------------------------------------------
 
 
-def test_what_a_sleep_takes_too_long_the_next_ones_make_up_for():
+def test_the_excess_of_a_sleep_is_deducted_from_the_next_ones():
     fake = FakeTime(late_s=0.25)
     waiter = Waiter(fake.clock, fake.sleep)
     for _ in range(8):
@@ -146,7 +146,7 @@ def test_what_a_sleep_takes_too_long_the_next_ones_make_up_for():
     assert fake.now_s == 108.25  # late once, not eight times
 
 
-def test_waits_shorter_than_what_is_to_be_made_up_for_are_left_out():
+def test_waits_shorter_than_the_excess_are_skipped():
     fake = FakeTime(late_s=1.0)
     waiter = Waiter(fake.clock, fake.sleep)
     for _ in range(5):
@@ -157,7 +157,7 @@ def test_waits_shorter_than_what_is_to_be_made_up_for_are_left_out():
     assert fake.slept == [0.5, 0.5, 0.5]
 
 
-def test_what_others_do_between_waits_is_not_made_up_for():
+def test_time_spent_between_waits_is_not_deducted():
     fake = FakeTime(late_s=0.0)
     waiter = Waiter(fake.clock, fake.sleep)
     waiter.wait(1.0)
@@ -169,8 +169,8 @@ def test_what_others_do_between_waits_is_not_made_up_for():
 def test_a_timed_model_has_the_parameters_and_buffers_of_the_model_in_the_same_order():
     model = Branched()
     timed = twin(model)
-    for what in ("named_parameters", "named_buffers"):
-        expected, got = list(getattr(model, what)()), list(getattr(timed, what)())
+    for method in ("named_parameters", "named_buffers"):
+        expected, got = list(getattr(model, method)()), list(getattr(timed, method)())
         assert [name for name, _ in got] == [name for name, _ in expected]
         assert all(torch.equal(mine, yours) for (_, mine), (_, yours) in zip(got, expected, strict=True))
     assert list(timed.state_dict()) == list(model.state_dict())
@@ -195,9 +195,9 @@ def test_hooks_run_layer_by_layer_as_they_would_with_real_compute():
         F.cross_entropy(model(inputs), labels).backward()
         seen.append(calls)
     assert sorted(seen[1]) == sorted(seen[0])
-    layers = [list(dict.fromkeys(layer for what, layer in calls if what == "ready")) for calls in seen]
+    layers = [list(dict.fromkeys(layer for kind, layer in calls if kind == "ready")) for calls in seen]
     assert layers == [LAYERS[::-1], LAYERS[::-1]]
-    assert [name for what, name in seen[1] if what == "forward"] == LAYERS
+    assert [name for kind, name in seen[1] if kind == "forward"] == LAYERS
 
 
 def test_each_layer_waits_for_its_own_time_forward_and_backward():
@@ -251,7 +251,7 @@ def test_gradients_are_drawn_from_the_seed_once_and_cost_no_copy():
 
 
 def test_a_copy_has_the_gradients_in_common_and_one_in_another_process_none():
-    """A real model has none, and what copying costs is measured with this one."""
+    """A real model has none, and the cost of copying is measured with this one."""
     inputs, labels = batch()
     timed = twin(Branched())
     copied = copy.deepcopy(timed)

@@ -1,4 +1,4 @@
-"""The fourth paper's benchmark: input pipelines give the same, and figures are what their names say."""
+"""The fourth paper's benchmark: input pipelines give the same, and figures match their names."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def test_every_pipeline_gives_the_same_batches(loader, threads):
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_an_error_of_the_set_comes_out_of_every_pipeline(loader):
+def test_an_error_of_the_set_is_raised_by_every_pipeline(loader):
     with pytest.raises(IndexError):
         list(LOADERS[loader](InMemory(IMAGES, LABELS), [1, 2, 25], 2, 1))
 
 
-def test_a_prefetching_pipeline_that_is_left_ends_its_threads():
+def test_closing_a_prefetching_pipeline_ends_its_threads():
     batches = LOADERS["prefetch"](InMemory(IMAGES, LABELS), list(range(20)) * 50, 2, 2)
     next(batches)
     batches.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("offbeat loader")]
 
 
-def test_files_hold_what_was_written_and_repeated_sets_are_as_large_as_they_say(tmp_path):
+def test_files_round_trip_and_repeated_sets_have_the_stated_length(tmp_path):
     memory, files = InMemory(IMAGES, LABELS), ColdFiles(IMAGES, LABELS, tmp_path / "images")
     assert len(files) == 20
     assert all(np.array_equal(files[place][0], memory[place][0]) for place in range(20))
@@ -75,7 +75,7 @@ def row(side, run_s, *, load="files", threads=1, run=0, train_s=3.0, validate_s=
     }
 
 
-def test_figures_are_what_their_names_say():
+def test_figures_match_their_names():
     """4 s an epoch of which 1 s is validation: of 10 epochs 9 can be hidden, 0.225 of the time."""
     found = figures(
         [

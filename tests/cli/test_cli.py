@@ -100,10 +100,10 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_left(line, in_empt
 
     assert main(line.split()) == 2
 
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert BAD[line] in said.err
-    (complaint,) = said.err.splitlines()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert BAD[line] in printed.err
+    (complaint,) = printed.err.splitlines()
     assert complaint.startswith("offbeat: ")
     assert sorted(in_empty_folder.rglob("*")) == before
 
@@ -120,9 +120,9 @@ def test_bad_input_ends_the_process_with_2_without_traceback(line):
 def test_every_option_is_explained(capsys):
     for command in ("train", "compare", "run", "replay"):
         assert main([command, "--help"]) == 0
-        said = capsys.readouterr().out
-        assert re.search(r"--help", said)
-        options = re.findall(r"^│ +(?:\* +)?(--[a-z-]+)(.*)", said, re.MULTILINE)
+        printed = capsys.readouterr().out
+        assert re.search(r"--help", printed)
+        options = re.findall(r"^│ +(?:\* +)?(--[a-z-]+)(.*)", printed, re.MULTILINE)
         assert all(len(text.strip(" │")) > 10 for _, text in options), options
 
 
@@ -153,19 +153,19 @@ def test_replay_of_an_unchanged_log_is_identical(capsys):
     assert capsys.readouterr().out == "identical: 3 events, 1 actions\n"
 
 
-def test_replay_tells_the_first_difference(capsys):
+def test_replay_reports_the_first_difference(capsys):
     log_of("log.jsonl", lockstep_group(step=3))
 
     assert main(["replay", "log.jsonl"]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith("entry 1 (line 2)")
-    assert '"step":3' in said
-    assert '"step":0' in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("entry 1 (line 2)")
+    assert '"step":3' in printed
+    assert '"step":0' in printed
 
 
 @pytest.mark.long
 @needs_disk
-def test_in_a_folder_that_cannot_be_written_the_run_log_goes_to_the_temporary_files(tmp_path):
+def test_in_a_read_only_folder_the_run_log_is_written_to_the_temporary_files(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     line = "train --workers 1 --epochs 1 --batch-size 512"
@@ -181,8 +181,8 @@ def test_in_a_folder_that_cannot_be_written_the_run_log_goes_to_the_temporary_fi
         )
     assert done.returncode == 0, done.stderr
     (log,) = temporary.glob("offbeat-*/log.jsonl")
-    said = f"offbeat: cannot write to {disk}; the run log goes to {log.parent}"
-    assert said in done.stderr.splitlines()
+    printed = f"offbeat: cannot write to {disk}; the run log goes to {log.parent}"
+    assert printed in done.stderr.splitlines()
     assert str(log) in done.stdout
 
 
@@ -196,7 +196,7 @@ def joined_pid(log, worker):
 
 @pytest.fixture
 def endless_training():
-    """A training of two workers that has ended its first epoch, and would go on for long."""
+    """A training of two workers that has ended its first epoch, and would continue for long."""
     process = start("train", "--workers", "2", "--epochs", "1000000", "--run-dir", "run")
     try:
         first = next(line for line in process.stderr if line.startswith(("epoch 1 ", "offbeat:")))

@@ -1,4 +1,4 @@
-"""Promises of `offbeat compare`: the cases, the figures and the words that follow from them."""
+"""Promises of `offbeat compare`: the cases, the figures and their summary."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_each_slow_is_a_case_and_plus_joins_rules():
     ]
 
 
-def test_labels_tell_spellings_apart():
+def test_labels_of_different_spellings_differ():
     slows = [("1:5",), ("1:5.5",), ("15:5",), ("1:5", "5:1"), ("1:5@0.0-0.5",), ("1:5@burst=20/100",), ()]
     labels = [ComparisonCase(strategy="bsp", slow=slow).label for slow in slows]
 
@@ -58,7 +58,7 @@ def test_a_row_leaves_out_the_first_epoch_and_the_waiting_of_slowed_workers(slow
     assert found.wait_share == pytest.approx(wait_share)
 
 
-def test_times_slower_are_against_bsp_with_nobody_slowed():
+def test_slowdowns_are_relative_to_bsp_without_slowed_workers():
     rows = [row("other", epoch_s=2.0), row("bsp", epoch_s=4.0), row("bsp", ("1:5",), epoch_s=18.0)]
     found = comparison.figures(rows)
 
@@ -69,7 +69,7 @@ def test_times_slower_are_against_bsp_with_nobody_slowed():
     assert found["bsp_1_5_accuracy"] == 0.9
 
 
-def test_without_an_unslowed_case_nothing_is_said_to_be_slower():
+def test_without_an_unslowed_case_there_are_no_slowdowns():
     rows = [row(slow=("1:5",))]
 
     assert comparison.baseline(rows) is None
@@ -105,10 +105,10 @@ def test_a_real_comparison(tmp_path, monkeypatch, capsys):
     line = "compare --workers 2 --strategy bsp --slow none --slow 1:5 --epochs 2 --json result.json"
     assert main([*line.split(), "--batch-size", "128", "--run-dir", "runs"]) == 0
 
-    said = capsys.readouterr().out
-    assert "nobody is slowed" in said
-    assert "worker 1 takes 5x as long" in said
-    assert "In lockstep (bsp), one slow worker of two" in said
+    printed = capsys.readouterr().out
+    assert "nobody is slowed" in printed
+    assert "worker 1 takes 5x as long" in printed
+    assert "In lockstep (bsp), one slow worker of two" in printed
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["name"], result["kind"], result["seed"]) == ("compare", "real", 0)
     assert {"machine", "command"} <= set(result)

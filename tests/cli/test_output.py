@@ -121,11 +121,11 @@ def test_a_table_breaks_text_between_words_before_it_becomes_lines(monkeypatch, 
 
 def test_without_a_terminal_a_table_is_as_wide_as_it_has_to_be(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
-    with open(os.devnull) as nothing:
+    with open(os.devnull) as devnull:
         script = "from support.wide_result import RESULT; RESULT.print()"
         done = subprocess.run(
             [sys.executable, "-c", script],
-            stdin=nothing,
+            stdin=devnull,
             capture_output=True,
             text=True,
             timeout=60,
@@ -136,7 +136,7 @@ def test_without_a_terminal_a_table_is_as_wide_as_it_has_to_be(monkeypatch, caps
 
 
 @pytest.mark.parametrize("columns", [100, 80, 40, 20])
-def test_progress_does_not_cut_what_it_says(columns, monkeypatch):
+def test_progress_cuts_no_text(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     before, sys.stderr = sys.stderr, stream
@@ -146,15 +146,15 @@ def test_progress_does_not_cut_what_it_says(columns, monkeypatch):
     finally:
         sys.stderr = before
     stream.flush()
-    said = stream.buffer.getvalue().decode().split()
-    assert [word for word in said if "━" not in word and word != "0:00:00"] == [
+    printed = stream.buffer.getvalue().decode().split()
+    assert [word for word in printed if "━" not in word and word != "0:00:00"] == [
         "bsp",
         "on",
         "digits,",
         "4",
         "workers",
     ]
-    assert "0:00:00" in said
+    assert "0:00:00" in printed
 
 
 @pytest.mark.parametrize("columns", [80, 40, 20])
@@ -165,13 +165,13 @@ def test_the_help_cuts_no_name_of_an_option(command, columns, monkeypatch, capsy
     names = re.findall(r"^│ +(?:\* +)?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main([*command.split(), "--help"]) == 0
-    said = capsys.readouterr().out
-    assert "…" not in said
+    printed = capsys.readouterr().out
+    assert "…" not in printed
     assert names
-    assert set(names) <= set(said.split())
+    assert set(names) <= set(printed.split())
 
 
-# What cannot be written ----------------------------------------------------------------------------------
+# Failed output -------------------------------------------------------------------------------------------
 
 
 def commands(folder):
@@ -183,16 +183,16 @@ NAMES = ["simulate", "replay", "help", "train"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_result_that_a_full_disk_does_not_take_ends_with_one_line_and_1(name, tmp_path, capsys):
+def test_a_result_that_does_not_fit_on_the_disk_ends_with_one_line_and_1(name, tmp_path, capsys):
     with open("/dev/full", "w") as full, redirect_stdout(full):
         assert main(commands(tmp_path)[name].split()) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1] == "offbeat: cannot write to standard output: No space left on device"
-    assert [line for line in said if line.startswith("offbeat: ")] == said[-1:]
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[-1] == "offbeat: cannot write to standard output: No space left on device"
+    assert [line for line in printed if line.startswith("offbeat: ")] == printed[-1:]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reader_that_has_gone_ends_a_command_without_a_word(name, tmp_path, capsys):
+def test_a_closed_reader_ends_a_command_silently(name, tmp_path, capsys):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe, redirect_stdout(pipe):
@@ -200,7 +200,7 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(name, tmp_path, ca
     assert "offbeat: " not in capsys.readouterr().err
 
 
-def test_after_the_first_failure_the_rest_goes_nowhere():
+def test_after_the_first_failure_further_output_is_discarded():
     with open("/dev/full", "w") as full, redirect_stdout(full), output.guarded_streams():
         with pytest.raises(OutputError, match="No space left on device"):
             print("one", flush=True)
@@ -229,7 +229,7 @@ def in_bash(line, folder):
         (">/dev/full 2>/dev/full", 1),
     ],
 )
-def test_closed_and_full_streams_leave_no_traceback_and_the_code_says_whether_the_result_was_lost(
+def test_closed_and_full_streams_leave_no_traceback_and_the_code_reports_a_lost_result(
     streams, code, tmp_path
 ):
     done = in_bash(f"{OFFBEAT} {SIMULATE} {streams}", tmp_path)
@@ -254,14 +254,14 @@ def test_no_file_gets_the_number_of_a_standard_stream_that_is_closed(tmp_path):
     assert (tmp_path / "numbers").read_text() == "[True, True, True, True]"
 
 
-def test_what_an_encoding_lacks_is_escaped():
+def test_characters_that_an_encoding_lacks_are_escaped():
     name = os.fsdecode(b"caf\xc3\xa9-\xff")
     with standard_output("ascii") as stream:
         print(name, flush=True)
     assert stream.buffer.getvalue() == b"caf\\xe9-\\udcff\n"
 
 
-def test_a_folder_that_was_removed_is_said_to_be(tmp_path):
+def test_a_removed_current_folder_is_reported(tmp_path):
     done = in_bash(f"mkdir here && cd here && rmdir ../here && {OFFBEAT} {SIMULATE}", tmp_path)
     assert done.returncode == 2
     assert done.stderr == "offbeat: the current folder was removed: change to an existing one\n"

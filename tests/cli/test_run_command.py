@@ -12,8 +12,8 @@ OFFBEAT = [sys.executable, "-m", "offbeat"]
 SHOW = """
 import os, sys
 names = ("RANK", "WORLD_SIZE", "OFFBEAT_SLOW", "OFFBEAT_SEED", "OFFBEAT_RUN_LOG", "OFFBEAT_RUN_LOG_BYTES_MAX")
-said = [*(os.environ.get(name, "-") for name in names), *sys.argv[1:]]
-open(f"said-{os.environ['RANK']}", "w").write("|".join(said))
+printed = [*(os.environ.get(name, "-") for name in names), *sys.argv[1:]]
+open(f"printed-{os.environ['RANK']}", "w").write("|".join(printed))
 """
 TRAIN = """
 import offbeat, torch
@@ -47,8 +47,8 @@ def test_options_reach_torchrun_and_the_environment_reaches_the_script(tmp_path)
     assert done.returncode == 0, done.stderr
     log = tmp_path / "run/log.jsonl"
     for rank in (0, 1):
-        said = (tmp_path / f"said-{rank}").read_text()
-        assert said == f"{rank}|2|1:5;random:2@0.0-0.5|7|{log}|2000000|--seed|8|--slow|x"
+        printed = (tmp_path / f"printed-{rank}").read_text()
+        assert printed == f"{rank}|2|1:5;random:2@0.0-0.5|7|{log}|2000000|--seed|8|--slow|x"
 
 
 @pytest.mark.long
@@ -57,7 +57,7 @@ def test_without_options_of_ours_the_environment_stays_as_it_is(tmp_path):
     done = run(tmp_path, "--nproc-per-node=1", "--standalone", "show.py")
 
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "said-0").read_text() == "0|1|-|-|-|-"
+    assert (tmp_path / "printed-0").read_text() == "0|1|-|-|-|-"
 
 
 @pytest.mark.long
@@ -78,7 +78,7 @@ def test_a_worker_that_fails_ends_the_job_and_its_coordinator(tmp_path):
     (tmp_path / "train.py").write_text(failing)
     done = run(tmp_path, "--run-dir", "run", "--standalone", "--nproc-per-node", "2", "train.py")
 
-    # `run` returns once nobody holds standard error open any more, the coordinator included.
+    # `run` returns once no process holds standard error open any more, the coordinator included.
     assert done.returncode == 1
     stops = [e for e in record.read_log(tmp_path / "run/log.jsonl").entries if isinstance(e, AbortJob)]
     assert [(stop.worker, stop.step) for stop in stops] == [(1, 1)]

@@ -1,4 +1,4 @@
-"""Traces of two steps: what workers write, and the file that Perfetto shows."""
+"""Traces of two steps: the workers' files, and the file for Perfetto."""
 
 import json
 
@@ -9,7 +9,7 @@ from offbeat.cli.trace_file import read_traces, to_chrome_trace
 from offbeat.runtime.training.tracing import Tracer, TraceSpan, WorkerTrace
 
 
-def test_what_happens_in_the_two_steps_is_written_when_they_are_over(tmp_path):
+def test_spans_of_the_two_steps_are_written_when_they_are_over(tmp_path):
     tracer = Tracer(str(tmp_path / "trace"), 3, first_step=5)
     tracer.on_step_start(4)
     tracer.add_span("loop", "before", 0.0, 1.0)
@@ -29,7 +29,7 @@ def test_what_happens_in_the_two_steps_is_written_when_they_are_over(tmp_path):
     assert [sent for _, sent in traced.bytes_sent] == [100]
 
 
-def test_a_loop_that_ends_between_is_written_as_far_as_it_came(tmp_path):
+def test_a_loop_that_ends_between_writes_its_spans_so_far(tmp_path):
     tracer = Tracer(str(tmp_path), 0, first_step=0)
     tracer.on_step_start(0)
     tracer.add_span("loop", "compute", 1.0, 2.0)
@@ -82,11 +82,11 @@ def test_a_training_is_traced_and_communication_overlaps_both_passes(tmp_path, c
 
 
 @pytest.mark.parametrize("content", [None, "nonsense"])
-def test_where_there_is_no_trace_one_line_says_how_to_get_one(tmp_path, content, capsys):
+def test_without_a_trace_one_line_explains_how_to_get_one(tmp_path, content, capsys):
     if content is not None:
         (tmp_path / "trace").mkdir()
         (tmp_path / "trace" / "worker-0.json").write_text(content)
     assert main(["trace", str(tmp_path)]) != 0
-    said = capsys.readouterr().err
-    assert ("cannot read" if content else "train with --trace STEP") in said
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert ("cannot read" if content else "train with --trace STEP") in printed
+    assert len(printed.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Promises of the built-in training: what a worker computes and reports, and how its log becomes figures."""
+"""Promises of the built-in training: the computation and reports of a worker, and the figures of its log."""
 
 import json
 import math
@@ -122,7 +122,7 @@ def test_a_log_is_read_as_it_grows_and_only_whole_lines_of_it(tmp_path):
     assert sheet.entries[0].metrics == {"loss": math.inf}
 
 
-def test_repetition_makes_a_step_compute_as_long_as_asked_for_and_never_less_than_once():
+def test_repetition_makes_a_step_as_long_as_requested_but_at_least_one_pass():
     digits = load_data_set("digits")
     assert job.calibrate_repeat(settings(), digits, step_s=1e-9) == 1
     assert job.calibrate_repeat(settings(), digits, step_s=5e-3) > 1
@@ -163,10 +163,10 @@ def test_two_workers_train_and_the_log_accounts_for_every_sample_and_second(tmp_
     line = "train --workers 2 --epochs 2 --batch-size 64 --json result.json --run-dir run"
     assert main(line.split()) == 0
 
-    said = capsys.readouterr()
-    assert [text for text in said.err.splitlines() if text.startswith("epoch 2  loss ")]
+    printed = capsys.readouterr()
+    assert [text for text in printed.err.splitlines() if text.startswith("epoch 2  loss ")]
     assert all(
-        name in said.out
+        name in printed.out
         for name in ("compute", "communicate", "apply", "wall time", "samples/s", "test accuracy")
     )
     result = json.loads((tmp_path / "result.json").read_text())
@@ -186,7 +186,7 @@ def test_two_workers_train_and_the_log_accounts_for_every_sample_and_second(tmp_
 
 
 @pytest.mark.long
-def test_training_with_two_workers_learns_what_one_learns_from_the_large_batch(tmp_path, monkeypatch, capsys):
+def test_two_workers_learn_the_same_as_one_with_the_large_batch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for workers, batch in ((1, 64), (2, 32)):
         line = f"train --workers {workers} --epochs 1 --batch-size {batch} --json {workers}.json"

@@ -1,4 +1,4 @@
-"""Data sets: what the readers accept and refuse, in which words, and the real sets where they are."""
+"""Data sets: files that readers accept and refuse, their messages, and the real sets where present."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def path(tmp_path: Path) -> Path:
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), zipped=st.booleans())
-def test_idx_files_come_back_as_written(data: st.DataObject, zipped: bool) -> None:
+def test_idx_files_round_trip(data: st.DataObject, zipped: bool) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     values = data.draw(st.binary(min_size=(n := int(torch.Size(shape).numel())), max_size=n))
     with tempfile.TemporaryDirectory() as folder:
@@ -138,14 +138,14 @@ def test_a_damaged_gzip_stream_never_gives_wrong_values(data: st.DataObject) -> 
     ids=["empty", "2 bytes", "html", "labels", "floats", "header cut", "no values", "cut", "longer", "huge"],
 )
 @pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
-def test_idx_errors_say_what_was_expected(path: Path, content: bytes, text: str, zipped: bool) -> None:
+def test_idx_errors_name_the_expected_content(path: Path, content: bytes, text: str, zipped: bool) -> None:
     path.write_bytes(gzip.compress(content) if zipped else content)
     with pytest.raises(DataError, match=text):
         read_idx(path, dims=3)
 
 
 @pytest.mark.parametrize("read", [lambda p: read_idx(p, dims=1), read_cifar_batch], ids=["idx", "cifar"])
-def test_what_is_not_a_file_is_refused(path: Path, read: object) -> None:
+def test_a_path_that_is_no_file_is_refused(path: Path, read: object) -> None:
     assert callable(read)
     with pytest.raises(DataError, match=r"expected a file, found nothing; .* --download"):
         read(path)
@@ -160,7 +160,7 @@ def test_what_is_not_a_file_is_refused(path: Path, read: object) -> None:
 
 @pytest.mark.skipif(not UNREADABLE.is_file(), reason=f"needs Linux's {UNREADABLE}, a file that gives errors")
 @pytest.mark.parametrize("read", [lambda p: read_idx(p, dims=1), read_cifar_batch], ids=["idx", "cifar"])
-def test_a_file_that_the_disk_does_not_give(read: object) -> None:
+def test_a_read_error_of_the_disk_is_a_data_error(read: object) -> None:
     assert callable(read)
     with pytest.raises(DataError, match=r"mem: cannot be read .Input/output error"):
         read(UNREADABLE)
@@ -289,7 +289,7 @@ def swap(raw: Path) -> None:
     ],
     ids=["swapped", "fewer labels", "label 10", "other size", "one missing", "all missing"],
 )
-def test_a_set_that_is_not_mnist(tmp_path: Path, damage: object, text: str) -> None:
+def test_a_set_that_is_not_mnist_is_refused(tmp_path: Path, damage: object, text: str) -> None:
     assert callable(damage)
     damage(write_mnist(tmp_path))
     with pytest.raises(DataError, match=text) as caught:
@@ -297,8 +297,8 @@ def test_a_set_that_is_not_mnist(tmp_path: Path, damage: object, text: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_in_the_place_of_a_plain_file(tmp_path: Path) -> None:
-    """Unpackers make such folders; the gzipped file beside it is good, and without it the folder is named."""
+def test_a_folder_in_place_of_a_plain_file_is_ignored_or_named(tmp_path: Path) -> None:
+    """Unpackers make such folders; the gzipped file next to it is good, else the folder is named."""
     raw = write_mnist(tmp_path)
     (raw / "train-images-idx3-ubyte").mkdir()
     read_mnist(tmp_path, train_count=6, test_count=3)
@@ -326,7 +326,7 @@ def test_a_folder_in_the_place_of_a_plain_file(tmp_path: Path) -> None:
     ],
     ids=["fewer", "label 11", "one missing", "all missing"],
 )
-def test_a_set_that_is_not_cifar10(tmp_path: Path, damage: object, text: str) -> None:
+def test_a_set_that_is_not_cifar10_is_refused(tmp_path: Path, damage: object, text: str) -> None:
     assert callable(damage)
     damage(write_cifar10(tmp_path))
     with pytest.raises(DataError, match=text) as caught:
@@ -339,11 +339,11 @@ def test_a_set_that_is_not_cifar10(tmp_path: Path, damage: object, text: str) ->
 
 @dataclass
 class Home:
-    """A folder served over HTTP; `asked` keeps the paths that were asked for."""
+    """A folder served over HTTP; `requested` keeps the requested paths."""
 
     folder: Path
     url: str = ""
-    asked: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)
 
     def remote(self, name: str) -> RemoteFile:
         content = (self.folder / name).read_bytes()
@@ -363,7 +363,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
             super().__init__(*args, directory=str(home.folder))  # type: ignore[arg-type]
 
         def log_message(self, format: str, *args: object) -> None:
-            home.asked.append(self.path)
+            home.requested.append(self.path)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -387,9 +387,9 @@ def test_mnist_from_the_network(home: Home, tmp_path: Path) -> None:
     unzipped.write_bytes(gzip.decompress(unzipped.with_suffix(".gz").read_bytes()))
     unzipped.with_suffix(".gz").unlink()
     (target / "MNIST" / "raw" / "t10k-images-idx3-ubyte.gz").unlink()
-    home.asked.clear()
+    home.requested.clear()
     download_mnist(target, files=files)
-    assert home.asked == ["/t10k-images-idx3-ubyte.gz"]
+    assert home.requested == ["/t10k-images-idx3-ubyte.gz"]
 
 
 def test_cifar10_from_the_network(home: Home, tmp_path: Path) -> None:
@@ -409,15 +409,17 @@ def test_cifar10_from_the_network(home: Home, tmp_path: Path) -> None:
     again = read_cifar10(target, batch_count=4)
     assert torch.equal(first.train.tensors[0], again.train.tensors[0])
     shutil.move(home.folder / "set.tar.gz", target / "cifar-10-binary.tar.gz")
-    download_cifar10(target, archive=archive, batch_count=4)  # all there: nothing is asked for
+    download_cifar10(target, archive=archive, batch_count=4)  # all files exist: no request
     shutil.rmtree(target / "cifar-10-batches-bin")
-    download_cifar10(target, archive=archive, batch_count=4)  # the archive is there: nothing is asked for
+    download_cifar10(target, archive=archive, batch_count=4)  # the archive exists: no request
     assert len(read_cifar10(target, batch_count=4).test) == 4
     assert (target / "cifar-10-binary.tar.gz").exists()
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_of_many_at_once_one_downloads(name: str, home: Home, tmp_path: Path) -> None:
+def test_of_several_concurrent_downloads_only_one_requests_files(
+    name: str, home: Home, tmp_path: Path
+) -> None:
     if name == "mnist":
         for file in write_mnist(tmp_path / "original").iterdir():
             shutil.copy(file, home.folder)
@@ -437,11 +439,11 @@ def test_of_many_at_once_one_downloads(name: str, home: Home, tmp_path: Path) ->
 
     with ThreadPoolExecutor(6) as pool:
         assert len(set(pool.map(work, range(6)))) == 1
-    assert sorted(home.asked) == sorted(f"/{file.name}" for file in home.folder.iterdir())
+    assert sorted(home.requested) == sorted(f"/{file.name}" for file in home.folder.iterdir())
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_nothing_is_written_where_all_is_there(name: str, tmp_path: Path) -> None:
+def test_nothing_is_written_when_all_files_exist(name: str, tmp_path: Path) -> None:
     """A shared folder may be read-only."""
     write, fetch = {"mnist": (write_mnist, download_mnist), "cifar10": (write_cifar10, download_cifar10)}[
         name
@@ -453,14 +455,14 @@ def test_nothing_is_written_where_all_is_there(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("fetch", [download_mnist, download_cifar10])
-def test_a_folder_that_cannot_be_written_to(fetch: object, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_a_data_error(fetch: object, tmp_path: Path) -> None:
     assert callable(fetch)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DataError, match="cannot be written"):
         fetch(tmp_path / "file" / "data")
 
 
-# The door, and the digits.
+# load_data_set, and the digits.
 
 
 def test_an_unknown_set_names_the_known_ones() -> None:
@@ -470,7 +472,9 @@ def test_an_unknown_set_names_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(("name", "title"), [("mnist", "MNIST"), ("cifar10", "CIFAR-10")])
-def test_a_set_that_is_not_there(name: str, title: str, tmp_path: Path) -> None:
+def test_a_missing_set_is_reported_with_the_option_to_download_it(
+    name: str, title: str, tmp_path: Path
+) -> None:
     with pytest.raises(
         DataError, match=rf"^{title} is not in {tmp_path}: looked for .*; run with --download"
     ):
@@ -526,7 +530,7 @@ def digits(*lines: str) -> bytes:
 IMAGE = ",".join(str(pixel % 17) for pixel in range(64))
 
 
-def test_digits_come_back_as_written(path: Path) -> None:
+def test_digits_round_trip(path: Path) -> None:
     path.write_bytes(digits(f"{IMAGE},9", f"{IMAGE},0"))
     images, labels = read_digits(path)
     assert images.flatten().tolist() == [pixel % 17 for pixel in range(64)] * 2
@@ -553,7 +557,7 @@ def test_digits_come_back_as_written(path: Path) -> None:
     ],
     ids=range(13),
 )
-def test_digits_that_are_not_as_they_should_be_are_a_data_error(path: Path, content: bytes | None) -> None:
+def test_malformed_digits_are_a_data_error(path: Path, content: bytes | None) -> None:
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match="install scikit-learn again") as caught:
@@ -568,8 +572,8 @@ def test_digits_are_the_same_each_time_and_in_no_split_twice() -> None:
         first.train.tensors + first.test.tensors, again.train.tensors + again.test.tensors, strict=True
     )
     assert all(torch.equal(a, b) for a, b in pairs)
-    everything = torch.cat([first.train.tensors[0], first.test.tensors[0]])
-    assert len(everything.flatten(1).unique(dim=0)) == len(everything)
+    all_images = torch.cat([first.train.tensors[0], first.test.tensors[0]])
+    assert len(all_images.flatten(1).unique(dim=0)) == len(all_images)
 
 
 def test_loading_moves_no_global_generator() -> None:

@@ -1,4 +1,4 @@
-"""Downloads against a real HTTP server on 127.0.0.1 that does what servers and networks do to people."""
+"""Downloads against a real HTTP server on 127.0.0.1 with the faults of real servers and networks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Reply:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each request with the next reply, the last one for ever; `ranges` keeps what was asked for."""
+    """Answers each request with the next reply, then repeats the last one; `ranges` keeps requested ranges."""
 
     daemon_threads = True
 
@@ -59,9 +59,9 @@ class Server(ThreadingHTTPServer):
     def play(self, *replies: Reply) -> None:
         self.replies, self.ranges = list(replies), []
 
-    def next_reply(self, asked: str | None) -> Reply:
+    def next_reply(self, requested: str | None) -> Reply:
         with self.lock:
-            self.ranges.append(asked)
+            self.ranges.append(requested)
             return self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
 
 
@@ -140,7 +140,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "new folder" / "file.bin"
 
 
-# What a healthy server gives.
+# A healthy server.
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_file_arrives_whole_and_leaves_no_part(server: Server, target: Path, r
     assert server.ranges == [None]
 
 
-def test_a_file_that_is_there_is_not_asked_for(server: Server, target: Path) -> None:
+def test_an_existing_file_is_not_requested(server: Server, target: Path) -> None:
     target.parent.mkdir()
     target.write_bytes(b"mine")
     download_file(remote(server), target)
@@ -182,10 +182,10 @@ def test_progress_grows_to_the_size(server: Server, target: Path) -> None:
     assert {(name, total) for name, _, total in seen} == {("file.bin", len(CONTENT))}
 
 
-# Taken up again.
+# Resumed downloads.
 
 
-def test_only_the_rest_is_asked_for(server: Server, target: Path) -> None:
+def test_only_the_rest_of_a_part_is_requested(server: Server, target: Path) -> None:
     target.parent.mkdir()
     part_of(target).write_bytes(CONTENT[:1234])
     download_file(remote(server), target)
@@ -211,7 +211,7 @@ def test_a_complete_part_needs_no_connection(server: Server, target: Path) -> No
 
 
 @pytest.mark.parametrize("stale", [b"x" * 500, b"x" * len(CONTENT), b"x" * (len(CONTENT) + 1)])
-def test_a_stale_part_is_thrown_away(server: Server, target: Path, stale: bytes) -> None:
+def test_a_stale_part_is_discarded(server: Server, target: Path, stale: bytes) -> None:
     target.parent.mkdir()
     part_of(target).write_bytes(stale)
     download_file(remote(server), target)
@@ -235,7 +235,7 @@ def test_a_stale_part_is_thrown_away(server: Server, target: Path, stale: bytes)
     ],
     ids=["cut", "cut, no length", "cut chunk", "reset", "stall", "silent", "500", "503", "429"],
 )
-def test_an_interruption_is_taken_up_again(server: Server, target: Path, cut: Reply) -> None:
+def test_an_interrupted_download_is_resumed(server: Server, target: Path, cut: Reply) -> None:
     server.play(cut, Reply())
     download_file(remote(server), target, pause_s=0, timeout_s=1.0 if cut.stalls else 30.0)
     assert target.read_bytes() == CONTENT
@@ -293,12 +293,12 @@ replies = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(part=st.none() | st.integers(0, 6000), stale=st.booleans(), script=st.lists(replies, max_size=4))
-def test_whatever_happens_the_file_is_whole_or_absent(
+def test_after_any_replies_the_file_is_whole_or_absent(
     shared_server: Server, part: int | None, stale: bool, script: list[Reply]
 ) -> None:
-    """The promise of `fetch`: afterwards the file is there, whole, or an error says why not.
+    """The promise of `fetch`: afterwards the file exists, whole, or an error names the cause.
 
-    And then a good server mends all of it.
+    A good server then completes the download.
     """
     content = CONTENT[:5000]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -322,7 +322,7 @@ def test_whatever_happens_the_file_is_whole_or_absent(
         assert not part_of(target).exists()
 
 
-# Errors: one line that says what, where and what to do.
+# Errors: one line with the fault, the place and the remedy.
 
 
 def test_wrong_bytes_never_get_the_name(server: Server, target: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_login_page_is_refused_at_once(server: Server, target: Path) -> None:
     assert len(server.ranges) == 1
 
 
-def test_a_range_error_without_a_range(server: Server, target: Path) -> None:
+def test_a_range_error_without_a_range_is_retried(server: Server, target: Path) -> None:
     server.play(Reply(status=416), Reply())
     download_file(remote(server), target, pause_s=0)
     assert target.read_bytes() == CONTENT
@@ -377,13 +377,13 @@ def closed_port() -> int:
         return int(closed.getsockname()[1])
 
 
-def test_no_connection(server: Server, target: Path) -> None:
-    nobody = replace(remote(server), url=f"http://127.0.0.1:{closed_port()}/file.bin")
+def test_a_refused_connection_is_reported(server: Server, target: Path) -> None:
+    unreachable = replace(remote(server), url=f"http://127.0.0.1:{closed_port()}/file.bin")
     with pytest.raises(DataError, match=r"no connection .*check the network"):
-        download_file(nobody, target)
+        download_file(unreachable, target)
 
 
-def test_a_server_that_speaks_no_http(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_http_is_reported(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -402,7 +402,7 @@ def test_a_server_that_speaks_no_http(target: Path, monkeypatch: pytest.MonkeyPa
         thread.join()
 
 
-def test_a_full_disk(server: Server, target: Path) -> None:
+def test_a_full_disk_is_reported(server: Server, target: Path) -> None:
     target.parent.mkdir()
     part_of(target).symlink_to("/dev/full")
     with pytest.raises(DataError, match=r"cannot be written .*No space left"):
@@ -410,13 +410,13 @@ def test_a_full_disk(server: Server, target: Path) -> None:
     assert not target.exists()
 
 
-def test_a_folder_that_cannot_be_made(server: Server, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DataError, match="cannot be written"):
         download_file(remote(server), tmp_path / "file" / "below.bin")
 
 
-def test_attempts_below_one(server: Server, target: Path) -> None:
+def test_attempts_below_one_are_refused(server: Server, target: Path) -> None:
     with pytest.raises(ValueError, match="attempts must be at least 1, got 0"):
         download_file(remote(server), target, attempts=0)
 
@@ -434,19 +434,19 @@ def test_only_one_holds_the_lock_and_the_wait_has_an_end(tmp_path: Path) -> None
         pass
 
 
-def test_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
+def test_the_lock_is_released_when_its_holder_fails(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), lock_folder(tmp_path):
         raise KeyboardInterrupt
     with lock_folder(tmp_path, wait_s=0):
         pass
 
 
-def test_what_fails_under_the_lock_is_not_the_folders_fault(tmp_path: Path) -> None:
+def test_an_error_under_the_lock_is_raised_unchanged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"^mine$"), lock_folder(tmp_path):
         raise OSError("mine")
 
 
-def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DataError, match="file: cannot be written"), lock_folder(tmp_path / "file"):
         pass
@@ -470,7 +470,7 @@ def archive(tmp_path: Path) -> Path:
     return tmp_path / "set.tar.gz"
 
 
-def test_only_the_members_asked_for_are_written(archive: Path, tmp_path: Path) -> None:
+def test_only_the_requested_members_are_written(archive: Path, tmp_path: Path) -> None:
     with tarfile.open(archive, "w:gz") as tar:
         add(tar, "../evil.bin")
         add(tar, "elsewhere/a.bin", b"wrong")
@@ -486,7 +486,7 @@ def test_only_the_members_asked_for_are_written(archive: Path, tmp_path: Path) -
     assert (tmp_path / "out" / "set" / "a.bin").stat().st_mode & 0o7111 == 0
 
 
-def test_a_file_that_is_there_is_left_alone(archive: Path, tmp_path: Path) -> None:
+def test_an_existing_file_is_left_alone(archive: Path, tmp_path: Path) -> None:
     with tarfile.open(archive, "w:gz") as tar:
         add(tar, "bin/a.bin")
         add(tar, "bin/b.bin")
@@ -509,7 +509,9 @@ def test_a_file_that_is_there_is_left_alone(archive: Path, tmp_path: Path) -> No
     ],
     ids=["symlink", "symlink with a size", "hard link", "folder", "pipe", "longer", "empty"],
 )
-def test_a_member_that_is_no_such_file(archive: Path, tmp_path: Path, attributes: dict[str, object]) -> None:
+def test_a_member_that_is_no_plain_file_of_the_right_size_is_refused(
+    archive: Path, tmp_path: Path, attributes: dict[str, object]
+) -> None:
     with tarfile.open(archive, "w:gz") as tar:
         add(tar, "bin/b.bin")
         add(tar, "bin/a.bin", **attributes)  # type: ignore[arg-type]
@@ -566,14 +568,14 @@ def test_a_full_disk_when_unpacking(archive: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "a.bin").exists()
 
 
-# The door.
+# load_data_set.
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_load_goes_to_the_network_only_when_told(
+def test_load_uses_the_network_only_on_request(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The way out is a proxy that is not there, so an attempt is an error of its own."""
+    """The only proxy does not exist, so an attempt is an error of its own."""
     for variable in ("https_proxy", "HTTPS_PROXY"):
         monkeypatch.setenv(variable, f"http://127.0.0.1:{closed_port()}")
     for variable in ("no_proxy", "NO_PROXY"):

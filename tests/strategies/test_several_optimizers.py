@@ -253,7 +253,7 @@ def test_workers_are_described_by_names_whatever_the_order_within_groups():
     assert described(NAMES[:2], NAMES[2:])[0] == "parameter 0.weight float32 [3, 3], in group 0"
 
 
-def momentum_of_a_group_in_ones_own_order(rank, emit):
+def momentum_of_a_group_in_another_order(rank, emit):
     model, optimizer = in_groups(NAMES if rank == 0 else NAMES[::-1])
     for name, parameter in model.named_parameters():
         optimizer.state[parameter]["momentum_buffer"].fill_(NAMES.index(name) + 10 * rank)
@@ -263,7 +263,7 @@ def momentum_of_a_group_in_ones_own_order(rank, emit):
 
 
 def test_a_state_is_copied_to_the_parameters_of_the_same_names():
-    first, second = values(run(momentum_of_a_group_in_ones_own_order, WORKERS))
+    first, second = values(run(momentum_of_a_group_in_another_order, WORKERS))
     assert first == second == [0.0, 1.0, 2.0, 3.0]
 
 

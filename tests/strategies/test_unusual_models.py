@@ -52,7 +52,7 @@ def loss(output):
 
 
 class Worker:
-    """One of two, or, without a strategy, the one process that trains on what both have."""
+    """A worker of two, or, without a strategy, the one process that trains on the batches of both."""
 
     def __init__(self, rank=None, strategy=None):
         self.rank, self._strategy, self.session = rank, strategy, None
@@ -94,7 +94,7 @@ def numbers(*modules):
     return torch.cat([part.detach().reshape(-1).double() for part in parts]).tolist()
 
 
-# What is trained -----------------------------------------------------------------------------------------
+# Models --------------------------------------------------------------------------------------------------
 
 
 def tied(worker):
@@ -210,7 +210,7 @@ def fused(worker):
     return numbers(model)
 
 
-# How it is trained ---------------------------------------------------------------------------------------
+# Loops ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -292,7 +292,7 @@ def learning_to_learn(worker):
 
 
 def sharpness_aware(worker):
-    """SAM: two backward passes a step, and parameters are elsewhere in the second."""
+    """SAM: two backward passes a step, with other parameters in the second."""
     model = Net()
     optimizer = sgd(model)
     with worker.join(model, optimizer):
@@ -383,7 +383,7 @@ def in_a_thread(worker):
 
 
 def strictly(worker):
-    """Warnings are errors, anomalies are looked for, and nobody collects garbage."""
+    """Warnings are errors, anomalies are detected, and no garbage is collected."""
     gc.disable()
     try:
         with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
@@ -443,7 +443,7 @@ def stepped_in_inference_mode(worker):
 
 
 def joined_again(worker):
-    """The second session goes on with what the first one has made of the optimizer."""
+    """The second session continues with the optimizer as the first one left it."""
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for _ in range(2):
@@ -453,7 +453,7 @@ def joined_again(worker):
 
 
 class Backbone(Net):
-    """What no gradient changes differs at first from worker to worker."""
+    """Values that no gradient changes differ at first between the workers."""
 
     def __init__(self, other):
         super().__init__()
@@ -532,7 +532,7 @@ EVERY_WAY = {frozen, joined_again, on_another_default_device, stepped_in_inferen
 
 
 def situations(strategy):
-    """Each costs a join: under bsp all, elsewhere what goes another way there."""
+    """Each costs a join: under bsp all, elsewhere those that take another path there."""
     if strategy == "bsp":
         return EVERYWHERE + GROUPS_ALONE
     chosen = EVERY_WAY | (OF_ALL_GROUPS if strategy in IN_GROUPS else {tied, fused, joined_in_inference_mode})
@@ -553,7 +553,7 @@ def test_unusual_models_and_loops_train_as_in_one_process(strategy):
         assert torch.allclose(found, expected, rtol=0, atol=1e-9), situation.__name__
 
 
-# What is refused -----------------------------------------------------------------------------------------
+# Refusals ------------------------------------------------------------------------------------------------
 
 
 def refusal(model, optimizer, strategy="bsp"):
@@ -563,7 +563,7 @@ def refusal(model, optimizer, strategy="bsp"):
 
 
 def test_a_model_of_many_long_names_trains_on_servers():
-    """What tells one layout from another is no longer than what the coordinator takes of a text."""
+    """The signature of a layout is no longer than a text that the coordinator accepts."""
     torch.manual_seed(0)
     model = nn.Sequential()
     model.add_module(
@@ -640,7 +640,7 @@ def test_a_parameter_that_the_model_gets_after_join_is_refused_by_name(add, name
         adds(model, optimizer, add, strategy)
 
 
-def test_what_the_model_gets_after_join_and_is_frozen_is_its_own():
+def test_a_frozen_module_added_after_join_is_accepted():
     model = Net()
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, STRATEGIES["bsp"]):
@@ -712,7 +712,7 @@ def test_a_module_whose_buffers_alone_are_lazy_is_refused_by_name():
     assert "1.running_mean is not initialised yet" in refusal(model, sgd(model))
 
 
-def steps_unequally(rank, emit, strategy, what):
+def steps_unequally(rank, emit, strategy, fault):
     model = Net()
     worker, optimizer = Worker(rank), sgd(model)
     with offbeat.join(model, optimizer, STRATEGIES[strategy]):
@@ -720,17 +720,17 @@ def steps_unequally(rank, emit, strategy, what):
             optimizer.zero_grad()
             loss(model(worker.batch(number))).backward()
             is_odd = number == 2 and rank == 1
-            if is_odd and what == "backward twice":
+            if is_odd and fault == "backward twice":
                 loss(model(worker.batch(number))).backward()
-            if not (is_odd and what == "no step"):
+            if not (is_odd and fault == "no step"):
                 optimizer.step()
 
 
 @pytest.mark.long(after=2)
-@pytest.mark.parametrize("what", ["no step", "backward twice"])
+@pytest.mark.parametrize("fault", ["no step", "backward twice"])
 @pytest.mark.parametrize("strategy", IN_GROUPS)
-def test_a_worker_that_steps_after_another_number_of_backward_passes_is_named(strategy, what):
-    ended = run(steps_unequally, WORKERS, strategy, what)
+def test_a_worker_that_steps_after_another_number_of_backward_passes_is_named(strategy, fault):
+    ended = run(steps_unequally, WORKERS, strategy, fault)
     assert all(one.error_type == "WorkerError" and "both in round 3" in one.error for one in ended) or all(
         "all in round 3: workers call step() after different numbers" in one.error for one in ended
     ), ended

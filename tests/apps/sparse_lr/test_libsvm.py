@@ -1,4 +1,4 @@
-"""Sparse examples: LIBSVM's text from and to files, rows shared out, made-up rows; a9a where it is."""
+"""Sparse examples: LIBSVM's text from and to files, parts of rows, generated rows; a9a if present."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_a_file_without_rows_has_none(tmp_path, text):
         ("1 3:\xff", "a finite number after the colon", "3:\\\\xff"),
     ],
 )
-def test_a_fault_is_reported_with_file_line_what_was_expected_and_what_came(tmp_path, line, expected, found):
+def test_a_malformed_field_is_reported_with_file_line_expected_and_found_text(
+    tmp_path, line, expected, found
+):
     """The lines before it are good, also one that begins with a smaller key than the last one's."""
     for others in ("", "1 also:wrong\n"):
         with pytest.raises(DataError) as caught:
@@ -97,7 +99,7 @@ features = st.dictionaries(st.integers(0, 2**63 - 1), finite, max_size=4)
 
 @settings(max_examples=50, deadline=None)
 @given(examples=st.lists(st.tuples(finite, features), max_size=6))
-def test_what_was_written_is_read_to_the_bit(tmp_path_factory, examples):
+def test_written_rows_are_read_bit_for_bit(tmp_path_factory, examples):
     rows = SparseRows(
         labels=np.array([label for label, _ in examples], np.float64),
         starts=np.cumsum([0, *(len(row) for _, row in examples)], dtype=np.int64),
@@ -111,7 +113,7 @@ def test_what_was_written_is_read_to_the_bit(tmp_path_factory, examples):
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), count=st.integers(0, 12))
-def test_a_part_read_is_a_part_of_what_is_read(tmp_path_factory, data, count):
+def test_a_part_of_the_rows_is_read_as_in_the_whole(tmp_path_factory, data, count):
     """Rows are counted, not lines; beyond the end there are none."""
     path = tmp_path_factory.mktemp("rows") / "examples"
     path.write_text("".join(f"# {i}\n\n{i} {i}:1 {2 * i + 1}:{i}\n" for i in range(count)))
@@ -127,7 +129,7 @@ def test_a_part_read_is_a_part_of_what_is_read(tmp_path_factory, data, count):
 
 
 @pytest.mark.parametrize(("first", "stop"), [(-1, 2), (2, 1), (0, 41)])
-def test_rows_that_cannot_be_are_refused(tmp_path, first, stop):
+def test_impossible_ranges_of_rows_are_refused(tmp_path, first, stop):
     with pytest.raises(ValueError, match=f"rows within 0 to 40, got {first} to {stop}"):
         power_law_rows(40).row_range(first, stop)
     if stop < 41:
@@ -135,7 +137,7 @@ def test_rows_that_cannot_be_are_refused(tmp_path, first, stop):
             read_libsvm(tmp_path / "missing", first=first, stop=stop)
 
 
-def test_lengths_that_do_not_fit_are_refused():
+def test_lengths_that_do_not_match_are_refused():
     rows = power_law_rows(3)
     with pytest.raises(ValueError, match="one start per row and the end, 3, got 4"):
         SparseRows(labels=rows.labels[:2], starts=rows.starts, keys=rows.keys, values=rows.values)
@@ -182,7 +184,7 @@ def power_law_rows(rows: int, **arguments: object) -> SparseRows:
     return concatenate_rows(blocks)
 
 
-def test_each_block_is_the_same_whoever_makes_it():
+def test_each_block_is_the_same_in_every_partition():
     whole = list(power_law_blocks(1050, 10**9, 3, rows_per_block=100))
     assert [len(block) for block in whole] == [100] * 10 + [50]
     for part in range(3):
@@ -193,7 +195,7 @@ def test_each_block_is_the_same_whoever_makes_it():
     assert not same(whole[0], next(power_law_blocks(1050, 10**9, 4, rows_per_block=100)))
 
 
-def test_rows_are_sound_and_nothing_is_as_long_as_there_are_features():
+def test_rows_are_valid_and_no_array_is_as_long_as_the_number_of_features():
     """2^31 features of 8 bytes would be 16 GiB."""
     rows = power_law_rows(500, features=FEATURES_MAX, draws=20)
     assert set(rows.labels) == {-1.0, 1.0}
@@ -245,12 +247,12 @@ def test_labels_follow_a_model_that_can_be_learnt():
         ({"part": 2, "parts": 2}, "a part of 0 to 1, got 2"),
     ],
 )
-def test_rows_that_cannot_be_made_up_are_refused(arguments, words):
+def test_impossible_generated_rows_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         power_law_rows(10, **arguments)
 
 
-# The real thing -----------------------------------------------------------------------------------------
+# The real set -------------------------------------------------------------------------------------------
 
 
 def test_a9a():

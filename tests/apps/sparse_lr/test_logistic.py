@@ -73,7 +73,7 @@ def test_loss_and_gradient_are_the_dense_formulas():
     np.testing.assert_allclose(gradient(columns, margins), expected, rtol=1e-12)
 
 
-def test_the_gradient_is_what_finite_differences_of_the_loss_say():
+def test_the_gradient_equals_finite_differences_of_the_loss():
     signed, columns, weights = problem(1)
     step = 1e-6
     for place, slope in enumerate(gradient(columns, columns.multiply(weights))):
@@ -116,7 +116,7 @@ def test_bounds_bound_the_loss_of_each_weight_that_moves_within_its_width(seed, 
     assert moved <= loss(margins) + slope * change + bound * change**2 / 2 + 1e-9 * moved
 
 
-def test_a_block_has_what_the_whole_has_of_its_columns():
+def test_a_block_equals_the_whole_in_its_columns():
     _, columns, weights = problem(3)
     margins = columns.multiply(weights)
     places = columns.column_slice(10, 32)
@@ -190,7 +190,7 @@ def test_the_optimum_satisfies_kkt_and_nothing_near_it_is_better(seed, share):
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), scale=st.floats(0, 3), share=st.floats(0.02, 2))
-def test_the_gap_is_never_less_than_what_is_missing(seed, scale, share):
+def test_the_gap_is_never_less_than_the_distance_to_the_optimum(seed, scale, share):
     _, columns, weights = problem(seed)
     l1 = share * np.abs(gradient(columns, np.zeros(columns.height))).max()
     here, best = optimality(columns, scale * weights, l1), solve(columns, l1, relative_gap=1e-12).optimality
@@ -251,7 +251,7 @@ def test_a_gap_below_rounding_is_not_claimed():
 # Delayed block proximal gradient ------------------------------------------------------------------------
 
 
-def test_a_server_adds_up_by_key_what_workers_push():
+def test_a_server_adds_pushes_by_key():
     pushes = [
         BlockPush(keys=np.array([2, 5, 9]), gradients=np.array([1.0, 2, 3]), bounds=np.array([1.0, 1, 1])),
         BlockPush(keys=np.array([5, 7]), gradients=np.array([10.0, 20]), bounds=np.array([2.0, 3])),
@@ -304,7 +304,7 @@ def test_with_the_rate_that_descends_no_step_of_at_most_that_share_of_its_widths
 
 
 def test_with_a_rate_of_1_correlated_columns_never_settle():
-    """Why there must be a rate: eight equal columns each go all the way."""
+    """Why there must be a rate: eight equal columns each move the whole way."""
     columns = SignedColumns.from_rows(rows_of(np.ones((40, 8)), np.repeat([1.0, -1.0], [30, 10])))
     ends = {}
     for rate in (1.0, descent_rate(columns)):
@@ -336,7 +336,7 @@ def test_margins_that_pulls_move_are_those_of_the_weights():
     np.testing.assert_allclose(worker.margins_N, columns.multiply(weights), atol=1e-12)
 
 
-def test_a_worker_pushes_what_is_active_with_the_widths_that_it_has():
+def test_a_worker_pushes_active_keys_with_its_widths():
     _, columns, weights = problem(10)
     worker = BlockWorker(columns, 1.0)
     worker.apply_pull(columns.keys, weights, np.array([0.5, -0.95, 3.0, *np.zeros(5)]))
@@ -348,7 +348,7 @@ def test_a_worker_pushes_what_is_active_with_the_widths_that_it_has():
     np.testing.assert_array_equal(some.rows, whole.rows[[0, *range(2, 8)]])
 
 
-def test_a_worker_has_the_largest_violation_of_what_it_pulled():
+def test_a_worker_records_the_largest_violation_of_its_pulls():
     _, columns, _ = problem(10)
     worker = BlockWorker(columns, 1.0)
     for gradients in ([0.5, -0.95, 3.0], [0.0, 1.5, 0.0]):
@@ -374,7 +374,7 @@ def one_step(w, width, g, u, l1, rate):
 
 @pytest.mark.parametrize("block_keys", [1, 7, 40])
 def test_a_namespace_takes_the_steps_of_the_formulas(block_keys):
-    """Rows (gradient, bound) in, rows (weight, gradient) out; whatever blocks a server has it in."""
+    """Rows (gradient, bound) in, rows (weight, gradient) out; in blocks of any size."""
     update, rng = BlockProximal(l1=0.7, rate=0.9), np.random.default_rng(11)
     table = build_table(encode_namespace(update, width=2, dtype="float64"), 40, block_keys, {})
     weights, widths, gradients = np.zeros(40), np.ones(40), np.zeros(40)
@@ -422,7 +422,7 @@ def test_a_worker_has_the_widths_that_the_servers_have():
 # Passes -------------------------------------------------------------------------------------------------
 
 
-def test_all_keys_are_looked_at_again_when_the_objective_hardly_changes_and_once_more_is_the_end():
+def test_all_keys_are_checked_again_when_the_objective_settles_and_a_second_check_ends():
     passes = PassSchedule(100, 4, 50, 0.01)
     steps = [(100, 5), (90, 2), (89.5, 1), (80, 1), (79.9, 1), (79.8, 1)]
     slacks, ended = [passes.kkt_margin], []
@@ -443,7 +443,7 @@ def test_a_pass_has_every_key_once_in_an_order_that_all_workers_draw():
     assert len(set(map(tuple, orders[0]))) > 1
 
 
-def test_without_the_filter_all_are_always_looked_at_and_passes_have_a_number_at_most():
+def test_without_the_filter_all_keys_are_always_checked_and_passes_are_bounded():
     passes = PassSchedule(10, 3, 50, 0.01, filtered=False, passes_max=3)
     for number, _ in enumerate(passes):
         passes.end_pass(100 / 2**number, 5)
@@ -454,8 +454,8 @@ def test_without_the_filter_all_are_always_looked_at_and_passes_have_a_number_at
 class Job:
     """Workers and a server in one process, task after task: workers see results up to tau tasks late.
 
-    A task is one block. A worker takes in what finished in order, and at least all tasks before the last tau;
-    at the end of a pass all of it.
+    A task is one block. A worker applies finished tasks in order, and at least all tasks before the last tau;
+    at the end of a pass all of them.
     """
 
     def __init__(self, parts, l1, *, blocks, tau, seed, rate=None, filtered=True):
@@ -481,7 +481,7 @@ class Job:
         finished, seen = [], [0] * len(self.workers)
         for first, stop in blocks:
             for rank in range(len(self.workers)):
-                self.take_in(finished, seen, rank, self.tau)
+                self.apply_finished(finished, seen, rank, self.tau)
             both = zip(self.workers, self.filters, strict=True)
             total = sum_pushes([worker.compute_push(first, stop, kkt.active) for worker, kkt in both])
             self.computed += len(total.keys)
@@ -491,11 +491,11 @@ class Job:
             self.values[places], self.states["widths"][places] = values, states["widths"]
             finished.append((total.keys, *values.T))
         for rank in range(len(self.workers)):
-            self.take_in(finished, seen, rank, 0)
+            self.apply_finished(finished, seen, rank, 0)
         active = [kkt.active(self.keys).tolist() for kkt in self.filters]
         assert all(one == active[0] for one in active)
 
-    def take_in(self, finished, seen, rank, tau):
+    def apply_finished(self, finished, seen, rank, tau):
         until = len(finished) - self.rng.randint(0, min(tau, len(finished) - seen[rank]))
         for step in finished[seen[rank] : until]:
             self.workers[rank].apply_pull(*step)
@@ -538,8 +538,8 @@ def test_delayed_steps_reach_the_optimum_and_its_support(parts, best, tau, filte
     assert job.passes.is_over
     assert distance_from_optimum(job.whole, job.weights, 2.0) == (pytest.approx(0, abs=1e-9), 0)
     assert optimality(job.whole, job.weights, 2.0).violation < 1e-4
-    everything = job.passes.passes_ended * len(job.keys)
-    assert job.computed < 0.7 * everything if filtered else job.computed == everything
+    unfiltered = job.passes.passes_ended * len(job.keys)
+    assert job.computed < 0.7 * unfiltered if filtered else job.computed == unfiltered
     for worker in job.workers:
         at = np.searchsorted(job.keys, worker.columns.keys)
         np.testing.assert_array_equal(worker.weights_D, job.weights[at])
@@ -579,6 +579,6 @@ def test_without_delay_and_with_the_rate_that_descends_no_pass_climbs(parts):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make, words):
+def test_impossible_arguments_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()

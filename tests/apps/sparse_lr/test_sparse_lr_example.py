@@ -41,16 +41,16 @@ def made_up(**settings):
 
 
 @pytest.mark.long
-def test_what_is_reported_is_the_objective_of_the_weights_that_the_servers_have():
+def test_the_reported_objective_is_that_of_the_weights_on_the_servers():
     options, columns = made_up(epsilon=1.0)
     with (
         offbeat.PS.local(servers=2) as ps,
         start(worker, WORKERS, ps.cluster, options, None) as clients,
     ):
-        said = [clients.receive(0) for _ in range(3)]  # the second pass and the third change it by less
+        reported = [clients.receive(0) for _ in range(3)]  # the second pass and the third change it by less
         pulled = values(clients.ends())
     weights = pulled[0][columns.keys]
-    found = re.fullmatch(r"pass 3: objective (.*), (.*) weights, (.*) B", said[-1])
+    found = re.fullmatch(r"pass 3: objective (.*), (.*) weights, (.*) B", reported[-1])
     assert float(found[1]) == pytest.approx(optimality(columns, weights, 4.0).objective, abs=1e-6)
     assert int(found[2]) == np.count_nonzero(weights)
     assert float(found[3]) > 0
@@ -59,7 +59,7 @@ def test_what_is_reported_is_the_objective_of_the_weights_that_the_servers_have(
 @pytest.mark.long
 @pytest.mark.parametrize("tau", [0, 2])
 @pytest.mark.parametrize("kkt", [True, False])
-def test_the_optimum_is_found_though_a_server_is_killed_in_the_midst(tmp_path, tau, kkt):
+def test_the_optimum_is_found_though_a_server_is_killed_during_training(tmp_path, tau, kkt):
     killed = tmp_path / "killed"
     options, columns = made_up(tau=tau, kkt=kkt)
     with (

@@ -55,17 +55,17 @@ def width_of(vector):
 
 
 @given(pairs(), FACTORS)
-def test_sums_have_the_keys_of_either_and_what_is_absent_is_zero(pair, factor):
+def test_sums_have_the_keys_of_either_set_and_missing_values_are_zero(pair, factor):
     one, other = pair
     a, b, zero = as_dict(one), as_dict(other), [0.0] * width_of(one)
     before = as_dict(one), as_dict(other)
-    for came, times_b in ((one.axpy(factor, other), factor), (one.add(other), 1)):
-        assert as_dict(came) == {
+    for result, times_b in ((one.axpy(factor, other), factor), (one.add(other), 1)):
+        assert as_dict(result) == {
             key: [x + times_b * y for x, y in zip(a.get(key, zero), b.get(key, zero), strict=True)]
             for key in sorted({*a, *b})
         }
-        assert came.values.dtype == one.values.dtype
-        assert not np.shares_memory(came.values, one.values)
+        assert result.values.dtype == one.values.dtype
+        assert not np.shares_memory(result.values, one.values)
     assert (as_dict(one), as_dict(other)) == before
 
 
@@ -89,10 +89,10 @@ def test_products_of_float32_are_summed_in_float64():
 
 @given(working_sets(), FACTORS, st.booleans())
 def test_a_scaled_set_has_each_value_times_the_factor(vector, factor, is_numpys):
-    came = vector.scale(np.float64(factor) if is_numpys else factor)
-    assert as_dict(came) == {key: [factor * x for x in row] for key, row in as_dict(vector).items()}
-    assert came.values.dtype == vector.values.dtype
-    assert not np.shares_memory(came.values, vector.values)
+    result = vector.scale(np.float64(factor) if is_numpys else factor)
+    assert as_dict(result) == {key: [factor * x for x in row] for key, row in as_dict(vector).items()}
+    assert result.values.dtype == vector.values.dtype
+    assert not np.shares_memory(result.values, vector.values)
 
 
 @given(working_sets(), RANGES)
@@ -106,24 +106,24 @@ def test_a_cut_has_the_keys_of_a_range_and_shares_their_values(vector, ends):
 
 @given(working_sets(), st.sets(KEYS))
 def test_a_united_set_lists_more_and_is_the_same_vector(vector, more):
-    came = vector.with_keys(np.array(sorted(more), np.int64))
+    result = vector.with_keys(np.array(sorted(more), np.int64))
     zero = [0.0] * width_of(vector)
-    assert as_dict(came) == {key: as_dict(vector).get(key, zero) for key in {*as_dict(vector), *more}}
-    assert came.dot(vector) == vector.dot(vector)
+    assert as_dict(result) == {key: as_dict(vector).get(key, zero) for key in {*as_dict(vector), *more}}
+    assert result.dot(vector) == vector.dot(vector)
 
 
 @given(working_sets(), st.lists(KEYS))
-def test_values_can_be_had_of_any_keys_in_any_order(vector, keys):
-    came = vector.values_at(np.array(keys, np.int64)).reshape(len(keys), width_of(vector)).tolist()
-    assert came == [as_dict(vector).get(key, [0.0] * width_of(vector)) for key in keys]
+def test_values_of_any_keys_are_returned_in_any_order(vector, keys):
+    result = vector.values_at(np.array(keys, np.int64)).reshape(len(keys), width_of(vector)).tolist()
+    assert result == [as_dict(vector).get(key, [0.0] * width_of(vector)) for key in keys]
 
 
 @given(pairs())
-def test_what_was_pulled_is_assigned_to_the_keys_that_are_listed(pair):
+def test_pulled_values_are_assigned_to_the_listed_keys(pair):
     vector, pulled = pair
-    before, came = as_dict(vector), as_dict(pulled)
+    before, result = as_dict(vector), as_dict(pulled)
     vector.assign(Entries(0, pulled.values, pulled.keys))
-    assert as_dict(vector) == {key: came.get(key, row) for key, row in before.items()}
+    assert as_dict(vector) == {key: result.get(key, row) for key, row in before.items()}
 
 
 @given(working_sets(width=0, dtype=np.float32), st.sampled_from([0, 2, 2**40 - 3, KEY_STOP_MAX - 9]))
@@ -136,7 +136,7 @@ def test_a_range_that_was_pulled_whole_is_assigned_too(vector, first):
 
 
 @given(working_sets())
-def test_what_is_pushed_comes_back_as_it_was(vector):
+def test_a_pushed_set_round_trips(vector):
     content = vector.entries()
     assert np.shares_memory(content.values, vector.values) or not len(vector)
     again = WorkingSet.from_entries(content)
@@ -152,7 +152,7 @@ def test_neighbours_that_were_pulled_are_a_set_of_their_own():
     assert vector.values.all()
 
 
-def test_room_is_made_of_zeros():
+def test_a_new_set_is_of_zeros():
     keys = np.array([3, 5])
     assert as_dict(WorkingSet.zeros(keys)) == {3: [0], 5: [0]}
     assert WorkingSet.zeros(keys).values.dtype == np.float32
@@ -195,12 +195,12 @@ def test_rows_transposed_times_numbers_are_those_of_the_dense_matrix(drawn, data
     sparse, dense, labels = drawn
     terms = np.array([data.draw(NUMBERS) for _ in labels])
     columns = SignedColumns.from_rows(sparse)
-    for came, expected in (
+    for result, expected in (
         (multiply_transposed(sparse, terms), dense.T @ terms),
         (multiply_transposed(columns, terms), dense.T @ (labels * terms)),
     ):
-        assert came.keys.tolist() == np.unique(sparse.keys).tolist()
-        assert came.values_at(np.array(ALL_KEYS)).tolist() == expected.tolist()
+        assert result.keys.tolist() == np.unique(sparse.keys).tolist()
+        assert result.values_at(np.array(ALL_KEYS)).tolist() == expected.tolist()
 
 
 @given(examples(), st.data())
@@ -214,7 +214,7 @@ def test_both_products_are_transposes_of_each_other(drawn, data):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_steps_of_a_worker_and_a_table_are_those_of_the_dense_matrix(dtype):
-    """Least squares: pull what occurs, compute, push; what does not occur is neither pulled nor pushed."""
+    """Least squares: only keys that occur are pulled, computed and pushed."""
     numbers = np.random.default_rng(0)
     keys = np.array(ALL_KEYS[:-2])
     dense, targets = numbers.normal(size=(20, len(keys))), numbers.normal(size=20)
@@ -237,7 +237,7 @@ def test_steps_of_a_worker_and_a_table_are_those_of_the_dense_matrix(dtype):
     np.testing.assert_allclose(weights.values, expected, rtol=1e-4 if dtype == np.float32 else 1e-12)
 
 
-# What is refused ----------------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_steps_of_a_worker_and_a_table_are_those_of_the_dense_matrix(dtype):
         ([1.0, 2.0], np.ones(2), "keys as one row of int64, got float64"),
     ],
 )
-def test_sets_that_cannot_be_are_refused(keys, values, words):
+def test_impossible_sets_are_refused(keys, values, words):
     with pytest.raises(ValueError, match=words):
         WorkingSet(np.array(keys), values)
 
@@ -261,7 +261,7 @@ def test_sets_that_cannot_be_are_refused(keys, values, words):
 @pytest.mark.parametrize(
     "rows", [np.ones(2), np.ones((2, 2), np.float32)], ids=["another dtype", "another width"]
 )
-def test_sets_that_do_not_fit_each_other_are_refused(rows):
+def test_incompatible_sets_are_refused(rows):
     one, other = WorkingSet.zeros(np.array([1, 2])), WorkingSet(np.array([1, 2]), rows)
     words = r"rows of float32 and shape \(\) as here, got .*; use astype for another dtype"
     for refused in (
@@ -281,14 +281,14 @@ def test_sets_that_do_not_fit_each_other_are_refused(rows):
         (Entries(0, np.ones(1, np.float32), np.array([1, 2])), "values of 2 keys, got 1"),
     ],
 )
-def test_what_cannot_have_been_pulled_is_refused(content, words):
+def test_impossible_pulls_are_refused(content, words):
     vector = WorkingSet.zeros(np.array([1, 2]))
     with pytest.raises(ValueError, match=words):
         vector.assign(content)
     assert not vector.values.any()
 
 
-def test_products_with_what_does_not_fit_are_refused():
+def test_incompatible_products_are_refused():
     rows = SparseRows(
         labels=np.ones(2), starts=np.array([0, 1, 1]), keys=np.array([4]), values=np.array([2.0])
     )

@@ -380,7 +380,5 @@ def test_the_size_of_the_graph_does_not_grow_with_finished_tasks(tau):
             graph.on_returned(other, callee)
         do(graph, number, "b")
         do(graph, after, "b")
-        sizes.append(
-            len(pickle.dumps((graph, iterations)))
-        )  # all that they hold
+        sizes.append(len(pickle.dumps((graph, iterations))))  # all that they hold
     assert len(set(sizes[260:])) == 1  # from then on numbers take two bytes each
