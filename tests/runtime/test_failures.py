@@ -1,7 +1,7 @@
-"""Promises of a job in which something fails: real workers are killed, stopped, interrupted and misled.
+"""Promises of a job with failures: real workers are killed, paused, interrupted and misused.
 
-Whatever happens, the others end naming who caused it, and nothing is left: no process, no temporary file, no
-hook; a gradient whose exchange did not finish is the local one.
+The others always end with an error that names the culprit, and nothing is left: no process, no temporary
+file, no hook; a gradient whose exchange did not finish is the local one.
 """
 
 import io
@@ -26,7 +26,7 @@ from offbeat.strategies import AllReduce
 from support.jobs import job
 from support.newcomer_training import train
 
-SILENT_S = 3.0  # 10 s, if nobody says otherwise
+SILENT_S = 3.0  # the default is 10 s
 
 WORKERS = 4
 
@@ -60,7 +60,7 @@ def loss_of(model, rank, step):
 
 
 def local_gradients(model, rank, step):
-    """What a backward pass computes on this worker alone."""
+    """The gradients of a backward pass on this worker alone."""
     twin = Net(model.layers[0].in_features)
     twin.load_state_dict(model.state_dict())
     loss_of(twin, rank, step).backward()
@@ -68,7 +68,7 @@ def local_gradients(model, rank, step):
 
 
 class Loop:
-    """A training loop that looks, when it ends with a WorkerError, at what that left behind.
+    """A training loop that checks hooks and gradients when it ends with a WorkerError.
 
     Args:
         misdeed: (session, step), called before each step; may raise, end the process or return "leave".
@@ -79,7 +79,7 @@ class Loop:
         torch.manual_seed(rank)
         self.model = Net(width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.waits_in = None  # the step in whose exchange this worker says that it waits
+        self.waits_in = None  # the step in whose exchange this worker reports that it waits
 
     def run(self):
         before = hooks_of(self.model, self.optimizer)
@@ -121,18 +121,18 @@ class Loop:
 
 
 def survivors(ended, victim, since_s=None):
-    """What the others ended with; prints how long after `since_s` the last of them ended."""
+    """The results of the other workers; prints how long after `since_s` the last of them ended."""
     others = [one for one in ended if one.rank != victim]
     for one in others:
         assert one.error is None, one.trace
         assert one.exitcode == 0
-        assert one.value is not None, f"worker {one.rank} ended as if nothing had happened"
+        assert one.value is not None, f"worker {one.rank} ended without an error"
     if since_s is not None:
         print(f"the last of the others ended {max(one.ended_s for one in others) - since_s:.2f} s after")
     return [one.value for one in others]
 
 
-# Killed ---------------------------------------------------------------------------------------------------
+# Killed workers -------------------------------------------------------------------------------------------
 
 
 def hang(emit, what):
@@ -155,17 +155,17 @@ def hangs_in_compute(rank, emit, victim, at_step):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 1, 3])
-def test_a_worker_killed_while_it_computes_and_the_others_wait_for_it_is_named(victim):
+def test_a_worker_killed_while_the_others_wait_for_it_is_named(victim):
     with job(hangs_in_compute, WORKERS, victim, 3) as running:
         running.receive(*range(WORKERS))
         killed_s = running.signal(victim, signal.SIGKILL)
         ended = running.ends()
-    for said in survivors(ended, victim, killed_s):
-        assert said["worker"] == victim
-        assert said["step"] == 3
-        assert f"worker {victim} was lost" in said["text"]
-        assert re.search(r"\(noticed by (the coordinator|worker \d)\)$", said["text"])
-        assert said["waited"]
+    for report in survivors(ended, victim, killed_s):
+        assert report["worker"] == victim
+        assert report["step"] == 3
+        assert f"worker {victim} was lost" in report["text"]
+        assert re.search(r"\(noticed by (the coordinator|worker \d)\)$", report["text"])
+        assert report["waited"]
 
 
 def hangs_after_join(rank, emit, victim):
@@ -180,10 +180,10 @@ def test_a_worker_killed_right_after_join_is_named(victim):
         running.receive(victim)
         killed_s = running.signal(victim, signal.SIGKILL)
         ended = running.ends()
-    for said in survivors(ended, victim, killed_s):
-        assert said["worker"] == victim
-        assert said["step"] is None
-        assert f"worker {victim} was lost before its first step" in said["text"]
+    for report in survivors(ended, victim, killed_s):
+        assert report["worker"] == victim
+        assert report["step"] is None
+        assert f"worker {victim} was lost before its first step" in report["text"]
 
 
 def killed_before_the_start(rank, emit, late):
@@ -200,17 +200,17 @@ def killed_before_the_start(rank, emit, late):
     if rank == late:
         join = client.CoordinatorClient.join
 
-        def come_late(self, **about):
-            emit("has met the others and waits to ask")
+        def join_late(self, **about):
+            emit("has met the others and waits to join")
             assert signal.sigwait({signal.SIGUSR1})
             return join(self, **about)
 
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        client.CoordinatorClient.join = come_late
+        client.CoordinatorClient.join = join_late
     return Loop(rank, emit).run()
 
 
-def test_a_worker_killed_before_the_start_is_named_also_to_those_who_come_later():
+def test_a_worker_killed_before_the_start_is_named_also_to_later_workers():
     with job(killed_before_the_start, 3, 2) as running:
         running.receive(0, 1, 2)
         killed_s = running.signal(1, signal.SIGKILL)
@@ -218,11 +218,11 @@ def test_a_worker_killed_before_the_start_is_named_also_to_those_who_come_later(
         running.signal(2, signal.SIGUSR1)
         ended = running.ends()
     first, late = survivors(ended, 1, killed_s)
-    # On a busy machine the coordinator may see the death before it reads what this one asked.
+    # On a busy machine the coordinator may see the death before it reads this worker's request.
     assert first["worker"] == 1 or "cannot take part" in first["text"]
-    for said in first, late:
-        assert "was lost before the start" in said["text"]
-        assert "worker 1" in said["text"]
+    for report in first, late:
+        assert "was lost before the start" in report["text"]
+        assert "worker 1" in report["text"]
 
 
 def dies_in_the_exchange(rank, emit, victim, width):
@@ -247,32 +247,32 @@ def dies_in_the_exchange(rank, emit, victim, width):
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_killed_in_the_middle_of_the_exchange_of_a_big_model_is_named(victim):
-    """The weight of each layer is a bucket of 64 MB; the victim dies when half of one has come."""
+    """The weight of each layer is a bucket of 64 MB; the victim dies when half of one has arrived."""
     with job(dies_in_the_exchange, 3, victim, 4096) as running:
         killed_s = running.died(victim)
         ended = running.ends()
-    for said in survivors(ended, victim, killed_s):
-        assert said["worker"] == victim
-        assert said["step"] == 2
-        assert said["at"] == 2
-        assert said["waited"]
+    for report in survivors(ended, victim, killed_s):
+        assert report["worker"] == victim
+        assert report["step"] == 2
+        assert report["at"] == 2
+        assert report["waited"]
 
 
 def test_a_coordinator_killed_with_its_supervisor_is_named_by_every_worker():
-    """Killed alone, it is started again: see test_coordinator_restart.py."""
+    """Killed alone, a coordinator is restarted: see test_coordinator_restart.py."""
     with job(hangs_in_compute, 3, 1, 3) as running:
         running.receive(0, 1, 2)
         killed_s = time.monotonic()
         running.kill_coordinator()
         waiting = [running.end(0), running.end(2)]
         running.signal(1, signal.SIGKILL)
-    for said in survivors(waiting, 1, killed_s):
-        assert "lost the coordinator" in said["text"]
-        assert "nothing listens any more" in said["text"]
-        assert said["waited"]
+    for report in survivors(waiting, 1, killed_s):
+        assert "lost the coordinator" in report["text"]
+        assert "nothing listens any more" in report["text"]
+        assert report["waited"]
 
 
-# Stopped --------------------------------------------------------------------------------------------------
+# Paused workers -------------------------------------------------------------------------------------------
 
 
 def sleeps_in_compute(rank, emit, victim):
@@ -304,23 +304,23 @@ def stop_one(victim):
         return victim, survivors(others, victim, stopped_s), running.end(victim)
 
 
-def test_a_stopped_worker_is_named_once_it_is_silent_and_ends_too_when_it_goes_on():
-    with ThreadPoolExecutor() as pool:  # each takes the whole silence
-        for victim, others, came_back in pool.map(stop_one, [0, 1]):
-            for said in others:
-                assert said["worker"] == victim
-                assert said["step"] == 3
-                assert f"has been silent for {SILENT_S:g} s" in said["text"]
-                assert said["waited"]
-            assert came_back.error is None, came_back.trace
-            assert "lost the coordinator" in came_back.value["text"]
+def test_a_paused_worker_is_named_after_its_silence_and_ends_when_it_resumes():
+    with ThreadPoolExecutor() as pool:  # each case waits for the whole silence limit
+        for victim, others, resumed in pool.map(stop_one, [0, 1]):
+            for report in others:
+                assert report["worker"] == victim
+                assert report["step"] == 3
+                assert f"has been silent for {SILENT_S:g} s" in report["text"]
+                assert report["waited"]
+            assert resumed.error is None, resumed.trace
+            assert "lost the coordinator" in resumed.value["text"]
 
 
-# Failing by themselves ------------------------------------------------------------------------------------
+# Failing workers ------------------------------------------------------------------------------------------
 
 
 def misbehaves(rank, emit, culprit, how):
-    loop = Loop(rank, emit)  # without an end: what the coordinator says may come some steps later
+    loop = Loop(rank, emit)  # without an end: the coordinator's message may arrive some steps later
 
     def misdeed(session, model):
         if rank == culprit and session.step == 4:
@@ -335,7 +335,7 @@ def fail(session, model):
     raise ValueError("sample 17 is broken:\n  it has two labels")
 
 
-def fail_without_a_word(session, model):
+def fail_without_a_message(session, model):
     raise AssertionError
 
 
@@ -360,7 +360,7 @@ def exit_early(session, model):
 
 MISDEEDS = {
     "fail": fail,
-    "fail without a word": fail_without_a_word,
+    "fail without a word": fail_without_a_message,
     "fail at length": fail_at_length,
     "fail in forward": fail_in_forward,
     "interrupt": interrupt,
@@ -388,12 +388,12 @@ def test_an_error_in_one_worker_ends_the_others_with_its_name_and_text(culprit, 
     with job(misbehaves, 3, culprit, how) as running:
         ended = running.ends()
     assert ended[culprit].error_type == own_error
-    for said in survivors(ended, culprit, ended[culprit].ended_s):
-        assert said["worker"] == culprit
-        assert said["step"] == 4
-        assert said["text"].startswith(f"worker {culprit} {text}")
-        assert len(said["text"].splitlines()) == 1
-        assert len(said["text"]) < 3000
+    for report in survivors(ended, culprit, ended[culprit].ended_s):
+        assert report["worker"] == culprit
+        assert report["step"] == 4
+        assert report["text"].startswith(f"worker {culprit} {text}")
+        assert len(report["text"].splitlines()) == 1
+        assert len(report["text"]) < 3000
 
 
 @pytest.mark.long(after=2)
@@ -402,23 +402,23 @@ def test_an_error_in_one_worker_ends_the_others_with_its_name_and_text(culprit, 
 def test_a_worker_that_leaves_early_is_named(culprit, how):
     with job(misbehaves, 3, culprit, how) as running:
         ended = running.ends()
-    if how == "leave":  # it stays for the others to finish, and hears that they go on
+    if how == "leave":  # it waits for the others, and gets the error that they continue
         assert f"worker {culprit} has finished after 4 steps; worker" in ended[culprit].value["text"]
     else:
         assert ended[culprit].value is None
-    for said in survivors(ended, culprit):
-        assert f"worker {culprit} has finished after 4 steps" in said["text"]
-        assert "wants step 5: give every worker the same number of batches" in said["text"]
-        assert said["at"] in (3, 4)  # one may still wait for the last of step 4 when another wants step 5
+    for report in survivors(ended, culprit):
+        assert f"worker {culprit} has finished after 4 steps" in report["text"]
+        assert "wants step 5: give every worker the same number of batches" in report["text"]
+        assert report["at"] in (3, 4)  # a worker may still wait for step 4 when another is at step 5
 
 
 def test_a_worker_that_calls_backward_twice_is_named():
     with job(misbehaves, 3, 1, "two backwards") as running:
         ended = running.ends()
-    for said in survivors(ended, None):
-        assert re.search(r"worker [012] is in step [45] but worker [012] in step [45]", said["text"])
-        assert "worker 1" in said["text"]
-        assert "call backward and step equally often on every worker" in said["text"]
+    for report in survivors(ended, None):
+        assert re.search(r"worker [012] is in step [45] but worker [012] in step [45]", report["text"])
+        assert "worker 1" in report["text"]
+        assert "call backward and step equally often on every worker" in report["text"]
 
 
 def exits_at_the_end(rank, emit):
@@ -431,16 +431,16 @@ def exits_at_the_end(rank, emit):
     return "did not exit"
 
 
-def test_exiting_with_success_is_leaving_in_order():
+def test_exiting_with_success_counts_as_leaving():
     with job(exits_at_the_end, 3) as running:
         assert [one.value for one in running.ends()] == [0, 0, 0]
 
 
-# Who survives says so ---------------------------------------------------------------------------------------
+# Reports of survivors ---------------------------------------------------------------------------------------
 
 
 def writes(rank, emit, victim, misdeed):
-    """Trains to the end; returns what that has written to standard error, where nobody sets logging up."""
+    """Trains to the end; returns the lines on standard error, without any configuration of logging."""
     at_step = None
     if rank == victim:
 
@@ -454,7 +454,7 @@ def writes(rank, emit, victim, misdeed):
     return written.getvalue().splitlines()
 
 
-def kill_oneself():
+def kill_this_process():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -466,11 +466,11 @@ def fail():
 @pytest.mark.parametrize(
     ("misdeed", "cause"),
     [
-        (kill_oneself, r"worker-2\.\w+ .* \(noticed by the coordinator\)"),
+        (kill_this_process, r"worker-2\.\w+ .* \(noticed by the coordinator\)"),
         (fail, r"it failed after 12 steps: RuntimeError: out of luck"),
     ],
 )
-def test_every_survivor_writes_once_who_was_lost_and_why_and_who_goes_on(misdeed, cause):
+def test_every_survivor_logs_once_the_lost_worker_the_cause_and_the_remaining_workers(misdeed, cause):
     with job(writes, WORKERS, 2, misdeed, clean=misdeed is fail) as running:
         ended = running.ends()
     for one in ended[:2] + ended[3:]:

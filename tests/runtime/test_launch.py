@@ -1,6 +1,6 @@
 """Promises of `offbeat.runtime.launch`, each kept with real processes.
 
-Nothing here sleeps until something has happened: the end of a process is awaited through a pidfd, with a
+No test sleeps until an event has happened: the end of a process is awaited through a pidfd, with a
 deadline that is only reached when the promise is broken.
 """
 
@@ -23,7 +23,7 @@ from offbeat.runtime.processes.child import tied_command
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starting workers needs Linux")
 
 LIMIT_S = 60.0
-FOR_EVER = "import signal\nwhile True: signal.pause()"
+RUN_FOREVER = "import signal\nwhile True: signal.pause()"
 
 
 def python(code: str) -> list[str]:
@@ -31,7 +31,7 @@ def python(code: str) -> list[str]:
 
 
 def ended(pid: int) -> bool:
-    """Wait until a process has ended (or was gone already); False if it is still there at the deadline."""
+    """Wait until a process has ended; False if it still runs at the deadline."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -43,7 +43,7 @@ def ended(pid: int) -> bool:
 
 
 class Output:
-    """Keeps what workers say and lets a test wait for a line."""
+    """Keeps the output of workers and lets a test wait for a line."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
@@ -60,7 +60,7 @@ class Output:
             return sorted(self.lines)
 
 
-def test_each_worker_knows_its_place() -> None:
+def test_each_worker_has_its_rank_and_the_world_in_its_environment() -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MINE")
     output = Output()
     code = f"import os; print(*[os.environ.get(n) for n in {names!r}])"
@@ -81,7 +81,7 @@ def test_workers_with_the_same_prefix_are_on_one_host() -> None:
 
 
 def test_rank_0_hosts_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's TORCHELASTIC_USE_AGENT_STORE would make rank 0 look for a store that is not there."""
+    """torchrun's TORCHELASTIC_USE_AGENT_STORE would make rank 0 look for a store that does not exist."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "old")
     output = Output()
@@ -91,9 +91,9 @@ def test_rank_0_hosts_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.lines == [(0, "[]")]
 
 
-def test_every_launch_names_its_job_unless_its_user_has() -> None:
+def test_every_launch_names_its_job_unless_the_user_does() -> None:
     """Two launches may have drawn the same port; their workers must not train with one another."""
-    said = []
+    names = []
     for env in {}, {}, {"OFFBEAT_JOB": "mine"}:
         output = Output()
         with launch(
@@ -101,9 +101,9 @@ def test_every_launch_names_its_job_unless_its_user_has() -> None:
         ) as workers:
             workers.wait(LIMIT_S)
         (name,) = {name for _, name in output.lines}
-        said.append(name)
-    assert said[2] == "mine"
-    assert len({"", *said}) == 4
+        names.append(name)
+    assert names[2] == "mine"
+    assert len({"", *names}) == 4
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_every_launch_names_its_job_unless_its_user_has() -> None:
         ("3", {"OMP_NUM_THREADS": "2"}, "2"),
     ],
 )
-def test_one_thread_a_worker_unless_said_otherwise(
+def test_omp_num_threads_is_1_unless_it_is_set(
     outside: str | None, env: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -128,7 +128,7 @@ def test_one_thread_a_worker_unless_said_otherwise(
 
 
 @pytest.mark.long
-def test_torch_meets_at_the_given_address() -> None:
+def test_torch_distributed_connects_at_the_given_address() -> None:
     code = (
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -144,8 +144,8 @@ def test_torch_meets_at_the_given_address() -> None:
     assert {(0, "[3.0, 3.0]"), (1, "[3.0, 3.0]")} <= set(output.lines)
 
 
-def test_a_killed_worker_does_not_take_the_others_along_at_once() -> None:
-    """They must end by themselves, with their own error."""
+def test_the_other_workers_are_not_ended_at_once_when_one_is_killed() -> None:
+    """The others must end by themselves, with their own error."""
     code = (
         "import os, signal, sys\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
@@ -166,8 +166,8 @@ def test_a_killed_worker_does_not_take_the_others_along_at_once() -> None:
     assert outcome_summary(outcomes).startswith("worker 1 was killed by SIGKILL")
 
 
-def test_workers_that_outstay_the_grace_period_are_ended_and_that_is_said() -> None:
-    code = f"import os\nif os.environ['RANK'] == '1': raise RuntimeError('no more data')\n{FOR_EVER}"
+def test_workers_that_exceed_the_grace_period_are_ended_and_reported() -> None:
+    code = f"import os\nif os.environ['RANK'] == '1': raise RuntimeError('no more data')\n{RUN_FOREVER}"
     with launch(python(code), 3, grace_s=0.1) as workers:
         outcomes = workers.wait(LIMIT_S)
     why = "it had not ended 0.1 s after worker 1 failed"
@@ -179,7 +179,7 @@ def test_workers_that_outstay_the_grace_period_are_ended_and_that_is_said() -> N
     )
 
 
-def test_one_that_ends_well_hurries_nobody() -> None:
+def test_a_worker_that_succeeds_starts_no_grace_period() -> None:
     code = (
         "import os, signal\n"
         "if os.environ['RANK'] == '0':\n"
@@ -196,7 +196,7 @@ def test_one_that_ends_well_hurries_nobody() -> None:
 
 
 def test_a_worker_that_ignores_sigterm_is_killed() -> None:
-    code = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready')\n{FOR_EVER}"
+    code = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready')\n{RUN_FOREVER}"
     output = Output()
     with launch(python(code), 2, term_s=0.1, on_output=output) as workers:
         output.await_lines(2)
@@ -208,7 +208,7 @@ def test_a_worker_that_ignores_sigterm_is_killed() -> None:
     )
 
 
-def test_a_worker_may_tidy_up_on_sigterm() -> None:
+def test_a_worker_may_clean_up_on_sigterm() -> None:
     code = (
         "import signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit('tidied'))\n"
@@ -224,8 +224,8 @@ def test_a_worker_may_tidy_up_on_sigterm() -> None:
     assert outcomes[0].end_reason == "the launcher closed"
 
 
-def test_a_deadline_from_the_launch_holds_without_anybody_waiting() -> None:
-    with launch(python(FOR_EVER), 2, deadline_s=0.1) as workers:
+def test_a_deadline_from_the_launch_applies_without_a_wait() -> None:
+    with launch(python(RUN_FOREVER), 2, deadline_s=0.1) as workers:
         assert all(ended(pid) for pid in workers.pids)
         outcomes = workers.wait(LIMIT_S)
     assert {o.end_reason for o in outcomes} == {"it had not ended 0.1 s after its start"}
@@ -247,7 +247,7 @@ def test_a_flood_of_output_never_blocks_a_worker_however_slow_its_reader() -> No
 
     with launch(python(code), 1, env={"PYTHONUNBUFFERED": ""}, on_output=read) as workers:
         try:
-            assert ended(workers.pids[0])  # while its reader reads nothing
+            assert ended(workers.pids[0])  # while the reader is blocked
         finally:
             may_read.set()
         outcomes = workers.wait(LIMIT_S)
@@ -262,7 +262,7 @@ def test_a_flood_of_output_never_blocks_a_worker_however_slow_its_reader() -> No
     assert abs(left_out + len(seen) - len(notes) - lines) <= 50  # a long line may be cut at other places
 
 
-def test_the_last_words_of_a_worker_are_kept_without_a_line_feed() -> None:
+def test_the_last_output_of_a_worker_is_kept_without_a_line_feed() -> None:
     code = (
         "import sys\nfor i in range(100): print(i, file=sys.stderr)\nsys.stderr.write('and out'); sys.exit(2)"
     )
@@ -274,11 +274,11 @@ def test_the_last_words_of_a_worker_are_kept_without_a_line_feed() -> None:
 
 def test_a_line_that_never_ends_is_passed_on_in_pieces() -> None:
     output = Output()
-    with launch(python(f"print('y' * 100_000, end='', flush=True)\n{FOR_EVER}"), 1, on_output=output):
+    with launch(python(f"print('y' * 100_000, end='', flush=True)\n{RUN_FOREVER}"), 1, on_output=output):
         assert set(output.await_lines(1)[0][1]) == {"y"}
 
 
-def test_all_that_a_worker_said_is_read_though_it_has_ended() -> None:
+def test_all_output_of_a_worker_is_read_after_it_has_ended() -> None:
     """A pipe can be made to hold much more than is read at once."""
     code = (
         "import fcntl, os\n"
@@ -295,32 +295,32 @@ def test_an_error_in_on_output_ends_the_job_and_is_raised() -> None:
     def fail(rank: int, line: str) -> None:
         raise LookupError(f"no place for {line}")
 
-    with launch(python(f"print('this')\n{FOR_EVER}"), 2, on_output=fail) as workers:
+    with launch(python(f"print('this')\n{RUN_FOREVER}"), 2, on_output=fail) as workers:
         assert all(ended(pid) for pid in workers.pids)
         with pytest.raises(LookupError, match="no place for this"):
             workers.wait(LIMIT_S)
         assert workers.running_ranks() == []
 
 
-def test_what_a_worker_leaves_behind_ends_with_close_and_holds_nobody_up() -> None:
-    """The child of a worker keeps the worker's pipes open: waiting for their end would last for ever."""
+def test_child_processes_of_a_worker_end_with_close_and_delay_no_wait() -> None:
+    """The child of a worker keeps the worker's pipes open: waiting for their end would never return."""
     code = (
         "import subprocess, sys\n"
-        f"print(subprocess.Popen([sys.executable, '-c', {FOR_EVER!r}]).pid)\n"
+        f"print(subprocess.Popen([sys.executable, '-c', {RUN_FOREVER!r}]).pid)\n"
         "sys.stderr.write('no line feed')"
     )
     output = Output()
     with launch(python(code), 1, on_output=output) as workers:
         (outcome,) = workers.wait(LIMIT_S)
         assert (outcome.returncode, outcome.tail) == (0, ("no line feed",))
-        pidfd = os.pidfd_open(int(output.await_lines(2)[0][1]))  # it is still there
+        pidfd = os.pidfd_open(int(output.await_lines(2)[0][1]))  # the child still runs
     try:
         assert select.select([pidfd], [], [], LIMIT_S)[0]
     finally:
         os.close(pidfd)
 
 
-def test_closing_twice_and_signals_to_the_dead_are_harmless() -> None:
+def test_closing_twice_and_signals_to_ended_workers_are_harmless() -> None:
     workers = launch(python("pass"), 2)
     workers.wait(LIMIT_S)
     workers.kill(0)
@@ -332,7 +332,7 @@ def test_closing_twice_and_signals_to_the_dead_are_harmless() -> None:
 
 
 def test_workers_outlive_the_thread_that_launched_them() -> None:
-    """The kernel's parent-death signal means the thread, so it must not be the caller's."""
+    """The kernel's parent-death signal follows the end of a thread, which must not be the caller's."""
     code = (
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
@@ -364,7 +364,7 @@ for _ in range(3): said.acquire()
 
 def launcher(then: str, *, tidy: str = "") -> tuple[subprocess.Popen[str], list[int]]:
     """Start a process that launches three workers and then does something; return it and their ids."""
-    code = f"import os, signal, sys\n{tidy}\nprint(os.getpid())\n{FOR_EVER}"
+    code = f"import os, signal, sys\n{tidy}\nprint(os.getpid())\n{RUN_FOREVER}"
     process = subprocess.Popen(
         python(f"CODE = {code!r}\n{LAUNCHER}\n{then}"),
         stdout=subprocess.PIPE,
@@ -385,8 +385,8 @@ def test_no_worker_outlives_its_launcher(number: int) -> None:
     assert all(ended(pid) for pid in pids)
 
 
-def test_the_end_of_the_interpreter_closes() -> None:
-    """In order, that is: with SIGTERM, on which a worker may tidy up."""
+def test_the_end_of_the_interpreter_closes_the_workers() -> None:
+    """With SIGTERM, on which a worker may clean up."""
     process, pids = launcher("", tidy="signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('tidied')))")
     assert process.wait(LIMIT_S) == 0
     assert process.stdout is not None
@@ -397,7 +397,7 @@ def test_the_end_of_the_interpreter_closes() -> None:
 
 def test_a_tied_process_ends_with_the_thread_that_started_it() -> None:
     started: list[subprocess.Popen[bytes]] = []
-    code = f"print('ready', flush=True)\n{FOR_EVER}"
+    code = f"print('ready', flush=True)\n{RUN_FOREVER}"
 
     def start() -> None:
         process = subprocess.Popen(tied_command(python(code)), stdout=subprocess.PIPE)
@@ -417,17 +417,17 @@ def test_a_tied_process_is_the_command_itself() -> None:
         tied_command(["sh", "-c", "echo $$; kill -s PIPE $$"]), stdout=subprocess.PIPE
     ) as process:
         assert process.communicate(timeout=LIMIT_S)[0] == f"{process.pid}\n".encode()
-    assert process.returncode == -signal.SIGPIPE  # which Python ignores, and must not hand on ignored
+    assert process.returncode == -signal.SIGPIPE  # Python ignores this signal, which a child must not inherit
 
 
-def test_a_command_that_is_not_there_is_reported_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_command_is_reported_in_one_line(tmp_path: Path) -> None:
     with launch([str(tmp_path / "none")], 1) as workers:
         outcomes = workers.wait(LIMIT_S)
-    said = f"cannot start {tmp_path / 'none'}: No such file or directory"
-    assert outcome_summary(outcomes) == f"worker 0 failed with exit code 127: {said}"
+    error = f"cannot start {tmp_path / 'none'}: No such file or directory"
+    assert outcome_summary(outcomes) == f"worker 0 failed with exit code 127: {error}"
 
 
-def test_a_free_port_is_free_and_not_one_that_the_kernel_gives_away() -> None:
+def test_a_free_port_is_below_the_ephemeral_ports() -> None:
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(1024 < find_free_port() < lowest for _ in range(20))
 
@@ -438,7 +438,7 @@ def outcome(
     return WorkerOutcome(rank=rank, returncode=returncode, ended_s=ended_s, tail=tail, end_reason=because)
 
 
-def test_the_summary_names_the_first_that_failed_by_itself() -> None:
+def test_the_summary_names_the_first_worker_that_failed_by_itself() -> None:
     outcomes = [
         outcome(0, 1, 3.0, "LinkError: worker 2 is gone"),
         outcome(1, 0, 1.0),
@@ -450,7 +450,7 @@ def test_the_summary_names_the_first_that_failed_by_itself() -> None:
     )
 
 
-def test_the_summary_finds_the_exception_among_what_was_said_after_it() -> None:
+def test_the_summary_finds_the_exception_before_later_output() -> None:
     tail = (
         "Traceback (most recent call last):",
         '  File "a.py", line 1, in <module>',
@@ -484,7 +484,7 @@ def test_bad_arguments_are_reported_at_once() -> None:
         launch(["true"], 1, grace_s=-1.0)
 
 
-def test_other_systems_are_told_to_use_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_other_systems_the_error_names_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(OffbeatError, match="needs Linux: launch the script with torchrun"):
         launch(["true"], 1)

@@ -1,4 +1,4 @@
-"""Promises of a job on several hosts, started by torchrun as it would be: network namespaces stand for hosts.
+"""Promises of a job on several hosts, started by torchrun; network namespaces stand for hosts.
 
 Needs root, `ip` and `tc`.
 """
@@ -63,7 +63,7 @@ try:
                     with open(os.path.join(folder, "computes"), "w") as pipe:
                         pipe.write("now")
                     signal.pause()
-                if session.step == 3:  # everybody is here, and has spoken to its neighbours
+                if session.step == 3:  # all workers have joined and sent messages to their neighbours
                     links = session._coordinator.endpoint
                     families = {
                         name.partition(".")[0]: peer.link.sock.family.name
@@ -161,24 +161,24 @@ def test_torchrun_on_two_hosts_trains_to_the_end_with_equal_replicas(tmp_path):
         assert launched.codes() == [0, 0], launched.output()
     reports = launched.reports()
     assert sorted(reports) == [0, 1, 2, 3]
-    for rank, said in reports.items():
-        assert said["step"] == 30
-        assert said["digest"] == reports[0]["digest"]
-        assert said["last"] < said["first"]
+    for rank, result in reports.items():
+        assert result["step"] == 30
+        assert result["digest"] == reports[0]["digest"]
+        assert result["last"] < result["first"]
         host = "10.90.0.1" if rank < 2 else "10.90.0.2"
-        assert said["addresses"][1].startswith(f"tcp://{host}:")
-        for peer, family in said["families"].items():
+        assert result["addresses"][1].startswith(f"tcp://{host}:")
+        for peer, family in result["families"].items():
             number = 0 if peer == "coordinator" else int(peer.removeprefix("worker-"))
             expected = "AF_UNIX" if number // 2 == rank // 2 else "AF_INET"
             assert family == expected, f"worker {rank} to {peer}"
-    # In the ring 0-1-2-3, worker 0 speaks to 1 on its host and to 3 on the other.
+    # In the ring 0-1-2-3, worker 0 is connected to 1 on its host and to 3 on the other.
     assert {"coordinator", "worker-1", "worker-3"} <= set(reports[0]["families"])
 
 
-def test_a_master_whose_name_is_a_loopback_address_on_itself_is_found(tmp_path):
+def test_a_master_whose_own_name_resolves_to_a_loopback_address_is_reached(tmp_path):
     """As on Debian, where /etc/hosts gives a host's own name the address 127.0.1.1."""
 
-    def prepare(node):  # what is mounted here is seen by this command only
+    def prepare(node):  # only this command sees the mounts
         names = tmp_path / f"hosts{node}"
         names.write_text(f"127.0.0.1 localhost\n{'127.0.1.1' if node == 0 else '10.90.0.1'} head\n")
         no_name_server = "mount --bind /dev/null /etc/resolv.conf"
@@ -187,16 +187,16 @@ def test_a_master_whose_name_is_a_loopback_address_on_itself_is_found(tmp_path):
     with launch(tmp_path, steps=10, master="head", prepare=prepare) as launched:
         assert launched.codes() == [0, 0], launched.output()
     reports = launched.reports()
-    assert len({said["digest"] for said in reports.values()}) == 1
+    assert len({result["digest"] for result in reports.values()}) == 1
     assert reports[0]["addresses"][1].startswith("tcp://10.90.0.1:")
 
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_worker_killed_on_one_host_is_named_on_the_other(tmp_path, victim):
-    """Those on the other host end by themselves; torchrun then ends the victim's sibling.
+    """The workers on the other host end by themselves; torchrun then ends the victim's sibling.
 
-    Its agent is stopped meanwhile: else the sibling may be as dead as the victim before anybody has noticed
-    either.
+    The victim's agent is paused meanwhile: otherwise the sibling may be dead as well before any worker has
+    noticed the first death.
     """
     others = [2, 3] if victim < 2 else [0, 1]
     computes = tmp_path / "computes"
@@ -218,8 +218,8 @@ def test_a_worker_killed_on_one_host_is_named_on_the_other(tmp_path, victim):
     reports = launched.reports()
     assert set(others) <= set(reports), launched.output()
     for rank in others:
-        said = reports[rank]
-        print(f"worker {rank} ended {said['ended_s'] - killed_s:.2f} s after")
-        assert said["worker"] == victim
-        assert said["step"] in (4, 5)  # by the others, who may not have said yet that they are in the sixth
-        assert f"worker {victim} was lost after {said['step']} steps" in said["text"]
+        result = reports[rank]
+        print(f"worker {rank} ended {result['ended_s'] - killed_s:.2f} s after")
+        assert result["worker"] == victim
+        assert result["step"] in (4, 5)  # the others may not have reported yet that they are in step 6
+        assert f"worker {victim} was lost after {result['step']} steps" in result["text"]

@@ -1,7 +1,7 @@
-"""Workers that join a job while it runs, with real processes: they get the state from a peer and take part.
+"""Workers that join a job while it runs, with real processes: a newcomer gets the state from a peer.
 
 The model counts how often each sample was used (`support/sample_counting.py`); replicas must hold the same
-bits, and each sample must come once an epoch, whoever is killed and whoever joins.
+bits, and each sample must be used once an epoch, whichever worker is killed or joins.
 """
 
 import os
@@ -53,7 +53,7 @@ def gate(tmp_path):
 
 
 def trained_once(ended, epochs=EPOCHS):
-    """Checks that all hold the same, each sample once an epoch; returns what they hold."""
+    """Checks that all hold equal state, with each sample used once an epoch; returns the results."""
     results = values(ended)
     for one in results:
         assert one.uses == [float(epochs)] * SAMPLES
@@ -64,7 +64,7 @@ def trained_once(ended, epochs=EPOCHS):
 
 
 class Misdeed:
-    """Tells that a step has come, and then perhaps does something to this process, once."""
+    """Reports that a step has been reached, and then sends this process a signal if one is given, once."""
 
     def __init__(self, emit, step, number=signal.SIGKILL):
         self._emit, self._step, self._number = emit, step, number
@@ -78,25 +78,25 @@ class Misdeed:
 
 
 def joined_within_two_rounds(log, worker):
-    """Checks, from the run log, that a newcomer takes part soon; returns the group that took it in."""
+    """Checks, from the run log, that a newcomer takes part soon; returns the group that it joined."""
     entries = entries_of(log)
-    came = next(i for i, one in enumerate(entries) if isinstance(one, Joined) and one.worker == worker)
-    under_way = max(one.step for one in entries[:came] if isinstance(one, Ready))
-    group = next(one for one in entries[came:] if isinstance(one, Group) and worker in one.joining)
+    joined_at = next(i for i, one in enumerate(entries) if isinstance(one, Joined) and one.worker == worker)
+    under_way = max(one.step for one in entries[:joined_at] if isinstance(one, Ready))
+    group = next(one for one in entries[joined_at:] if isinstance(one, Group) and worker in one.joining)
     assert group.step <= under_way + 2
-    first = next(one for one in entries[came:] if isinstance(one, Ready) and one.worker == worker)
+    first = next(one for one in entries[joined_at:] if isinstance(one, Ready) and one.worker == worker)
     assert first.step == group.step
     return group
 
 
 def joins_late(rank, emit, log):
-    """A newcomer that does not come before the others stand at the gate."""
+    """A newcomer that does not join before the others wait at the gate."""
     emit("here")
     wait_for_entry(log, "the last step", lambda one: isinstance(one, Ready) and one.step >= GATE_STEP - 1)
     return train(rank, emit)
 
 
-def test_a_newcomer_takes_part_within_two_rounds_and_holds_what_the_others_hold(gate):
+def test_a_newcomer_takes_part_within_two_rounds_and_holds_the_state_of_the_others(gate):
     with job(train, 3, env=gate.env) as running:
         running.add(joins_late, gate.log)
         gate.open_for(3)
@@ -107,7 +107,7 @@ def test_a_newcomer_takes_part_within_two_rounds_and_holds_what_the_others_hold(
     assert replay(read_log(gate.log)) is None
 
 
-def test_a_newcomer_begins_in_the_epoch_in_which_the_others_are_with_their_learning_rate(gate):
+def test_a_newcomer_begins_in_the_epoch_and_with_the_learning_rate_of_the_others(gate):
     with job(train, 3, env=gate.env) as running:
         running.add(joins_late, gate.log)
         gate.open_for(3)
@@ -122,7 +122,7 @@ def test_a_newcomer_begins_in_the_epoch_in_which_the_others_are_with_their_learn
 
 
 @pytest.mark.long
-def test_several_newcomers_at_once_more_than_there_were_workers(gate):
+def test_more_newcomers_than_workers_may_join_at_once(gate):
     with job(train, 2, env=gate.env) as running:
         added = [running.add(joins_late, gate.log) for _ in range(4)]
         running.receive(*added)
@@ -134,7 +134,7 @@ def test_several_newcomers_at_once_more_than_there_were_workers(gate):
 
 
 def resumes(rank, emit):
-    """As after a restart: every worker loads what was saved, with the seed that was used then."""
+    """Like a script after a restart: every worker loads a saved state with its seed."""
     load = Session.load_state_dict
 
     def epochs(self, count, before=Session.epochs):
@@ -161,8 +161,8 @@ def resumes(rank, emit):
 
 
 @pytest.mark.long
-def test_a_newcomer_runs_the_script_that_the_others_ran_though_it_loads_what_was_saved(gate):
-    """Each sample comes once only if it draws the order of an epoch from the seed that the others have."""
+def test_a_newcomer_may_run_the_same_script_that_loads_a_saved_state(gate):
+    """Each sample is used once only if the newcomer draws the order of an epoch from the others' seed."""
     with job(resumes, 3, env={"OFFBEAT_SLOW": "1:1;random:1@0.0-0.5", **gate.env}) as running:
         running.add(resumes)
         gate.open_for(3)
@@ -180,7 +180,7 @@ def with_batches_of_5(session, dataset, batch_size, before):
 
 
 @pytest.mark.long
-def test_a_newcomer_with_other_data_is_informed_and_the_others_go_on(gate):
+def test_a_newcomer_with_other_data_gets_an_error_and_the_others_continue(gate):
     with job(train, 3, env=gate.env) as running:
         running.add(has_other_data, gate.log)
         gate.open_for(3)
@@ -190,7 +190,7 @@ def test_a_newcomer_with_other_data_is_informed_and_the_others_go_on(gate):
     assert f"{SAMPLES} samples in batches of {BATCH}, got {SAMPLES} in batches of 5" in newcomer.error
 
 
-# While others die ------------------------------------------------------------------------------------------
+# While other workers die -----------------------------------------------------------------------------------
 
 
 def dies(rank, emit, victim):
@@ -199,7 +199,7 @@ def dies(rank, emit, victim):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_each_sample_comes_once_though_a_worker_is_killed_and_a_newcomer_takes_its_place(victim, gate):
+def test_each_sample_is_used_once_when_a_killed_worker_is_replaced_by_a_newcomer(victim, gate):
     with job(dies, 3, victim, env=gate.env, hosts_store=True) as running:
         running.receive(victim)
         wait_for_entry(gate.log, "the death", lambda one: isinstance(one, Lost))
@@ -221,8 +221,8 @@ def one_stops(rank, emit):
 
 
 @pytest.mark.long
-def test_a_newcomer_while_a_change_is_under_way(gate):
-    """The change begins with a death, and waits for one that is stopped and does not answer."""
+def test_a_newcomer_may_join_during_a_change_of_the_group(gate):
+    """The change begins with a death, and waits for a paused worker that does not answer."""
     with job(one_stops, 3, env=gate.env) as running:
         running.receive(running.add(joins_on_a_halt, gate.log))
         running.receive(2)
@@ -233,20 +233,20 @@ def test_a_newcomer_while_a_change_is_under_way(gate):
     trained_once([one for one in ended if one.rank != 1])
     entries = entries_of(gate.log)
     halt = next(i for i, one in enumerate(entries) if isinstance(one, Halt))
-    came = next(i for i, one in enumerate(entries) if isinstance(one, Joined) and one.worker == 3)
-    assert halt < came
-    assert not any(isinstance(one, Halt | Group) for one in entries[halt + 1 : came])
+    joined_at = next(i for i, one in enumerate(entries) if isinstance(one, Joined) and one.worker == 3)
+    assert halt < joined_at
+    assert not any(isinstance(one, Halt | Group) for one in entries[halt + 1 : joined_at])
 
 
-def dies_while_it_takes(rank, emit):
+def dies_while_receiving(rank, emit):
     StateCopier._copy_optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     return train(rank, emit)
 
 
 @pytest.mark.long
-def test_a_newcomer_that_dies_while_it_takes_the_state(gate):
+def test_a_newcomer_may_die_while_it_receives_the_state(gate):
     with job(train, 3, env=gate.env) as running:
-        first = running.add(dies_while_it_takes)
+        first = running.add(dies_while_receiving)
         wait_for_newcomer(gate.log, 3)
         running.add(joins_late, gate.log)
         gate.open_for(4)
@@ -256,7 +256,7 @@ def test_a_newcomer_that_dies_while_it_takes_the_state(gate):
     assert newcomer.worker == 4
 
 
-def dies_while_it_gives(rank, emit):
+def dies_while_sending(rank, emit):
     def misdeed(session):
         StateCopier._copy_optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
@@ -264,8 +264,8 @@ def dies_while_it_gives(rank, emit):
 
 
 @pytest.mark.long
-def test_a_donor_that_dies_while_it_gives_is_followed_by_the_next(gate):
-    with job(dies_while_it_gives, 3, env=gate.env, hosts_store=True) as running:
+def test_a_donor_that_dies_while_it_sends_the_state_is_replaced_by_the_next(gate):
+    with job(dies_while_sending, 3, env=gate.env, hosts_store=True) as running:
         running.add(joins_late, gate.log)
         gate.open_for(3)
         ended = running.ends()
@@ -275,7 +275,7 @@ def test_a_donor_that_dies_while_it_gives_is_followed_by_the_next(gate):
     assert ended[0].exitcode == -signal.SIGKILL
 
 
-# Who is not taken ------------------------------------------------------------------------------------------
+# Rejected newcomers ----------------------------------------------------------------------------------------
 
 
 def has_another_model(rank, emit):
@@ -289,7 +289,7 @@ def has_id_3(rank, emit):
 
 
 @pytest.mark.long
-def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_on(gate):
+def test_a_newcomer_with_another_model_or_an_old_id_is_rejected_and_the_job_continues(gate):
     with job(train, 3, env=gate.env) as running:
         odd = running.end(running.add(has_another_model))
         new = running.add(has_id_3)
@@ -306,7 +306,7 @@ def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(shards="equal")], ids=str)
-def test_a_job_that_takes_nobody_says_so_and_goes_on(strategy, gate):
+def test_a_job_that_accepts_no_newcomer_rejects_it_and_continues(strategy, gate):
     with job(train, 2, strategy, env=gate.env, hosts_store=True) as running:
         late = running.end(running.add(train, strategy))
         gate.open()
@@ -319,7 +319,7 @@ def test_a_job_that_takes_nobody_says_so_and_goes_on(strategy, gate):
 
 
 def stays(rank, emit, log, owner, name):
-    """Worker 1 does not do this before a newcomer has been heard of."""
+    """Worker 1 calls `owner.name` only after the newcomer's events have been logged."""
     if rank == 1:
         before = getattr(owner, name)
 
@@ -338,8 +338,8 @@ def joins_at_the_end(rank, emit, log, kind):
     return train(rank, emit, epochs=3)
 
 
-def test_a_newcomer_in_whose_time_nothing_is_left_to_do_holds_the_final_state(gate):
-    """One worker has finished, and the other stands at the end of its loop."""
+def test_a_newcomer_without_remaining_steps_holds_the_final_state(gate):
+    """One worker has finished, and the other waits at the end of its loop."""
     gate.open()
     with job(stays, 2, gate.log, Session, "_wait_for_other_workers", env=gate.env) as running:
         running.receive(running.add(joins_at_the_end, gate.log, Finished))
@@ -348,20 +348,20 @@ def test_a_newcomer_in_whose_time_nothing_is_left_to_do_holds_the_final_state(ga
     assert newcomer.epochs == []
 
 
-def test_a_newcomer_that_comes_when_all_others_are_done_is_informed(gate):
+def test_a_newcomer_that_joins_when_all_others_are_done_gets_an_error(gate):
     gate.open()
     arguments = (gate.log, GroupBinding, "transfer_final_state")
     with job(stays, 2, *arguments, env=gate.env, hosts_store=True) as running:
         running.receive(running.add(joins_at_the_end, gate.log, JobComplete))
         ended = running.ends()
     trained_once(ended[:2], 3)
-    assert "cannot take part: it came when all others were done" in ended[2].error
+    assert "cannot take part: it joined_at when all others were done" in ended[2].error
 
 
 def breaks_off(rank, emit, log, is_new):
-    """All but the newcomer stop after three epochs, and worker 1 stays until it has come.
+    """All but the newcomer stop after three epochs, and worker 1 stays until the newcomer has joined.
 
-    Where the other one has begun a further round by then, it is waiting for worker 1.
+    If the other worker has begun a further round by then, it waits for worker 1.
     """
     torch.manual_seed(0)
     model, begun = nn.Linear(2, 1), []
@@ -381,18 +381,22 @@ def breaks_off(rank, emit, log, is_new):
     return begun, model.weight.detach().numpy().copy()
 
 
-def test_a_newcomer_ends_where_the_others_have_broken_off(tmp_path):
+def test_a_newcomer_ends_at_the_step_where_the_others_broke_off(tmp_path):
     log = tmp_path / "log"
     with job(breaks_off, 2, log, False, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.receive(1)
         running.add(breaks_off, log, True)
         (begun, weight), _, newcomer = values(running.ends())
     assert begun == [0, 1, 2]
-    assert newcomer[0] in ([], [2], [3])  # whatever it hears first: that all are through, or where it begins
+    assert newcomer[0] in (
+        [],
+        [2],
+        [3],
+    )  # depends on the first message: the end of the job, or the first step
     assert (newcomer[1] == weight).all()
 
 
-def test_a_newcomer_that_comes_when_nobody_is_left_is_informed():
+def test_a_newcomer_that_joins_an_ended_job_gets_an_error():
     with job(train, 2, PartialAllReduce(), 1, hosts_store=True) as running:
         values(running.ends())
         late = running.end(running.add(train))
@@ -402,7 +406,7 @@ def test_a_newcomer_that_comes_when_nobody_is_left_is_informed():
 
 @pytest.mark.long
 def test_a_newcomer_takes_part_in_the_job_of_its_name(gate):
-    """Another job at the same address has started last, and is over."""
+    """Another job at the same address started later, and has ended."""
     other = {JOB_VARIABLE: "other", NEWCOMER_VARIABLE: "0", "WORLD_SIZE": "2", "OFFBEAT_RUN_LOG": ""}
     with job(train, 2, env=gate.env | {JOB_VARIABLE: "mine"}, hosts_store=True) as running:
         wait_for_entry(gate.log, "the start", lambda one: isinstance(one, PeerList))
@@ -413,7 +417,7 @@ def test_a_newcomer_takes_part_in_the_job_of_its_name(gate):
         trained_once([running.end(rank) for rank in (0, 1, new)])
 
 
-def test_a_newcomer_that_names_no_job_takes_part_in_the_one_that_is_there(gate):
+def test_a_newcomer_without_a_job_name_joins_the_running_job(gate):
     with job(train, 2, env=gate.env | {JOB_VARIABLE: "mine"}) as running:
         new = running.add(train, env={JOB_VARIABLE: ""})
         gate.open_for(2)
@@ -425,16 +429,16 @@ def test_a_newcomer_that_names_no_job_takes_part_in_the_one_that_is_there(gate):
     [
         ({"OFFBEAT_JOB": "mine", "TORCHELASTIC_RUN_ID": "7f3a"}, "mine"),
         ({"TORCHELASTIC_RUN_ID": "7f3a"}, "7f3a"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, None),  # what torchrun says where no --rdzv-id is given
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),  # torchrun's value without --rdzv-id
         ({"OFFBEAT_JOB": ""}, None),
         ({}, None),
     ],
 )
-def test_a_job_is_named_by_its_user_or_by_torchrun_or_not_at_all(environ, name):
+def test_the_job_name_is_the_users_or_torchruns_or_none(environ, name):
     assert read_environment(environ).job_name == name
 
 
-# How a process knows that it is new -------------------------------------------------------------------------
+# Environment of a newcomer ----------------------------------------------------------------------------------
 
 WHERE = {"MASTER_ADDR": "host", "MASTER_PORT": "4321", "OFFBEAT_NEWCOMER": "1"}
 
@@ -443,18 +447,18 @@ WHERE = {"MASTER_ADDR": "host", "MASTER_PORT": "4321", "OFFBEAT_NEWCOMER": "1"}
     ("environ", "rank"),
     [
         (WHERE, -1),
-        ({**WHERE, "RANK": "1", "WORLD_SIZE": "4"}, -1),  # as the worker had it in whose place this one comes
+        ({**WHERE, "RANK": "1", "WORLD_SIZE": "4"}, -1),  # the rank of the replaced worker
         ({**WHERE, "RANK": "4", "WORLD_SIZE": "4"}, 4),  # drawn by the launcher
     ],
 )
-def test_a_newcomer_needs_the_address_of_the_job_alone(environ, rank):
+def test_a_newcomer_needs_only_the_address_of_the_job(environ, rank):
     read = read_environment(environ)
     assert (read.is_newcomer, read.rank) == (True, rank)
     assert (read.master_addr, read.master_port) == ("host", 4321)
 
 
-def test_a_start_may_take_30_s_unless_another_time_is_given():
-    """Every problem of a start names itself by then."""
+def test_the_start_timeout_is_30_s_unless_it_is_set():
+    """By then, every problem of a start is reported."""
     assert read_environment({}).start_s == 30.0
     assert read_environment({"OFFBEAT_START_S": "1.5"}).start_s == 1.5
 
@@ -472,7 +476,7 @@ def test_a_start_may_take_30_s_unless_another_time_is_given():
         ),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused(environ, words):
+def test_an_invalid_environment_is_rejected(environ, words):
     with pytest.raises(OffbeatError, match=words):
         read_environment(environ)
 
@@ -492,13 +496,13 @@ print("trained as worker", one.worker, os.environ["LOCAL_RANK"])
 
 
 class Launched:
-    """`offbeat run` with a script of ours, and the lines that it prints."""
+    """`offbeat run` with the script above, and the lines that it prints."""
 
     def __init__(self, folder, gate, *options):
         (folder / "train.py").write_text(SCRIPT)
         self.log = gate.log
-        self._said = folder / "said"
-        with open(self._said, "w") as output:
+        self._output = folder / "last_line"
+        with open(self._output, "w") as output:
             self.process = subprocess.Popen(
                 [*OFFBEAT, "run", *options, "--nproc-per-node", "3", "train.py"],
                 cwd=folder,
@@ -517,18 +521,18 @@ class Launched:
 
     @property
     def lines(self):
-        return self._said.read_text().splitlines()
+        return self._output.read_text().splitlines()
 
     def kill(self, rank, condition):
         """Kills a worker with signal 9 when the condition holds for an entry of the run log."""
         start = re.compile(rf"^\[{rank}\] process (\d+)$", re.MULTILINE)
-        wait_until(lambda: start.search(self._said.read_text()) is not None, f"a start of worker {rank}")
-        wait_for_entry(self.log, f"what worker {rank} is killed upon", condition)
-        (pid,) = start.findall(self._said.read_text())
+        wait_until(lambda: start.search(self._output.read_text()) is not None, f"a start of worker {rank}")
+        wait_for_entry(self.log, f"the entry upon which worker {rank} is killed", condition)
+        (pid,) = start.findall(self._output.read_text())
         os.kill(int(pid), signal.SIGKILL)
 
     def kill_two(self, first):
-        """Kills a worker in the middle of its training, and the one in its place as soon as that has come."""
+        """Kills a worker in the middle of its training, and its replacement as soon as it has joined."""
         self.kill(first, lambda one: isinstance(one, Ready) and one.worker == first and one.step >= 10)
         self.kill(3, lambda one: isinstance(one, Joined) and one.worker == 3)
 
@@ -546,9 +550,9 @@ def test_the_launcher_replaces_a_killed_worker_even_rank_0(tmp_path, gate):
     with Launched(tmp_path, gate, "--replace", "2") as launched:
         launched.kill_two(0)
         gate.open_for(4)
-        code, said = launched.end()
+        code, last_line = launched.end()
     assert code == 0, launched.lines
-    assert said == (
+    assert last_line == (
         f"offbeat: 3 workers ended well; worker 0 {KILLED} and was replaced by worker 3; "
         f"worker 3 {KILLED} and was replaced by worker 4"
     )
@@ -560,19 +564,19 @@ def test_the_launcher_replaces_a_killed_worker_even_rank_0(tmp_path, gate):
 
 
 @pytest.mark.long
-def test_the_launcher_says_which_worker_nobody_has_replaced(tmp_path, gate):
-    """The others go on and end well, and are not replaced."""
+def test_the_launcher_names_the_worker_that_was_not_replaced(tmp_path, gate):
+    """The other workers continue and succeed, and are not replaced."""
     with Launched(tmp_path, gate, "--replace", "1") as launched:
         launched.kill_two(1)
         gate.open()
-        code, said = launched.end()
-    assert (code, said) == (1, f"offbeat: worker 3 {KILLED}")
+        code, last_line = launched.end()
+    assert (code, last_line) == (1, f"offbeat: worker 3 {KILLED}")
     trained = sorted(line for line in launched.lines if "trained" in line)
     assert trained == ["[0] trained as worker 0 0", "[2] trained as worker 2 2"]
 
 
 @pytest.mark.long
-def test_what_cannot_be_replaced_is_refused_before_anything_is_started(tmp_path):
+def test_invalid_replace_options_are_rejected_before_a_process_is_started(tmp_path):
     for options, words in {
         ("--replace", "1", "--nnodes", "2"): "--nnodes cannot be used with --replace",
         ("--replace", "1", "--nproc-per-node", "1"): "--replace needs at least 2 workers",
@@ -585,7 +589,7 @@ def test_what_cannot_be_replaced_is_refused_before_anything_is_started(tmp_path)
         assert words in done.stderr
 
 
-# State that cannot be handed over -------------------------------------------------------------------------
+# State that cannot be copied ------------------------------------------------------------------------------
 
 
 class Collecting(torch.optim.SGD):
@@ -624,7 +628,7 @@ def joins_late_with_a_set(rank, emit, log, first):
 
 
 @pytest.mark.long
-def test_state_that_cannot_be_handed_over_is_refused_on_all_workers_after_the_first_step():
+def test_state_that_cannot_be_copied_is_rejected_on_all_workers_after_the_first_step():
     with job(trains_with_a_set, 2, 0) as running:
         for one in running.ends():
             assert one.error_type == "OffbeatError", one.trace
@@ -632,13 +636,13 @@ def test_state_that_cannot_be_handed_over_is_refused_on_all_workers_after_the_fi
             assert "as this strategy does when a worker joins or comes back" in one.error
 
 
-def test_what_kills_the_thread_that_hands_the_state_over_ends_all_in_words(gate):
-    """Each in turn is the one who gives; none is waited for until a deadline of 600 s."""
+def test_an_error_in_the_thread_that_sends_the_state_ends_every_worker_with_its_text(gate):
+    """Each worker in turn sends the state; no worker is waited for until the deadline of 600 s."""
     with job(trains_with_a_set, 2, 1, env=gate.env) as running:
         running.add(joins_late_with_a_set, gate.log, 1)
         gate.open_for(2)
-        *givers, newcomer = running.ends()
-    for worker, one in enumerate(givers):
+        *donors, newcomer = running.ends()
+    for worker, one in enumerate(donors):
         assert one.error_type == "WorkerError", one.trace
         cause = "OffbeatError: the optimizer keeps 'factors' as set"
         assert f"worker {worker} failed in its thread 'offbeat-state': {cause}" in one.error

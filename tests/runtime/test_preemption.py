@@ -1,7 +1,7 @@
-"""Signals in the midst of training: all workers see them as the same step ends, save there, and leave.
+"""Signals in the middle of training: all workers see them at the end of the same step, save there, and leave.
 
 A worker sends itself the signal at a known step, from within its forward pass or somewhere else that is
-known, so that nothing depends on when it comes.
+known, so that no result depends on its time of arrival.
 """
 
 import io
@@ -26,11 +26,11 @@ from support.processes import run, values
 from support.run_logs import entries_of, wait_for_entry
 
 SAMPLES, BATCH, EPOCHS = 96, 4, 20
-STEADY = PartialAllReduce(limit=10**6)  # nobody is left out for being slow
+STEADY = PartialAllReduce(limit=10**6)  # no worker is excluded as slow
 
 
 class Model(nn.Module):
-    """A model that does something in a forward pass, once, after `left` others."""
+    """A model that calls `misdeed` once in a forward pass, after `left` other passes."""
 
     def __init__(self):
         super().__init__()
@@ -53,13 +53,13 @@ def made(left=-1, misdeed=None):
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), data
 
 
-def signal_oneself():
+def signal_this_process():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def train(rank, emit, strategy, signalled=(), step=0, path=None):
-    """Returns the step after which the loop saw the signal, None where it never did, and the parameters."""
-    model, optimizer, data = made(step if rank in signalled else -1, signal_oneself)
+    """Returns the step after which the loop saw the signal, None if it never did, and the parameters."""
+    model, optimizer, data = made(step if rank in signalled else -1, signal_this_process)
     seen = None
     with offbeat.join(model, optimizer, strategy) as session:
         assert not session.preempted
@@ -90,9 +90,11 @@ def train(rank, emit, strategy, signalled=(), step=0, path=None):
     ],
     ids=str,
 )
-def test_all_see_a_signal_as_the_same_step_ends_and_hold_the_same(strategy, signalled, seen, tmp_path):
+def test_all_workers_see_a_signal_at_the_end_of_the_same_step_with_equal_parameters(
+    strategy, signalled, seen, tmp_path
+):
     ended = values(run(train, 3, strategy, signalled, 5, tmp_path / "state.pt"))
-    (step,) = {step for step, _ in ended}  # on servers, the latest that was under way
+    (step,) = {step for step, _ in ended}  # on servers, the latest step in progress
     assert step == seen or (seen is None and 6 <= step <= 6 + 2 * SSP().s)
     first, *others = [parameters for _, parameters in ended]
     assert all(parameters == first for parameters in others)
@@ -101,14 +103,14 @@ def test_all_see_a_signal_as_the_same_step_ends_and_hold_the_same(strategy, sign
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize(("strategy", "workers"), [(AllReduce(), 1), (SSP(), 1), (Downpour(), 2), (SSP(), 2)])
-def test_everybody_sees_it_be_it_alone_or_without_a_common_clock(strategy, workers):
+def test_every_worker_sees_a_signal_also_alone_or_without_a_common_clock(strategy, workers):
     for step, _ in values(run(train, workers, strategy, (0,), 5)):
         assert step is not None
         assert workers > 1 or step == 6
 
 
 def train_outside(rank, emit, strategy):
-    """Worker 1 signals itself once it is left out of the group."""
+    """Worker 1 signals itself once it is excluded from the group."""
     model, optimizer, data = made()
     has_signalled = False
     with offbeat.join(model, optimizer, strategy) as session:
@@ -117,7 +119,7 @@ def train_outside(rank, emit, strategy):
             for (inputs,) in session.batches(data, BATCH):
                 if rank == 1 and session.worker not in session.members and not has_signalled:
                     has_signalled = True
-                    signal_oneself()
+                    signal_this_process()
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
@@ -126,7 +128,7 @@ def train_outside(rank, emit, strategy):
     return None
 
 
-def test_the_signal_of_a_worker_that_is_left_out_reaches_the_members_at_one_step():
+def test_the_signal_of_an_excluded_worker_reaches_the_members_at_one_step():
     strategy = PartialAllReduce(limit=3, n_profile=2)
     first, outside, third = values(run(train_outside, 3, strategy, env={"OFFBEAT_SLOW": "1:20"}))
     assert first[0] == third[0]
@@ -135,8 +137,8 @@ def test_the_signal_of_a_worker_that_is_left_out_reaches_the_members_at_one_step
 
 
 def ignores(rank, emit, log):
-    """Goes on whatever it sees, until it has taken a step with a newcomer."""
-    model, optimizer, data = made(5 if rank == 1 else -1, signal_oneself)
+    """Ignores the signal, until this worker has taken a step with a newcomer."""
+    model, optimizer, data = made(5 if rank == 1 else -1, signal_this_process)
     is_together = False
     with offbeat.join(model, optimizer, STEADY) as session:
         for _ in session.epochs(10**6):
@@ -151,22 +153,22 @@ def ignores(rank, emit, log):
                 if is_together:
                     return None
                 is_together = 2 in session.members
-    return "nobody came"
+    return "no newcomer joined"
 
 
-def comes_later(rank, emit, log):
+def joins_later(rank, emit, log):
     wait_for_entry(log, "a signal", lambda one: isinstance(one, Preempted))
     return ignores(rank, emit, log)
 
 
-def test_a_newcomer_sees_what_came_before_it_as_its_first_step_ends(tmp_path):
+def test_a_newcomer_sees_an_earlier_signal_at_the_end_of_its_first_step(tmp_path):
     log = tmp_path / "log.jsonl"
     with job(ignores, 2, log, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.add(comes_later, log)
+        running.add(joins_later, log)
         assert values(running.ends()) == [None, None, True]
 
 
-def test_the_policy_tells_all_once_and_each_newcomer():
+def test_the_policy_informs_all_workers_once_and_each_newcomer():
     policy = PreemptionBroadcast()
     joined = Joined(
         now_s=0.0,
@@ -200,7 +202,7 @@ def handlers():
         signal.signal(number, handler)
 
 
-def test_handlers_of_the_program_run_as_well_and_are_put_back_unless_it_has_changed_them(handlers):
+def test_the_programs_handlers_run_as_well_and_are_restored_unless_changed(handlers):
     received = []
 
     def mine(number, frame):
@@ -213,7 +215,7 @@ def test_handlers_of_the_program_run_as_well_and_are_put_back_unless_it_has_chan
     signal.signal(signal.SIGUSR1, mine)
     model, optimizer, _ = made()
     with offbeat.join(model, optimizer, AllReduce()) as session:
-        assert signal.getsignal(signal.SIGTERM) is mine  # until somebody asks
+        assert signal.getsignal(signal.SIGTERM) is mine  # until `preempted` is read
         assert not session.preempted
         signal.raise_signal(signal.SIGTERM)
         signal.signal(signal.SIGUSR1, later)
@@ -223,14 +225,14 @@ def test_handlers_of_the_program_run_as_well_and_are_put_back_unless_it_has_chan
     assert signal.getsignal(signal.SIGUSR1) is later
 
 
-def test_nothing_is_installed_in_another_thread(handlers):
+def test_handlers_are_not_installed_in_another_thread(handlers):
     before, signals = signal.getsignal(signal.SIGTERM), PreemptionSignals()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(signals.install).result()  # raises what it has raised
+        pool.submit(signals.install).result()  # raises the error of the thread
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_process_that_was_forked_ends_of_the_signal_as_ever(handlers):
+def test_a_forked_process_ends_by_the_signal(handlers):
     signals = PreemptionSignals()
     signals.install()
     child = os.fork()
@@ -241,32 +243,32 @@ def test_a_process_that_was_forked_ends_of_the_signal_as_ever(handlers):
     assert signals.signal_name is None
 
 
-# Calls in the midst of a step --------------------------------------------------------------------------
+# Calls in the middle of a step -------------------------------------------------------------------------
 
 
-def call_in_the_midst(rank, emit, strategy, where, what):
-    """Worker 1 calls the session in a handler of a signal that comes somewhere in its fourth step."""
+def call_within_a_step(rank, emit, strategy, where, what):
+    """Worker 1 calls the session in the handler of a signal within its fourth step."""
     model, optimizer, data = made()
     armed = []
 
-    def come():
+    def send_signal():
         if armed:
             armed.clear()
-            signal_oneself()
+            signal_this_process()
 
     def before(owner, name):
         method = getattr(owner, name)
 
-        def come_first(self, *args, **kwargs):
-            come()
+        def signal_first(self, *args, **kwargs):
+            send_signal()
             return method(self, *args, **kwargs)
 
-        setattr(owner, name, come_first)
+        setattr(owner, name, signal_first)
 
     if where == "a forward pass":
-        model.misdeed = come
+        model.misdeed = send_signal
     if where == "the optimizer":
-        optimizer.register_step_pre_hook(lambda *_: come())
+        optimizer.register_step_pre_hook(lambda *_: send_signal())
     if where == "what holds a lock":
         before(GroupMembership, "finish_step")
     if where == "a wait":
@@ -283,7 +285,7 @@ def call_in_the_midst(rank, emit, strategy, where, what):
                 optimizer.zero_grad()
                 loss = model(inputs).square().mean()
                 if where == "a backward pass":
-                    loss.register_hook(lambda _: come())
+                    loss.register_hook(lambda _: send_signal())
                 loss.backward()
                 optimizer.step()
 
@@ -302,8 +304,8 @@ def call_in_the_midst(rank, emit, strategy, where, what):
     ],
     ids=str,
 )
-def test_a_call_in_the_midst_of_a_step_is_refused_in_words(strategy, where, what, doing):
-    _, second = run(call_in_the_midst, 2, strategy, where, what)
+def test_a_call_within_a_step_is_rejected_with_a_clear_error(strategy, where, what, doing):
+    _, second = run(call_within_a_step, 2, strategy, where, what)
     assert second.error_type == "WorkerError", second.trace
     assert second.error == (
         f"session.{what}() was called on worker 1 in the middle of step 4, which is {doing} now: "
@@ -311,7 +313,7 @@ def test_a_call_in_the_midst_of_a_step_is_refused_in_words(strategy, where, what
     )
 
 
-def test_a_state_taken_behind_a_backward_pass_is_that_of_the_last_step(handlers):
+def test_a_state_saved_after_a_backward_pass_is_that_of_the_last_step(handlers):
     states = []
 
     def steps(model, optimizer, session, data, saves=False):
@@ -321,7 +323,7 @@ def test_a_state_taken_behind_a_backward_pass_is_that_of_the_last_step(handlers)
                 model(inputs).square().mean().backward()
                 if saves and session.step == 3:
                     signal.signal(signal.SIGTERM, lambda *_: states.append(copied(session.state_dict())))
-                    signal_oneself()
+                    signal_this_process()
                 optimizer.step()
         return [parameter.tolist() for parameter in model.parameters()]
 
@@ -384,8 +386,8 @@ def test_an_interrupt_of_one_worker_is_reported_to_the_others(strategy, where, t
             assert "KeyboardInterrupt" in one.error
 
 
-def waits_for_one_that_stands_still(rank, emit, strategy, log):
-    """Worker 0 stands still in its fourth step until the run log says what has become of worker 1."""
+def waits_for_a_paused_worker(rank, emit, strategy, log):
+    """Worker 0 pauses in its fourth step until the run log shows the end of worker 1."""
     model, optimizer, data = made()
     with offbeat.join(model, optimizer, strategy) as session:
         for _ in session.epochs(3):
@@ -402,10 +404,10 @@ def waits_for_one_that_stands_still(rank, emit, strategy, log):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [AllReduce(), STEADY, Hybrid(), ServerBSP()], ids=str)
-def test_an_interrupt_of_one_that_waits_for_others_is_reported_to_them(strategy, tmp_path):
+def test_an_interrupt_of_a_waiting_worker_is_reported_to_the_others(strategy, tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_RUN_LOG": str(log)}
-    with job(waits_for_one_that_stands_still, 2, strategy, log, env=env) as running:
+    with job(waits_for_a_paused_worker, 2, strategy, log, env=env) as running:
         running.receive(1)
         running.signal(1, signal.SIGINT)
         first, second = running.ends()

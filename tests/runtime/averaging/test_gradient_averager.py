@@ -1,4 +1,4 @@
-"""Loops that people write and that once went wrong: each beside what a single process would do."""
+"""Training loops that once failed, each compared with the result of a single process."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ class Small(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
     def loss(self, x):
-        """Past the module's own hooks, as models with a method of their own are called."""
+        """Bypasses the hooks of the module, like a model that is called by a method of its own."""
         return self.forward(x).square().mean()
 
 
@@ -69,7 +69,7 @@ def test_gradients_that_were_set_by_hand_are_averaged_at_the_step():
 
 
 class Fails(torch.autograd.Function):
-    """Lets a backward pass fail when it comes to the first layer."""
+    """Makes a backward pass fail when it reaches the first layer."""
 
     @staticmethod
     def forward(ctx, x):
@@ -89,7 +89,7 @@ class Failing(Small):
 
 
 def failed_backward(rank, emit, failing, through_model):
-    """The workers in `failing` fail half-way through a backward pass, clear up and go on."""
+    """The workers in `failing` fail halfway through a backward pass, clear the gradients and continue."""
     model = Failing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with offbeat.join(model, optimizer, AllReduce(bucket_bytes=1)) as session:
@@ -116,7 +116,7 @@ def failed_backward(rank, emit, failing, through_model):
 
 @pytest.mark.parametrize("through_model", [True, False])
 @pytest.mark.parametrize("failing", [(0, 1), (1,)])
-def test_a_backward_pass_that_failed_leaves_no_trace(failing, through_model):
+def test_a_failed_backward_pass_does_not_affect_later_gradients(failing, through_model):
     for found in values(run(failed_backward, WORKERS, failing, through_model)):
         for step in range(2):
             assert_are_the_means(found[step], step)
@@ -176,14 +176,14 @@ def kept(rank, emit):
     return [[gradient.tolist() for gradient in task] for task in tasks], [view.tolist() for view in views]
 
 
-def test_gradients_that_somebody_keeps_are_not_overwritten():
+def test_gradients_with_live_references_are_not_overwritten():
     for tasks, views in values(run(kept, WORKERS)):
         for step, task in enumerate(tasks):
             assert_are_the_means(task, step)
             assert views[step] == [value for row in task[2] for value in row]
 
 
-def banks_are_reused(rank, emit):
+def buffers_are_reused(rank, emit):
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     places = set()
@@ -196,8 +196,8 @@ def banks_are_reused(rank, emit):
     return len(places)
 
 
-def test_memory_does_not_grow_where_nobody_keeps_gradients():
-    assert values(run(banks_are_reused, WORKERS)) == [2] * WORKERS
+def test_gradient_buffers_are_reused_when_no_reference_is_kept():
+    assert values(run(buffers_are_reused, WORKERS)) == [2] * WORKERS
 
 
 class Normed(nn.Module):
@@ -253,7 +253,7 @@ def test_a_closure_costs_one_round_a_step():
 
 
 class Scaled(nn.Module):
-    """Returns a parameter itself, as a learnt temperature does."""
+    """Returns a parameter as an output, such as a learned temperature."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Contributions whose elements lie in several places."""
+"""Contributions whose elements lie in several tensors."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from offbeat.runtime.collectives.contribution import Contribution, ExternalEleme
 
 @st.composite
 def cases(draw):
-    """A length, runs of it that lie elsewhere, and a run to use."""
+    """A length, ranges of it that lie in other tensors, and a range to use."""
     length = draw(st.integers(1, 40))
     bounds = sorted(draw(st.sets(st.integers(0, length), max_size=8)))
     parts = [pair for pair in pairwise(bounds) if draw(st.booleans())]
@@ -21,7 +21,7 @@ def cases(draw):
 
 
 def made(length, bounds, factor):
-    """A contribution, and what it is: whole numbers, which are not in `flat` where parts lie elsewhere."""
+    """A contribution and its elements: whole numbers, absent from `flat` where parts lie in other tensors."""
     whole = torch.arange(1.0, length + 1) * factor
     flat, parts = whole.clone(), []
     for start, stop in bounds:
@@ -32,7 +32,7 @@ def made(length, bounds, factor):
 
 @settings(max_examples=300, deadline=None)
 @given(case=cases(), in_place=st.booleans())
-def test_what_is_added_is_the_contribution_wherever_it_lies(case, in_place):
+def test_add_uses_in_place_elements_without_materializing_them(case, in_place):
     length, bounds, start, stop = case
     own, whole = made(length, bounds, 0.25)
     theirs = torch.arange(float(stop - start)) * 3
@@ -45,7 +45,7 @@ def test_what_is_added_is_the_contribution_wherever_it_lies(case, in_place):
 
 @settings(max_examples=300, deadline=None)
 @given(case=cases())
-def test_a_run_that_is_settled_lies_in_the_flat_tensor_and_nothing_else_is_written(case):
+def test_materialize_writes_the_given_range_of_the_flat_tensor_and_nothing_else(case):
     length, bounds, start, stop = case
     own, whole = made(length, bounds, 0.25)
     before = own.flat.clone()
@@ -58,7 +58,7 @@ def test_a_run_that_is_settled_lies_in_the_flat_tensor_and_nothing_else_is_writt
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_what_is_settled_is_scaled_as_multiplying_rounds(dtype):
+def test_materialized_elements_are_scaled_with_the_rounding_of_a_multiplication(dtype):
     values = torch.linspace(-3, 3, 1001).to(dtype)
     own = Contribution(torch.zeros(1001, dtype=dtype), [ExternalElements(0, values, 1 / 3)])
     own.materialize()

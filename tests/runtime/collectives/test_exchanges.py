@@ -1,5 +1,5 @@
-"""Promises of the two exchanges: over links, between threads of one process; over torch.distributed, between
-real processes."""
+"""Promises of the two exchanges: over links between threads of one process, and over torch.distributed
+between real processes."""
 
 import os
 import threading
@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float
 
 
 def vector(rank, length, dtype=torch.float64):
-    """Small whole numbers, whose sums every dtype holds exactly, and other ones on every member."""
+    """Small whole numbers, different on every member, whose sums every dtype holds exactly."""
     return ((torch.arange(length) * 7 + rank * 3) % 11).to(dtype)
 
 
@@ -41,7 +41,7 @@ def total(members, length, dtype=torch.float64):
 
 
 class Group:
-    """Members in one process, each with links of its own."""
+    """Members in one process, each with its own endpoint."""
 
     def __init__(self, size, *, unix=True):
         self.lost = []
@@ -70,7 +70,7 @@ class Group:
         return self._next_id
 
     def all_reduce(self, flats, algorithm="ring"):
-        """Begins on every member; the sums will be in the tensors that are returned."""
+        """Begins an all-reduce on every member; the returned tensors will hold the sums."""
         exchange_id = self.new_id()
         sums = [torch.empty_like(flat) for flat in flats]
         pending = [
@@ -98,7 +98,7 @@ def group(size, **options):
 
 @pytest.fixture(scope="module")
 def groups():
-    """One of each size, kept for all tests that leave it whole."""
+    """A group of each size, shared by all tests that leave it intact."""
     made = {size: Group(size) for size in range(1, 6)}
     yield made
     for one in made.values():
@@ -122,7 +122,7 @@ def wait(pending):
 @pytest.mark.long(after=8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_the_sum_is_torchs_for_every_type_and_length(groups, size, dtype):
+def test_all_reduce_equals_torchs_sum_for_every_dtype_and_length(groups, size, dtype):
     for algorithm in ALL_REDUCES:
         for length in [0, 1, 2, size - 1, size, size + 1, 999, 100_003]:
             flats = [vector(rank, length, dtype) for rank in range(size)]
@@ -134,7 +134,7 @@ def test_the_sum_is_torchs_for_every_type_and_length(groups, size, dtype):
 
 @pytest.mark.long(after=2)
 @pytest.mark.parametrize("size", [6, 7, 8, 11, 16, 17])
-def test_more_members_find_the_same_sum_to_the_last_bit(size):
+def test_all_reduce_of_6_to_17_members_gives_bit_identical_sums(size):
     with group(size) as many:
         for algorithm in ALL_REDUCES:
             for length in [1, size + 1, 20_003]:
@@ -150,7 +150,9 @@ def test_more_members_find_the_same_sum_to_the_last_bit(size):
 @pytest.mark.parametrize("memory", ["own", "shared"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_parts_that_lie_elsewhere_are_summed_from_there_to_the_same_bits_on_all(groups, size, dtype, memory):
+def test_in_place_elements_are_summed_without_a_copy_to_the_same_bits_on_all_members(
+    groups, size, dtype, memory
+):
     chosen = groups[size]
     for algorithm in ALL_REDUCES:
         for length in [5, 10_003, 2_000_003]:
@@ -162,7 +164,7 @@ def test_parts_that_lie_elsewhere_are_summed_from_there_to_the_same_bits_on_all(
             for member in chosen.members:
                 whole = torch.randn(length, generator=generator).to(dtype)
                 flat = whole / size
-                flat[third : 2 * third] = torch.nan  # what lies elsewhere
+                flat[third : 2 * third] = torch.nan  # these elements lie in another tensor
                 flats.append(zeros(member._endpoint, length, dtype) if memory == "shared" else flat)
                 flats[-1].copy_(flat)
                 parts.append([ExternalElements(third, whole[third : 2 * third], 1 / size)] if third else [])
@@ -184,8 +186,8 @@ def test_parts_that_lie_elsewhere_are_summed_from_there_to_the_same_bits_on_all(
                 assert all(torch.equal(part.values, one) for part, one in zip(some, before, strict=True))
 
 
-def test_a_sum_that_is_abandoned_is_not_settled_any_further():
-    """Its memory is the caller's again, while much of it has not been sent."""
+def test_an_abandoned_all_reduce_stops_materializing_its_contribution():
+    """Afterwards the caller may write its memory again, although much of it has not been sent."""
     with group(2) as two:
         two.sum([torch.ones(10), torch.ones(10)])
         length = 1 << 25
@@ -197,23 +199,25 @@ def test_a_sum_that_is_abandoned_is_not_settled_any_further():
         pending = two.members[0].all_reduce(flat, into, exchange_id=two.new_id(), external=[part])
         abandoning = threading.Thread(target=two.members[0].abandon, args=[WorkerError("over")])
         abandoning.start()
-        wait_until(lambda: two.members[0]._error, "an error")  # then `forget` waits behind what was begun
+        wait_until(
+            lambda: two.members[0]._error, "an error"
+        )  # then `forget` waits behind the running callback
         go_on.set()
         abandoning.join(DEADLINE_S)
         with pytest.raises(WorkerError, match="over"):
             pending.wait(DEADLINE_S)
-        settled = int(flat.sum())
-        assert settled < length // 2
+        materialized = int(flat.sum())
+        assert materialized < length // 2
         later = threading.Event()
         two.endpoints[0].call_soon(later.set)
         assert later.wait(DEADLINE_S)
-        assert int(flat.sum()) == settled
+        assert int(flat.sum()) == materialized
 
 
 @pytest.mark.long(after=6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_the_sum_is_the_same_where_members_read_each_others_memory(groups, size, dtype):
+def test_all_reduce_over_shared_memory_equals_the_sum(groups, size, dtype):
     chosen = groups[size]
     for length in [0, 1, size + 1, 100_003, 1_500_001]:
         for algorithm in ["ring"] if length > 2**20 else ALL_REDUCES:
@@ -238,8 +242,8 @@ def test_the_sum_is_the_same_where_members_read_each_others_memory(groups, size,
 
 
 @pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is shared on Linux only")
-def test_memory_that_a_member_may_still_read_is_not_written_again():
-    """A member that was told where a part lies and is held up reads it late, whatever was abandoned since."""
+def test_memory_that_a_member_may_still_read_is_not_reused():
+    """A delayed member reads an announced part late, although the exchange was abandoned since."""
     with group(2) as two:
         two.sum([torch.ones(10), torch.ones(10)])
         memory = TensorMemory(two.endpoints[0])
@@ -258,16 +262,16 @@ def test_memory_that_a_member_may_still_read_is_not_written_again():
             with pytest.raises(ValueError, match="memory that a member may still read"):
                 begin(exchange_id=two.new_id())
         bucket = Bucket(dtype=torch.float32, entries=(0,), offsets=(0,), elements=2**20)
-        slot = GradientBucket(bucket, [torch.Size([2**20])], 1, partial(zeros, two.endpoints[0]))
-        slot.contribution.flat = own.fill_(3.0)
-        kept = slot.output
-        slot.replace_read_buffers(memory.may_be_read)
-        assert slot.contribution.flat is not own
-        assert slot.contribution.flat.unique().tolist() == [3.0]
-        assert slot.output is kept
-        slot.output.flat = own
-        slot.replace_read_buffers(memory.may_be_read)
-        assert slot.output is not kept
+        gradient_bucket = GradientBucket(bucket, [torch.Size([2**20])], 1, partial(zeros, two.endpoints[0]))
+        gradient_bucket.contribution.flat = own.fill_(3.0)
+        kept = gradient_bucket.output
+        gradient_bucket.replace_read_buffers(memory.may_be_read)
+        assert gradient_bucket.contribution.flat is not own
+        assert gradient_bucket.contribution.flat.unique().tolist() == [3.0]
+        assert gradient_bucket.output is kept
+        gradient_bucket.output.flat = own
+        gradient_bucket.replace_read_buffers(memory.may_be_read)
+        assert gradient_bucket.output is not kept
         release.set()
 
 
@@ -297,8 +301,8 @@ def test_all_members_hold_the_same_bits_though_the_sum_is_rounded(groups, size, 
     is_shared=st.booleans(),
     seed=st.integers(),
 )
-def test_exchanges_in_flight_at_once_do_not_meet(groups, size, kinds, is_shared, seed):
-    """The members begin and await them in orders of their own."""
+def test_concurrent_exchanges_do_not_mix(groups, size, kinds, is_shared, seed):
+    """Every member begins and awaits the exchanges in a different order."""
     chosen = groups[size]
     lengths = [length for length, _, _ in kinds]
     exchange_id = chosen.new_id()
@@ -368,12 +372,12 @@ def test_broadcast_copies_the_bits_of_any_root(groups, size, dtype):
                 assert torch.equal(flat, content)
 
 
-def test_a_wait_is_over_only_when_the_memory_may_be_written_again():
-    """The root waits for nobody, but its bytes lie in its own memory until the kernel has taken them."""
+def test_a_wait_returns_only_when_the_memory_may_be_written_again():
+    """The root waits for no member, but its memory holds the bytes until the kernel has accepted them."""
     with group(2) as two:
         root, other = torch.arange(2**22), torch.zeros(2**22, dtype=torch.int64)
         release = threading.Event()
-        two.endpoints[1].call_soon(lambda: release.wait(DEADLINE_S))  # does not read as long as that takes
+        two.endpoints[1].call_soon(lambda: release.wait(DEADLINE_S))  # does not read until `release` is set
         sent = two.members[0].broadcast(root, root=0, exchange_id=1)
         with pytest.raises(WorkerError):
             sent.wait(0.01)
@@ -385,7 +389,7 @@ def test_a_wait_is_over_only_when_the_memory_may_be_written_again():
         assert torch.equal(other, torch.arange(2**22))
 
 
-def test_abandoning_ends_what_is_pending_and_what_comes_later():
+def test_abandoning_fails_pending_and_later_exchanges():
     with group(3) as three:
         flats = [torch.ones(1000), torch.ones(1000)]
         pending = [
@@ -407,7 +411,7 @@ def test_abandoning_ends_what_is_pending_and_what_comes_later():
             assert caught.value is error
 
 
-def test_what_was_done_before_it_was_abandoned_stays_done():
+def test_an_exchange_completed_before_abandoning_stays_complete():
     with group(2) as two:
         flats = [vector(rank, 10) for rank in range(2)]
         pending, sums = two.all_reduce(flats)
@@ -417,7 +421,7 @@ def test_what_was_done_before_it_was_abandoned_stays_done():
         assert torch.equal(sums[0], total(2, 10))
 
 
-def test_a_deadline_that_passes_is_an_error_that_says_so():
+def test_a_missed_deadline_raises_an_error_that_names_it():
     with group(2) as two:
         pending = two.members[0].all_reduce(torch.ones(10), torch.empty(10), exchange_id=1)
         with pytest.raises(WorkerError, match=r"not finished within 0\.01 s"):
@@ -446,7 +450,7 @@ def torch_sums(rank, emit):
         flat = vector(rank, 1000)
         wait([exchange.broadcast(flat, root=root, exchange_id=100 + root)])
         assert torch.equal(flat, vector(root, 1000))
-    if size == 3:  # members are named by their places in the group
+    if size == 3:  # roots are given by their rank within the group
         part = dist.new_group([1, 2])
         if rank:
             flat = vector(rank, 10)
@@ -461,7 +465,7 @@ def torch_sums(rank, emit):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_torch_sums_and_broadcasts_are_the_same(size):
+def test_torch_exchanges_sum_and_broadcast_to_equal_results_on_all_members(size):
     assert len(set(values(run(torch_sums, size)))) == 1
 
 
@@ -483,10 +487,10 @@ def torch_abandons(rank, emit):
             one.wait(DEADLINE_S)
         assert caught.value is error
     emit("done")
-    os._exit(0)  # gloo would wait for the other
+    os._exit(0)  # gloo would wait for the other worker
 
 
-def test_torch_exchanges_end_when_they_are_abandoned():
+def test_abandoned_torch_exchanges_raise_the_given_error():
     with start(torch_abandons, 2) as running:
         assert running.receive(1) == "here"
         assert running.receive(0) == "done"
@@ -495,7 +499,7 @@ def test_torch_exchanges_end_when_they_are_abandoned():
 def torch_loses_a_peer(rank, emit):
     dist.init_process_group("gloo")
     exchange = TorchExchange(dist.group.WORLD)
-    dist.barrier()  # else it may die while they are still getting to know each other
+    dist.barrier()  # else it may die while the workers still connect to each other
     if rank == 1:
         os._exit(1)
     with pytest.raises(WorkerError, match=r"a torch\.distributed exchange failed: .*[Cc]onnection"):
@@ -503,5 +507,5 @@ def torch_loses_a_peer(rank, emit):
     return "done"
 
 
-def test_a_torch_exchange_that_fails_is_a_worker_error():
+def test_a_failed_torch_exchange_raises_a_worker_error():
     assert run(torch_loses_a_peer, 2)[0].value == "done"

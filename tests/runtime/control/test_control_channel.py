@@ -1,6 +1,6 @@
 """Promises of the control path between a worker and a coordinator: each event and each action once, in order.
 
-First the worker's line against a coordinator played by hand, then a real coordinator that kills itself.
+First the channel of a worker against a scripted coordinator, then a real coordinator that kills itself.
 """
 
 import queue
@@ -28,7 +28,7 @@ __all__ = ["node"]
 
 
 class Worker:
-    """A worker's links and its line to the coordinator, and what it has heard."""
+    """A worker's endpoint, its channel to the coordinator, and the actions that it has received."""
 
     def __init__(self, name, addresses, worker=0):
         self.received, self.gone = queue.SimpleQueue(), queue.SimpleQueue()
@@ -60,8 +60,8 @@ class Worker:
         self.links.close()
 
 
-class ByHand:
-    """What a coordinator would say, at an address that outlives it."""
+class ScriptedCoordinator:
+    """Sends the messages of a coordinator, from an address that outlives it."""
 
     def __init__(self, node):
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -78,7 +78,7 @@ class ByHand:
         assert isinstance(self.node.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
 
     def receive(self):
-        """The next thing that the worker says: a tally, or the rounds of its Readys."""
+        """The worker's next message: an acknowledgement, or the rounds of its Readys."""
         payload = self.node.message()[1]
         sequence_ack = decode_sequence_ack(payload)
         return (
@@ -87,8 +87,10 @@ class ByHand:
             else [event.round for event in decode_events(payload, 0.0)]
         )
 
-    def send_event(self, thing):
-        payload = encode_sequence_ack(thing) if isinstance(thing, SequenceAck) else encode_actions(thing)
+    def send_event(self, message):
+        payload = (
+            encode_sequence_ack(message) if isinstance(message, SequenceAck) else encode_actions(message)
+        )
         self.node.links.send("w0", payload)
 
 
@@ -97,16 +99,16 @@ def actions(*epochs):
 
 
 @pytest.fixture
-def by_hand(node):
-    by_hand = ByHand(node)
-    worker = Worker("w0", [by_hand.address])
-    yield by_hand, worker
+def scripted(node):
+    scripted = ScriptedCoordinator(node)
+    worker = Worker("w0", [scripted.address])
+    yield scripted, worker
     worker.links.close()
-    by_hand.listener.close()
+    scripted.listener.close()
 
 
-def test_after_a_loss_it_says_again_what_is_not_recorded_and_nothing_else(by_hand):
-    other, worker = by_hand
+def test_after_a_reconnect_a_worker_resends_only_unrecorded_events(scripted):
+    other, worker = scripted
     worker.line.send(ready(0, 0), ready(0, 1))
     worker.line.send(ready(0, 2), ready(0, 3), ready(0, 4))
     worker.line.send(ready(0, 5))
@@ -119,8 +121,8 @@ def test_after_a_loss_it_says_again_what_is_not_recorded_and_nothing_else(by_han
     assert [other.receive() for _ in range(4)] == [[3, 4], [5], [6], SequenceAck(1, 0, 7)]
 
 
-def test_it_says_that_it_is_back_when_it_has_heard_what_it_missed_and_answered(by_hand):
-    other, worker = by_hand
+def test_a_worker_confirms_the_resync_after_it_has_received_and_answered_missed_actions(scripted):
+    other, worker = scripted
     worker.line.send(ready(0, 0))
     assert other.receive() == [0]
     other.send_event(actions(0, 1))
@@ -136,8 +138,8 @@ def test_it_says_that_it_is_back_when_it_has_heard_what_it_missed_and_answered(b
     assert [other.receive() for _ in range(2)] == [[1], SequenceAck(1, 4, 2)]
 
 
-def test_messages_of_an_earlier_connection_are_ignored(by_hand):
-    other, worker = by_hand
+def test_messages_of_an_earlier_connection_are_ignored(scripted):
+    other, worker = scripted
     worker.line.send(ready(0, 0), ready(0, 1))
     assert other.receive() == [0, 1]
     other.dies()
@@ -151,26 +153,26 @@ def test_messages_of_an_earlier_connection_are_ignored(by_hand):
     assert [other.receive() for _ in range(2)] == [[0, 1], SequenceAck(1, 1, 2)]
 
 
-def test_messages_of_any_thread_are_sent_in_the_order_in_which_they_were_queued(by_hand):
-    other, worker = by_hand
-    is_inside, goes_on = threading.Event(), threading.Event()
+def test_messages_of_any_thread_are_sent_in_the_order_in_which_they_were_queued(scripted):
+    other, worker = scripted
+    is_inside, continues = threading.Event(), threading.Event()
     worker.line.send(ready(0, 0))
-    assert other.receive() == [0]  # there is a connection
+    assert other.receive() == [0]  # a connection exists
 
     def in_a_callback():
         is_inside.set()
-        assert goes_on.wait(DEADLINE_S)
+        assert continues.wait(DEADLINE_S)
         worker.line.send(ready(0, 2))
 
     worker.links.call_soon(in_a_callback)
     assert is_inside.wait(DEADLINE_S)
     worker.line.send(ready(0, 1))
-    goes_on.set()
+    continues.set()
     assert [other.receive() for _ in range(2)] == [[1], [2]]
 
 
-def test_after_the_last_events_none_is_sent_also_after_a_loss(by_hand):
-    other, worker = by_hand
+def test_no_event_is_sent_after_the_last_one_even_after_a_reconnect(scripted):
+    other, worker = scripted
     worker.line.send(ready(0, 0), ready(0, 1), is_last=True)
     worker.line.send(ready(0, 2))
     assert other.receive() == [0, 1]
@@ -182,16 +184,16 @@ def test_after_the_last_events_none_is_sent_also_after_a_loss(by_hand):
     assert [other.receive() for _ in range(2)] == [[1], SequenceAck(1, 0, 2)]
 
 
-def test_a_recorded_count_that_cannot_be_breaks_the_protocol(by_hand):
-    _, worker = by_hand
+def test_an_impossible_recorded_count_is_a_protocol_error(scripted):
+    _, worker = scripted
     worker.line.send(ready(0, 0))
     for received in (2, 10**6):
         with pytest.raises(ProtocolError, match="expected an acknowledgement of between 0 and 1 events"):
             worker.line.receive(encode_sequence_ack(SequenceAck(0, received, 0)))
 
 
-def test_where_nobody_listens_any_more_it_says_so_once(by_hand):
-    other, worker = by_hand
+def test_a_closed_coordinator_address_is_reported_once(scripted):
+    other, worker = scripted
     worker.line.send(ready(0, 0))
     assert other.receive() == [0]
     other.listener.close()
@@ -206,14 +208,14 @@ def test_where_nobody_listens_any_more_it_says_so_once(by_hand):
 
 @contextmanager
 def over(node):
-    """The coordinator's process has ended: its address is free."""
+    """The coordinator's process has ended, so that its address is free."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = listener.getsockname()[1]
     yield where
 
 
 @contextmanager
-def deaf(node):
+def unresponsive(node):
     """The coordinator's host does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
@@ -221,7 +223,7 @@ def deaf(node):
 
 @contextmanager
 def of_another_job(node):
-    """The coordinator of a later job has been given the same port."""
+    """The coordinator of a later job has the same port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = listener.getsockname()[1]
         node(COORDINATOR, job="later", listeners=[(listener.dup(), f"tcp://127.0.0.1:{where}")])
@@ -230,7 +232,7 @@ def of_another_job(node):
 
 @contextmanager
 def leaving(node):
-    """The coordinator says goodbye to whoever has come."""
+    """The coordinator closes every connection with a goodbye."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = listener.getsockname()[1]
         listeners = [(listener.dup(), f"tcp://127.0.0.1:{where}")]
@@ -246,12 +248,12 @@ def leaving(node):
     ("coordinator", "words"),
     [
         (over, ["nothing listens any more at tcp://", "its process has ended", "see the output of rank 0"]),
-        (deaf, ["within 0.5 s: no answer", "its process may be alive", "no firewall blocks it"]),
+        (unresponsive, ["within 0.5 s: no answer", "its process may be alive", "no firewall blocks it"]),
         (of_another_job, ["this is job later, not job job", "another process listens", "start it again"]),
         (leaving, ["it ended before the job did", "see the output of rank 0"]),
     ],
 )
-def test_each_way_to_find_no_coordinator_has_its_own_words(node, coordinator, words):
+def test_each_cause_of_a_lost_coordinator_has_its_own_error_message(node, coordinator, words):
     gone = queue.SimpleQueue()
     with coordinator(node) as port:
         links = node(
@@ -291,7 +293,7 @@ TURN = "if count(flag) == at and not os.path.exists({done!r}): open({done!r}, 'w
 
 @contextmanager
 def coordinator_that_dies(tmp_path, world, at, when, **options):
-    """A coordinator that kills itself before or after it hands its message number `at` to the links."""
+    """A coordinator that kills itself before or after it gives its message number `at` to the endpoint."""
     done = str(tmp_path / "done")
     wait = "self._endpoint.flush(10); " if when == "after" else "self.journal.flush(); "
     turn = TURN.format(done=done, extra=wait)
@@ -305,10 +307,10 @@ def coordinator_that_dies(tmp_path, world, at, when, **options):
 @pytest.mark.parametrize("journal_events_max", [1, 10_000])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_worker_that_is_killed_while_it_reports_has_reported_to_all_once(
+def test_a_coordinator_killed_while_it_sends_actions_delivers_each_action_once(
     at, when, journal_events_max, tmp_path
 ):
-    """The last of three joins, and is the reason for a PeerList and a Group to each of them."""
+    """The join of the last of three workers is the reason for a PeerList and a Group to each of them."""
     with coordinator_that_dies(tmp_path, 3, at, when, journal_events_max=journal_events_max) as process:
         workers = [Worker(f"w{number}", process.addresses, number).joins(3) for number in range(3)]
         for worker in workers:
@@ -327,7 +329,7 @@ def test_a_worker_that_is_killed_while_it_reports_has_reported_to_all_once(
     assert sum(isinstance(entry, Left) for entry in log.entries) == 3
 
 
-def test_no_time_passes_until_all_are_back(tmp_path):
+def test_no_tick_is_logged_until_all_workers_have_reconnected(tmp_path):
     with coordinator_that_dies(tmp_path, 2, 2, "after", tick_s=0.01) as process:
         workers = [Worker(f"w{number}", process.addresses, number) for number in range(2)]
         held, is_held = threading.Event(), threading.Event()
@@ -365,8 +367,8 @@ def timed(step):
     return StepTimed(now_s=0.0, worker=0, step=step, samples=0, **times_s)
 
 
-def test_what_the_coordinator_keeps_for_a_worker_is_dropped_when_it_is_acknowledged(tmp_path):
-    """Else a tally could not be refused that takes back what was heard."""
+def test_the_coordinator_drops_actions_for_a_worker_once_acknowledged(tmp_path):
+    """Otherwise an acknowledgement that retracts received actions could not be rejected."""
     with coordinator(1, tmp_path / "log") as process:
         worker = Worker("w0", process.addresses).joins(1)
         assert isinstance(worker.action(), PeerList)

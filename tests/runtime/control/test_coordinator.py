@@ -1,4 +1,4 @@
-"""Promises of the coordinator, kept by a real one: it hears those who may speak, and ends with its job."""
+"""Promises of a real coordinator: it accepts messages of the job's workers only, and ends with its job."""
 
 import queue
 import random
@@ -58,12 +58,12 @@ def begun(worker):
     )
 
 
-# Whom it does not hear ------------------------------------------------------------------------------------
+# Unreachable workers --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def job_with_a_line(log, *, listens):
-    """A coordinator with two workers, of which the second dials it over a line."""
+    """A coordinator with two workers; the second one connects over a proxy that tests can cut."""
     with coordinator(2, log) as process:
         host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
         line = Line((host, int(port)))
@@ -80,7 +80,7 @@ def job_with_a_line(log, *, listens):
             line.close()
 
 
-def test_a_connection_that_breaks_loses_no_worker(tmp_path):
+def test_a_broken_connection_loses_no_worker(tmp_path):
     with job_with_a_line(tmp_path / "log", listens=True) as (process, peers, line):
         for round_ in range(5):
             line.reset()
@@ -127,8 +127,8 @@ def test_a_silent_worker_is_reported_until_it_sends_again(tmp_path):
 
 
 @pytest.mark.long
-def test_a_worker_that_has_given_its_connection_up_and_dials_again_is_not_lost(tmp_path):
-    """It is called back, and what either side has missed is said again."""
+def test_a_worker_that_gave_up_its_connection_and_dials_again_is_not_lost(tmp_path):
+    """The coordinator accepts the new connection, and both sides resend missed messages."""
     log = tmp_path / "log"
     with coordinator(1, log, silent_s=1000.0) as process, ExitStack() as stack:
         gone, received = queue.SimpleQueue(), queue.SimpleQueue()
@@ -150,9 +150,11 @@ def test_a_worker_that_has_given_its_connection_up_and_dials_again_is_not_lost(t
             line.cut(new_ones_too=True)
         wait_until(lambda: not control.is_connected, "the worker to give the connection up")
         control.send(ready(0))
-        there.reset()  # now the coordinator knows that it is broken, and cannot dial
+        there.reset()  # now the coordinator knows that the connection is broken, and cannot dial
         there.mend()
-        wait_for_entry(log, "what it said meanwhile", lambda entry: isinstance(entry, Ready))
+        wait_for_entry(
+            log, "an event that was sent while disconnected", lambda entry: isinstance(entry, Ready)
+        )
         control.send(Left(now_s=0.0, worker=0, step=1))
         control.wait_until_acked(DEADLINE_S)
         links.close()
@@ -168,17 +170,17 @@ def line_to(address, stack):
     return line
 
 
-def test_a_worker_may_not_say_what_only_the_coordinator_observes():
+def test_a_worker_must_not_send_events_that_only_the_coordinator_observes():
     with running_job(2) as (_, peers):
         peers[0].send(PeerUnreachable(now_s=0.0, worker=None, peer=1, cause="it is silent"))
         assert "must not send PeerUnreachable" in peers[1].receive_until(AbortJob).reason
 
 
-# Who may speak --------------------------------------------------------------------------------------------
+# Authentication -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("secrets", [{"token": "wrong"}, {"job": "another"}])
-def test_it_speaks_only_to_those_who_know_job_and_token(secrets, tmp_path):
+def test_a_coordinator_rejects_a_wrong_job_or_token(secrets, tmp_path):
     with running_job(2, tmp_path / "log") as (process, peers):
         stranger = Peer("w2", process, worker=1, **secrets)
         stranger.send(Left(now_s=0.0, worker=1, step=0))
@@ -193,11 +195,11 @@ def test_it_speaks_only_to_those_who_know_job_and_token(secrets, tmp_path):
 
 
 @pytest.mark.long
-def test_a_name_that_is_taken_does_not_take_over():
+def test_a_second_worker_of_the_same_name_does_not_replace_the_first():
     with running_job(2) as (process, peers):
         twin = Peer("w1", process, worker=1)
         twin.send(Left(now_s=0.0, worker=1, step=0))
-        assert isinstance(twin.receive(), LinkError)  # once the coordinator has let it wait for 5 s
+        assert isinstance(twin.receive(), LinkError)  # after the coordinator has made it wait for 5 s
         twin.links.close()
         for peer in peers:
             peer.send(ready(peer.worker))
@@ -205,7 +207,7 @@ def test_a_name_that_is_taken_does_not_take_over():
         assert process.ended()[0] == 0
 
 
-def test_bytes_that_are_no_handshake_change_nothing():
+def test_bytes_other_than_a_handshake_change_nothing():
     with running_job(2) as (process, peers):
         host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
         for data in [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(10_000), random.Random(1).randbytes(10_000)]:
@@ -217,7 +219,7 @@ def test_bytes_that_are_no_handshake_change_nothing():
         assert process.ended()[0] == 0
 
 
-# Nonsense from those who may ------------------------------------------------------------------------------
+# Invalid messages -----------------------------------------------------------------------------------------
 
 NONSENSE = {
     "random bytes": lambda peer: random.Random(0).randbytes(1000),
@@ -242,14 +244,14 @@ NONSENSE = {
     "a tally of what it was not told": lambda peer: encode_sequence_ack(SequenceAck(0, 99, 0)),
     "no tally": lambda peer: encode_sequence_ack(SequenceAck(0, 0, 0)) + b"!",
 }
-MISTAKES = {  # what only a policy can judge
+MISTAKES = {  # only a policy can detect these
     "a round ahead": lambda peer: encode_events([ready(peer.worker, 7)]),
 }
 
 
 @pytest.mark.long(after=3)
 @pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_of_a_worker_costs_the_job_that_worker_and_never_reaches_a_policy(what, tmp_path):
+def test_an_invalid_message_of_a_worker_loses_that_worker_and_never_reaches_a_policy(what, tmp_path):
     with running_job(2, tmp_path / "log") as (process, (good, bad)):
         bad.send_bytes(NONSENSE[what](bad))
         assert good.receive_until(AbortJob).worker == 1
@@ -268,7 +270,7 @@ def test_nonsense_of_a_worker_costs_the_job_that_worker_and_never_reaches_a_poli
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_what_only_a_policy_can_judge_stops_the_job_and_names_the_worker(what):
+def test_an_event_that_a_policy_rejects_aborts_the_job_and_names_the_worker(what):
     with running_job(2) as (process, peers):
         peers[1].send_bytes(MISTAKES[what](peers[1]))
         for peer in peers:
@@ -279,7 +281,7 @@ def test_what_only_a_policy_can_judge_stops_the_job_and_names_the_worker(what):
 
 @pytest.mark.long(after=3)
 @pytest.mark.parametrize("what", [*NONSENSE, "an event before joining"])
-def test_nonsense_of_one_who_has_not_joined_changes_nothing(what, tmp_path):
+def test_an_invalid_message_of_a_stranger_changes_nothing(what, tmp_path):
     nonsense = NONSENSE | {
         "an event before joining": lambda peer: encode_events(
             [Failed(now_s=0.0, worker=1, step=0, error="no")]
@@ -306,7 +308,7 @@ def test_nonsense_of_one_who_has_not_joined_changes_nothing(what, tmp_path):
     assert sum(isinstance(entry, Left) for entry in log.entries) == 2
 
 
-def test_a_message_longer_than_links_carry_costs_the_connection():
+def test_a_message_above_the_size_limit_closes_the_connection():
     with running_job(2) as (process, peers):
         host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
         with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
@@ -323,7 +325,7 @@ def test_a_message_longer_than_links_carry_costs_the_connection():
 
 @settings(max_examples=30, deadline=None)
 @given(messages=st.lists(st.binary(max_size=200), max_size=5))
-def test_no_bytes_whatever_end_it(whole_job, messages):
+def test_arbitrary_bytes_of_a_stranger_do_not_end_the_coordinator(whole_job, messages):
     process, peers = whole_job
     stranger = Peer(f"s{random.randrange(2**60)}", process, worker=0)
     for data in messages:
@@ -342,7 +344,7 @@ def whole_job():
         goes_on(peers, process)
 
 
-# Late comers ----------------------------------------------------------------------------------------------
+# Late joiners ---------------------------------------------------------------------------------------------
 
 
 def test_a_permit_is_sent_only_to_its_worker(tmp_path):
@@ -361,7 +363,7 @@ def test_a_permit_is_sent_only_to_its_worker(tmp_path):
     assert replay(read_log(tmp_path / "log")) is None
 
 
-def test_a_late_joiner_is_refused_and_the_job_does_not_notice(tmp_path):
+def test_a_late_joiner_is_rejected_and_the_job_continues(tmp_path):
     with running_job(2, tmp_path / "log") as (process, peers):
         for claim in (0, 1, 2, 77):
             late = Peer(f"late{claim}", process, worker=claim).join(3)
@@ -375,11 +377,11 @@ def test_a_late_joiner_is_refused_and_the_job_does_not_notice(tmp_path):
     assert replay(read_log(tmp_path / "log")) is None
 
 
-# Coming and going -----------------------------------------------------------------------------------------
+# Start and end --------------------------------------------------------------------------------------------
 
 
-def test_it_never_imports_torch(tmp_path):
-    """What its process has imported when it ends."""
+def test_a_coordinator_never_imports_torch(tmp_path):
+    """Checks the modules that its process has imported when it ends."""
     out = tmp_path / "modules"
     prelude = (
         f"import atexit, sys\natexit.register(lambda: open({str(out)!r}, 'w').write(' '.join(sys.modules)))"
@@ -391,7 +393,7 @@ def test_it_never_imports_torch(tmp_path):
     assert not {"torch", "numpy", "pickle"} & set(modules)
 
 
-def test_it_ends_when_all_have_left():
+def test_a_coordinator_ends_when_all_workers_have_left():
     with running_job(3) as (process, peers):
         for peer in peers[:2]:
             peer.leave()
@@ -400,40 +402,40 @@ def test_it_ends_when_all_have_left():
         assert process.ended() == (0, "")
 
 
-def test_it_ends_when_all_are_lost():
+def test_a_coordinator_ends_when_all_workers_are_lost():
     with running_job(2) as (process, peers):
         for peer in peers:
-            peer.links.call_soon(lambda: 1 / 0)  # the links die without a goodbye
+            peer.links.call_soon(lambda: 1 / 0)  # the endpoint fails without a goodbye
         assert process.ended()[0] == 0
 
 
-def test_it_ends_when_nobody_ever_comes():
+def test_a_coordinator_ends_when_no_worker_ever_joins():
     with coordinator(2, linger_s=0.2) as process:
         assert process.ended() == (0, "")
 
 
-def test_it_does_not_wait_longer_for_those_who_are_missing_when_the_others_have_gone():
+def test_a_coordinator_does_not_wait_for_missing_workers_once_the_others_have_left():
     with coordinator(2, linger_s=0.2) as process:
         peer = Peer("w0", process, worker=0).join(2)
         peer.leave()
         assert process.ended() == (0, "")
 
 
-def test_who_comes_after_the_job_ended_before_its_start_is_informed_why():
+def test_a_worker_that_joins_after_a_failed_start_is_informed_of_the_reason():
     with coordinator(3) as process:
         first = Peer("w0", process, worker=0).join(3)
         odd = Peer("w1", process, worker=1).join(5)
         for peer in (first, odd):
             assert "expects a world of 5 workers" in peer.receive_until(AbortJob | RejectPeer).reason
             peer.links.close()
-        for worker in (2, 3, 4):  # all five that the odd one expects
+        for worker in (2, 3, 4):  # the odd worker expects five in all
             late = Peer(f"w{worker}", process, worker=worker).join(3)
             assert "expects a world of 5 workers" in late.receive_until(RejectPeer).reason
             late.links.close()
         assert process.ended() == (0, "")
 
 
-def test_a_coordinator_that_fails_tells_the_workers_why(tmp_path):
+def test_a_coordinator_that_fails_sends_the_reason_to_the_workers(tmp_path):
     prelude = (
         "from offbeat.policies.membership.lockstep import Lockstep\n"
         "def fail(self, event): raise KeyError('no such worker')\n"
@@ -455,16 +457,16 @@ def test_a_coordinator_that_fails_tells_the_workers_why(tmp_path):
         ({"world": 0}, "expected a world of at least 1 worker, got 0"),
     ],
 )
-def test_a_bad_configuration_is_one_line_of_an_answer(change, text):
+def test_a_bad_configuration_is_reported_in_the_answer(change, text):
     with coordinator(**({"world": 2} | change)) as process:
         assert text in process.answer["error"]
         assert process.ended() == (1, "")
 
 
-def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
+def test_a_coordinator_that_leaves_before_the_workers_is_reported_as_lost():
     received = queue.SimpleQueue()
     links = Endpoint(COORDINATOR, job="job", token="secret", on_message=lambda *_: None, on_lost=print)
-    meeting = RendezvousInfo(
+    info = RendezvousInfo(
         job="job",
         token="secret",
         host="127.0.0.1",
@@ -476,7 +478,7 @@ def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
         start_s=0.0,
         deadline_s=0.0,
     )
-    member = CoordinatorClient(meeting, 1, GroupProtocol(1), received.put, steps_finished=lambda: 0)
+    member = CoordinatorClient(info, 1, GroupProtocol(1), received.put, steps_finished=lambda: 0)
     try:
         member.send_event(ready(1))
         assert member.endpoint.flush(DEADLINE_S)
@@ -519,8 +521,8 @@ def test_an_action_that_the_strategy_does_not_have_fails_the_job():
             client.close()
 
 
-def test_the_log_shows_events_within_a_tick_though_no_action_followed(tmp_path):
+def test_events_without_an_action_are_logged_within_a_tick(tmp_path):
     log = tmp_path / "log"
     with running_job(2, log, tick_s=0.05) as (_, peers):
         peers[0].send(ready(0))
-        wait_until(lambda: b'"Ready"' in log.read_bytes(), "a log with what was heard")
+        wait_until(lambda: b'"Ready"' in log.read_bytes(), "a log with the received event")

@@ -1,4 +1,4 @@
-"""Promises about a coordinator that is killed: another one takes its place, and training goes on.
+"""Promises about a coordinator that is killed: another one takes its place, and training continues.
 
 Real workers, real kills. Afterwards all replicas are equal, and the run log shows one training: every event
 once, in order, and answers that fresh policies repeat.
@@ -22,12 +22,12 @@ from support.group_training import BATCH, SAMPLES, STRATEGY, agree, train
 from support.jobs import MARK, coordinator, job
 from support.processes import values
 
-STRATEGIES = {  # that call nobody slow, however busy this machine is
+STRATEGIES = {  # none of these classifies a worker as slow, however busy this machine is
     "bsp": AllReduce(),
     "partial": PartialAllReduce(limit=10**6),
     "dpar": DPAR(threshold_ms=5000.0),
 }
-STEPS = SAMPLES // BATCH // 3  # an epoch, of three workers
+STEPS = SAMPLES // BATCH // 3  # of an epoch with three workers
 RESTARTS = 5
 
 
@@ -53,12 +53,12 @@ def trains(rank, emit, strategy, epochs, journal_events_max=None):
 
 
 def kill_now():
-    """Kills the coordinator of the job that this process is a worker of."""
+    """Kills the coordinator of this worker's job."""
     os.kill(coordinator(os.environ[MARK])[0], signal.SIGKILL)
 
 
-def one_training(path, workers):
-    """Reads a run log; checks that it is that of a job in which nothing was lost, doubled or out of order."""
+def check_log_is_complete(path, workers):
+    """Reads a run log and checks that no entry is lost, duplicated or out of order."""
     log = read_log(path)
     assert replay(log) is None
     assert not log.is_truncated
@@ -72,8 +72,8 @@ def one_training(path, workers):
     return log.entries
 
 
-def each_once(entries, kind, worker, least):
-    """At least so many steps, none twice, none missing; who asks late for samples may make it one more."""
+def check_each_step_once(entries, kind, worker, least):
+    """At least `least` steps, none twice, none missing; a late request for samples may add one step."""
     steps = [entry.step for entry in entries if isinstance(entry, kind) and entry.worker == worker]
     assert steps == list(range(max(least, len(steps))))
 
@@ -84,8 +84,8 @@ def each_once(entries, kind, worker, least):
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("journal_events_max", [None, 7])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_training_goes_on_when_the_coordinator_is_killed_again_and_again(name, journal_events_max, tmp_path):
-    """With a new journal every 7 events, it is the policies' state that successors begin with."""
+def test_training_continues_when_the_coordinator_is_killed_repeatedly(name, journal_events_max, tmp_path):
+    """With a new journal every 7 events, successors begin with the policies' saved state."""
     path = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(path)}
     with job(trains, 3, STRATEGIES[name], 10, journal_events_max, env=env) as running:
@@ -94,15 +94,15 @@ def test_training_goes_on_when_the_coordinator_is_killed_again_and_again(name, j
             os.kill(running.coordinator(), signal.SIGKILL)
         results = values(running.ends())
     agree(results)
-    entries = one_training(path, 3)
+    entries = check_log_is_complete(path, 3)
     for worker in range(3):
-        each_once(entries, StepTimed, worker, 10 * STEPS)
-        each_once(entries, Ready, worker, 10 * STEPS)
+        check_each_step_once(entries, StepTimed, worker, 10 * STEPS)
+        check_each_step_once(entries, Ready, worker, 10 * STEPS)
     assert not any(isinstance(entry, Lost) for entry in entries)
 
 
 @pytest.mark.long
-def test_coordinators_killed_as_soon_as_they_are_there_cost_nothing_either(tmp_path):
+def test_training_continues_when_coordinators_are_killed_as_soon_as_they_start(tmp_path):
     path = tmp_path / "log"
     with job(trains, 3, AllReduce(), 10, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
         running.receive(0, 1, 2)
@@ -114,11 +114,11 @@ def test_coordinators_killed_as_soon_as_they_are_there_cost_nothing_either(tmp_p
                 killed.add(pid)
         results = values(running.ends())
     agree(results)
-    one_training(path, 3)
+    check_log_is_complete(path, 3)
 
 
 @pytest.mark.long
-def test_without_a_run_log_it_goes_on_too():
+def test_without_a_run_log_training_continues_after_coordinator_kills():
     with job(trains, 3, STRATEGY, 10) as running:
         for _ in range(RESTARTS):
             running.receive(0, 1, 2)
@@ -126,20 +126,20 @@ def test_without_a_run_log_it_goes_on_too():
         agree(values(running.ends()))
 
 
-def test_a_coordinator_whose_supervisor_is_killed_goes_on_without(tmp_path):
+def test_a_coordinator_continues_without_its_supervisor(tmp_path):
     path = tmp_path / "log"
     with job(trains, 3, STRATEGY, 10, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
         running.receive(0, 1, 2)
         os.kill(running.supervisor(), signal.SIGKILL)
         agree(values(running.ends()))
-    one_training(path, 3)
+    check_log_is_complete(path, 3)
 
 
-# While groups change --------------------------------------------------------------------------------------
+# During changes of the group ------------------------------------------------------------------------------
 
 
 def kills_on_message(rank, emit, what):
-    """Worker 0 kills the coordinator when it first hears of a change."""
+    """Worker 0 kills the coordinator when it first receives a message of a change."""
     method = {"Halt": "on_halt", "Group": "on_group"}[what]
     on_message = getattr(GroupMembership, method)
     has_killed = False
@@ -157,12 +157,12 @@ def kills_on_message(rank, emit, what):
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["Halt", "Group"])
-def test_a_change_of_the_group_goes_on_with_the_next_coordinator(what, tmp_path):
+def test_a_change_of_the_group_continues_with_the_next_coordinator(what, tmp_path):
     path = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(path), "OFFBEAT_SLOW": "1:20@burst=8/100000"}
     with job(kills_on_message, 3, what, env=env) as running:
         agree(values(running.ends()))
-    entries = one_training(path, 3)
+    entries = check_log_is_complete(path, 3)
     groups = [entry for entry in entries if isinstance(entry, Group)]
     assert any(group.members == (0, 2) for group in groups)
     assert any(1 in group.joining for group in groups)
@@ -172,15 +172,15 @@ def test_a_change_of_the_group_goes_on_with_the_next_coordinator(what, tmp_path)
     assert len({entry.generation for entry in entries if isinstance(entry, Halt)}) > 1
 
 
-# Coming and going -----------------------------------------------------------------------------------------
+# Start and end --------------------------------------------------------------------------------------------
 
 
-def comes_late(rank, emit, late):
+def joins_late(rank, emit, late):
     if rank == late:
         join = client.CoordinatorClient.join
 
         def join_later(self, **about):
-            emit("has met the others and waits to ask")
+            emit("has met the others and waits to join")
             assert signal.sigwait({signal.SIGUSR1})
             return join(self, **about)
 
@@ -201,21 +201,21 @@ def comes_late(rank, emit, late):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_job_comes_together_though_coordinators_are_killed_before_its_start(late, tmp_path):
+def test_a_job_starts_although_coordinators_are_killed_before_its_start(late, tmp_path):
     path = tmp_path / "log"
-    with job(comes_late, 3, late, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
+    with job(joins_late, 3, late, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
         running.receive(0, 1, 2)
         os.kill(running.coordinator(), signal.SIGKILL)
         running.coordinator()
         running.signal(late, signal.SIGUSR1)
         os.kill(running.coordinator(), signal.SIGKILL)
         agree(values(running.ends()))
-    entries = one_training(path, 3)
+    entries = check_log_is_complete(path, 3)
     assert sum(isinstance(entry, PeerList) for entry in entries) == 1
 
 
 def kills_when_it_leaves(rank, emit, strategy):
-    """Worker 1 kills the coordinator when it has said that it leaves, and that was not heard."""
+    """Worker 1 kills the coordinator after it has sent Left and before the coordinator received it."""
     send = ControlChannel.send
 
     def kill_between_two_sends(self, *events, **options):
@@ -233,19 +233,19 @@ def kills_when_it_leaves(rank, emit, strategy):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", ["bsp", "partial"])
-def test_a_node_that_leaves_is_reported_as_left(name, tmp_path):
+def test_a_worker_that_leaves_while_the_coordinator_is_killed_is_logged_as_left(name, tmp_path):
     path = tmp_path / "log"
     with job(kills_when_it_leaves, 3, STRATEGIES[name], env={"OFFBEAT_RUN_LOG": str(path)}) as running:
         agree(values(running.ends()))
-    entries = one_training(path, 3)
+    entries = check_log_is_complete(path, 3)
     assert not any(isinstance(entry, Lost) for entry in entries)
 
 
-# With workers ---------------------------------------------------------------------------------------------
+# With a worker --------------------------------------------------------------------------------------------
 
 
-def dies_unheard(rank, emit, strategy, victim):
-    """The coordinator is stopped when the victim dies."""
+def dies_unnoticed(rank, emit, strategy, victim):
+    """The victim pauses the coordinator, then kills itself."""
 
     def misdeed(session):
         if rank == victim and session.step == 7:
@@ -256,8 +256,8 @@ def dies_unheard(rank, emit, strategy, victim):
 
 
 def die_together(strategy, victim, path):
-    """Returns how the others ended when a worker and the coordinator were killed, the worker first."""
-    with job(dies_unheard, 3, strategy, victim, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
+    """Returns how the other workers ended after the victim and then the coordinator were killed."""
+    with job(dies_unnoticed, 3, strategy, victim, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
         running.died(victim)
         os.kill(running.coordinator(), signal.SIGKILL)
         ended = running.ends()
@@ -266,7 +266,7 @@ def die_together(strategy, victim, path):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_worker_that_dies_with_the_coordinator_is_lost_and_the_others_go_on(victim, tmp_path):
+def test_a_worker_that_dies_with_the_coordinator_is_lost_and_the_others_continue(victim, tmp_path):
     path = tmp_path / "log"
     agree(values(die_together(STRATEGY, victim, path)))
     log = read_log(path)
@@ -277,7 +277,7 @@ def test_a_worker_that_dies_with_the_coordinator_is_lost_and_the_others_go_on(vi
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_in_lockstep_everybody_names_the_worker_that_dies_with_the_coordinator(victim, tmp_path):
+def test_in_lockstep_every_survivor_names_the_worker_that_dies_with_the_coordinator(victim, tmp_path):
     path = tmp_path / "log"
     for one in die_together(AllReduce(), victim, path):
         assert one.error_type == "WorkerError"
@@ -285,7 +285,7 @@ def test_in_lockstep_everybody_names_the_worker_that_dies_with_the_coordinator(v
     assert replay(read_log(path)) is None
 
 
-def test_nothing_is_left_when_all_workers_die_with_the_coordinator():
+def test_no_process_is_left_when_all_workers_die_with_the_coordinator():
     with job(trains, 3, STRATEGY, 1000) as running:
         running.receive(0, 1, 2)
         os.kill(running.coordinator(), signal.SIGKILL)
@@ -317,7 +317,7 @@ def reports_the_loss_of_the_coordinator(rank, emit, strategy):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["bsp", "partial"])
-def test_a_coordinator_that_was_stopped_for_longer_than_silence_is_found_again(name, tmp_path):
+def test_workers_reconnect_to_a_coordinator_paused_for_longer_than_the_silence_limit(name, tmp_path):
     path = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(path)}
     with job(reports_the_loss_of_the_coordinator, 3, STRATEGIES[name], env=env) as running:
@@ -327,14 +327,14 @@ def test_a_coordinator_that_was_stopped_for_longer_than_silence_is_found_again(n
         assert running.receive(0, 1, 2) == ["lost"] * 3
         os.kill(stopped, signal.SIGCONT)
         agree(values(running.ends()))
-    entries = one_training(path, 3)
+    entries = check_log_is_complete(path, 3)
     assert not any(isinstance(entry, Lost) for entry in entries)
 
 
 # Bounds ---------------------------------------------------------------------------------------------------
 
 
-def counts_what_it_keeps(rank, emit):
+def returns_the_longest_queue(rank, emit):
     longest = 0
 
     def misdeed(session):
@@ -347,8 +347,8 @@ def counts_what_it_keeps(rank, emit):
 
 
 @pytest.mark.long
-def test_what_a_worker_keeps_does_not_grow_with_the_steps():
-    with job(counts_what_it_keeps, 2) as running:
+def test_a_workers_queue_of_unacknowledged_events_does_not_grow_with_the_steps():
+    with job(returns_the_longest_queue, 2) as running:
         kept = values(running.ends())
     assert 60 * SAMPLES // BATCH // 2 > 2 * SEQUENCE_ACK_INTERVAL
     assert max(kept) < 1.5 * SEQUENCE_ACK_INTERVAL

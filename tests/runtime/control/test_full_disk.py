@@ -1,4 +1,4 @@
-"""What is written down about a training never ends it: on disks that are really full, and the like."""
+"""A log, trace or output file that cannot be written never ends a training; tested on disks that are full."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def events_of(log):
 
 
 def write_until_it_fails(path, size_bytes):
-    """Writes a log that cannot grow beyond a size; returns how many events it has, and what was wanted."""
+    """Writes a log that cannot grow beyond a size; returns its number of events and all intended ones."""
     policies = build_policies(HEADER)
     writer = LogWriter(path, HEADER)
     wanted = []
@@ -57,8 +57,8 @@ def write_until_it_fails(path, size_bytes):
     return writer.events, wanted
 
 
-def test_wherever_a_file_cannot_grow_any_more_it_ends_with_a_whole_event(tmp_path):
-    """The second event has two answers: also between these there is no end."""
+def test_a_log_of_limited_size_ends_with_a_whole_event_at_any_limit(tmp_path):
+    """The second event has two actions; the log never ends between them either."""
     begin = LogWriter(tmp_path / "header", HEADER).size_bytes
     ends = set()
     for size_bytes in range(begin, begin + 1400, 5):
@@ -77,7 +77,7 @@ def test_wherever_a_file_cannot_grow_any_more_it_ends_with_a_whole_event(tmp_pat
 
 @pytest.fixture(params=["limit", pytest.param("disk", marks=needs_disk)])
 def place(request, tmp_path):
-    """Somewhere to log, where it is full soon after `fill_up()`; and what the system says then."""
+    """A path for a log whose disk is full soon after `fill_up()`, and the system's error text."""
 
     class Place:
         prelude = AT_MOST if request.param == "limit" else ""
@@ -97,12 +97,12 @@ def place(request, tmp_path):
             yield one
 
 
-def test_a_coordinator_whose_log_cannot_grow_says_so_once_and_the_job_goes_on(place):
+def test_a_coordinator_whose_log_cannot_grow_reports_it_once_and_the_job_continues(place):
     options = {"tick_s": 0.002, "journal_events_max": 5, "prelude": place.prelude}
     with running_job(2, place.log, **options) as (process, peers):
         place.fill_up()
         said = process.process.stderr.readline().decode()
-        goes_on(peers, process)  # without another word
+        goes_on(peers, process)  # without another line on standard error
     log = read_log(place.log)
     assert said == (
         f"offbeat: the run log {place.log} cannot be written any more ({place.cause}): it is complete "
@@ -117,7 +117,7 @@ def test_a_coordinator_whose_log_cannot_grow_says_so_once_and_the_job_goes_on(pl
     ("log", "cause"),
     [("/dev/full", "No space left on device"), ("/no such folder/log", "No such file or directory")],
 )
-def test_a_log_that_cannot_be_begun_is_an_error_at_the_start_that_names_the_file(log, cause):
+def test_a_log_that_cannot_be_created_is_a_startup_error_that_names_the_file(log, cause):
     with coordinator(2, log=log) as process:
         assert process.answer["error"].endswith(f"{cause}: {log!r}")
         assert process.ended() == (1, "")
@@ -147,7 +147,7 @@ def about_the_log(errors):
 
 @pytest.mark.long
 @needs_disk
-def test_a_job_ends_well_though_its_log_is_on_a_full_disk_and_its_coordinator_is_killed(tmp_path):
+def test_a_job_succeeds_although_its_log_is_on_a_full_disk_and_its_coordinator_is_killed(tmp_path):
     errors = tmp_path / "errors"
     with small_disk(tmp_path / "disk") as disk:
         log = disk / "log.jsonl"
@@ -167,12 +167,12 @@ def test_a_job_ends_well_though_its_log_is_on_a_full_disk_and_its_coordinator_is
     assert f"it is complete up to event {events_of(read)}, " in line
 
 
-# What else is written down ---------------------------------------------------------------------------------
+# Output and traces -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 @needs_disk
-def test_a_training_of_the_command_line_ends_well_though_its_folder_is_on_a_full_disk(tmp_path, capsys):
+def test_offbeat_train_succeeds_although_its_folder_is_on_a_full_disk(tmp_path, capsys):
     with small_disk(tmp_path / "disk") as disk:
         line = f"train --workers 2 --epochs 40 --batch-size 16 --run-dir {disk / 'run'}"
         assert main(line.split()) == 0
@@ -182,7 +182,7 @@ def test_a_training_of_the_command_line_ends_well_though_its_folder_is_on_a_full
 
 
 @needs_disk
-def test_what_workers_say_is_left_out_where_it_cannot_be_written(tmp_path):
+def test_worker_output_that_cannot_be_written_is_dropped(tmp_path):
     from offbeat.cli.job import WorkerOutputFile
 
     with small_disk(tmp_path / "disk") as disk:
@@ -196,7 +196,7 @@ def test_what_workers_say_is_left_out_where_it_cannot_be_written(tmp_path):
 
 
 @pytest.mark.long
-def test_output_that_goes_to_a_full_disk_does_not_end_workers_that_are_replaced(tmp_path):
+def test_output_to_a_full_disk_does_not_end_workers_of_offbeat_run_replace(tmp_path):
     code = "import os; print('hello'); open('done-' + os.environ['RANK'], 'w')"
     (tmp_path / "script.py").write_text(code)
     command = [sys.executable, "-m", "offbeat", "run", "--replace", "1", "--nproc-per-node", "2", "script.py"]
@@ -210,7 +210,7 @@ def test_output_that_goes_to_a_full_disk_does_not_end_workers_that_are_replaced(
     assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1"}
 
 
-def test_training_goes_on_without_a_trace_that_cannot_be_written(tmp_path, capsys):
+def test_a_trace_that_cannot_be_written_is_reported_once(tmp_path, capsys):
     (tmp_path / "file").write_text("this is no folder")
     tracer = Tracer(str(tmp_path / "file" / "trace"), 3, first_step=0)
     for step in range(4):

@@ -1,4 +1,4 @@
-"""Promises of the journal: what was flushed is there for the next process, wherever its writer was killed."""
+"""Promises of the journal: the next process finds all flushed records, wherever the writer was killed."""
 
 import os
 import random
@@ -12,8 +12,8 @@ from offbeat.runtime.control.journal import Journal
 RECORDS = [random.Random(number).randbytes(number % 50) for number in range(200)]
 
 
-def fresh(write):
-    """What a process finds in a journal that another one has written."""
+def written_elsewhere(write):
+    """Writes a journal in another process and returns it."""
     journal = Journal()
     child = os.fork()
     if not child:
@@ -25,17 +25,17 @@ def fresh(write):
     return journal
 
 
-def test_what_was_flushed_is_found_and_what_was_not_is_not():
+def test_flushed_records_are_found_and_unflushed_ones_are_not():
     def write(journal):
         for record in RECORDS[:20]:
             journal.append(record)
         journal.flush()
         journal.append(b"not flushed")
 
-    assert fresh(write).read() == (b"", RECORDS[:20])
+    assert written_elsewhere(write).read() == (b"", RECORDS[:20])
 
 
-def test_a_snapshot_takes_the_place_of_everything_before_it():
+def test_a_snapshot_replaces_all_records_before_it():
     def write(journal):
         for number, record in enumerate(RECORDS):
             journal.append(record)
@@ -43,13 +43,13 @@ def test_a_snapshot_takes_the_place_of_everything_before_it():
                 journal.replace_by_snapshot(b"snapshot %d" % number)
         journal.flush()
 
-    journal = fresh(write)
+    journal = written_elsewhere(write)
     assert journal.read() == (b"snapshot 179", RECORDS[180:])
     assert journal.records_since_snapshot == 20
 
 
 @pytest.mark.parametrize("snapshot", [b"", b"a snapshot"])
-def test_wherever_it_was_cut_the_records_before_are_whole_and_it_goes_on_behind_them(snapshot):
+def test_a_truncated_journal_keeps_its_whole_records_and_accepts_further_ones(snapshot):
     begin = 16 + len(snapshot)
     lengths = [4 + len(record) for record in RECORDS[:4]]
     for length in range(begin, begin + sum(lengths) + 1):
@@ -66,7 +66,7 @@ def test_wherever_it_was_cut_the_records_before_are_whole_and_it_goes_on_behind_
         assert journal.read() == (snapshot, [*RECORDS[:whole], b"and on"])
 
 
-def test_a_snapshot_that_was_not_finished_is_none():
+def test_an_incomplete_snapshot_is_ignored():
     journal = Journal()
     journal.replace_by_snapshot(b"the first")
     journal.append(b"a record")
@@ -77,8 +77,8 @@ def test_a_snapshot_that_was_not_finished_is_none():
     assert journal.read() == (b"the second", [])
 
 
-def test_a_writer_killed_anywhere_leaves_what_it_had_flushed():
-    """It counts in records and in snapshots, and says on a pipe how far it has flushed."""
+def test_a_writer_killed_at_any_time_leaves_all_flushed_records():
+    """The writer counts in records and in snapshots, and reports each flushed number on a pipe."""
     for _ in range(30):
         journal = Journal()
         reading, writing = os.pipe()
@@ -92,20 +92,20 @@ def test_a_writer_killed_anywhere_leaves_what_it_had_flushed():
                 os.write(writing, struct.pack("<Q", number))
         os.close(writing)
         for _ in range(random.randrange(1, 60)):
-            (said,) = struct.unpack("<Q", os.read(reading, 8))
+            (reported,) = struct.unpack("<Q", os.read(reading, 8))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         while data := os.read(reading, 8):
-            (said,) = struct.unpack("<Q", data)
+            (reported,) = struct.unpack("<Q", data)
         os.close(reading)
         snapshot, records = journal.read()
         numbers = [struct.unpack("<Q", one[:8])[0] for one in ([snapshot] if snapshot else []) + records]
         assert all(len(one) == 800 for one in records)
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
-        assert numbers[-1] in (said, said + 1)
+        assert numbers[-1] in (reported, reported + 1)
 
 
-def test_it_stays_small_and_leaves_nothing_in_a_folder(tmp_path, monkeypatch):
+def test_a_journal_stays_small_and_leaves_no_file_in_the_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     journal = Journal()
     for number in range(10_000):

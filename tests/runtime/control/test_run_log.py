@@ -34,12 +34,12 @@ def train(rank, emit, log, epochs):
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     dataset = TensorDataset(torch.randn(SAMPLES, 64), torch.randint(0, 10, (SAMPLES,)))
-    around_s = []  # before and after the end of each step's lap
+    around_s = []  # times before and after the end of each step's lap
     with offbeat.join(model, optimizer, AllReduce(), run_log=log) as session:
         for epoch in session.epochs(epochs):
             for x, y in session.batches(dataset, 16):
                 optimizer.zero_grad()
-                compute(0.01)  # far more than what other processes on the machine take from it
+                compute(0.01)  # far more than the delay by other processes on the machine
                 F.cross_entropy(model(x), y).backward()
                 before_s = time.perf_counter()
                 optimizer.step()
@@ -51,7 +51,7 @@ def train(rank, emit, log, epochs):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of four workers, one of them slow: its log, and when each worker's steps ended."""
+    """A run of four workers, one of them slow: its log, and the times when each worker's steps ended."""
     path = tmp_path_factory.mktemp("run") / "run.jsonl"
     with job(train, WORKERS, str(path), EPOCHS, env={"OFFBEAT_SLOW": f"{SLOW}:5"}) as running:
         around_s = values(running.ends())
@@ -73,7 +73,7 @@ def test_the_parts_of_every_step_sum_to_its_wall_time(run):
             assert abs(sum(parts_s) - one.wall_s) <= max(0.01 * one.wall_s, 1e-4)
 
 
-def test_the_steps_walls_leave_no_gap_between_them(run):
+def test_the_wall_times_of_steps_leave_no_gap_between_them(run):
     """Each lap ends within its call of `step()`, so their sum lies between the innermost and outermost."""
     _, log, around_s = run
     for worker in range(WORKERS):
@@ -135,10 +135,10 @@ def test_the_samples_of_all_workers_in_an_epoch_are_the_data_set(run):
             first = epoch * steps_an_epoch()
             in_epoch = [e for e in events if first <= e.step < first + steps_an_epoch()]
             assert sum(e.samples for e in in_epoch) == SAMPLES
-    assert SAMPLES % (16 * WORKERS)  # the last step is an uneven one
+    assert SAMPLES % (16 * WORKERS)  # the last step has uneven batches
 
 
-def test_fresh_policies_answer_as_the_log_says(run):
+def test_replay_with_new_policies_reproduces_the_logged_actions(run):
     assert replay(run[1]) is None
 
 
@@ -187,7 +187,7 @@ def edited(kind, pattern, text, which=0):
     ],
     ids=lambda change: None,
 )
-def test_tampering_with_events_or_actions_is_found(run, tmp_path, change):
+def test_a_changed_event_or_action_is_found_by_replay(run, tmp_path, change):
     path, _, _ = run
     assert replay(read_log(changed(path, tmp_path, change))) is not None
 
@@ -203,23 +203,23 @@ def test_tampering_with_events_or_actions_is_found(run, tmp_path, change):
     ],
     ids=lambda change: None,
 )
-def test_a_line_that_is_no_event_is_named(run, tmp_path, change):
+def test_a_line_that_is_not_an_event_is_named(run, tmp_path, change):
     with pytest.raises(ValueError, match=r"changed\.jsonl, line \d+: expected an event or action"):
         read_log(changed(run[0], tmp_path, change))
 
 
-def killed(tmp_path, who):
-    """Kills workers, coordinator or both in the middle of a run; returns the log and what was said."""
+def killed(tmp_path, victims):
+    """Kills workers, coordinator or both in the middle of a run; returns the path of the log."""
     path = tmp_path / "run.jsonl"
     path.touch()
     with job(train, WORKERS, str(path), 10_000, env={"OFFBEAT_SLOW": "1:2"}) as running:
-        # Killed with what would start it again, a coordinator loses what it has not written yet: half a
+        # Killed together with its supervisor, a coordinator loses the entries not yet written: half a
         # second at most.
         while b"StepTimed" not in path.read_bytes():
             running.receive(*range(WORKERS))
-        if "coordinator" in who:
+        if "coordinator" in victims:
             running.kill_coordinator()
-        for process in running.cluster.processes if "workers" in who else []:
+        for process in running.cluster.processes if "workers" in victims else []:
             os.kill(process.pid, signal.SIGKILL)
         for process in running.cluster.processes:
             process.join(DEADLINE_S)
@@ -227,13 +227,13 @@ def killed(tmp_path, who):
 
 
 @pytest.mark.long(after=1)
-@pytest.mark.parametrize("who", ["coordinator and workers", "coordinator", "workers"])
-def test_the_log_of_a_killed_run_is_read_and_replayed(tmp_path, who):
-    path = killed(tmp_path, who)
+@pytest.mark.parametrize("victims", ["coordinator and workers", "coordinator", "workers"])
+def test_the_log_of_a_killed_run_is_read_and_replayed(tmp_path, victims):
+    path = killed(tmp_path, victims)
     log = read_log(path)
     assert any(isinstance(e, StepTimed) for e in log.entries)
     assert replay(log) is None
-    if "coordinator" not in who:
+    if "coordinator" not in victims:
         stop = [e for e in log.entries if isinstance(e, AbortJob)]
         assert len(stop) == 1
         assert "was lost" in stop[0].reason

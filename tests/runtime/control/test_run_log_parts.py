@@ -1,4 +1,4 @@
-"""Promises of a run log with a bound: its parts, what is left of them, and who goes on with them."""
+"""Promises of a run log with a size limit: its parts, their removal, and a successor that continues them."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ PART_BYTES = LOG_BYTES_MIN // 16
 
 
 class Written:
-    """A log with a bound as a coordinator writes it, of a job of two workers that compute for ever.
+    """A log with a size limit as a coordinator writes it, of a job of two workers that compute without end.
 
     Attributes:
         wanted: all events with their actions, in order.
@@ -73,7 +73,7 @@ class Written:
         )
 
     def read(self):
-        """What is left of the log; checks that each part replays and that the parts follow one another."""
+        """The remaining parts; checks that each part replays and that the parts follow one another."""
         logs = list(read_logs(self.path).values())
         assert [replay(log) for log in logs] == [None] * len(logs)
         for before, after in pairwise(logs):
@@ -98,7 +98,7 @@ def sizes(folder):
     return [path.stat().st_size for path in folder.iterdir()]
 
 
-def test_each_part_begins_with_the_state_of_the_policies_and_replays_alone(tmp_path):
+def test_each_part_begins_with_the_policies_state_and_replays_by_itself(tmp_path):
     written = Written(tmp_path / "log.jsonl")
     for _ in range(3):
         written.add_until_a_part_begins()
@@ -114,12 +114,12 @@ def test_each_part_begins_with_the_state_of_the_policies_and_replays_alone(tmp_p
         assert replay(type(part)(header=without, entries=part.entries)) is not None
 
 
-def test_the_parts_never_take_more_than_the_bound_and_most_of_it_is_kept(tmp_path):
+def test_the_parts_never_exceed_the_size_limit_and_use_most_of_it(tmp_path):
     written = Written(tmp_path / "log.jsonl")
     for _ in range(40):
         written.add_until_a_part_begins()
         assert sum(sizes(tmp_path)) <= LOG_BYTES_MIN
-        assert min(sizes(tmp_path)) > 0  # nothing is left of a removed one
+        assert min(sizes(tmp_path)) > 0  # a removed part leaves no empty file
     written.add(200)
     written.log.close()
     assert 0.75 * LOG_BYTES_MIN <= sum(sizes(tmp_path)) <= LOG_BYTES_MIN
@@ -128,7 +128,7 @@ def test_the_parts_never_take_more_than_the_bound_and_most_of_it_is_kept(tmp_pat
     assert max(sizes(tmp_path)) < 1.1 * PART_BYTES
 
 
-def test_space_is_given_back_also_while_somebody_has_a_removed_part_open(tmp_path):
+def test_a_removed_part_frees_its_space_although_a_reader_has_it_open(tmp_path):
     written = Written(tmp_path / "log.jsonl")
     with (tmp_path / "log.jsonl").open("rb") as first:
         while (
@@ -139,7 +139,7 @@ def test_space_is_given_back_also_while_somebody_has_a_removed_part_open(tmp_pat
         assert os.fstat(first.fileno()).st_size == 0
 
 
-def test_a_log_that_is_begun_replaces_one_that_is_there_and_leaves_other_files_alone(tmp_path):
+def test_a_new_log_replaces_an_existing_one_and_leaves_other_files_alone(tmp_path):
     written = Written(tmp_path / "log.jsonl")
     for _ in range(2):
         written.add_until_a_part_begins()
@@ -152,7 +152,7 @@ def test_a_log_that_is_begun_replaces_one_that_is_there_and_leaves_other_files_a
     assert mine.read_text() == '{"samples": 7}\n'
 
 
-def test_what_has_the_name_of_the_next_part_ends_the_log_and_is_not_replaced(tmp_path, capsys):
+def test_a_file_with_the_name_of_the_next_part_ends_the_log_and_is_not_replaced(tmp_path, capsys):
     written = Written(tmp_path / "log.jsonl")
     (tmp_path / "log.000001.jsonl").write_text("mine")
     while not written.ended:
@@ -163,7 +163,7 @@ def test_what_has_the_name_of_the_next_part_ends_the_log_and_is_not_replaced(tmp
 
 
 @pytest.mark.parametrize("step", ["before", "half of the next part", "renamed", "the next part has the name"])
-def test_a_successor_of_one_killed_while_a_part_began_goes_on_with_the_old_part(step, tmp_path):
+def test_a_successor_of_a_coordinator_killed_while_a_part_began_continues_the_old_part(step, tmp_path):
     path = tmp_path / "log.jsonl"
     written = Written(path)
     for _ in range(2):
@@ -172,19 +172,19 @@ def test_a_successor_of_one_killed_while_a_part_began_goes_on_with_the_old_part(
     written.log.flush()
     place, count = written.log.position, len(written.wanted)
     state = [policy.state_dict() for policy in written.policies]
-    written.add(20)  # known to the journal only
+    written.add(20)  # entries after the position that the successor resumes from
     written.log.flush()
     before = path.read_bytes()
     written.begin_part()
-    renamed, beside = tmp_path / "log.000003.jsonl", tmp_path / "log.jsonl.next"
+    renamed, next_file = tmp_path / "log.000003.jsonl", tmp_path / "log.jsonl.next"
     if step != "the next part has the name":
-        shutil.move(path, beside)
+        shutil.move(path, next_file)
     if step in ("before", "half of the next part"):
         shutil.move(renamed, path)
-        beside.write_bytes(beside.read_bytes()[:100])
+        next_file.write_bytes(next_file.read_bytes()[:100])
         assert path.read_bytes() == before
     if step == "before":
-        beside.unlink()
+        next_file.unlink()
     successor = Written.__new__(Written)
     successor.path, successor.ended, successor.wanted = path, False, written.wanted[:count]
     successor.policies = build_policies(HEADER)
@@ -196,12 +196,12 @@ def test_a_successor_of_one_killed_while_a_part_began_goes_on_with_the_old_part(
     successor.add_until_a_part_begins()
     successor.log.close()
     assert entries_of(successor.read()) == flat(successor.wanted)
-    assert not beside.exists()
+    assert not next_file.exists()
 
 
 @pytest.mark.parametrize("size_bytes", [PART_BYTES + 300, 300])
-def test_a_part_that_cannot_be_begun_leaves_the_parts_before_it_as_they_were(size_bytes, tmp_path, capsys):
-    """With 300 bytes there is room for less than the header of a part."""
+def test_a_part_that_cannot_be_created_leaves_the_earlier_parts_unchanged(size_bytes, tmp_path, capsys):
+    """300 bytes are too few even for the header of a part."""
     written = Written(tmp_path / "log.jsonl")
     written.add_until_a_part_begins()
     written.add(20)
@@ -216,7 +216,7 @@ def test_a_part_that_cannot_be_begun_leaves_the_parts_before_it_as_they_were(siz
             in line
         )
         assert line.count("\n") == 1
-        written.add(20)  # goes nowhere
+        written.add(20)  # not written
         del written.wanted[-20:]
         assert written.log.position is None
     written.log.close()
@@ -224,7 +224,7 @@ def test_a_part_that_cannot_be_begun_leaves_the_parts_before_it_as_they_were(siz
     assert not (tmp_path / "log.jsonl.next").exists()
 
 
-def test_a_folder_that_is_gone_ends_the_log_with_one_line(tmp_path, capsys):
+def test_a_removed_folder_ends_the_log_with_one_line(tmp_path, capsys):
     folder = tmp_path / "folder"
     folder.mkdir()
     written = Written(folder / "log.jsonl")
@@ -239,7 +239,7 @@ def test_a_folder_that_is_gone_ends_the_log_with_one_line(tmp_path, capsys):
     assert line.count("\n") == 1
 
 
-def test_a_state_that_is_too_large_for_the_bound_ends_the_log_and_says_which_it_needs(tmp_path, capsys):
+def test_a_state_too_large_for_the_size_limit_ends_the_log_and_names_the_needed_limit(tmp_path, capsys):
     written = Written(tmp_path / "log.jsonl")
     written.add(100)
     written.log.begin_part([{"much": "x" * PART_BYTES}])
@@ -259,7 +259,7 @@ def test_a_state_that_is_too_large_for_the_bound_ends_the_log_and_says_which_it_
         ),
     ],
 )
-def test_a_bound_that_makes_no_sense_is_an_error_at_the_start(log, bytes_max, words, tmp_path):
+def test_an_invalid_size_limit_is_an_error_at_startup(log, bytes_max, words, tmp_path):
     with coordinator(2, tmp_path / log, log_bytes_max=bytes_max) as process:
         assert process.answer["error"] == words
         assert process.ended() == (1, "")
@@ -268,7 +268,7 @@ def test_a_bound_that_makes_no_sense_is_an_error_at_the_start(log, bytes_max, wo
 # Replay ----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_replays_a_folder_and_a_part(tmp_path, capsys):
+def test_offbeat_replay_accepts_a_folder_and_a_part(tmp_path, capsys):
     written = Written(tmp_path / "log.jsonl")
     for _ in range(20):
         written.add_until_a_part_begins()
@@ -290,7 +290,7 @@ def test_the_command_replays_a_folder_and_a_part(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("states", ["", "nonsense", "kA==", 7, None, "kpGAgA=="])
-def test_a_header_whose_states_are_none_is_refused_in_words(states, tmp_path):
+def test_a_header_with_invalid_states_is_rejected_with_a_clear_error(states, tmp_path):
     written = Written(tmp_path / "log.jsonl")
     written.add(10)
     log = read_log(tmp_path / "log.jsonl")
@@ -314,7 +314,7 @@ def trains(rank, emit, epochs):
 
 
 @pytest.mark.long
-def test_a_job_whose_coordinator_is_killed_again_and_again_has_a_log_within_its_bound(tmp_path):
+def test_a_job_whose_coordinator_is_killed_repeatedly_has_a_log_within_its_size_limit(tmp_path):
     path = tmp_path / "log.jsonl"
     env = {"OFFBEAT_RUN_LOG": str(path), "OFFBEAT_RUN_LOG_BYTES_MAX": str(LOG_BYTES_MIN)}
     with job(trains, 3, 120, env=env) as running:

@@ -1,4 +1,4 @@
-"""Promises of a job that cannot start: every worker that is there says in one line why, in time."""
+"""Promises of a job that cannot start: every present worker reports the cause in one line, in time."""
 
 import os
 import resource
@@ -27,12 +27,12 @@ from support.jobs import job
 from support.open_files import few_files
 from support.processes import run, values
 
-NEVER_S = 300.0  # longer than any test's job may run: what is seen only then is seen too late
-LIMIT_S = 8.0  # for their start, where it has to pass; 30 s, if nobody says otherwise
+NEVER_S = 300.0  # longer than any test's job may run: an error reported only then is too late
+LIMIT_S = 8.0  # for a start that has to time out; the default is 30 s
 
 
 def join(rank, emit, change):
-    """Joins; `change` says what is different about this worker."""
+    """Joins; `change` names the options that differ on this worker."""
     options = {"width": 3, "lr": 0.1, "strategy": AllReduce(), "log": None}
     options |= CHANGES[change](rank) or {} if change else {}
     model = nn.Sequential(nn.Linear(4, options["width"]), nn.BatchNorm1d(options["width"]))
@@ -73,7 +73,7 @@ CHANGES = {
 
 
 def start_up(workers, change, master=nullcontext, limit_s=LIMIT_S):
-    """Runs a job to its end and returns how each worker ended; none may wait beyond the job's deadline."""
+    """Runs a job to its end and returns each worker's result; none may wait beyond the job's deadline."""
     with master() as port:
         env = {START_S_VARIABLE: str(limit_s)} | ({} if port is None else {"MASTER_PORT": str(port)})
         with job(join, workers, change, env=env) as running:
@@ -86,7 +86,7 @@ def start_up(workers, change, master=nullcontext, limit_s=LIMIT_S):
     return ended
 
 
-# What is seen at once -------------------------------------------------------------------------------------
+# Errors reported at once ----------------------------------------------------------------------------------
 
 
 @pytest.mark.long(after=2)
@@ -100,7 +100,7 @@ def start_up(workers, change, master=nullcontext, limit_s=LIMIT_S):
         ("world of 2 on rank 0", None, ["expects a world of 3 workers, this job has 2", "WORLD_SIZE"]),
     ],
 )
-def test_what_does_not_fit_is_named_by_every_worker(change, worker, texts):
+def test_a_mismatch_between_workers_is_named_by_every_worker(change, worker, texts):
     for one in start_up(3, change, limit_s=NEVER_S):
         for text in texts:
             assert text in one.error
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_named_by_every_worker(change, worker, texts):
         assert one.error_type == "WorkerError"
 
 
-def test_a_coordinator_that_cannot_start_says_why():
+def test_a_coordinator_that_cannot_start_reports_the_cause():
     first, second = start_up(2, "log")
     assert first.error == "the coordinator did not start: [Errno 2] No such file or directory: " + repr(
         "/no such folder/run.jsonl"
@@ -119,7 +119,7 @@ def test_a_coordinator_that_cannot_start_says_why():
 
 @contextmanager
 def no_files_left():
-    """In here, this process can open nothing more."""
+    """Inside, this process can open no more files."""
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
     try:
@@ -129,7 +129,7 @@ def no_files_left():
 
 
 def without_files(rank, emit, odd_rank, where, name):
-    """Joins; on one worker, a function of a module runs when no more files can be opened."""
+    """Joins; on one worker, a function of a module runs while no more files can be opened."""
     where = sys.modules[where]
     function = getattr(where, name)
 
@@ -169,7 +169,9 @@ def without_files(rank, emit, odd_rank, where, name):
         ),
     ],
 )
-def test_a_worker_that_can_open_no_more_files_tells_all_of_them(odd_rank, where, name, odd_text, text):
+def test_a_worker_that_cannot_open_another_file_is_named_by_every_worker(
+    odd_rank, where, name, odd_text, text
+):
     with job(without_files, 3, odd_rank, where, name, env={START_S_VARIABLE: str(LIMIT_S)}) as running:
         ended = running.ends()
     for one in ended:
@@ -189,7 +191,7 @@ def starts_with_few_files(rank, emit, odd_ranks, free, is_hard):
     ("odd_ranks", "free", "is_hard"),
     [([0], 0, False), ([0], 18, False), ([2], 0, False), ([2], 5, True), ([0, 1, 2], 3, False)],
 )
-def test_a_worker_that_may_not_open_enough_files_tells_all_of_them(odd_ranks, free, is_hard):
+def test_a_worker_with_a_file_limit_that_is_too_low_is_named_by_every_worker(odd_ranks, free, is_hard):
     with job(
         starts_with_few_files, 3, odd_ranks, free, is_hard, env={START_S_VARIABLE: str(LIMIT_S)}
     ) as running:
@@ -204,22 +206,22 @@ def test_a_worker_that_may_not_open_enough_files_tells_all_of_them(odd_ranks, fr
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(), Hybrid(), ServerBSP()], ids=str)
-def test_as_many_files_as_a_start_asks_for_are_enough(strategy):
-    with job(trains_with_what_it_needs, 3, strategy) as running:
+def test_the_number_of_files_that_a_start_requires_is_enough(strategy):
+    with job(trains_with_the_required_files, 3, strategy) as running:
         assert values(running.ends()) == [3, 3, 3]
 
 
-def trains_with_what_it_needs(rank, emit, strategy):
+def trains_with_the_required_files(rank, emit, strategy):
     with few_files(rendezvous._descriptors_needed(read_environment()), hard=True):
         return steps(strategy)
 
 
-def steps(strategy, taken=lambda: None):
-    """Takes three steps and returns their number; `taken` is called before the first."""
+def steps(strategy, before_first_step=lambda: None):
+    """Takes three steps and returns their number; `before_first_step` is called before the first."""
     model = nn.Linear(200, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.join(model, optimizer, strategy) as session:
-        taken()
+        before_first_step()
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(1, 200)).square().mean().backward()
@@ -235,11 +237,11 @@ def runs_out_of_files(rank, emit, odd_rank, strategy):
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("odd_rank", [0, 2])
 @pytest.mark.parametrize("strategy", [AllReduce(), Hybrid()], ids=["bsp", "hybrid"])
-def test_a_worker_that_has_used_up_its_files_is_named_by_all(odd_rank, strategy):
+def test_a_worker_that_runs_out_of_files_is_named_by_all(odd_rank, strategy):
     with job(runs_out_of_files, 3, odd_rank, strategy) as running:
         ended = running.ends()
     if all(one.value == 3 for one in ended):
-        return  # the others had dialled it before, so that it needed no more
+        return  # the others had dialled it before, so that it needed no further file
     for one in ended:
         assert one.error_type == "WorkerError", one.trace
         assert f"worker {odd_rank}" in one.error
@@ -247,7 +249,7 @@ def test_a_worker_that_has_used_up_its_files_is_named_by_all(odd_rank, strategy)
 
 
 @pytest.mark.long
-def test_a_first_worker_on_servers_that_has_used_up_its_files_is_named_by_all():
+def test_on_servers_a_first_worker_that_runs_out_of_files_is_named_by_all():
     with job(runs_out_of_files, 2, 0, ServerBSP()) as running:
         for one in running.ends():
             assert one.error_type == "WorkerError", one.trace
@@ -255,10 +257,10 @@ def test_a_first_worker_on_servers_that_has_used_up_its_files_is_named_by_all():
             assert "too many open files: raise `ulimit -n`, which is " in one.error
 
 
-def hangs_before_it_opens(rank, emit):
+def hangs_before_opening_the_job(rank, emit):
     ask = rendezvous._wait_for_coordinator
 
-    def emit_that_it_asks(*args):
+    def emit_and_ask(*args):
         emit("asks")
         return ask(*args)
 
@@ -266,12 +268,12 @@ def hangs_before_it_opens(rank, emit):
         emit("opens")
         signal.pause()
 
-    rendezvous._wait_for_coordinator, rendezvous.start_coordinator = emit_that_it_asks, hang
+    rendezvous._wait_for_coordinator, rendezvous.start_coordinator = emit_and_ask, hang
     return join(rank, emit, None)
 
 
 def test_a_rank_0_that_dies_before_it_opens_the_job_is_named():
-    with job(hangs_before_it_opens, 3) as running:
+    with job(hangs_before_opening_the_job, 3) as running:
         running.receive(0, 1, 2)
         running.signal(0, signal.SIGKILL)
         for one in running.ends()[1:]:
@@ -289,21 +291,21 @@ def joins_twice(rank, emit):
                 where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
                 store = rendezvous.open_store(*where, is_host=False, timeout_s=LIMIT_S)
             model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()  # no earlier than rank 1 is here
+            optimizer.step()  # waits for rank 1
     if rank == 1:
         store.set("still", "here")
     return "joined"
 
 
-def test_a_worker_quick_to_join_again_keeps_the_store():
+def test_a_worker_that_joins_the_next_job_early_keeps_the_store():
     assert values(run(joins_twice, 2)) == ["joined"] * 2
 
 
 # Two jobs at one address -----------------------------------------------------------------------------------
 
 
-def trains(rank, emit, for_ever=False):
-    """Takes steps; its gradient is 1, or 10 as rank 1, in job b 100 times that. Returns the last mean."""
+def trains(rank, emit, without_end=False):
+    """Takes steps; the gradient is 1, or 10 on rank 1, times 100 in job b. Returns the last mean."""
     gradient = 10.0 ** int(os.environ["RANK"]) * (100.0 if os.environ.get(JOB_VARIABLE) == "b" else 1.0)
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -313,17 +315,17 @@ def trains(rank, emit, for_ever=False):
             optimizer.zero_grad()
             (gradient * model(torch.ones(1, 1)).sum()).backward()
             optimizer.step()
-            if not for_ever:
+            if not without_end:
                 return model.weight.grad.item()
 
 
 def place(rank, name=None, start_s=NEVER_S):
-    """The environment of a worker that is started by hand in a world of two."""
+    """The environment of a worker that is started without a launcher in a world of two."""
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", NEWCOMER_VARIABLE: "0", START_S_VARIABLE: str(start_s)}
     return variables if name is None else variables | {JOB_VARIABLE: name}
 
 
-def test_a_worker_of_another_job_is_informed_and_the_job_trains_with_its_own():
+def test_a_worker_of_another_job_gets_an_error_and_the_job_trains_with_its_own_workers():
     with job(trains, 1, env=place(0, "a")) as running:
         stranger = running.end(running.add(trains, env=place(1, "b")))
         assert stranger.error_type == "OffbeatError"
@@ -340,7 +342,7 @@ def test_a_jobs_name_need_not_be_utf_8():
         assert values([own, running.end(0)]) == [5.5, 5.5]
 
 
-def test_a_rank_0_is_informed_which_job_has_its_port():
+def test_a_rank_0_gets_an_error_that_names_the_job_on_its_port():
     with job(trains, 1, True, env=place(0, "a"), clean=False) as running:
         running.receive(running.add(trains, True, env=place(1, "a")))
         stranger = running.end(running.add(trains, env=place(0, "b")))
@@ -359,7 +361,7 @@ def test_two_jobs_share_the_store_of_a_launcher():
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("as_newcomer", ["0", "1"])
-def test_a_worker_whose_job_does_not_come_is_informed_which_is_there(as_newcomer):
+def test_a_worker_whose_job_does_not_start_gets_an_error_that_names_the_present_job(as_newcomer):
     with job(trains, 1, env=place(0, "a"), hosts_store=True) as running:
         values([running.end(running.add(trains, env=place(1, "a")))])
         stranger = running.end(running.add(trains, env=place(1, "b", 5.0) | {NEWCOMER_VARIABLE: as_newcomer}))
@@ -367,7 +369,7 @@ def test_a_worker_whose_job_does_not_come_is_informed_which_is_there(as_newcomer
     assert "but job 'a' uses that address: choose another MASTER_PORT" in stranger.error
 
 
-def test_a_newcomer_of_another_job_is_informed():
+def test_a_newcomer_of_another_job_gets_an_error_that_names_the_job():
     with job(trains, 1, env=place(0, "a")) as running:
         stranger = running.end(running.add(trains, env=place(1, "b") | {NEWCOMER_VARIABLE: "1"}))
         values([running.end(running.add(trains, env=place(1, "a")))])
@@ -375,7 +377,7 @@ def test_a_newcomer_of_another_job_is_informed():
     assert "but job 'a' uses that address" in stranger.error
 
 
-def test_a_worker_without_a_name_is_informed_which_job_is_there():
+def test_a_worker_without_a_job_name_gets_an_error_that_names_the_present_job():
     with job(trains, 1, env=place(0, "a")) as running:
         stranger = running.end(running.add(trains, env=place(1) | {JOB_VARIABLE: ""}))
         values([running.end(running.add(trains, env=place(1, "a")))])
@@ -383,8 +385,8 @@ def test_a_worker_without_a_name_is_informed_which_job_is_there():
     assert "but job 'a' uses that address" in stranger.error
 
 
-def test_two_workers_of_one_rank_end_what_has_begun_without_a_name():
-    """Two jobs by hand at one address, of which the one's rank 0 began with the other's rank 1."""
+def test_two_workers_of_one_rank_end_a_job_without_a_name():
+    """Two jobs without a launcher at one address: rank 0 of the one began with rank 1 of the other."""
     with job(trains, 1, True, env=place(0)) as running:
         first = running.add(trains, True, env=place(1))
         running.receive(0, first)
@@ -396,19 +398,19 @@ def test_two_workers_of_one_rank_end_what_has_begun_without_a_name():
         assert "give each a MASTER_PORT of its own" in one.error
 
 
-# What takes the time that late workers are given ----------------------------------------------------------
+# Errors after the time limit for late workers -------------------------------------------------------------
 
 
 @contextmanager
 def silent():
-    """A stranger that accepts connections on the port and says nothing."""
+    """A stranger that accepts connections on the port and sends nothing."""
     with foreign(lambda connection: None) as port:
         yield port
 
 
 @contextmanager
 def web_server():
-    """A stranger that answers whatever is said with a page."""
+    """A stranger that answers every message with a page."""
     with foreign(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as port:
         yield port
 
@@ -458,14 +460,14 @@ SLOW_CASES = {
 
 @pytest.fixture(scope="module")
 def slow_cases():
-    """All of them at once: they mostly wait."""
+    """Runs all cases at once, because they mostly wait."""
     with ThreadPoolExecutor(len(SLOW_CASES)) as pool:
         yield {name: pool.submit(start_up, *case) for name, case in SLOW_CASES.items()}
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("stranger", ["silent", "web_server", "deaf"])
-def test_a_port_that_a_stranger_holds_is_named(slow_cases, stranger):
+def test_a_port_used_by_another_program_is_named(slow_cases, stranger):
     first, second = slow_cases[stranger].result()
     assert "rank 0 cannot listen on port" in first.error
     assert "choose another MASTER_PORT" in first.error
@@ -483,8 +485,8 @@ def test_a_missing_rank_0_is_named(slow_cases):
     assert "is rank 0 running" in slow_cases["0 missing"].result()[1].error
 
 
-def test_a_world_that_only_one_worker_believes_in_is_named(slow_cases):
-    """Rank 0 may wait for the fourth before it fails; nobody would know the reason without it."""
+def test_a_worker_with_a_different_world_size_is_named(slow_cases):
+    """Rank 0 may wait for the fourth worker before it fails; without it no worker would report the cause."""
     for one in slow_cases["world of 4 on rank 1"].result():
         assert "worker 1 (" in one.error
         assert "expects a world of 4 workers, this job has 3: start every worker with the same" in one.error
@@ -497,7 +499,7 @@ def test_two_workers_with_rank_0_are_reported(slow_cases):
     assert errors[1].startswith("worker 1 did not join within 8 s, 1 of 2 are here (worker 0 (")
 
 
-def test_a_rank_outside_its_world_is_reported_at_once_and_the_others_miss_it(slow_cases):
+def test_a_rank_outside_its_world_is_reported_at_once_and_missing_for_the_others(slow_cases):
     first, second, third = slow_cases["world of 2 on rank 2"].result()
     assert third.error == "expected 0 <= RANK < WORLD_SIZE, got RANK=2 and WORLD_SIZE=2"
     for one in first, second:

@@ -1,7 +1,7 @@
-"""Each sample is used exactly once an epoch, with real workers, whoever is slow, dies or stops.
+"""Each sample is used exactly once an epoch, with real workers that are slow, die or pause.
 
-The model has one number a sample, and the loss moves only those of the batch: what a replica holds in the end
-says how often each sample was used by somebody, and no sum can hide a sample that came twice.
+The model has one number a sample, and the loss moves only those of the batch: the final replica holds how
+often each sample was used by any worker, and no sum can hide a sample that was used twice.
 """
 
 import os
@@ -34,7 +34,7 @@ from support.sample_counting import (
 
 
 class Samples(Dataset):
-    """Its samples' numbers, through a DataLoader."""
+    """The numbers of the samples, for a DataLoader."""
 
     def __len__(self):
         return SAMPLES
@@ -43,7 +43,7 @@ class Samples(Dataset):
         return (torch.tensor(index),)
 
 
-def test_with_nobody_slow():
+def test_each_sample_is_used_once_when_no_worker_is_slow():
     ended = run(count, 3, CALM)
     once(ended)
     assert len({steps for _, steps in values(ended)}) == 1
@@ -51,7 +51,7 @@ def test_with_nobody_slow():
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("slow", ["1:20", "0:20@burst=8/100000", "1:10@burst=5/12", "2:20@0.0-0.5"])
-def test_with_a_slow_worker_that_is_left_out_and_perhaps_comes_back(slow):
+def test_each_sample_is_used_once_when_a_slow_worker_is_excluded_and_readmitted(slow):
     once(run(count, 3, env={"OFFBEAT_SLOW": slow}))
 
 
@@ -66,18 +66,18 @@ def dies(rank, emit, steps, options=None):
     [{0: 3}, {2: 12}, {1: 5, 3: 5}, {0: 8, 1: 14, 2: 20}, {3: 27}, {1: 26, 2: 27}],
     ids=lambda steps: ", ".join(f"{rank} in step {step}" for rank, step in steps.items()),
 )
-def test_with_workers_that_are_killed(steps):
+def test_each_sample_is_used_once_when_workers_are_killed(steps):
     with job(dies, 4, steps) as running:
         once([one for one in running.ends() if one.rank not in steps])
 
 
 @pytest.mark.parametrize(("strategy", "kept"), [(CALM, 100), (AllReduce(), 96)])
-def test_with_drop_last_what_does_not_fill_a_batch_is_left_out(strategy, kept):
-    """101 samples in batches of 4: of one worker where they are dealt, else of three together."""
+def test_with_drop_last_samples_that_do_not_fill_a_batch_are_left_out(strategy, kept):
+    """101 samples in batches of 4: of one worker where batches are assigned, else of all three together."""
     once_but_for_the_rest(run(count, 3, strategy, 2, None, 0.0, None, {"drop_last": True}), kept, 2)
 
 
-def test_with_drop_last_what_a_killed_worker_had_goes_to_others_and_the_rest_to_nobody():
+def test_with_drop_last_the_samples_of_killed_workers_are_reassigned():
     with job(dies, 4, {1: 5, 3: 5}, {"drop_last": True}) as running:
         once_but_for_the_rest([one for one in running.ends() if one.rank not in (1, 3)], 100)
 
@@ -100,13 +100,13 @@ def dies_in_the_exchange(rank, emit, victim, at_step, share):
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize(("victim", "at_step"), [(0, 5), (2, 35)])
-def test_with_a_worker_that_is_killed_in_an_exchange(victim, at_step, share):
+def test_each_sample_is_used_once_when_a_worker_is_killed_in_an_exchange(victim, at_step, share):
     with job(dies_in_the_exchange, 3, victim, at_step, share) as running:
         once([one for one in running.ends() if one.rank != victim])
 
 
-def dies_unheard(rank, emit):
-    """Worker 1 stops the coordinator, takes a step with the others and dies."""
+def dies_before_reporting(rank, emit):
+    """Worker 1 pauses the coordinator, takes a step with the others and dies."""
     finish_step = GroupMembership.finish_step
 
     def finish_step_and_die(self):
@@ -123,9 +123,9 @@ def dies_unheard(rank, emit):
     return count(rank, emit, CALM, misdeed=misdeed)
 
 
-def test_what_a_worker_contributed_that_dies_unheard_is_known_from_the_others(tmp_path):
+def test_contributions_of_a_worker_that_died_before_reporting_are_reported_by_the_others(tmp_path):
     log = tmp_path / "log.jsonl"
-    with job(dies_unheard, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+    with job(dies_before_reporting, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.died(1)
         os.kill(running.coordinator(), signal.SIGKILL)
         once([one for one in running.ends() if one.rank != 1])
@@ -158,7 +158,7 @@ def stops_in_the_exchange(rank, emit):
 
 @pytest.mark.long
 @pytest.mark.parametrize("hangs", [stops, stops_in_the_exchange])
-def test_with_a_worker_that_hangs_and_goes_on(hangs, tmp_path):
+def test_each_sample_is_used_once_when_a_worker_hangs_and_continues(hangs, tmp_path):
     log = tmp_path / "log.jsonl"
     with job(hangs, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.receive(1)
@@ -207,15 +207,15 @@ def breaks_off(rank, emit):
     return model.uses_N.detach().tolist()
 
 
-def test_a_loop_that_breaks_off_gives_up_the_rest_of_the_epoch():
-    """Two epochs of five are used up, of the others at most the batches that were taken.
+def test_a_loop_that_breaks_off_skips_the_rest_of_the_epoch():
+    """Two epochs of five are used completely, of the others at most the batches before the break.
 
-    Who ends an epoch a round before the others breaks off the next one, or the job, a round before them; what
-    they have not contributed by then is given up too.
+    A worker that ends an epoch a round before the others breaks off the next one, or the job, a round before
+    them; gradients that they have not contributed by then are lost too.
     """
     ended = values(run(breaks_off, 3))
     assert len({tuple(uses) for uses in ended}) == 1
     uses = ended[0]
     assert 2 <= min(uses) <= max(uses) <= 5
-    taken = 3 * (3 * 3 * BATCH)
-    assert 2 * SAMPLES + taken / 2 < sum(uses) <= 2 * SAMPLES + taken
+    before_break = 3 * (3 * 3 * BATCH)
+    assert 2 * SAMPLES + before_break / 2 < sum(uses) <= 2 * SAMPLES + before_break

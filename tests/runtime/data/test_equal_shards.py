@@ -1,5 +1,5 @@
-"""Promises of `offbeat.runtime.data.equal_shards`: every sample once an epoch, the same number of steps for
-everybody.
+"""Promises of `offbeat.runtime.data.equal_shards`: every sample once an epoch, and the same number of steps
+for every worker.
 """
 
 import random
@@ -20,7 +20,9 @@ def shards(samples, workers, batch_size, **more):
 
 
 @given(st.integers(1, 9), st.integers(0, 300), st.integers(1, 40), st.booleans())
-def test_each_sample_comes_once_and_all_workers_take_equally_many_steps(workers, extra, batch_size, shuffle):
+def test_each_sample_is_used_once_and_all_workers_take_equally_many_steps(
+    workers, extra, batch_size, shuffle
+):
     samples = workers + extra
     plan = shards(samples, workers, batch_size, shuffle=shuffle)
     assigned = [plan.batches(worker) for worker in range(workers)]
@@ -37,7 +39,7 @@ def test_each_sample_comes_once_and_all_workers_take_equally_many_steps(workers,
 
 
 @given(st.integers(1, 9), st.integers(0, 300), st.integers(2, 40))
-def test_no_batch_holds_a_single_sample_where_there_are_two_a_worker(workers, extra, batch_size):
+def test_no_batch_holds_a_single_sample_if_there_are_two_per_worker(workers, extra, batch_size):
     plan = shards(2 * workers + extra, workers, batch_size)
     assert min(len(batch) for worker in range(workers) for batch in plan.batches(worker)) >= 2
 
@@ -51,9 +53,9 @@ def test_with_drop_last_every_batch_is_whole_and_the_end_of_the_order_is_left_ou
     assigned = [plan.batches(worker) for worker in range(workers)]
     assert {len(batch) for batches in assigned for batch in batches} == {batch_size}
     assert {len(batches) for batches in assigned} == {plan.steps} == {samples // (workers * batch_size)}
-    taken = sorted(index for batches in assigned for batch in batches for index in batch)
+    used = sorted(index for batches in assigned for batch in batches for index in batch)
     kept = plan.steps * workers * batch_size
-    assert taken == sorted(epoch_order(samples, seed=0, epoch=0, shuffle=shuffle)[:kept].tolist())
+    assert used == sorted(epoch_order(samples, seed=0, epoch=0, shuffle=shuffle)[:kept].tolist())
     assert samples - kept < workers * batch_size
 
 
@@ -73,14 +75,16 @@ def test_with_drop_last_other_samples_are_left_out_every_epoch():
     [
         (10, 2, 4, [[3, 2], [3, 2]]),  # not 4 and 1
         (34, 4, 8, [[5, 4, 4, 4], [5, 4, 4, 4]]),
-        (40, 4, 8, [[8] * 4, [2] * 4]),  # two a worker are enough
+        (40, 4, 8, [[8] * 4, [2] * 4]),  # two per worker are enough
         (7, 2, 3, [[4, 3]]),
         (11, 2, 2, [[2, 2], [4, 3]]),
         (5, 2, 1, [[1, 1], [2, 1]]),
-        (3, 2, 4, [[2, 1]]),  # there is no more
+        (3, 2, 4, [[2, 1]]),  # no more samples exist
     ],
 )
-def test_the_last_steps_are_shared_so_that_a_worker_has_two_samples(samples, workers, batch_size, steps):
+def test_the_last_steps_are_split_so_that_a_worker_has_two_samples_where_possible(
+    samples, workers, batch_size, steps
+):
     plan = shards(samples, workers, batch_size, shuffle=False)
     assert [
         [len(plan.batches(worker)[step]) for worker in range(workers)] for step in range(plan.steps)
@@ -114,7 +118,7 @@ def test_without_shuffling_the_order_is_the_data_sets():
     assert shards(8, 2, 2, shuffle=False).batches(1) == [[2, 3], [6, 7]]
 
 
-def test_fewer_samples_than_workers_and_empty_batches_are_refused():
+def test_too_few_samples_and_empty_batches_are_rejected():
     with pytest.raises(ValueError, match="3 samples for 4 workers"):
         shards(3, 4, 1)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
@@ -131,14 +135,14 @@ class Squares(Dataset):
         return index, index**2
 
 
-def test_any_data_set_is_loaded_through_a_data_loader_without_touching_the_global_generator():
+def test_loading_through_a_data_loader_leaves_the_global_generator_unchanged():
     state = torch.get_rng_state()
     loaded = list(load_batches(Squares(), [[1, 2], [5]], seed=(0,), loader_options={"num_workers": 0}))
     assert [[part.tolist() for part in batch] for batch in loaded] == [[[1, 2], [1, 4]], [[5], [25]]]
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_tensor_data_set_gives_the_same_batches_either_way():
+def test_a_tensor_data_set_gives_the_same_batches_with_and_without_a_data_loader():
     data = TensorDataset(torch.arange(10.0), torch.arange(10))
     direct = list(load_batches(data, [[3, 1], [7]], seed=(0,), loader_options={}))
     loaded = list(load_batches(data, [[3, 1], [7]], seed=(0,), loader_options={"num_workers": 0}))

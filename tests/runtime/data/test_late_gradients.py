@@ -1,7 +1,7 @@
-"""Promises of `late="join"`, with real workers: what one that is left out computes counts, and counts once.
+"""Promises of `late="join"`, with real workers: gradients of an excluded worker count, and count once.
 
 The model of `support.sample_counting` counts the uses of each sample; a replica that holds one use of each
-an epoch has lost none and doubled none, whoever computed it.
+an epoch has lost none and doubled none.
 """
 
 import os
@@ -21,24 +21,24 @@ from support.processes import run, values
 from support.run_logs import entries_of, wait_for_group_without, wait_until
 
 SAMPLES = 401
-LONG = 8  # epochs in which the nth loan is reached however busy the machine is
-# Three times the pace against twenty: on a busy machine, too, it is that one that is left out.
+LONG = 8  # epochs, enough to reach the nth late block however busy the machine is
+# A limit of 3 times the pace against 20 times: on a busy machine, too, the slow worker is the excluded one.
 STRATEGY = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=100)
 
 
 def late_ones(log):
-    """The gradients that counted."""
-    return [settled for settled in entries_of(log, ResolveLateBlock) if settled.is_contributed]
+    """The late gradients that were contributed."""
+    return [resolved for resolved in entries_of(log, ResolveLateBlock) if resolved.is_contributed]
 
 
 def counts(rank, emit, strategy=STRATEGY, epochs=4, misdeed=None, options=None):
-    sample_counting.SAMPLES = SAMPLES  # an epoch has to last for a while
+    sample_counting.SAMPLES = SAMPLES  # an epoch has to last long enough
     sample_counting.once_each = once_each
     return sample_counting.count(rank, emit, strategy, epochs, misdeed, options=options)
 
 
 def once_each(model):
-    """As there, and all samples of a round do weigh the same, whoever computed their gradients."""
+    """As in `sample_counting`; and all samples of a round weigh the same on every worker."""
     grad = model.uses_N.grad
     if grad is not None and grad.any():
         grad.div_(grad.abs()[grad != 0].min())
@@ -53,15 +53,15 @@ def once(ended, epochs=4):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("slow", ["1:20", "0:20", "1:20@burst=5/12", "2:20@0.0-0.5"])
-def test_each_sample_is_used_once_whoever_is_late(slow, tmp_path):
+def test_each_sample_is_used_once_whichever_worker_is_late(slow, tmp_path):
     log = tmp_path / "log.jsonl"
     once(run(counts, 3, env={"OFFBEAT_SLOW": slow, "OFFBEAT_RUN_LOG": str(log)}))
-    assert entries_of(log, AssignLateBlock) or "@" in slow  # who recovers soon joins instead
+    assert entries_of(log, AssignLateBlock) or "@" in slow  # a worker that recovers soon joins instead
     assert replay(read_log(log)) is None
 
 
 @pytest.mark.long
-def test_nothing_that_is_older_than_allowed_counts(tmp_path):
+def test_late_gradients_beyond_the_staleness_bound_are_not_used(tmp_path):
     log = tmp_path / "log.jsonl"
     strategy = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=2)
     once(run(counts, 3, strategy, env={"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}))
@@ -70,7 +70,7 @@ def test_nothing_that_is_older_than_allowed_counts(tmp_path):
 
 
 @pytest.mark.long
-def test_with_two_late_ones_of_four(tmp_path):
+def test_each_sample_is_used_once_with_two_late_workers_of_four(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20;2:20", "OFFBEAT_RUN_LOG": str(log)}
     once(run(counts, 4, env=env))
@@ -81,7 +81,7 @@ def test_with_two_late_ones_of_four(tmp_path):
 
 
 @pytest.mark.long
-def test_one_member_alone_is_the_proxy_of_all_others(tmp_path):
+def test_a_single_member_is_the_proxy_of_all_late_workers(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "0:20;1:20", "OFFBEAT_RUN_LOG": str(log)}
     once(run(counts, 3, env=env))
@@ -102,8 +102,8 @@ def test_members_hold_the_same_bits_after_every_step(tmp_path):
     assert late_ones(log)
 
 
-class AtALoan:
-    """Sends this process a signal after it has done something of a loan for the nth time."""
+class SignalAtLateBlock:
+    """Sends this process a signal after the nth call of a method of `LateGradients`."""
 
     def __init__(self, emit, point, nth, number=signal.SIGKILL):
         self._emit, self._left, self._number = emit, nth, number
@@ -118,7 +118,7 @@ class AtALoan:
         setattr(late_gradients.LateGradients, point, strike)
 
     def __call__(self, session):
-        """It is not for the loop to strike."""
+        """Does nothing: the signal is sent by the patched method."""
 
     def _strike(self):
         self._left -= 1
@@ -128,7 +128,9 @@ class AtALoan:
 
 
 def strikes(rank, emit, victim, point, nth):
-    return counts(rank, emit, epochs=LONG, misdeed=AtALoan(emit, point, nth) if rank == victim else None)
+    return counts(
+        rank, emit, epochs=LONG, misdeed=SignalAtLateBlock(emit, point, nth) if rank == victim else None
+    )
 
 
 AS_LATE, AS_PROXY = (
@@ -177,7 +179,7 @@ class Once:
 
 @pytest.mark.long
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
-def test_with_a_proxy_that_is_killed_in_the_exchange_that_adds_a_late_gradient(share):
+def test_a_proxy_may_be_killed_in_the_exchange_that_adds_a_late_gradient(share):
     with job(dies_in_the_exchange, 3, 0, share, env={"OFFBEAT_SLOW": "1:20"}) as running:
         ended = running.ends()
     assert ended[0].exitcode == -signal.SIGKILL
@@ -185,14 +187,14 @@ def test_with_a_proxy_that_is_killed_in_the_exchange_that_adds_a_late_gradient(s
 
 
 def stops(rank, emit, victim, point):
-    misdeed = AtALoan(emit, point, 2, signal.SIGSTOP) if rank == victim else None
+    misdeed = SignalAtLateBlock(emit, point, 2, signal.SIGSTOP) if rank == victim else None
     return counts(rank, emit, epochs=8, misdeed=misdeed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "point"), [(1, "_send"), (0, "activate_accepted")])
 def test_a_worker_may_hang_and_continue_at_any_point_of_a_late_block(victim, point, tmp_path):
-    """What a late worker had when it stopped is used by others, and what it brings afterwards is not."""
+    """Other workers use the samples of a paused late worker, and its gradient is dropped afterwards."""
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}
     with job(stops, 4, victim, point, env=env) as running:
@@ -230,7 +232,7 @@ def test_through_a_data_loader(tmp_path):
 
 
 @pytest.mark.long
-def test_while_the_coordinator_is_killed(tmp_path):
+def test_each_sample_is_used_once_while_the_coordinator_is_killed(tmp_path):
     log = tmp_path / "log.jsonl"
     with job(counts, 3, STRATEGY, 8, env={"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}) as running:
         for _ in range(3):

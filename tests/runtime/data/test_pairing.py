@@ -1,6 +1,6 @@
-"""Batches that programs leave out: every round is for one batch of all workers, and each counts once at most.
+"""Batches that programs leave out: every round is for one batch of all workers; each is used once at most.
 
-What happens is decided by `Lockstep`, as in a job; workers are threads here.
+`Lockstep` makes the decisions, as in a job; workers are threads here.
 """
 
 import threading
@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 
 class Rounds:
-    """Rounds of a job of `world` workers, each known by what every worker put into it."""
+    """Rounds of a job of `world` workers, each recorded with every worker's contribution."""
 
     def __init__(self, world):
         self.world, self.policy = world, Lockstep(world)
@@ -65,7 +65,7 @@ def work(rounds, worker, epochs, batches, is_bad):
     pairing = RoundPairing(lambda batch, count: rounds.name(worker, epoch, round_, batch, count))
     for epoch in range(epochs):
         for batch, weight in pairing.iterate((number, 1) for number in range(1, batches + 1)):
-            if pairing.try_stand_in():  # as the forward pass begins, after which a batch is left out
+            if pairing.try_stand_in():  # called when the forward pass begins; a batch is left out after it
                 weight = 0
             if is_bad(worker, epoch, batch):
                 continue
@@ -76,7 +76,7 @@ def work(rounds, worker, epochs, batches, is_bad):
 
 
 def run(world, epochs, batches, is_bad):
-    """What came of each round; an error of a worker's is raised here."""
+    """The contributions to each round; an error of a worker is raised here."""
     rounds, errors = Rounds(world), []
 
     def thread(worker):
@@ -101,8 +101,8 @@ def run(world, epochs, batches, is_bad):
     st.integers(1, 5),
     st.sets(st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(2, 5)), max_size=12),
 )
-def test_each_round_is_for_one_batch_and_each_worker_counts_in_those_that_it_has_used(world, batches, bad):
-    """The first batch of an epoch is a good one: a worker that has used none has nothing to stand in."""
+def test_each_round_is_for_one_batch_and_counts_the_workers_that_used_it(world, batches, bad):
+    """The first batch of an epoch is used: a worker that has used none has no gradient to stand in with."""
     rounds = run(world, 2, batches, lambda worker, epoch, batch: (worker, epoch, batch) in bad)
     assert all(len({place[:2] for place in one.values()}) == 1 for one in rounds)
     counting = [one for one in rounds if any(data is not None for *_, data in one.values())]
@@ -128,8 +128,8 @@ def test_the_first_and_the_last_batches_may_be_left_out(bad):
     assert [one[0][:2] for one in rounds] == [(epoch, batch) for epoch in (0, 1) for batch in (1, 2, 3)]
 
 
-def test_batches_that_all_leave_out_alike_cost_no_round_and_come_once():
-    """As to go on in the midst of an epoch."""
+def test_batches_that_all_workers_leave_out_cost_no_round():
+    """Like a program that continues in the middle of an epoch."""
     rounds = run(2, 1, 5, lambda worker, epoch, batch: batch < 4)
     assert rounds == [dict.fromkeys((0, 1), (0, batch, batch)) for batch in (4, 5)]
 
@@ -141,11 +141,11 @@ def test_an_epoch_in_which_nothing_is_used_yields_each_batch_once():
     assert not asked
 
 
-def test_a_loop_that_breaks_off_leaves_what_has_stood_in_to_come_again():
+def test_a_batch_delayed_by_a_stand_in_is_yielded_again_after_a_break():
     pairing = RoundPairing(lambda batch, count: batch - count)
     batches = pairing.iterate((number, 1) for number in (1, 2, 3))
     assert next(batches) == (1, 1)
-    assert next(batches) == (2, 1)  # the first one was left out
+    assert next(batches) == (2, 1)  # the first batch was left out
     assert pairing.try_stand_in()
     assert pairing.batch == 1
     pairing.is_batch_used = True
@@ -155,6 +155,6 @@ def test_a_loop_that_breaks_off_leaves_what_has_stood_in_to_come_again():
     assert [next(again), pairing.batches_taken, pairing.try_stand_in()] == [(2, 1), 2, False]
 
 
-def test_who_uses_nothing_of_an_epoch_is_named():
+def test_a_worker_that_uses_no_batch_of_an_epoch_is_named():
     with pytest.raises(InterruptedError, match="worker 1 has gone on to batch 1 of epoch 1 while worker 0"):
         run(2, 2, 3, lambda worker, epoch, batch: worker == 1 and epoch == 0)

@@ -1,4 +1,4 @@
-"""Programs that leave batches out: training is that of one process without these parts of the batches."""
+"""Programs that leave batches out: training equals that of one process without these parts of the batches."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ STRATEGIES = [AllReduce(), Hybrid()]
 
 
 class OneByOne(Dataset):
-    """No TensorDataset: goes through a DataLoader."""
+    """Not a TensorDataset, so that it is loaded by a DataLoader."""
 
     def __len__(self):
         return len(INPUTS)
@@ -48,7 +48,7 @@ def tools(model):
 
 
 def trains(rank, emit, strategy, bad, has_workers):
-    """Leaves out what gives a loss that is not finite; `bad`: (worker, epoch, step) of such batches."""
+    """Leaves out the batches `bad`, each given as (worker, epoch, step)."""
     model = a_model()
     optimizer, scheduler = tools(model)
     data, options = (OneByOne(), {"num_workers": 1}) if has_workers else (TensorDataset(INPUTS, TARGETS), {})
@@ -102,7 +102,7 @@ def alone(bad):
         pytest.param({(0, 0, 1), (0, 0, 2), (1, 0, 2), (1, 1, 2)}, id="one that all leave out among them"),
     ],
 )
-def test_a_batch_that_a_worker_leaves_out_counts_for_nothing(strategy, bad):
+def test_a_batch_left_out_by_one_worker_has_no_effect(strategy, bad):
     ended = values(run(trains, WORKERS, strategy, bad, False))
     for weights, _, _ in ended:
         torch.testing.assert_close(torch.tensor(weights, dtype=torch.float64), alone(bad))
@@ -116,7 +116,7 @@ def test_batches_of_a_data_loader_may_be_left_out():
         torch.testing.assert_close(torch.tensor(weights, dtype=torch.float64), alone(bad))
 
 
-def looks_at_a_loader_of_its_own(rank, emit, bad):
+def uses_its_own_loader(rank, emit, bad):
     model = a_model()
     optimizer, _ = tools(model)
     loader = DataLoader(TensorDataset(INPUTS, TARGETS), BATCH)
@@ -130,13 +130,13 @@ def looks_at_a_loader_of_its_own(rank, emit, bad):
                 optimizer.step()
 
 
-def test_of_a_loader_of_the_program_it_cannot_be_told_and_the_next_epoch_ends_the_job():
-    for one in run(looks_at_a_loader_of_its_own, WORKERS, 2):
+def test_a_batch_left_out_of_the_programs_own_loader_ends_the_job_in_the_next_epoch():
+    for one in run(uses_its_own_loader, WORKERS, 2):
         assert one.error_type == "WorkerError"
         assert "worker 1 has gone on to epoch 1 while worker 0 is at epoch 0" in one.error
 
 
-def test_samples_of_what_is_left_out_are_behind_no_gradient(tmp_path):
+def test_a_left_out_batch_is_reported_with_0_samples(tmp_path):
     log = tmp_path / "log"
     values(
         run(trains, WORKERS, AllReduce(), {(1, 0, 2), (1, 0, 4)}, False, env={"OFFBEAT_RUN_LOG": str(log)})
@@ -146,7 +146,7 @@ def test_samples_of_what_is_left_out_are_behind_no_gradient(tmp_path):
 
 
 def accumulates(rank, emit, strategy):
-    """Takes a step every two batches, of which worker 1 leaves the second one out."""
+    """Takes a step every two batches; worker 1 leaves the second batch out."""
     model = a_model()
     optimizer, _ = tools(model)
     with offbeat.join(model, optimizer, strategy) as session:
@@ -160,7 +160,7 @@ def accumulates(rank, emit, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.name)
-def test_a_step_of_which_a_worker_leaves_the_last_batch_out_is_refused_in_words(strategy):
+def test_leaving_out_the_last_batch_of_an_accumulated_step_is_rejected_with_a_clear_error(strategy):
     ended = run(accumulates, WORKERS, strategy)
     for one in ended:
         assert one.error_type == "WorkerError"

@@ -1,4 +1,4 @@
-"""Layers that are averaged behind both passes: to the last bit what comes out if everything is waited for."""
+"""Layers that are averaged behind both passes: bit-identical to training that waits for every exchange."""
 
 import copy
 import pickle
@@ -64,7 +64,7 @@ class Borrowed(nn.Module):
 
 
 class Unused(nn.Module):
-    """One layer that nobody ever uses, one that is used in every other step, and frozen ones."""
+    """An unused layer, a layer that is used in every other step, and a frozen layer."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Twice(nn.Module):
 
 
 class Normed(nn.Module):
-    """Buffers come before all parameters."""
+    """Buffers are used before all parameters."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class Later(nn.Module):
 
 
 class Unhooked(Plain):
-    """Called past the hooks of the whole model."""
+    """Bypasses the hooks of the whole model."""
 
     def __call__(self, x):
         return self.forward(x)
@@ -193,19 +193,19 @@ def plain_step(session, model, optimizer, step):
 
 
 def is_behind(session):
-    """Whether a step was taken of which something is still to come."""
+    """Whether a part of the last step is still deferred."""
     return getattr(session._synchronizer.averager, "_deferred", None) is not None
 
 
 def trained(model, optimizer, strategy, step=plain_step, steps=STEPS):
-    """The bits of a model after training, and how much of the last steps was put off."""
+    """The bits of a model after training, and the number of steps of which a part was deferred."""
     one, stepper = made(model, optimizer)
     with offbeat.join(one, stepper, strategy) as session:
-        put_off = 0
+        deferred = 0
         for number in range(steps):
             step(session, one, stepper, number)
-            put_off += is_behind(session)
-    return bits(one), put_off
+            deferred += is_behind(session)
+    return bits(one), deferred
 
 
 def same_bits(rank, emit, model, optimizer, options):
@@ -215,7 +215,7 @@ def same_bits(rank, emit, model, optimizer, options):
         for overlap in ("none", "backward", "forward")
     }
     assert found["none"][1] == found["backward"][1] == 0
-    assert found["forward"][1] == STEPS - 2, "all steps but the first two are put off"
+    assert found["forward"][1] == STEPS - 2, "all steps but the first two are deferred"
     assert found["none"][0] == found["backward"][0] == found["forward"][0]
     return found["none"][0]
 
@@ -230,7 +230,7 @@ def same_bits(rank, emit, model, optimizer, options):
         ("tied", "adam", {"policy": "ring", "fuse_bytes": 10**9}),
     ],
 )
-def test_what_is_put_off_changes_no_bit(model, optimizer, options):
+def test_a_deferred_step_gives_bit_identical_results(model, optimizer, options):
     first, second, third = values(run(same_bits, 3, model, optimizer, options))
     assert first == second == third
 
@@ -264,7 +264,7 @@ def closure_step(session, model, optimizer, step):
 
 
 def twice_backward_step(session, model, optimizer, step):
-    """Two backward passes of one forward pass: the second one finds promises."""
+    """Two backward passes of one forward pass: the second pass finds pending gradients."""
     x, y = batch(session.worker, step)
     optimizer.zero_grad()
     logits = model(x)
@@ -294,7 +294,7 @@ def by_hand_step(session, model, optimizer, step):
 
 
 def doubled_step(session, model, optimizer, step):
-    """One gradient is replaced by another, which nobody has promised."""
+    """One pending gradient is replaced by a new tensor."""
     x, y = batch(session.worker, step)
     optimizer.zero_grad()
     F.cross_entropy(model(x), y).backward()
@@ -303,7 +303,7 @@ def doubled_step(session, model, optimizer, step):
 
 
 def dropped_step(session, model, optimizer, step):
-    """Every other step is not taken."""
+    """Every other step is skipped."""
     x, y = batch(session.worker, step)
     optimizer.zero_grad()
     F.cross_entropy(model(x), y).backward()
@@ -328,7 +328,7 @@ def twice_stepped_step(session, model, optimizer, step):
 
 
 def seldom_zeroed_step(session, model, optimizer, step):
-    """What is not set to zero stays, also where the step was put off."""
+    """Gradients accumulate where they are not set to zero, also when the step was deferred."""
     x, y = batch(session.worker, step)
     if step % 3 == 0:
         optimizer.zero_grad()
@@ -347,7 +347,7 @@ def by_hand_every_other_step(session, model, optimizer, step):
 
 
 def noisy_step(session, model, optimizer, step):
-    """Gradients begin with something, which the forward pass must not lose."""
+    """Gradients begin with values that the forward pass must keep."""
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.01)
     x, y = batch(session.worker, step)
@@ -366,10 +366,10 @@ def penalised_step(session, model, optimizer, step):
 
 
 def saliency_on_one_step(session, model, optimizer, step):
-    """One worker looks at a gradient of its own now and then, which is nobody else's affair."""
+    """One worker computes a gradient of its own input in some steps, without the other workers."""
     if session.worker == 0 and step % 2:
         x = batch(9, 9)[0].requires_grad_()
-        model.norm.eval()  # so that its buffers stay
+        model.norm.eval()  # so that its buffers do not change
         torch.autograd.grad(model(x).sum(), x)
         model.norm.train()
     plain_step(session, model, optimizer, step)
@@ -384,7 +384,7 @@ def evaluating_step(session, model, optimizer, step):
 
 
 def hooked_step(session, model, optimizer, step):
-    """A hook on the optimizer finds the means."""
+    """A hook on the optimizer reads averaged gradients."""
 
     def clip(optimizer, args, kwargs):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -426,10 +426,10 @@ LOOPS = {
 
 def like_lockstep(rank, emit, loop):
     torch.set_num_threads(1)
-    step, put_off = LOOPS[loop]
+    step, deferred = LOOPS[loop]
     expected, _ = trained("plain", "sgd", AllReduce(), step)
     found, count = trained("plain", "sgd", Hybrid(), step)
-    assert put_off is None or count == put_off
+    assert deferred is None or count == deferred
     assert_close(found, expected)
     return found
 
@@ -448,7 +448,7 @@ def assert_close(found, expected):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_every_loop_ends_where_waiting_for_everything_ends(loop):
+def test_every_kind_of_training_loop_ends_with_the_parameters_of_bsp(loop):
     first, second = values(run(like_lockstep, 2, loop))
     assert first == second
 
@@ -461,13 +461,13 @@ def later_twice(rank, emit):
     return found
 
 
-def test_without_overlap_a_gradient_may_come_more_often_than_in_the_first_steps():
+def test_without_overlap_a_gradient_may_arrive_more_often_than_in_the_first_steps():
     first, second = values(run(later_twice, 2))
     assert first == second
 
 
 def scheduled(rank, emit):
-    """The learning rate changes between the step and its use."""
+    """The learning rate changes between a step and its deferred part."""
     torch.set_num_threads(1)
     found = []
     for overlap in ("none", "forward"):
@@ -483,7 +483,7 @@ def scheduled(rank, emit):
     return found[0]
 
 
-def test_a_step_is_taken_with_the_learning_rate_that_it_was_put_off_with():
+def test_a_deferred_step_uses_the_learning_rate_of_its_own_time():
     first, second = values(run(scheduled, 2))
     assert first == second
 
@@ -524,7 +524,7 @@ def looked_at(rank, emit, look):
     "look",
     ["model.state_dict", "optimizer.state_dict", "session.state_dict", "eval", "refresh", "evaluation"],
 )
-def test_who_looks_at_the_parameters_finds_the_last_step_in_them(look):
+def test_reading_the_state_applies_the_deferred_step_first(look):
     values(run(looked_at, 2, look))
 
 
@@ -538,18 +538,18 @@ def copied(rank, emit):
             assert not other.training
             assert one.training
             assert other(batch(0, 0)[0]).shape == (4, 3)
-            assert is_behind(session), "a copy's affairs are its own"
+            assert is_behind(session), "a copy does not affect the model"
     assert "train" not in vars(one)
     assert one.eval() is one
     assert not one.training
 
 
-def test_copies_of_the_model_are_models_of_their_own():
+def test_copies_of_the_model_are_independent():
     values(run(copied, 2))
 
 
 def two_optimizers(rank, emit):
-    """Only one of them is in the session; the other finds the means all the same."""
+    """Only one of them is in the session; the other one receives averaged gradients, too."""
     torch.set_num_threads(1)
     found = []
     for strategy in (AllReduce(), Hybrid(policy="ring", fuse_bytes=0)):
@@ -570,12 +570,12 @@ def two_optimizers(rank, emit):
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
-def test_parameters_of_an_optimizer_outside_are_trained_as_well():
+def test_parameters_of_an_optimizer_outside_the_session_are_trained_as_well():
     values(run(two_optimizers, 2))
 
 
 def plateau(rank, emit):
-    """Each worker's scheduler goes by a loss of its own; the first worker's learning rate is everybody's."""
+    """Each worker's scheduler uses its own loss; the first worker's learning rate applies to all workers."""
     one, stepper = made("plain")
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(stepper, patience=0)
     with offbeat.join(one, stepper, Hybrid()) as session:
@@ -591,7 +591,7 @@ def test_learning_rates_are_the_first_workers():
 
 
 def looked_at_late(rank, emit):
-    """A gradient that was kept is the same whenever it is looked at, and after the session."""
+    """A gradient that was kept has the same values whenever it is read, also after the session."""
     torch.set_num_threads(1)
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
@@ -601,7 +601,7 @@ def looked_at_late(rank, emit):
         kept = [parameter.grad for parameter in one.parameters()]
         before = one.head.weight.detach().clone()
         norms = [float(gradient.norm()) for gradient in kept]
-        assert not torch.equal(before, one.head.weight), "who looks at it may write: the step is taken first"
+        assert not torch.equal(before, one.head.weight), "a reader may also write: the step is taken first"
         plain_step(session, one, stepper, 4)
         plain_step(session, one, stepper, 5)
         assert [float(gradient.norm()) for gradient in kept] == norms
@@ -629,14 +629,14 @@ def clamped(rank, emit):
                 one.head.weight.clamp_(-0.5, 0.5)
 
 
-def test_who_changes_parameters_before_the_step_has_reached_them_is_told():
+def test_changing_a_parameter_before_its_deferred_step_raises_an_error():
     for ended in run(clamped, 2):
         assert ended.error_type in ("OffbeatError", "WorkerError")
         assert "head.weight was changed between optimizer.step() and its next use" in ended.error
 
 
 def behind(one, stepper, session):
-    """Takes steps, of which the last one has yet to reach the head, and returns the head's weight."""
+    """Takes steps; the last one has not reached the head yet. Returns the head's weight."""
     for number in range(4):
         plain_step(session, one, stepper, number)
     assert is_behind(session)
@@ -644,7 +644,7 @@ def behind(one, stepper, session):
 
 
 def ahead(rank, emit):
-    """The forward pass stands still at its second layer until the last one has been stepped."""
+    """The forward pass pauses at its second layer until the last layer has been stepped."""
     torch.set_num_threads(1)
     strategy = {"policy": "ring", "fuse_bytes": 0}
     expected, _ = trained("plain", "sgd", Hybrid(overlap="none", **strategy), steps=5)
@@ -659,12 +659,12 @@ def ahead(rank, emit):
     assert bits(one) == expected
 
 
-def test_a_step_reaches_layers_before_the_forward_pass_does():
+def test_a_deferred_step_is_applied_ahead_of_the_forward_pass():
     values(run(ahead, 2))
 
 
 def past_the_hooks(rank, emit):
-    """Where the end of a forward pass is not heard of, none is stepped ahead of: the program may go on."""
+    """If the end of a forward pass is not observed, no layer is stepped ahead of it."""
     one, stepper = made("unhooked")
     with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
         behind(one, stepper, session)
@@ -672,12 +672,12 @@ def past_the_hooks(rank, emit):
         assert not session._synchronizer.averager._deferred.is_ahead
 
 
-def test_no_step_is_taken_ahead_of_a_forward_pass_past_the_hooks():
+def test_no_step_is_taken_ahead_of_a_forward_pass_that_bypasses_the_hooks():
     values(run(past_the_hooks, 2))
 
 
 def interrupted(rank, emit):
-    """A forward pass raises at its second layer; nothing is stepped ahead of it from then on."""
+    """A forward pass raises at its second layer; no layer is stepped ahead of it from then on."""
     torch.set_num_threads(1)
     strategy = {"policy": "ring", "fuse_bytes": 0}
     expected, _ = trained("plain", "sgd", Hybrid(overlap="none", **strategy), steps=5)
@@ -702,7 +702,7 @@ def test_no_step_is_taken_ahead_of_a_forward_pass_that_raised():
 
 
 def clamped_behind(rank, emit):
-    """The forward pass changes what was stepped while it was on its way there."""
+    """The forward pass changes a layer that was stepped ahead of it."""
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
         before = behind(one, stepper, session)
@@ -716,7 +716,7 @@ def clamped_behind(rank, emit):
         plain_step(session, one, stepper, 4)
 
 
-def test_who_changes_parameters_that_were_stepped_ahead_is_told():
+def test_changing_a_parameter_that_was_stepped_ahead_raises_an_error():
     for ended in run(clamped_behind, 2):
         assert ended.error_type in ("OffbeatError", "WorkerError")
         assert "head.weight was changed between optimizer.step() and its next use" in ended.error
@@ -728,7 +728,7 @@ def bound(layer, _):
 
 
 def own_clamp(rank, emit):
-    """Layers bound their own weights where they begin, when the last step has reached them."""
+    """Layers clamp their own weights when they begin, after the last step has reached them."""
     torch.set_num_threads(1)
     found = []
     for overlap in ("none", "forward"):
@@ -748,7 +748,7 @@ def test_a_layer_may_change_its_own_weights():
 
 
 class FailsOnce(dict):
-    """An optimizer's state that cannot be read at the first try."""
+    """An optimizer's state whose first read fails."""
 
     has_failed = False
 
@@ -768,7 +768,7 @@ def failing_ahead(rank, emit):
         plain_step(session, one, stepper, 4)
 
 
-def test_a_step_that_fails_ahead_of_the_forward_pass_fails_there_and_is_not_tried_again():
+def test_a_failed_step_ahead_of_the_forward_pass_raises_there_and_is_not_retried():
     kinds = {ended.error_type for ended in run(failing_ahead, 2)}
     assert "ArithmeticError" in kinds
     assert kinds <= {"ArithmeticError", "WorkerError"}
@@ -778,10 +778,10 @@ def constant_memory(rank, emit):
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid(fuse_bytes=0)) as session:
         rounds = session._synchronizer.averager._rounds
-        banks = []
+        buffer_ids = []
 
         def let_go(*_):
-            """What was sent and received has been used; the links' thread may still be at the last of it."""
+            """Waits until the endpoint's thread has finished with all buffers of this step."""
             is_past = threading.Event()
             rounds.exchange._endpoint.call_soon(is_past.set)
             assert is_past.wait(60)
@@ -789,9 +789,11 @@ def constant_memory(rank, emit):
         one.register_forward_hook(let_go)
         for number in range(12):
             (penalised_step if number % 2 else plain_step)(session, one, stepper, number)
-            banks.append({id(bank) for slot in rounds.buckets for bank in (slot.output, slot._spare)})
+            buffer_ids.append(
+                {id(buffer) for bucket in rounds.buckets for buffer in (bucket.output, bucket._spare)}
+            )
         assert len(rounds.exchange._prepared) == len(rounds.buckets)
-        assert banks[-1] == banks[3], "a bank that nobody holds is used again"
+        assert buffer_ids[-1] == buffer_ids[3], "a buffer without references is reused"
 
 
 def test_memory_stays_the_same_from_step_to_step():
@@ -799,23 +801,23 @@ def test_memory_stays_the_same_from_step_to_step():
 
 
 class MySGD(torch.optim.SGD):
-    """Who knows what it does with all its gradients together."""
+    """A subclass, which might use all gradients together."""
 
 
 def unknown_optimizer(rank, emit):
     OPTIMIZERS["mine"] = lambda ps: MySGD(ps, lr=0.1)
     expected, _ = trained("plain", "mine", Hybrid(policy="ring", fuse_bytes=0, overlap="none"))
-    found, put_off = trained("plain", "mine", Hybrid(policy="ring", fuse_bytes=0))
-    assert put_off == 0
+    found, deferred = trained("plain", "mine", Hybrid(policy="ring", fuse_bytes=0))
+    assert deferred == 0
     assert found == expected
 
 
-def test_an_optimizer_that_is_not_torchs_gets_all_gradients_at_once():
+def test_a_subclassed_optimizer_gets_all_gradients_at_once():
     values(run(unknown_optimizer, 2))
 
 
 class Turning(nn.Module):
-    """After some steps another way leads to the last layer, past the module that has been waiting for it."""
+    """After some steps the last layer's parameters are used by a function, not by their module."""
 
     def __init__(self):
         super().__init__()
@@ -831,7 +833,7 @@ class Turning(nn.Module):
 
 
 class TurningAhead(Turning):
-    """And the last step reaches that layer when it has been used, and before the forward pass is over."""
+    """And the last step reaches that layer after its use, before the forward pass ends."""
 
     def forward(self, x):
         is_turned = self.steps >= 4
@@ -848,9 +850,12 @@ def turned(rank, emit, kind):
 
 
 @pytest.mark.parametrize("kind", [Turning, TurningAhead])
-def test_a_parameter_that_is_used_behind_its_modules_back_is_an_error_that_names_it(kind):
+def test_a_parameter_used_outside_its_module_raises_an_error_that_names_it(kind):
     for ended in run(turned, 2, kind):
-        assert ended.error_type in ("OffbeatError", "WorkerError")  # of the other, who was first
+        assert ended.error_type in (
+            "OffbeatError",
+            "WorkerError",
+        )  # a WorkerError where the other worker failed first
         assert "last." in ended.error
         assert "use overlap=backward" in ended.error
 
@@ -873,13 +878,13 @@ def failed_backward(rank, emit):
         plain_step(session, one, stepper, 3)
 
 
-def test_a_backward_pass_that_fails_halfway_is_not_repeated_in_silence():
+def test_a_step_after_a_failed_backward_pass_raises_an_error():
     for ended in run(failed_backward, 2):
         assert ended.error_type in ("OffbeatError", "WorkerError")
         assert "a backward pass failed" in ended.error
 
 
-def test_options_out_of_range_are_refused_in_one_line():
+def test_options_out_of_range_are_rejected():
     for options, text in [
         ({"policy": "best"}, "policy to be one of cost_model, conv_butterfly_fc_ring, table4, ring"),
         ({"order": "lifo"}, "order to be one of priority, fifo"),
@@ -898,7 +903,7 @@ def compiled(rank, emit):
 
 
 @pytest.mark.long
-def test_a_compiled_model_is_refused_in_words():
+def test_a_compiled_model_is_rejected_with_a_clear_error():
     for ended in run(compiled, 2):
         assert ended.error_type in ("OffbeatError", "WorkerError")
         assert "the model is compiled" in ended.error
@@ -920,7 +925,7 @@ def hangs_in_forward(rank, emit, victim):
                 plain_step(session, one, stepper, number)
         except WorkerError as error:
             return error.worker, str(error)
-        raise AssertionError("nobody was lost")
+        raise AssertionError("no worker was reported as lost")
 
 
 @pytest.mark.long(after=1)

@@ -1,4 +1,4 @@
-"""Averaging of models with real workers: what is averaged, one model at the end, and others go on."""
+"""Averaging of models with real workers: the averaged tensors, one final model, and loss of a worker."""
 
 import io
 import os
@@ -31,13 +31,13 @@ def data():
 
 
 def network(rank, *, normalizes):
-    torch.manual_seed(rank)  # each worker begins with other parameters, until join
+    torch.manual_seed(rank)  # each worker has other parameters before join
     layers = [nn.Linear(6, 8), nn.BatchNorm1d(8)] if normalizes else [nn.Linear(6, 8)]
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(8, 3))
 
 
 def train(rank, emit, strategy, epochs=2, normalizes=True, momentum=0.9, kill=None, state=None):
-    """Returns the final state, and the numbers of the samples behind each step of this worker."""
+    """Returns the final state, the numbers of the samples in each step, and a saved session state."""
     model = network(rank, normalizes=normalizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     samples, saved = [], None
@@ -69,7 +69,7 @@ def equal_models(results):
     return states[0]
 
 
-def test_with_all_workers_in_a_group_it_trains_as_one_process_with_all_batches():
+def test_with_all_workers_in_a_group_training_equals_one_process_with_all_batches():
     strategy = PReduce(P=3, shards="equal")
     (state, *_), *_ = results = values(run(train, 3, strategy, 2, False, 0.0))
     equal_models(results)
@@ -109,7 +109,7 @@ def test_a_worker_that_is_killed_does_not_stop_the_others(victim):
     equal_models(results)
     used = [number for _, samples, _ in results for batch in samples for number in batch]
     assert max(used.count(number) for number in range(SAMPLES)) == 2
-    # All but what the killed worker had reported, two batches of the first epoch:
+    # All but the samples that the killed worker had reported, two batches of the first epoch:
     assert len(used) >= 2 * SAMPLES - 2 * BATCH
 
 
@@ -118,14 +118,14 @@ def newcomer(rank, emit, strategy):
     return train(7, emit, strategy, 6)
 
 
-def old_hand(rank, emit, strategy):
+def established_worker(rank, emit, strategy):
     if rank == 1:
         emit("trains")
     return train(rank, emit, strategy, 6)
 
 
 def test_a_newcomer_takes_part_and_ends_with_the_same_model():
-    with job(old_hand, 2, PReduce(P=2), env={"OFFBEAT_SLOW": "1:40"}) as running:
+    with job(established_worker, 2, PReduce(P=2), env={"OFFBEAT_SLOW": "1:40"}) as running:
         running.receive(1)
         running.add(newcomer, PReduce(P=2))
         results = values(running.ends())
@@ -152,10 +152,10 @@ def test_the_command_line_names_the_size_of_a_group():
         parse_strategy("preduce:P=1")
 
 
-# What is packed ---------------------------------------------------------------------------------------------
+# Packing ----------------------------------------------------------------------------------------------------
 
 
-def test_numbers_are_averaged_in_float32_or_better_and_integers_are_the_firsts():
+def test_floats_are_averaged_in_float32_or_better_and_integers_are_the_first_members():
     tensors = [
         torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
         torch.tensor([[3.0]], dtype=torch.float64),

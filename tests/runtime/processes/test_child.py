@@ -1,4 +1,4 @@
-"""What child processes inherit: this process's path, and neither its working directory nor its warnings."""
+"""Child processes inherit this process's path, and neither its working directory nor its warnings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def program(folder: Path, text: str, name: str | bytes = "program.py") -> str:
-    """A script in a folder of its own, which may be part of its name."""
+    """A script in a folder of its own; `name` may contain further folders."""
     path = os.path.join(folder / "app", os.fsdecode(name))
     Path(path).parent.mkdir(parents=True)
     Path(path).write_text(text)
@@ -61,7 +61,7 @@ def run(
 
 
 def shadows(folder: Path) -> Path:
-    """A folder with files that are named like modules, and end whoever imports them."""
+    """A folder with files that are named like modules and end the process that imports them."""
     for name in SHADOWING:
         path = folder / "work" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,13 +69,13 @@ def shadows(folder: Path) -> Path:
     return folder / "work"
 
 
-def test_files_in_the_working_directory_are_no_modules(tmp_path):
+def test_children_do_not_import_files_of_the_working_directory(tmp_path):
     script = program(tmp_path, f"import offbeat\n{SERVED}")
     done = run(sys.executable, script, cwd=shadows(tmp_path))
     assert done.stdout == "[1.0, 2.0, 3.0]\n", done.stderr
 
 
-def test_the_standard_library_stays_what_it_was_when_this_process_imported_it(tmp_path):
+def test_children_import_the_standard_library_of_this_process(tmp_path):
     (tmp_path / "late").mkdir()
     (tmp_path / "late/queue.py").write_text("raise SystemExit('imported by mistake')\n")
     script = program(
@@ -85,20 +85,20 @@ def test_the_standard_library_stays_what_it_was_when_this_process_imported_it(tm
     assert done.stdout == "[1.0, 2.0, 3.0]\n", done.stderr
 
 
-def test_a_package_that_only_an_inserted_path_reaches_is_found(tmp_path):
+def test_children_find_a_package_on_an_inserted_path(tmp_path):
     script = program(tmp_path, INSERTED + SERVED)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = run(os.path.realpath(sys.executable), "-S", script, env=env)
     assert done.stdout == "[1.0, 2.0, 3.0]\n", done.stderr
 
 
-def test_children_heed_no_variable_that_this_process_does_not(tmp_path):
+def test_children_ignore_environment_variables_that_this_process_ignores(tmp_path):
     script = program(tmp_path, INSERTED + SERVED)
     done = run(sys.executable, "-I", script, env={**os.environ, "PYTHONHOME": str(tmp_path / "no Python")})
     assert done.stdout == "[1.0, 2.0, 3.0]\n", done.stderr
 
 
-def test_without_standard_error_children_have_the_null_device(tmp_path):
+def test_without_standard_error_children_get_the_null_device(tmp_path):
     script = program(
         tmp_path,
         "import os, socket, offbeat\nos.close(2)\nsocket.socket()\n"
@@ -109,7 +109,7 @@ def test_without_standard_error_children_have_the_null_device(tmp_path):
 
 
 @pytest.mark.long
-def test_names_that_are_no_utf_8_are_names(tmp_path):
+def test_names_that_are_not_valid_utf_8_are_accepted(tmp_path):
     log = os.path.join(tmp_path, os.fsdecode(b"log \xe9.jsonl"))
     script = program(tmp_path, TRAINED, b'caf\xe9/train_\xe9\n"it\'s".py')
     done = run(sys.executable, script, env={**os.environ, "OFFBEAT_RUN_LOG": log, "OFFBEAT_JOB": "\udce9"})
@@ -119,14 +119,12 @@ def test_names_that_are_no_utf_8_are_names(tmp_path):
 
 @pytest.mark.long
 @needs_disk
-def test_processes_that_evaluate_need_neither_the_working_directory_nor_dev_shm(tmp_path):
+def test_evaluation_processes_need_neither_the_working_directory_nor_dev_shm(tmp_path):
     script = program(tmp_path, VALIDATED)
     mount = "mount -t tmpfs tmpfs /dev/shm && mount -o remount,ro /dev/shm"
     begin = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
     done = run(*begin, sys.executable, script, cwd=shadows(tmp_path))
-    assert done.stdout == "evaluating\n6\n", (
-        done.stderr
-    )  # the list; tensors are shared where torch shares them
+    assert done.stdout == "evaluating\n6\n", done.stderr  # the list only; the tensors could not be shared
     last = done.stderr.splitlines()[-1]
     assert "OffbeatError: the validation set cannot be shared with another process" in last
     assert "docker run --shm-size" in last

@@ -1,4 +1,4 @@
-"""Processes that are forked from a worker, a launcher or a client leave what is its parent's alone."""
+"""Processes that are forked from a worker, a launcher or a client do not affect their parent's resources."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ STRATEGIES = {
     "ps-bsp": ServerBSP(shards="equal"),
 }
 WORKERS, STEPS, FORKED_AT = 2, 6, 3
-LIMIT_S = 30  # then a child that hangs is killed
+LIMIT_S = 30  # after that, a child that hangs is killed
 
 
 def forked(does):
-    """The exit status of a forked process that does something: 0 where it has raised nothing."""
+    """Calls a function in a forked process; returns the exit status, 0 unless the function raised."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python's, of threads
+        warnings.simplefilter("ignore")  # Python warns of a fork with threads
         child = os.fork()
     if child == 0:
         code = 1
@@ -97,7 +97,7 @@ def forks(rank, emit, strategy):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_forked_process_has_the_model_and_leaves_the_job_alone(strategy):
+def test_a_forked_process_can_use_the_model_and_does_not_affect_the_job(strategy):
     model, optimizer = make()
     for number in range(STEPS):
         step(model, optimizer, batches(number).reshape(-1, 5))

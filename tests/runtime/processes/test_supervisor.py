@@ -1,4 +1,4 @@
-"""Promises of the supervisor: a child that is killed is started again, one that ends by itself is not."""
+"""Promises of the supervisor: a killed child is restarted, a child that ends by itself is not."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def die(): os.kill(os.getpid(), signal.SIGKILL)
 
 
 def supervised(tmp_path, serve, progress="notes"):
-    """Runs `serve`; returns how the supervisor ended, what it wrote and what its children noted."""
+    """Runs `serve`; returns the supervisor's exit code, its standard error and its children's notes."""
     log = tmp_path / "notes"
     code = (
         f"{PRELUDE.format(log=str(log))}\n{serve}\nsys.exit(supervise(serve, {progress}, name='the child'))"
@@ -29,7 +29,7 @@ def supervised(tmp_path, serve, progress="notes"):
     return ended.returncode, ended.stderr, log.read_text().split()
 
 
-def test_a_child_that_is_killed_is_started_again_for_as_long_as_it_gets_further(tmp_path):
+def test_a_killed_child_is_restarted_as_long_as_it_makes_progress(tmp_path):
     serve = f"""
 def serve():
     note("born")
@@ -42,7 +42,7 @@ def serve():
     assert errors.count("was ended by a signal: Killed; it is started again") == 3 * DEATHS_MAX - 1
 
 
-def test_one_that_is_killed_again_and_again_without_getting_further_is_given_up(tmp_path):
+def test_a_child_that_is_killed_repeatedly_without_progress_is_not_restarted(tmp_path):
     serve = """
 def serve():
     note("born")
@@ -54,7 +54,7 @@ def serve():
     assert f"{DEATHS_MAX} times without progress, it is not started again" in errors
 
 
-def test_one_that_fails_by_itself_has_ended(tmp_path):
+def test_a_child_that_raises_is_not_restarted(tmp_path):
     serve = """
 def serve():
     note("born")
@@ -67,7 +67,7 @@ def serve():
     assert "started again" not in errors
 
 
-def test_each_begins_with_what_was_there_before_the_first(tmp_path):
+def test_each_child_begins_with_the_state_before_the_first_child(tmp_path):
     serve = """
 state = []
 def serve():
@@ -78,7 +78,7 @@ def serve():
     assert supervised(tmp_path, serve)[2] == ["1", "1", "1"]
 
 
-def test_a_child_goes_on_when_its_supervisor_is_killed(tmp_path):
+def test_a_child_continues_when_its_supervisor_is_killed(tmp_path):
     reading, writing = os.pipe()
     serve = f"""
 def serve():
@@ -90,6 +90,6 @@ def serve():
     )
     process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[writing])
     os.close(writing)
-    with os.fdopen(reading) as said:
-        assert said.read() == "goes on"
+    with os.fdopen(reading) as output:
+        assert output.read() == "goes on"
     assert process.wait(DEADLINE_S) == -signal.SIGKILL

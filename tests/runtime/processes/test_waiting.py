@@ -1,4 +1,4 @@
-"""What a signal handler raises leaves no lock held, and no handler that was to be put back."""
+"""An exception of a signal handler leaves no lock held and no temporary handler installed."""
 
 import signal
 import sys
@@ -13,7 +13,7 @@ DEADLINE_S = 30.0
 
 
 def is_free(lock):
-    """Whether another thread gets it."""
+    """Whether another thread can acquire the lock."""
     got = []
     thread = threading.Thread(target=lambda: got.append(lock.acquire(timeout=DEADLINE_S)))
     thread.start()
@@ -21,7 +21,7 @@ def is_free(lock):
     return got == [True]
 
 
-def test_nothing_written_in_python_runs_between_a_with_statement_and_its_block():
+def test_no_python_code_runs_between_a_with_statement_and_its_block():
     condition, ran = SignalSafeCondition(), []
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
@@ -32,8 +32,8 @@ def test_nothing_written_in_python_runs_between_a_with_statement_and_its_block()
 
 
 @pytest.mark.parametrize("call", range(10))
-def test_an_interrupt_behind_any_call_of_a_wait_leaves_the_lock_free(call):
-    """Behind calls is where handlers run; a wait that times out makes eight of them."""
+def test_an_interrupt_after_any_call_within_a_wait_leaves_the_lock_free(call):
+    """Signal handlers run after calls; a wait that times out makes eight of them."""
     condition, calls = SignalSafeCondition(), []
 
     def interrupt(frame, event, function):
@@ -57,7 +57,7 @@ def test_an_interrupt_behind_any_call_of_a_wait_leaves_the_lock_free(call):
     assert is_free(condition)
 
 
-def test_a_flag_wakes_who_waits_and_stays():
+def test_an_event_wakes_all_waiting_threads_and_stays_set():
     flag, woken = SignalSafeEvent(), []
     threads = [threading.Thread(target=lambda: woken.append(flag.wait(DEADLINE_S))) for _ in range(3)]
     for thread in threads:
@@ -71,14 +71,14 @@ def test_a_flag_wakes_who_waits_and_stays():
     assert flag.wait(0.0)
 
 
-def test_waiting_for_a_condition_returns_what_it_returned_last():
+def test_wait_for_returns_the_last_result_of_the_predicate():
     condition = SignalSafeCondition()
     with condition:
         assert condition.wait_for(lambda: "there", 0.0) == "there"
         assert condition.wait_for(lambda: None, 0.001) is None
 
 
-def test_a_lock_that_is_taken_twice_is_let_go_of_while_waiting():
+def test_a_lock_acquired_twice_is_released_while_waiting():
     condition, is_seen = SignalSafeCondition(), []
 
     def notify():
@@ -92,10 +92,10 @@ def test_a_lock_that_is_taken_twice_is_let_go_of_while_waiting():
 
 
 @pytest.mark.parametrize("call", range(4))
-def test_an_interrupt_while_handlers_are_put_back_leaves_none_out_and_loses_no_signal(call):
-    came, calls = [], []
+def test_an_interrupt_while_handlers_are_restored_skips_none_and_loses_no_signal(call):
+    delivered, calls = [], []
     numbers = (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)
-    before = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+    before = [signal.signal(number, lambda number, _: delivered.append(number)) for number in numbers]
     handlers = [signal.getsignal(number) for number in (*numbers, signal.SIGINT)]
 
     def interrupt(frame, event, function):
@@ -118,7 +118,7 @@ def test_an_interrupt_while_handlers_are_put_back_leaves_none_out_and_loses_no_s
             hold()
         sys.setprofile(None)
         assert [signal.getsignal(number) for number in (*numbers, signal.SIGINT)] == handlers
-        assert came == [signal.SIGTERM]
+        assert delivered == [signal.SIGTERM]
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""What filters of namespaces make of messages between two nodes, and what comes out at the other end."""
+"""Filters of namespaces: encoding of messages between two nodes, and decoding at the other end."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ REMEMBERING = {
 
 
 class Ends:
-    """Two nodes, and the bytes between them."""
+    """Two nodes that exchange encoded messages."""
 
     def __init__(
         self, push: tuple[FilterSpec, ...] = (), pull: tuple[FilterSpec, ...] = (), update: Any = None
@@ -80,16 +80,16 @@ class Ends:
         self.here.add_namespaces(spaces), self.there.add_namespaces(spaces)
 
     def encoded(self, message: Any) -> Any:
-        """A message as it comes there, not decoded yet."""
+        """A message as received by `there`, not decoded yet."""
         (arrived,) = came(*packed(self.here.encode("there", message)))
         return arrived
 
     def decoded(self, message: Any) -> Any:
-        """A message as it is there in the end."""
+        """A message as received and decoded by `there`."""
         return self.there.decode("here", self.encoded(message))
 
     def answered(self, rows: Any, keys: Any = None, *, first: int = 0, last: int = KEYS) -> Any:
-        """The rows that come of a pull from here, there in the end; `here` answers with these."""
+        """The rows that `there` decodes after a pull that `here` answers with `rows`."""
         asked = replace(pull(keys), first=first, last=last)
         (arrived,) = came(*packed(self.there.encode("here", asked)))
         assert plain(self.here.decode("there", arrived)) == plain(asked)
@@ -139,12 +139,12 @@ def dense(content: Entries) -> Any:
     return rows
 
 
-# There and back
+# Encoding and decoding
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
 @pytest.mark.parametrize("chain", LOSSLESS)
-def test_filters_that_lose_nothing_change_nothing(chain: str, is_listed: bool) -> None:
+def test_lossless_filters_do_not_change_messages(chain: str, is_listed: bool) -> None:
     ends = Ends(OF_SUMS[chain])
     for seed in (1, 2, 1, 1, 3):
         message = push(some(seed, is_listed=is_listed))
@@ -152,48 +152,48 @@ def test_filters_that_lose_nothing_change_nothing(chain: str, is_listed: bool) -
 
 
 @pytest.mark.parametrize("chain", OF_PULLS)
-def test_what_a_push_brings_comes_through_the_filters_of_pulls_once(chain: str) -> None:
+def test_values_returned_by_a_push_pass_the_filters_of_pulls_once(chain: str) -> None:
     ends = Ends(pull=OF_PULLS[chain])
     rows, message = some(1, is_listed=False).values, push(some(2, is_listed=False))
-    for wants_values in (True, False):
-        asked = replace(message, request=1, returns_values=wants_values)
+    for returns_values in (True, False):
+        asked = replace(message, request=1, returns_values=returns_values)
         (arrived,) = came(*packed(ends.there.encode("here", asked)))
         assert plain(ends.here.decode("there", arrived)) == plain(asked)
-        if wants_values:
+        if returns_values:
             assert np.abs(ends.decoded(pulled(rows)).content.values - rows).max() < 0.01
         with pytest.raises(ProtocolError, match="expected rows that were requested"):
             ends.decoded(pulled(rows))
 
 
 @pytest.mark.parametrize("chain", [one for one in OF_SUMS if one not in LOSSLESS])
-def test_filters_that_draw_are_near_and_right_on_average(chain: str) -> None:
+def test_random_filters_are_unbiased_and_close(chain: str) -> None:
     ends, content = Ends(OF_SUMS[chain]), some(1)
-    heard = [ends.decoded(push(content, time=time)) for time in range(400)]
+    received = [ends.decoded(push(content, time=time)) for time in range(400)]
     assert all(
-        replace(one, content=None) == replace(push(content), time=one.time, content=None) for one in heard
+        replace(one, content=None) == replace(push(content), time=one.time, content=None) for one in received
     )
-    mean = sum(dense(one.content) for one in heard) / len(heard)
+    mean = sum(dense(one.content) for one in received) / len(received)
     assert (
         np.abs(mean - dense(content)).max() < 0.5
-    )  # of values up to 3.5; skipped ones deviate by 1 / 20 of them
+    )  # values are up to 3.5; skipped ones deviate by 1 / 20 of them
     assert np.abs((mean - dense(content)).mean()) < 0.01
 
 
 @pytest.mark.parametrize("chain", OF_STATES)
-def test_what_is_assigned_is_never_off_by_more_than_the_threshold(chain: str) -> None:
+def test_assigned_values_never_deviate_by_more_than_the_threshold(chain: str) -> None:
     ends, chance = Ends(OF_STATES[chain], update=Assign()), np.random.default_rng(1)
     there, here = np.zeros(KEYS), np.zeros(KEYS, np.float32)
     for time in range(20):
         here += chance.normal(0, 0.2, KEYS).astype(np.float32)
         content = ends.decoded(push(Entries(0, here.copy()), time=time)).content
         there[content.key_array()] = content.values
-        assert np.abs(there - here).max() <= 0.5 + 1e-3  # and a step of fixed point
+        assert np.abs(there - here).max() <= 0.5 + 1e-3  # plus a quantization step of FixedPoint
         assert not time or len(content) < KEYS
 
 
 @pytest.mark.parametrize("chain", OF_SUMS | OF_STATES)
 @pytest.mark.parametrize("is_listed", [True, False])
-def test_replicas_get_what_the_master_has_whatever_the_filters_of_pushes_are(chain, is_listed) -> None:
+def test_replicas_receive_the_masters_exact_values_under_any_filters_of_pushes(chain, is_listed) -> None:
     update = Assign() if chain in OF_STATES else Sum()
     ends = Ends((OF_SUMS | OF_STATES)[chain], update=update)
     for seed in (1, 2, 1, 1, 3, 4, 5, 6, 1):
@@ -202,20 +202,20 @@ def test_replicas_get_what_the_master_has_whatever_the_filters_of_pushes_are(cha
 
 
 @pytest.mark.parametrize("chain", OF_PULLS)
-def test_a_pull_asks_for_the_keys_that_it_listed(chain: str) -> None:
+def test_a_pull_requests_its_listed_keys_under_any_filters(chain: str) -> None:
     ends = Ends(pull=OF_PULLS[chain])
     lists = [some(seed).keys for seed in (1, 2, 1, 3)] + [None]
     for keys in lists * 3:
         assert plain(ends.decoded(pull(keys))) == plain(pull(keys))
 
 
-def test_a_list_of_keys_that_pulls_ask_for_again_travels_once() -> None:
+def test_a_repeated_list_of_keys_is_sent_once() -> None:
     ends = Ends(pull=OF_PULLS["all"])
     sizes = [len(packed(ends.encoded(pull(some(seed).keys)))[0]) for seed in (1, 2, 1, 2)]
     assert sizes[:2] > [2000] * 2 > [200] * 2 > sizes[2:]
 
 
-def test_lists_of_keys_are_remembered_for_as_long_at_both_ends() -> None:
+def test_both_ends_cache_the_same_lists_of_keys() -> None:
     ends = Ends((CACHING,), OF_PULLS["all"])
     for number in [*range(300), *range(300), 299, 0, 299, 43, 44, 45]:
         keys = np.array([number, number + 1])
@@ -225,7 +225,7 @@ def test_lists_of_keys_are_remembered_for_as_long_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize("chain", OF_PULLS)
-def test_an_answer_comes_with_its_rows(chain: str) -> None:
+def test_an_answer_arrives_with_its_rows(chain: str) -> None:
     ends = Ends(pull=OF_PULLS[chain])
     for content in (some(1), some(2, is_listed=False), some(1), Entries(0, ONES, np.arange(KEYS))):
         error = (float(np.ptp(content.values)) / (256**2 - 1)) if chain == "all" else 0.0
@@ -235,21 +235,21 @@ def test_an_answer_comes_with_its_rows(chain: str) -> None:
 
 
 @pytest.mark.parametrize("chain", OF_PULLS | REMEMBERING)
-def test_an_answer_comes_without_the_keys_that_were_asked_for(chain: str) -> None:
+def test_an_answer_is_sent_without_the_requested_keys(chain: str) -> None:
     ends = Ends(pull=(OF_PULLS | REMEMBERING)[chain])
     for seed in (1, 2, 1):
         content = some(seed)
         asked = ends.there.encode("here", pull(content.keys))
         ends.here.decode("there", asked)
-        said = ends.encoded(pulled(content.values, content.keys))
-        assert said.content.keys is None
-        found = ends.there.decode("here", said).content
+        encoded = ends.encoded(pulled(content.values, content.keys))
+        assert encoded.content.keys is None
+        found = ends.there.decode("here", encoded).content
         assert found.keys.tolist() == content.keys.tolist()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4, 6])
 @pytest.mark.parametrize("chain", OF_PULLS | REMEMBERING)
-def test_an_answer_of_other_rows_is_refused(chain: str, rows: int) -> None:
+def test_an_answer_with_other_rows_is_rejected(chain: str, rows: int) -> None:
     ends = Ends(pull=(OF_PULLS | REMEMBERING)[chain])
     ends.there.encode("here", pull(np.arange(rows)))
     with pytest.raises(ProtocolError, match="expected"):
@@ -259,7 +259,7 @@ def test_an_answer_of_other_rows_is_refused(chain: str, rows: int) -> None:
         ends.there.decode("here", replace(pulled(ONES), content="rows"))
 
 
-def test_each_pull_is_answered_once_whichever_way() -> None:
+def test_each_pull_is_answered_once_by_any_kind_of_answer() -> None:
     ends, keys = Ends(), np.arange(3)
     answers = (
         pulled(np.ones(3, np.float32), keys),
@@ -268,14 +268,14 @@ def test_each_pull_is_answered_once_whichever_way() -> None:
     )
     for answer in answers:
         ends.there.encode("here", pull(keys))
-        ends.there.encode("here", pull(keys))  # again, in another epoch
+        ends.there.encode("here", pull(keys))  # a second time, in another epoch
         for one in (answer, answers[0]):
             ends.decoded(one)
         with pytest.raises(ProtocolError, match="expected rows that were requested, got rows of w"):
             ends.decoded(answers[0])
 
 
-def test_rows_that_nobody_asked_for_are_refused() -> None:
+def test_unrequested_rows_are_rejected() -> None:
     ends, keys = Ends(), np.arange(3)
     answer = pulled(np.ones(3, np.float32), keys)
     ends.there.encode("here", pull(keys))
@@ -290,11 +290,11 @@ def test_rows_that_nobody_asked_for_are_refused() -> None:
         ends.there.decode("here", answer)
 
 
-# What has hardly changed since a server sent it
+# Rows with insignificant changes since the last answer
 
 
 class Servers:
-    """A client of servers that answer with what all of them have, and what it made of the answers so far."""
+    """A client of servers that hold equal rows, with the state of its filters."""
 
     def __init__(self, chain: str) -> None:
         about = encode_namespace(
@@ -310,7 +310,7 @@ class Servers:
         return node
 
     def pulled(self, server: str, rows: Any, asked: Pull) -> Any:
-        """The rows, as the client has them in the end; how many bytes of answer they took is `size`."""
+        """The rows that the client decodes; `size` is the number of bytes of the answer."""
         node = self.servers[server]
         (arrived,) = came(*packed(self.client.encode(server, asked)))
         node.decode("client", arrived)
@@ -320,16 +320,16 @@ class Servers:
         answer = PullResult(
             request=asked.request, namespace="w", first=asked.first, last=asked.last, content=content
         )
-        data, beside = packed(node.encode("client", answer))
-        self.size = len(data) + sum(one.nbytes for one in beside)
-        (said,) = came(data, beside)
-        return self.client.decode(server, said).content.values
+        data, attachments = packed(node.encode("client", answer))
+        self.size = len(data) + sum(one.nbytes for one in attachments)
+        (encoded,) = came(data, attachments)
+        return self.client.decode(server, encoded).content.values
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(list(REMEMBERING)))
-def test_what_is_pulled_is_never_off_by_more_than_the_threshold(data: st.DataObject, chain: str) -> None:
-    """Whatever ranges, lists and pieces are asked for, of whom, and whoever is lost meanwhile."""
+def test_pulled_values_never_deviate_by_more_than_the_threshold(data: st.DataObject, chain: str) -> None:
+    """For any ranges, lists and servers that are asked, also when nodes are lost meanwhile."""
     both, chance = Servers(chain), np.random.default_rng(data.draw(st.integers(0, 99)))
     rows = chance.standard_normal(KEYS)
     for number in range(data.draw(st.integers(1, 30))):
@@ -349,21 +349,19 @@ def test_what_is_pulled_is_never_off_by_more_than_the_threshold(data: st.DataObj
                 assert len(found) == len(held)
                 assert np.abs(found - held).max(initial=0) <= 0.5 + step
                 if found.flags.writeable:
-                    found[:] = 99  # whoever pulled them may do as he likes
-            case (
-                "infinite"
-            ):  # no fixed point can be sent of it; the server's chain ends, the client's does not
+                    found[:] = 99  # a client may write to pulled rows
+            case "infinite":  # FixedPoint cannot send it; the server's chain ends, the client's does not
                 odd = np.where(np.arange(KEYS) == 7, np.inf, rows)
                 found = both.pulled(server, odd, replace(pull(None), request=number))
                 assert found[7] == np.inf
-            case "away":  # for so long that the server has forgotten the client, which comes back
+            case "away":  # the server forgets the client, which then reconnects
                 both.servers[server].on_node_gone("client")
             case "dies":
                 both.client.on_node_gone(server)
                 both.servers[server] = both.node(number + 10)
 
 
-def test_what_has_hardly_changed_takes_a_bit_to_say() -> None:
+def test_a_row_with_an_insignificant_change_costs_one_bit() -> None:
     both, rows = Servers("modified"), np.arange(float(KEYS))
     both.pulled("a", rows, pull(None))
     whole = both.size
@@ -402,7 +400,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("what", LEFT_OUT)
-def test_what_no_server_leaves_out_is_a_protocol_error(what: str) -> None:
+def test_an_invalid_bitmap_of_unchanged_rows_is_a_protocol_error(what: str) -> None:
     both, (values, notes) = Servers("modified"), LEFT_OUT[what]
     both.pulled("a", np.zeros(KEYS), pull(np.arange(3)))
     asked = pull(np.arange(5))
@@ -422,15 +420,15 @@ def test_what_no_server_leaves_out_is_a_protocol_error(what: str) -> None:
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_has_no_filters_is_as_it_was(message: Any) -> None:
+def test_messages_without_filters_are_not_changed(message: Any) -> None:
     ends = Ends((CACHING, COMPRESSION), (COMPRESSION,))
     assert ends.here.encode("there", message) is message
     assert ends.there.decode("here", message) is message
 
 
 @pytest.mark.parametrize("chain", OF_SUMS)
-def test_what_a_push_says_besides_its_values_goes_by_every_filter(chain: str) -> None:
-    """Also where a filter can not send the values."""
+def test_metadata_of_a_push_passes_every_filter_unchanged(chain: str) -> None:
+    """Also where a filter cannot send the values."""
     for rows in (np.ones(KEYS, np.float32), np.full(KEYS, np.inf, np.float32)):
         ends = Ends(OF_SUMS[chain])
         content = Entries(0, rows, None, PushMeta(2.5, {"lr": 0.5, "betas": [0.5, 0.75]}))
@@ -441,7 +439,7 @@ def test_what_a_push_says_besides_its_values_goes_by_every_filter(chain: str) ->
 
 
 @pytest.mark.parametrize("chain", [*OF_SUMS, *OF_STATES])
-def test_what_replaces_values_travels_as_it_is_and_filters_count_nothing_as_sent(chain: str) -> None:
+def test_a_put_is_sent_unfiltered_and_resets_the_values_known_as_sent(chain: str) -> None:
     specs = OF_SUMS.get(chain) or OF_STATES.get(chain, ())
     ends = Ends(specs, update=Assign() if chain in OF_STATES else Sum())
     ends.decoded(push(Entries(0, np.ones(KEYS, np.float32))))
@@ -452,13 +450,13 @@ def test_what_replaces_values_travels_as_it_is_and_filters_count_nothing_as_sent
     assert plain(ends.decoded(copy(put)).operation.content) == plain(put)
     again = ends.decoded(push(Entries(0, np.ones(KEYS, np.float32)), time=3)).content
     if chain in OF_STATES:
-        assert again.key_array().tolist() == list(range(KEYS))  # though this is what was sent before
+        assert again.key_array().tolist() == list(range(KEYS))  # although the same values were sent before
 
 
 @pytest.mark.parametrize("chain", [*OF_PULLS, "modified"])
 @pytest.mark.parametrize("with_states", [False, True])
-def test_an_answer_says_its_times_and_states_behind_any_filters(chain: str, with_states: bool) -> None:
-    """And rows that come with states, whole, change nothing for those that come after them."""
+def test_an_answer_keeps_its_times_and_states_under_any_filters(chain: str, with_states: bool) -> None:
+    """And whole rows with states do not affect the rows after them."""
     ends = Ends(pull=OF_PULLS.get(chain) or REMEMBERING.get(chain, ()))
     rows, keys = np.arange(5, dtype=np.float32), np.arange(0, 10, 2)
     ends.answered(rows, keys)
@@ -466,19 +464,19 @@ def test_an_answer_says_its_times_and_states_behind_any_filters(chain: str, with
     asked = InspectPull(**fields, returns_states=with_states, returns_times=True)
     (arrived,) = came(*packed(ends.there.encode("here", asked)))
     assert plain(ends.here.decode("there", arrived)) == plain(asked)
-    terms = PushMeta(states={"mean": rows + 1}) if with_states else None
-    content = Entries(0, rows, keys, terms)
+    meta = PushMeta(states={"mean": rows + 1}) if with_states else None
+    content = Entries(0, rows, keys, meta)
     fields = {"request": 2, "namespace": "w", "first": 0, "last": 10}
     answer = ends.decoded(InspectResult(**fields, content=content, times=(ClockRange(0, 9, 4),)))
     assert answer.times == (ClockRange(0, 9, 4),)
     assert answer.content.key_array().tolist() == keys.tolist()
     assert np.allclose(answer.content.values, rows, atol=1e-3)
-    assert plain(answer.content.meta) == plain(terms)
+    assert plain(answer.content.meta) == plain(meta)
     rows[0] += 100
     assert np.allclose(ends.answered(rows, keys), rows, atol=1e-2)
 
 
-def test_states_that_are_not_beside_their_values_are_a_protocol_error() -> None:
+def test_states_of_another_shape_than_the_values_are_a_protocol_error() -> None:
     ends = Ends()
     ends.there.encode("here", pull(None))
     content = Entries(0, np.ones(KEYS, np.float32), None, PushMeta(states={"mean": np.ones(3, np.float32)}))
@@ -486,7 +484,7 @@ def test_states_that_are_not_beside_their_values_are_a_protocol_error() -> None:
         ends.decoded(replace(pulled(None), content=content))
 
 
-def test_messages_are_not_changed_themselves() -> None:
+def test_encoding_and_decoding_do_not_modify_their_input() -> None:
     ends = Ends((CACHING, COMPRESSION), OF_PULLS["all"])
     ends.there.encode("here", pull(some(1).keys))
     for message in (push(some(1)), copy(some(1)), pull(some(1).keys), pulled(some(1).values, some(1).keys)):
@@ -500,8 +498,8 @@ def test_messages_are_not_changed_themselves() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_kinds_nodes_and_namespaces_have_chains_of_their_own(data: st.DataObject) -> None:
-    """Messages of one stand between those of another, and each list is cached where it was sent."""
+def test_each_kind_node_and_namespace_has_its_own_filter_chain(data: st.DataObject) -> None:
+    """Messages of several chains are interleaved, and each list of keys is cached at its receiver."""
     about = encode_namespace(
         Sum(),
         width=0,
@@ -535,7 +533,7 @@ def test_kinds_nodes_and_namespaces_have_chains_of_their_own(data: st.DataObject
 
 
 class Skipping:
-    """A client of a namespace with a KKT filter, and what it pushes."""
+    """A client of a namespace with a KKT filter, and its pushes."""
 
     def __init__(self) -> None:
         about = encode_namespace(
@@ -550,14 +548,14 @@ class Skipping:
         self.client = self.nodes["client"]
 
     def pulled(self, server: str, rows: Any, keys: Any) -> None:
-        """These are weights and gradients of the keys, all from 0 on if it is None."""
+        """Pulls rows of weight and gradient of the keys, or of all keys from 0 on if `keys` is None."""
         asked = replace(pull(keys), last=KEYS if keys is not None else len(rows))
         self.nodes[server].decode("client", self.client.encode(server, asked))
         answer = replace(pulled(np.array(rows, float), keys), last=asked.last)
         self.client.update_kkt(self.client.decode(server, self.nodes[server].encode("client", answer)))
 
     def pushed(self, server: str) -> Any:
-        """The keys of a push of the first ten as they come to a server, and its rows."""
+        """Pushes the first ten keys; returns the keys that the server receives."""
         rows = np.arange(20.0).reshape(10, 2)
         sent = self.client.encode(server, push(Entries(0, rows, np.arange(10))))
         content = self.nodes[server].decode("client", sent).content
@@ -565,8 +563,8 @@ class Skipping:
         return content.keys.tolist()
 
 
-def test_pushes_to_all_servers_leave_out_what_answers_of_any_say_can_be_skipped() -> None:
-    """Rows are of weight and gradient; what is learned goes by the margin at that time."""
+def test_pushes_to_all_servers_skip_keys_that_any_servers_answer_allows_to_skip() -> None:
+    """Rows hold weight and gradient; an answer is judged by the margin at that time."""
     one = Skipping()
     one.pulled("a", np.zeros((10, 2)), None)
     assert one.pushed("a") == [*range(10)]
@@ -577,7 +575,7 @@ def test_pushes_to_all_servers_leave_out_what_answers_of_any_say_can_be_skipped(
         assert one.pushed(server) == [3, 4, 5, 6, 7, 8, 9]
 
 
-def test_what_is_skipped_stays_so_when_a_server_is_lost() -> None:
+def test_skipped_keys_stay_skipped_when_a_server_is_lost() -> None:
     one = Skipping()
     one.client.kkt("w").set_margin(0.25)
     one.pulled("a", np.zeros((9, 2)), None)
@@ -588,7 +586,7 @@ def test_what_is_skipped_stays_so_when_a_server_is_lost() -> None:
     assert one.pushed("b") == [*range(10)]
 
 
-def test_rows_that_are_no_weights_and_gradients_are_a_protocol_error() -> None:
+def test_rows_other_than_weight_and_gradient_are_a_protocol_error() -> None:
     one = Skipping()
     for rows in (np.zeros(3), np.zeros((3, 3))):
         one.client.encode("a", pull(np.arange(3)))
@@ -596,7 +594,7 @@ def test_rows_that_are_no_weights_and_gradients_are_a_protocol_error() -> None:
             one.client.update_kkt(one.client.decode("a", pulled(rows)))
 
 
-def test_a_namespace_without_the_filter_skips_nothing() -> None:
+def test_a_namespace_without_a_kkt_filter_is_rejected_by_kkt() -> None:
     ends = Ends((CACHING,))
     for name in ("w", "v"):
         with pytest.raises(ValueError, match=f"a namespace with a KKT filter of pushes, got {name}"):
@@ -607,19 +605,19 @@ def test_a_namespace_without_the_filter_skips_nothing() -> None:
 
 
 @pytest.mark.parametrize("chain", ["fixed point", "skip, caching, fixed point, compression"])
-def test_values_that_filters_cannot_send_travel_as_they_are(chain: str) -> None:
+def test_values_that_filters_cannot_encode_are_sent_unfiltered(chain: str) -> None:
     ends = Ends(OF_SUMS[chain], (FIXED, COMPRESSION))
     bad = some(1)
     bad.values[::2] = np.nan
     assert plain(ends.decoded(push(bad))) == plain(push(bad))
     assert plain(ends.answered(bad.values, bad.keys)) == plain(bad.values)
-    for seed in (1, 2, 1):  # and what comes behind is filtered again
+    for seed in (1, 2, 1):  # later messages are filtered again
         message = ends.encoded(push(some(seed)))
         assert isinstance(message.content, EncodedValues)
         assert np.isfinite(ends.there.decode("here", message).content.values).all()
 
 
-def test_what_is_too_large_for_compression_travels_as_it_is() -> None:
+def test_values_too_large_for_compression_are_sent_uncompressed() -> None:
     small = FilterSpec("Compression", {"size_bytes_max": 1000})
     ends = Ends((CACHING, small), (small,))
     for count in (900, 100, 900, 100, 900):
@@ -630,10 +628,10 @@ def test_what_is_too_large_for_compression_travels_as_it_is() -> None:
         assert plain(ends.answered(content.values, keys)) == plain(content.values)
 
 
-# Who is gone
+# Lost nodes
 
 
-def test_a_node_that_is_gone_is_forgotten_and_no_other() -> None:
+def test_a_lost_node_is_forgotten_and_no_other() -> None:
     ends, third = Ends((CACHING,), (CACHING,)), NodeFilters(3)
     third.add_namespaces(
         {
@@ -660,7 +658,7 @@ def test_a_node_that_is_gone_is_forgotten_and_no_other() -> None:
         assert plain(ends.decoded(message)) == plain(message)
 
 
-# What is told
+# Reports
 
 
 def test_the_report_adds_up() -> None:
@@ -677,7 +675,7 @@ def test_the_report_adds_up() -> None:
         "pull": {"compression"},
     }
     caching, compression = found["push"]["key caching"], found["push"]["compression"]
-    assert caching == FilterBytes(3 * 1200, 3 * 416 + 2 * 800)  # to two nodes for the first time
+    assert caching == FilterBytes(3 * 1200, 3 * 416 + 2 * 800)  # the keys are sent once to each of two nodes
     assert compression.in_bytes == caching.out_bytes
     assert compression.out_bytes < compression.in_bytes
     assert found["copy"]["key caching"] == FilterBytes(1200, 1216)
@@ -685,23 +683,23 @@ def test_the_report_adds_up() -> None:
     assert ends.here.report("v") == ends.there.report("w") == {}
 
 
-def test_the_report_at_the_other_end_is_the_reverse() -> None:
+def test_the_receivers_report_mirrors_the_senders() -> None:
     ends = Ends((CACHING, COMPRESSION), (MODIFIED, CACHING, COMPRESSION))
     for seed in (1, 2, 1):
         ends.decoded(push(some(seed)))
         ends.decoded(pull(some(seed).keys))
         ends.answered(some(seed).values, some(seed).keys)
-    sent, heard = ends.here.report("w"), ends.there.report("w")
+    sent, received = ends.here.report("w"), ends.there.report("w")
     assert sent["ask"]["key caching"].in_bytes > 1.4 * sent["ask"]["key caching"].out_bytes
     assert set(sent) == {"push", "ask", "ask received", "pull"}
-    assert set(heard) == {"push received", "ask", "ask received", "pull received"}
+    assert set(received) == {"push received", "ask", "ask received", "pull received"}
     for kind in ("push", "ask", "pull"):
-        assert {name: FilterBytes(*reversed(one)) for name, one in heard[f"{kind} received"].items()} == sent[
-            kind
-        ]
+        assert {
+            name: FilterBytes(*reversed(one)) for name, one in received[f"{kind} received"].items()
+        } == sent[kind]
 
 
-def test_the_report_still_has_what_went_to_a_node_that_is_gone() -> None:
+def test_the_report_keeps_the_bytes_sent_to_a_lost_node() -> None:
     ends = Ends((CACHING, COMPRESSION))
     ends.decoded(push(some(1)))
     here, there = ends.here.report("w"), ends.there.report("w")
@@ -712,12 +710,12 @@ def test_the_report_still_has_what_went_to_a_node_that_is_gone() -> None:
     assert ends.here.report("w") == {"push": twice}
 
 
-# What cannot be
+# Invalid input
 
 
 @pytest.mark.parametrize("about", ["nonsense", None, 3])
-def test_who_uses_a_namespace_with_filters_that_are_none_breaks_the_protocol(about: Any) -> None:
-    """Not the manager, which tells all nodes of it."""
+def test_using_a_namespace_with_invalid_filters_is_a_protocol_error(about: Any) -> None:
+    """The peer is blamed, not the manager that announced the namespace."""
     one = NodeFilters(1)
     one.add_namespaces({"w": NamespaceSpec("w", KEYS, 100, about)})
     for message in (push(some(1)), pull(some(1).keys)):
@@ -744,7 +742,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 @pytest.mark.parametrize("chain", OF_SUMS | OF_STATES)
-def test_what_no_chain_gives_is_a_protocol_error(chain: str, what: str) -> None:
+def test_content_that_no_chain_produces_is_a_protocol_error(chain: str, what: str) -> None:
     update = Assign() if chain in OF_STATES else Sum()
     ends, content = Ends((OF_SUMS | OF_STATES)[chain], (COMPRESSION,), update=update), HOSTILE[what]
     for message in (push(some(1)), copy(some(1))):
@@ -760,7 +758,7 @@ def test_what_no_chain_gives_is_a_protocol_error(chain: str, what: str) -> None:
             ends.there.decode("here", replace(pulled(ONES), content=content))
 
 
-def test_a_list_of_keys_that_never_came_is_a_protocol_error() -> None:
+def test_an_unknown_signature_of_keys_is_a_protocol_error() -> None:
     ends = Ends(pull=OF_PULLS["all"])
     for keys in (EncodedValues(None, None, None, SIGNED), EncodedValues(np.arange(3), None, None, SIGNED)):
         with pytest.raises(ProtocolError):

@@ -1,4 +1,4 @@
-"""What a client may have under way at a parameter server: bounded by bytes, and nobody waits for ever."""
+"""Requests in flight between a client and a parameter server: bounded in bytes, without deadlock."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from offbeat.runtime.ps.inflight_window import REQUEST_BYTES
 from offbeat.runtime.ps.server import ServerConfiguration, ServerProcess
 from support.run_logs import wait_until
 
-COUNT = 25_000  # numbers of a push
+COUNT = 25_000  # elements of a push
 SMALL = np.ones(COUNT, np.float32)
 SMALL_BYTES = SMALL.nbytes + REQUEST_BYTES
 JOIN_S = 60.0
@@ -29,7 +29,7 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def ps():
-    """A client that may have ten small requests under way."""
+    """A client that may have ten small requests in flight."""
     with offbeat.PS.local(servers=2) as ps:
         bound(ps, 10 * SMALL_BYTES)
         yield ps
@@ -37,7 +37,7 @@ def ps():
 
 @pytest.fixture
 def stopped():
-    """A client of one server, which is stopped once there is a namespace."""
+    """A client of one server, which is paused once the namespace exists."""
     with offbeat.PS.local(servers=1, silent_s=600.0) as ps:
         bound(ps, 10 * SMALL_BYTES)
         w = ps.namespace("w", keys=40 * COUNT)
@@ -51,10 +51,10 @@ def bound(ps, bytes_max):
 
 def stop(process):
     process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # it may have run on for a while
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # the process may have run a little longer
 
 
-class Asking:
+class RequestThread:
     """A thread that makes requests without waiting for them.
 
     Attributes:
@@ -76,7 +76,7 @@ class Asking:
             self.error = error
 
     def end(self):
-        """Waits until all requests are made and done; raises what went wrong."""
+        """Waits until all requests are made and done; raises their error."""
         self._thread.join(JOIN_S)
         assert not self._thread.is_alive(), f"only {len(self.made)} requests were made"
         if self.error is not None:
@@ -86,8 +86,8 @@ class Asking:
 
 
 def held_back(ps, window, *requests):
-    """A thread that asks for this, once it waits for room."""
-    asking = Asking(*requests)
+    """Starts a thread that makes these requests; returns it once it waits for room."""
+    asking = RequestThread(*requests)
     wait_until(lambda: getattr(ps._requests, window).has_held, "a request that waits for room")
     return asking
 
@@ -97,7 +97,7 @@ def held_back(ps, window, *requests):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("count", [COUNT, 10 * COUNT, 4 * COUNT], ids=["small", "large", "between"])
-def test_who_pushes_without_waiting_is_held_back_at_the_bound_in_bytes(stopped, count):
+def test_pushes_without_waiting_are_held_back_at_the_bound_in_bytes(stopped, count):
     ps, w = stopped
     size_bytes = 4 * count + REQUEST_BYTES
     bound(ps, 40 * SMALL_BYTES)
@@ -121,7 +121,7 @@ def test_pushes_of_16_mb_wait_beyond_128_mib(name):
         assert len(asking.made) == 8
 
 
-def test_what_is_listed_counts_with_its_keys_and_what_is_put_counts_too(stopped):
+def test_the_bytes_in_flight_include_listed_keys_and_puts(stopped):
     ps, w = stopped
     w.push(SMALL, keys=np.arange(COUNT))
     listed_bytes = 3 * SMALL.nbytes + REQUEST_BYTES
@@ -130,16 +130,16 @@ def test_what_is_listed_counts_with_its_keys_and_what_is_put_counts_too(stopped)
     assert ps._requests._pushed.unacked_bytes == listed_bytes + SMALL_BYTES
 
 
-def test_who_pulls_without_waiting_is_held_back_at_the_bound_in_bytes(stopped):
+def test_pulls_without_waiting_are_held_back_at_the_bound_in_bytes(stopped):
     ps, w = stopped
     asking = held_back(ps, "_pulled", *[lambda: w.pull(last=2 * COUNT)] * 20)
     assert len(asking.made) == 10 * SMALL_BYTES // (8 * COUNT + REQUEST_BYTES)
-    assert w.push(SMALL) is not None  # what is pushed has room of its own
+    assert w.push(SMALL) is not None  # pushes have room of their own
     ps.local_servers.processes[0].send_signal(signal.SIGCONT)
     asking.end()
 
 
-def test_a_push_that_is_larger_than_the_bound_goes_alone(stopped):
+def test_a_push_larger_than_the_bound_is_sent_alone(stopped):
     ps, w = stopped
     large = w.push(np.ones(20 * COUNT))
     asking = held_back(ps, "_pushed", lambda: w.push(SMALL))
@@ -149,7 +149,7 @@ def test_a_push_that_is_larger_than_the_bound_goes_alone(stopped):
     assert large.is_done
 
 
-def test_a_master_keeps_no_more_for_a_client_than_that_though_a_replica_does_not_answer():
+def test_a_master_keeps_at_most_the_bound_when_a_replica_does_not_answer():
     cluster = start_manager(2, host="127.0.0.1", copies=1, silent_s=600.0)
     with contextlib.ExitStack() as stack:
         replica = start_server(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=1))
@@ -162,7 +162,7 @@ def test_a_master_keeps_no_more_for_a_client_than_that_though_a_replica_does_not
         w = of_master(ps, 0)
         stop(replica)
         asking = held_back(ps, "_pushed", *[lambda: w.push(SMALL)] * 60)
-        wait_until(lambda: kept_bytes(master) == 10 * SMALL.nbytes, "all that was pushed on the master")
+        wait_until(lambda: kept_bytes(master) == 10 * SMALL.nbytes, "all pushes on the master")
         assert len(asking.made) == 10
         replica.send_signal(signal.SIGCONT)
         asking.end()
@@ -171,7 +171,7 @@ def test_a_master_keeps_no_more_for_a_client_than_that_though_a_replica_does_not
 
 
 def of_master(ps, server):
-    """A namespace of one block, which this server is the master of."""
+    """A namespace of one block whose master is this server."""
     for number in range(100):
         w = ps.namespace(f"w{number}", keys=COUNT, block_keys=COUNT)
         (span,) = ps._cluster_state.latest.ring.spans(ps._cluster_state.space(w.name), 0, COUNT)
@@ -181,7 +181,7 @@ def of_master(ps, server):
 
 
 def kept_bytes(server):
-    """What a server keeps of pushes until its replicas have them."""
+    """The bytes that a server keeps of pushes until its replicas have them."""
     found, is_found = [], threading.Event()
 
     def look():
@@ -193,7 +193,7 @@ def kept_bytes(server):
     return found[0]
 
 
-# Its end ------------------------------------------------------------------------------------------------
+# End of a wait ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long(after=1)
@@ -220,7 +220,7 @@ def test_a_wait_for_room_that_times_out_names_the_server_that_has_not_answered_a
         assert (w.pull().result() == (what == "push")).all()
 
 
-def test_who_waits_for_room_is_told_when_the_client_is_closed(stopped):
+def test_a_wait_for_room_ends_when_the_client_is_closed(stopped):
     ps, w = stopped
     asking = held_back(ps, "_pushed", *[lambda: w.push(SMALL)] * 60)
     ps._requests.close()
@@ -228,7 +228,7 @@ def test_who_waits_for_room_is_told_when_the_client_is_closed(stopped):
         asking.end()
 
 
-# Nobody waits for who waits for it ----------------------------------------------------------------------
+# No deadlock --------------------------------------------------------------------------------------------
 
 
 def test_clients_that_push_to_sums_in_any_order_do_not_wait_for_each_other(ps, name):
@@ -241,8 +241,12 @@ def test_clients_that_push_to_sums_in_any_order_do_not_wait_for_each_other(ps, n
         for space in (*spaces[0], *spaces[1]):
             space.join_aggregation()
         values = np.ones(20 * COUNT)
-        one = Asking(*[lambda space=space: space.push(values) for _ in range(3) for space in spaces[0]])
-        two = Asking(*[lambda space=space: space.push(values) for _ in range(3) for space in spaces[1][::-1]])
+        one = RequestThread(
+            *[lambda space=space: space.push(values) for _ in range(3) for space in spaces[0]]
+        )
+        two = RequestThread(
+            *[lambda space=space: space.push(values) for _ in range(3) for space in spaces[1][::-1]]
+        )
         one.end()
         two.end()
         assert [space.pull().result()[0] for space in spaces[0]] == [6, 6]
@@ -250,7 +254,7 @@ def test_clients_that_push_to_sums_in_any_order_do_not_wait_for_each_other(ps, n
             space.leave_aggregation()
 
 
-def test_what_waits_for_other_clients_holds_up_no_other_namespace(ps, name):
+def test_a_push_that_waits_for_other_clients_does_not_block_other_namespaces(ps, name):
     with offbeat.PS(ps.cluster) as other:
         summed = [one.namespace(f"{name} sum", keys=20 * COUNT, aggregate="sum") for one in (ps, other)]
         for space in summed:
@@ -267,7 +271,7 @@ def test_what_waits_for_other_clients_holds_up_no_other_namespace(ps, name):
             space.leave_aggregation()
 
 
-def test_pushes_of_an_iteration_that_has_not_begun_take_no_room_from_those_before_it(ps, name):
+def test_pushes_of_a_later_iteration_take_no_room_from_earlier_iterations(ps, name):
     w = ps.namespace(name, keys=COUNT)
     is_open, may_push = threading.Event(), threading.Event()
 
@@ -281,7 +285,7 @@ def test_pushes_of_an_iteration_that_has_not_begun_take_no_room_from_those_befor
 
     ps.tau = 0
     try:
-        asking = Asking(first)
+        asking = RequestThread(first)
         assert is_open.wait(JOIN_S)
         with ps.iteration():
             later = [w.push(SMALL) for _ in range(30)]
@@ -295,7 +299,7 @@ def test_pushes_of_an_iteration_that_has_not_begun_take_no_room_from_those_befor
     assert w.pull().result()[0] == 60
 
 
-def test_what_is_called_when_requests_are_done_never_waits_and_its_pushes_keep_their_order(ps, name):
+def test_pushes_of_a_callback_do_not_wait_and_keep_their_order(ps, name):
     w = ps.namespace(name, keys=4 * COUNT, update=Assign())
     sizes = [4, 1, 3, 2, 4, 1]
 
@@ -308,7 +312,7 @@ def test_what_is_called_when_requests_are_done_never_waits_and_its_pushes_keep_t
     assert w.pull().result()[::COUNT].tolist() == last
 
 
-def test_pushes_that_may_not_wait_are_kept_and_go_in_the_order_of_their_times(stopped):
+def test_pushes_with_may_wait_false_are_queued_and_sent_in_the_order_of_their_times(stopped):
     ps, w = stopped
     sizes = [8, 1, 3, 1] * 5
     pushes = [w.push(np.ones(n * COUNT), time=at, may_wait=False) for at, n in enumerate(sizes, 1)]
@@ -320,7 +324,7 @@ def test_pushes_that_may_not_wait_are_kept_and_go_in_the_order_of_their_times(st
 
 
 @pytest.mark.long
-def test_threads_that_push_and_pull_more_than_the_bound_are_all_done(ps, name):
+def test_threads_that_push_and_pull_more_than_the_bound_all_finish(ps, name):
     w = ps.namespace(name, keys=8 * COUNT)
 
     def work(thread):
@@ -331,7 +335,7 @@ def test_threads_that_push_and_pull_more_than_the_bound_are_all_done(ps, name):
 
         return [step] * 20
 
-    threads = [Asking(*work(number)) for number in range(6)]
+    threads = [RequestThread(*work(number)) for number in range(6)]
     for one in threads:
         one.end()
     assert w.push([0.0]).result() is None

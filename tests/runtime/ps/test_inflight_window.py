@@ -1,4 +1,4 @@
-"""Promises of the window that bounds what is under way, in random histories."""
+"""Promises of the window that bounds requests in flight, in random histories."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ STEPS = st.lists(
 
 
 class History:
-    """Requests (account, number, bytes) as a client asks for them."""
+    """Requests (account, number, bytes) in the order of a client."""
 
     def __init__(self):
         self.window = RequestWindow(MAX)
@@ -53,7 +53,7 @@ class History:
         for request in self.window.admit_held():
             account, number, _ = request
             first = min(other for of, other, _ in self.held if of == account)
-            assert number == first, "one overtook another of its account"
+            assert number == first, "a request overtook an earlier one of its account"
             self.held.remove(request)
             self.under_way.append(request)
 
@@ -69,7 +69,7 @@ class History:
 
 
 @given(STEPS)
-def test_what_is_under_way_is_bounded_but_for_one_request_an_account(steps):
+def test_bytes_in_flight_are_bounded_except_for_one_request_per_account(steps):
     history = History()
     for _ in history.go(steps):
         sizes = [size_bytes for _, _, size_bytes in history.under_way]
@@ -80,14 +80,14 @@ def test_what_is_under_way_is_bounded_but_for_one_request_an_account(steps):
 
 
 @given(STEPS)
-def test_in_one_account_it_is_within_the_bound_or_goes_alone(steps):
+def test_requests_of_one_account_are_within_the_bound_or_sent_alone(steps):
     history = History()
     for _ in history.go((what, "a" if what == "ask" else first, size) for what, first, size in steps):
         assert history.window.unacked_bytes <= MAX or len(history.under_way) == 1
 
 
 @given(STEPS)
-def test_nothing_is_held_that_has_room_or_whose_account_has_nothing_under_way(steps):
+def test_a_request_is_held_only_without_room_and_behind_a_request_of_its_account(steps):
     history = History()
     for _ in history.go(steps):
         assert history.window.has_held == bool(history.held)

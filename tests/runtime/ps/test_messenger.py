@@ -1,4 +1,4 @@
-"""Messages between nodes of a parameter server, over real links: in order and once each, whatever breaks."""
+"""Messages between nodes of a parameter server over real connections: in order and once each."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ RESTARTS = 12
 
 
 class Writer:
-    """A node that writes to others and notes what comes, in order.
+    """A node that sends messages to others and records received messages in order.
 
-    One that redials connects anew when a connection breaks, and says again what may be lost; else its
-    correspondents do.
+    With `redials` it reconnects when a connection breaks and resends messages that may be lost; otherwise
+    its peers do.
     """
 
     def __init__(self, make: Callable[..., Node], name: str, *, redials: bool = True, **options: Any) -> None:
-        self.came: dict[str, list[Any]] = defaultdict(list)
+        self.received_messages: dict[str, list[Any]] = defaultdict(list)
         self.losses: list[LinkError] = []
         self._changed = threading.Condition()
         self._redials = redials
@@ -79,16 +79,16 @@ class Writer:
         self.links.add_peer(peer, addresses)
 
     def write(self, to: str, *messages: Any) -> None:
-        """Says all of it in one turn."""
+        """Sends all messages in one turn."""
         self.links.call_soon(lambda: [self.messenger.send(to, message) for message in messages])
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, DEADLINE_S), f"{self.name} waited in vain for {what}"
+            assert self._changed.wait_for(condition, DEADLINE_S), f"{self.name} timed out waiting for {what}"
 
     def wait_for(self, peer: str, count: int) -> list[Any]:
-        self.wait(lambda: len(self.came[peer]) >= count, f"{count} messages of {peer}")
-        return self.came[peer]
+        self.wait(lambda: len(self.received_messages[peer]) >= count, f"{count} messages of {peer}")
+        return self.received_messages[peer]
 
     def lost(self, peer: str, count: int = 1) -> LinkError:
         """The next loss of a peer."""
@@ -96,7 +96,7 @@ class Writer:
         return [one for one in self.losses if one.peer == peer][count - 1]
 
     def kept(self, peer: str) -> int:
-        """How many letters for a peer are not known to have come."""
+        """The number of unacknowledged batches for a peer."""
         return self.node.in_thread(lambda: len(self.messenger._peers[peer].channel._sent))
 
     def _on_message(self, peer: str, payload: bytes) -> None:
@@ -106,7 +106,7 @@ class Writer:
         if message == REFUSED:
             raise ProtocolError("expected anything but that")
         with self._changed:
-            self.came[peer].append(message)
+            self.received_messages[peer].append(message)
             self._changed.notify_all()
 
     def _lost(self, error: LinkError) -> None:
@@ -120,17 +120,17 @@ class Writer:
 
 
 class Proxy:
-    """What lies between two nodes: it cuts every connection after as many bytes as it is told, then none.
+    """A proxy between two nodes: it cuts each connection after a given number of bytes, later ones never.
 
     Args:
-        to: the address of who is dialled through it.
-        cuts: for each connection: bytes, and which of the two ends sees its end at once.
+        to: the address of the node behind the proxy.
+        cuts: for each connection: bytes, and the end or ends that see the cut at once.
     """
 
     def __init__(self, to: str, cuts: list[tuple[int, str]]) -> None:
         host, _, port = to.removeprefix("tcp://").rpartition(":")
         self._to, self._cuts = (host, int(port)), iter(cuts)
-        self.is_spent = False  # the connection that is never cut has begun
+        self.is_spent = False  # all cuts are done: the current connection is not cut
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -200,7 +200,7 @@ def proxy():
 
 @pytest.fixture
 def pair(node: Callable[..., Node]) -> tuple[Writer, Writer]:
-    """Two that can reach each other."""
+    """Two nodes that can reach each other."""
     a, b = Writer(node, "server-0"), Writer(node, "server-1")
     a.knows("server-1", *b.links.addresses)
     b.knows("server-0", *a.links.addresses)
@@ -223,7 +223,7 @@ def large(number: int, size_bytes: int) -> PullResult:
 
 
 def long(number: int, size_bytes: int) -> HandoffOperations:
-    """Many operations, some of them with rows that go beside."""
+    """Many operations, some of them with rows that travel as attachments."""
     operations = []
     for time in range(size_bytes // (8 * KIB)):
         rows = np.full(KIB if time % 20 else 5 * KIB, time, np.float64)
@@ -247,9 +247,9 @@ def mixture(chance: random.Random, count: int) -> list[Any]:
     return [chance.choice(kinds)(number) for number in range(count)]
 
 
-def same(came: list[Any], sent: list[Any]) -> None:
-    assert [number_of(message) for message in came] == [number_of(message) for message in sent]
-    assert plain(came) == plain(sent)
+def same(received_messages: list[Any], sent: list[Any]) -> None:
+    assert [number_of(message) for message in received_messages] == [number_of(message) for message in sent]
+    assert plain(received_messages) == plain(sent)
 
 
 def in_bursts(chance: random.Random, messages: list[Any]) -> list[list[Any]]:
@@ -262,14 +262,14 @@ def in_bursts(chance: random.Random, messages: list[Any]) -> list[list[Any]]:
 
 
 def test_a_message_of_many_operations_does_not_fit_into_a_batch():
-    """Else the tests below would not send what they say."""
+    """Otherwise the tests below would send no long messages."""
     assert len(packed(long(1, 700 * KIB))[0]) > MAX_MESSAGE_BYTES // 2
 
 
-# As long as nothing breaks
+# Without broken connections
 
 
-def test_messages_of_all_lengths_come_in_order_and_once_in_both_directions(pair):
+def test_messages_of_all_lengths_arrive_in_order_and_once_in_both_directions(pair):
     a, b = pair
     chance = random.Random(1)
     there, back = mixture(chance, 150), mixture(chance, 150)
@@ -299,7 +299,7 @@ def test_messages_to_several_nodes_do_not_mix(node):
         same(receiver.wait_for(one, len(messages)), messages)
 
 
-def test_messages_of_one_turn_go_together(pair):
+def test_messages_of_one_turn_are_sent_together(pair):
     a, b = pair
     a.write("server-1", small(0))
     b.wait_for("server-0", 1)
@@ -310,7 +310,7 @@ def test_messages_of_one_turn_go_together(pair):
 
 
 class Reader(Writer):
-    """Reads what comes right away, where it lies if it may, and notes the number and what it has read."""
+    """Reads arrays at once, in the sender's memory if `may_show` allows; records each number and sum."""
 
     def __init__(self, make: Callable[..., Node], name: str, may_show: Callable[[Any], bool]) -> None:
         super().__init__(make, name, unix=True)
@@ -333,36 +333,36 @@ class Reader(Writer):
 
 
 @pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is not shared on this system")
-def test_what_a_neighbour_has_in_memory_is_read_there_by_who_may(node):
-    """Up to 4 MiB; of what is longer, the sender's memory takes a part at a time."""
+def test_a_receiver_on_the_same_host_may_read_arrays_in_the_senders_memory(node):
+    """For arrays up to 4 MiB; longer ones are staged part by part."""
     sizes = [300 * KIB, MIB, 3 * MIB, 4 * MIB, 4 * MIB + 8, 9 * MIB, 100 * KIB, 8]
     a = Writer(node, "server-0", unix=True)
     b = Reader(node, "server-1", lambda message: message.request % 4 != 3)
     a.knows("server-1", *b.links.addresses)
     a.write("server-1", large(0, 8))
-    b.wait_for("server-0", 1)  # they know that they are neighbours
+    b.wait_for("server-0", 1)  # the nodes know that they are on the same host
     messages = [large(number, sizes[number % len(sizes)]) for number in range(1, 60)]
     for burst in in_bursts(random.Random(0), list(messages)):
         a.write("server-1", *burst)
-    came = b.wait_for("server-0", 60)[1:]
-    assert came == [(one.request, float(one.content.values.sum())) for one in messages]
+    received_messages = b.wait_for("server-0", 60)[1:]
+    assert received_messages == [(one.request, float(one.content.values.sum())) for one in messages]
     may = [one.request for one in messages if one.request % 4 != 3 and one.content.values.nbytes <= 4 * MIB]
     large_enough = [number for number in may if sizes[number % len(sizes)] >= 300 * KIB]
     assert b.shown == large_enough
 
 
 @pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is not shared on this system")
-def test_what_lies_in_memory_that_neighbours_can_read_is_copied_nowhere_before(node):
+def test_arrays_in_shared_memory_are_sent_without_staging(node):
     a, b = Writer(node, "server-0", unix=True), Writer(node, "server-1", unix=True)
     a.knows("server-1", *b.links.addresses)
     a.write("server-1", large(0, 8))
-    b.wait_for("server-0", 1)  # they know that they are neighbours
+    b.wait_for("server-0", 1)  # the nodes know that they are on the same host
     rows = np.frombuffer(a.links.allocate(9 * MIB), np.float64)
     rows[:] = np.arange(len(rows))
     own = PullResult(request=1, namespace="w", first=0, last=1, content=Entries(0, rows))
     a.write("server-1", own, large(2, 8))
-    came = b.wait_for("server-0", 3)[1:]
-    assert np.array_equal(came[0].content.values, rows)
+    received_messages = b.wait_for("server-0", 3)[1:]
+    assert np.array_equal(received_messages[0].content.values, rows)
     assert a.node.in_thread(
         lambda: (len(a.messenger._staging._free_slabs), a.messenger._staging._slabs_in_use)
     ) == (
@@ -379,23 +379,23 @@ def test_a_small_message_waits_for_a_large_one_before_it(pair):
     same(b.wait_for("server-0", 4), messages)
 
 
-def test_only_a_little_that_is_not_yet_sent_is_announced(pair):
+def test_announcements_of_unsent_arrays_are_bounded(pair):
     a, b = pair
     a.write("server-1", small(0))
     b.wait_for("server-0", 1)
     may_go_on = threading.Event()
-    b.links.call_soon(lambda: may_go_on.wait(DEADLINE_S))  # it reads nothing
+    b.links.call_soon(lambda: may_go_on.wait(DEADLINE_S))  # b does not read
     messages = [large(number, 4 * MIB) for number in range(40)]
     a.write("server-1", *messages)
-    wait_until(lambda: a.kept("server-1") > 1, "a letter of these")
+    wait_until(lambda: a.kept("server-1") > 1, "a batch of these")
     announced = a.kept("server-1")
     may_go_on.set()
     same(b.wait_for("server-0", 41)[1:], messages)
-    assert announced < 12  # 8 MiB, what a connection holds, and the first that was small
+    assert announced < 12  # 8 MiB, the buffers of a connection, and the first small message
 
 
 class Slow(Writer):
-    """Takes a millisecond over each message, and answers the first; does not end before that has come."""
+    """Spends a millisecond on each message and answers the first; ends after that answer has arrived."""
 
     def __init__(self, make: Callable[..., Node], name: str, asks: Writer) -> None:
         super().__init__(make, name)
@@ -412,17 +412,17 @@ class Slow(Writer):
         super()._note(peer, message)
 
 
-def test_what_comes_of_the_first_messages_goes_out_before_the_last_is_handed_on(node):
+def test_answers_to_early_messages_are_sent_before_later_messages_are_delivered(node):
     a = Writer(node, "server-0")
     b = Slow(node, "server-1", asks=a)
     a.knows("server-1", *b.links.addresses)
     messages = [small(number) for number in range(10)]
     a.write("server-1", *messages)
     same(b.wait_for("server-0", 10), messages)
-    same(a.came["server-1"], [small(1000)])
+    same(a.received_messages["server-1"], [small(1000)])
 
 
-def test_who_sends_what_is_refused_later_is_lost_and_no_other_message_is(node):
+def test_a_message_rejected_in_a_later_turn_loses_its_sender_and_no_other_message(node):
     b = Slow(node, "server-1", asks=Writer(node, "server-0"))
     evil: Node = node("client-666")
     evil.links.add_peer("server-1", b.links.addresses)
@@ -433,26 +433,26 @@ def test_who_sends_what_is_refused_later_is_lost_and_no_other_message_is(node):
     same(b.wait_for("client-666", 3)[:3], [small(number) for number in range(1, 4)])
 
 
-def test_what_has_come_is_not_kept_for_long_though_nothing_is_said_in_return(pair):
+def test_received_messages_are_acknowledged_without_traffic_in_return(pair):
     a, b = pair
     a.write("server-1", *[small(number) for number in range(1000)])
     b.wait_for("server-0", 1000)
-    wait_until(lambda: a.kept("server-1") < 64, "word of what has come")
+    wait_until(lambda: a.kept("server-1") < 64, "an acknowledgement")
     for number in range(1000, 1040):
         a.write("server-1", large(number, MIB))
     b.wait_for("server-0", 1040)
-    wait_until(lambda: a.kept("server-1") < 10, "word of what has come")
+    wait_until(lambda: a.kept("server-1") < 10, "an acknowledgement")
 
 
-def test_long_messages_that_have_come_are_not_kept_for_long(pair):
+def test_received_long_messages_are_acknowledged_soon(pair):
     a, b = pair
     for number in range(20):
         a.write("server-1", long(number, 1500 * KIB))
     b.wait_for("server-0", 20)
-    wait_until(lambda: a.kept("server-1") < 10, "word of what has come")
+    wait_until(lambda: a.kept("server-1") < 10, "an acknowledgement")
 
 
-def test_a_forgotten_node_is_not_kept(pair):
+def test_the_state_of_a_closed_peer_is_dropped(pair):
     a, b = pair
     a.write("server-1", small(0))
     b.wait_for("server-0", 1)
@@ -460,7 +460,7 @@ def test_a_forgotten_node_is_not_kept(pair):
     wait_until(lambda: a.node.in_thread(lambda: "server-1" not in a.messenger._peers), "its end")
 
 
-def test_what_was_for_a_forgotten_node_is_not_kept_either(node):
+def test_messages_for_a_lost_peer_are_dropped(node):
     a = Writer(node, "server-0", redials=False)
     message = large(0, MIB)
     kept = weakref.ref(message.content.values)
@@ -472,14 +472,14 @@ def test_what_was_for_a_forgotten_node_is_not_kept_either(node):
     assert kept() is None
 
 
-# When connections break
+# With broken connections
 
 
 CUTS = {"both": ("both",), "either": ("near", "far"), "any": ("both", "near", "far")}
 
 
 def some_cuts(chance: random.Random, seen_by: str) -> list[tuple[int, str]]:
-    """Some in the handshake, some in a letter, some in the midst of large arrays."""
+    """Some in the handshake, some in a batch, some in the middle of large arrays."""
     sizes = (100, 700, 3000, 50_000, 400_000, 2_000_000)
     return [
         (chance.randrange(chance.choice(sizes)) + 1, chance.choice(CUTS[seen_by])) for _ in range(RESTARTS)
@@ -490,11 +490,11 @@ QUICK = {
     "heartbeat_s": 0.05,
     "silent_s": 0.2,
     "connect_s": 1.0,
-}  # who does not see the end of a connection waits
+}  # a node that does not see the end of a connection waits
 
 
-def exchange_in_spite_of_cuts(a: Writer, b: Writer, proxies: list[Proxy], chance: random.Random) -> None:
-    """Both write until nothing is cut any more; now and then one gives the session up."""
+def exchange_despite_cuts(a: Writer, b: Writer, proxies: list[Proxy], chance: random.Random) -> None:
+    """Both nodes send until no connection is cut any more; sometimes a node fails its session."""
     sent: dict[Writer, list[Any]] = {a: [], b: []}
     peer = {a: b, b: a}
     while not (a.losses and b.losses and any(proxy.is_spent for proxy in proxies)):
@@ -517,8 +517,8 @@ def exchange_in_spite_of_cuts(a: Writer, b: Writer, proxies: list[Proxy], chance
         same(other.wait_for(one.name, len(sent[one])), sent[one])
 
 
-def put_off(writers: list[Writer], stretch_s: float | None) -> None:
-    """Each message is handed on in a turn of its own, where that is 0; a connection may break meanwhile."""
+def delay_delivery(writers: list[Writer], stretch_s: float | None) -> None:
+    """With a stretch of 0 each message is delivered in its own turn; a connection may break between them."""
     for one in writers:
         if stretch_s is not None:
             one.messenger._delivery_limit_s = stretch_s
@@ -527,17 +527,17 @@ def put_off(writers: list[Writer], stretch_s: float | None) -> None:
 @pytest.mark.parametrize("stretch_s", [None, 0.0])
 @pytest.mark.parametrize("seen_by", CUTS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_whatever_breaks_between_a_client_and_a_server_every_message_comes_once_and_in_order(
+def test_between_client_and_server_every_message_arrives_once_and_in_order_despite_cuts(
     seed, seen_by, stretch_s, proxy, node
 ):
-    """The client alone connects anew: it listens nowhere."""
+    """Only the client reconnects, because it does not listen."""
     chance = random.Random(seed)
     client = Writer(node, "client-5", listeners=[], **QUICK)
     server = Writer(node, "server-0", redials=False, **QUICK)
-    put_off([client, server], stretch_s)
+    delay_delivery([client, server], stretch_s)
     between = proxy(server.links.addresses[0], some_cuts(chance, seen_by))
     client.knows("server-0", between.address)
-    exchange_in_spite_of_cuts(client, server, [between], chance)
+    exchange_despite_cuts(client, server, [between], chance)
     assert all(one.peer == "client-5" for one in server.losses)
 
 
@@ -545,21 +545,21 @@ def test_whatever_breaks_between_a_client_and_a_server_every_message_comes_once_
 @pytest.mark.parametrize("stretch_s", [None, 0.0])
 @pytest.mark.parametrize("seen_by", CUTS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_whatever_breaks_between_two_servers_every_message_comes_once_and_in_order(
+def test_between_two_servers_every_message_arrives_once_and_in_order_despite_cuts(
     seed, seen_by, stretch_s, proxy, node
 ):
-    """Both connect anew, often at the same time."""
+    """Both reconnect, often at the same time."""
     chance = random.Random(seed)
     a, b = (Writer(node, f"server-{number}", **QUICK) for number in (0, 1))
-    put_off([a, b], stretch_s)
+    delay_delivery([a, b], stretch_s)
     proxies = []
     for one, other in ((a, b), (b, a)):
         proxies.append(proxy(other.links.addresses[0], some_cuts(chance, seen_by)[: RESTARTS // 2]))
         one.knows(other.name, proxies[-1].address)
-    exchange_in_spite_of_cuts(a, b, proxies, chance)
+    exchange_despite_cuts(a, b, proxies, chance)
 
 
-# Who breaks the protocol
+# Protocol errors
 
 
 def batch(
@@ -579,7 +579,7 @@ def body(*messages: Any) -> bytes:
 
 
 def claim(*sizes_bytes: int) -> bytes:
-    """A message with arrays beside, of which nothing comes."""
+    """A message with attached arrays that are never sent."""
     arrays = [np.zeros(size_bytes // 8) for size_bytes in sizes_bytes]
     return body(PullResult(request=1, namespace="w", first=0, last=1, content=arrays))
 
@@ -614,7 +614,7 @@ BAD: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_who_breaks_the_protocol_is_lost_by_name_and_nobody_else_is(bad: str, pair, node) -> None:
+def test_a_node_that_breaks_the_protocol_is_lost_by_name_and_no_other_node(bad: str, pair, node) -> None:
     a, b = pair
     evil: Node = node("client-666")
     a.write("server-1", small(0))
@@ -627,7 +627,7 @@ def test_who_breaks_the_protocol_is_lost_by_name_and_nobody_else_is(bad: str, pa
         assert evil.loss().peer == "server-1"
         a.write("server-1", small(again))
     same(b.wait_for("server-0", 3), [small(number) for number in range(3)])
-    assert not b.came["client-666"]
+    assert not b.received_messages["client-666"]
     assert not a.losses
     assert [one.peer for one in b.losses] == ["client-666"] * 2
 
@@ -642,7 +642,7 @@ def test_a_batch_that_only_acknowledges_holds_no_message(pair, node) -> None:
     assert not b.losses
 
 
-def test_random_bytes_lose_nobody_but_who_sends_them(pair, node) -> None:
+def test_random_bytes_lose_only_their_sender(pair, node) -> None:
     a, b = pair
     evil: Node = node("client-666")
     chance = random.Random(1)
@@ -654,7 +654,7 @@ def test_random_bytes_lose_nobody_but_who_sends_them(pair, node) -> None:
         for _ in range(chance.randrange(1, 4)):
             broken[chance.randrange(len(broken))] = chance.randrange(256)
         evil.links.send("server-1", bytes(broken))
-        evil.links.send("server-1", b"")  # nor is what was kept of it in the way
+        evil.links.send("server-1", b"")  # the kept session state does not hide this error
         b.lost("client-666", number + 1)
         assert evil.loss().peer == "server-1"
         a.write("server-1", small(number))
@@ -663,7 +663,7 @@ def test_random_bytes_lose_nobody_but_who_sends_them(pair, node) -> None:
     assert len(b.losses) == 200
 
 
-def test_a_message_that_its_owner_refuses_loses_who_sent_it_and_no_other_message(pair, node) -> None:
+def test_a_message_rejected_by_the_receiver_loses_its_sender_and_no_other_message(pair, node) -> None:
     _, b = pair
     evil: Node = node("client-666")
     evil.links.add_peer("server-1", b.links.addresses)
@@ -677,7 +677,7 @@ def test_a_message_that_its_owner_refuses_loses_who_sent_it_and_no_other_message
     assert len(b.losses) == 1
 
 
-def test_no_memory_is_taken_for_a_long_message_before_it_comes(pair, node) -> None:
+def test_no_memory_is_allocated_for_a_long_message_before_it_arrives(pair, node) -> None:
     a, b = pair
     evil: Node = node("client-666")
     evil.links.add_peer("server-1", b.links.addresses)
@@ -692,5 +692,5 @@ def test_no_memory_is_taken_for_a_long_message_before_it_comes(pair, node) -> No
 
 
 def peak_kib() -> int:
-    """How much memory this process has had at most."""
+    """The peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

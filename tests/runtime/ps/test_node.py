@@ -1,4 +1,4 @@
-"""Servers, clients and their manager as real processes: who is stopped, killed, kept out or hostile."""
+"""Servers, clients and their manager as real processes: paused, killed, rejected or hostile nodes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ KEYS = 20
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Tells the processes of this test from all others; none of them outlives it."""
+    """Marks the processes of this test; none of them outlives the test."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     yield mark
@@ -68,8 +68,8 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             os.kill(pid, signal.SIGKILL)
 
 
-class ByHand:
-    """A node that notes what it hears."""
+class RecordingNode:
+    """A node that records received messages."""
 
     def __init__(self, name: str, cluster: ClusterFile, **options: Any) -> None:
         self.views: queue.SimpleQueue[PlacementView] = queue.SimpleQueue()
@@ -89,11 +89,11 @@ class ByHand:
         return self.views.get(timeout=DEADLINE_S)
 
     def answer_to(self, number: int) -> Any:
-        """The answer to a request, behind those of servers that others are to be asked instead of."""
+        """The answer to a request; skips answers of servers that are not the master."""
         while (answer := self.messages.get(timeout=DEADLINE_S)).request != number:
             assert isinstance(
                 answer, WrongMaster
-            )  # of a server that has not looked at the request any closer
+            )  # from a server that has not checked the request any further
         return answer
 
     def send_message(self, to: str, message: Any) -> None:
@@ -101,11 +101,11 @@ class ByHand:
 
 
 @pytest.fixture
-def by_hand() -> Iterator[Callable[..., ByHand]]:
-    made: list[ByHand] = []
+def recording_node() -> Iterator[Callable[..., RecordingNode]]:
+    made: list[RecordingNode] = []
 
-    def make(*args: Any, **options: Any) -> ByHand:
-        made.append(ByHand(*args, **options))
+    def make(*args: Any, **options: Any) -> RecordingNode:
+        made.append(RecordingNode(*args, **options))
         return made[-1]
 
     yield make
@@ -113,13 +113,13 @@ def by_hand() -> Iterator[Callable[..., ByHand]]:
         one.node.endpoint.close()
 
 
-# Coming
+# Joining
 
 
-def test_nobody_is_there_before_it_joins(mark, by_hand):
-    """So whatever is called back finds the node made."""
+def test_a_node_is_not_in_the_cluster_before_it_joins(mark, recording_node):
+    """So callbacks run only after the node is constructed."""
     cluster = start_manager(1, host="127.0.0.1")
-    early, late = by_hand("server-0", cluster), by_hand("server-1", cluster)
+    early, late = recording_node("server-0", cluster), recording_node("server-1", cluster)
     late.node.join()
     assert late.view().ring.servers == (1,)
     assert early.views.empty()
@@ -137,18 +137,18 @@ def test_a_wrong_token_is_reported_in_one_line(mark):
     assert "coordinator" in str(caught.value)
 
 
-def test_a_cluster_whose_servers_do_not_all_come_says_so_in_time(mark, by_hand):
+def test_missing_initial_servers_are_reported_after_the_start_timeout(mark, recording_node):
     cluster = start_manager(2, host="127.0.0.1")
-    by_hand("server-0", cluster).node.join()
+    recording_node("server-0", cluster).node.join()
     with pytest.raises(OffbeatError, match=r"timed out after 0.5 s waiting for all initial servers"):
         PS(cluster, start_s=0.5)
 
 
-# Stopped and killed
+# Paused and killed nodes
 
 
 @pytest.mark.long
-def test_a_server_that_was_stopped_is_lost_nothing_is_and_it_hears_that_it_is_out(mark, capfd):
+def test_a_paused_server_is_removed_without_lost_pushes_and_ends_when_it_resumes(mark, capfd):
     with PS.local(servers=3, silent_s=4.0) as ps:
         w = ps.namespace("w", keys=KEYS)
         ones = np.ones(KEYS, np.float32)
@@ -156,21 +156,21 @@ def test_a_server_that_was_stopped_is_lost_nothing_is_and_it_hears_that_it_is_ou
         stopped = ps.local_servers.processes[1]
         stopped.send_signal(signal.SIGSTOP)
         pushed = [w.push(ones) for _ in range(20)]
-        wait_until(lambda: ps.servers == [0, 2], "a ring without who was stopped")
+        wait_until(lambda: ps.servers == [0, 2], "a ring without the paused server")
         for push in pushed:
             push.result()
         stopped.send_signal(signal.SIGCONT)
         assert stopped.wait(DEADLINE_S) == 1
         assert w.pull().result().tolist() == [21.0] * KEYS
         assert ps.servers == [0, 2]
-    said = capfd.readouterr().err
+    errors = capfd.readouterr().err
     assert (
         "offbeat: server 1 is out of the cluster: server-1 was lost: nothing was received from it for 4"
-        in said
+        in errors
     )
 
 
-def test_a_server_that_is_out_is_missed_by_nobody_any_more(mark, tmp_path):
+def test_a_killed_server_is_no_longer_reported_as_unreachable(mark, tmp_path):
     log = tmp_path / "log"
 
     def wait_for_report(kind):
@@ -189,7 +189,7 @@ def test_a_server_that_is_out_is_missed_by_nobody_any_more(mark, tmp_path):
         wait_for_report(ServerReachable)
 
 
-def test_keys_whose_servers_were_all_killed_are_an_error_to_everybody_until_they_are_to_be_zero(mark):
+def test_keys_without_a_living_server_raise_an_error_until_they_are_reset(mark):
     with PS.local(servers=2, copies=1) as ps:
         w = ps.namespace("w", keys=KEYS)
         ones = np.ones(KEYS, np.float32)
@@ -211,7 +211,7 @@ def test_keys_whose_servers_were_all_killed_are_an_error_to_everybody_until_they
 
 
 @pytest.mark.long
-def test_a_request_that_takes_too_long_names_the_server_that_has_not_answered_and_no_other(mark):
+def test_a_request_that_times_out_names_only_the_server_that_has_not_answered(mark):
     with PS.local(servers=3, copies=0) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=1)
         w.push(np.ones(KEYS, np.float32)).result()
@@ -221,7 +221,7 @@ def test_a_request_that_takes_too_long_names_the_server_that_has_not_answered_an
 
 
 @pytest.mark.long
-def test_a_client_writes_which_server_it_cannot_reach_and_that_it_can_again(mark, caplog):
+def test_a_client_logs_the_outage_of_a_server_and_its_end(mark, caplog):
     with PS.local(servers=3, copies=0) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=1)
         w.push(np.ones(KEYS, np.float32)).result()
@@ -235,12 +235,12 @@ def test_a_client_writes_which_server_it_cannot_reach_and_that_it_can_again(mark
 
 
 @pytest.mark.parametrize("silent_s", [2.0, -1.0, float("nan")])
-def test_who_lives_is_never_to_be_lost_between_two_beats(silent_s):
+def test_a_silence_limit_below_two_heartbeats_is_rejected(silent_s):
     with pytest.raises(ValueError, match="expected silent_s to be more than 2 s, got"):
         PS.local(silent_s=silent_s)
 
 
-def test_a_manager_that_is_killed_costs_no_request_and_takes_in_who_comes(mark):
+def test_a_killed_manager_loses_no_request_and_its_successor_accepts_new_nodes(mark):
     with PS.local(servers=2) as ps:
         w = ps.namespace("w", keys=KEYS)
         ones = np.ones(KEYS, np.float32)
@@ -280,7 +280,7 @@ for number in range(1, 10**6):
 """
 
 
-def test_what_a_killed_client_was_told_is_done_is_there_and_others_go_on(mark, tmp_path):
+def test_acknowledged_pushes_of_a_killed_client_survive_and_other_clients_continue(mark, tmp_path):
     log = tmp_path / "log"
     with PS.local(servers=2, run_log=str(log)) as ps:
         w = ps.namespace("w", keys=KEYS, update=None)
@@ -300,12 +300,10 @@ def test_what_a_killed_client_was_told_is_done_is_there_and_others_go_on(mark, t
         assert w.pull().result().tolist() == (found + 1).tolist()
 
 
-def test_a_server_keeps_what_it_has_for_a_client_until_the_manager_says_that_the_client_is_gone(
-    mark, by_hand
-):
-    """However long their connection is broken: a mended one has to go on where the other ended."""
+def test_a_server_keeps_a_clients_session_until_the_manager_reports_the_client_lost(mark, recording_node):
+    """However long their connection is broken: the next connection has to continue the session."""
     cluster = start_manager(1, host="127.0.0.1")
-    server, client = by_hand("server-0", cluster), by_hand(f"client-{EVIL}", cluster)
+    server, client = recording_node("server-0", cluster), recording_node(f"client-{EVIL}", cluster)
     server.node.join()
     client.node.join()
     client.view()
@@ -323,7 +321,7 @@ def test_a_server_keeps_what_it_has_for_a_client_until_the_manager_says_that_the
     wait_until(lambda: client.node.name not in server.node.messenger._peers, "that the client is forgotten")
 
 
-# A client that means harm
+# A hostile client
 
 EVIL = 666
 ROWS = np.ones(4, np.float32)
@@ -353,8 +351,8 @@ def listed(*keys: Any, dtype: Any = np.int64) -> Entries:
     return Entries(0, np.ones(len(keys), np.float32), np.array(keys, dtype))
 
 
-def said(*terms: Any) -> Entries:
-    return Entries(0, ROWS, None, PushMeta(*terms))
+def with_meta(*fields: Any) -> Entries:
+    return Entries(0, ROWS, None, PushMeta(*fields))
 
 
 OPERATION = Operation(
@@ -382,11 +380,11 @@ HOSTILE: dict[str, Any] = {
     "a text": push("rows"),
     "an array without keys": push(ROWS),
     "an unknown namespace": push(Entries(0, ROWS), namespace="x"),
-    "a weight below 0": push(said(-1.0)),
-    "a weight that is no number": push(said(float("nan"))),
-    "settings that the update has not": push(said(1.0, {"lr": 1.0})),
-    "states of other keys": push(said(1.0, None, {"mean": ROWS[:3]})),
-    "states of another type": push(said(1.0, None, {"mean": ROWS.astype(np.float64)})),
+    "a weight below 0": push(with_meta(-1.0)),
+    "a weight that is no number": push(with_meta(float("nan"))),
+    "settings that the update has not": push(with_meta(1.0, {"lr": 1.0})),
+    "states of other keys": push(with_meta(1.0, None, {"mean": ROWS[:3]})),
+    "states of another type": push(with_meta(1.0, None, {"mean": ROWS.astype(np.float64)})),
     "a range below": push(Entries(-1, ROWS), first=-1, last=3),
     "a range beyond": push(Entries(KEYS - 3, ROWS), first=KEYS - 3, last=KEYS + 1),
     "an empty range": push(Entries(2, ROWS[:0]), first=2, last=2),
@@ -431,7 +429,7 @@ SIGNED = {"key caching": {"signature": b"0" * 16}}
 
 
 def made_by_filters(**different: Any) -> EncodedValues:
-    """What they make of four rows, but for this."""
+    """Four rows as encoded by the filters, with these fields replaced."""
     chain = FilterChain([spec.build(0) for spec in FILTERS])
     message = chain.encode(FilterMessage.from_entries("f", 0, 4, Entries(0, ROWS, np.arange(4))))
     fields = {"keys": message.keys, "values": None, "body": message.body, "notes": dict(message.notes)}
@@ -439,7 +437,7 @@ def made_by_filters(**different: Any) -> EncodedValues:
 
 
 def noted(name: str, **different: Any) -> EncodedValues:
-    """Likewise, but for this in the notes of one filter."""
+    """Four rows as encoded by the filters, with these entries in the notes of one filter."""
     good = made_by_filters()
     return made_by_filters(notes={**good.notes, name: {**good.notes.get(name, {}), **different}})
 
@@ -511,10 +509,10 @@ HOSTILE |= {
 }
 
 
-def test_a_node_whose_name_is_no_servers_may_not_speak_as_one(mark, by_hand):
+def test_a_node_with_an_invalid_name_cannot_send_messages_of_a_server(mark, recording_node):
     with PS.local(servers=1) as ps:
         w = ps.namespace("w", keys=KEYS)
-        evil = by_hand("server-evil", ps.cluster)
+        evil = recording_node("server-evil", ps.cluster)
         evil.node.endpoint.add_peer("server-0", server_addresses(ps), has_fixed_addresses=True)
         evil.send_message("server-0", TransferRequest(view=1, present_blocks=()))
         evil.send_message("server-0", pull())
@@ -530,8 +528,8 @@ def server_addresses(ps: PS) -> tuple[str, ...]:
     return ps._node._addresses["server-0"]
 
 
-def test_a_hostile_client_changes_nothing_and_hurts_nobody_but_itself(mark, by_hand):
-    """After each misdeed it asks for something, and is answered: what it sent before has been heard."""
+def test_a_hostile_client_changes_no_values_and_affects_no_other_client(mark, recording_node):
+    """After each hostile message the client pulls; the answer shows that the message was processed."""
     with PS.local(servers=2) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=4)
         values = np.arange(KEYS, dtype=np.float32)
@@ -539,7 +537,7 @@ def test_a_hostile_client_changes_nothing_and_hurts_nobody_but_itself(mark, by_h
         f = ps.namespace("f", keys=KEYS, block_keys=4, push_filters=FILTERS, pull_filters=FILTERS[::2])
         f.push(values[4:8], first=4).result()
         rows = f.pull().result().tolist()
-        evil = by_hand(f"client-{EVIL}", ps.cluster)
+        evil = recording_node(f"client-{EVIL}", ps.cluster)
         evil.node.join()
         view = evil.view()
         assert view.epoch == 2
@@ -555,7 +553,7 @@ def test_a_hostile_client_changes_nothing_and_hurts_nobody_but_itself(mark, by_h
             assert w.pull().result().tolist() == values.tolist(), what
             assert f.pull(keys=np.arange(KEYS)).result().tolist() == rows, what
         w.push(values).result()
-        ps.local_servers.processes[int(master[7:])].kill()  # what replicas have is as it was, too
+        ps.local_servers.processes[int(master[7:])].kill()  # the replicas are unchanged, too
         wait_until(lambda: len(ps.servers) == 1, "a ring of the other server")
         assert w.pull().result().tolist() == (2 * values).tolist()
         assert f.pull().result().tolist() == rows
@@ -563,21 +561,21 @@ def test_a_hostile_client_changes_nothing_and_hurts_nobody_but_itself(mark, by_h
 
 
 def broken(node: PsNode) -> int:
-    """How many connections to the first server broke."""
+    """The number of broken connections to the first server."""
     known = node.messenger._peers.get("server-0")
     return 0 if known is None else known.connection
 
 
-def test_a_node_that_sends_what_cannot_be_read_is_lost_alone(mark, by_hand):
+def test_an_undecodable_message_loses_only_its_sender(mark, recording_node):
     with PS.local(servers=1) as ps:
         f = ps.namespace("f", keys=KEYS, push_filters=FILTERS, pull_filters=FILTERS[::2])
         f.push(np.ones(KEYS)).result()
         for client, (what, content) in enumerate(NOT_READ.items(), EVIL):
-            evil = by_hand(f"client-{client}", ps.cluster)
+            evil = recording_node(f"client-{client}", ps.cluster)
             evil.node.join()
             evil.view()
             evil.send_message("server-0", push(content, client=client, namespace="f"))
-            wait_until(lambda evil=evil: broken(evil.node), f"the loss of who said {what}")
+            wait_until(lambda evil=evil: broken(evil.node), f"the loss of the client that sent {what}")
             assert f.pull().result().tolist() == [1.0] * KEYS, what
             assert evil.messages.empty()
             evil.node.endpoint.close()
@@ -591,16 +589,16 @@ def cluster(mark) -> ClusterFile:
 
 @pytest.fixture
 def server(cluster) -> Iterator[ServerProcess]:
-    """The only one of its cluster, in this process."""
+    """The only server of its cluster, in this process."""
     server = ServerProcess(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=0))
     yield server
     server._node.close()
 
 
-def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_waits(server, cluster, by_hand):
-    """A client may hear of a namespace before a server does."""
+def test_encoded_messages_wait_for_the_announcement_of_their_namespace(server, cluster, recording_node):
+    """A client may receive the announcement of a namespace before a server does."""
     with PS(cluster) as ps:
-        early = by_hand("client-1", ps.cluster)
+        early = recording_node("client-1", ps.cluster)
         early.node.join()
         number = early.view().version
         then = {"client": 1, "epoch": number + 1, "namespace": "f"}
@@ -608,7 +606,9 @@ def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_wait
         early.send_message("server-0", push(made_by_filters(keys=None), request=2, time=2, **then))
         early.send_message("server-0", push(made_by_filters(body=b"garbage"), request=3, time=3, **then))
         early.send_message("server-0", pull(None, request=4, **then))
-        wait_until(lambda: len(server._early_messages.get("client-1", ())) == 4, "what waits for a namespace")
+        wait_until(
+            lambda: len(server._early_messages.get("client-1", ())) == 4, "messages that wait for a namespace"
+        )
         f = ps.namespace("f", keys=KEYS, push_filters=FILTERS)
         answers = [early.messages.get(timeout=DEADLINE_S) for _ in range(4)]
         assert [(type(one), one.request) for one in answers] == [

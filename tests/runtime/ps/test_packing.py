@@ -1,4 +1,4 @@
-"""Every message of a parameter server comes out of its bytes as it went in, and nothing else comes out."""
+"""Every message of a parameter server is decoded as it was encoded, and invalid bytes are rejected."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def an_array(dtype: str, rows: int, width: int | None, seed: int, has_gaps: bool
 
 
 def arrays(*dtypes: str) -> st.SearchStrategy[np.ndarray]:
-    """Empty ones, small ones, and such as are too large to be in the message itself."""
+    """Empty arrays, small ones, and ones too large to be inline in the message."""
     return st.builds(
         an_array,
         st.sampled_from(dtypes or DTYPES),
@@ -63,7 +63,7 @@ def arrays(*dtypes: str) -> st.SearchStrategy[np.ndarray]:
     )
 
 
-terms = st.none() | st.builds(
+metas = st.none() | st.builds(
     PushMeta,
     states=st.none() | st.dictionaries(st.text(max_size=5), arrays(), max_size=2),
     weight=st.floats(allow_nan=False),
@@ -80,7 +80,7 @@ terms = st.none() | st.builds(
 def entries(draw: st.DrawFn) -> Entries:
     values = draw(arrays())
     keys = draw(st.none() | st.just(np.arange(len(values), dtype=np.int64)))
-    return Entries(draw(st.integers(-(2**63), 2**63 - 1)), values, keys, draw(terms))
+    return Entries(draw(st.integers(-(2**63), 2**63 - 1)), values, keys, draw(metas))
 
 
 notes = st.dictionaries(
@@ -103,7 +103,7 @@ encoded = st.builds(
     st.none() | arrays(),
     st.none() | st.binary(max_size=50),
     notes,
-    terms,
+    metas,
 )
 whole_numbers = st.integers(-(2**63), 2**64 - 1)
 pieces = st.lists(st.builds(ClockRange, whole_numbers, whole_numbers, whole_numbers), max_size=3)
@@ -142,37 +142,37 @@ FIELDS["operation"] = of_kind(Operation)
 FIELDS["operations"] = FIELDS["pending"] = st.lists(of_kind(Operation), max_size=2).map(tuple)
 
 
-def arrays_of(thing: Any) -> list[np.ndarray]:
+def arrays_of(value: Any) -> list[np.ndarray]:
     """The arrays in a message, in the order in which they are written."""
-    if isinstance(thing, np.ndarray):
-        return [thing]
-    if isinstance(thing, Entries | EncodedValues):
-        return arrays_of([thing.keys, thing.values, thing.meta])
-    if dataclasses.is_dataclass(thing):
-        return arrays_of([getattr(thing, one.name) for one in dataclasses.fields(thing)])
-    if isinstance(thing, dict):
-        return arrays_of(list(thing.values()))
-    return [found for one in thing for found in arrays_of(one)] if isinstance(thing, list | tuple) else []
+    if isinstance(value, np.ndarray):
+        return [value]
+    if isinstance(value, Entries | EncodedValues):
+        return arrays_of([value.keys, value.values, value.meta])
+    if dataclasses.is_dataclass(value):
+        return arrays_of([getattr(value, one.name) for one in dataclasses.fields(value)])
+    if isinstance(value, dict):
+        return arrays_of(list(value.values()))
+    return [found for one in value for found in arrays_of(one)] if isinstance(value, list | tuple) else []
 
 
 def sent(message: Any) -> tuple[Any, list[np.ndarray]]:
-    """The message as it comes, and the arrays that went beside it."""
+    """The message as received, and the arrays attached to it."""
     data, attachments = packed(message)
     (arrived,) = came(data, attachments)
     return arrived, attachments
 
 
 def unpacked(data: bytes, kinds: Any = KINDS) -> Any:
-    """The one message of a lot that came."""
+    """The only message of a received pack."""
     (message,), _ = Unpacker(kinds).unpack(memoryview(data))
     return message
 
 
-# There and back
+# Encoding and decoding
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_kind_of_message_comes_out_as_it_went_in(kind: type) -> None:
+def test_every_kind_of_message_is_decoded_as_it_was_encoded(kind: type) -> None:
     @settings(max_examples=25, deadline=None)
     @given(of_kind(kind))
     def there_and_back(message: Any) -> None:
@@ -187,12 +187,12 @@ def test_every_kind_of_message_comes_out_as_it_went_in(kind: type) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(entries())
-def test_entries_come_out_as_they_went_in(content: Entries) -> None:
+def test_entries_are_decoded_as_they_were_encoded(content: Entries) -> None:
     arrived, _ = sent(one_pulled(content))
     assert plain(arrived.content) == plain(content)
 
 
-def test_attachments_arrive_in_the_order_in_which_they_are_in_the_message() -> None:
+def test_attachments_arrive_in_the_order_of_the_message() -> None:
     keys = np.arange(INLINE_BYTES, dtype=np.int64)
     operations = tuple(
         Operation(
@@ -222,7 +222,7 @@ def test_attachments_arrive_in_the_order_in_which_they_are_in_the_message() -> N
 
 
 @pytest.mark.parametrize("size", [INLINE_BYTES - 1, INLINE_BYTES])
-def test_large_arrays_are_not_in_the_message_and_small_ones_are(size: int) -> None:
+def test_large_arrays_are_attached_and_small_ones_are_inline(size: int) -> None:
     data, attachments = packed(one_pulled(np.zeros(size, np.uint8)))
     assert len(attachments) == (size >= INLINE_BYTES)
     assert len(data) < 200 if attachments else len(data) > size
@@ -234,7 +234,7 @@ def test_an_attached_array_is_not_copied() -> None:
     assert np.shares_memory(attachments[0], values)
 
 
-def test_a_packer_that_failed_packs_the_next_message_as_any_other() -> None:
+def test_a_packer_packs_the_next_message_after_an_error() -> None:
     packer = Packer()
     large = np.zeros(INLINE_BYTES)
     with pytest.raises(TypeError):
@@ -243,7 +243,7 @@ def test_a_packer_that_failed_packs_the_next_message_as_any_other() -> None:
     assert len(attachments) == 1
 
 
-# Lots
+# Packs
 
 
 def test_messages_of_one_turn_of_the_loop_are_packed_together_in_order() -> None:
@@ -267,18 +267,18 @@ def test_a_message_with_attachments_is_the_last_of_its_pack() -> None:
     assert [len(attachments) for _, attachments in lots] == [1, 2, 0]
 
 
-def test_a_packed_message_is_not_much_longer_than_a_batch_may_be() -> None:
+def test_a_pack_is_not_much_longer_than_the_limit_of_a_batch() -> None:
     messages = [one_pulled(np.zeros(INLINE_BYTES - 1, np.uint8)) for _ in range(100)]
     lots = [bytes(data) for data, _ in Packer().pack(messages)]
     assert all(256 * 1024 < len(data) < 256 * 1024 + 2 * INLINE_BYTES for data in lots[:-1])
     assert plain([one for data in lots for one in came(data, [])]) == plain(messages)
 
 
-# What is not sent
+# Values that cannot be sent
 
 
 @pytest.mark.parametrize("dtype", NOT_SENT)
-def test_an_array_that_is_not_sent_is_reported_with_those_that_are(dtype: str) -> None:
+def test_an_array_of_an_unsupported_type_is_reported_with_the_supported_types(dtype: str) -> None:
     array = np.zeros(3, dtype)
     with pytest.raises(TypeError, match="float32, float64, int64, int32, uint8, uint64, bool, got 1 of") as e:
         packed(one_pulled(Entries(0, array)))
@@ -287,26 +287,26 @@ def test_an_array_that_is_not_sent_is_reported_with_those_that_are(dtype: str) -
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1, 1)])
-def test_an_array_of_no_or_of_three_dimensions_is_not_sent(shape: tuple[int, ...]) -> None:
+def test_an_array_of_zero_or_three_dimensions_is_rejected(shape: tuple[int, ...]) -> None:
     with pytest.raises(TypeError, match=f"one or two dimensions of .*, got {len(shape)} of float64"):
         packed(one_pulled(np.zeros(shape)))
 
 
-def test_what_is_neither_plain_data_nor_an_array_is_not_sent() -> None:
+def test_content_other_than_plain_data_and_arrays_is_rejected() -> None:
     with pytest.raises(TypeError, match="plain data, arrays and Entries, got object"):
         packed(one_pulled(object()))
 
 
-# What cannot be
+# Invalid input
 
 
-def test_the_bytes_by_hand_are_those_of_a_message() -> None:
-    """Else the tests below would be refused for another reason than theirs."""
+def test_the_handmade_bytes_are_a_valid_message() -> None:
+    """Otherwise the tests below would be rejected for another reason than the tested one."""
     message = unpacked(pulled(claim(2, then=np.array([1, 2], np.float32).tobytes())), TO_CLIENT)
     assert plain(message.content) == plain(np.array([1, 2], np.float32))
 
 
-def test_no_beginning_of_a_message_is_one_and_nothing_may_follow_it() -> None:
+def test_a_truncated_or_extended_message_is_rejected() -> None:
     data, _ = packed(PUSH)
     unpacker = Unpacker(TO_SERVER)
     for end in range(len(data)):
@@ -319,7 +319,7 @@ def test_no_beginning_of_a_message_is_one_and_nothing_may_follow_it() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 300), st.booleans())
-def test_garbage_is_a_message_or_a_protocol_error_and_nothing_else(garbage, place, in_a_message):
+def test_garbage_gives_a_message_or_a_protocol_error_and_nothing_else(garbage, place, in_a_message):
     if in_a_message:
         data, _ = packed(PUSH)
         garbage = data[:place] + garbage[:4] + data[place + 4 :]
@@ -333,7 +333,7 @@ def test_garbage_is_a_message_or_a_protocol_error_and_nothing_else(garbage, plac
 @pytest.mark.parametrize(
     ("kinds", "others"), [(TO_SERVER, TO_CLIENT), (TO_CLIENT, TO_SERVER)], ids=["server", "client"]
 )
-def test_nobody_takes_what_is_for_the_other_side(kinds, others):
+def test_messages_for_the_other_side_are_rejected(kinds, others):
     unpacker = Unpacker(kinds)
 
     @settings(max_examples=30, deadline=None)
@@ -346,7 +346,7 @@ def test_nobody_takes_what_is_for_the_other_side(kinds, others):
 
 
 @pytest.mark.parametrize("code", [-1, len(KINDS), 2**40, True, "Push", None, [0]])
-def test_an_unknown_kind_is_refused(code):
+def test_an_unknown_kind_is_rejected(code):
     with pytest.raises(ProtocolError):
         unpacked(pulled(None, code))
 
@@ -362,7 +362,7 @@ def test_an_unknown_kind_is_refused(code):
         None,
     ],
 )
-def test_fields_that_are_missing_or_of_another_type_are_refused(fields):
+def test_fields_that_are_missing_or_of_another_type_are_rejected(fields):
     with pytest.raises(ProtocolError):
         unpacked(msgspec.msgpack.encode([(CODE[PushAck], fields)]), TO_CLIENT)
 
@@ -393,7 +393,7 @@ def test_fields_that_are_missing_or_of_another_type_are_refused(fields):
         {("a", "key"): claim(1)},
     ],
 )
-def test_what_is_no_array_is_refused(content):
+def test_an_invalid_array_is_rejected(content):
     with pytest.raises(ProtocolError):
         unpacked(pulled(content), TO_CLIENT)
 
@@ -406,8 +406,8 @@ def encoded_by_hand(
     )
 
 
-def test_the_bytes_by_hand_are_those_of_what_filters_have_made() -> None:
-    """Else the tests below would be refused for another reason than theirs."""
+def test_the_handmade_bytes_are_valid_encoded_values() -> None:
+    """Otherwise the tests below would be rejected for another reason than the tested one."""
     ones = np.ones(2, np.float32)
     content = encoded_by_hand(values=claim(2, then=ones.tobytes()), notes={"a": {"b": [1]}})
     message = unpacked(pulled(content), TO_CLIENT)
@@ -444,12 +444,12 @@ def test_the_bytes_by_hand_are_those_of_what_filters_have_made() -> None:
         encoded_by_hand(notes={"a": {"b": encoded_by_hand()}}),
     ],
 )
-def test_what_filters_cannot_have_made_is_refused(content: Ext) -> None:
+def test_invalid_encoded_values_are_rejected(content: Ext) -> None:
     with pytest.raises(ProtocolError):
         unpacked(pulled(content), TO_CLIENT)
 
 
-def test_contents_in_contents_are_refused_however_deep_they_are() -> None:
+def test_nested_contents_are_rejected_at_any_depth() -> None:
     content = encoded_by_hand()
     for _ in range(3000):
         content = encoded_by_hand(content)
@@ -484,7 +484,7 @@ def memory_taken(function: Any) -> int:
     ],
     ids=[*"abcdefghi"],
 )
-def test_no_memory_is_taken_for_a_claim_that_no_message_may_make(content):
+def test_no_memory_is_allocated_for_an_array_above_the_size_limit(content):
     data = pulled(content)
 
     def refused():
@@ -494,14 +494,14 @@ def test_no_memory_is_taken_for_a_claim_that_no_message_may_make(content):
     assert memory_taken(refused) < 2**20
 
 
-def test_the_arrays_of_a_message_are_not_many_large_ones() -> None:
+def test_the_total_size_of_attached_arrays_is_limited() -> None:
     data = pulled([claim(2**29, is_attached=True) for _ in range(1000)])
     with pytest.raises(ProtocolError, match=f"arrays of at most {2**33} bytes"):
         unpacked(data, TO_CLIENT)
 
 
-def test_a_claim_of_more_memory_than_there_is_is_the_fault_of_who_claims_it() -> None:
-    """In a process of its own, which may not have as much."""
+def test_an_announced_array_larger_than_the_free_memory_is_a_protocol_error() -> None:
+    """In a process of its own, whose memory is limited."""
     code = (
         "import resource\n"
         "from offbeat.errors import ProtocolError\n"
@@ -516,19 +516,19 @@ def test_a_claim_of_more_memory_than_there_is_is_the_fault_of_who_claims_it() ->
     assert done.stdout.startswith("expected messages of a parameter server"), done.stderr
 
 
-def test_arrays_are_where_plain_content_may_be_and_nowhere_else() -> None:
+def test_an_array_in_place_of_a_number_is_rejected() -> None:
     data = msgspec.msgpack.encode([(CODE[PushAck], {"request": claim(0), "first": 0, "last": 1})])
     with pytest.raises(ProtocolError):
         unpacked(data, TO_CLIENT)
 
 
-def test_the_kinds_of_both_sides_are_all_kinds_and_none_is_on_both():
+def test_the_kinds_for_servers_and_for_clients_are_disjoint():
     assert not set(TO_SERVER) & set(TO_CLIENT)
     assert {Push, Pull, ReplicateAck, HandoffOperations} <= set(TO_SERVER)
     assert {PushAck, PullResult} <= set(TO_CLIENT)
 
 
-def on_terms(*plain: Any) -> Ext:
+def with_meta(*plain: Any) -> Ext:
     return Ext(4, msgspec.msgpack.encode(plain))
 
 
@@ -538,18 +538,18 @@ EMPTY = msgspec.msgpack.decode(packed(one_pulled(Entries(0, np.zeros(0))))[0])[0
 @pytest.mark.parametrize(
     "content",
     [
-        on_terms(EMPTY, "heavy", None, None),
-        on_terms(EMPTY, 1.0, {"lr": "fast"}, None),
-        on_terms(EMPTY, 1.0, {"lr": [[1.0]]}, None),
-        on_terms(EMPTY, 1.0),
-        on_terms(EMPTY, 1.0, None, {"mean": EMPTY}),
-        on_terms(EMPTY, 1.0, None, {"mean": 1.0}),
-        on_terms(None, 1.0, None, None),
-        on_terms(Ext(1, EMPTY.data[9:]), 1.0, None, None),
-        on_terms(on_terms(EMPTY, 1.0, None, None), 1.0, None, None),
+        with_meta(EMPTY, "heavy", None, None),
+        with_meta(EMPTY, 1.0, {"lr": "fast"}, None),
+        with_meta(EMPTY, 1.0, {"lr": [[1.0]]}, None),
+        with_meta(EMPTY, 1.0),
+        with_meta(EMPTY, 1.0, None, {"mean": EMPTY}),
+        with_meta(EMPTY, 1.0, None, {"mean": 1.0}),
+        with_meta(None, 1.0, None, None),
+        with_meta(Ext(1, EMPTY.data[9:]), 1.0, None, None),
+        with_meta(with_meta(EMPTY, 1.0, None, None), 1.0, None, None),
     ],
 )
-def test_terms_that_cannot_be_are_a_protocol_error(content: Ext) -> None:
-    unpacked(pulled(on_terms(EMPTY, 1.0, None, None)))
+def test_invalid_push_metadata_is_a_protocol_error(content: Ext) -> None:
+    unpacked(pulled(with_meta(EMPTY, 1.0, None, None)))
     with pytest.raises(ProtocolError, match="expected messages of a parameter server"):
         unpacked(pulled(content))

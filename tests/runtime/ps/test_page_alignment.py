@@ -1,4 +1,4 @@
-"""Large arrays begin where a page of memory does, and live as long as views of them."""
+"""Large arrays begin at a page boundary and live as long as views of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def begins_with_a_page(array: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 1_000_000])
-def test_memory_has_its_length_and_begins_with_a_page(size):
+def test_allocated_memory_has_its_length_and_begins_at_a_page(size):
     several = [allocate_page_aligned(size, np.zeros) for _ in range(5)]
     for number, one in enumerate(several):
         assert begins_with_a_page(one)
@@ -32,10 +32,10 @@ def test_memory_lives_as_long_as_a_view_of_it():
         view[:] = number
     assert [view.tolist() for view in views] == [[number] * 25 for number in range(20)]
     memory = allocate_page_aligned(4096)
-    assert memory[1:].base is memory  # so that who counts references to it counts its views
+    assert memory[1:].base is memory  # so that a count of its references includes its views
 
 
-def test_buffers_begin_with_a_page_and_are_taken_again_only_when_nobody_has_them():
+def test_buffers_begin_at_a_page_and_are_reused_only_without_references():
     buffers = BufferPool()
     first, second = (buffers.allocate_array((250_000,), np.dtype(np.float32)) for _ in range(2))
     assert begins_with_a_page(first)
@@ -48,7 +48,7 @@ def test_buffers_begin_with_a_page_and_are_taken_again_only_when_nobody_has_them
 
 
 @pytest.mark.parametrize("width", [0, 3])
-def test_large_blocks_of_a_table_begin_with_a_page(width):
+def test_large_blocks_of_a_table_begin_at_a_page(width):
     shape = (width,) if width else ()
     table = ArrayTable(60_000, 20_000, Sum(), width=width)
     rows = np.arange(60_000 * max(width, 1), dtype=np.float32).reshape(60_000, *shape)

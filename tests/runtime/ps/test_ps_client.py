@@ -47,10 +47,10 @@ def name(request):
     return request.node.name
 
 
-# What is pushed can be pulled ---------------------------------------------------------------------------
+# Push and pull ------------------------------------------------------------------------------------------
 
 
-def test_what_is_pushed_is_added_and_what_never_was_is_zero(ps, name):
+def test_pushed_values_are_added_and_other_keys_are_zero(ps, name):
     w = ps.namespace(name, keys=1000)
     w.push([1.0, 2.0], keys=[3, 500])
     w.push(np.full(4, 10.0), first=2)
@@ -64,7 +64,7 @@ def test_what_is_pushed_is_added_and_what_never_was_is_zero(ps, name):
     assert w.pull().result().dtype == np.float32
 
 
-def test_keys_and_values_may_be_tensors_wherever_there_are_any(ps, name):
+def test_keys_and_values_may_be_tensors(ps, name):
     w = ps.namespace(name, keys=10, dtype="float64")
     some = torch.tensor([3, 4])
     w.put(torch.ones(10, requires_grad=True)).result()
@@ -78,7 +78,7 @@ def test_keys_and_values_may_be_tensors_wherever_there_are_any(ps, name):
         w.push(torch.ones(2, dtype=torch.bfloat16), keys=some)
 
 
-def test_rows_have_as_many_numbers_as_the_namespace_says(ps, name):
+def test_rows_have_the_width_of_the_namespace(ps, name):
     w = ps.namespace(name, keys=50, width=3, dtype="float64")
     w.push([[1, 2, 3], [4, 5, 6]], keys=[7, 49]).result()
     assert w.pull(keys=[7, 8, 49]).result().tolist() == [[1, 2, 3], [0, 0, 0], [4, 5, 6]]
@@ -87,7 +87,7 @@ def test_rows_have_as_many_numbers_as_the_namespace_says(ps, name):
     assert w.push(np.zeros((0, 3)), keys=[]).result() is None
 
 
-def test_a_request_for_nothing_waits_for_what_comes_before_it_and_fails_with_it(ps, name):
+def test_an_empty_request_waits_for_its_dependencies_and_fails_with_them(ps, name):
     w = ps.namespace(name, keys=10)
     before = w.push(np.ones(10))
     assert w.pull(keys=[], after=[before]).result().shape == (0,)
@@ -102,7 +102,7 @@ def test_a_request_for_nothing_waits_for_what_comes_before_it_and_fails_with_it(
             future.result()
 
 
-def test_the_range_of_a_push_may_have_keys_that_it_does_not_list(ps, name):
+def test_the_range_of_a_push_may_contain_unlisted_keys(ps, name):
     w = ps.namespace(name, keys=20, block_keys=3)
     w.push([1.0, 2.0], keys=[4, 8], first=2, last=15).result()
     w.push([], keys=[], first=2, last=15).result()
@@ -115,7 +115,7 @@ def test_the_range_of_a_push_may_have_keys_that_it_does_not_list(ps, name):
         w.push([1.0, 2.0], first=2, last=5)
 
 
-def test_traffic_is_what_was_sent_and_what_came(ps, name):
+def test_traffic_counts_sent_and_received_bytes(ps, name):
     w = ps.namespace(name, keys=100_000)
     before = ps.traffic_bytes
     w.push(np.ones(100_000)).result()
@@ -137,7 +137,7 @@ def test_arrays_larger_than_a_message_batch_arrive_whole(ps, name):
     assert np.array_equal(w.pull(keys=keys).result(), values[keys])
 
 
-def test_small_pushes_of_neighbours_go_together_and_each_is_done(ps, name):
+def test_small_pushes_of_neighbouring_keys_are_sent_together_and_each_is_done(ps, name):
     w = ps.namespace(name, keys=64_000)
     w.push([1.0]).result()
     sent = ps._node.endpoint.frames_received
@@ -154,11 +154,11 @@ def test_small_pushes_of_neighbours_go_together_and_each_is_done(ps, name):
 
 
 @pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is not shared on this system")
-def test_pushes_made_one_are_put_together_where_a_server_on_this_host_reads_them(name):
+def test_merged_pushes_are_built_in_memory_that_a_server_on_this_host_reads(name):
     with offbeat.PS.local(servers=1) as own:
         w = own.namespace(name, keys=150_000)
-        w.push([1.0]).result()  # they know that they are neighbours
-        for count in range(1, 4):  # in the same memory, the next times
+        w.push([1.0]).result()  # the nodes know that they are on the same host
+        for count in range(1, 4):  # later rounds reuse the memory
             parts = [np.full(50_000, 10.0**count, np.float32)] * 3
             pushes = own._requests.call_in_order(
                 lambda parts=parts: [w.push(part, first=50_000 * i) for i, part in enumerate(parts)]
@@ -171,7 +171,7 @@ def test_pushes_made_one_are_put_together_where_a_server_on_this_host_reads_them
         assert own._requests.call_in_order(lambda: (staging._free_slabs, staging._slabs_in_use)) == ([], {})
 
 
-def test_a_pull_comes_behind_the_pushes_before_it(ps, name):
+def test_a_pull_is_handled_after_earlier_pushes(ps, name):
     w = ps.namespace(name, keys=1000)
     for count in range(1, 50):
         pushes = [w.push(np.ones(10), first=first) for first in range(0, 1000, 10)]
@@ -181,7 +181,7 @@ def test_a_pull_comes_behind_the_pushes_before_it(ps, name):
         assert all(one.result() is None for one in pushes)
 
 
-def test_a_pull_after_a_push_is_asked_for_with_it(name):
+def test_a_pull_after_a_push_is_sent_with_it(name):
     with offbeat.PS.local(servers=1) as own:
         w = own.namespace(name, keys=10)
         w.push(np.ones(10)).result()
@@ -190,7 +190,7 @@ def test_a_pull_after_a_push_is_asked_for_with_it(name):
             pushed = w.push(np.ones(10))
             assert w.pull(after=[pushed]).result().tolist() == [count + 2.0] * 10
             assert pushed.is_done
-        assert own._node.endpoint.frames_received - came < 150  # one answer for both
+        assert own._node.endpoint.frames_received - came < 150  # one answer for both requests
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def alone():
 
 
 def requests_of(ps, ask):
-    """What a function returns, all of whose requests are taken up at once; and how many went out for it."""
+    """Calls a function, queues its requests at once; returns its result and the number of sent requests."""
     number = ps._requests.call_in_order(lambda: ps._requests._client._number)
     asked = ps._requests.call_in_order(ask)
     for one in (future for futures in asked for future in futures):
@@ -211,7 +211,7 @@ def requests_of(ps, ask):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 1, 3, 0)], ids=str)
-def test_small_pushes_bring_what_pulls_behind_them_want(alone, name, order):
+def test_small_pushes_return_the_rows_of_pulls_after_them(alone, name, order):
     w = alone.namespace(name, keys=40_000)
     w.push(np.arange(40_000)).result()
 
@@ -230,10 +230,10 @@ def test_small_pushes_bring_what_pulls_behind_them_want(alone, name, order):
         for part, pull in zip(reversed(order), pulls, strict=True):
             expected = np.arange(10_000 * part, 10_000 * (part + 1)) + count * (1.0 + part)
             assert np.array_equal(pull.result(), expected)
-            pull.result()[:] = -1  # it is the program's own
+            pull.result()[:] = -1  # the program owns these rows
 
 
-def test_neighbouring_rows_travel_in_pieces_and_listed_ones_at_once(alone, name):
+def test_contiguous_rows_are_sent_in_pieces_and_listed_rows_at_once(alone, name):
     keys = 3_000_000
     alone.namespace(name, keys=keys)
     pieces = alone._requests._pieces
@@ -248,7 +248,7 @@ def test_neighbouring_rows_travel_in_pieces_and_listed_ones_at_once(alone, name)
 
 
 @pytest.mark.parametrize("keys", [100_000, 3_000_000], ids=["one piece", "several"])
-def test_large_pushes_bring_what_pulls_behind_them_want_each_by_itself(alone, name, keys):
+def test_each_large_push_returns_the_rows_of_the_pull_after_it(alone, name, keys):
     w = alone.namespace(name, keys=2 * keys)
     w.push(np.arange(2 * keys)).result()
 
@@ -265,7 +265,7 @@ def test_large_pushes_bring_what_pulls_behind_them_want_each_by_itself(alone, na
         assert [one.result() for one in pushes] == [None] * 2
         for first, pull in zip((0, keys), pulls, strict=True):
             assert np.array_equal(pull.result(), np.arange(first, first + keys) + count)
-            pull.result()[:] = -1  # it is the program's own
+            pull.result()[:] = -1  # the program owns these rows
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_large_pushes_bring_what_pulls_behind_them_want_each_by_itself(alone, na
     ],
     ids=["the same twice", "some of it", "times, too", "listed keys"],
 )
-def test_other_pulls_go_behind_pushes_by_themselves(alone, name, wanted, expected):
+def test_pulls_that_pushes_cannot_answer_are_sent_separately(alone, name, wanted, expected):
     w = alone.namespace(name, keys=100)
     w.push(np.arange(100)).result()
 
@@ -292,11 +292,11 @@ def test_other_pulls_go_behind_pushes_by_themselves(alone, name, wanted, expecte
         rows = pull.result()[0] if "times" in options else pull.result()
         first = 10 if "keys" in options else options["first"]
         assert rows.tolist() == [1.0 + key for key in range(first, first + 10)]
-        rows[:] = -1  # it is the program's own
+        rows[:] = -1  # the program owns these rows
 
 
 @pytest.mark.parametrize("is_after_it", [False, True])
-def test_a_pull_that_a_refused_push_was_to_bring_fails_only_if_it_is_after_it(is_after_it):
+def test_a_pull_sent_with_a_rejected_push_fails_only_if_it_depends_on_it(is_after_it):
     with offbeat.PS.local(servers=1) as own:
         w, requests = own.namespace("w", keys=10), own._requests
         server = own.local_servers.processes[0]
@@ -307,15 +307,15 @@ def test_a_pull_that_a_refused_push_was_to_bring_fails_only_if_it_is_after_it(is
             first, second = w.push(np.ones(10)), w.push(np.ones(10))
             return first, second, w.pull(after=[first, second] if is_after_it else [first])
 
-        def refuse():  # in the server's place
-            brings = [number for number, sent in requests._sent.items() if sent.pulls]
-            for number in brings:
+        def refuse():  # in place of the server
+            pushes_with_pulls = [number for number, sent in requests._sent.items() if sent.pulls]
+            for number in pushes_with_pulls:
                 refused = Rejected(request=number, first=0, last=10, reason="too much")
                 requests._emit(requests._client.on_message(refused))
-            return brings
+            return pushes_with_pulls
 
         first, second, pulled = requests.call_in_order(ask)
-        wait_until(lambda: requests.call_in_order(refuse), "a push that brings something")
+        wait_until(lambda: requests.call_in_order(refuse), "a push that returns values")
         with pytest.raises(OffbeatError, match="a push to w was refused: too much"):
             second.result()
         server.send_signal(signal.SIGCONT)
@@ -327,7 +327,7 @@ def test_a_pull_that_a_refused_push_was_to_bring_fails_only_if_it_is_after_it(is
             assert pulled.result().tolist() == [2.0] * 10
 
 
-def test_a_pull_after_a_push_that_is_refused_fails_with_it(ps, name):
+def test_a_pull_that_depends_on_a_rejected_push_fails_with_it(ps, name):
     w = ps.namespace(name, keys=10, update=UserFunction(PICKY))
     for keys in (None, [3, 5]):
         good = w.push(np.ones(10))
@@ -338,7 +338,7 @@ def test_a_pull_after_a_push_that_is_refused_fails_with_it(ps, name):
     assert w.pull(after=[good]).result().tolist() == [2.0] * 10
 
 
-def test_large_answers_stay_as_they_were_while_others_come(ps, name):
+def test_large_answers_stay_unchanged_while_others_arrive(ps, name):
     w = ps.namespace(name, keys=5_000_000)
     listed = np.arange(0, 5_000_000, 7)
     answers = []
@@ -350,13 +350,13 @@ def test_large_answers_stay_as_they_were_while_others_come(ps, name):
         assert (some.result() == count).all()
 
 
-def test_a_key_of_quintillions_takes_as_much_as_is_pushed(ps, name):
+def test_a_namespace_of_quintillions_of_keys_stores_only_pushed_keys(ps, name):
     w = ps.namespace(name, keys=2**63 - 1)
     w.push([1.0, 2.0], keys=[5, 2**63 - 2]).result()
     assert w.pull(keys=[5, 6, 2**63 - 2]).result().tolist() == [1, 0, 2]
 
 
-def test_servers_make_steps_of_what_is_pushed(ps, name):
+def test_servers_apply_optimizer_steps_to_pushed_gradients(ps, name):
     w = ps.namespace(name, keys=10, update=SGD(lr=0.5, momentum=0.9, nesterov=True), dtype="float64")
     g = ps.namespace(f"{name} of Adagrad", keys=10, update=Adagrad(lr=0.5), dtype="float64")
     here = torch.zeros(10, dtype=torch.float64, requires_grad=True)
@@ -372,7 +372,7 @@ def test_servers_make_steps_of_what_is_pushed(ps, name):
     assert np.allclose(g.pull().result(), there.detach(), rtol=1e-9)
 
 
-def test_a_function_of_the_users_own_is_known_by_the_path_that_servers_were_started_with(ps, name):
+def test_a_user_function_is_found_by_the_path_given_to_the_servers(ps, name):
     w = ps.namespace(name, keys=4, update=UserFunction(MINE, {"limit": 2.5}))
     for _ in range(3):
         w.push([1.0, -1.0, 0.5, 0.0])
@@ -381,8 +381,8 @@ def test_a_function_of_the_users_own_is_known_by_the_path_that_servers_were_star
         ps.namespace(f"{name}, another", keys=4, update=UserFunction("support.user_updates:Other"))
 
 
-def test_a_push_that_a_function_cannot_take_is_refused_and_changes_nothing(ps, name):
-    """Not its own keys, no replica, no push before or behind it, and no server."""
+def test_a_push_that_a_user_function_rejects_is_an_error_and_changes_nothing(ps, name):
+    """Neither its own keys, nor replicas, nor pushes before or after it, nor the servers."""
     with offbeat.PS.local(servers=2, functions=[PICKY]) as own:
         w = own.namespace(name, keys=100, update=UserFunction(PICKY), block_keys=10)
         v = own.namespace(f"{name}, another", keys=100)
@@ -403,7 +403,7 @@ def test_a_push_that_a_function_cannot_take_is_refused_and_changes_nothing(ps, n
         assert w.pull().result().tolist() == [0.0] * 100
 
 
-def test_a_function_that_changes_what_was_pushed_is_refused_for_replicas_would_get_something_else(ps, name):
+def test_a_user_function_that_modifies_the_pushed_values_is_rejected(ps, name):
     w = ps.namespace(name, keys=10, update=UserFunction(MEDDLER))
     for keys in (None, range(10)):
         with pytest.raises(OffbeatError, match=r"was refused: .*read-only"):
@@ -411,15 +411,15 @@ def test_a_function_that_changes_what_was_pushed_is_refused_for_replicas_would_g
     assert w.pull().result().tolist() == [0.0] * 10
 
 
-def test_a_sum_that_a_function_cannot_take_is_refused_to_all_who_pushed(ps, name):
+def test_a_sum_that_a_user_function_rejects_is_an_error_for_all_clients(ps, name):
     with offbeat.PS(ps.cluster) as other:
         spaces = [
             one.namespace(name, keys=10, update=UserFunction(PICKY), aggregate="sum") for one in (ps, other)
         ]
-        enlisting = threading.Thread(target=spaces[0].join_aggregation, args=(2,))
-        enlisting.start()
+        joining = threading.Thread(target=spaces[0].join_aggregation, args=(2,))
+        joining.start()
         spaces[1].join_aggregation(2)
-        enlisting.join()
+        joining.join()
         for value in (2.0, -5.0, 1.0):
             pushes = [space.push(np.full(10, value)) for space in spaces]
             for push in pushes:
@@ -448,10 +448,10 @@ def test_clients_share_a_namespace_and_each_push_counts_once(ps, name):
     assert ps.namespace(name, keys=100).pull().result().tolist() == [60.0] * 100
 
 
-# What waits for what ------------------------------------------------------------------------------------
+# Dependencies -------------------------------------------------------------------------------------------
 
 
-def test_what_comes_after_something_waits_for_it_and_fails_with_it(ps, name):
+def test_a_request_waits_for_its_dependencies_and_fails_with_them(ps, name):
     w = ps.namespace(name, keys=10)
     pushes = [w.push(np.ones(10), first=0) for _ in range(5)]
     assert w.pull(after=pushes).result().tolist() == [5.0] * 10
@@ -470,7 +470,7 @@ def test_what_comes_after_something_waits_for_it_and_fails_with_it(ps, name):
 
 
 def begun_in_another_thread(ps, namespace):
-    """An iteration that has made a request and goes on; returns its request, and how to end it."""
+    """Begins an iteration with one request; returns the request and a function that ends the iteration."""
     made, end, ended = threading.Event(), threading.Event(), threading.Event()
     requests = []
 
@@ -492,7 +492,7 @@ def begun_in_another_thread(ps, namespace):
 
 
 @pytest.mark.parametrize(("tau", "is_held"), [(0, True), (1, False), (None, False)])
-def test_an_iteration_waits_for_those_more_than_tau_before_it(ps, name, tau, is_held):
+def test_an_iteration_waits_for_iterations_more_than_tau_before_it(ps, name, tau, is_held):
     w = ps.namespace(name, keys=10)
     ps.tau = tau
     first, finish = begun_in_another_thread(ps, w)
@@ -501,7 +501,7 @@ def test_an_iteration_waits_for_those_more_than_tau_before_it(ps, name, tau, is_
         second = w.pull()
     if not is_held:
         second.result()
-    w.pull().result()  # a request of no iteration goes out at once, behind all that was asked for before
+    w.pull().result()  # a request outside iterations is sent at once, after all earlier requests
     assert second.is_done == (not is_held)
     finish()
     assert second.result().tolist() == [1.0] * 10
@@ -527,7 +527,7 @@ def test_tau_may_change_while_iterations_run(ps, name):
     ps.tau = None
 
 
-def test_who_computes_from_what_was_pulled_waits_for_the_beginning_of_its_iteration(ps, name):
+def test_waiting_for_the_start_of_an_iteration_makes_earlier_pulls_available(ps, name):
     w = ps.namespace(name, keys=10)
     ps.tau = 0
     seen = []
@@ -541,8 +541,8 @@ def test_who_computes_from_what_was_pulled_waits_for_the_beginning_of_its_iterat
     ps.tau = None
 
 
-def test_what_is_asked_for_when_something_is_done_is_of_no_iteration(ps, name):
-    """Though a thread that waits in an iteration may be the one that calls it."""
+def test_requests_of_a_when_done_callback_belong_to_no_iteration(ps, name):
+    """Although a thread that waits in an iteration may call it."""
     w, found = ps.namespace(name, keys=10), []
 
     def ask():
@@ -556,7 +556,7 @@ def test_what_is_asked_for_when_something_is_done_is_of_no_iteration(ps, name):
     assert not any(is_in_iteration for _, is_in_iteration in found)
 
 
-def test_iterations_of_who_leaves_begin_no_more(ps, name):
+def test_iterations_of_a_closed_client_never_begin(ps, name):
     late = offbeat.PS(ps.cluster)
     own = late.namespace(name, keys=10)
     late.tau = 0
@@ -570,7 +570,7 @@ def test_iterations_of_who_leaves_begin_no_more(ps, name):
         begins.result()
 
 
-def test_what_was_to_come_in_an_iteration_that_will_not_begin_is_not_asked_for(ps, name):
+def test_requests_of_an_iteration_that_never_begins_are_not_sent(ps, name):
     late = offbeat.PS(ps.cluster)
     own = late.namespace(name, keys=10)
     late.tau = 0
@@ -585,7 +585,7 @@ def test_what_was_to_come_in_an_iteration_that_will_not_begin_is_not_asked_for(p
     assert not late._requests._sent
 
 
-# What cannot be -----------------------------------------------------------------------------------------
+# Invalid input ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -601,20 +601,20 @@ def test_what_was_to_come_in_an_iteration_that_will_not_begin_is_not_asked_for(p
         ([[1, 2]], {}, r"rows of shape \(\)"),
     ],
 )
-def test_what_does_not_fit_is_refused_at_once(ps, values, options, text):
+def test_invalid_keys_and_values_are_rejected_at_once(ps, values, options, text):
     w = ps.namespace("what does not fit", keys=100)
     with pytest.raises(ValueError, match=text):
         w.push(values, **options)
 
 
-def test_an_unknown_way_to_aggregate_is_refused_and_the_name_is_free(ps, name):
+def test_an_unknown_aggregation_is_rejected_and_the_name_stays_free(ps, name):
     with pytest.raises(ValueError, match="aggregate to be sum, mean or each, got 'avg'"):
         ps.namespace(name, keys=10, aggregate="avg")
     ps.namespace(name, keys=10, aggregate="mean")
 
 
-def test_more_than_a_message_may_have_is_refused_at_once(ps, name):
-    """The arrays take no memory, for nobody looks at them."""
+def test_a_request_above_the_size_limit_of_a_message_is_rejected_at_once(ps, name):
+    """The arrays use no memory, because they are never read."""
     w = ps.namespace(name, keys=2**40)
     with pytest.raises(
         ValueError, match=f"at most {2**31} bytes .* got {2**31 + 8}; push or pull smaller ranges"
@@ -634,7 +634,7 @@ def test_more_than_a_message_may_have_is_refused_at_once(ps, name):
         wider.pull()
 
 
-def test_no_block_is_too_large_to_travel(ps, name):
+def test_blocks_never_exceed_the_size_limit_of_a_message(ps, name):
     with pytest.raises(ValueError, match=f"blocks of up to {2**31} bytes, here 1024 keys, got 1025"):
         ps.namespace(name, keys=10_000, width=2**19, block_keys=1025)
     wide = ps.namespace(name, keys=10_000_000, width=2**19)
@@ -644,7 +644,7 @@ def test_no_block_is_too_large_to_travel(ps, name):
     assert ps._cluster_state.space(f"{name}, short").block_keys == 10
 
 
-def test_a_namespace_is_the_same_for_all_who_open_it(ps, name):
+def test_all_clients_must_open_a_namespace_with_the_same_settings(ps, name):
     ps.namespace(name, keys=10)
     ps.namespace(name, keys=10).push(np.ones(10)).result()
     with pytest.raises(
@@ -657,12 +657,12 @@ def test_a_namespace_is_the_same_for_all_who_open_it(ps, name):
         ps.namespace(name, keys=10, update=object())
 
 
-def test_a_wait_ends_and_names_the_server():
+def test_a_wait_that_times_out_names_the_server():
     with offbeat.PS.local(servers=1) as ps:
         w = ps.namespace("w", keys=10)
         server = ps.local_servers.processes[0]
         server.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # it may have run on for a while
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # the process may have run a little longer
         pushed = w.push(np.ones(10))
         pulled = w.pull(after=[pushed])
         late = r"not done after 0\.2 s: server 0 has not answered"
@@ -678,7 +678,7 @@ def test_a_wait_ends_and_names_the_server():
             one.result(timeout_s=0)
 
 
-def test_who_is_closed_says_so_and_leaves_no_process():
+def test_a_closed_client_rejects_requests_and_leaves_no_process():
     ps = offbeat.PS.local(servers=2)
     w = ps.namespace("w", keys=10)
     processes = list(ps.local_servers.processes.values())
@@ -689,14 +689,14 @@ def test_who_is_closed_says_so_and_leaves_no_process():
     ps.close()
 
 
-# A cluster of its own -----------------------------------------------------------------------------------
+# A cluster from a file ----------------------------------------------------------------------------------
 
 
 def serve(*arguments):
     return subprocess.Popen([*OFFBEAT, "serve", *map(str, arguments)], stderr=subprocess.PIPE, text=True)
 
 
-def test_servers_come_and_leave_with_a_cluster_file(tmp_path):
+def test_servers_join_and_leave_with_a_cluster_file(tmp_path):
     path = tmp_path / "ps.json"
     first = serve("--new", 1, path)
     try:
@@ -719,7 +719,7 @@ def test_servers_come_and_leave_with_a_cluster_file(tmp_path):
         first.wait()
 
 
-def test_what_is_no_cluster_file_is_told(tmp_path):
+def test_an_invalid_or_missing_cluster_file_is_reported(tmp_path):
     path = tmp_path / "ps.json"
     path.write_text("{}")
     with pytest.raises(OffbeatError, match="expected a cluster file"):
@@ -738,7 +738,7 @@ def test_a_model_is_trained_on_servers_by_the_names_of_its_parameters(ps, name):
     theirs = ps.tensors(name, there.named_parameters(), update=SGD(lr=0.1, momentum=0.9))
     start = {
         key: -10 * value.detach() for key, value in there.named_parameters()
-    }  # a first step to where it is
+    }  # the first step leads to the present values
     theirs.push(start).result()
     optimizer = torch.optim.SGD(here.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(5, 7)
@@ -748,7 +748,7 @@ def test_a_model_is_trained_on_servers_by_the_names_of_its_parameters(ps, name):
             parameter.zero_()
     theirs.pull(parameters).result()
     assert all(torch.allclose(parameters[key], value) for key, value in here.named_parameters())
-    for value in here.parameters():  # the first step has left its momentum
+    for value in here.parameters():  # the first step on the servers left this momentum
         optimizer.state[value]["momentum_buffer"] = -10 * value.detach().clone()
     for _ in range(3):
         there.zero_grad(), here.zero_grad()
@@ -759,7 +759,7 @@ def test_a_model_is_trained_on_servers_by_the_names_of_its_parameters(ps, name):
     assert all(torch.allclose(parameters[key], value, atol=1e-5) for key, value in here.named_parameters())
 
 
-def test_some_tensors_travel_without_the_others(ps, name):
+def test_some_tensors_can_be_pushed_and_pulled_without_the_others(ps, name):
     shapes = {"a": (2, 3), "b": (4,), "c": (0,), "d": (5,)}
     ones = {key: torch.ones(shape) for key, shape in shapes.items()}
     theirs = ps.tensors(name, ones.items())
@@ -779,7 +779,7 @@ def test_some_tensors_travel_without_the_others(ps, name):
         ps.tensors(name, [("a", torch.ones(3, 2)), ("b", torch.ones(4)), ("d", torch.ones(5))])
 
 
-def test_what_follows_requests_is_told_when_all_are_done(ps, name):
+def test_a_when_done_callback_runs_when_all_requests_are_done(ps, name):
     w = ps.namespace(name, keys=10)
     pushes = [w.push(np.ones(10)) for _ in range(3)]
     assert ps.when_done(pushes, lambda: sum(one.is_done for one in pushes)).result() == 3
@@ -791,7 +791,7 @@ def test_what_follows_requests_is_told_when_all_are_done(ps, name):
         ps.when_done(pushes, fail).result()
 
 
-# Sums of what all push ----------------------------------------------------------------------------------
+# Aggregation --------------------------------------------------------------------------------------------
 
 
 def take_turns(cluster, name, rank, clients, times, results):
@@ -816,7 +816,7 @@ def push_own_keys(cluster, name, rank, clients, results):
             results[rank] = w.pull(after=[pushed]).result()
 
 
-def test_who_lists_other_keys_of_the_same_range_or_none_has_pushed_it(ps, name):
+def test_a_push_counts_for_its_whole_range_whatever_keys_it_lists(ps, name):
     clients, results = 3, {}
     threads = [
         threading.Thread(target=push_own_keys, args=(ps.cluster, name, rank, clients, results))
@@ -833,7 +833,7 @@ def test_who_lists_other_keys_of_the_same_range_or_none_has_pushed_it(ps, name):
         assert np.array_equal(found, expected)
 
 
-def test_what_all_clients_push_at_one_time_is_one_step_of_the_mean(ps, name):
+def test_pushes_of_all_clients_at_one_time_are_one_step_of_the_mean(ps, name):
     clients, times, results = 3, 4, {}
     threads = [
         threading.Thread(target=take_turns, args=(ps.cluster, name, rank, clients, times, results))
@@ -849,7 +849,7 @@ def test_what_all_clients_push_at_one_time_is_one_step_of_the_mean(ps, name):
         assert seen[-1] == steps[-1]
     assert len(results) == clients
     late = ps.namespace(name, keys=100, update=SGD(lr=1.0), aggregate="mean", dtype="float64")
-    late.push(np.ones(100)).result()  # nobody else takes part any more
+    late.push(np.ones(100)).result()  # no other client takes part any more
     assert late.pull().result().tolist() == [steps[-1] - 1] * 100
     late.leave_aggregation()
     with pytest.raises(OffbeatError, match="has not withdrawn"):
@@ -865,7 +865,7 @@ def spec(kind, **arguments):
     return FilterSpec(kind, arguments)
 
 
-def test_filters_that_lose_nothing_change_nothing_but_bytes(ps, name):
+def test_lossless_filters_change_only_the_number_of_bytes(ps, name):
     rng = np.random.default_rng(1)
     both = (spec("KeyCaching", entries=16), spec("Compression", level=1))
     w = ps.namespace(name, keys=10_000, push_filters=both, pull_filters=both)
@@ -878,7 +878,9 @@ def test_filters_that_lose_nothing_change_nothing_but_bytes(ps, name):
         assert np.array_equal(w.pull(keys=keys).result(), plain.pull(keys=keys).result())
     assert np.array_equal(w.pull().result(), plain.pull().result())
     passed = w.filter_report()["push"]
-    assert passed["key caching"].out_bytes < 0.6 * passed["key caching"].in_bytes  # one list of four
+    assert (
+        passed["key caching"].out_bytes < 0.6 * passed["key caching"].in_bytes
+    )  # the list of keys is sent once, not four times
     assert passed["compression"].out_bytes < 0.7 * passed["compression"].in_bytes
     assert (
         w.filter_report()["pull received"]["compression"].out_bytes
@@ -888,7 +890,7 @@ def test_filters_that_lose_nothing_change_nothing_but_bytes(ps, name):
 
 
 @pytest.mark.long
-def test_filters_that_draw_are_right_on_average(ps, name):
+def test_random_filters_are_unbiased(ps, name):
     filters = (
         spec("RandomSkip", probability=0.5),
         spec("KeyCaching", entries=4),
@@ -898,11 +900,11 @@ def test_filters_that_draw_are_right_on_average(ps, name):
     for future in [w.push(np.linspace(0.5, 1.5, 1000)) for _ in range(200)]:
         future.result()
     found = w.pull().result()
-    assert abs(found.mean() - 200) < 5  # its deviation is 0.5
+    assert abs(found.mean() - 200) < 5  # the standard deviation is 0.5
     assert len(np.unique(found)) > 100
 
 
-def test_what_has_hardly_changed_is_not_sent(ps, name):
+def test_insignificant_changes_are_not_sent(ps, name):
     w = ps.namespace(
         name, keys=100, update=Assign(), push_filters=[spec("SignificantlyModified", threshold=0.5)]
     )
@@ -916,7 +918,7 @@ def test_what_has_hardly_changed_is_not_sent(ps, name):
     assert np.allclose(w.pull().result(), expected)
 
 
-def test_what_has_hardly_changed_does_not_come_back(ps, name):
+def test_insignificant_changes_are_not_pulled(ps, name):
     remembering = [spec("SignificantlyModified", threshold=0.5), spec("KeyCaching", entries=4)]
     w = ps.namespace(name, keys=1000, dtype="float64", pull_filters=remembering)
     keys, values, chance = np.arange(0, 1000, 3), np.zeros(1000), np.random.default_rng(1)
@@ -930,14 +932,14 @@ def test_what_has_hardly_changed_does_not_come_back(ps, name):
         for found in (one.result(), other.result()):
             held = values[keys] if step % 3 == 0 else values[10 * step : 900]
             assert np.abs(found - held).max() <= 0.5
-            found[:] = 99  # they are the program's own
+            found[:] = 99  # the program owns these rows
         pulled = [one, other]
     came = w.filter_report()["pull received"]["significantly modified"]
     assert came.in_bytes < 0.4 * came.out_bytes
 
 
-def test_what_the_optimality_conditions_hold_at_zero_is_not_pushed(ps, name):
-    """Gradients below l1 leave weights at zero; the server tells so by rows of weight and gradient."""
+def test_weights_that_kkt_conditions_hold_at_zero_are_not_pushed(ps, name):
+    """Gradients below l1 leave weights at zero; the server reports them in rows of weight and gradient."""
     update = BlockProximal(l1=1.0, rate=0.5)
     filters = [spec("KKT", l1=1.0), spec("KeyCaching", entries=4)]
     w = ps.namespace(name, 100, update=update, width=2, dtype="float64", push_filters=filters)
@@ -960,14 +962,14 @@ def test_what_the_optimality_conditions_hold_at_zero_is_not_pushed(ps, name):
     gradients[:] = 3.0
     found = step()
     assert passed().in_bytes - before.in_bytes == 2 * (passed().out_bytes - before.out_bytes) == 20 * 24
-    assert np.array_equal(found[:, 1] == 3.0, keys >= 50)  # of the others nothing came
+    assert np.array_equal(found[:, 1] == 3.0, keys >= 50)  # the pushes to other keys were skipped
     w.set_margin(math.inf)
     assert w.active_keys(keys).all()
     assert (step()[:, 0] != 0).all()
 
 
-def test_an_answer_that_comes_again_when_its_pull_is_done_skips_nothing(ps, name):
-    """It may be late, when another margin holds; other clients do not get it."""
+def test_an_answer_repeated_after_its_pull_is_done_skips_no_keys(ps, name):
+    """It may arrive late, when another margin holds; other clients do not get it."""
     update, keys = BlockProximal(l1=1.0, rate=0.5), np.arange(3)
     filters = [spec("KKT", l1=1.0)]
     w = ps.namespace(name, 3, update=update, width=2, dtype="float64", push_filters=filters)
@@ -1006,7 +1008,7 @@ def test_only_a_namespace_with_a_kkt_filter_has_a_margin(ps, name):
         ({"pull_filters": [spec("RandomSkip", probability=0.5)]}, "pulls among .*, got RandomSkip"),
     ],
 )
-def test_filters_that_make_no_sense_are_refused(ps, options, text):
+def test_invalid_filters_are_rejected(ps, options, text):
     with pytest.raises(ValueError, match=text):
         ps.namespace("filters that make no sense", keys=10, **options)
     with pytest.raises(ValueError, match="expected one of the filters"):

@@ -1,4 +1,4 @@
-"""A real parameter server that is killed at, joined and left while clients push: every push counts once."""
+"""Real servers that are killed, join and leave while clients push: every push counts once."""
 
 import random
 import signal
@@ -12,13 +12,13 @@ from support.processes import start
 from support.run_logs import wait_until
 
 KEYS, SPARSE_KEYS = 48, 5000
-WINDOW = 8  # pushes of a client that are not done
+WINDOW = 8  # pushes of a client in flight
 
 
 def pusher(rank, emit, cluster, stop):
-    """Pushes ones until the file `stop` is there; returns how often it pushed to each key.
+    """Pushes ones until the file `stop` exists; returns the number of pushes to each key.
 
-    What each dense push brings holds it and those before it.
+    The values pulled with each dense push contain it and earlier ones.
     """
     chance = np.random.default_rng(rank)
     dense, sparse = np.zeros(KEYS), np.zeros(SPARSE_KEYS)
@@ -37,7 +37,9 @@ def pusher(rank, emit, cluster, stop):
             while len(under_way) > WINDOW or (stop.exists() and under_way):
                 future, least = under_way.pop(0)
                 values = future.result()
-                assert least is None or (values >= least).all(), f"{values} hold not all of {least} pushes"
+                assert least is None or (values >= least).all(), (
+                    f"expected values of at least {least} pushes, got {values}"
+                )
     return dense, sparse
 
 
@@ -55,7 +57,7 @@ def running(tmp_path):
 
 
 def check(ps, clients, stop):
-    """Lets the clients end and sees that the servers have what they pushed."""
+    """Lets the clients end and checks that the servers hold all their pushes."""
     stop.touch()
     pushed = [one.value for one in clients.ends()]
     dense, sparse = np.sum([one[0] for one in pushed], 0), np.sum([one[1] for one in pushed], 0)
@@ -65,7 +67,7 @@ def check(ps, clients, stop):
 
 
 def progress(ps, least):
-    """Waits until so many more pushes have come."""
+    """Waits until at least `least` more pushes have been applied."""
     one = ps.namespace("dense", keys=KEYS, block_keys=5)
     before = one.pull(keys=[0]).result()[0]
     wait_until(lambda: one.pull(keys=[0]).result()[0] >= before + least, "any progress")
@@ -77,7 +79,7 @@ def kill(ps, *servers, number=signal.SIGKILL):
 
 
 @pytest.mark.long
-def test_servers_die_come_and_leave_under_load_and_every_push_counts_once(running):
+def test_servers_die_join_and_leave_under_load_and_every_push_counts_once(running):
     ps, clients, stop = running
     progress(ps, 20)
     kill(ps, 1)
@@ -85,7 +87,7 @@ def test_servers_die_come_and_leave_under_load_and_every_push_counts_once(runnin
     ps.local_servers.start(4)
     ps.wait_until_rebalanced([0, 2, 3, 4])
     progress(ps, 20)
-    kill(ps, 0, 3)  # as many as there are replicas, at once
+    kill(ps, 0, 3)  # as many as there are replicas, at the same time
     ps.wait_until_rebalanced([2, 4])
     for server in (5, 6):
         ps.local_servers.start(server)
@@ -98,8 +100,8 @@ def test_servers_die_come_and_leave_under_load_and_every_push_counts_once(runnin
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_at_whatever_time_every_push_counts_once(running, seed):
-    """No waiting until one change is through before the next one; never more than two deaths unhealed."""
+def test_every_push_counts_once_under_random_changes_of_servers(running, seed):
+    """Changes do not wait for the completion of earlier ones; never more than two failures unrepaired."""
     ps, clients, stop = running
     chance = random.Random(f"cluster {seed}")
     alive, fresh, unhealed = [0, 1, 2, 3], 4, 0
@@ -126,8 +128,8 @@ def test_whatever_happens_at_whatever_time_every_push_counts_once(running, seed)
 
 
 @pytest.mark.long
-def test_what_is_left_out_of_answers_is_never_far_off_whoever_gives_them():
-    """Each server has its own memory of what it sent, and the client of what each sent."""
+def test_pulled_values_stay_within_the_threshold_when_servers_change():
+    """Each server remembers the rows that it sent, and the client those that it received from each."""
     chance, keys = np.random.default_rng(1), np.arange(0, 3000, 3)
     values = np.zeros(3000)
     remembering = [FilterSpec("SignificantlyModified", {"threshold": 0.5})]

@@ -1,4 +1,4 @@
-"""What becomes of a pull: parts land in their place, and what comes late changes no answer."""
+"""Buffers of pulls: parts are received in place, and late parts do not change an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offbeat.runtime.ps.pull_buffer import PullBuffer
 from offbeat.runtime.transport.buffer_pool import BufferPool
 
 FLOATS = np.dtype(np.float32)
-PART = 50_000  # keys of a part, large enough to have a place
+PART = 50_000  # keys of a part, enough to be received in place
 
 
 def answer(last: int = 4 * PART, keys: np.ndarray | None = None, width: tuple[int, ...] = ()) -> PullBuffer:
@@ -26,7 +26,7 @@ def coming(count: int, *width: int, dtype: type = np.float32) -> np.ndarray:
 
 
 def land(one: PullBuffer, first: int, last: int, value: float) -> Entries:
-    """All of a part comes."""
+    """Receives a whole part in its place."""
     place = one.place_for(first, last, coming(last - first))
     assert place is not None
     place[...] = value
@@ -38,7 +38,7 @@ def parts(*found: Entries) -> tuple[tuple[int, int, Entries], ...]:
     return tuple((one.first, one.first + len(one), one) for one in found)
 
 
-def test_parts_land_in_the_rows_that_are_returned():
+def test_parts_are_received_in_the_returned_rows():
     one = answer(2 * PART)
     first, second = land(one, 0, PART, 1), land(one, PART, 2 * PART, 2)
     rows = one.rows(parts(first, second))
@@ -48,14 +48,14 @@ def test_parts_land_in_the_rows_that_are_returned():
     assert rows.dtype == FLOATS
 
 
-def test_what_came_elsewhere_is_put_in_its_place():
+def test_a_part_received_elsewhere_is_copied_to_its_place():
     one = answer(2 * PART)
     here, elsewhere = land(one, 0, PART, 1), Entries(PART, np.full(PART, 3, FLOATS))
     one.on_received(PART, 2 * PART, elsewhere.values)
     assert (one.rows(parts(here, elsewhere)) == np.repeat([1, 3], PART)).all()
 
 
-def test_rows_of_listed_keys_land_by_their_order():
+def test_rows_of_listed_keys_are_received_in_their_order():
     keys = np.arange(0, 8 * PART, 4)
     one = answer(8 * PART, keys, (2,))
     place = one.place_for(4 * PART, 8 * PART, coming(PART, 2))
@@ -71,7 +71,7 @@ def test_rows_of_listed_keys_land_by_their_order():
     assert not rows[:PART].any()
 
 
-def test_a_place_is_given_once():
+def test_each_place_is_assigned_once():
     one = answer()
     assert one.place_for(0, 2 * PART, coming(2 * PART)) is not None
     assert one.place_for(0, 2 * PART, coming(2 * PART)) is None
@@ -79,12 +79,12 @@ def test_a_place_is_given_once():
     assert one.place_for(2 * PART, 3 * PART, coming(PART)) is not None
 
 
-def test_a_part_that_comes_again_changes_nothing_that_was_returned():
-    """Its server may have been asked twice, and have answered the second time with more pushes."""
+def test_a_repeated_part_does_not_change_the_returned_rows():
+    """A server may be asked twice, and the second answer may contain more pushes."""
     one = answer(PART)
     place = one.place_for(0, PART, coming(PART))
     assert place is not None
-    again = one.place_for(0, PART, coming(PART))  # its letter comes before all of the first has
+    again = one.place_for(0, PART, coming(PART))  # announced before the first part is complete
     place[...] = 1
     one.on_received(0, PART, place)
     rows = one.rows(parts(Entries(0, place)))
@@ -93,7 +93,7 @@ def test_a_part_that_comes_again_changes_nothing_that_was_returned():
     assert (rows == 1).all()
 
 
-def test_what_is_still_landing_changes_no_answer():
+def test_a_part_still_being_received_does_not_change_the_answer():
     one = answer(PART)
     late = one.place_for(0, PART, coming(PART))
     assert late is not None
@@ -117,11 +117,11 @@ def test_what_is_still_landing_changes_no_answer():
     ],
     ids=["too few", "too wide", "other numbers", "too far", "before", "small"],
 )
-def test_what_does_not_fit_has_no_place(first: int, last: int, rows: np.ndarray):
+def test_a_part_that_does_not_fit_gets_no_place(first: int, last: int, rows: np.ndarray):
     assert answer().place_for(first, last, rows) is None
 
 
-def test_small_parts_are_put_together():
+def test_small_parts_are_joined():
     one = answer(4)
     found = [Entries(0, np.ones(2, FLOATS)), Entries(2, np.zeros(2, FLOATS))]
     for part in found:
@@ -129,7 +129,7 @@ def test_small_parts_are_put_together():
     assert one.rows(parts(*found)).tolist() == [1, 1, 0, 0]
 
 
-def test_memory_is_taken_again_when_nobody_has_its_array():
+def test_memory_is_reused_when_its_array_has_no_references():
     buffers = BufferPool()
     array = buffers.allocate_array((100, 1000), FLOATS)
     place = array.__array_interface__["data"][0]
@@ -140,10 +140,12 @@ def test_memory_is_taken_again_when_nobody_has_its_array():
     assert buffers.allocate_array((50_000, 2), FLOATS).__array_interface__["data"][0] == place
 
 
-def test_memory_of_sizes_that_are_asked_for_no_more_makes_room_for_others():
+def test_buffers_of_unused_sizes_are_freed_for_other_sizes():
     made = []
     buffers = BufferPool(lambda size: made.append(size) or allocate_page_aligned(size))
-    small = [buffers.allocate_array((8 * 1024 * 1024,), FLOATS) for _ in range(8)]  # 256 MiB, which is all
+    small = [
+        buffers.allocate_array((8 * 1024 * 1024,), FLOATS) for _ in range(8)
+    ]  # 256 MiB, the maximum that is kept
     del small[2:]
     large = []
     for _ in range(3):
@@ -153,13 +155,15 @@ def test_memory_of_sizes_that_are_asked_for_no_more_makes_room_for_others():
     assert not any(np.shares_memory(one, other) for one, other in combinations([*small, *large], 2))
     small.clear()
     large.clear()
-    huge = buffers.allocate_array((2**26 + 1,), FLOATS)  # more than is kept: nothing goes for it
+    huge = buffers.allocate_array(
+        (2**26 + 1,), FLOATS
+    )  # more than the maximum: no other buffer is freed for it
     assert huge.nbytes == made[-1]
     buffers.allocate_array((16 * 1024 * 1024,), FLOATS)
     assert len(made) == 11
 
 
-def test_memory_that_somebody_still_reads_is_not_taken_again():
+def test_memory_with_a_reader_is_not_reused():
     made, is_read = [], True
     buffers = BufferPool(lambda size: made.append(size) or np.empty(size, np.uint8), lambda buffer: is_read)
     for _ in range(3):
@@ -170,7 +174,7 @@ def test_memory_that_somebody_still_reads_is_not_taken_again():
     assert len(made) == 3
 
 
-def test_with_states_rows_are_by_name_and_with_times_a_pair():
+def test_states_give_rows_by_name_and_times_give_a_pair():
     def part(first, value):
         rows = np.full(2, value, FLOATS)
         return Entries(first, rows, None, PushMeta(states={"mean": rows * 2}))
@@ -190,6 +194,6 @@ def test_with_states_rows_are_by_name_and_with_times_a_pair():
     assert (rows.tolist(), clock_ranges) == ([1, 1, 5, 5], pieces)
 
 
-def test_what_comes_with_states_has_no_place():
+def test_parts_with_states_get_no_place():
     one = PullBuffer(0, PART, None, (), FLOATS, BufferPool(), states=True)
     assert one.place_for(0, PART, coming(PART)) is None

@@ -1,4 +1,4 @@
-"""What a client may say besides the values that it pushes or wants, with real servers."""
+"""Weights, settings, states and times of pushes and pulls, with real servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name(request):
 
 
 def in_threads(*functions):
-    """What each returns; they run at the same time."""
+    """Runs the functions at the same time and returns their results."""
     found = [None] * len(functions)
 
     def run(place, function):
@@ -41,7 +41,7 @@ def in_threads(*functions):
 
 
 def as_clients(ps, *programs, numbers=None):
-    """What programs return that are called with a client each, at the same time."""
+    """Runs the programs at the same time, each with its own client, and returns their results."""
 
     def of(program, number):
         def run():
@@ -87,7 +87,7 @@ def weighing(name, filters, *pushes, keys=100):
 
 
 @pytest.mark.parametrize("filters", [[], LOSSLESS], ids=["no filters", "filters"])
-def test_a_mean_counts_a_push_as_many_times_as_it_says(ps, name, filters):
+def test_a_mean_weights_each_push_by_its_weight(ps, name, filters):
     found = as_clients(
         ps,
         weighing(name, filters, (6.0, 3.0), None, None, (2.0, 1)),
@@ -101,8 +101,8 @@ def test_a_mean_counts_a_push_as_many_times_as_it_says(ps, name, filters):
     assert [values.tolist() for values in found] == [[value] * 100] * 2
 
 
-def test_where_each_counts_by_itself_they_come_one_after_the_other_to_all_replicas(name):
-    """Gradients that point elsewhere are two steps of Adam, in the order of the clients' numbers."""
+def test_with_aggregate_each_pushes_are_applied_in_client_order_on_all_replicas(name):
+    """Gradients of different signs are two steps of Adam, in the order of the client ids."""
 
     def pushing(sign):
         def program(client):
@@ -131,13 +131,13 @@ def test_where_each_counts_by_itself_they_come_one_after_the_other_to_all_replic
         assert all(np.array_equal(kept[state], rows) for state, rows in states.items())
 
 
-def test_a_function_of_your_own_is_not_applied_to_each_by_itself(ps, name):
+def test_a_user_function_with_aggregate_each_is_rejected(ps, name):
     with pytest.raises(ValueError, match="expected aggregate to be sum or mean with a function of your own"):
         ps.namespace(name, keys=10, update=UserFunction("a.module:function"), aggregate="each")
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
-def test_what_is_no_weight_is_refused(ps, name, weight):
+def test_an_invalid_weight_is_rejected(ps, name, weight):
     w = ps.namespace("weights", keys=10, aggregate="mean")
     with pytest.raises(ValueError, match=f"expected a finite weight of at least 0, got {weight}"):
         w.push(np.ones(10), weight=weight)
@@ -149,8 +149,8 @@ def test_what_is_no_weight_is_refused(ps, name, weight):
 # Settings ----------------------------------------------------------------------------------------------
 
 
-def test_settings_hold_for_one_push_and_are_the_same_on_replicas(ps, name):
-    """A schedule: what is kept besides the values is the same as with the rates one after the other."""
+def test_settings_apply_to_one_push_and_equally_on_replicas(ps, name):
+    """A schedule of learning rates: values and states equal those of Adam with these rates in turn."""
     with offbeat.PS.local(servers=2, copies=1) as own:
         w = own.namespace(name, keys=50, update=Adam(0.1), dtype="float64", block_keys=7)
         expected = np.zeros(50)
@@ -161,11 +161,11 @@ def test_settings_hold_for_one_push_and_are_the_same_on_replicas(ps, name):
             w.push(gradients, settings=None if lr is None else {"lr": lr, "betas": (0.8, 0.9)}).result()
             Adam(lr or 0.1, (0.8, 0.9) if lr else (0.9, 0.999)).apply(expected, states, gradients)
         assert np.array_equal(w.pull().result(), expected)
-        own.remove_server(own.servers[0])  # so that all that is left is what was a replica or a copy
+        own.remove_server(own.servers[0])  # so that only replicas and copies are left
         assert np.array_equal(w.pull().result(), expected)
 
 
-def test_where_pushes_are_aggregated_the_settings_of_the_first_client_count(ps, name):
+def test_aggregated_pushes_use_the_settings_of_the_first_client_with_a_weight(ps, name):
     def pushing(weight, lr):
         def program(client):
             w = client.namespace(name, keys=10, update=SGD(1.0), aggregate="sum", dtype="float64")
@@ -191,7 +191,7 @@ def test_where_pushes_are_aggregated_the_settings_of_the_first_client_count(ps, 
         ({"lr": -1.0}, "lr of at least 0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(ps, settings, words):
+def test_invalid_settings_are_rejected(ps, settings, words):
     w = ps.namespace("settings", keys=10, update=SGD(1.0))
     with pytest.raises(ValueError, match=f"expected {words}"):
         w.push(np.ones(10), settings=settings)
@@ -214,7 +214,7 @@ def test_a_function_takes_no_settings(ps):
 # Whole rows --------------------------------------------------------------------------------------------
 
 
-def test_what_is_put_comes_between_the_pushes_before_and_after_it_on_every_holder(ps, name):
+def test_a_put_is_applied_between_earlier_and_later_pushes_on_every_replica(ps, name):
     with offbeat.PS.local(servers=2, copies=1) as own:
         update = SGD(1.0, momentum=0.5)
         w = own.namespace(name, keys=50, update=update, width=2, block_keys=7)
@@ -231,14 +231,14 @@ def test_what_is_put_comes_between_the_pushes_before_and_after_it_on_every_holde
         assert np.array_equal(w.pull().result(), expected)
 
 
-def test_a_put_is_larger_than_a_piece_and_comes_whole(ps, name):
+def test_a_put_larger_than_a_piece_arrives_whole(ps, name):
     w = ps.namespace(name, keys=2_500_000, update=Adam(1.0), block_keys=600_000)
     rows = np.arange(2_500_000, dtype=np.float32)
     w.put(rows, states={"mean": -rows}).result()
     assert np.array_equal(w.pull().result(), rows)
 
 
-def test_where_pushes_are_aggregated_the_put_of_the_first_client_counts(ps, name):
+def test_where_pushes_are_aggregated_the_put_of_the_first_client_is_used(ps, name):
     def putting(value):
         def program(client):
             w = client.namespace(name, keys=30, update=SGD(1.0), aggregate="mean", block_keys=4)
@@ -270,17 +270,17 @@ def test_where_pushes_are_aggregated_the_put_of_the_first_client_counts(ps, name
         (np.ones(5), {"states": {"mean": np.ones(5)}}, "states of SGD among momentum, got mean"),
     ],
 )
-def test_what_cannot_be_put_is_refused(ps, values, options, words):
+def test_an_invalid_put_is_rejected(ps, values, options, words):
     w = ps.namespace("to be put", keys=10, update=SGD(1.0, momentum=0.5))
     with pytest.raises(ValueError, match=f"expected {words}"):
         w.put(values, **options)
     assert w.put([]).result() is None
 
 
-# What is in what was pulled ----------------------------------------------------------------------------
+# Contents of pulls -------------------------------------------------------------------------------------
 
 
-def test_all_that_is_kept_can_be_pulled_and_put_back(ps, name):
+def test_all_states_can_be_pulled_and_put_back(ps, name):
     w = ps.namespace(name, keys=50_000, update=Adam(0.1), width=2, block_keys=7_001)
     for _ in range(2):
         w.push(np.ones((50_000, 2))).result()
@@ -302,8 +302,8 @@ def test_all_that_is_kept_can_be_pulled_and_put_back(ps, name):
     assert all(np.array_equal(rows, further[name]) for name, rows in w.pull(states=True).result().items())
 
 
-def test_rows_that_are_pulled_say_which_of_the_clients_own_pushes_are_in_them(ps, name):
-    """While pushes are under way, and others push, too."""
+def test_the_times_of_pulled_rows_name_the_clients_own_pushes_in_them(ps, name):
+    """While pushes are in flight and another client pushes, too."""
     keys, pushes = 200_000, 12
     w = ps.namespace(name, keys=keys, block_keys=3_001)
 
@@ -322,19 +322,19 @@ def test_rows_that_are_pulled_say_which_of_the_clients_own_pushes_are_in_them(ps
     found, _ = as_clients(ps, work, meddle)
     for (rows, pieces), time in found:
         assert list(pieces) == sorted(pieces)
-        told = np.zeros(keys)
+        reported = np.zeros(keys)
         for piece in pieces:
             assert 0 < piece.time <= time
             # Of the first `piece.time` pushes, those that have had these keys.
             for at in range(1, piece.time + 1):
                 first, last = keys // 4 - at, keys // 4 - at + keys // 2
-                told[max(first, piece.start) : min(last, piece.stop)] += 1
-        assert np.array_equal(rows % 1000, told)
+                reported[max(first, piece.start) : min(last, piece.stop)] += 1
+        assert np.array_equal(rows % 1000, reported)
     assert w.pull(times=True).result()[1] == ()
     assert w.pull(keys=[], times=True).result()[1] == ()
 
 
-def test_states_and_times_come_together(ps, name):
+def test_states_and_times_can_be_pulled_together(ps, name):
     w = ps.namespace(name, keys=10, update=Adam(0.1))
     w.push(np.ones(3), first=2)
     w.push(np.ones(2), first=4).result()
@@ -343,11 +343,11 @@ def test_states_and_times_come_together(ps, name):
     assert pieces == ((2, 4, 1), (4, 6, 2))
 
 
-# Times and numbers that clients choose -----------------------------------------------------------------
+# Times and client ids ----------------------------------------------------------------------------------
 
 
-def test_what_is_pushed_at_one_clock_is_one_sum(ps, name):
-    """A client that has nothing of a clock says nothing, or pushes at a later one."""
+def test_pushes_at_one_clock_are_one_step(ps, name):
+    """A client without a push at a clock sends nothing for it, or pushes at a later clock."""
 
     def program(*clocks):
         def run(client):
@@ -382,14 +382,14 @@ def test_a_newcomer_receives_its_first_time(ps, name):
     w.leave_aggregation()
 
 
-def test_sums_are_the_same_bits_whoever_comes_first(ps, name):
-    """Clients are added up in the order of the numbers that they have chosen."""
+def test_sums_are_bit_identical_in_any_order_of_arrival(ps, name):
+    """Pushes are added in the order of the client ids."""
     rng = np.random.default_rng(1)
     clients, keys, steps = 3, 5000, 3
     gradients = rng.normal(size=(steps, clients, keys)).astype(np.float32)
 
     def in_turn(turns, run):
-        """Client `rank` pushes when those before it in `turns` have sent theirs."""
+        """Client `rank` pushes when the clients before it in `turns` have sent their pushes."""
         may_push = [[threading.Event() for _ in range(clients)] for _ in range(steps)]
 
         def of(rank):
@@ -400,7 +400,7 @@ def test_sums_are_the_same_bits_whoever_comes_first(ps, name):
                     place = turns.index(rank)
                     assert not place or may_push[step][turns[place - 1]].wait(30)
                     pushed = w.push(gradients[step, rank])
-                    client._requests.call_in_order(lambda: None)  # it has gone out
+                    client._requests.call_in_order(lambda: None)  # the push has been sent
                     may_push[step][rank].set()
                     pushed.result()
                 values = w.pull().result()
@@ -418,14 +418,14 @@ def test_sums_are_the_same_bits_whoever_comes_first(ps, name):
 
 
 @pytest.mark.parametrize("time", [0, -1, 2**63])
-def test_what_is_no_time_is_refused(ps, time):
+def test_an_invalid_time_is_rejected(ps, time):
     w = ps.namespace("times", keys=10)
     for make in (w.push, w.put):
         with pytest.raises(ValueError, match="expected a time of 1 to 2\\*\\*63 - 1"):
             make(np.ones(10), time=time)
 
 
-def test_a_time_that_has_been_is_refused(ps, name):
+def test_a_time_that_is_not_later_is_rejected(ps, name):
     w = ps.namespace(name, keys=10)
     w.push(np.ones(10), time=5).result()
     with pytest.raises(ValueError, match="later than 5, got 5"):
@@ -436,6 +436,6 @@ def test_a_time_that_has_been_is_refused(ps, name):
 
 
 @pytest.mark.parametrize("number", [-1, 2**62])
-def test_what_is_no_number_is_refused(ps, number):
+def test_an_invalid_client_id_is_rejected(ps, number):
     with pytest.raises(ValueError, match="expected a client_id from 0 to"):
         offbeat.PS(ps.cluster, client_id=number)

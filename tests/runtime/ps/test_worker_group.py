@@ -1,4 +1,4 @@
-"""Clients that go through data together: real workers that join, leave, are dropped and killed."""
+"""Clients that process shards of data together: real workers that join, leave, are dropped and killed."""
 
 import os
 import random
@@ -49,7 +49,7 @@ def name(request):
 # One worker and its group
 
 
-def test_a_worker_alone_goes_through_everything_in_order(ps, name):
+def test_a_single_worker_processes_all_shards_in_order(ps, name):
     with ps.join_group(name, shards=3) as group:
         assert group.members == [group.node]
         assert group.shards == [0, 1, 2]
@@ -61,7 +61,7 @@ def test_a_worker_alone_goes_through_everything_in_order(ps, name):
         assert [task.pass_number for task in group.tasks(passes=3, shards_per_task=3)] == [2]
 
 
-def test_a_task_is_reported_when_the_requests_are_done_that_it_names(ps, name):
+def test_a_task_is_reported_when_the_named_requests_are_done(ps, name):
     w = ps.namespace(name, keys=1)
     ps.tau, release = 0, threading.Event()
 
@@ -88,7 +88,7 @@ def test_a_task_is_reported_when_the_requests_are_done_that_it_names(ps, name):
     ps.tau = None
 
 
-def test_a_request_that_fails_before_a_report_is_said_where_tasks_are_asked_for(ps, name):
+def test_a_failed_request_of_a_task_is_raised_by_the_next_request_for_a_task(ps, name):
     def fail():
         raise OffbeatError("it cannot be")
 
@@ -102,7 +102,7 @@ def test_a_request_that_fails_before_a_report_is_said_where_tasks_are_asked_for(
         assert group.progress().workers[0].shard_passes_done == 0
 
 
-def test_a_loop_that_was_left_in_the_midst_of_a_task_goes_on_with_it(ps, name):
+def test_a_task_of_an_abandoned_loop_is_returned_again(ps, name):
     with ps.join_group(name, shards=2) as group:
         for task in group.tasks(passes=1):
             left = task
@@ -110,10 +110,10 @@ def test_a_loop_that_was_left_in_the_midst_of_a_task_goes_on_with_it(ps, name):
         assert [task.number for task in group.tasks(passes=1)] == [left.number, left.number + 1]
 
 
-# Several
+# Several workers
 
 
-def test_workers_share_the_data_and_the_next_to_come_takes_part(ps, other, name):
+def test_workers_share_the_shards_and_a_newcomer_receives_some(ps, other, name):
     with ps.join_group(name, shards=5) as group, other.join_group(name, shards=5) as second:
         assert second.members == [group.node, second.node]
         wait_until(lambda: group.members == second.members, "news of the second worker")
@@ -121,11 +121,11 @@ def test_workers_share_the_data_and_the_next_to_come_takes_part(ps, other, name)
         second.leave()
         assert group.progress().workers[0].shards == ((0, 4),)
         again = other.join_group(name, shards=5)
-        wait_until(lambda: len(group.shards) == 3, "shards that have gone to the newcomer")
+        wait_until(lambda: len(group.shards) == 3, "shards that are assigned to the newcomer")
         again.leave()
 
 
-def test_what_a_worker_had_not_done_when_it_left_is_done_by_another(ps, other, name):
+def test_tasks_unfinished_by_a_leaving_worker_are_done_by_another(ps, other, name):
     with ps.join_group(name, shards=2) as group:
         with other.join_group(name, shards=2) as second:
             next(second.tasks(passes=1))
@@ -136,11 +136,11 @@ def test_a_client_that_closes_leaves_its_groups(ps, name):
     with ps.join_group(name, shards=4) as group:
         with offbeat.PS(ps.cluster) as other:
             other.join_group(name, shards=4)
-            wait_until(lambda: len(group.members) == 2, "the other one")
-        wait_until(lambda: group.shards == [0, 1, 2, 3], "the shards of who has left")
+            wait_until(lambda: len(group.members) == 2, "the other member")
+        wait_until(lambda: group.shards == [0, 1, 2, 3], "the shards of the client that left")
 
 
-def test_tau_is_the_groups_and_changes_while_it_runs(ps, other, name):
+def test_tau_belongs_to_the_group_and_may_change_while_it_runs(ps, other, name):
     with ps.join_group(name, shards=2) as group, other.join_group(name, shards=2) as second:
         assert group.tau is None
         group.tau = 0
@@ -156,7 +156,7 @@ def test_tau_is_the_groups_and_changes_while_it_runs(ps, other, name):
             next(group.tasks(passes=9, timeout_s=0.2))
 
 
-def test_who_keeps_others_waiting_is_dropped_and_told(ps, other, name):
+def test_a_worker_that_keeps_others_waiting_is_dropped_and_gets_an_error(ps, other, name):
     options = {"shards": 4, "on_worker_loss": "drop_slowest", "patience_s": 0.5}
     with ps.join_group(name, **options) as group, other.join_group(name, **options) as slow:
         asked = slow.tasks(passes=2)
@@ -164,7 +164,7 @@ def test_who_keeps_others_waiting_is_dropped_and_told(ps, other, name):
         assert sum(len(task.shards) for task in group.tasks(passes=2)) == 8
         assert group.members == [group.node]
         slowly.done()
-        other.namespace(name, keys=1)  # which the manager answers behind its refusal of what was done
+        other.namespace(name, keys=1)  # the manager answers this after it has rejected the report
         with pytest.raises(
             OffbeatError, match=f"{slow.node} was dropped: it kept {group.node} waiting for 0.5 s"
         ):
@@ -174,10 +174,10 @@ def test_who_keeps_others_waiting_is_dropped_and_told(ps, other, name):
             assert len(again.shards) == 2
 
 
-# What cannot be
+# Invalid input
 
 
-def test_what_cannot_be_told_to_the_manager_is_refused_at_once(ps, name):
+def test_invalid_arguments_are_rejected_at_once(ps, name):
     for shards in (0, -1, 2**63, 2.5):
         with pytest.raises(ValueError, match="shards"):
             ps.join_group(name, shards)
@@ -196,7 +196,7 @@ def test_what_cannot_be_told_to_the_manager_is_refused_at_once(ps, name):
         assert len(list(group.tasks(passes=1))) == 4
 
 
-def test_a_group_is_as_whoever_came_first_has_made_it(ps, other, name):
+def test_a_group_keeps_the_options_of_its_first_worker(ps, other, name):
     with ps.join_group(name, 4):
         for wrong in (
             {"shards": 5},
@@ -212,7 +212,7 @@ def test_a_group_is_as_whoever_came_first_has_made_it(ps, other, name):
         ps.join_group(f"{name}, other", 4, on_worker_loss="hope")
 
 
-def test_a_request_of_a_worker_that_has_left_is_refused_at_once(ps, name):
+def test_a_request_of_a_worker_that_has_left_is_rejected_at_once(ps, name):
     with ps.join_group(name, 4) as group:
         pass
     with pytest.raises(OffbeatError, match="it has left"):
@@ -234,7 +234,7 @@ def test_a_wait_for_a_task_ends_at_once_when_the_client_is_closed(ps, name):
             other.join_group(f"{name}, another", shards=1)
 
 
-def test_a_manager_that_does_not_answer_is_named_and_has_not_taken_anybody_in(running):
+def test_a_manager_that_does_not_answer_is_named_and_has_not_added_a_worker(running):
     ps, mark, _, _ = running
     manager = coordinator(mark)[0]
     os.kill(manager, signal.SIGSTOP)
@@ -247,12 +247,12 @@ def test_a_manager_that_does_not_answer_is_named_and_has_not_taken_anybody_in(ru
             assert again.members == [group.node, again.node]
 
 
-def test_a_client_that_says_what_cannot_be_hurts_nobody(ps, other, name):
+def test_invalid_events_of_a_client_do_not_affect_other_workers(ps, other, name):
     node = other._node.name
     with ps.join_group(name, 4) as group:
         next(group.tasks(passes=1))
         for wrong in (
-            TaskDone(now_s=0.0, node=node, group=name, task=0),  # which another worker has
+            TaskDone(now_s=0.0, node=node, group=name, task=0),  # a task of another worker
             TaskRequested(
                 now_s=0.0, node=node, group="there is no such group", passes_max=2**63 - 1, shards_max=0
             ),
@@ -263,12 +263,12 @@ def test_a_client_that_says_what_cannot_be_hurts_nobody(ps, other, name):
             WorkerGroupLeft(now_s=0.0, node=node, group=name),
         ):
             other._node.send_event(wrong)
-        assert other.namespace(name, keys=1).pull().result() == 0.0  # it is heard as before
+        assert other.namespace(name, keys=1).pull().result() == 0.0  # its valid messages are still accepted
         assert [task.shards for task in group.tasks(passes=1)] == [(0,), (1,), (2,), (3,)]
         assert group.tau is None
 
 
-# Killed
+# Killed workers
 
 
 DIES = 2  # of the workers 0 to 2
@@ -276,7 +276,7 @@ DIES = 2  # of the workers 0 to 2
 
 @pytest.fixture
 def running(tmp_path, monkeypatch):
-    """A parameter server, how its manager is found, the manager's log, and what workers wait for."""
+    """A parameter server, the mark of its manager, the manager's log, and the file that workers wait for."""
     mark, log = uuid.uuid4().hex, tmp_path / "log.jsonl"
     monkeypatch.setenv(MARK, mark)
     with offbeat.PS.local(servers=2, run_log=str(log)) as ps:
@@ -285,18 +285,18 @@ def running(tmp_path, monkeypatch):
 
 
 def worker(rank, emit, cluster, go, on_loss, patience_s):
-    """Adds 1 to a shard's key for each pass over it; one of them stops between a push and its report."""
+    """Adds 1 to a shard's key for each pass over it; worker `DIES` hangs between a push and its report."""
     with offbeat.PS(cluster) as ps:
         counts = ps.namespace("counts", keys=SHARDS)
         with ps.join_group("train", SHARDS, on_worker_loss=on_loss, patience_s=patience_s) as group:
             emit("joined")
-            wait_until(go.exists, "a beginning")
+            wait_until(go.exists, "the start")
             for task in group.tasks(PASSES, shards_per_task=2):
                 pushed = counts.push(np.ones(len(task.shards)), keys=list(task.shards))
                 if rank == DIES:
                     pushed.result()
                 if rank == DIES and task.pass_number == PASSES // 2:
-                    group.progress()  # what it has reported is heard
+                    group.progress()  # earlier reports have been received
                     emit(task.shards)
                     threading.Event().wait()
                 task.done(after=[pushed])
@@ -304,7 +304,7 @@ def worker(rank, emit, cluster, go, on_loss, patience_s):
 
 
 def counted(log):
-    """How often each pass over each shard was reported done, by what the manager has written down."""
+    """The number of reports of each pass over each shard, from the manager's log."""
     entries = entries_of(log)
     tasks = {entry.task: entry for entry in entries if isinstance(entry, AssignTask)}
     found = Counter()
@@ -321,10 +321,10 @@ EVERY_PASS_ONCE = {(number, shard): 1 for number in range(PASSES) for shard in r
 @pytest.mark.parametrize(
     ("on_loss", "patience_s"), [("replace", 600.0), ("replace", 0.0), ("drop_slowest", 600.0)]
 )
-def test_a_worker_and_the_manager_are_killed_another_comes_late_and_every_pass_is_done(
+def test_every_pass_is_done_when_a_worker_and_the_manager_are_killed_and_another_joins(
     running, on_loss, patience_s
 ):
-    """A pass that was begun by the dead is pushed again by another, whose pushes are new ones."""
+    """A pass that the killed worker had begun is pushed again by another worker, as a new push."""
     ps, mark, log, go = running
     with start(worker, 3, ps.cluster, go, on_loss, patience_s) as workers:
         assert [workers.receive(rank) for rank in range(3)] == ["joined"] * 3
@@ -348,9 +348,7 @@ def test_a_worker_and_the_manager_are_killed_another_comes_late_and_every_pass_i
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("seed", range(3))
-def test_whenever_workers_and_manager_die_pushes_count_at_least_once_and_as_often_as_begun_at_most(
-    running, seed
-):
+def test_pushes_count_at_least_once_and_at_most_once_per_assignment_when_workers_die(running, seed):
     ps, mark, log, go = running
     counts = ps.namespace("counts", keys=SHARDS)
     chance = random.Random(f"worker group {seed}")
@@ -375,7 +373,7 @@ def test_whenever_workers_and_manager_die_pushes_count_at_least_once_and_as_ofte
     assert replay(read_log(log)) is None
 
 
-def test_without_the_data_of_who_was_killed_the_others_come_to_the_end(running):
+def test_with_on_worker_loss_continue_the_others_finish_without_the_lost_shards(running):
     ps, _, log, go = running
     with start(worker, 3, ps.cluster, go, "continue", 0.0) as workers:
         assert [workers.receive(rank) for rank in range(3)] == ["joined"] * 3

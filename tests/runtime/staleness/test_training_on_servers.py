@@ -67,8 +67,8 @@ def flat(model):
 
 
 def train(strategy, optimizer="momentum", *, rank=0, epochs=3, state=None, saves_at=None):
-    """A loop as its user would write it; returns what it came to, and the state after `saves_at` steps."""
-    model = Net(seed=rank)  # every worker begins differently: they all go on from the first one's
+    """A user's training loop; returns the final parameters, and the state after `saves_at` steps."""
+    model = Net(seed=rank)  # every worker has other parameters; all continue from the first worker's
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     saved = None
     with offbeat.join(model, optimizer, strategy) as session:
@@ -90,14 +90,14 @@ def train(strategy, optimizer="momentum", *, rank=0, epochs=3, state=None, saves
 
 
 def halving(optimizer, step):
-    """A scheduler that goes on after so many steps, and halves the learning rate after every three."""
+    """A scheduler that continues after `step` steps and halves the learning rate after every three."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // 3), last_epoch=step - 1)
 
 
 def alone(optimizer, epochs=3, samples=SAMPLES, state=None, joins=True):
-    """The same in one process with torch alone, with what all workers have at a clock as one batch.
+    """The same in one process with torch alone; the batches of all workers at a clock are one batch.
 
-    If it does not join them, each worker's gradient is a step, all computed with the same parameters.
+    Without `joins`, each worker's gradient is a step, all computed with the same parameters.
     """
     model, dataset = Net(seed=0), data(samples)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
@@ -135,8 +135,8 @@ def trajectories(rank, emit, strategy=EQUAL):
     return {name: train(strategy, name, rank=rank)[0] for name in OPTIMIZERS}
 
 
-def test_training_is_that_of_one_process_with_the_batches_joined():
-    """With each optimizer that servers can do, weight decay, a changing learning rate, uneven batches."""
+def test_training_equals_one_process_with_the_batches_joined():
+    """With each optimizer that servers support, weight decay, a changing learning rate, uneven batches."""
     results = values(run(trajectories, WORKERS))
     assert results[1] == results[2] == results[0]
     for name, got in results[0].items():
@@ -144,7 +144,7 @@ def test_training_is_that_of_one_process_with_the_batches_joined():
 
 
 @pytest.mark.long
-def test_one_gradient_after_the_other_is_that_of_one_process_in_the_workers_order():
+def test_with_server_step_sequential_training_equals_one_process_in_worker_order():
     strategy = replace(EQUAL, server_step="sequential")
     results = values(run(trajectories, WORKERS, strategy, env={"OFFBEAT_SERVERS": "2"}))
     assert results[1] == results[2] == results[0]
@@ -163,7 +163,7 @@ def in_other_orders(rank, emit):
 
 
 @pytest.mark.long
-def test_the_order_in_which_gradients_come_changes_no_bit_nor_does_the_name_of_a_bound_of_0():
+def test_the_order_of_arrival_changes_no_bit_and_ssp_with_s_0_equals_ps_bsp():
     for found in values(run(in_other_orders, WORKERS, env={"OFFBEAT_SERVERS": "2"})):
         assert found[1:] == found[:1] * 3
 
@@ -172,7 +172,7 @@ def test_the_order_in_which_gradients_come_changes_no_bit_nor_does_the_name_of_a
 
 
 def counts_steps(rank, emit, strategies, threads, **options):
-    """What `tally` returns, by strategy and by thread."""
+    """The results of `count_steps`, by strategy and by thread."""
     world = threads * int(os.environ["WORLD_SIZE"])
     found = []
     for strategy in strategies:
@@ -186,7 +186,7 @@ def counts_steps(rank, emit, strategies, threads, **options):
 
 
 def by_worker(ended, strategy):
-    """What the workers of a job found under one strategy."""
+    """The results of a job's workers under one strategy."""
     return [one for of_process in values(ended) for one in of_process[strategy]]
 
 
@@ -200,10 +200,8 @@ EAGER = (SSP(s=2, apply="eager", shards="equal"), ASP(shards="equal"))
 
 @pytest.mark.long
 @pytest.mark.parametrize(("processes", "threads"), [(4, 1), (2, 2)])
-def test_a_worker_sees_its_own_steps_once_and_of_the_others_those_of_the_version_that_it_reads(
-    processes, threads
-):
-    """Invariants (ii) and (iii) of SSP, in lock step and out of it."""
+def test_a_worker_reads_its_own_steps_once_and_the_others_steps_of_the_read_version(processes, threads):
+    """Invariants (ii) and (iii) of SSP, in lockstep and otherwise."""
     ended = run(counts_steps, processes, VERSIONED + EAGER, threads, env={"OFFBEAT_SLOW": "1:4"})
     for number, strategy in enumerate(VERSIONED):
         check_versioned(by_worker(ended, number), strategy._bound())
@@ -211,7 +209,7 @@ def test_a_worker_sees_its_own_steps_once_and_of_the_others_those_of_the_version
         check_eager(by_worker(ended, number))
 
 
-# Coming and going ---------------------------------------------------------------------------------------
+# Workers without steps ----------------------------------------------------------------------------------
 
 
 def steps_for_some(rank, emit, strategies, steps):
@@ -219,25 +217,25 @@ def steps_for_some(rank, emit, strategies, steps):
 
 
 @pytest.mark.long
-def test_who_takes_no_step_ends_with_what_the_others_have_made():
-    """Also at once: the last gradients of the others, who do not wait for one another, are in it."""
+def test_a_worker_without_steps_ends_with_the_parameters_of_the_others():
+    """The final state contains the last gradients of the others, also where workers do not wait."""
     strategies = [EQUAL, SSP(s=2, shards="equal"), ASP(shards="equal"), Downpour(n_push=4, n_fetch=3)]
     for idle in ({0: 9, 1: 6, 2: 0}, {0: 0, 1: 3, 2: 6}):
         ended = values(run(steps_for_some, WORKERS, strategies, idle, env={"OFFBEAT_SLOW": "1:5"}))
         for number, strategy in enumerate(strategies):
             last = [one[number][1] for one in ended]
-            if strategy.ps_options().is_versioned:  # the mean of who took part in the clock
+            if strategy.ps_options().is_versioned:  # the mean over the workers of the clock
                 assert last[1] == last[2] == last[0]
                 assert sum(last[0]) == pytest.approx(max(idle.values()))
             else:
                 assert last == [[float(idle[worker]) for worker in range(WORKERS)]] * WORKERS
 
 
-# What a run log shows -----------------------------------------------------------------------------------
+# Run logs -----------------------------------------------------------------------------------------------
 
 
 def recorded(rank, emit, jobs, folder):
-    """Trains one job after the other, each with a log of its own; returns which samples were used when."""
+    """Trains one job after the other, each with its own log; returns the samples used in each epoch."""
     found = []
     for number, (strategy, slow, threads) in enumerate(jobs):
         os.environ["OFFBEAT_SLOW"] = slow
@@ -251,13 +249,13 @@ def recorded(rank, emit, jobs, folder):
 
 
 def in_threads(threads, work):
-    """Calls `work(thread)` in so many threads; an error of one of them is this one's."""
+    """Calls `work(thread)` in so many threads; raises the error of any of them."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, range(threads)))
 
 
 def use_samples(strategy, log=None, epochs=3, samples=SAMPLES, **where):
-    """Trains; returns what samples this worker used, by epoch."""
+    """Trains; returns the samples that this worker used, by epoch."""
     torch.manual_seed(0)
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -291,7 +289,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory):
-    """The logs of these jobs, and what samples each of their workers used."""
+    """The logs of these jobs, and the samples that each of their workers used."""
     folder = tmp_path_factory.mktemp("logs")
     used = values(run(recorded, WORKERS, JOBS, folder))
     logs = [read_log(folder / f"{number}.jsonl") for number in range(len(JOBS))]
@@ -308,7 +306,7 @@ def test_every_run_keeps_the_rules_and_is_replayed(recordings):
     assert len(bounds) > 1, "the bound never changed"
 
 
-# Who starts alone, and who is left behind ----------------------------------------------------------------
+# Warm start and slow workers -----------------------------------------------------------------------------
 
 WARM_STEPS = 5
 DETECTING = DTSSP(shards="equal", s=1, s_min=1, s_max=6, limit=math.inf, detector="on")
@@ -341,7 +339,7 @@ def test_in_a_warm_start_the_first_worker_steps_alone_and_then_the_others_begin(
 
 
 @pytest.mark.long
-def test_a_worker_that_is_classed_as_slow_holds_the_others_back_only_beyond_s_max(special):
+def test_a_worker_classified_as_slow_delays_the_others_only_beyond_s_max(special):
     log = special["detecting"]
     started = [one for one in log.entries if isinstance(one, StepPermit) and one.may_start]
     beyond = [one for one in started if "for a straggler" in one.reason]
@@ -354,17 +352,17 @@ def test_a_worker_that_is_classed_as_slow_holds_the_others_back_only_beyond_s_ma
 
 
 def edited(log, change):
-    """A log in which the first entry that `change` takes is what that returns."""
+    """A log in which the first entry for which `change` returns an entry is replaced by it."""
     entries = list(log.entries)
     for place, entry in enumerate(entries):
         if (other := change(entry)) is not None:
             entries[place] = other
             return replace(log, entries=entries)
-    raise AssertionError("there is no such entry")
+    raise AssertionError("expected an entry to change")
 
 
 @pytest.mark.long
-def test_the_rules_can_be_broken(recordings):
+def test_violations_of_the_staleness_rules_are_found(recordings):
     logs, _ = recordings
 
     def is_ahead(entry, clock=3):
@@ -392,8 +390,8 @@ def test_the_rules_can_be_broken(recordings):
 
 
 @pytest.mark.long
-def test_what_a_worker_has_read_serves_it_for_s_more_clocks(recordings):
-    """Invariant (viii): after version v it pulls at clock v + s + 1, not before."""
+def test_a_read_version_is_used_for_s_more_clocks(recordings):
+    """Invariant (viii): after version v a worker pulls at clock v + s + 1, not before."""
     logs, _ = recordings
     for log in (logs[0], logs[1], logs[-1]):
         for worker in range(WORKERS):
@@ -404,7 +402,7 @@ def test_what_a_worker_has_read_serves_it_for_s_more_clocks(recordings):
                 assert (times.pull_s > 0) == (clocked.clock == 0 or held < clocked.clock - 2)
                 assert clocked.parameter_version == held or times.pull_s > 0
                 held = clocked.parameter_version
-    for log in (logs[1], logs[-1]):  # who came last to clock 3 has read what is newer than it has to be
+    for log in (logs[1], logs[-1]):  # the last worker to reach clock 3 has read a newer version than required
         steps = [one for one in log.entries if isinstance(one, StepFinished) and one.clock == 3]
         assert any(one.parameter_version > 1 for one in steps)
 
@@ -423,17 +421,17 @@ def test_the_parts_of_every_step_sum_to_its_wall_time(recordings):
             if one.step:
                 assert sum(parts[level] > 0 for level in ("pull", "process_cache", "thread_cache")) == 1
             if threads > 1 and one.step in (1, 2) and strategy.thread_cache == "per_clock":
-                assert one.process_cache_s > 0  # what was pulled for clock 0 serves up to clock s
+                assert one.process_cache_s > 0  # the values pulled for clock 0 are used up to clock s
 
 
-def test_every_sample_of_an_epoch_comes_once_over_all_workers(recordings):
+def test_every_sample_of_an_epoch_is_used_once_over_all_workers(recordings):
     for used in recordings[1]:
         for epoch in range(3):
             assert sorted(number for one in used for number in one.get(epoch, [])) == list(range(SAMPLES))
 
 
 def breaks_off(rank, emit, strategies):
-    """Leaves every epoch early, worker 1 with a gradient that it has not made a step with."""
+    """Leaves every epoch early, with a gradient that was not used in a step."""
     steps = []
     for strategy in strategies:
         model = nn.Linear(6, 1)
@@ -451,7 +449,7 @@ def breaks_off(rank, emit, strategies):
 
 
 @pytest.mark.long
-def test_a_loop_may_leave_an_epoch_with_a_gradient_that_it_made_no_step_with():
+def test_a_loop_may_leave_an_epoch_with_a_gradient_that_no_step_used():
     strategies = [SSP(s=1), ASP(), ServerBSP(shards="equal")]
     for steps in values(run(breaks_off, 2, strategies)):
         assert min(steps) > 0
@@ -460,15 +458,15 @@ def test_a_loop_may_leave_an_epoch_with_a_gradient_that_it_made_no_step_with():
 # Accumulation, buffers, states --------------------------------------------------------------------------
 
 
-def test_several_backward_passes_are_one_gradient():
-    """In `no_sync` or not: a step pushes once what was accumulated."""
+def test_accumulated_gradients_are_pushed_once_per_step():
+    """A step pushes accumulated gradients once."""
     ended = run(partial(counts_steps, every=3), 2, (SSP(s=1, shards="equal"), ASP(shards="equal")), 1)
     check_versioned(by_worker(ended, 0), 1, gradients=3)
     check_eager(by_worker(ended, 1), gradients=3)
 
 
 class Buffered(nn.Module):
-    """Its buffers are other ones on every worker, and it says what they are at a forward pass."""
+    """Its buffers differ between workers; records their values in each forward pass."""
 
     def __init__(self, rank):
         super().__init__()
@@ -497,17 +495,17 @@ def buffered(rank, emit):
     return model.seen
 
 
-def test_buffers_are_the_first_workers_to_begin_with_and_then_each_workers_own():
+def test_buffers_start_as_the_first_workers_and_then_change_on_each_worker():
     results = values(run(buffered, WORKERS))
     assert all(seen[0] == ([1.0] * 3, 10**12, True) for seen in results)
     assert len({tuple(seen[1][0]) for seen in results}) == WORKERS
 
 
-SAVED_AT = 6  # in the midst of an epoch
+SAVED_AT = 6  # in the middle of an epoch
 
 
 def saves(rank, emit, folder):
-    """Saves in the midst of training, goes on from there in other ways, and trains without a break, too."""
+    """Saves in the middle of training, resumes under several strategies, and trains without a break, too."""
     found = {}
     for name in ("momentum", "adam"):
         path = folder / f"{name}.pt"
@@ -515,14 +513,14 @@ def saves(rank, emit, folder):
         if rank == 0:
             torch.save(saved, path)
         whole, _ = train(EQUAL, name, rank=rank)
-        goes_on = [EQUAL, SSP(s=0, shards="equal"), AllReduce()]
-        resumed = [train(one, name, rank=rank, state=torch.load(path))[0] for one in goes_on]
+        resuming = [EQUAL, SSP(s=0, shards="equal"), AllReduce()]
+        resumed = [train(one, name, rank=rank, state=torch.load(path))[0] for one in resuming]
         found[name] = whole, resumed
     return found
 
 
 @pytest.mark.long
-def test_a_state_goes_on_as_if_nothing_had_been_with_the_same_strategy_another_one_and_none(tmp_path):
+def test_a_saved_state_resumes_equally_with_the_same_another_and_no_strategy(tmp_path):
     for found in values(run(saves, WORKERS, tmp_path, env={"OFFBEAT_SLOW": "1:3"})):
         for name, (whole, (same, other, all_reduced)) in found.items():
             assert same == whole
@@ -534,7 +532,7 @@ def test_a_state_goes_on_as_if_nothing_had_been_with_the_same_strategy_another_o
 
 
 def saves_often(rank, emit):
-    """What worker 0 saves holds all of its own steps, and it goes on to see them."""
+    """The states that worker 0 saves hold all of its own steps, and later reads contain them, too."""
     return [count_steps(one, 2, rank, saves=rank == 0, steps=6) for one in SAVING]
 
 
@@ -550,7 +548,7 @@ def test_saving_while_others_train_loses_nothing():
 
 
 class Uses(nn.Module):
-    """A number for each sample, which grows when a gradient of the sample is applied."""
+    """A number for each sample that grows when a gradient of the sample is applied."""
 
     def __init__(self, samples):
         super().__init__()
@@ -561,7 +559,7 @@ class Uses(nn.Module):
 
 
 def saves_uses(rank, emit, strategies):
-    """Worker 0 saves after every step; returns which samples each state holds, and says that it holds."""
+    """Worker 0 saves after every step; returns the samples listed as used and those applied in each state."""
     found = []
     for strategy in strategies:
         model = Uses(SAMPLES)
@@ -577,28 +575,28 @@ def saves_uses(rank, emit, strategies):
                         state = session.state_dict()
                         order = epoch_order(SAMPLES, seed=state["seed"], epoch=0, shuffle=True)
                         ranges = state["used"].get("0", [[0, SAMPLES]])
-                        said = {int(order[at]) for first, last in ranges for at in range(first, last)}
+                        listed = {int(order[at]) for first, last in ranges for at in range(first, last)}
                         held = state["model"]["uses_N"].nonzero().flatten().tolist()
-                        found.append((sorted(said), held))
+                        found.append((sorted(listed), held))
     return found
 
 
 @pytest.mark.long
-def test_a_state_of_the_midst_says_of_just_those_samples_that_they_are_used_whose_gradients_it_holds():
+def test_a_saved_state_lists_as_used_exactly_the_samples_whose_gradients_it_holds():
     strategies = [ServerBSP(), SSP(s=2), SSP(s=2, server_step="sequential")]
     states, *_ = values(run(saves_uses, WORKERS, strategies, env={"OFFBEAT_SLOW": "0:3"}))
     assert len(states) > len(strategies)
     assert any(0 < len(held) < SAMPLES for _, held in states)
-    for said, held in states:
-        assert said == held
+    for listed, held in states:
+        assert listed == held
 
 
-# What is refused ----------------------------------------------------------------------------------------
+# Rejected input -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def mark(monkeypatch):
-    """Marks the processes that this one starts; in the end there is none of them."""
+    """Marks the processes that this one starts; checks that none is left."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     yield mark
@@ -614,14 +612,14 @@ def mark(monkeypatch):
         (partial(torch.optim.Adam, amsgrad=True), "SGD, Adagrad, .*amsgrad=True"),
     ],
 )
-def test_what_servers_cannot_do_is_refused_before_anything_is_started(mark, optimize, words):
+def test_an_unsupported_optimizer_is_rejected_before_a_process_is_started(mark, optimize, words):
     model = nn.Linear(2, 2)
     with pytest.raises(OffbeatError, match=words):
         offbeat.join(model, optimize(model.parameters()), EQUAL)
     assert not marked(mark)
 
 
-def test_parameters_of_half_precision_are_refused(mark):
+def test_parameters_of_half_precision_are_rejected(mark):
     model = nn.Linear(2, 2).half()
     with pytest.raises(OffbeatError, match="float16"):
         offbeat.join(model, torch.optim.SGD(model.parameters(), lr=1), EQUAL)
@@ -641,10 +639,10 @@ def parts_only(model, optimizer):
 @pytest.mark.parametrize(
     ("misuse", "words"), [(closure, "without a closure"), (parts_only, r"call model\(\.\.\.\) itself")]
 )
-def test_what_cannot_be_done_in_a_step_ends_the_job_with_one_clear_error(mark, misuse, words):
+def test_an_unsupported_step_ends_the_job_with_one_clear_error(mark, misuse, words):
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     with pytest.raises(OffbeatError, match=words), offbeat.join(model, optimizer, EQUAL):
         misuse(model, optimizer)
     optimizer.zero_grad()
-    optimizer.step()  # its hooks are off
+    optimizer.step()  # the session's hooks are removed

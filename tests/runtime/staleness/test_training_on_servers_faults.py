@@ -1,7 +1,7 @@
-"""Promises of training on a parameter server in which something dies, stops or comes: real processes.
+"""Promises of training on a parameter server when real processes die, pause or join.
 
-Whatever happens, the others go on and end in time, or end with an error that says who; the rules of bounded
-staleness hold; and nothing of the job is left.
+The others continue and end in time, or end with an error that names the cause; the rules of bounded staleness
+hold; and no process of the job is left.
 """
 
 import os
@@ -37,7 +37,7 @@ from support.server_training import (
 )
 
 WORKERS, STEPS, MIDDLE = 2, 24, 6
-SILENT_S = 2.5  # 10 s, if nobody says otherwise
+SILENT_S = 2.5  # the default is 10 s
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def gate(tmp_path):
 
 
 def counts(rank, emit, strategy):
-    """Steps on, stands still in the middle, and goes on; returns what `check_versioned` looks at."""
+    """Takes steps, with a pause in the middle; returns the reads that `check_versioned` examines."""
     model = StepCounter(WORKERS, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     reads = []
@@ -82,7 +82,7 @@ def servers(mark):
     ids=["ssp", "asp"],
 )
 @pytest.mark.parametrize("victim", [0, 1])
-def test_with_the_death_of_a_server_nothing_is_lost_and_nothing_comes_twice(gate, strategy, check, victim):
+def test_the_death_of_a_server_loses_and_duplicates_no_step(gate, strategy, check, victim):
     env = {**gate.env, "OFFBEAT_SERVERS": "2"}
     with job(counts, WORKERS, strategy, env=env) as running:
         running.receive(*range(WORKERS))
@@ -96,7 +96,7 @@ def test_with_the_death_of_a_server_nothing_is_lost_and_nothing_comes_twice(gate
 
 
 def uses(rank, emit, strategy, epochs=6, kills=None, at=2):
-    """Trains, stands still at step `at` of its own, and goes on.
+    """Trains, with a pause at its own step `at`.
 
     Returns the samples that this worker used, by epoch, and the parameters in the end. A worker waits at an
     epoch's end for the samples that others hold: `at` is a step of the first epoch, however slow it is.
@@ -122,20 +122,20 @@ def uses(rank, emit, strategy, epochs=6, kills=None, at=2):
     return used, torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
 
 
-def alike(ended):
-    """Checks that all hold the same in the end; returns which samples they used."""
+def check_equal(ended):
+    """Checks that all end with equal parameters; returns the samples that they used."""
     found = values(ended)
     assert all(last == found[0][1] for _, last in found)
     return [used for used, _ in found]
 
 
 def each_once(used, epochs):
-    """Checks that each sample of these epochs came once over all workers."""
+    """Checks that each sample of these epochs was used once over all workers."""
     for epoch in epochs:
         assert sorted(number for one in used for number in one.get(epoch, [])) == list(range(SAMPLES))
 
 
-def kept_to_the_rules(log, *lost):
+def check_rules(log, *lost):
     log = read_log(log)
     assert violations(log) == []
     assert replay(log) is None
@@ -147,12 +147,12 @@ def kept_to_the_rules(log, *lost):
 @pytest.mark.parametrize(
     "strategy", [ServerBSP(shards="equal"), SSP(s=2), ASP()], ids=lambda strategy: strategy.name
 )
-def test_the_others_go_on_without_a_worker_that_is_killed(strategy, victim, tmp_path):
+def test_the_others_continue_without_a_killed_worker(strategy, victim, tmp_path):
     log = tmp_path / "log.jsonl"
     with job(uses, 3, strategy, 6, victim, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         ended = running.ends()
-    kept_to_the_rules(log, victim)
-    alike([one for one in ended if one.rank != victim])
+    check_rules(log, victim)
+    check_equal([one for one in ended if one.rank != victim])
     if strategy.shards == "dynamic":
         assert used_positions(log) == Counter(
             {(epoch, position): 1 for epoch in range(6) for position in range(SAMPLES)}
@@ -160,7 +160,7 @@ def test_the_others_go_on_without_a_worker_that_is_killed(strategy, victim, tmp_
 
 
 def used_positions(log):
-    """How often each position of an epoch was in a step that counts: what a dead worker had, in another's."""
+    """The number of finished steps with each position of an epoch; a lost worker's blocks are reassigned."""
     blocks = {block.id: block for assignment in entries_of(log, AssignBlocks) for block in assignment.blocks}
     return Counter(
         (blocks[block].epoch, position)
@@ -172,7 +172,7 @@ def used_positions(log):
 
 
 def fails_in_a_thread(rank, emit, strategy, victim):
-    """Two worker threads, one of which fails in the midst; returns the others' parameters in the end."""
+    """Two worker threads, one of which fails in its second step; returns the others' final parameters."""
 
     def work(thread):
         model = nn.Linear(6, 1)
@@ -182,7 +182,7 @@ def fails_in_a_thread(rank, emit, strategy, victim):
             for _ in session.epochs(3):
                 for _, x in session.batches(Numbers(SAMPLES), BATCH):
                     steps += 1
-                    if (session.worker, steps) == (victim, 2):  # it takes so many however slow it is
+                    if (session.worker, steps) == (victim, 2):  # also a slow worker takes that many steps
                         raise ValueError("a thread is broken")
                     optimizer.zero_grad()
                     model(x).square().mean().backward()
@@ -200,7 +200,7 @@ def fails_in_a_thread(rank, emit, strategy, victim):
 @pytest.mark.parametrize(
     "strategy", [ServerBSP(shards="equal"), SSP(s=2)], ids=lambda strategy: strategy.name
 )
-def test_the_others_go_on_without_a_thread_that_fails_also_in_its_own_process(strategy, victim):
+def test_the_others_continue_without_a_failed_thread_also_in_its_own_process(strategy, victim):
     ended = values(run(fails_in_a_thread, 2, replace(strategy, deadline_s=20.0), victim))
     found = [one for of_process in ended for one in of_process]
     assert len(found) == 3
@@ -208,7 +208,7 @@ def test_the_others_go_on_without_a_thread_that_fails_also_in_its_own_process(st
 
 
 def fails_at_last(rank, emit, strategy):
-    """The second of two threads of a process fails in its last step, when the first has done all of its."""
+    """The second of two threads of a process fails in its last step, when the first has done all its steps."""
     is_through = threading.Event()
 
     def work(thread):
@@ -220,7 +220,7 @@ def fails_at_last(rank, emit, strategy):
                 model().backward()
                 if session.worker == 3 and step == STEPS - 1:
                     assert is_through.wait(30)
-                    compute(0.5)  # until the other one has said that it has finished, more or less
+                    compute(0.5)  # probably until the other one has reported that it has finished
                     raise ValueError("a thread is broken")
                 optimizer.step()
             if thread == 0:
@@ -233,7 +233,7 @@ def fails_at_last(rank, emit, strategy):
     return [one for one in found if not isinstance(one, ValueError)]
 
 
-def test_nobody_waits_in_the_end_for_a_thread_that_failed_last():
+def test_no_worker_waits_at_the_end_for_a_thread_that_failed_in_its_last_step():
     ended = values(run(fails_at_last, 2, SSP(s=2, shards="equal", deadline_s=15.0)))
     found = [one for of_process in ended for one in of_process]
     assert len(found) == 3
@@ -241,24 +241,24 @@ def test_nobody_waits_in_the_end_for_a_thread_that_failed_last():
 
 
 def refreshes(rank, emit, strategy):
-    """Refreshes after every third step; what a step is computed with holds all own steps before it."""
+    """Refreshes after every third step; returns this worker's count of its own steps at each read."""
     reads, _ = count_steps(strategy, WORKERS, rank, steps=STEPS, refreshes_every=3)
     return [counts[rank] for _, _, counts in reads]
 
 
-def test_what_downpour_fetched_before_a_refresh_is_not_used_after_it():
+def test_parameters_prefetched_before_a_refresh_are_not_used_after_it():
     for found in values(run(refreshes, WORKERS, Downpour(shards="equal", n_fetch=1))):
         assert found == [float(step) for step in range(STEPS)]
 
 
-def stands_alone_for_long(rank, emit, strategy):
+def takes_a_long_warm_start(rank, emit, strategy):
     return count_steps(strategy, WORKERS, rank, steps=2 if rank else 12, compute_s=0.2)[1]
 
 
 @pytest.mark.long
 def test_a_warm_start_may_take_longer_than_the_deadline_of_a_step():
     strategy = Downpour(shards="equal", warm_start=12, deadline_s=1.5)
-    assert values(run(stands_alone_for_long, WORKERS, strategy)) == [[12.0, 2.0]] * WORKERS
+    assert values(run(takes_a_long_warm_start, WORKERS, strategy)) == [[12.0, 2.0]] * WORKERS
 
 
 def uses_and_is_impatient(rank, emit, strategy):
@@ -267,7 +267,7 @@ def uses_and_is_impatient(rank, emit, strategy):
 
 
 @pytest.mark.long
-def test_a_worker_that_is_stopped_is_lost_and_the_others_do_not_wait_for_it_for_ever(gate):
+def test_a_paused_worker_is_lost_and_the_others_continue(gate):
     with job(uses_and_is_impatient, 3, SSP(s=2), env=gate.env) as running:
         running.receive(0, 1, 2)
         running.signal(1, signal.SIGSTOP)
@@ -275,38 +275,38 @@ def test_a_worker_that_is_stopped_is_lost_and_the_others_do_not_wait_for_it_for_
         others = [running.end(0), running.end(2)]
         running.signal(1, signal.SIGCONT)
         stopped = running.end(1)
-    alike(others)
+    check_equal(others)
     assert stopped.error_type == "WorkerError", stopped.trace
     assert "worker 1" in stopped.error
-    kept_to_the_rules(gate.log, 1)
+    check_rules(gate.log, 1)
 
 
 @pytest.mark.long
-def test_a_newcomer_takes_part_with_the_parameters_and_the_data_order_of_the_others(gate):
+def test_a_newcomer_trains_with_the_parameters_and_the_data_order_of_the_others(gate):
     env = {**gate.env, "OFFBEAT_SEED": "7"}
     with job(uses, 2, SSP(s=2), 16, hosts_store=True, env=env) as running:
         running.receive(0, 1)
         running.add(uses, SSP(s=2), 16, env={"OFFBEAT_SEED": "3"})
         gate.open()
-        used = alike(running.ends())
+        used = check_equal(running.ends())
     each_once(used, range(16))
-    kept_to_the_rules(gate.log)
+    check_rules(gate.log)
     assert sum(isinstance(one, StepFinished) and one.worker == 2 for one in entries_of(gate.log)) > 1
 
 
-def test_training_goes_on_with_a_coordinator_that_was_started_again(gate):
+def test_training_continues_with_a_restarted_coordinator(gate):
     with job(uses, 3, SSP(s=2), env=gate.env) as running:
         running.receive(0, 1, 2)
         os.kill(running.coordinator(), signal.SIGKILL)
         gate.open()
-        used = alike(running.ends())
+        used = check_equal(running.ends())
     each_once(used, range(6))
-    kept_to_the_rules(gate.log)
+    check_rules(gate.log)
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", [SSP(s=2, deadline_s=4.0), ASP(deadline_s=4.0)], ids=["ssp", "asp"])
-def test_without_any_server_everybody_ends_naming_it(gate, strategy):
+def test_without_any_server_every_worker_ends_with_an_error_that_names_it(gate, strategy):
     with job(uses, 2, strategy, env=gate.env) as running:
         running.receive(0, 1)
         (server,) = servers(running.mark)
@@ -318,7 +318,7 @@ def test_without_any_server_everybody_ends_naming_it(gate, strategy):
 
 
 def dies_first(rank, emit, victim):
-    """One worker dies when all have joined and none has taken a step."""
+    """One worker dies when all have joined and before any step."""
     model = StepCounter(WORKERS, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with offbeat.join(model, optimizer, SSP(s=2, shards="equal")) as session:
@@ -337,7 +337,7 @@ def test_a_worker_that_dies_before_its_first_step_is_not_waited_for():
         running.died(1)
 
 
-def test_without_the_parameters_of_the_first_worker_nobody_begins():
+def test_without_the_parameters_of_the_first_worker_no_other_worker_begins():
     with job(dies_first, WORKERS, 0) as running:
         ended = running.end(1)
     assert ended.error_type == "WorkerError"
@@ -350,5 +350,5 @@ def test_a_newcomer_waits_for_the_first_workers_parameters_where_training_has_no
         running.receive(0, 1)
         running.add(uses, SSP(s=2), 6, env={"OFFBEAT_SEED": "3"})
         gate.open_for(2)
-        each_once(alike(running.ends()), range(6))
-    kept_to_the_rules(gate.log)
+        each_once(check_equal(running.ends()), range(6))
+    check_rules(gate.log)
