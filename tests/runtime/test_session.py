@@ -1,4 +1,4 @@
-"""Promises of `offbeat.join` with `AllReduce`: real workers beside one process with the large batch."""
+"""Promises of `offbeat.join` with `AllReduce`: real workers against one process with the large batch."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ def data(samples=WORKERS * 8 * STEPS, seed=0):
 
 
 class Net(nn.Module):
-    """Two layers, one of them used twice, another frozen, and a head that only some inputs reach."""
+    """Layers of which one is used twice, another is frozen, and a head that only some inputs reach."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -80,7 +80,7 @@ def plain_loop(session, model, optimizer, dataset, batch, steps):
 
 
 def train(rank, emit, make, loop, steps, samples, options):
-    model = make(seed=rank)  # every worker begins differently: join makes them equal
+    model = make(seed=rank)  # every worker has other parameters; join makes them equal
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, AllReduce(**options)) as session:
         trace = loop(session, model, optimizer, data(*samples), 8, steps)
@@ -92,7 +92,7 @@ def compare(make=Net, loop=plain_loop, steps=STEPS, tolerance=1e-10, workers=WOR
     first, trace = results[0]
     for final, other in results[1:]:
         assert final == first, "replicas differ"
-        assert other == trace, "replicas differ on the way"
+        assert other == trace, "replicas differ during training"
     expected = alone(make, sgd, steps, loop=loop, batch=workers * 8, samples=samples)
     assert torch.allclose(torch.tensor(first, dtype=torch.float64), expected, rtol=0, atol=tolerance)
     return expected
@@ -108,7 +108,7 @@ def test_the_trajectory_does_not_depend_on_the_buckets(bucket_bytes):
     compare(steps=10, bucket_bytes=bucket_bytes)
 
 
-def test_three_workers():
+def test_replicas_follow_the_large_batch_with_three_workers():
     compare(steps=20, workers=3)
 
 
@@ -116,8 +116,8 @@ def test_an_uneven_last_batch_counts_by_samples():
     compare(steps=12, samples=(WORKERS * 8 * 5 + 13,))
 
 
-def test_fewer_samples_at_the_end_than_workers_are_all_used():
-    """Two samples over in 162: the last two steps share theirs and the last 32, so batches hold 5 or 4."""
+def test_fewer_remaining_samples_than_workers_are_all_used():
+    """Of 162 samples 2 remain: the last two steps share them and the last 32, so batches hold 5 or 4."""
     samples = WORKERS * 8 * 5 + 2
     results = values(run(train, WORKERS, Net, plain_loop, 6, (samples,), {}))
     model = Net()
@@ -152,7 +152,7 @@ def normalises(rank, emit, strategy, options):
 @pytest.mark.long(after=2)
 @pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(limit=10**6)])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_model_that_normalises_over_batches_trains_though_two_of_ten_samples_are_over(strategy, drop_last):
+def test_batch_normalization_trains_although_ten_samples_are_no_multiple_of_the_batch(strategy, drop_last):
     (first, final), (second, other) = values(run(normalises, 2, strategy, {"drop_last": drop_last}))
     assert final == other
     assert min(first + second) >= (4 if drop_last else 2)
@@ -160,11 +160,11 @@ def test_a_model_that_normalises_over_batches_trains_though_two_of_ten_samples_a
         assert sum(first + second) >= 2 * 10
 
 
-def test_with_drop_last_a_state_from_the_middle_of_an_epoch_goes_on_with_the_other_whole_batches():
-    """Eleven samples in batches of three: two are left out, the same after the state was loaded."""
-    model, dataset, taken = nn.Linear(1, 1), TensorDataset(torch.arange(11.0)[:, None]), []
+def test_with_drop_last_a_state_from_the_middle_of_an_epoch_resumes_with_the_other_whole_batches():
+    """Eleven samples in batches of three: two are left out, and the same two after the state was loaded."""
+    model, dataset, used = nn.Linear(1, 1), TensorDataset(torch.arange(11.0)[:, None]), []
 
-    def go_on(state, batches):
+    def resume(state, batches):
         optimizer = sgd(model)
         with offbeat.join(model, optimizer, AllReduce()) as session:
             if state is not None:
@@ -173,16 +173,16 @@ def test_with_drop_last_a_state_from_the_middle_of_an_epoch_goes_on_with_the_oth
                 optimizer.zero_grad()
                 model(x).sum().backward()
                 optimizer.step()
-                taken.append(x[:, 0].long().tolist())
+                used.append(x[:, 0].long().tolist())
                 batches -= 1
                 if not batches:
                     break
             return session.state_dict()
 
-    go_on(go_on(None, 1), 9)
-    assert [len(batch) for batch in taken] == [3, 3, 3]
+    resume(resume(None, 1), 9)
+    assert [len(batch) for batch in used] == [3, 3, 3]
     order = epoch_order(11, seed=0, epoch=0, shuffle=True)
-    assert [index for batch in taken for index in batch] == order[:9].tolist()
+    assert [index for batch in used for index in batch] == order[:9].tolist()
 
 
 def clipping_loop(session, model, optimizer, dataset, batch, steps):
@@ -241,7 +241,7 @@ def test_gradient_accumulation_with_and_without_no_sync(loop):
 
 
 def rare_loop(session, model, optimizer, dataset, batch, steps):
-    """The rare head is reached by nobody, everybody or a few of the workers."""
+    """The rare head is reached by none, all or a few of the workers."""
     for number, (x, y) in enumerate(session.batches(dataset, batch)):
         optimizer.zero_grad()
         F.cross_entropy(model(x, rare=number % 3 == 1), y).backward()
@@ -250,7 +250,7 @@ def rare_loop(session, model, optimizer, dataset, batch, steps):
             break
 
 
-def test_parameters_without_a_gradient_in_a_step_are_left_alone():
+def test_parameters_without_a_gradient_in_a_step_are_not_changed():
     compare(loop=rare_loop, steps=12)
 
 
@@ -320,7 +320,7 @@ class Reentrant(nn.Module):
         return self.last(x)
 
 
-def test_reentrant_checkpoints_and_gradients_that_come_twice():
+def test_reentrant_checkpoints_may_accumulate_a_gradient_twice():
     compare(make=Reentrant, steps=10, bucket_bytes=200)
 
 
@@ -335,7 +335,7 @@ def adversarial_loop(session, model, optimizer, dataset, batch, steps):
             break
 
 
-def test_several_forward_and_backward_passes_in_a_step():
+def test_a_step_may_have_several_forward_and_backward_passes():
     compare(loop=adversarial_loop, steps=10)
 
 
@@ -372,7 +372,7 @@ def test_batch_norm_buffers_follow_the_first_worker_and_keep_their_types():
 
 
 class Counting(nn.Module):
-    """Puts a new tensor in its buffer's place in every forward pass."""
+    """Replaces its buffers by new tensors in every forward pass."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -397,7 +397,7 @@ def counted(rank, emit):
     return model.seen.tolist(), model.flag.item()
 
 
-def test_buffers_may_be_replaced_but_not_change_their_form():
+def test_buffers_may_be_replaced_but_must_keep_type_and_shape():
     assert values(run(counted, 3)) == [([3.0, 3.0], True)] * 3
     model = Counting()
     with offbeat.join(model, sgd(model), AllReduce()) as session:
@@ -407,7 +407,7 @@ def test_buffers_may_be_replaced_but_not_change_their_form():
 
 
 def copied(rank, emit):
-    """A copy, a pickle and an averaged copy of a model in a session are models of their own."""
+    """A copy, a pickle and an averaged copy of a model in a session are independent of it."""
     model = Net(seed=rank)
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, AllReduce()) as session:
@@ -420,7 +420,7 @@ def copied(rank, emit):
         for other in (copy.deepcopy(model), loaded, averaged.module):
             assert torch.equal(flat(other), flat(model))
             rounds = session._synchronizer.averager.round
-            if rank == 0:  # nobody is waited for
+            if rank == 0:  # no other worker takes part
                 other(torch.ones(1, 12, dtype=torch.float64)).sum().backward()
             assert session._synchronizer.averager.round == rounds
         plain_loop(session, model, optimizer, data(), 8, 4)
@@ -443,7 +443,7 @@ def mixed_precision(rank, emit):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = F.cross_entropy(model(x.float()), y)
             if number == 3 and rank == 2:
-                loss = loss * float("inf")  # overflows on one worker: everybody must skip the step
+                loss = loss * float("inf")  # overflows on one worker: all workers must skip the step
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -473,7 +473,7 @@ def half_precision(rank, emit):
         return model.weight.grad.tolist()
 
 
-def test_the_mean_of_half_precision_gradients_does_not_overflow_on_the_way():
+def test_the_mean_of_half_precision_gradients_does_not_overflow():
     assert values(run(half_precision, WORKERS)) == [[[30000.0] * 4]] * WORKERS
 
 
@@ -489,8 +489,8 @@ def overlap(rank, emit):
     return seen
 
 
-def test_buckets_are_on_their_way_before_the_backward_pass_ends():
-    """The gradient of the model's input comes last; by then all buckets but the last have been launched."""
+def test_buckets_are_sent_before_the_backward_pass_ends():
+    """The gradient of the model's input is the last; by then all buckets but one have been launched."""
     assert values(run(overlap, 2)) == [[5], [5]]
 
 
@@ -516,17 +516,17 @@ def leave_twice(rank, emit):
         assert type(model).forward is forward
         assert "forward" not in vars(model)
         session.leave()
-    model(torch.ones(1, 12, dtype=torch.float64)).sum().backward()  # nobody is waited for any more
+    model(torch.ones(1, 12, dtype=torch.float64)).sum().backward()  # no other worker takes part any more
     optimizer.step()
     return True
 
 
-def test_leaving_takes_every_hook_off_and_one_may_join_again():
+def test_leaving_removes_every_hook_and_the_model_may_join_again():
     assert values(run(leave_twice, 2)) == [True, True]
 
 
 def interrupted(rank, emit, path):
-    """Trains 30 steps with Adam; and again 13, a checkpoint in mid-epoch, and the rest in a new session."""
+    """Trains 30 steps with Adam; and again 13, then the rest in a new session from a checkpoint."""
 
     def fresh():
         model = Net(seed=rank)
@@ -550,7 +550,7 @@ def interrupted(rank, emit, path):
     return whole, flat(model).tolist()
 
 
-def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_in_the_middle_of_an_epoch(tmp_path):
+def test_a_run_resumes_bit_identically_from_a_checkpoint_in_the_middle_of_an_epoch(tmp_path):
     for whole, resumed in values(run(interrupted, WORKERS, str(tmp_path / "checkpoint"))):
         assert whole == resumed
 
@@ -568,13 +568,13 @@ def trained_on_rank_0_only(rank, emit):
         }
 
 
-def test_join_gives_everybody_rank_0s_parameters_and_optimizer_state():
+def test_join_copies_rank_0s_parameters_and_optimizer_state_to_all_workers():
     results = values(run(trained_on_rank_0_only, 3))
     assert results[0][1]
     assert all(one == results[0] for one in results)
 
 
-def test_alone_nothing_is_needed_and_nothing_is_started():
+def test_a_single_process_needs_no_launcher_and_starts_no_coordinator():
     model = Net()
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, AllReduce()) as session:
@@ -584,7 +584,7 @@ def test_alone_nothing_is_needed_and_nothing_is_started():
         assert session.step == 3
 
 
-# What is refused ----------------------------------------------------------------------------------------
+# Rejected input -----------------------------------------------------------------------------------------
 
 
 def refusal(model, optimizer=None):
@@ -624,7 +624,7 @@ def test_lazy_and_meta_parameters_are_refused():
     assert "meta device" in refusal(nn.Linear(2, 2, device="meta"))
 
 
-def test_parameters_that_are_not_the_models_are_refused():
+def test_parameters_outside_the_model_are_refused():
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1)
     assert "2 parameters that are not the model's" in refusal(model, optimizer)
@@ -668,7 +668,7 @@ def test_unfreezing_or_adding_parameters_in_a_session_is_an_error():
         ({"OFFBEAT_SLOW": "fast"}, "'fast'"),
     ],
 )
-def test_a_broken_environment_says_what_is_wrong_with_it(monkeypatch, variables, text):
+def test_an_invalid_environment_is_refused_with_its_cause(monkeypatch, variables, text):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OFFBEAT_SLOW"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -679,7 +679,7 @@ def test_a_broken_environment_says_what_is_wrong_with_it(monkeypatch, variables,
 
 
 def penalised_loop(session, model, optimizer, dataset, batch, steps):
-    """A gradient penalty: autograd.grad runs a backward pass of its own that no parameter may answer to."""
+    """A gradient penalty: autograd.grad runs a backward pass of its own, which must start no exchange."""
     for x, y in session.batches(dataset, batch):
         optimizer.zero_grad()
         x.requires_grad_(True)
@@ -692,7 +692,7 @@ def penalised_loop(session, model, optimizer, dataset, batch, steps):
     assert session._synchronizer.averager.round == steps
 
 
-def test_a_gradient_penalty_costs_no_exchange_of_its_own():
+def test_a_gradient_penalty_starts_no_additional_exchange():
     compare(loop=penalised_loop, steps=8)
 
 
@@ -709,7 +709,7 @@ def test_a_model_of_very_many_parameters_is_described_by_a_digest_of_the_rest():
     assert other[-1] != lines[-1]
 
 
-def test_a_part_of_an_epoch_needs_the_sessions_own_batches(monkeypatch):
+def test_slowness_by_part_of_an_epoch_needs_the_sessions_own_batches(monkeypatch):
     monkeypatch.setenv("OFFBEAT_SLOW", "0:2@0.0-0.5")
     model = nn.Linear(2, 2)
     with offbeat.join(model, sgd(model), AllReduce()):

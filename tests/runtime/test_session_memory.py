@@ -1,4 +1,4 @@
-"""What a session takes, it gives back when it is over: model, buckets and links are garbage then."""
+"""A session releases its memory when it ends: model, buckets and links are garbage then."""
 
 import gc
 import weakref
@@ -20,7 +20,7 @@ STRATEGIES = {
 
 
 def trained(strategy):
-    """A session with a model that is large enough for memory to be shared; what is left of it."""
+    """Trains a model large enough for shared memory; returns weak references to the session and the model."""
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.join(model, optimizer, STRATEGIES[strategy]()) as session:
@@ -32,13 +32,13 @@ def trained(strategy):
 
 
 def leaves_nothing(rank, emit, strategy):
-    left = trained(strategy)
+    references = trained(strategy)
     gc.collect()
-    return [one() is None for one in left]
+    return [one() is None for one in references]
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_session_held_is_garbage_when_it_is_over(strategy):
-    for gone in values(run(leaves_nothing, 2, strategy)):
-        assert gone == [True, True, True]
+def test_a_session_and_its_model_are_garbage_when_it_ends(strategy):
+    for are_collected in values(run(leaves_nothing, 2, strategy)):
+        assert are_collected == [True, True, True]

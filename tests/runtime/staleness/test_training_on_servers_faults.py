@@ -208,7 +208,7 @@ def test_the_others_continue_without_a_failed_thread_also_in_its_own_process(str
 
 
 def fails_at_last(rank, emit, strategy):
-    """The second of two threads of a process fails in its last step, when the first has done all its steps."""
+    """The second of two threads of a process fails in its last step, after the first thread has finished."""
     is_through = threading.Event()
 
     def work(thread):

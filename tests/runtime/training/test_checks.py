@@ -1,4 +1,4 @@
-"""What `join` is given is checked by kind before anything else: one line says what was expected and came."""
+"""The kinds of `join`'s arguments are checked first; one line names the expected and the given kind."""
 
 import pytest
 import torch
@@ -27,6 +27,6 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         ((MODEL, SGD, None), "expected a strategy .*, got None"),
     ],
 )
-def test_an_argument_of_another_kind_is_refused(arguments, expected):
+def test_an_argument_of_the_wrong_kind_is_refused(arguments, expected):
     with pytest.raises(OffbeatError, match=expected):
         offbeat.join(*arguments)

@@ -1,4 +1,4 @@
-"""Promises about what else has to do with a model in a session: hooks, compilers, copies and conversions."""
+"""Promises about other uses of a model in a session: hooks, compilers, copies and conversions."""
 
 import copy
 import io
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 def batches(step):
-    """What the workers compute on in a step, and where it is one process, together."""
+    """The inputs of all workers in a step; a single process uses them together."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(WORKERS, 4, 5, generator=generator, dtype=torch.float64)
 
@@ -62,7 +62,7 @@ def step(model, optimizer, x):
 
 
 def prepared(model, prepare):
-    """What is to be called from here on: what `prepare` returns, or the model, changed in place."""
+    """The model to call: the result of `prepare`, or the model, changed in place."""
     made = prepare(model)
     return model if made is None else made
 
@@ -77,7 +77,7 @@ def alone(prepare, make=Net):
 
 
 def trained(rank, strategy, prepare, make=Net, *, joins_first):
-    """The parameters after a few steps, where `prepare` is called before or after join."""
+    """The parameters after a few steps, with `prepare` called before or after join."""
     model = make()
     called = model if joins_first else prepared(model, prepare)
     optimizer = sgd(model)
@@ -90,8 +90,8 @@ def trained(rank, strategy, prepare, make=Net, *, joins_first):
     return flat(model).tolist()
 
 
-def follows(results, expected):
-    """Whether all workers came to the same, and to what one process comes to."""
+def assert_follow(results, expected):
+    """Asserts that all workers have equal parameters, and those of one process."""
     assert all(result == results[0] for result in results)
     assert torch.allclose(torch.tensor(results[0], dtype=torch.float64), expected, rtol=0, atol=1e-12)
 
@@ -114,7 +114,7 @@ def before_each(model):
 
 
 def on_the_first_layer(model):
-    """A hook for the other layer's gradients as well, as who wants the norm of all has."""
+    """A hook that uses the other layer's gradients, as a norm of all gradients would."""
 
     def halve_others(_):
         for parameter in model.last.parameters():
@@ -130,14 +130,14 @@ def on_a_module(model):
     model.first.register_full_backward_hook(halve)
 
 
-def taking(model):
-    def take(parameter):
+def removing(model):
+    def remove_gradient(parameter):
         parameter.grad = None
 
-    model.last.bias.register_post_accumulate_grad_hook(take)
+    model.last.bias.register_post_accumulate_grad_hook(remove_gradient)
 
 
-HOOKS = [on_each, before_each, on_the_first_layer, on_a_module, taking]
+HOOKS = [on_each, before_each, on_the_first_layer, on_a_module, removing]
 
 
 def hooked(rank, emit, strategy):
@@ -150,21 +150,21 @@ def hooked(rank, emit, strategy):
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_programs_hooks_find_gradients_and_have_their_effect(strategy):
-    """Whatever they hang on, and whether they were there before join or came after it."""
+def test_the_programs_hooks_read_and_change_gradients(strategy):
+    """For hooks of any kind, registered before or after join."""
     results = values(run(hooked, WORKERS, strategy))
     expected = [alone(prepare) for prepare in HOOKS for _ in range(2)]
     for of_one, truth in zip(zip(*results, strict=True), expected, strict=True):
-        follows(of_one, truth)
+        assert_follow(of_one, truth)
 
 
-def test_only_hooks_that_may_look_at_gradients_keep_them_where_they_are():
+def test_only_hooks_that_may_read_gradients_count_as_observers():
     model = Net()
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(do_nothing)  # the session's
-    onlookers = GradientObservers(model, list(model.parameters()))
+        parameter.register_post_accumulate_grad_hook(do_nothing)  # the session's own hook
+    observers = GradientObservers(model, list(model.parameters()))
     before_each(model)
-    assert not onlookers.exist
+    assert not observers.exist
     for register in (
         model.last.bias.register_post_accumulate_grad_hook,
         model.first.register_full_backward_hook,
@@ -172,10 +172,10 @@ def test_only_hooks_that_may_look_at_gradients_keep_them_where_they_are():
         nn.modules.module.register_module_full_backward_hook,
     ):
         handle = register(do_nothing)
-        found = onlookers.exist
+        found = observers.exist
         handle.remove()
         assert found
-        assert not onlookers.exist
+        assert not observers.exist
 
 
 def test_a_step_within_a_backward_pass_is_refused():
@@ -187,8 +187,8 @@ def test_a_step_within_a_backward_pass_is_refused():
             model(batches(0)[0]).sum().backward()
 
 
-def test_a_step_that_somebody_looks_on_at_is_not_taken_in_parts():
-    """It is one by torch's own optimizer, with no hooks but the session's and a scheduler's wrapper."""
+def test_a_step_with_foreign_hooks_or_wrappers_is_not_taken_in_parts():
+    """Only torch's own step is, with no hooks but the session's and no wrapper but a scheduler's."""
 
     def are_possible(change):
         model = Net()
@@ -213,11 +213,11 @@ def test_a_step_that_somebody_looks_on_at_is_not_taken_in_parts():
     assert not are_possible(lambda _: register_optimizer_step_post_hook(do_nothing))
 
 
-# Compilers and the like -----------------------------------------------------------------------------------
+# Compilers and other tools --------------------------------------------------------------------------------
 
 
-def looked_at(model):
-    """By everything that looks at a model; what that finds is what it finds without a session."""
+def assert_inspected_as_without_a_session(model):
+    """Applies all tools that inspect a model; they must find the same as without a session."""
     x = batches(99)[0]
     expected = copy.deepcopy(model).eval()(x)
     assert any(hooks_of(model))
@@ -259,7 +259,7 @@ def shown(rank, emit, strategy):
             step(model, optimizer, batches(number)[rank])
             if number == 2:
                 session.refresh()
-                looked_at(model)
+                assert_inspected_as_without_a_session(model)
         session.refresh()
     assert not any(hooks_of(model))
     assert not any("__prepare_scriptable__" in vars(module) for module in model.modules())
@@ -268,9 +268,9 @@ def shown(rank, emit, strategy):
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_looks_at_a_joined_model_finds_what_it_finds_without_a_session(strategy):
-    """TorchScript, export, traces, copies, torch.func; and the training goes on as if they had not."""
-    follows(values(run(shown, WORKERS, strategy)), alone(do_nothing))
+def test_tools_find_the_same_in_a_joined_model_as_without_a_session(strategy):
+    """TorchScript, export, traces, copies, torch.func; the training is not affected by them."""
+    assert_follow(values(run(shown, WORKERS, strategy)), alone(do_nothing))
 
 
 def traced_too_early(rank, emit):
@@ -282,11 +282,11 @@ def traced_too_early(rank, emit):
         with pytest.raises(OffbeatError, match=r"call session\.refresh\(\) before that"):
             torch.jit.trace(model, batches(99)[0])
         assert session._synchronizer.averager._deferred is not None
-        torch.jit.script(model)  # which has it taken first
+        torch.jit.script(model)  # takes the deferred step first
         assert session._synchronizer.averager._deferred is None
 
 
-def test_no_step_that_was_put_off_gets_into_a_trace():
+def test_a_trace_before_a_deferred_step_is_refused():
     values(run(traced_too_early, WORKERS))
 
 
@@ -303,7 +303,7 @@ def partly_compiled(model):
 
 
 def with_compiler(rank, emit, strategy):
-    """Compiled within the session, and, where layers are not waited for one by one, before it."""
+    """Compiled within the session and, unless the strategy waits for single layers, before it."""
     after = [compiled, partly_compiled if strategy == "hybrid" else compiled_in_place]
     before = [] if strategy == "hybrid" else [compiled_in_place]
     return [
@@ -314,10 +314,10 @@ def with_compiler(rank, emit, strategy):
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["bsp", "hybrid", "ps-bsp"])
-def test_a_compiled_model_is_trained_as_one_that_is_not(strategy):
+def test_a_compiled_model_trains_like_an_uncompiled_one(strategy):
     results = values(run(with_compiler, WORKERS, strategy))
     for of_one in zip(*results, strict=True):
-        follows(of_one, alone(do_nothing))
+        assert_follow(of_one, alone(do_nothing))
 
 
 def test_a_scripted_model_is_refused():
@@ -337,10 +337,10 @@ def partly_scripted(rank, emit):
 
 
 @pytest.mark.long
-def test_a_part_may_be_scripted_where_its_layers_are_not_waited_for():
-    """Buffers of scripted modules lie in no plain dict."""
+def test_a_scripted_submodule_is_accepted_unless_its_layers_are_waited_for():
+    """Buffers of scripted modules are not in a plain dict."""
     for of_one in zip(*values(run(partly_scripted, WORKERS)), strict=True):
-        follows(of_one, alone(do_nothing, PartlyScripted))
+        assert_follow(of_one, alone(do_nothing, PartlyScripted))
     with pytest.raises(OffbeatError, match="the module 'norm' of the model is compiled"):
         check_layers(PartlyScripted())
 
@@ -352,7 +352,7 @@ def reshaped(model):
     model.last.bias.data = torch.zeros(1, dtype=torch.float64)
 
 
-def convert_and_go_on(rank, strategy, convert):
+def convert_and_continue(rank, strategy, convert):
     model = Net()
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, STRATEGIES[strategy]):
@@ -363,18 +363,18 @@ def convert_and_go_on(rank, strategy, convert):
 
 
 def converted(rank, emit, strategy):
-    """What each worker is told about parameters that it has converted in the midst of training."""
-    told = []
+    """The errors on each worker after parameters were converted in the middle of training."""
+    errors = []
     for convert in (nn.Module.float, reshaped):
         with pytest.raises(OffbeatError) as caught:
-            convert_and_go_on(rank, strategy, convert)
-        told.append(str(caught.value))
-    return told
+            convert_and_continue(rank, strategy, convert)
+        errors.append(str(caught.value))
+    return errors
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_parameter_that_changes_its_form_is_named_on_all_workers(strategy):
+def test_a_parameter_that_changes_type_or_shape_is_named_on_all_workers(strategy):
     for of_one in values(run(converted, WORKERS, strategy)):
         assert "the parameter 'first.weight' was float64 [6, 5] on cpu at join and is float32" in of_one[0]
         assert "the parameter 'last.bias' was float64 [2] on cpu at join and is float64 [1]" in of_one[1]
@@ -400,16 +400,16 @@ def channels_last(rank, emit, strategy):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_may_be_laid_out_in_another_order(strategy):
-    follows(values(run(channels_last, WORKERS, strategy)), alone(do_nothing, Convolved))
+def test_parameters_may_change_their_memory_format(strategy):
+    assert_follow(values(run(channels_last, WORKERS, strategy)), alone(do_nothing, Convolved))
 
 
-def test_memory_that_was_taken_again_does_not_hide_a_conversion():
+def test_reused_memory_does_not_hide_a_conversion():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(0, 2))
     forms = ParameterFormCheck(model)
     for _ in range(3):
         model.double().half().float()
         forms.check()
-    model[1].weight.data = model[1].weight.data.double()  # of no elements, and so of no place in memory
+    model[1].weight.data = model[1].weight.data.double()  # without elements, and so without an address
     with pytest.raises(OffbeatError, match=r"'1\.weight' was float32 \[2, 0\] on cpu"):
         forms.check()

@@ -31,7 +31,7 @@ def test_the_parts_sum_to_the_wall_time(switches):
 
 
 @given(SWITCHES, st.integers(-50, 2000))
-def test_moving_time_between_parts_keeps_the_sum_and_takes_no_more_than_is_there(switches, amount):
+def test_moving_time_between_parts_keeps_the_sum_and_moves_at_most_the_measured_time(switches, amount):
     clock = Clock()
     timer = PartTimer(clock)
     for part, duration in switches:
@@ -45,7 +45,7 @@ def test_moving_time_between_parts_keeps_the_sum_and_takes_no_more_than_is_there
     assert parts_s["communicate"] == before - max(0.0, min(amount / 64, before))
 
 
-def test_each_stretch_goes_to_the_part_that_was_running():
+def test_each_interval_counts_for_the_running_part():
     clock = Clock()
     timer = PartTimer(clock)
     timer.switch("compute")
@@ -58,7 +58,7 @@ def test_each_stretch_goes_to_the_part_that_was_running():
     assert (parts_s["compute"], parts_s["wait"]) == (3.0, 4.0)
 
 
-def test_a_lap_starts_from_zero_and_totals_go_on():
+def test_a_lap_starts_from_zero_and_totals_continue():
     clock = Clock()
     timer = PartTimer(clock)
     timer.switch("compute")

@@ -1,4 +1,4 @@
-"""What the program writes to parameters and optimizer state during training is seen, or is right."""
+"""A program's writes to parameters and optimizer state during training take effect or are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def stepped():
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_what_is_written_is_found_and_is_no_news_once_it_is_noted(name):
+def test_a_write_is_found_until_it_is_marked(name):
     model, optimizer = stepped()
     writes = WriteDetector(TrainingState(model, [optimizer]))
     assert writes.written_since_mark() == []
@@ -81,7 +81,7 @@ def test_what_is_written_is_found_and_is_no_news_once_it_is_noted(name):
     assert writes.written_since_mark() == []
 
 
-def test_of_several_optimizers_one_may_be_looked_at_alone():
+def test_writes_can_be_queried_for_one_of_several_optimizers():
     model = Net()
     one, another = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.a, model.b))
     writes = WriteDetector(TrainingState(model, [one, another]))
@@ -117,7 +117,7 @@ def trains(rank, emit, strategy, change, when):
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("when", ["before the forward pass", "before the step", "at the end"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_on_servers_what_would_be_lost_is_refused_by_name(strategy, when):
+def test_on_servers_a_write_that_would_be_lost_is_refused_by_name(strategy, when):
     for one in run(trains, WORKERS, strategy, scale, when):
         assert one.error_type == "OffbeatError", one
         assert "the program has changed a.weight (1 such changes)" in one.error
@@ -125,7 +125,7 @@ def test_on_servers_what_would_be_lost_is_refused_by_name(strategy, when):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", WRITES)
-def test_on_servers_no_kind_of_write_is_lost(name):
+def test_on_servers_every_kind_of_write_is_refused_by_name(name):
     write, what = WRITES[name]
     for one in run(trains, WORKERS, "ps-bsp", write, "before the forward pass"):
         assert one.error_type == "OffbeatError", one
@@ -143,7 +143,7 @@ def alone(change):
     return [one.tolist() for one in model.parameters()]
 
 
-def test_on_servers_what_is_frozen_in_the_midst_stays_as_it_is():
+def test_on_servers_parameters_frozen_in_the_middle_of_training_stay_unchanged():
     first, second = values(run(trains, WORKERS, "ps-bsp", freeze, "before the forward pass"))
     assert first == second
     for found, expected in zip(first, alone(freeze), strict=True):
@@ -161,7 +161,7 @@ def freezes_alone(rank, emit):
     return [one.tolist() for one in model.parameters()]
 
 
-def test_a_gradient_that_one_worker_alone_has_is_half_of_the_mean():
+def test_a_gradient_of_only_one_of_two_workers_counts_half():
     first, second = values(run(freezes_alone, WORKERS))
     assert first == second
     model, optimizer = make()
@@ -176,7 +176,7 @@ def test_a_gradient_that_one_worker_alone_has_is_half_of_the_mean():
         assert torch.allclose(torch.tensor(found, dtype=torch.float64), expected, rtol=0, atol=1e-10)
 
 
-def test_what_is_written_before_the_first_step_is_what_training_begins_with():
+def test_training_begins_with_values_written_before_the_first_step():
     model, optimizer = make()
     with offbeat.join(model, optimizer, SSP()):
         scale(model, optimizer)
@@ -211,7 +211,7 @@ def writes_in_a_group(rank, emit, strategy, write, when, writers):
 @pytest.mark.parametrize("when", ["before the forward pass", "before the step"])
 @pytest.mark.parametrize(("name", "changes"), [("scale", 1), ("load", 4)])
 @pytest.mark.parametrize("strategy", GROUPS)
-def test_in_a_group_a_change_on_one_worker_alone_is_refused_by_name(strategy, name, changes, when):
+def test_in_a_group_a_write_on_only_one_worker_is_refused_by_name(strategy, name, changes, when):
     write, what = WRITES[name]
     ended = run(writes_in_a_group, WORKERS, strategy, write, when, (1,))
     assert ended[1].error_type == "OffbeatError", ended[1]
@@ -225,7 +225,7 @@ def test_in_a_group_a_change_on_one_worker_alone_is_refused_by_name(strategy, na
 @pytest.mark.parametrize("when", ["before the forward pass", "before the step"])
 @pytest.mark.parametrize("name", ["scale", "replace", "load"])
 @pytest.mark.parametrize("strategy", GROUPS)
-def test_in_a_group_a_change_on_all_workers_is_right(strategy, name, when):
+def test_in_a_group_a_write_on_all_workers_takes_effect(strategy, name, when):
     write, _ = WRITES[name]
     first, second = values(run(writes_in_a_group, WORKERS, strategy, write, when, (0, 1)))
     assert first == second

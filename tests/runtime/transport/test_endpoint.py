@@ -1,4 +1,4 @@
-"""What `Endpoint` promises about messages, over real sockets and threads."""
+"""Promises of `Endpoint` about messages, over real sockets and threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_message_arrives_with_the_name_of_its_sender_and_is_answered_on_the_sa
     a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello")
     assert b.message() == ("a", b"hello")
-    b.links.send("a", b"")  # b was never told where a is
+    b.links.send("a", b"")  # b has no address of a
     assert a.message() == ("b", b"")
 
 
@@ -89,18 +89,18 @@ def test_a_message_may_be_put_in_pieces_and_in_any_order(pair: tuple[Node, Node]
     assert arrival.whole() == whole
 
 
-def test_data_that_came_before_it_was_expected_is_delivered_at_once(pair: tuple[Node, Node]) -> None:
+def test_data_that_arrives_before_its_receive_is_posted_is_delivered_at_once(pair: tuple[Node, Node]) -> None:
     a, b = pair
     for tag, size in enumerate([0, 10, 100_000, MIB]):
         a.links.send_tensor("b", tag, memoryview(contents(size)))
-    a.links.send("b", b"behind")  # overtakes some of them
+    a.links.send("b", b"behind")  # overtakes some of the tensor messages
     assert a.links.flush(DEADLINE_S)
     assert b.message() == ("a", b"behind")
     for tag, size in enumerate([0, 10, 100_000, MIB]):
         assert Arrival(b, "a", tag, size).whole() == contents(size)
 
 
-def test_a_message_half_of_which_came_early_arrives_whole(pair: tuple[Node, Node]) -> None:
+def test_a_message_that_arrives_half_early_is_delivered_whole(pair: tuple[Node, Node]) -> None:
     a, b = pair
     whole = memoryview(contents(MIB))
     a.links.send_tensor("b", 1, whole[: MIB // 2], total=MIB)
@@ -129,51 +129,53 @@ def test_many_messages_in_both_directions_arrive_exactly(pair: tuple[Node, Node]
         assert hashlib.sha256(arrival.whole()).digest() == hashlib.sha256(contents(sizes[tag], tag)).digest()
 
 
-def test_a_ring_sends_on_from_within_on_data(node: Callable[..., Node]) -> None:
+def test_on_data_may_forward_data_around_a_ring(node: Callable[..., Node]) -> None:
     names = ["w0", "w1", "w2", "w3"]
     nodes = {name: node(name) for name in names}
     size = 3 * MIB + 5
     buffers = {name: bytearray(size) for name in names}
-    home = threading.Event()
-    came = 0
+    is_home = threading.Event()
+    received_bytes = 0
 
-    def onward(me: str, to: str, offset: int, length: int) -> None:
+    def forward(me: str, to: str, offset: int, length: int) -> None:
         piece = memoryview(buffers[me])[offset : offset + length]
         nodes[me].links.send_tensor(to, 1, piece, offset=offset, total=size)
 
     def at_home(offset: int, length: int) -> None:
-        nonlocal came
-        came += length
-        if came == size:
-            home.set()
+        nonlocal received_bytes
+        received_bytes += length
+        if received_bytes == size:
+            is_home.set()
 
     for i, name in enumerate(names):
         left, right = names[i - 1], names[(i + 1) % 4]
         nodes[name].links.add_peer(right, nodes[right].links.addresses)
-        on_data = partial(onward, name, right) if i else at_home
+        on_data = partial(forward, name, right) if i else at_home
         nodes[name].links.post_receive(left, 1, memoryview(buffers[name]), on_data)
     nodes["w0"].links.send_tensor("w1", 1, memoryview(contents(size)))
-    assert home.wait(DEADLINE_S)
+    assert is_home.wait(DEADLINE_S)
     assert buffers["w0"] == contents(size)
 
 
-def test_done_is_called_in_the_io_thread_once_and_the_buffer_may_change_then(pair: tuple[Node, Node]) -> None:
+def test_on_done_is_called_once_in_the_io_thread_and_the_buffer_may_change_then(
+    pair: tuple[Node, Node],
+) -> None:
     a, b = pair
     arrival = Arrival(b, "a", 1, 4 * MIB)
     data = bytearray(contents(4 * MIB))
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    callers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def done() -> None:
         data[:] = bytes(4 * MIB)
-        said.put(threading.current_thread().name)
+        callers.put(threading.current_thread().name)
 
     a.links.send_tensor("b", 1, memoryview(data), on_done=done)
     assert arrival.whole() == contents(4 * MIB)
-    assert said.get(timeout=DEADLINE_S) == "links of a"
-    assert said.empty()
+    assert callers.get(timeout=DEADLINE_S) == "links of a"
+    assert callers.empty()
 
 
-def test_an_empty_piece_is_done_and_not_sent(pair: tuple[Node, Node]) -> None:
+def test_an_empty_piece_completes_without_being_sent(pair: tuple[Node, Node]) -> None:
     a, b = pair
     done = threading.Event()
     a.links.send_tensor("b", 1, memoryview(b""), offset=3, total=10, on_done=done.set)
@@ -183,7 +185,7 @@ def test_an_empty_piece_is_done_and_not_sent(pair: tuple[Node, Node]) -> None:
     assert arrival.whole() == contents(10)
 
 
-def test_bytes_that_come_twice_break_the_protocol(pair: tuple[Node, Node]) -> None:
+def test_bytes_that_arrive_twice_are_a_protocol_error(pair: tuple[Node, Node]) -> None:
     a, b = pair
     Arrival(b, "a", 1, 100)
     a.links.send_tensor("b", 1, memoryview(bytes(60)), total=100)
@@ -194,9 +196,7 @@ def test_bytes_that_come_twice_break_the_protocol(pair: tuple[Node, Node]) -> No
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_message_of_another_size_than_expected_breaks_the_protocol(
-    pair: tuple[Node, Node], early: bool
-) -> None:
+def test_a_message_of_an_unexpected_size_is_a_protocol_error(pair: tuple[Node, Node], early: bool) -> None:
     a, b = pair
     if early:
         a.links.send_tensor("b", 1, memoryview(bytes(60)))
@@ -215,25 +215,25 @@ def test_too_much_early_data_pauses_reading_until_it_is_expected(pair: tuple[Nod
         a.links.send_tensor("b", tag, data)
     a.links.send("b", b"hello")
     b.message()
-    assert not a.links.flush(1.0)  # what is beyond the limit does not fit in the kernel
+    assert not a.links.flush(1.0)  # the data beyond the limit does not fit in the kernel
     assert b.links.bytes_received <= 257 * MIB
     for tag in range(300):
         assert Arrival(b, "a", tag, MIB).whole() == data
     assert a.links.flush(DEADLINE_S)
 
 
-# Forgetting
+# Cancelling
 
 
-def test_what_is_forgotten_is_neither_sent_nor_received_nor_kept(pair: tuple[Node, Node]) -> None:
+def test_cancelled_messages_are_neither_delivered_nor_kept(pair: tuple[Node, Node]) -> None:
     a, b = pair
-    a.links.send_tensor("b", 1 << 32, memoryview(contents(100)))  # comes early
+    a.links.send_tensor("b", 1 << 32, memoryview(contents(100)))  # arrives early
     assert a.links.flush(DEADLINE_S)
     a.links.send("b", b"early")
     b.message()
     posted = Arrival(b, "a", (1 << 32) + 1, 100)
     b.links.cancel(1 << 32, 2 << 32)
-    a.links.send_tensor("b", (1 << 32) + 1, memoryview(contents(100)))  # comes late
+    a.links.send_tensor("b", (1 << 32) + 1, memoryview(contents(100)))  # arrives late
     a.links.send_tensor("b", 2 << 32, memoryview(contents(100)))
     again = Arrival(b, "a", 1 << 32, 100)
     assert Arrival(b, "a", 2 << 32, 100).whole() == contents(100)
@@ -243,7 +243,7 @@ def test_what_is_forgotten_is_neither_sent_nor_received_nor_kept(pair: tuple[Nod
     assert b.in_thread(lambda: b.links._peers["a"].inbox.early_bytes) == 0
 
 
-def test_after_forget_a_buffer_is_written_no_more_though_its_message_is_under_way(
+def test_after_cancel_a_buffer_is_not_written_although_its_message_is_still_arriving(
     node: Callable[..., Node],
 ) -> None:
     b = node("b")
@@ -263,7 +263,7 @@ def test_after_forget_a_buffer_is_written_no_more_though_its_message_is_under_wa
     assert not arrival.pieces
 
 
-def test_after_forget_queued_bytes_are_not_read_any_more_and_the_stream_stays_whole(
+def test_after_cancel_queued_bytes_are_not_read_and_the_stream_stays_valid(
     node: Callable[..., Node],
 ) -> None:
     a = node("a")
@@ -274,17 +274,17 @@ def test_after_forget_queued_bytes_are_not_read_any_more_and_the_stream_stays_wh
     a.links.cancel(1, 2)
     data[:] = b"y" * 8 * MIB
     a.links.send("b", b"behind")
-    came = 0
+    received_bytes = 0
     while (frame := b.frame()).kind == FrameKind.DATA:
         assert frame.payload is not None
         assert b"y" not in frame.payload
-        came += frame.length
+        received_bytes += frame.length
     assert frame.payload == b"behind"
-    assert came < 8 * MIB
+    assert received_bytes < 8 * MIB
     assert not done
 
 
-def test_what_is_put_after_it_was_forgotten_is_not_sent(node: Callable[..., Node]) -> None:
+def test_a_tensor_sent_after_its_tag_was_cancelled_is_not_sent(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a).greet()
     a.links.cancel(5, 10)
@@ -300,19 +300,19 @@ def test_a_socket_with_nothing_left_to_send_does_not_keep_the_thread_busy(node: 
 
     def be_full() -> None:
         assert peer.link is not None
-        peer.link.is_full = True  # as after a put whose rest was forgotten, between two frames
+        peer.link.is_full = True  # as after a put whose rest was cancelled, between two frames
         a.links._watch(peer, peer.link)
 
     a.in_thread(be_full)
     a.links.send("b", b"hello")
     assert b.frame().payload == b"hello"
     a.in_thread(be_full)
-    for _ in range(3):  # turns of the loop, in which it learns that the socket is writable
+    for _ in range(3):  # turns of the loop, which then notices that the socket is writable
         watched = a.in_thread(lambda: peer.link is not None and peer.link.watched_events)
     assert watched == EPOLL_READ
 
 
-def test_forget_from_within_a_callback(pair: tuple[Node, Node]) -> None:
+def test_cancel_may_be_called_from_a_callback(pair: tuple[Node, Node]) -> None:
     a, b = pair
     pieces: list[int] = []
 
@@ -327,10 +327,10 @@ def test_forget_from_within_a_callback(pair: tuple[Node, Node]) -> None:
     assert pieces == [0]
 
 
-# While much is acted on
+# During long callbacks
 
 
-def test_what_comes_of_a_message_does_not_wait_for_what_comes_of_others(node: Callable[..., Node]) -> None:
+def test_an_answer_is_sent_before_the_next_message_is_delivered(node: Callable[..., Node]) -> None:
     answers: queue.SimpleQueue[bytes | bytearray | None] = queue.SimpleQueue()
 
     def on_message(peer: str, message: bytes) -> None:
@@ -349,7 +349,7 @@ def test_what_comes_of_a_message_does_not_wait_for_what_comes_of_others(node: Ca
     assert b.frame().payload == b"to third"
 
 
-def test_messages_of_a_node_that_cannot_be_answered_any_more_are_still_delivered(
+def test_messages_of_a_node_that_has_left_are_still_delivered(
     node: Callable[..., Node],
 ) -> None:
     received = []
@@ -361,22 +361,22 @@ def test_messages_of_a_node_that_cannot_be_answered_any_more_are_still_delivered
 
     a = node("a", on_message=on_message)
     b = Stranger("b", a, unix=True).greet()
-    said = [b"first", b"second", b"third"]
+    callers = [b"first", b"second", b"third"]
     with a.busy():
         b.sock.sendall(
-            b"".join(encode_frame(FrameKind.MESSAGE, text) for text in said) + encode_frame(FrameKind.BYE)
+            b"".join(encode_frame(FrameKind.MESSAGE, text) for text in callers) + encode_frame(FrameKind.BYE)
         )
         b.sock.close()
     assert a.left.get(timeout=DEADLINE_S) == "b"
-    assert received == said
+    assert received == callers
     assert a.lost.empty()
 
 
-# The order of urgency
+# Priorities
 
 
 @pytest.mark.parametrize("urgent", ["message", "put"])
-def test_what_is_urgent_is_the_next_frame_after_what_the_kernel_has_taken(
+def test_an_urgent_frame_is_sent_right_after_the_bytes_that_the_kernel_has_accepted(
     node: Callable[..., Node], urgent: str
 ) -> None:
     a = node("a")
@@ -391,16 +391,16 @@ def test_what_is_urgent_is_the_next_frame_after_what_the_kernel_has_taken(
             a.links.send_tensor("b", 9, memoryview(b"urgent"), priority=4)
         return a.links.bytes_sent
 
-    taken = a.in_thread(overtake)
-    assert taken < 48 * MIB
+    accepted_bytes = a.in_thread(overtake)
+    assert accepted_bytes < 48 * MIB
     position = 0
     while (frame := b.frame()).payload != b"urgent":
-        assert position < taken or position == 0
+        assert position < accepted_bytes or position == 0
         position += HEADER_BYTES + frame.length
-    assert position >= taken
+    assert position >= accepted_bytes
 
 
-def test_puts_of_one_priority_go_in_order_and_a_lower_number_first(node: Callable[..., Node]) -> None:
+def test_tensors_are_sent_by_priority_and_in_order_within_one_priority(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a).greet()
 
@@ -418,7 +418,7 @@ def test_puts_of_one_priority_go_in_order_and_a_lower_number_first(node: Callabl
     assert [tag for tag, _ in groupby(order)] == [2, 0, 3, 1, 4]
 
 
-def test_a_peer_that_does_not_read_stops_nobody_else(node: Callable[..., Node]) -> None:
+def test_a_peer_that_does_not_read_does_not_delay_other_peers(node: Callable[..., Node]) -> None:
     a, c = node("a"), node("c")
     a.links.add_peer("c", c.links.addresses)
     silent = Stranger("b", a).greet()
@@ -430,11 +430,11 @@ def test_a_peer_that_does_not_read_stops_nobody_else(node: Callable[..., Node]) 
     assert silent.frame().tag == 1
 
 
-# Errors of one's own
+# Errors of the caller
 
 
 @pytest.mark.parametrize("where", ["on_message", "on_data", "done", "call"])
-def test_an_exception_in_a_callback_ends_the_links_loudly(where: str) -> None:
+def test_an_exception_in_a_callback_ends_the_endpoint_and_is_reported(where: str) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("my own mistake")
 
@@ -461,7 +461,7 @@ def test_an_exception_in_a_callback_ends_the_links_loudly(where: str) -> None:
     b.links.close()
 
 
-def test_without_on_error_an_exception_leaves_the_thread() -> None:
+def test_without_on_error_an_exception_is_raised_in_the_thread() -> None:
     caught: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     before, threading.excepthook = threading.excepthook, lambda args: caught.put(args.exc_value)
     try:
@@ -490,7 +490,7 @@ def test_a_protocol_error_from_on_message_loses_that_peer_only(node: Callable[..
     assert good.get(timeout=DEADLINE_S) == "c"
 
 
-def test_bad_arguments_are_refused_where_they_are_given(pair: tuple[Node, Node]) -> None:
+def test_bad_arguments_are_refused_by_the_call(pair: tuple[Node, Node]) -> None:
     links = pair[0].links
     nothing = lambda *_: None  # noqa: E731
     with pytest.raises(ValueError, match="this node's own, a"):
@@ -517,7 +517,7 @@ def test_bad_arguments_are_refused_where_they_are_given(pair: tuple[Node, Node])
         Node("c", connect_s=0)
 
 
-def test_counters_count(pair: tuple[Node, Node]) -> None:
+def test_byte_and_frame_counters_match(pair: tuple[Node, Node]) -> None:
     a, b = pair
     Arrival(b, "a", 1, 2 * MIB)
     a.links.send("b", b"hello")
@@ -530,7 +530,7 @@ def test_counters_count(pair: tuple[Node, Node]) -> None:
     assert b.links.frames_received >= 4
 
 
-def test_links_need_neither_torch_nor_numpy() -> None:
+def test_an_endpoint_needs_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, offbeat.runtime.transport.endpoint\n"
         "assert not {'torch', 'numpy', 'pickle'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""What `Endpoint` promises about connections: opening, refusing, losing and closing them."""
+"""Promises of `Endpoint` about connections: opening, refusing, losing and closing them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from support.run_logs import wait_until
 node, pair = endpoints.node, endpoints.pair  # the fixtures
 
 
-# One connection a pair
+# One connection per pair
 
 
 def established(*nodes: Node) -> int:
-    """How many TCP connections the nodes have accepted, by the kernel's own list."""
+    """The number of TCP connections that the nodes have accepted, from the kernel's list."""
     ports = {f"{one.tcp()[1]:04X}" for one in nodes}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[1].rpartition(":")[2] in ports and row[3] == "01" for row in rows)
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="counts connections in /proc/net/tcp")
-def test_dialling_from_both_sides_at_once_leaves_one_connection_and_loses_or_doubles_nothing(
+def test_dialling_from_both_sides_at_once_leaves_one_connection_and_loses_no_message(
     node: Callable[..., Node],
 ) -> None:
     for turn in range(60):
@@ -76,14 +76,14 @@ def test_dialling_from_both_sides_at_once_leaves_one_connection_and_loses_or_dou
             assert one.refused.empty()
 
 
-def test_the_larger_names_dial_waits_and_is_let_in_when_the_smaller_names_own_fails(
+def test_the_larger_names_dial_waits_and_is_accepted_when_the_smaller_names_dial_fails(
     node: Callable[..., Node],
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unread:  # accepts, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as unread:  # the kernel accepts, and no answer is sent
         a = node("a", connect_s=3.0)
         a.links.add_peer("z", [f"tcp://127.0.0.1:{unread.getsockname()[1]}"])
         a.links.send("z", b"found you")
-        unread.accept()[0].recv(1)  # a has said hello, so its dial may still succeed
+        unread.accept()[0].recv(1)  # a has text hello, so its dial may still succeed
         z = node("z")
         z.links.add_peer("a", a.links.addresses)
         z.links.send("a", b"I am here")
@@ -110,13 +110,13 @@ def test_a_second_node_of_the_same_name_is_refused(node: Callable[..., Node]) ->
 
 
 @pytest.mark.parametrize("unix", [True, False])
-def test_a_node_that_can_open_no_more_files_says_so_to_all_who_come(
+def test_a_node_out_of_descriptors_sends_the_cause_to_every_dialler(
     node: Callable[..., Node], unix: bool
 ) -> None:
     a = node("a")
-    for _ in range(2):  # the descriptor that is kept for this is there again
+    for _ in range(2):  # the reserved descriptor is available again
         with few_files(1):
-            stranger = Stranger("b", a, unix=unix)  # has it
+            stranger = Stranger("b", a, unix=unix)  # uses the only free descriptor
             with pytest.raises(RefusedError, match=r"too many open files: raise `ulimit -n`") as refused:
                 stranger.greeting.on_frame(stranger.frame())
             stranger.sock.close()
@@ -125,7 +125,7 @@ def test_a_node_that_can_open_no_more_files_says_so_to_all_who_come(
     Stranger("b", a, unix=unix).greet()
 
 
-def test_a_peer_that_can_open_no_more_files_is_lost_for_that(node: Callable[..., Node]) -> None:
+def test_a_peer_out_of_descriptors_is_lost_with_that_cause(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
     b.links.add_peer("a", a.links.addresses)
     with few_files(1):
@@ -135,7 +135,7 @@ def test_a_peer_that_can_open_no_more_files_is_lost_for_that(node: Callable[...,
     assert "refused the connection: too many open files: raise `ulimit -n`" in str(error)
 
 
-def test_a_node_that_can_open_no_connection_blames_no_peer(pair: tuple[Node, Node]) -> None:
+def test_a_node_that_cannot_open_a_connection_reports_itself_as_the_cause(pair: tuple[Node, Node]) -> None:
     a, _ = pair
     with few_files(0):
         a.links.send("b", b"hello")
@@ -147,15 +147,15 @@ def test_a_node_that_can_open_no_connection_blames_no_peer(pair: tuple[Node, Nod
     assert pair[1].message() == ("a", b"hello")
 
 
-def test_a_node_that_can_begin_nothing_says_so_and_leaves_nothing(node: Callable[..., Node]) -> None:
+def test_a_node_that_cannot_start_raises_an_error_and_leaves_no_descriptor(node: Callable[..., Node]) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for free in range(6):
         with few_files(free), pytest.raises(OffbeatError, match=r"^a cannot open its connections: too many"):
             node("a")
-    assert len(os.listdir("/proc/self/fd")) <= before  # what earlier tests have left may end meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= before  # descriptors of earlier tests may be closed meanwhile
 
 
-def test_a_host_takes_no_other_name_where_its_own_cannot_be_read() -> None:
+def test_an_unreadable_host_id_is_an_error_and_not_replaced() -> None:
     this_host_id.cache_clear()
     with few_files(0), pytest.raises(OSError, match=r"Too many open files"):
         this_host_id()
@@ -165,7 +165,7 @@ def test_a_host_takes_no_other_name_where_its_own_cannot_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("secrets", "you", "said"),
+    ("secrets", "you", "text"),
     [
         ({"token": "wrong"}, "a", "b does not prove that it knows the token of job job"),
         ({"job": "other"}, "a", "this is job job, not job other"),
@@ -174,19 +174,19 @@ def test_a_host_takes_no_other_name_where_its_own_cannot_be_read() -> None:
         ({"node": "line\nbreak"}, "a", "expected a printable name of 1 to 256 characters"),
     ],
 )
-def test_who_has_no_right_is_refused_with_one_line_on_both_sides(
-    node: Callable[..., Node], secrets: dict[str, str], you: str, said: str
+def test_an_unauthorized_peer_is_refused_with_one_line_on_both_sides(
+    node: Callable[..., Node], secrets: dict[str, str], you: str, text: str
 ) -> None:
     a = node("a")
     stranger = Stranger("b", a, you=you, **secrets)
     with pytest.raises(ProtocolError) as caught:
         stranger.greet()
-    assert said in str(caught.value)
+    assert text in str(caught.value)
     host, port = stranger.sock.getsockname()
     line = a.refusal()
-    assert line.startswith(f"refused a connection from {host}:{port}: {said}")
+    assert line.startswith(f"refused a connection from {host}:{port}: {text}")
     assert "\n" not in line
-    Stranger("b", a).greet()  # and goes on
+    Stranger("b", a).greet()  # the node continues
     assert a.refused.empty()
 
 
@@ -207,7 +207,7 @@ def test_a_wrong_token_is_reported_to_the_dialling_side_by_name_and_address(
     assert a.messages.empty()
 
 
-def test_an_acceptor_that_does_not_know_the_token_is_not_believed(node: Callable[..., Node]) -> None:
+def test_an_acceptor_that_does_not_know_the_token_is_rejected(node: Callable[..., Node]) -> None:
     b = node("b")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
@@ -215,16 +215,16 @@ def test_an_acceptor_that_does_not_know_the_token_is_not_believed(node: Callable
         b.links.send("a", b"a secret")
         sock = listener.accept()[0]
         reader, impostor = FrameReader(None), AcceptorHandshake(job="job", token="guess", node="a")
-        said = 0
-        while said < 2:
+        text = 0
+        while text < 2:
             while (frame := reader.next_frame()) is None:
                 reader.on_received(sock.recv_into(reader.buffers()[0]))
-            if said:
-                impostor.peer = "b"  # whatever the proof was
+            if text:
+                impostor.peer = "b"  # accepts any proof
                 sock.sendall(impostor.welcome(SessionPosition("anything")))
             else:
                 sock.sendall(impostor.on_frame(frame))
-            said += 1
+            text += 1
         assert str(b.loss()) == (
             f"cannot reach a at {address} within 10 s: it does not prove that it knows the job's token"
         )
@@ -235,9 +235,9 @@ def test_another_protocol_version_is_refused(node: Callable[..., Node]) -> None:
     a = node("a")
     with socket.create_connection(a.tcp(), timeout=DEADLINE_S) as sock:
         sock.sendall(HEADER.pack(MAGIC, VERSION + 1, FrameKind.HELLO, 0, 0, 0, 0))
-        said = f"expected protocol version {VERSION}, got version {VERSION + 1}"
-        assert said.encode() in sock.recv(1000)
-        assert a.refusal().endswith(said)
+        text = f"expected protocol version {VERSION}, got version {VERSION + 1}"
+        assert text.encode() in sock.recv(1000)
+        assert a.refusal().endswith(text)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_another_protocol_version_is_refused(node: Callable[..., Node]) -> None:
         b"ob",
     ],
 )
-def test_garbage_is_refused_once_and_the_node_goes_on(node: Callable[..., Node], garbage: bytes) -> None:
+def test_garbage_is_refused_once_and_the_node_continues(node: Callable[..., Node], garbage: bytes) -> None:
     a, b = node("a"), node("b")
     with socket.create_connection(a.tcp(), timeout=DEADLINE_S) as sock:
         try:
@@ -262,7 +262,7 @@ def test_garbage_is_refused_once_and_the_node_goes_on(node: Callable[..., Node],
             while sock.recv(1000):
                 pass
         except OSError:
-            pass  # it has hung up already
+            pass  # the node has closed the connection already
     assert re.match(r"refused a connection from 127\.0\.0\.1:\d+: .*(expected|ended|decode)", a.refusal())
     b.links.add_peer("a", a.links.addresses)
     b.links.send("a", b"hello")
@@ -271,22 +271,22 @@ def test_garbage_is_refused_once_and_the_node_goes_on(node: Callable[..., Node],
     assert a.lost.empty()
 
 
-def test_connections_that_say_nothing_are_few_and_closed_after_a_while(node: Callable[..., Node]) -> None:
+def test_silent_connections_are_limited_in_number_and_time(node: Callable[..., Node]) -> None:
     a, b = node("a", connect_s=2.0), node("b")
     silent = [socket.create_connection(a.tcp(), timeout=DEADLINE_S) for _ in range(70)]
     assert "it has not identified itself, and neither have 64 others" in a.refusal()
     for sock in silent[:6]:
-        assert sock.recv(1) == b""  # the oldest make room
+        assert sock.recv(1) == b""  # the oldest are closed to make room
     b.links.add_peer("a", a.links.addresses[1:])
     b.links.send("a", b"hello")
-    assert a.message() == ("b", b"hello")  # nobody who says who it is waits for those who do not
+    assert a.message() == ("b", b"hello")  # an authenticated peer does not wait for the silent connections
     assert re.search(r"it did not authenticate within 2 s", a.refusal())
     for sock in silent:
         assert sock.recv(1) == b""
         sock.close()
 
 
-def test_refusals_are_reported_once_a_second_with_how_many_there_were(node: Callable[..., Node]) -> None:
+def test_refusals_are_reported_once_a_second_with_their_number(node: Callable[..., Node]) -> None:
     a = node("a")
     while not (found := re.search(r"\((\d+) more before it\)", a.refusal() if not a.refused.empty() else "")):
         with socket.create_connection(a.tcp(), timeout=DEADLINE_S) as sock:
@@ -296,7 +296,7 @@ def test_refusals_are_reported_once_a_second_with_how_many_there_were(node: Call
     assert int(found[1]) > 1
 
 
-def test_connections_of_known_hosts_keep_their_places(node: Callable[..., Node]) -> None:
+def test_connections_of_known_hosts_are_not_closed_to_make_room(node: Callable[..., Node]) -> None:
     a = node("a")
     a.links.add_peer("b", ["tcp://127.0.0.2:1"])
     known = socket.create_connection(a.tcp(), timeout=DEADLINE_S, source_address=("127.0.0.2", 0))
@@ -310,7 +310,7 @@ def test_connections_of_known_hosts_keep_their_places(node: Callable[..., Node])
         sock.close()
 
 
-def test_a_connection_that_comes_and_goes_is_no_news(node: Callable[..., Node]) -> None:
+def test_a_connection_that_closes_at_once_is_not_reported(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
     socket.create_connection(a.tcp(), timeout=DEADLINE_S).close()
     b.links.add_peer("a", a.links.addresses)
@@ -320,7 +320,7 @@ def test_a_connection_that_comes_and_goes_is_no_news(node: Callable[..., Node]) 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_member_that_sends_garbage_is_lost_and_hurts_nobody(node: Callable[..., Node], seed: int) -> None:
+def test_a_peer_that_sends_garbage_is_lost_by_name(node: Callable[..., Node], seed: int) -> None:
     a = node("a")
     member = Stranger("m", a).greet()
     chance = random.Random(seed)
@@ -342,7 +342,7 @@ def test_a_member_that_sends_garbage_is_lost_and_hurts_nobody(node: Callable[...
     assert str(error).startswith(("m broke the protocol: expected ", "m closed the connection"))
 
 
-# Reaching and losing
+# Connecting and losing
 
 
 def test_a_peer_that_does_not_listen_is_named_with_its_address(node: Callable[..., Node]) -> None:
@@ -376,7 +376,7 @@ def test_a_peer_that_does_not_answer_is_named(node: Callable[..., Node]) -> None
         assert str(a.loss()) == f"cannot reach b at {address} within 0.5 s: no answer to the handshake"
 
 
-def test_a_deaf_address_leaves_time_for_the_next_one(node: Callable[..., Node]) -> None:
+def test_an_unresponsive_address_leaves_time_for_the_next_one(node: Callable[..., Node]) -> None:
     a, b = node("a", connect_s=2.0), node("b")
     with socket.create_server(("127.0.0.1", 0)) as unread:
         a.links.add_peer("b", [f"tcp://127.0.0.1:{unread.getsockname()[1]}", *b.links.addresses])
@@ -384,7 +384,7 @@ def test_a_deaf_address_leaves_time_for_the_next_one(node: Callable[..., Node]) 
         assert b.message() == ("a", b"hello")
 
 
-def test_a_lasting_peer_that_listens_no_more_is_lost_without_waiting(node: Callable[..., Node]) -> None:
+def test_a_peer_with_fixed_addresses_that_listens_no_more_is_lost_at_once(node: Callable[..., Node]) -> None:
     a, b = node("a", connect_s=10 * DEADLINE_S), node("b")
     b.links.close()
     a.links.add_peer("b", b.links.addresses, has_fixed_addresses=True)
@@ -395,7 +395,7 @@ def test_a_lasting_peer_that_listens_no_more_is_lost_without_waiting(node: Calla
 
 
 @pytest.mark.long
-def test_a_lost_peer_may_be_reached_again_and_receives_nothing_of_before(node: Callable[..., Node]) -> None:
+def test_a_lost_peer_may_be_reached_again_and_receives_no_earlier_message(node: Callable[..., Node]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         first = node("b", listeners=[(listener.dup(), where)])
@@ -403,7 +403,7 @@ def test_a_lost_peer_may_be_reached_again_and_receives_nothing_of_before(node: C
         a.links.add_peer("b", [where], has_fixed_addresses=True)
         a.links.send("b", b"hello")
         assert first.message() == ("a", b"hello")
-        first.links.call_soon(lambda: 1 / 0)  # it dies; the socket listens on
+        first.links.call_soon(lambda: 1 / 0)  # the node dies; the listening socket stays open
         assert isinstance(first.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
         assert a.loss().was_open
         a.links.send("b", b"dropped")
@@ -415,7 +415,7 @@ def test_a_lost_peer_may_be_reached_again_and_receives_nothing_of_before(node: C
         assert a.message() == ("b", b"and hello to you")
 
 
-def test_a_peer_that_nobody_has_introduced_may_still_connect_in_time(node: Callable[..., Node]) -> None:
+def test_a_peer_without_a_known_address_may_still_connect_in_time(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
     a.links.send("b", b"hello")
     b.links.add_peer("a", a.links.addresses)
@@ -423,7 +423,7 @@ def test_a_peer_that_nobody_has_introduced_may_still_connect_in_time(node: Calla
     assert b.message() == ("a", b"hello")
 
 
-def test_a_peer_that_nobody_has_introduced_is_not_waited_for_for_ever(node: Callable[..., Node]) -> None:
+def test_a_peer_without_a_known_address_is_lost_after_the_connect_timeout(node: Callable[..., Node]) -> None:
     a = node("a", connect_s=0.3)
     a.links.send("b", b"hello")
     assert str(a.loss()) == ("cannot reach b within 0.3 s: its address is not known, and it did not connect")
@@ -498,7 +498,7 @@ def test_a_killed_peer_is_lost_by_name(
     assert survivor.lost.empty()
 
 
-def test_a_killed_peer_is_noticed_though_a_process_that_it_forked_lives_on(
+def test_a_killed_peer_is_noticed_although_its_forked_child_lives(
     node: Callable[..., Node], victim: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     survivor = node("survivor", silent_s=1000.0)
@@ -506,7 +506,7 @@ def test_a_killed_peer_is_noticed_though_a_process_that_it_forked_lives_on(
     assert str(survivor.loss()) == "victim closed the connection"
 
 
-def test_a_stopped_peer_is_lost_after_its_silence(
+def test_a_paused_peer_is_lost_after_its_silence(
     node: Callable[..., Node], victim: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     survivor = node("survivor", heartbeat_s=0.1, silent_s=3.0)
@@ -517,54 +517,54 @@ def test_a_stopped_peer_is_lost_after_its_silence(
 
 
 def wakes_at(a: Node) -> int:
-    """How many bytes the kernel collects before it wakes `a` for peer `m`."""
+    """The number of bytes that the kernel collects before it wakes `a` for peer `m`."""
     return a.in_thread(lambda: a.links._peers["m"].link.wake_bytes)
 
 
 def begin_a_long_message(a: Node, size: int) -> tuple[Stranger, bytearray, queue.Queue[int]]:
     """A peer of `a` that has begun a frame of `size` bytes, in which the kernel wakes `a` rarely."""
     member = Stranger("m", a).greet()
-    into, came = bytearray(size), queue.Queue[int]()
-    a.links.post_receive("m", 1, memoryview(into), lambda _, length: came.put(length))
+    into, received_lengths = bytearray(size), queue.Queue[int]()
+    a.links.post_receive("m", 1, memoryview(into), lambda _, length: received_lengths.put(length))
     member.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.DATA, size, 1, 0, size))
     wait_until(lambda: wakes_at(a) > 1, "a long frame")
-    return member, into, came
+    return member, into, received_lengths
 
 
-def test_a_long_frame_on_a_slow_line_is_no_silence(node: Callable[..., Node]) -> None:
+def test_a_slowly_arriving_long_frame_does_not_count_as_silence(node: Callable[..., Node]) -> None:
     a = node("a", heartbeat_s=0.1, silent_s=2.0)
     payload = contents(TCP_WAKE_BYTES + 100 * KIB)
-    member, into, came = begin_a_long_message(a, len(payload))
+    member, into, received_lengths = begin_a_long_message(a, len(payload))
     for i in range(16):
         member.sock.sendall(payload[i : i + 1])
         with pytest.raises(queue.Empty):
             a.lost.get(timeout=0.25)
     member.sock.sendall(payload[16:])
-    assert came.get(timeout=DEADLINE_S) == len(payload)
+    assert received_lengths.get(timeout=DEADLINE_S) == len(payload)
     assert into == payload
 
 
-def test_the_end_of_a_long_frame_is_not_waited_for_until_more_comes(node: Callable[..., Node]) -> None:
+def test_the_end_of_a_long_frame_is_read_without_waiting_for_further_data(node: Callable[..., Node]) -> None:
     a = node("a", heartbeat_s=400.0, silent_s=1000.0)
     payload = contents(TCP_WAKE_BYTES + 100 * KIB)
-    member, into, came = begin_a_long_message(a, len(payload))
+    member, into, received_lengths = begin_a_long_message(a, len(payload))
     member.sock.sendall(payload[:TCP_WAKE_BYTES])
     wait_until(lambda: wakes_at(a) == 1, "the end of the frame")
     member.sock.sendall(payload[TCP_WAKE_BYTES:])
-    assert came.get(timeout=DEADLINE_S) == len(payload)
+    assert received_lengths.get(timeout=DEADLINE_S) == len(payload)
     assert into == payload
 
 
 def test_a_peer_that_ends_within_a_long_frame_is_lost_at_once(node: Callable[..., Node]) -> None:
     a = node("a", silent_s=1000.0)
-    member, _, came = begin_a_long_message(a, TCP_WAKE_BYTES + 100 * KIB)
+    member, _, received_lengths = begin_a_long_message(a, TCP_WAKE_BYTES + 100 * KIB)
     member.sock.sendall(bytes(10))
     member.sock.close()
     assert str(a.loss()) in ("m closed the connection", "m reset the connection")
-    assert came.empty()
+    assert received_lengths.empty()
 
 
-def test_beats_keep_idle_links_alive(node: Callable[..., Node]) -> None:
+def test_heartbeats_keep_idle_connections_alive(node: Callable[..., Node]) -> None:
     a, b = node("a", heartbeat_s=0.05, silent_s=0.6), node("b", heartbeat_s=0.05, silent_s=0.6)
     a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello")
@@ -574,20 +574,20 @@ def test_beats_keep_idle_links_alive(node: Callable[..., Node]) -> None:
     assert b.lost.empty()
 
 
-def test_a_node_that_was_held_up_itself_does_not_blame_its_peers(node: Callable[..., Node]) -> None:
+def test_a_node_whose_io_thread_was_blocked_loses_no_peer(node: Callable[..., Node]) -> None:
     a, b = node("a", heartbeat_s=0.1, silent_s=0.5), node("b", heartbeat_s=0.1, silent_s=100.0)
     a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello")
     b.message()
     held = threading.Event()
-    a.links.call_soon(lambda: [held.wait(2.0), None][1])  # the I/O thread stands still
+    a.links.call_soon(lambda: [held.wait(2.0), None][1])  # the I/O thread is blocked
     a.links.send("b", b"again")
     assert b.message() == ("a", b"again")
     assert a.in_thread(lambda: a.links._peers["b"].link is not None)
     assert a.lost.empty()
 
 
-def test_what_is_sent_to_a_lost_peer_is_dropped_until_it_is_introduced_again(
+def test_messages_to_a_lost_peer_are_dropped_until_it_is_added_again(
     node: Callable[..., Node],
 ) -> None:
     a = node("a")
@@ -604,7 +604,7 @@ def test_what_is_sent_to_a_lost_peer_is_dropped_until_it_is_introduced_again(
     assert b.message() == ("a", b"hello again")
 
 
-def test_what_a_lost_peer_sent_early_and_what_was_expected_of_it_is_dropped(
+def test_early_data_and_posted_receives_of_a_lost_peer_are_dropped(
     node: Callable[..., Node],
 ) -> None:
     a = node("a")
@@ -621,7 +621,7 @@ def test_what_a_lost_peer_sent_early_and_what_was_expected_of_it_is_dropped(
         assert Arrival(a, "b", tag, 1).whole() == byte
 
 
-def test_a_lost_peer_that_connects_again_is_back(node: Callable[..., Node]) -> None:
+def test_a_lost_peer_may_connect_again(node: Callable[..., Node]) -> None:
     a = node("a")
     Stranger("b", a).greet().sock.close()
     assert a.loss().peer == "b"
@@ -636,7 +636,7 @@ def test_a_lost_peer_that_connects_again_is_back(node: Callable[..., Node]) -> N
 # Leaving
 
 
-def test_closing_sends_what_was_said_and_a_goodbye_and_is_no_loss(pair: tuple[Node, Node]) -> None:
+def test_closing_sends_queued_messages_and_a_goodbye_and_is_not_a_loss(pair: tuple[Node, Node]) -> None:
     a, b = pair
     for i in range(100):
         a.links.send("b", b"%d" % i)
@@ -651,7 +651,7 @@ def test_closing_sends_what_was_said_and_a_goodbye_and_is_no_loss(pair: tuple[No
     assert a.left.empty()
 
 
-def test_data_that_came_before_a_goodbye_is_still_delivered(pair: tuple[Node, Node]) -> None:
+def test_data_received_before_a_goodbye_is_still_delivered(pair: tuple[Node, Node]) -> None:
     a, b = pair
     a.links.send_tensor("b", 1, memoryview(contents(MIB)))
     assert a.links.flush(DEADLINE_S)
@@ -660,7 +660,9 @@ def test_data_that_came_before_a_goodbye_is_still_delivered(pair: tuple[Node, No
     assert Arrival(b, "a", 1, MIB).whole() == contents(MIB)
 
 
-def test_what_a_peer_said_before_it_left_counts_though_sending_to_it_fails(node: Callable[..., Node]) -> None:
+def test_messages_of_a_peer_that_left_are_delivered_although_sending_to_it_fails(
+    node: Callable[..., Node],
+) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     held, release = threading.Event(), threading.Event()
@@ -709,7 +711,7 @@ def test_closing_does_not_wait_for_a_peer_that_does_not_read(node: Callable[...,
     assert unread.frame().kind in (FrameKind.MESSAGE, FrameKind.DATA)
 
 
-def test_closing_from_within_a_callback(node: Callable[..., Node]) -> None:
+def test_close_may_be_called_from_a_callback(node: Callable[..., Node]) -> None:
     b = node("b")
     a = node("a", on_message=lambda *_: a.links.close())
     b.links.add_peer("a", a.links.addresses)
@@ -717,7 +719,7 @@ def test_closing_from_within_a_callback(node: Callable[..., Node]) -> None:
     assert b.left.get(timeout=DEADLINE_S) == "a"
 
 
-def test_the_unix_socket_has_no_file_and_is_gone_after_close(node: Callable[..., Node]) -> None:
+def test_the_unix_socket_has_no_file_and_does_not_exist_after_close(node: Callable[..., Node]) -> None:
     a = node("a")
     where = parse_address(a.links.addresses[0]).resolve()[1]
     with socket.socket(socket.AF_UNIX) as sock:
@@ -728,7 +730,7 @@ def test_the_unix_socket_has_no_file_and_is_gone_after_close(node: Callable[...,
         sock.connect(where)
 
 
-def test_a_forked_child_leaves_the_parents_links_alone(
+def test_a_forked_child_does_not_affect_the_parents_connections(
     pair: tuple[Node, Node], node: Callable[..., Node]
 ) -> None:
     a, b = pair

@@ -110,7 +110,7 @@ def test_an_urgent_message_overtakes_a_big_one_on_a_shaped_line(line: list[tuple
         try:
             assert receiver.stdout is not None
             addresses = receiver.stdout.readline()
-            assert len(json.loads(addresses)) == 2  # the Unix socket is another host's to the sender
+            assert len(json.loads(addresses)) == 2  # for the sender, the Unix socket belongs to another host
             subprocess.run(
                 [*python, near, sys.executable, "-c", SENDER, near_address, *sizes, addresses],
                 check=True,

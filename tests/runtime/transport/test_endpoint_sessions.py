@@ -1,4 +1,4 @@
-"""What `Endpoint` promises where connections break and lines are cut: the session goes on."""
+"""Promises of `Endpoint` when connections break and lines are cut: the session continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ node = endpoints.node  # the fixture
 
 @pytest.fixture
 def through() -> Iterator[Callable[..., Line]]:
-    """Lets one node reach another over a line."""
+    """Connects one node to another over a line that tests can cut."""
     with ExitStack() as stack:
 
         def make(one: Node, other: Node, reset_after: Callable[[], int | None] = lambda: None) -> Line:
@@ -38,7 +38,7 @@ def through() -> Iterator[Callable[..., Line]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_breaks_every_message_and_every_byte_comes_once_and_in_order(
+def test_every_message_and_byte_arrives_once_and_in_order_despite_broken_connections(
     node: Callable[..., Node], through: Callable[..., Line], seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -80,7 +80,7 @@ def test_whatever_breaks_every_message_and_every_byte_comes_once_and_in_order(
     assert sum(line.connections for line in lines) > 1
 
 
-def test_done_waits_until_the_peer_has_the_bytes(node: Callable[..., Node]) -> None:
+def test_on_done_waits_until_the_peer_has_the_bytes(node: Callable[..., Node]) -> None:
     a = node("a", unix=False)
     b = Stranger("b", a).greet()
     done = threading.Event()
@@ -94,14 +94,14 @@ def test_done_waits_until_the_peer_has_the_bytes(node: Callable[..., Node]) -> N
     assert done.wait(DEADLINE_S)
 
 
-def test_who_acknowledges_what_was_never_sent_breaks_the_protocol(node: Callable[..., Node]) -> None:
+def test_an_acknowledgement_of_unsent_frames_is_a_protocol_error(node: Callable[..., Node]) -> None:
     a = node("a", unix=False)
     b = Stranger("b", a).greet()
     b.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.ACK, 0, 0, 0, 1))
     assert str(a.loss()) == ("b broke the protocol: expected from 0 to 0 frames to be acknowledged, got 1")
 
 
-def test_a_forgotten_message_is_not_read_again_when_the_connection_breaks(
+def test_a_cancelled_message_is_not_resent_when_the_connection_breaks(
     node: Callable[..., Node], through: Callable[..., Line]
 ) -> None:
     a, b = node("a", unix=False), node("b", unix=False)
@@ -122,7 +122,7 @@ def test_a_forgotten_message_is_not_read_again_when_the_connection_breaks(
     assert b.lost.empty()
 
 
-def test_a_silent_connection_is_replaced_and_what_it_held_comes_on_the_next_one(
+def test_a_silent_connection_is_replaced_and_its_messages_are_resent(
     node: Callable[..., Node], through: Callable[..., Line]
 ) -> None:
     a, b = node("a", unix=False, silent_s=1000.0), node("b", unix=False, silent_s=1000.0)
@@ -139,17 +139,17 @@ def test_a_silent_connection_is_replaced_and_what_it_held_comes_on_the_next_one(
     assert a.lost.empty()
 
 
-def test_a_silent_connection_is_replaced_though_the_first_attempt_is_not_answered(
+def test_a_silent_connection_is_replaced_although_the_first_attempt_is_not_answered(
     node: Callable[..., Node], through: Callable[..., Line]
 ) -> None:
-    a = node("a", listeners=[], silent_s=1000.0)  # so b cannot dial it
+    a = node("a", listeners=[], silent_s=1000.0)  # so that b cannot dial a
     b = node("b", unix=False, silent_s=1000.0)
     line = through(a, b)
     a.links.send("b", b"hello")
     b.message()
     with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, ExitStack() as stack:
         where = silent.getsockname()
-        for _ in range(3):  # no more are queued: who connects now is not answered
+        for _ in range(3):  # the queue is full: further connections are not answered
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(where)
@@ -164,19 +164,19 @@ def test_a_silent_connection_is_replaced_though_the_first_attempt_is_not_answere
 def test_a_silent_worker_is_reported_as_unreachable_and_then_as_reachable(
     node: Callable[..., Node], through: Callable[..., Line]
 ) -> None:
-    said: list[tuple[str, ...]] = []
-    heard, unheard = threading.Event(), threading.Event()
+    reports: list[tuple[str, ...]] = []
+    is_reachable, is_unreachable = threading.Event(), threading.Event()
 
     def note(event: threading.Event, *what: str) -> None:
-        said.append(what)
+        reports.append(what)
         event.set()
 
     a = node(
         "a",
         unix=False,
         silent_s=1000.0,
-        on_unreachable=lambda *what: note(unheard, *what),
-        on_reachable=lambda *what: note(heard, *what),
+        on_unreachable=lambda *what: note(is_unreachable, *what),
+        on_reachable=lambda *what: note(is_reachable, *what),
     )
     b = node("b", unix=False, silent_s=1000.0)
     lines = [through(a, b), through(b, a)]
@@ -184,16 +184,16 @@ def test_a_silent_worker_is_reported_as_unreachable_and_then_as_reachable(
     b.message()
     for line in lines:
         line.cut(new_ones_too=True)
-    assert unheard.wait(DEADLINE_S)
+    assert is_unreachable.wait(DEADLINE_S)
     for line in lines:
         line.mend()
-    assert heard.wait(DEADLINE_S)
-    assert said == [("b", "nothing was received from it for 1.25 s"), ("b",)]
+    assert is_reachable.wait(DEADLINE_S)
+    assert reports == [("b", "nothing was received from it for 1.25 s"), ("b",)]
     b.links.send("a", b"still here")
     assert a.message() == ("b", b"still here")
 
 
-def test_who_is_silent_over_all_connections_is_lost(
+def test_a_peer_that_is_silent_on_all_connections_is_lost(
     node: Callable[..., Node], through: Callable[..., Line]
 ) -> None:
     a, b = node("a", unix=False, silent_s=3.0), node("b", unix=False, silent_s=1000.0)
@@ -203,7 +203,7 @@ def test_who_is_silent_over_all_connections_is_lost(
     for line in lines:
         line.cut(new_ones_too=True)
     for line in lines:
-        line.reset()  # it is dialled again at once, and connected, but not answered
+        line.reset()  # a dials again at once and connects, but gets no answer
     loss = a.loss()
     assert loss.peer == "b"
     assert str(loss).endswith("b has been silent for 3 s")
@@ -215,7 +215,7 @@ def test_who_is_silent_over_all_connections_is_lost(
     assert str(b.loss()).endswith("a has begun a new session")
 
 
-def test_a_limit_of_its_own_holds_for_one_peer(
+def test_a_peer_may_have_its_own_silence_limit(
     node: Callable[..., Node], through: Callable[..., Line]
 ) -> None:
     a, b, c = (node(name, unix=False, silent_s=1000.0) for name in "abc")
@@ -258,7 +258,7 @@ def test_a_peer_whose_process_ends_while_its_connection_is_broken_is_lost_at_onc
         line.close()
 
 
-def test_a_process_that_starts_in_anothers_place_begins_a_new_session(node: Callable[..., Node]) -> None:
+def test_a_process_that_replaces_another_begins_a_new_session(node: Callable[..., Node]) -> None:
     first = node("b", unix=False)
     port = first.tcp()[1]
     a = node("a", unix=False)
@@ -269,7 +269,7 @@ def test_a_process_that_starts_in_anothers_place_begins_a_new_session(node: Call
     assert a.message() == ("b", b"hello to you")
     line = Line(("127.0.0.1", port))
     a.links.add_peer("b", [line.address])
-    first.links.call_soon(lambda: 1 / 0)  # it ends without a goodbye
+    first.links.call_soon(lambda: 1 / 0)  # the node ends without a goodbye
     assert isinstance(first.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
     second = node("b", unix=False, port=port)
     assert str(a.loss()).endswith("b has begun a new session")
@@ -284,15 +284,15 @@ def test_a_process_that_starts_in_anothers_place_begins_a_new_session(node: Call
 
 
 class Listener:
-    """Node "a", with what it hears of its peer, in order."""
+    """Node "a", with the reports about its peer and the peer's messages, in order."""
 
     def __init__(self, node: Callable[..., Node], **options: Any) -> None:
         self.calls: list[str] = []
-        self.unheard, self.came = threading.Event(), threading.Event()
+        self.is_unreachable, self.has_message = threading.Event(), threading.Event()
         self.node = node(
             "a",
             silent_s=1000.0,
-            on_unreachable=lambda *_: self.unheard.set(),
+            on_unreachable=lambda *_: self.is_unreachable.set(),
             on_reachable=lambda peer: self.calls.append("reachable"),
             on_message=lambda peer, message: self._note(message.decode()),
             **options,
@@ -300,42 +300,42 @@ class Listener:
 
     def _note(self, message: str) -> None:
         self.calls.append(message)
-        self.came.set()
+        self.has_message.set()
 
-    def hears(self) -> None:
-        assert self.came.wait(DEADLINE_S)
-        self.came.clear()
+    def wait_for_message(self) -> None:
+        assert self.has_message.wait(DEADLINE_S)
+        self.has_message.clear()
 
 
-def test_that_a_peer_can_be_reached_again_is_said_before_what_it_sends(
+def test_a_peer_is_reported_reachable_before_its_messages_are_delivered(
     node: Callable[..., Node], through: Callable[..., Line]
 ) -> None:
     a = Listener(node, unix=False)
     b = node("b", unix=False, silent_s=1000.0)
     lines = [through(a.node, b), through(b, a.node)]
     b.links.send("a", b"hello")
-    a.hears()
+    a.wait_for_message()
     for line in lines:
         line.cut(new_ones_too=True)
     b.links.send("a", b"meanwhile")
-    assert a.unheard.wait(DEADLINE_S)
+    assert a.is_unreachable.wait(DEADLINE_S)
     for line in lines:
         line.mend()
-    a.hears()
+    a.wait_for_message()
     assert a.calls == ["hello", "reachable", "meanwhile"]
 
 
-def test_that_a_peer_that_was_held_up_can_be_reached_again_is_said_before_what_it_sends(
+def test_a_peer_that_was_blocked_is_reported_reachable_before_its_messages(
     node: Callable[..., Node],
 ) -> None:
-    """Its connection holds all the while: over a Unix socket nobody dials anew."""
+    """The connection stays open meanwhile: over a Unix socket no node dials again."""
     a = Listener(node)
     b = node("b", silent_s=1000.0)
     b.links.add_peer("a", a.node.links.addresses)
     b.links.send("a", b"hello")
-    a.hears()
+    a.wait_for_message()
     with b.busy():
-        assert a.unheard.wait(DEADLINE_S)
+        assert a.is_unreachable.wait(DEADLINE_S)
         b.links.send("a", b"meanwhile")
-    a.hears()
+    a.wait_for_message()
     assert a.calls == ["hello", "reachable", "meanwhile"]

@@ -1,4 +1,4 @@
-"""Frames in, the same frames out; anything else is a ProtocolError, and nothing big is allocated for it."""
+"""Frames are decoded as sent; any other bytes are a ProtocolError, without a large allocation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def header(**fields: int | bytes) -> bytes:
 
 
 class Receiver:
-    """What an owner of a reader does: posted buffers by tag, and the frames that came, with their bytes."""
+    """The owner of a reader: posted buffers by tag, and the received frames with their bytes."""
 
     def __init__(self, posted: dict[int, int] | None = None, *, read_ahead_bytes: int = 4096) -> None:
         self.posted = {tag: bytearray(size) for tag, size in (posted or {}).items()}
@@ -120,18 +120,18 @@ def test_any_split_of_a_stream_gives_the_same_frames(
     sent: list[tuple[int, int, int, int, bytes]], sizes: list[int], posted: set[int]
 ) -> None:
     if min(sizes) < 31:
-        sizes = [*sizes, 100_000]  # else a long stream takes long
+        sizes = [*sizes, 100_000]  # otherwise a long stream takes too much time
     receiver = Receiver(dict.fromkeys(posted, 80_000))
     sent = [
         frame for frame in sent if frame[3] or frame[1] not in posted
-    ]  # an empty message is posted as empty
+    ]  # an empty message has an empty buffer
     receiver.feed(b"".join(map(packed, sent)), sizes)
     assert receiver.frames == sent
     assert not receiver.reader.is_partial
 
 
 @pytest.mark.parametrize("size", [1, 100, 5000, 300_000, MAX_DATA_BYTES])
-def test_posted_bytes_land_in_their_destination_without_a_payload(size: int) -> None:
+def test_posted_bytes_are_received_in_place_without_a_payload(size: int) -> None:
     reader = FrameReader(lambda tag, offset, length, total: into[offset : offset + length])
     into = memoryview(bytearray(size))
     stream = data(5, 0, b"x" * size, size)
@@ -147,7 +147,7 @@ def test_posted_bytes_land_in_their_destination_without_a_payload(size: int) -> 
     assert into == b"x" * size
 
 
-def test_the_next_header_comes_with_the_rest_of_a_payload() -> None:
+def test_the_next_header_is_received_with_the_rest_of_a_payload() -> None:
     receiver = Receiver({1: 100_000})
     receiver.feed(data(1, 0, bytes(100_000), 100_000)[: 1000 + HEADER_BYTES])
     rest, ahead = receiver.reader.buffers()
@@ -155,7 +155,7 @@ def test_the_next_header_comes_with_the_rest_of_a_payload() -> None:
     assert len(ahead) == HEADER_BYTES
 
 
-def test_many_small_frames_come_with_one_receive() -> None:
+def test_many_small_frames_are_received_in_one_call() -> None:
     receiver = Receiver()
     stream = encode_frame(FrameKind.MESSAGE, b"hello") * 20
     (buffer,) = receiver.reader.buffers()
@@ -164,7 +164,7 @@ def test_many_small_frames_come_with_one_receive() -> None:
     assert sum(receiver.reader.next_frame() is not None for _ in range(30)) == 20
 
 
-def test_what_is_done_about_a_frame_holds_for_the_next_one() -> None:
+def test_a_receive_posted_after_one_frame_applies_to_the_next() -> None:
     posted: dict[int, bytearray] = {}
     reader = FrameReader(lambda tag, *_: memoryview(posted[tag]) if tag in posted else None)
     stream = encode_frame(FrameKind.MESSAGE, b"expect 9") + data(9, 0, b"nine", 4)
@@ -178,7 +178,7 @@ def test_what_is_done_about_a_frame_holds_for_the_next_one() -> None:
     assert posted[9] == b"nine"
 
 
-def test_a_diverted_message_is_written_no_more() -> None:
+def test_a_discarded_message_is_not_written_further() -> None:
     receiver = Receiver({1: 50_000})
     stream = data(1, 0, b"x" * 50_000, 50_000)
     receiver.feed(stream[:10_000])
@@ -188,7 +188,7 @@ def test_a_diverted_message_is_written_no_more() -> None:
     assert receiver.posted[1].count(b"x") == 10_000 - HEADER_BYTES
 
 
-def test_a_divert_of_other_tags_changes_nothing() -> None:
+def test_discarding_other_tags_changes_nothing() -> None:
     receiver = Receiver({5: 50_000})
     stream = data(5, 0, b"x" * 50_000, 50_000)
     receiver.feed(stream[:10_000])
@@ -199,7 +199,7 @@ def test_a_divert_of_other_tags_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "text"),
     [
         (header(magic=b"GE"), "starts with b'ob', got b'GE'"),
         (header(version=9), f"version {VERSION}, got version 9"),
@@ -242,18 +242,18 @@ def test_a_divert_of_other_tags_changes_nothing() -> None:
         (header(kind=FrameKind.HELLO), "a frame that is no handshake, got HELLO"),
     ],
 )
-def test_a_hostile_header_is_refused_with_what_was_expected_and_what_came(bad: bytes, said: str) -> None:
+def test_a_hostile_header_is_refused_with_the_expected_and_the_received_value(bad: bytes, text: str) -> None:
     receiver = Receiver({1: 10})
     with pytest.raises(ProtocolError) as caught:
         receiver.feed(bad)
-    assert said in str(caught.value)
+    assert text in str(caught.value)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     *[st.integers(0, 1 << 64)] * 4, st.binary(min_size=SHARED_PAYLOAD_BYTES, max_size=SHARED_PAYLOAD_BYTES)
 )
-def test_what_a_shared_frame_tells_of_lies_within_its_message_or_is_a_protocol_error(
+def test_a_shared_frame_lies_within_its_message_or_is_a_protocol_error(
     offset: int, total: int, near: int, far: int, noise: bytes
 ) -> None:
     for payload in (
@@ -280,7 +280,7 @@ def test_what_a_shared_frame_tells_of_lies_within_its_message_or_is_a_protocol_e
         FrameKind.WITHDRAW,
     ],
 )
-def test_before_the_handshake_is_done_nothing_else_is_allowed(kind: FrameKind) -> None:
+def test_before_the_handshake_other_frames_are_a_protocol_error(kind: FrameKind) -> None:
     reader = FrameReader(None)
     bad = HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0)
     reader.buffers()[0][: len(bad)] = bad
@@ -289,7 +289,7 @@ def test_before_the_handshake_is_done_nothing_else_is_allowed(kind: FrameKind) -
         reader.next_frame()
 
 
-def test_what_came_behind_the_handshake_is_not_lost() -> None:
+def test_frames_received_with_the_handshake_are_not_lost() -> None:
     reader = FrameReader(None)
     stream = (
         encode_frame(FrameKind.WELCOME, b"x")
@@ -334,7 +334,7 @@ def test_a_flipped_bit_gives_frames_or_a_protocol_error_and_never_anything_else(
     except ProtocolError:
         pass
     else:
-        # The length of the last frame may have grown, so that some of it is missing; nothing is made up.
+        # The length of the last frame may have grown, so that a part of it is missing; no byte is invented.
         assert sum(len(frame[4]) + HEADER_BYTES for frame in receiver.frames) <= len(stream)
 
 

@@ -1,4 +1,4 @@
-"""The loop that waits for sockets: when it runs what is better done for many events at once."""
+"""The loop that waits for sockets: calls, timers, idle calls, and waits of other threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVENTS = 1000
 
 
 class Run:
-    """A loop, and what the functions that it ran have said, in order."""
+    """A loop, and the words noted by the functions that it ran, in order."""
 
     def __init__(self, each_turn: Callable[[], bool] = lambda: False) -> None:
         self.words: list[str] = []
@@ -36,7 +36,7 @@ class Run:
         self._is_over.put(None)
 
     def wait(self) -> list[str]:
-        """Runs until `end` is called; what was said by then."""
+        """Runs until `end` is called; returns the words noted by then."""
         self.loop.start()
         self._is_over.get(timeout=DEADLINE_S)
         return self.words
@@ -70,13 +70,13 @@ def ready() -> Iterator[socket.socket]:
     near.close(), far.close()
 
 
-def test_what_is_for_idle_turns_runs_though_nothing_else_ever_happens(run) -> None:
+def test_an_idle_call_runs_without_other_events(run) -> None:
     one = run()
     one.loop.call(lambda: one.loop.call_when_idle(one.end))
     assert one.wait() == []
 
 
-def test_what_is_for_idle_turns_runs_in_order_and_once(run) -> None:
+def test_idle_calls_run_in_order_and_once(run) -> None:
     one = run()
 
     def begin() -> None:
@@ -92,7 +92,7 @@ def test_what_is_for_idle_turns_runs_in_order_and_once(run) -> None:
     assert one.words == [*"0123456789"]
 
 
-def test_what_is_for_idle_turns_runs_behind_calls_and_sockets_of_this_turn(run, ready) -> None:
+def test_idle_calls_run_after_the_calls_and_sockets_of_the_turn(run, ready) -> None:
     one = run()
 
     def read(_: int) -> None:
@@ -111,8 +111,8 @@ def test_what_is_for_idle_turns_runs_behind_calls_and_sockets_of_this_turn(run, 
     assert one.wait() == ["socket", "call", "another call", "idle, of the socket", "idle, of the call"]
 
 
-def test_what_is_for_idle_turns_waits_for_sockets_that_are_ready_for_now(run, ready) -> None:
-    """As many events as there are go together."""
+def test_idle_calls_wait_for_ready_sockets(run, ready) -> None:
+    """Idle calls run once for many events."""
     one, left = run(), [5]
 
     def read(_: int) -> None:
@@ -128,7 +128,7 @@ def test_what_is_for_idle_turns_waits_for_sockets_that_are_ready_for_now(run, re
     assert one.wait() == [*["socket"] * 5, "idle"]
 
 
-def test_what_is_for_idle_turns_runs_again_and_again_though_a_socket_is_always_ready(run, ready) -> None:
+def test_idle_calls_run_repeatedly_although_a_socket_is_always_ready(run, ready) -> None:
     one, count = run(), [0]
 
     def idle() -> None:
@@ -141,12 +141,12 @@ def test_what_is_for_idle_turns_runs_again_and_again_though_a_socket_is_always_r
 
     one.loop.watch(ready, EPOLL_READ, one.note("socket"))
     one.loop.call(lambda: one.loop.call_when_idle(idle))
-    said = "".join("i" if word == "idle" else "s" for word in one.wait()).split("i")
-    assert 1 <= max(map(len, said[:10])) < EVENTS
-    assert min(map(len, said[1:10])) > 1  # nor does it run in every turn
+    words = "".join("i" if word == "idle" else "s" for word in one.wait()).split("i")
+    assert 1 <= max(map(len, words[:10])) < EVENTS
+    assert min(map(len, words[1:10])) > 1  # the idle call does not run in every turn either
 
 
-def test_what_is_for_idle_turns_and_asks_for_more_of_it_does_not_keep_others_waiting(run, ready) -> None:
+def test_an_idle_call_that_schedules_itself_does_not_block_sockets(run, ready) -> None:
     one, count = run(), [0]
 
     def idle() -> None:
@@ -160,7 +160,7 @@ def test_what_is_for_idle_turns_and_asks_for_more_of_it_does_not_keep_others_wai
     assert count[0] >= 1
 
 
-def test_however_many_calls_there_are_timers_come_in_between(run) -> None:
+def test_timers_run_between_many_calls(run) -> None:
     one = run()
 
     def take_time() -> None:
@@ -179,15 +179,15 @@ def test_however_many_calls_there_are_timers_come_in_between(run) -> None:
     assert "timer" in one.wait()[:10]
 
 
-# Other threads take its turns -----------------------------------------------------------------------------
+# Turns by other threads -----------------------------------------------------------------------------------
 
 
-def asleep(event: threading.Event) -> tuple[Callable[[float], bool], Callable[[], bool]]:
-    """How to wait for something without taking turns, and whether it is over."""
+def wait_and_check(event: threading.Event) -> tuple[Callable[[float], bool], Callable[[], bool]]:
+    """A function that waits for an event without running the loop, and one that tells whether it is set."""
     return event.wait, event.is_set
 
 
-def test_who_waits_runs_what_is_due(run) -> None:
+def test_a_waiting_thread_runs_due_calls(run) -> None:
     one, over, insiders = run(), threading.Event(), []
 
     def call() -> None:
@@ -198,14 +198,14 @@ def test_who_waits_runs_what_is_due(run) -> None:
     for _ in range(100):
         over.clear()
         one.loop.call(call)
-        assert one.loop.run_until(*asleep(over), DEADLINE_S)
+        assert one.loop.run_until(*wait_and_check(over), DEADLINE_S)
         assert not one.loop.is_loop_thread
-    # A call may be run by the thread, before the waiter has come; one at least is run by the waiter.
+    # A call may be run by the loop's thread before the waiter waits; at least one is run by the waiter.
     assert (threading.get_ident(), True) in insiders
     assert all(inside for _, inside in insiders)
 
 
-def test_who_waits_sees_sockets_and_timers(run, ready) -> None:
+def test_a_waiting_thread_handles_sockets_and_timers(run, ready) -> None:
     one, over = run(), threading.Event()
 
     def read(_: int) -> None:
@@ -214,28 +214,28 @@ def test_who_waits_sees_sockets_and_timers(run, ready) -> None:
 
     one.loop.start()
     one.loop.call(one.loop.watch, ready, EPOLL_READ, read)
-    assert one.loop.run_until(*asleep(over), DEADLINE_S)
+    assert one.loop.run_until(*wait_and_check(over), DEADLINE_S)
 
 
-def test_when_who_waited_has_gone_the_thread_is_back(run) -> None:
+def test_the_loops_thread_resumes_when_a_waiting_thread_returns(run) -> None:
     one, over, later = run(), threading.Event(), threading.Event()
     one.loop.start()
     one.loop.call(over.set)
-    assert one.loop.run_until(*asleep(over), DEADLINE_S)
+    assert one.loop.run_until(*wait_and_check(over), DEADLINE_S)
     one.loop.call(later.set)
     assert later.wait(DEADLINE_S)
 
 
-def test_a_second_one_who_waits_is_not_left_alone_when_the_first_one_has_gone(run) -> None:
+def test_a_second_waiting_thread_is_served_when_the_first_returns(run) -> None:
     one, first, second = run(), threading.Event(), threading.Event()
     here = threading.Event()
     found: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def wait_for_second() -> None:
         here.set()
-        found.put(one.loop.run_until(*asleep(second), DEADLINE_S))
+        found.put(one.loop.run_until(*wait_and_check(second), DEADLINE_S))
 
-    def call() -> None:  # in the turn of whoever waits for the first
+    def call() -> None:  # in the turn of the thread that waits for `first`
         threading.Thread(target=wait_for_second, daemon=True).start()
         assert here.wait(DEADLINE_S)
         one.loop.call_later(0.05, second.set)
@@ -243,18 +243,18 @@ def test_a_second_one_who_waits_is_not_left_alone_when_the_first_one_has_gone(ru
 
     one.loop.start()
     one.loop.call(call)
-    assert one.loop.run_until(*asleep(first), DEADLINE_S)
+    assert one.loop.run_until(*wait_and_check(first), DEADLINE_S)
     assert found.get(timeout=DEADLINE_S)
 
 
 def test_a_wait_without_a_result_ends(run) -> None:
     one, never = run(), threading.Event()
     one.loop.start()
-    assert not one.loop.run_until(*asleep(never), 0.05)
-    assert not one.loop.run_until(*asleep(never), 0.0)
+    assert not one.loop.run_until(*wait_and_check(never), 0.05)
+    assert not one.loop.run_until(*wait_and_check(never), 0.0)
 
 
-def test_a_wait_ends_though_the_thread_is_stuck(run) -> None:
+def test_a_wait_times_out_although_the_loops_thread_is_blocked(run) -> None:
     one, stuck, end, never = run(), threading.Event(), threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -264,19 +264,19 @@ def test_a_wait_ends_though_the_thread_is_stuck(run) -> None:
     one.loop.start()
     one.loop.call(hang)
     assert stuck.wait(DEADLINE_S)
-    assert not one.loop.run_until(*asleep(never), 0.05)
+    assert not one.loop.run_until(*wait_and_check(never), 0.05)
     end.set()
     over = threading.Event()
     one.loop.call(over.set)
-    assert one.loop.run_until(*asleep(over), DEADLINE_S)
+    assert one.loop.run_until(*wait_and_check(over), DEADLINE_S)
 
 
-def test_from_within_nobody_takes_turns(run) -> None:
+def test_a_wait_within_a_call_of_the_loop_runs_no_turns(run) -> None:
     one, never = run(), threading.Event()
     found: list[bool] = []
 
     def call() -> None:
-        found.append(one.loop.run_until(*asleep(never), 0.01))
+        found.append(one.loop.run_until(*wait_and_check(never), 0.01))
         one.end()
 
     one.loop.call(call)
@@ -284,7 +284,7 @@ def test_from_within_nobody_takes_turns(run) -> None:
     assert found == [False]
 
 
-def test_what_fails_in_the_turn_of_who_waits_ends_the_loop() -> None:
+def test_an_error_in_the_turn_of_a_waiting_thread_ends_the_loop() -> None:
     errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     was_called = threading.Event()
 
@@ -299,21 +299,21 @@ def test_what_fails_in_the_turn_of_who_waits_ends_the_loop() -> None:
     def fail() -> None:
         if threading.get_ident() == waiter:
             raise KeyError("in a turn")
-        loop.call(fail)  # the waiter has not come yet
+        loop.call(fail)  # the waiter does not wait yet
 
     waiter = threading.get_ident()
     loop.call(fail)
     assert loop.run_until(
         was_called.wait, over.is_set, DEADLINE_S
-    )  # as a request that fails when its links do
+    )  # as a request that fails with its endpoint
     error = errors.get(timeout=DEADLINE_S)
     assert isinstance(error, KeyError)
     assert loop.join(DEADLINE_S)
-    assert not loop.run_until(*asleep(over), 0.01)
+    assert not loop.run_until(*wait_and_check(over), 0.01)
 
 
-def test_an_interrupt_of_who_waits_breaks_nothing_off(run) -> None:
-    """Else what the loop does would be left half-done."""
+def test_an_interrupt_of_a_waiting_thread_lets_running_calls_finish(run) -> None:
+    """Otherwise a call of the loop would be left incomplete."""
     one, over, never = run(), threading.Event(), threading.Event()
     whole: list[str] = []
 
@@ -330,15 +330,15 @@ def test_an_interrupt_of_who_waits_breaks_nothing_off(run) -> None:
     for count in range(1, 20):
         one.loop.call(call)
         with pytest.raises(KeyboardInterrupt):
-            one.loop.run_until(*asleep(never), DEADLINE_S)
+            one.loop.run_until(*wait_and_check(never), DEADLINE_S)
         assert whole == ["step"] * 1000 * count
         assert signal.getsignal(signal.SIGINT) is before
     one.loop.call(over.set)
-    assert one.loop.run_until(*asleep(over), DEADLINE_S)
+    assert one.loop.run_until(*wait_and_check(over), DEADLINE_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGALRM])
-def test_a_wait_for_nothing_can_be_interrupted(run, number) -> None:
+def test_a_wait_without_events_can_be_interrupted(run, number) -> None:
     one, never = run(), threading.Event()
 
     def end(*_: object) -> None:
@@ -349,14 +349,14 @@ def test_a_wait_for_nothing_can_be_interrupted(run, number) -> None:
     one.loop.call_later(0.02, lambda: os.kill(os.getpid(), number))
     try:
         with pytest.raises(InterruptedError):
-            one.loop.run_until(*asleep(never), DEADLINE_S)
+            one.loop.run_until(*wait_and_check(never), DEADLINE_S)
         assert signal.getsignal(number) is end
     finally:
         signal.signal(number, before)
 
 
-def test_of_two_signals_in_one_turn_both_are_handled(run) -> None:
-    one, never, heard = run(), threading.Event(), []
+def test_both_of_two_signals_in_one_turn_are_handled(run) -> None:
+    one, never, handled = run(), threading.Event(), []
 
     def call() -> None:
         if threading.get_ident() != threading.main_thread().ident:
@@ -365,20 +365,20 @@ def test_of_two_signals_in_one_turn_both_are_handled(run) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
+    before = signal.signal(signal.SIGTERM, lambda *_: handled.append("SIGTERM"))
     one.loop.start()
     one.loop.call(call)
     try:
         with pytest.raises(KeyboardInterrupt):
-            one.loop.run_until(*asleep(never), DEADLINE_S)
-        assert heard == ["SIGTERM"]
+            one.loop.run_until(*wait_and_check(never), DEADLINE_S)
+        assert handled == ["SIGTERM"]
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def test_a_signal_whose_handler_raises_nothing_does_not_end_a_wait(run) -> None:
-    one, over, came = run(), threading.Event(), []
-    before = signal.signal(signal.SIGTERM, lambda *_: came.append("signal"))
+    one, over, handled = run(), threading.Event(), []
+    before = signal.signal(signal.SIGTERM, lambda *_: handled.append("signal"))
     one.loop.start()
 
     def kill() -> None:
@@ -387,21 +387,21 @@ def test_a_signal_whose_handler_raises_nothing_does_not_end_a_wait(run) -> None:
 
     try:
         one.loop.call(one.loop.call_later, 0.02, kill)
-        assert one.loop.run_until(*asleep(over), DEADLINE_S)
-        assert came == ["signal"]
+        assert one.loop.run_until(*wait_and_check(over), DEADLINE_S)
+        assert handled == ["signal"]
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_whoever_takes_turns_they_are_one_after_the_other(run) -> None:
-    """Four threads wait again and again, and change places at any time."""
-    one, inside, at_once = run(), [0], [0]
+def test_turns_of_several_waiting_threads_never_overlap(run) -> None:
+    """Four threads wait repeatedly, and are switched at any time."""
+    one, inside, most_at_once = run(), [0], [0]
     interval_s = sys.getswitchinterval()
     errors: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def call(over: threading.Event) -> None:
         inside[0] += 1
-        at_once[0] = max(at_once[0], inside[0])
+        most_at_once[0] = max(most_at_once[0], inside[0])
         for _ in range(20):
             pass
         inside[0] -= 1
@@ -411,7 +411,7 @@ def test_whoever_takes_turns_they_are_one_after_the_other(run) -> None:
         for _ in range(300):
             over = threading.Event()
             one.loop.call(call, over)
-            if not one.loop.run_until(*asleep(over), DEADLINE_S):
+            if not one.loop.run_until(*wait_and_check(over), DEADLINE_S):
                 errors.put("a call was not run")
                 return
         errors.put("")
@@ -425,4 +425,4 @@ def test_whoever_takes_turns_they_are_one_after_the_other(run) -> None:
         assert [errors.get(timeout=DEADLINE_S) for _ in threads] == [""] * 4
     finally:
         sys.setswitchinterval(interval_s)
-    assert at_once == [1]
+    assert most_at_once == [1]

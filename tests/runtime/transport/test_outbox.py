@@ -1,4 +1,4 @@
-"""The pure parts of the links: what goes out next, and sets of whole numbers as ranges."""
+"""The pure parts of the endpoint: the next bytes to send, and sets of integers as ranges."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FRAME_BYTES = 1000
 
 
 def send(outbox: Outbox, n: int) -> tuple[bytes, list[QueuedMessage]]:
-    """Let the kernel take at most `n` bytes; return them and the messages that are wholly out."""
+    """Let the kernel accept at most `n` bytes; return them and the messages that are sent completely."""
     views, size = outbox.gather()
-    taken = b"".join(views)[:n]
+    accepted = b"".join(views)[:n]
     assert size == sum(map(len, views))
-    return taken, outbox.on_written(len(taken))
+    return accepted, outbox.on_written(len(accepted))
 
 
-def test_an_empty_frame_that_is_taken_in_two_parts_is_done() -> None:
+def test_an_empty_frame_that_is_written_in_two_parts_completes() -> None:
     outbox = Outbox(FRAME_BYTES)
     beat = QueuedMessage(FrameKind.HEARTBEAT, (0, 0, 0), memoryview(b""))
     outbox.add(beat)
@@ -45,7 +45,7 @@ def test_an_empty_frame_that_is_taken_in_two_parts_is_done() -> None:
     messages=st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 5000)), min_size=1, max_size=10),
     portions=st.lists(st.integers(0, 2500), min_size=1, max_size=5),
 )
-def test_whatever_the_kernel_takes_at_a_time_every_message_goes_out_once_and_whole(
+def test_every_message_is_sent_once_and_whole_for_any_sizes_of_writes(
     messages: list[tuple[int, int]], portions: list[int]
 ) -> None:
     outbox = Outbox(FRAME_BYTES)
@@ -56,22 +56,22 @@ def test_whatever_the_kernel_takes_at_a_time_every_message_goes_out_once_and_who
     turn = 0
     while outbox:
         assert turn < 1000
-        taken, out = send(outbox, [*portions, 2500][turn % (len(portions) + 1)])
-        stream += taken
+        accepted, out = send(outbox, [*portions, 2500][turn % (len(portions) + 1)])
+        stream += accepted
         finished += out
         turn += 1
     assert sorted(item.tag for item in finished) == list(range(len(messages)))
-    came = dict.fromkeys(range(len(messages)), b"")
+    received = dict.fromkeys(range(len(messages)), b"")
     order = []
     reader = FrameReader(lambda *_: None, read_ahead_bytes=max(len(stream), HEADER_BYTES))
     reader.buffers()[0][: len(stream)] = stream
     reader.on_received(len(stream))
     while (frame := reader.next_frame()) is not None:
-        assert frame.offset == len(came[frame.tag])
+        assert frame.offset == len(received[frame.tag])
         assert frame.payload is not None
-        came[frame.tag] += frame.payload
+        received[frame.tag] += frame.payload
         order.append((messages[frame.tag][0], frame.tag))
-    assert came == {tag: bytes([tag]) * size for tag, (_, size) in enumerate(messages)}
+    assert received == {tag: bytes([tag]) * size for tag, (_, size) in enumerate(messages)}
     assert order == sorted(order)
 
 
@@ -86,7 +86,7 @@ def test_a_frame_is_no_more_than_a_quarter_of_its_message_or_64_kib(total: int, 
     assert len(sent) == HEADER_BYTES + frame
 
 
-def test_a_begun_frame_is_finished_and_what_is_urgent_comes_right_after_it() -> None:
+def test_an_urgent_message_is_sent_right_after_a_begun_frame() -> None:
     outbox = Outbox(FRAME_BYTES)
     outbox.add(QueuedMessage(FrameKind.DATA, (1, 0, 0), memoryview(bytes(5000)), tag=1, total=5000))
     first, _ = send(outbox, 500)
@@ -99,7 +99,7 @@ def test_a_begun_frame_is_finished_and_what_is_urgent_comes_right_after_it() -> 
     assert finished == [urgent]
 
 
-def test_the_rest_of_a_begun_frame_that_is_dropped_is_not_read_from_its_buffer_any_more() -> None:
+def test_the_rest_of_a_dropped_begun_frame_is_not_read_from_its_buffer() -> None:
     data = bytearray(b"x" * 5000)
     outbox = Outbox(FRAME_BYTES)
     done: list[bool] = []
@@ -123,12 +123,12 @@ def test_the_rest_of_a_begun_frame_that_is_dropped_is_not_read_from_its_buffer_a
     ),
     portions=st.lists(st.integers(0, 200), min_size=1, max_size=5),
     answers=st.lists(st.integers(0, 3), min_size=1, max_size=5),
-    forgotten=st.integers(0, 12),
+    cancelled=st.integers(0, 12),
 )
-def test_in_any_pattern_of_writes_and_reads_exported_messages_are_announced_once_and_done_when_read(
-    messages: list[tuple[int, int, bool]], portions: list[int], answers: list[int], forgotten: int
+def test_exported_messages_are_announced_once_and_complete_when_read(
+    messages: list[tuple[int, int, bool]], portions: list[int], answers: list[int], cancelled: int
 ) -> None:
-    """Messages of whole MiB, lent or as they are, of which one may be forgotten on the way."""
+    """Messages of whole MiB in shared memory and small ordinary ones; one may be cancelled meanwhile."""
     regions = RegionAllocator(lambda region: None)
     memory = regions.allocate(5 * MAX_DATA_BYTES)
     assert memory is not None
@@ -148,13 +148,13 @@ def test_in_any_pattern_of_writes_and_reads_exported_messages_are_announced_once
     reader = FrameReader(lambda *_: None)
     stream = bytearray()
     ended: list[int] = []
-    came = dict.fromkeys(range(len(messages)), 0)
+    received = dict.fromkeys(range(len(messages)), 0)
     unread: list[int] = []
     for turn in range(2000):
         if not outbox and not unread:
             break
-        taken, finished = send(outbox, [*portions, 100][turn % (len(portions) + 1)])
-        stream += taken
+        accepted, finished = send(outbox, [*portions, 100][turn % (len(portions) + 1)])
+        stream += accepted
         while stream:
             buffer = reader.buffers()[0]
             n = min(len(buffer), len(stream))
@@ -162,13 +162,13 @@ def test_in_any_pattern_of_writes_and_reads_exported_messages_are_announced_once
             del stream[:n]
             reader.on_received(n)
             while (frame := reader.next_frame()) is not None:
-                assert frame.offset == came[frame.tag]
+                assert frame.offset == received[frame.tag]
                 length = frame.length
                 if frame.kind == FrameKind.SHARED:
                     number, place, length = shared_slice(frame)
                     assert (number, place) == (exported_regions[0].number, frame.offset)
                     unread.append(length)
-                came[frame.tag] += length
+                received[frame.tag] += length
         assert sum(unread) < UNACKED_BYTES + MAX_DATA_BYTES
         n = min(len(unread), [*answers, 1][turn % (len(answers) + 1)])
         del unread[:n]
@@ -176,16 +176,16 @@ def test_in_any_pattern_of_writes_and_reads_exported_messages_are_announced_once
             if item.on_done is not None:
                 item.on_done()
         if turn == 5:
-            outbox.drop(forgotten, forgotten + 1)
+            outbox.drop(cancelled, cancelled + 1)
     assert not outbox
     assert exported_regions[0].unacked_frames == 0
     assert sorted(ended) == sorted(set(ended))
-    assert set(range(len(messages))) - set(ended) <= {forgotten}
+    assert set(range(len(messages))) - set(ended) <= {cancelled}
     with pytest.raises(ProtocolError, match="at most 0 SHARED frames to be read, got 1"):
         outbox.on_shared_ack(1)
 
 
-def test_a_descriptor_goes_with_the_first_byte_of_its_own_frame() -> None:
+def test_a_descriptor_is_sent_with_the_first_byte_of_its_frame() -> None:
     outbox = Outbox(FRAME_BYTES)
     region = Region(7, 99, (shared_bytes := (ctypes.c_char * 10)()))
     outbox.add(QueuedMessage(FrameKind.DATA, (1, 0, 0), memoryview(bytes(500)), tag=1, total=500))
@@ -193,7 +193,7 @@ def test_a_descriptor_goes_with_the_first_byte_of_its_own_frame() -> None:
     outbox.add(
         QueuedMessage(FrameKind.REGION, (0, 0, 1), memoryview(b""), tag=7, total=10, exported=(region, 0))
     )
-    assert len(outbox.gather()[0]) == 1  # the rest of the begun frame only
+    assert len(outbox.gather()[0]) == 1  # only the rest of the begun frame
     assert outbox.descriptor is None
     outbox.on_written(HEADER_BYTES + 400)
     views, size = outbox.gather()
@@ -201,7 +201,7 @@ def test_a_descriptor_goes_with_the_first_byte_of_its_own_frame() -> None:
     outbox.on_written(0)
     assert send(outbox, 5)[1] == []
     assert outbox.gather()[1] == HEADER_BYTES - 5
-    assert outbox.descriptor is None  # it has gone
+    assert outbox.descriptor is None  # the descriptor has been sent
     assert region.size == len(shared_bytes)
 
 
@@ -211,7 +211,7 @@ def test_a_descriptor_goes_with_the_first_byte_of_its_own_frame() -> None:
     st.integers(0, 40),
     st.integers(1, 9),
 )
-def test_ranges_are_a_set_of_whole_numbers(added: list[tuple[int, int]], first: int, length: int) -> None:
+def test_an_interval_set_is_a_set_of_integers(added: list[tuple[int, int]], first: int, length: int) -> None:
     ranges, model = IntervalSet(), set()
     for start, size in added:
         ranges.add(start, start + size)

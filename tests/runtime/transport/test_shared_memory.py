@@ -1,4 +1,4 @@
-"""Memory shared between nodes on one host: what it spares, who may write when, and what hostile peers get."""
+"""Memory shared between nodes on one host: bytes not sent, permission to write, and hostile peers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ANNOUNCED_MAX = 4  # frames of 1 MiB that are not read
 
 
 def filled(at: Node, size: int, seed: int = 0) -> memoryview:
-    """Memory that peers can read, with something in it."""
+    """Filled memory that peers can read."""
     memory = at.links.allocate(size)
     memory[:] = contents(size, seed)
     assert at.links._regions.find(memory)
@@ -65,7 +65,7 @@ def filled(at: Node, size: int, seed: int = 0) -> memoryview:
 
 
 def exchange_messages(a: Node, b: Node) -> None:
-    """What both have said before has been heard when this returns."""
+    """Both nodes have received all earlier messages when this returns."""
     for one, other in (a, b), (b, a):
         one.links.send(other.links.name, b"heard?")
         other.message()
@@ -108,14 +108,14 @@ def no_descriptor_is_left() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
     if len(os.listdir("/proc/self/fd")) > before:
-        gc.collect()  # which takes long, late in a run of many tests
-    assert len(os.listdir("/proc/self/fd")) <= before  # what earlier tests have left may end meanwhile
+        gc.collect()  # slow late in a run of many tests
+    assert len(os.listdir("/proc/self/fd")) <= before  # descriptors of earlier tests may be closed meanwhile
 
 
 # Without descriptors
 
 
-def test_memory_is_shared_only_where_that_leaves_descriptors_to_connections() -> None:
+def test_memory_is_shared_only_if_enough_descriptors_are_left_for_connections() -> None:
     regions = RegionAllocator(lambda region: None)
     with no_descriptor_is_left():
         with few_files(shared_memory._RESERVED_DESCRIPTORS):
@@ -124,7 +124,9 @@ def test_memory_is_shared_only_where_that_leaves_descriptors_to_connections() ->
             assert regions.allocate(MIB) is not None
 
 
-def test_a_node_that_cannot_take_a_peers_memory_blames_itself(node: Callable[..., Node]) -> None:
+def test_a_node_that_cannot_accept_a_peers_memory_names_itself_as_the_cause(
+    node: Callable[..., Node],
+) -> None:
     a, b = node("a"), node("b")
     a.links.add_peer("b", b.links.addresses)
     a.links.send("b", b"hello")
@@ -137,7 +139,7 @@ def test_a_node_that_cannot_take_a_peers_memory_blames_itself(node: Callable[...
     assert str(error).startswith("b cannot accept memory shared by a: too many open files: raise `ulimit -n`")
 
 
-# What is spared
+# Reads in place
 
 
 @pytest.mark.parametrize("size", [MIN_SHARED_BYTES, MAX_DATA_BYTES, 9 * MIB + 7])
@@ -150,7 +152,7 @@ def test_bytes_in_shared_memory_arrive_exactly_and_are_not_sent(pair: tuple[Node
     assert a.in_thread(lambda: a.links.bytes_sent) < 2 * KIB
 
 
-def test_any_part_of_a_region_may_be_put_in_any_order(pair: tuple[Node, Node]) -> None:
+def test_parts_of_a_region_may_be_sent_in_any_order(pair: tuple[Node, Node]) -> None:
     a, b = pair
     memory = filled(a, MIB)
     arrival = Arrival(b, "a", 1, 700 * KIB)
@@ -160,24 +162,24 @@ def test_any_part_of_a_region_may_be_put_in_any_order(pair: tuple[Node, Node]) -
     assert arrival.whole() == contents(MIB)[100 * KIB : 800 * KIB]
 
 
-def test_who_asks_to_is_shown_the_senders_memory_instead(pair: tuple[Node, Node]) -> None:
+def test_on_shared_receives_the_senders_memory_instead_of_a_copy(pair: tuple[Node, Node]) -> None:
     a, b = pair
     memory = filled(a, 3 * MIB)
     into = memoryview(bytearray(3 * MIB))
-    came = threading.Event()
+    arrived = threading.Event()
     pieces: list[tuple[int, bytes]] = []
 
     def on_shared(offset: int, source: memoryview) -> None:
         pieces.append((offset, bytes(source)))
         if sum(len(piece) for _, piece in pieces) == 3 * MIB:
-            came.set()
+            arrived.set()
 
     b.links.post_receive("a", 1, into, lambda *_: pieces.append((-1, b"")), on_shared)
     a.links.send_tensor("b", 1, memory)
-    assert came.wait(DEADLINE_S)
+    assert arrived.wait(DEADLINE_S)
     assert pieces == [(i * MIB, contents(3 * MIB)[i * MIB : (i + 1) * MIB]) for i in range(3)]
     assert into == bytes(3 * MIB)
-    assert not b.in_thread(lambda: b.links._peers["a"].inbox._posted)  # all has come
+    assert not b.in_thread(lambda: b.links._peers["a"].inbox._posted)  # the message is complete
 
 
 @pytest.mark.parametrize("a_on_unix", [True, False])
@@ -193,22 +195,24 @@ def test_a_peer_reached_over_tcp_is_sent_the_bytes(node: Callable[..., Node], a_
     assert a.in_thread(lambda: a.links.bytes_sent) > MIB
 
 
-def test_what_was_announced_before_it_was_expected_is_delivered_at_once(pair: tuple[Node, Node]) -> None:
+def test_bytes_announced_before_their_receive_is_posted_are_delivered_at_once(
+    pair: tuple[Node, Node],
+) -> None:
     a, b = pair
     done = threading.Event()
     memory = filled(a, 2 * MIB)
     a.links.send_tensor("b", 1, memory, on_done=done.set)
     assert done.wait(DEADLINE_S)
-    memory[:] = bytes(2 * MIB)  # done: it may be written
+    memory[:] = bytes(2 * MIB)  # done: the memory may be written
     assert Arrival(b, "a", 1, 2 * MIB).whole() == contents(2 * MIB)
 
 
-def test_a_region_is_exported_once_a_connection_and_unmapped_when_nothing_holds_it(
+def test_a_region_is_exported_once_per_connection_and_unmapped_without_references(
     pair: tuple[Node, Node],
 ) -> None:
     a, b = pair
     exchange_messages(a, b)
-    gc.collect()  # what other tests have left to it
+    gc.collect()  # garbage of other tests
     with no_descriptor_is_left():
         memory = filled(a, MIB)
         for tag in range(3):
@@ -241,7 +245,7 @@ def test_after_a_loss_regions_are_exported_again(node: Callable[..., Node]) -> N
     assert arrival.whole() == contents(MIB)
 
 
-def test_beyond_the_limit_memory_is_ordinary(pair: tuple[Node, Node]) -> None:
+def test_memory_beyond_the_limit_of_regions_is_not_shared(pair: tuple[Node, Node]) -> None:
     a, b = pair
     kept = [a.links.allocate(MIN_SHARED_BYTES) for _ in range(MAX_REGIONS + 1)]
     assert all(a.links._regions.find(memory) for memory in kept[:-1])
@@ -254,7 +258,7 @@ def test_beyond_the_limit_memory_is_ordinary(pair: tuple[Node, Node]) -> None:
         assert arrival.whole() == contents(MIN_SHARED_BYTES, tag)
 
 
-def test_shared_memory_is_found_by_its_address_as_long_as_it_lives() -> None:
+def test_shared_memory_is_found_by_its_address_during_its_lifetime() -> None:
     released: list[shared_memory.Region] = []
     regions = RegionAllocator(released.append)
     memory = regions.allocate(MIB)
@@ -271,7 +275,7 @@ def test_shared_memory_is_found_by_its_address_as_long_as_it_lives() -> None:
     with pytest.raises(OSError) as caught:
         os.fstat(region.descriptor)
     assert caught.value.errno == errno.EBADF
-    # Until it is removed, its address may become somebody else's, who must not be taken for it.
+    # Until the region is removed, its address may be reused by other memory, which must not be found.
     with mmap.mmap(-1, MIB) as others:
         region.start = shared_memory.ctypes.addressof(shared_memory.ctypes.c_char.from_buffer(others))
         regions._sort([region])
@@ -295,8 +299,8 @@ def test_a_region_exported_right_after_the_welcome_is_mapped(node: Callable[...,
         acceptor, reader = AcceptorHandshake(job="job", token="secret", node="a"), FrameReader(None)
         while acceptor.peer is None:
             reader.on_received(sock.recv_into(reader.buffers()[0]))
-            while (came := reader.next_frame()) is not None:
-                sock.sendall(acceptor.on_frame(came))
+            while (arrived := reader.next_frame()) is not None:
+                sock.sendall(acceptor.on_frame(arrived))
         descriptor = memfd(MIB)
         socket.send_fds(
             sock,
@@ -307,10 +311,10 @@ def test_a_region_exported_right_after_the_welcome_is_mapped(node: Callable[...,
         assert arrival.whole() == bytes(MIB)
 
 
-# Who may write, and when
+# Permission to write
 
 
-def test_done_means_that_the_peer_has_read(node: Callable[..., Node]) -> None:
+def test_on_done_is_called_when_the_peer_has_read(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
@@ -328,7 +332,7 @@ def test_done_means_that_the_peer_has_read(node: Callable[..., Node]) -> None:
     assert not a.links.has_readers(memory)
 
 
-def test_what_was_announced_is_kept_until_the_peer_acknowledges_it_though_it_is_cancelled(
+def test_announced_memory_has_readers_until_the_peer_acknowledges_even_if_cancelled(
     node: Callable[..., Node],
 ) -> None:
     a = node("a")
@@ -352,10 +356,10 @@ def test_what_was_announced_is_kept_until_the_peer_acknowledges_it_though_it_is_
     assert not a.links.has_readers(memory)
     assert not done.is_set()
     a.links.send("b", b"behind")
-    assert b.frame().payload == b"behind"  # the rest was not told of
+    assert b.frame().payload == b"behind"  # the rest was not announced
 
 
-def test_what_was_announced_to_a_lost_peer_counts_as_read_from_then_on(node: Callable[..., Node]) -> None:
+def test_memory_announced_to_a_lost_peer_still_has_readers(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
@@ -369,13 +373,13 @@ def test_what_was_announced_to_a_lost_peer_counts_as_read_from_then_on(node: Cal
 
 def test_the_memory_of_a_killed_peer_can_still_be_read(node: Callable[..., Node]) -> None:
     b = node("b")
-    came: list[bytes] = []
+    arrived: list[bytes] = []
     over = threading.Event()
 
     def on_shared(offset: int, source: memoryview) -> None:
-        child.communicate()  # it ends with its standard input
+        child.communicate()  # the child ends with its standard input
         assert child.returncode == -signal.SIGKILL
-        came.append(bytes(source))
+        arrived.append(bytes(source))
         over.set()
 
     b.links.post_receive("a", 1, memoryview(bytearray(MIB)), lambda *_: None, on_shared)
@@ -393,14 +397,14 @@ def test_the_memory_of_a_killed_peer_can_still_be_read(node: Callable[..., Node]
     command = [sys.executable, "-c", code, *b.links.addresses]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         assert over.wait(DEADLINE_S)
-    assert came == [b"x" * MIB]
+    assert arrived == [b"x" * MIB]
     assert b.loss().peer == "a"
 
 
-# The order of urgency
+# Priorities
 
 
-def test_an_urgent_message_overtakes_all_that_was_not_announced(node: Callable[..., Node]) -> None:
+def test_an_urgent_message_overtakes_all_unannounced_bytes(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
@@ -411,12 +415,12 @@ def test_an_urgent_message_overtakes_all_that_was_not_announced(node: Callable[.
     a.links.send("b", b"urgent")
     assert b.frame().payload == b"urgent"
     a.links.send_tensor("b", 2, urgent, priority=4)
-    assert b.frame().kind == FrameKind.REGION  # nothing more, until it says that it has read
+    assert b.frame().kind == FrameKind.REGION  # nothing more until b acknowledges
     b.sock.sendall(frame(FrameKind.SHARED_ACK, total=2))
     assert [b.frame().tag, b.frame().tag] == [2, 1]
 
 
-def test_what_waits_until_the_peer_has_read_goes_before_what_comes_next_is_acted_on(
+def test_waiting_announcements_are_sent_before_the_next_message_is_delivered(
     node: Callable[..., Node],
 ) -> None:
     seen: queue.SimpleQueue[Frame] = queue.SimpleQueue()
@@ -433,7 +437,7 @@ def test_what_waits_until_the_peer_has_read_goes_before_what_comes_next_is_acted
     assert seen.get(timeout=DEADLINE_S).kind == FrameKind.SHARED
 
 
-def test_a_peer_is_informed_what_was_read_while_the_rest_is_read(node: Callable[..., Node]) -> None:
+def test_each_announcement_is_acknowledged_before_the_next_is_read(node: Callable[..., Node]) -> None:
     seen: queue.SimpleQueue[Frame] = queue.SimpleQueue()
     b = node("b")
     a = Stranger("a", b, unix=True).greet()
@@ -454,7 +458,7 @@ def test_a_peer_is_informed_what_was_read_while_the_rest_is_read(node: Callable[
     assert [(one.kind, one.total) for one in answers] == [(FrameKind.SHARED_ACK, 1)] * 3
 
 
-def test_who_says_so_tells_of_more_that_is_not_read(node: Callable[..., Node]) -> None:
+def test_unacked_bytes_raises_the_limit_of_unread_announcements(node: Callable[..., Node]) -> None:
     a = node("a", unacked_bytes=8 * MIB)
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
@@ -466,13 +470,13 @@ def test_who_says_so_tells_of_more_that_is_not_read(node: Callable[..., Node]) -
         node("c", unacked_bytes=8 * MIB + 1)
 
 
-def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Callable[..., Node]) -> None:
+def test_a_peer_that_acknowledges_nothing_still_receives_heartbeats(node: Callable[..., Node]) -> None:
     a = node("a", heartbeat_s=0.05)
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
     a.links.send_tensor("b", 1, filled(a, 2 * ANNOUNCED_MAX * MIB))
     seen = Counter()
-    # What is in the way of all else that it has to say:
+    # The announcement precedes all other frames:
     while sum(seen.values()) - seen[FrameKind.HEARTBEAT] < 1 + ANNOUNCED_MAX:
         seen[b.frame().kind] += 1
     assert seen[FrameKind.REGION] == 1
@@ -483,7 +487,7 @@ def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Call
 
 
 def send_stream(stranger: Stranger, stream: bytes, descriptors: list[int]) -> None:
-    """Send bytes and descriptors, which are closed here."""
+    """Send bytes and descriptors, and close the descriptors."""
     if descriptors:
         socket.send_fds(stranger.sock, [stream], descriptors)
     else:
@@ -601,18 +605,18 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_peer_is_lost_and_leaves_no_descriptor(node: Callable[..., Node], case: str) -> None:
-    script, said = HOSTILE[case]
+    script, pattern = HOSTILE[case]
     b = node("b")
     Arrival(b, "a", 9, 100)
     with no_descriptor_is_left():
         a = Stranger("a", b, unix=True).greet()
-        with suppress(BrokenPipeError, ConnectionResetError):  # it may be cut off before it has said all
+        with suppress(BrokenPipeError, ConnectionResetError):  # b may close the connection before all is sent
             for stream, descriptors in script():
                 send_stream(a, stream, descriptors)
         error = b.loss()
         a.sock.close()
     assert error.peer == "a"
-    assert re.search(said, str(error)), error
+    assert re.search(pattern, str(error)), error
 
 
 def test_over_tcp_nothing_can_be_exported(node: Callable[..., Node]) -> None:
@@ -639,7 +643,7 @@ def test_descriptors_of_strangers_are_closed(node: Callable[..., Node]) -> None:
 def test_any_frames_and_descriptors_are_pieces_of_memory_or_a_protocol_error(
     more: st.DataObject,
 ) -> None:
-    """As the links do it: descriptors come with some bytes, and every frame that is complete is acted on."""
+    """As in the endpoint: descriptors arrive with some bytes, and every complete frame is handled."""
     small = st.one_of(st.integers(0, 3), st.sampled_from([4095, 4096, 4097, 1 << 62, (1 << 64) - 1]))
     with no_descriptor_is_left():
         reader, imported_regions = FrameReader(lambda *_: None), ImportedRegions()
@@ -665,18 +669,18 @@ def test_any_frames_and_descriptors_are_pieces_of_memory_or_a_protocol_error(
                 )
                 reader.buffers()[0][: len(stream)] = stream
                 reader.on_received(len(stream))
-                came = reader.next_frame()
-                assert came is not None
-                act(imported_regions, came)
+                arrived = reader.next_frame()
+                assert arrived is not None
+                handle_frame(imported_regions, arrived)
                 imported_regions.check_descriptors(partial=reader.is_partial)
         imported_regions.close()
 
 
-def act(imported_regions: ImportedRegions, came: Frame) -> None:
-    if came.kind == FrameKind.REGION:
-        imported_regions.map(came.tag, came.total)
-    elif came.kind == FrameKind.WITHDRAW:
-        imported_regions.unmap(came.tag)
+def handle_frame(imported_regions: ImportedRegions, arrived: Frame) -> None:
+    if arrived.kind == FrameKind.REGION:
+        imported_regions.map(arrived.tag, arrived.total)
+    elif arrived.kind == FrameKind.WITHDRAW:
+        imported_regions.unmap(arrived.tag)
     else:
-        _, _, length = shared_slice(came)
-        assert bytes(imported_regions.view(*shared_slice(came))) == bytes(length)
+        _, _, length = shared_slice(arrived)
+        assert bytes(imported_regions.view(*shared_slice(arrived))) == bytes(length)

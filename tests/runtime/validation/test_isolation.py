@@ -1,4 +1,4 @@
-"""Code that runs beside a training, or in its thread, without the training noticing."""
+"""Code that runs during a training, or in its thread, without an effect on the training."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_torch_draws_from_a_generator_of_its_own(draw):
     assert not torch.equal(one, other)
 
 
-def test_a_generator_that_is_given_is_the_one():
+def test_an_explicit_generator_is_used():
     generator = torch.Generator().manual_seed(5)
     with IsolatedRandomness(1):
         drawn = torch.rand(3, generator=generator)
@@ -64,7 +64,7 @@ def test_a_generator_that_is_given_is_the_one():
         (np.random.randn, "numpy.random"),
     ],
 )
-def test_what_draws_all_the_same_is_found_and_taken_back(draw, name):
+def test_draws_from_global_generators_are_found_and_undone(draw, name):
     before = GlobalRandomState()
     with isolated_evaluation() as moved, IsolatedRandomness(1):
         draw()
@@ -74,7 +74,7 @@ def test_what_draws_all_the_same_is_found_and_taken_back(draw, name):
     assert before.changed_generators() == [name]
 
 
-def test_settings_are_taken_back_also_from_code_that_fails():
+def test_settings_are_restored_also_after_an_error():
     threads = torch.get_num_threads()
     before = GlobalRandomState()
 

@@ -1,4 +1,4 @@
-"""`session.validate`: the workers of a job share the validation of each epoch out."""
+"""`session.validate`: the workers of a job divide the validation of each epoch among themselves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from support.jobs import job
 from support.processes import run, values
 from support.run_logs import entries_of, wait_until
 
-STEADY = PartialAllReduce(limit=10**6)  # nobody is left out for being slow
+STEADY = PartialAllReduce(limit=10**6)  # no worker is excluded as slow
 
 
 class Samples(Dataset):
@@ -81,7 +81,7 @@ def state_of(model):
 
 
 class Trained:
-    """What a worker's validations came to, and its model's states at the ends of epochs."""
+    """A worker's validation history, and its model's states at the ends of epochs."""
 
     def __init__(self, session, model, ends):
         validator = session.validator
@@ -126,7 +126,7 @@ STRATEGIES = {
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("kind", ["plain", "norm"])
 @pytest.mark.parametrize("strategy", ["bsp", "hybrid", "partial", "dpar", "ssp", "server-bsp"])
-def test_all_receive_the_metrics_of_one_snapshot_to_which_each_has_contributed(strategy, kind, tmp_path):
+def test_all_workers_receive_the_metrics_of_one_snapshot(strategy, kind, tmp_path):
     log = tmp_path / "log"
     chosen = STRATEGIES.get(strategy) or ServerBSP()
     ended = values(run(train, 3, chosen, 3, kind, env={"OFFBEAT_RUN_LOG": str(log)}))
@@ -136,8 +136,8 @@ def test_all_receive_the_metrics_of_one_snapshot_to_which_each_has_contributed(s
     over = {one.epoch: one for one in entries_of(log, ValidationFinished)}
     for epoch, metrics in histories[0].items():
         assert metrics == evaluated(ended[over[epoch].snapshot_owner].ends[epoch], kind)
-        taken = {one.worker: one.digest for one in entries_of(log, SnapshotTaken) if one.epoch == epoch}
-        same = [worker for worker in taken if taken[worker] == over[epoch].digest]
+        digests = {one.worker: one.digest for one in entries_of(log, SnapshotTaken) if one.epoch == epoch}
+        same = [worker for worker in digests if digests[worker] == over[epoch].digest]
         for worker in same:
             assert metrics == evaluated(ended[worker].ends[epoch], kind)
         parts = [one for one in entries_of(log, EvaluatePart) if one.epoch == epoch]
@@ -158,7 +158,7 @@ def train_only(rank, emit, strategy, epochs, kind):
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "hybrid"])
-def test_training_is_bit_for_bit_what_it_is_without(strategy):
+def test_training_is_bit_identical_to_training_without_validation(strategy):
     chosen, slow = STRATEGIES[strategy], {"OFFBEAT_SLOW": "1:3"}
     without = values(run(train_only, 2, chosen, 3, "dropout"))
     for one, expected in zip(values(run(train, 2, chosen, 3, "dropout", env=slow)), without, strict=True):
@@ -175,7 +175,7 @@ def test_a_worker_may_evaluate_several_parts_at_once(tmp_path):
 
 
 @pytest.mark.long
-def test_in_processes_of_its_own(tmp_path):
+def test_workers_may_evaluate_in_processes(tmp_path):
     options = {"backend": "process", "workers": 1}
     for one in values(run(with_options, 2, AllReduce(), options)):
         assert list(one.history) == [0, 1]
@@ -186,13 +186,13 @@ def with_options(rank, emit, strategy, options, **more):
     return train(rank, emit, strategy, 2, **options, **more)
 
 
-# Metrics that are merged --------------------------------------------------------------------------------
+# Merged metrics -----------------------------------------------------------------------------------------
 
 
 def evaluate_with_torchmetrics(model, part):
-    from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score  # takes its time
+    from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score  # a slow import
 
-    f1, curve = MulticlassF1Score(3, average="macro"), MulticlassAUROC(3)  # no means of their values by parts
+    f1, curve = MulticlassF1Score(3, average="macro"), MulticlassAUROC(3)  # not a mean of the values of parts
     for position in range(len(part)):
         inputs, label = part[position]
         logits = model(inputs[None])
@@ -215,13 +215,13 @@ def test_metrics_of_torchmetrics_are_those_of_the_whole_set(options):
         assert [one.history[epoch] for one in ended] == [expected] * 2
 
 
-def test_where_there_is_one_part_a_metric_is_computed_from_that():
+def test_a_metric_of_a_single_part_is_computed_from_that_part():
     (one,) = values(run(with_options, 1, AllReduce(), {"judge": counts_classes}))
     assert one.history == {0: {"first": 17}, 1: {"first": 17}}
 
 
 class Classes:
-    """Counts the samples of each class; a metric as those of torchmetrics are."""
+    """Counts the samples of each class; a metric with the interface of torchmetrics."""
 
     device = torch.device("cpu")
 
@@ -240,7 +240,7 @@ def counts_classes(model, part):
     return {"first": Classes(part)}
 
 
-class Deadly(Classes):
+class DiesOnCompute(Classes):
     """Kills the first worker that computes it."""
 
     def compute(self):
@@ -251,13 +251,13 @@ class Deadly(Classes):
         return os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_when_it_merges(model, part):
-    return {"first": Deadly(part)}
+def dies_when_merging(model, part):
+    return {"first": DiesOnCompute(part)}
 
 
-def test_what_a_killed_worker_was_to_merge_is_merged_by_another(tmp_path):
+def test_metrics_that_a_killed_worker_had_to_merge_are_merged_by_another(tmp_path):
     env = {"FIRST_TO_MERGE": str(tmp_path / "first")}
-    with job(train, 3, STEADY, 3, "plain", dies_when_it_merges, env=env, hosts_store=True) as running:
+    with job(train, 3, STEADY, 3, "plain", dies_when_merging, env=env, hosts_store=True) as running:
         ended = running.ends()
     alive = [one for one in ended if one.exitcode != -signal.SIGKILL]
     assert len(alive) == 2
@@ -280,7 +280,7 @@ def test_an_error_in_merging_ends_the_job_and_names_the_worker():
     assert f"worker {errors['RuntimeError'].rank} " in errors["WorkerError"].error
 
 
-# Slow, stopped, dead and new ----------------------------------------------------------------------------
+# Slow, hanging, killed and new workers ------------------------------------------------------------------
 
 
 def is_worker(rank):
@@ -288,21 +288,23 @@ def is_worker(rank):
 
 
 def stuck_on_one(model, part):
-    """On worker 2, the first part takes until the epoch is over without it."""
+    """On worker 2, the first part takes until the epoch is finished without it."""
     log = Path(os.environ["OFFBEAT_RUN_LOG"])
     if is_worker(2) and not entries_of(log, ValidationFinished):
-        wait_until(lambda: bool(entries_of(log, ValidationFinished)), "an epoch that is over")
+        wait_until(lambda: bool(entries_of(log, ValidationFinished)), "a finished epoch")
     return evaluate(model, part)
 
 
-def test_a_worker_that_does_not_get_on_keeps_nobody_waiting(tmp_path):
+def test_a_worker_that_hangs_in_evaluate_does_not_delay_the_others(tmp_path):
     log = tmp_path / "log"
     ended = values(run(train, 3, AllReduce(), 3, "plain", stuck_on_one, env={"OFFBEAT_RUN_LOG": str(log)}))
     for one in ended:
         assert one.history == ended[0].history
         assert one.history[0] == evaluated(ended[0].ends[0], "plain")
     share = Counter(one.worker for one in entries_of(log, PartEvaluated) if one.epoch == 0)
-    assert share[2] <= 1 < share[0] + share[1]  # one of these may do it all before the other is there
+    assert (
+        share[2] <= 1 < share[0] + share[1]
+    )  # one of these may evaluate all parts before the other one starts
 
 
 def dies_at_once(model, part):
@@ -311,7 +313,7 @@ def dies_at_once(model, part):
     return evaluate(model, part)
 
 
-def test_what_a_killed_worker_was_to_evaluate_is_evaluated_by_others(tmp_path):
+def test_parts_that_a_killed_worker_had_to_evaluate_are_evaluated_by_others(tmp_path):
     log = tmp_path / "log"
     ended = run(train, 3, STEADY, 3, "plain", dies_at_once, env={"OFFBEAT_RUN_LOG": str(log)})
     assert ended[1].exitcode == -signal.SIGKILL
@@ -331,13 +333,13 @@ def test_an_excluded_worker_receives_the_metrics_too(tmp_path):
     assert ended[0].history == ended[1].history == ended[2].history
 
 
-def comes_late(rank, emit, log):
-    wait_until(lambda: bool(entries_of(log, ValidationFinished)), "an epoch that is over")
+def joins_late(rank, emit, log):
+    wait_until(lambda: bool(entries_of(log, ValidationFinished)), "a finished epoch")
     return train(rank, emit, STEADY, 8)
 
 
-def trains_until_it_has_come(rank, emit, log):
-    def wait_for_it(model, part):
+def trains_until_the_newcomer_joins(rank, emit, log):
+    def wait_for_newcomer(model, part):
         if threading.current_thread() is not threading.main_thread() and entries_of(log, ValidationFinished):
             wait_until(
                 lambda: any(one.worker == 3 for one in entries_of(log, SnapshotTaken, Joined)),
@@ -345,14 +347,14 @@ def trains_until_it_has_come(rank, emit, log):
             )
         return evaluate(model, part)
 
-    return train(rank, emit, STEADY, 8, judge=wait_for_it)
+    return train(rank, emit, STEADY, 8, judge=wait_for_newcomer)
 
 
-def test_a_newcomer_knows_what_was_validated_before_it_came(tmp_path):
+def test_a_newcomer_receives_the_metrics_of_earlier_epochs(tmp_path):
     log = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(log)}
-    with job(trains_until_it_has_come, 3, log, env=env) as running:
-        running.add(comes_late, log)
+    with job(trains_until_the_newcomer_joins, 3, log, env=env) as running:
+        running.add(joins_late, log)
         *_, first, newcomer = values(running.ends())
     assert newcomer.history == first.history
     assert list(newcomer.history) == list(range(8))
@@ -360,7 +362,7 @@ def test_a_newcomer_knows_what_was_validated_before_it_came(tmp_path):
 
 
 def lowers_its_rate(rank, emit, strategy, log, is_new):
-    """Each epoch halves the rate; the others do not end before the newcomer has come."""
+    """Each epoch halves the rate; the others do not end before the newcomer has joined."""
     torch.set_num_threads(1)
     if is_new:
         wait_until(lambda: len(entries_of(log, ValidationFinished)) > 3, "four epochs")
@@ -384,7 +386,7 @@ def never_better(model, part):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", ["partial", "ssp"])
-def test_a_newcomer_goes_on_with_the_rate_of_the_others(strategy, tmp_path):
+def test_a_newcomer_continues_with_the_learning_rate_of_the_others(strategy, tmp_path):
     log = tmp_path / "log"
     of = (STRATEGIES[strategy], log)
     with job(lowers_its_rate, 2, *of, False, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
@@ -394,11 +396,11 @@ def test_a_newcomer_goes_on_with_the_rate_of_the_others(strategy, tmp_path):
     assert min(newcomer) > 2
     if strategy == "ssp":
         assert newcomer == {epoch: first[epoch] for epoch in newcomer}
-    else:  # the last exchange may have brought what the first has lowered, and the next one does again
+    else:  # the last exchange may contain a rate that was lowered already, and is lowered again
         assert all(rate >= first[epoch] / 2 for epoch, rate in newcomer.items())
 
 
-def stops_before_the_newcomer_is_in(rank, emit, strategy, log, is_new):
+def stops_before_the_newcomer_takes_part(rank, emit, strategy, log, is_new):
     torch.set_num_threads(1)
     if is_new:
         wait_until(lambda: len(entries_of(log, ValidationFinished)) > 2, "three epochs")
@@ -417,12 +419,14 @@ def stops_before_the_newcomer_is_in(rank, emit, strategy, log, is_new):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", ["partial", "ssp"])
-def test_a_newcomer_ends_where_the_others_have_been_stopped(strategy, tmp_path):
-    """It begins an epoch whatever it hears; there are no samples of one that they have not begun."""
+def test_a_newcomer_ends_where_early_stopping_ended_the_others(strategy, tmp_path):
+    """The newcomer always begins an epoch; an epoch that the others have not begun has no samples."""
     log = tmp_path / "log"
     of = (STRATEGIES[strategy], log)
-    with job(stops_before_the_newcomer_is_in, 2, *of, False, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.add(stops_before_the_newcomer_is_in, *of, True)
+    with job(
+        stops_before_the_newcomer_takes_part, 2, *of, False, env={"OFFBEAT_RUN_LOG": str(log)}
+    ) as running:
+        running.add(stops_before_the_newcomer_takes_part, *of, True)
         (ends, history, last), _, newcomer = values(running.ends())
     assert ends == history == [0, 1, 2]
     assert newcomer[:2] == ([2] if strategy == "ssp" else [3], [0, 1, 2])
@@ -432,7 +436,7 @@ def test_a_newcomer_ends_where_the_others_have_been_stopped(strategy, tmp_path):
 def emits_when_it_validates(rank, emit, log, loss):
     def judge(model, part):
         if is_worker(0) and entries_of(log, ValidationFinished):
-            emit("evaluating, and the coordinator has told metrics before")
+            emit("evaluating, and the coordinator has sent metrics before")
         return {"loss": loss}
 
     return train(rank, emit, AllReduce(), 4, judge=judge)
@@ -440,7 +444,7 @@ def emits_when_it_validates(rank, emit, log, loss):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("loss", [0.5, math.nan])
-def test_a_coordinator_that_is_killed_goes_on_with_the_validation(loss, tmp_path):
+def test_validation_continues_when_the_coordinator_is_killed(loss, tmp_path):
     log = tmp_path / "log"
     with job(emits_when_it_validates, 2, log, loss, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.receive(0)
@@ -456,7 +460,7 @@ LOSSES = [3.0, 2.0, 1.0, 1.5, 1.6, 0.5, 0.4, 0.3]
 
 
 class Counting(nn.Module):
-    """Knows how many epochs it has been trained for."""
+    """Counts the epochs for which it was trained."""
 
     def __init__(self):
         super().__init__()
@@ -506,53 +510,55 @@ def stopped_early(strategy, decision, max_pending=0):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", ["bsp", "partial"])
-def test_in_step_all_stop_where_patience_is_at_its_end(strategy):
+def test_with_decision_sync_all_workers_stop_when_the_patience_ends(strategy):
     ended = stopped_early(STRATEGIES[strategy], "sync")
     assert all(list(one.ends) == [0, 1, 2, 3, 4] for one in ended)
     have_best = [one for one in ended if one.best is not None]
-    assert have_best if strategy == "partial" else have_best == ended  # who ends an epoch a round earlier
+    assert (
+        have_best if strategy == "partial" else have_best == ended
+    )  # a worker may end an epoch a round earlier
     assert all(same(one.best, one.ends[2]) for one in have_best)
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("max_pending", [0, 2])
 @pytest.mark.parametrize("strategy", ["bsp", "ssp"])
-def test_with_a_lag_all_stop_as_many_epochs_later_as_may_be_pending_and_one(strategy, max_pending):
+def test_with_decision_lag_all_workers_stop_max_pending_plus_one_epochs_later(strategy, max_pending):
     for one in stopped_early(STRATEGIES[strategy], "lag", max_pending):
         assert list(one.ends) == list(range(6 + max_pending))
         assert list(one.history) == list(one.ends)
 
 
 @pytest.mark.long
-def test_rollback_ends_with_the_weights_of_early_stopping_in_step():
+def test_rollback_ends_with_the_weights_of_decision_sync():
     in_step = stopped_early(AllReduce(), "sync")
     for one, expected in zip(stopped_early(AllReduce(), "rollback"), in_step, strict=True):
-        assert list(one.ends) == [0, 1, 2, 3, 4, 5]  # the last one in vain
+        assert list(one.ends) == [0, 1, 2, 3, 4, 5]  # the last one is discarded
         assert same(one.last, expected.last)
         assert same(one.best, expected.best)
 
 
 def waits_to_be_dropped(model, part):
-    """Epochs after the last that counts are under way until the training has gone back."""
+    """Validations of discarded epochs are pending until the training has gone back."""
     if int(model.epochs) > 4 and threading.current_thread() is not threading.main_thread():
         log = Path(os.environ["OFFBEAT_RUN_LOG"])
-        wait_until(lambda: bool(entries_of(log, RolledBack)), "a way back")
+        wait_until(lambda: bool(entries_of(log, RolledBack)), "a rollback")
     return judge_epoch(model, part)
 
 
-def test_training_that_was_discarded_is_not_waited_for(tmp_path):
+def test_validations_of_discarded_epochs_are_not_waited_for(tmp_path):
     log = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(log)}
     ended = values(run(stops_early, 2, AllReduce(), "rollback", 2, waits_to_be_dropped, env=env))
     assert [list(one.history) for one in ended] == [[0, 1, 2, 3, 4]] * 2
-    of_no_use = [one for one in entries_of(log, ValidationFinished) if one.epoch > 4]
-    assert {one.epoch for one in of_no_use} >= {5, 6}
-    assert {(one.snapshot_owner, one.reason) for one in of_no_use} == {
+    discarded = [one for one in entries_of(log, ValidationFinished) if one.epoch > 4]
+    assert {one.epoch for one in discarded} >= {5, 6}
+    assert {(one.snapshot_owner, one.reason) for one in discarded} == {
         (None, "training went back to the end of epoch 4")
     }
 
 
-def waits_in_mid_training(rank, emit):
+def waits_within_training(rank, emit):
     torch.set_num_threads(1)
     model, is_informed = a_model(), threading.Event()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -560,7 +566,7 @@ def waits_in_mid_training(rank, emit):
 
     def judge(model, part):
         if threading.current_thread() is not threading.main_thread() and not is_informed.wait(30.0):
-            raise AssertionError("validate waited for what was to wait for it")
+            raise AssertionError("validate waited for an evaluation that waits for validate to return")
         return evaluate(model, part)
 
     with offbeat.join(model, optimizer, AllReduce()) as session:
@@ -574,32 +580,32 @@ def waits_in_mid_training(rank, emit):
     return list(session.validator.history)
 
 
-def test_waiting_in_mid_training_does_not_make_later_epochs_wait():
-    assert values(run(waits_in_mid_training, 2)) == [[0, 1, 2, 3]] * 2
+def test_finish_in_the_middle_of_training_does_not_make_later_epochs_wait():
+    assert values(run(waits_within_training, 2)) == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", ["bsp", "ssp"])
-def test_who_has_the_best_snapshot_has_the_one_that_was_evaluated(strategy, tmp_path):
+def test_workers_that_evaluated_the_best_epoch_hold_the_evaluated_snapshot(strategy, tmp_path):
     log = tmp_path / "log"
     env = {"OFFBEAT_RUN_LOG": str(log)}
     ended = values(run(with_options, 3, STRATEGIES[strategy], {"patience": 100}, env=env))
     best = min(ended[0].history, key=lambda epoch: ended[0].history[epoch]["loss"])
     (owner,) = [one.snapshot_owner for one in entries_of(log, ValidationFinished) if one.epoch == best]
-    evaluated_it = {one.worker for one in entries_of(log, PartEvaluated) if one.epoch == best}
-    assert evaluated_it <= {rank for rank, one in enumerate(ended) if one.best is not None}
+    evaluators = {one.worker for one in entries_of(log, PartEvaluated) if one.epoch == best}
+    assert evaluators <= {rank for rank, one in enumerate(ended) if one.best is not None}
     assert all(same(one.best, ended[owner].ends[best]) for one in ended if one.best is not None)
 
 
-def comes_to_the_end_last(rank, emit, log):
+def ends_last(rank, emit, log):
     torch.set_num_threads(1)
     model = a_model()
-    model.register_buffer("last", torch.tensor(False))  # no snapshot of the last worker is as another's
+    model.register_buffer("last", torch.tensor(False))  # the last worker's snapshot differs from all others
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.join(model, optimizer, SSP(s=2)) as session:
         train_epoch(model, optimizer, session)
         if rank == 2:
-            wait_until(lambda: bool(entries_of(log, ValidationFinished)), "an epoch that is over")
+            wait_until(lambda: bool(entries_of(log, ValidationFinished)), "a finished epoch")
             model.last.fill_(True)
         session.validate(evaluate, VALIDATION, monitor=offbeat.EarlyStopping("loss"))
     try:
@@ -609,9 +615,9 @@ def comes_to_the_end_last(rank, emit, log):
     return session.validator.has_best, None
 
 
-def test_who_has_another_snapshot_than_the_best_says_who_has_that(tmp_path):
+def test_a_worker_without_the_best_snapshot_names_its_owner(tmp_path):
     log = tmp_path / "log"
-    *_, late = values(run(comes_to_the_end_last, 3, log, env={"OFFBEAT_RUN_LOG": str(log)}))
+    *_, late = values(run(ends_last, 3, log, env={"OFFBEAT_RUN_LOG": str(log)}))
     (owner,) = [one.snapshot_owner for one in entries_of(log, ValidationFinished)]
     assert late[0] is False
     assert late[1].startswith(f"the best snapshot is worker {owner}'s, and this is worker 2")
@@ -655,8 +661,8 @@ def test_an_error_in_evaluate_ends_the_job_and_names_the_worker():
     assert "ZeroDivisionError" in ended[0].error
 
 
-def fails_when_it_is_over(rank, emit, begun):
-    """Worker 1 has begun to evaluate a part before worker 0 has done any, and fails once all are done."""
+def fails_after_the_epoch(rank, emit, begun):
+    """Worker 1 begins to evaluate a part before worker 0 has finished any, and fails after all are done."""
     model = a_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -676,19 +682,19 @@ def fails_when_it_is_over(rank, emit, begun):
     return list(session.validator.history), [str(one.message) for one in noted]
 
 
-def test_an_error_that_another_worker_has_made_good_is_a_warning(tmp_path):
-    ended = values(run(fails_when_it_is_over, 2, tmp_path / "begun"))
+def test_an_error_in_a_part_that_another_worker_has_evaluated_is_a_warning(tmp_path):
+    ended = values(run(fails_after_the_epoch, 2, tmp_path / "begun"))
     assert [history for history, _ in ended] == [[0], [0]]
     (text,) = [text for text in ended[1][1] if "failed on worker 1" in text]
     assert "ZeroDivisionError: no samples of this class" in text
 
 
-def has_patience_of_its_own(rank, emit):
+def has_another_patience(rank, emit):
     return train(rank, emit, AllReduce(), 6, judge=never_better, patience=1 + rank, decision="sync")
 
 
 def test_other_options_on_another_worker_are_refused():
-    for one in run(has_patience_of_its_own, 2):
+    for one in run(has_another_patience, 2):
         assert one.error_type == "WorkerError"
         assert "expected the same decisions on metrics on every worker" in one.error
         assert "patience=1" in one.error
@@ -724,7 +730,7 @@ def returns_many(model, part):
         (returns_many, "expected metrics that take at most 524288 bytes, names included, got 20000 metrics"),
     ],
 )
-def test_metrics_that_cannot_be_told_are_refused(judge, text):
+def test_metrics_that_cannot_be_sent_are_refused(judge, text):
     ended = run(train, 2, AllReduce(), 2, "plain", judge)
     errors = {one.error_type: one.error for one in ended}
     assert text in errors["OffbeatError"]
@@ -745,7 +751,7 @@ def test_metrics_that_cannot_be_told_are_refused(judge, text):
         ("bsp", {"decision": "rollback", "plateau": 3}, "sync or lag with a plateau in a session"),
     ],
 )
-def test_what_several_workers_cannot_do_is_refused(strategy, options, text):
+def test_options_that_several_workers_do_not_support_are_refused(strategy, options, text):
     for one in run(with_options, 2, STRATEGIES[strategy], options):
         assert one.error_type in ("ValueError", "WorkerError")
         assert text in one.error
@@ -764,7 +770,7 @@ def test_another_set_or_evaluate_is_refused():
                 session.validate(lambda model, part: {"loss": 0.0}, VALIDATION)
 
 
-def test_alone_a_worker_validates_as_without_a_job_also_not_every_epoch():
+def test_a_single_worker_validates_like_a_validator_also_not_every_epoch():
     model, ends = a_model(), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.join(model, optimizer, AllReduce()) as session:
@@ -776,7 +782,7 @@ def test_alone_a_worker_validates_as_without_a_job_also_not_every_epoch():
     assert session.validator.history == {epoch: evaluated(ends[epoch], "plain") for epoch in (1, 3)}
 
 
-def test_alone_a_monitor_ends_the_epochs():
+def test_with_a_single_worker_a_monitor_ends_the_epochs():
     model = Counting()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = offbeat.EarlyStopping("loss", patience=2)

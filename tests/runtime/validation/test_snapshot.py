@@ -1,4 +1,4 @@
-"""A model as it was at one moment."""
+"""Snapshots of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offbeat.runtime.validation.snapshot import Snapshot, load_model, unwrap
 
 
 class Odd(nn.Module):
-    """Everything that models have: tied weights, buffers, other layouts and types, plain attributes."""
+    """A model with tied weights, buffers, several layouts and types, and plain attributes."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Odd(nn.Module):
         self.register_buffer("phase", torch.tensor([1 + 2j]), persistent=False)
         self.register_buffer("empty", torch.zeros(0, 3))
         self.small = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        self.table = torch.arange(3.0)  # an attribute that is no buffer
+        self.table = torch.arange(3.0)  # an attribute, not a buffer
         self.scale = 2.0
         self.noted = None
 
@@ -38,7 +38,7 @@ class Odd(nn.Module):
         return self.head(self.noted)
 
 
-def trained_a_bit(model):
+def trained_briefly(model):
     torch.manual_seed(3)
     model.train()
     model(torch.randn(6, 3, 8, 8)).sum().backward()
@@ -61,70 +61,70 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_it_is_the_model_of_then_whatever_becomes_of_the_model(shared):
-    model = trained_a_bit(Odd())
-    assert not model.noted.is_leaf  # which torch refuses to copy
+def test_a_snapshot_does_not_change_when_the_model_changes(shared):
+    model = trained_briefly(Odd())
+    assert not model.noted.is_leaf  # torch refuses to copy such a tensor
     values = {name: value.clone() for name, value in model.state_dict().items()}
     snapshot = Snapshot(shared=shared)
     snapshot.capture(model)
-    taken = snapshot.model()
-    trained_a_bit(model)
+    copied = snapshot.model()
+    trained_briefly(model)
     model.scale = 7.0
     model.table += 1
-    assert not taken.training
+    assert not copied.training
     assert model.training
-    assert taken.scale == 2.0
-    assert torch.equal(taken.table, torch.arange(3.0))
-    assert taken.head.weight is taken.embedding.weight
-    assert not any(parameter.requires_grad for parameter in taken.parameters())
-    assert all(torch.equal(value, values[name]) for name, value in taken.state_dict().items())
+    assert copied.scale == 2.0
+    assert torch.equal(copied.table, torch.arange(3.0))
+    assert copied.head.weight is copied.embedding.weight
+    assert not any(parameter.requires_grad for parameter in copied.parameters())
+    assert all(torch.equal(value, values[name]) for name, value in copied.state_dict().items())
     assert all(torch.equal(value, values[name]) for name, value in snapshot.state_dict().items())
     assert snapshot.state_dict().keys() == model.state_dict().keys()
 
 
-def test_layouts_and_types_stay_what_they_are():
-    model = trained_a_bit(Odd())
+def test_a_snapshot_keeps_layouts_and_types():
+    model = trained_briefly(Odd())
     snapshot = Snapshot(shared=False)
     snapshot.capture(model)
     same(model, snapshot.model())
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_tensors_are_aligned_as_those_of_torch_are(shared):
-    """Kernels may compute otherwise where they are not, and metrics would differ in their last bits."""
-    snapshots = [Snapshot(shared=shared) for _ in range(8)]  # one alone may lie well by chance
+def test_tensors_of_a_snapshot_are_aligned_like_torchs(shared):
+    """Kernels may compute unaligned tensors differently, so that metrics would differ in their last bits."""
+    snapshots = [Snapshot(shared=shared) for _ in range(8)]  # a single one may be aligned by chance
     for snapshot in snapshots:
         snapshot.capture(Odd())
         tensors = [place.view(snapshot.blocks) for place in snapshot.places]
         assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
 
 
-def test_what_changes_from_epoch_to_epoch_is_as_it_was():
+def test_a_second_capture_takes_changed_attributes_and_layers():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     snapshot = Snapshot(shared=False)
     snapshot.capture(model)
-    first_room = snapshot.layout_id
+    first_layout = snapshot.layout_id
     model[1].p = 0.7
     snapshot.capture(model)
     assert snapshot.model()[1].p == 0.7
-    assert snapshot.layout_id == first_room  # the same memory again
+    assert snapshot.layout_id == first_layout  # the memory is reused
     model.append(nn.Linear(2, 3))
     snapshot.capture(model)
     same(model, snapshot.model())
-    assert snapshot.layout_id != first_room
+    assert snapshot.layout_id != first_layout
 
 
-def test_what_was_empty_is_the_copys_own_and_what_was_one_stays_one():
+def test_containers_are_copied_and_shared_containers_stay_shared():
     model = nn.Linear(2, 2)
     model.seen, model.known = {}, {}
     model.also_seen = model.seen
     snapshot = Snapshot(shared=False)
     snapshot.capture(model)
-    model.register_forward_hook(lambda *_: pytest.fail("a hook that came later"))
+    model.register_forward_hook(lambda *_: pytest.fail("a hook that was registered later"))
     model.seen["later"] = 1
     copied = snapshot.model()
     copied(torch.zeros(1, 2))
-    copied.register_forward_pre_hook(lambda *_: pytest.fail("a hook of the copy's"))
+    copied.register_forward_pre_hook(lambda *_: pytest.fail("a hook of the copy"))
     copied.seen["here"] = copied.known["here"] = 2
     assert copied.seen is copied.also_seen
     assert copied.seen is not copied.known
@@ -133,7 +133,7 @@ def test_what_was_empty_is_the_copys_own_and_what_was_one_stays_one():
     snapshot.model()(torch.zeros(1, 2))
 
 
-def test_threads_have_modules_of_their_own_and_values_in_common():
+def test_models_of_a_snapshot_have_separate_modules_and_share_values():
     model = Odd()
     snapshot = Snapshot(shared=False)
     snapshot.capture(model)
@@ -144,12 +144,12 @@ def test_threads_have_modules_of_their_own_and_values_in_common():
     assert other.noted is None
 
 
-def test_going_back_restores_every_value():
-    model = trained_a_bit(Odd())
+def test_restore_to_restores_every_value():
+    model = trained_briefly(Odd())
     values = {name: value.clone() for name, value in model.state_dict().items()}
     snapshot = Snapshot(shared=False)
     snapshot.capture(model)
-    trained_a_bit(model)
+    trained_briefly(model)
     assert not torch.equal(model.small, values["small"])
     snapshot.restore_to(model)
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
@@ -158,9 +158,9 @@ def test_going_back_restores_every_value():
         snapshot.restore_to(model)
 
 
-def test_another_process_reads_the_values_where_they_are():
-    """Here the reader is this process: what it is sent is the structure, without a single value."""
-    model = trained_a_bit(Odd())
+def test_another_process_reads_the_values_in_place():
+    """Here the reader is this process; it receives the structure, which contains no values."""
+    model = trained_briefly(Odd())
     snapshot = Snapshot(shared=True)
     snapshot.capture(model)
     read = load_model(snapshot.structure, snapshot.places, snapshot.blocks)
@@ -172,7 +172,7 @@ def test_another_process_reads_the_values_where_they_are():
     assert not model.table.is_shared()
     starts = {block.data_ptr() for block in snapshot.blocks.values()}
     assert {parameter.untyped_storage().data_ptr() for parameter in read.parameters()} == starts
-    again = load_model(snapshot.structure, snapshot.places, snapshot.blocks)  # as other processes do
+    again = load_model(snapshot.structure, snapshot.places, snapshot.blocks)  # like another process
     same(model, again)
     assert torch.equal(again.table, model.table)
     assert len(snapshot.structure) < 20_000
@@ -181,14 +181,14 @@ def test_another_process_reads_the_values_where_they_are():
         assert theirs[device].eq(7).all()  # the same memory
 
 
-def test_a_model_that_cannot_be_copied_says_why():
+def test_a_model_that_cannot_be_copied_is_refused_with_the_cause():
     model = nn.Linear(1, 1)
     model.lock = threading.Lock()
     with pytest.raises(OffbeatError, match=r"cannot be copied \(TypeError: .*lock"):
         Snapshot(shared=False).capture(model)
 
 
-def test_wrappers_are_taken_off():
+def test_unwrap_removes_wrappers():
     model = nn.Linear(2, 2)
     assert unwrap(torch.compile(model)) is model
     assert unwrap(torch.compile(nn.DataParallel(model))) is model
@@ -200,7 +200,7 @@ def test_a_model_without_shapes_is_refused():
         unwrap(nn.LazyLinear(3))
 
 
-def test_a_digest_tells_snapshots_apart_by_every_bit_and_by_nothing_else():
+def test_a_digest_depends_on_every_bit_of_the_values_and_on_nothing_else():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     first, second = Snapshot(shared=False), Snapshot(shared=True)
@@ -216,7 +216,7 @@ def test_a_digest_tells_snapshots_apart_by_every_bit_and_by_nothing_else():
     assert torch.equal(second.model()[1].running_mean, first.model()[1].running_mean)
 
 
-def test_a_shared_snapshot_lies_in_memory_without_a_file():
+def test_a_shared_snapshot_is_in_memory_without_a_file():
     def mapped(what):
         return sum(what in line for line in Path("/proc/self/maps").read_text().splitlines())
 

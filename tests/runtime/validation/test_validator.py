@@ -1,4 +1,4 @@
-"""`Validator`: training is what it would be without, metrics are what evaluating in line gives.
+"""`Validator`: it does not affect the training, and metrics equal those of evaluating in line.
 
 The overlapped validation paper, section on the proposed method; specification 4.1: the invariants.
 """
@@ -51,7 +51,7 @@ CLASSES = 4
 
 
 class Samples(Dataset):
-    """A set that is no TensorDataset."""
+    """A data set other than a TensorDataset."""
 
     def __init__(self, count):
         generator = torch.Generator().manual_seed(1)
@@ -73,7 +73,7 @@ def a_model(seed=0):
 
 
 def evaluate(model, part):
-    """With a loader, which draws from the global generator each time it is iterated."""
+    """Evaluates with a loader, which draws from the global generator in each iteration."""
     assert not model.training
     assert not torch.is_grad_enabled()
     loss = right = 0
@@ -97,7 +97,7 @@ def evaluate_and_set_threads(model, part):
 
 
 def train_epoch(model, optimizer, data):
-    """Uses every generator there is."""
+    """Uses every global generator."""
     model.train()
     for inputs, labels in DataLoader(data, batch_size=8, shuffle=True):
         optimizer.zero_grad()
@@ -122,7 +122,7 @@ def train(model, epochs, at_the_end=lambda: None):
 
 def same(one, other):
     assert one.keys() == other.keys()
-    names = one.keys() - {"trained"}  # counts what was taken back, too
+    names = one.keys() - {"trained"}  # also counts discarded epochs
     assert all(torch.equal(one[name], other[name]) for name in names)
 
 
@@ -130,7 +130,7 @@ def part_by_loader(model, loader):
     return evaluate(model, loader.dataset)
 
 
-# The training is what it would be without ---------------------------------------------------------------
+# No effect on the training ------------------------------------------------------------------------------
 
 
 @pytest.mark.long(after=2)
@@ -148,7 +148,7 @@ def part_by_loader(model, loader):
         ("auto", part_by_loader, "loader"),
     ],
 )
-def test_training_is_bit_for_bit_what_it_is_without_and_metrics_are_those_of_the_same_weights(
+def test_training_is_bit_identical_without_validation_and_metrics_are_of_the_same_weights(
     backend, judge, data
 ):
     epochs, held_out, weights = 4, Samples(50), []
@@ -177,7 +177,7 @@ def test_training_is_bit_for_bit_what_it_is_without_and_metrics_are_those_of_the
 
 
 def evaluate_with_torchmetrics(model, part):
-    macro = MulticlassF1Score(CLASSES, average="macro")  # no mean of its values by parts
+    macro = MulticlassF1Score(CLASSES, average="macro")  # not a mean of the values of parts
     mean = MeanMetric()
     for inputs, labels in DataLoader(part, batch_size=7):
         logits = model(inputs)
@@ -206,7 +206,7 @@ def test_metrics_of_torchmetrics_are_those_of_the_whole_set(backend):
         (evaluate_and_set_threads, "torch's number of threads"),
     ],
 )
-def test_threads_refuse_what_would_change_the_training_and_have_changed_nothing(judge, what):
+def test_threads_refuse_an_evaluate_that_changes_global_state_and_undo_the_change(judge, what):
     seed_all()
     before, threads = GlobalRandomState(), torch.get_num_threads()
     with offbeat.Validator(a_model(), judge, Samples(9), backend="thread") as validator:
@@ -233,7 +233,7 @@ def evaluate_whole(model, part):
 
 
 @pytest.mark.parametrize("backend", ["inline", "thread", "auto"])
-def test_one_worker_evaluates_the_set_as_it_is(backend):
+def test_a_single_worker_evaluates_the_whole_set_without_a_wrapper(backend):
     with offbeat.Validator(a_model(), evaluate_whole, Samples(50), backend=backend) as validator:
         validator.validate()
     assert validator.history[0] == {"samples": 50, "is_whole": 1}
@@ -258,7 +258,7 @@ def test_a_model_in_a_session_is_validated(strategy):
     assert validator.history[1]["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 
 
-def test_more_workers_than_samples_are_as_many_as_there_are_samples():
+def test_more_workers_than_samples_are_accepted():
     with offbeat.Validator(a_model(), evaluate, Samples(3), backend="thread", workers=6) as validator:
         validator.validate()
     assert validator.history[0]["right"] <= 3
@@ -268,21 +268,21 @@ def test_more_workers_than_samples_are_as_many_as_there_are_samples():
 
 
 class Gate(Samples):
-    """A set of which no sample comes before the gate is opened."""
+    """A set that returns no sample before the gate is opened."""
 
     def __init__(self, count):
         super().__init__(count)
         self.is_open, self.waiting = threading.Event(), threading.Semaphore(0)
 
     def __getitem__(self, position):
-        if threading.current_thread() is not threading.main_thread():  # a rehearsal goes through
+        if threading.current_thread() is not threading.main_thread():  # a rehearsal passes
             self.waiting.release()
             assert self.is_open.wait(60)
         return super().__getitem__(position)
 
 
-def test_training_goes_on_while_an_epoch_is_validated():
-    """Were the second epoch to wait for the first one's metrics, this would never end."""
+def test_training_continues_while_an_epoch_is_validated():
+    """If the second epoch waited for the metrics of the first, this test would never end."""
     gate = Gate(8)
     with offbeat.Validator(a_model(), evaluate, gate, backend="thread", workers=2) as validator:
         first = validator.validate()
@@ -298,7 +298,7 @@ def test_training_goes_on_while_an_epoch_is_validated():
     assert list(validator.history) == [0, 1]
 
 
-def test_when_full_epochs_are_skipped_and_reported_in_their_turn():
+def test_with_when_full_skip_epochs_are_skipped_and_reported_in_order():
     gate = Gate(8)
     options = {"backend": "thread", "workers": 2, "max_pending": 1, "when_full": "skip"}
     with offbeat.Validator(a_model(), evaluate, gate, **options) as validator:
@@ -315,7 +315,7 @@ def test_when_full_epochs_are_skipped_and_reported_in_their_turn():
     assert list(validator.history) == list(range(5))
 
 
-def test_when_full_training_waits():
+def test_with_when_full_block_training_waits():
     gate = Gate(8)
     with offbeat.Validator(
         a_model(), evaluate, gate, backend="thread", workers=1, max_pending=0, deadline_s=0.2
@@ -329,7 +329,7 @@ def test_when_full_training_waits():
     assert list(validator.history) == [0, 2]
 
 
-# What goes wrong ----------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------------
 
 
 def evaluate_unless_marked(model, part):
@@ -353,7 +353,7 @@ def validate_to_the_end(validator):
 
 @pytest.mark.long(after=2)
 @pytest.mark.parametrize("backend", ["inline", "thread", "process"])
-def test_an_error_comes_out_at_an_epochs_end_with_its_traceback_and_validation_goes_on(backend):
+def test_an_error_is_raised_at_an_epochs_end_with_its_traceback_and_validation_continues(backend):
     model = a_marked_model(0)
     with offbeat.Validator(
         model, evaluate_unless_marked, Samples(9), backend=backend, workers=2
@@ -368,7 +368,7 @@ def test_an_error_comes_out_at_an_epochs_end_with_its_traceback_and_validation_g
     assert validator.history == {0: {"samples": 9}, 2: {"samples": 9}}
 
 
-def test_of_several_errors_the_first_comes_out_with_notes_of_the_others():
+def test_of_several_errors_the_first_is_raised_with_notes_of_the_others():
     model, gate = a_marked_model(0), Gate(9)
     with offbeat.Validator(model, evaluate_unless_marked, gate, backend="thread", max_pending=2) as validator:
         gate.is_open.set()
@@ -387,7 +387,7 @@ def test_of_several_errors_the_first_comes_out_with_notes_of_the_others():
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_is_named_and_replaced():
+def test_a_killed_validation_process_is_named_and_replaced():
     model = a_marked_model(2)
     with offbeat.Validator(
         model, evaluate_unless_marked, Samples(8), backend="process", workers=1
@@ -411,7 +411,7 @@ class FailingMetric:
 
 
 @pytest.mark.parametrize("backend", ["inline", "thread"])
-def test_an_error_of_a_metric_that_computes_comes_out_and_validation_goes_on(backend):
+def test_an_error_in_compute_of_a_metric_is_raised_and_validation_continues(backend):
     returned = {"auc": FailingMetric()}
     with offbeat.Validator(
         a_model(), lambda model, part: returned, Samples(9), backend=backend, workers=2, deadline_s=20
@@ -423,7 +423,7 @@ def test_an_error_of_a_metric_that_computes_comes_out_and_validation_goes_on(bac
     assert validator.history[validator.epoch - 1]["auc"] >= 1
 
 
-def test_means_that_are_infinite_are_what_they_would_be_for_the_whole_set():
+def test_infinite_means_of_parts_combine_like_those_of_the_whole_set():
     losses = iter([math.inf, -math.inf])
     with offbeat.Validator(
         a_model(), lambda model, part: {"loss": next(losses)}, Samples(80), backend="inline", workers=2
@@ -433,7 +433,7 @@ def test_means_that_are_infinite_are_what_they_would_be_for_the_whole_set():
     assert math.isnan(combine_parts([(1, {"loss": math.inf}), (1, {"loss": -math.inf})])["loss"])
 
 
-def test_an_interrupt_in_line_leaves_nothing_to_wait_for():
+def test_an_interrupt_in_line_leaves_no_pending_epoch():
     def interrupt(model, part):
         raise KeyboardInterrupt
 
@@ -444,7 +444,7 @@ def test_an_interrupt_in_line_leaves_nothing_to_wait_for():
 
 
 class Noting(nn.Module):
-    """Writes to a buffer when it is evaluated, and has a tensor that is no buffer."""
+    """Writes to a buffer when it is evaluated, and has a tensor that is not a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -465,7 +465,7 @@ def evaluate_noting(model, part):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("backend", ["thread", "process"])
-def test_what_a_model_writes_down_when_it_is_evaluated_is_neither_mixed_up_nor_kept(backend):
+def test_buffers_that_evaluation_writes_to_are_neither_shared_nor_kept(backend):
     data = TensorDataset(torch.arange(1.0, 41.0))
     with offbeat.Validator(
         Noting(), evaluate_noting, data, backend=backend, workers=2, monitor=offbeat.EarlyStopping("wrong")
@@ -475,7 +475,7 @@ def test_what_a_model_writes_down_when_it_is_evaluated_is_neither_mixed_up_nor_k
     assert not validator.best_state_dict()["seen"].any()
 
 
-def test_a_copy_that_would_compute_with_the_model_itself_is_refused():
+def test_a_model_whose_copy_computes_with_the_original_is_refused():
     model = nn.Linear(6, CLASSES)
     forward = model.forward
     model.forward = lambda inputs: forward(inputs)
@@ -487,18 +487,18 @@ def test_a_copy_that_would_compute_with_the_model_itself_is_refused():
     assert list(validator.history) == [0]
 
 
-def test_metrics_that_are_none_are_refused_at_once():
+def test_an_evaluate_that_returns_no_metrics_is_refused_at_once():
     with offbeat.Validator(a_model(), lambda model, part: 0.5, Samples(9), backend="thread") as validator:
         with pytest.raises(OffbeatError, match="a mapping from names to numbers"):
             validator.validate()
 
 
-def threads_that_validate():
+def validation_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("offbeat validation")]
 
 
 @pytest.mark.long
-def test_leaving_by_an_error_does_not_wait_for_what_is_under_way():
+def test_leaving_by_an_error_does_not_wait_for_pending_validations():
     gate = Gate(8)
     validator = offbeat.Validator(a_model(), evaluate, gate, backend="thread", workers=1)
     validation = validator.validate()
@@ -515,18 +515,18 @@ def test_leaving_by_an_error_does_not_wait_for_what_is_under_way():
     with pytest.raises(OffbeatError, match="is closed: make another one"):
         validator.validate()
     gate.is_open.set()
-    wait_until(lambda: not threads_that_validate(), "the thread to end with its next forward pass")
+    wait_until(lambda: not validation_threads(), "the thread to end with its next forward pass")
 
 
-def test_a_validator_that_is_forgotten_takes_its_threads_with_it():
+def test_an_unreferenced_validator_ends_its_threads():
     model = a_model()
     validator = offbeat.Validator(model, evaluate, Samples(8), backend="thread", workers=2)
     validator.validate().result()
-    gone = weakref.ref(validator)
+    reference = weakref.ref(validator)
     del validator
     gc.collect()
-    assert gone() is None
-    assert not threads_that_validate()
+    assert reference() is None
+    assert not validation_threads()
 
 
 SCRIPT = """
@@ -576,7 +576,7 @@ def started(script, backend, what, workers=2):
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("backend", ["thread", "process"])
-def test_a_program_ends_while_it_validates(script, backend):
+def test_a_program_may_end_during_a_validation(script, backend):
     with started(script, backend, "end") as process:
         output, errors = process.communicate(timeout=120)
     assert process.returncode == 3, errors
@@ -585,8 +585,8 @@ def test_a_program_ends_while_it_validates(script, backend):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("backend", "workers"), [("thread", 1), ("process", 2)])
-def test_a_program_is_interrupted_while_it_waits_for_a_validation(script, backend, workers):
-    """A second thread would rest for as long as the first might be at work: it does not call torch."""
+def test_a_program_may_be_interrupted_while_it_waits_for_a_validation(script, backend, workers):
+    """With threads only one: a second thread would rest as long as the first one does not call torch."""
     with started(script, backend, "wait", workers) as process:
         for _ in range(workers):
             assert process.stdout.readline().startswith("evaluating")
@@ -597,7 +597,7 @@ def test_a_program_is_interrupted_while_it_waits_for_a_validation(script, backen
 
 
 @pytest.mark.long
-def test_processes_end_with_a_parent_that_is_killed(script):
+def test_validation_processes_end_with_a_killed_parent(script):
     with started(script, "process", "wait") as process:
         pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
         process.kill()
@@ -606,13 +606,13 @@ def test_processes_end_with_a_parent_that_is_killed(script):
             wait_until(lambda pid=pid: not Path(f"/proc/{pid}/exe").exists(), f"process {pid} to end")
 
 
-# Decisions on metrics that come late --------------------------------------------------------------------
+# Decisions on late metrics ------------------------------------------------------------------------------
 
 LOSSES = [3.0, 2.0, 1.0, 1.5, 1.6, 0.5, 0.4, 0.3]
 
 
 class Counting(nn.Module):
-    """Knows how many epochs it has been trained for, and how many with those that were taken back."""
+    """Counts the epochs for which it was trained, without and with discarded ones."""
 
     def __init__(self):
         super().__init__()
@@ -627,7 +627,7 @@ class Counting(nn.Module):
 class Run:
     """A training whose validations end when the next epoch has been trained, never before, unless in line.
 
-    Of the last `holds` epochs and the one before none ends before the last one is under way.
+    None of the last `holds` epochs and the one before ends before the last one has begun.
     """
 
     def __init__(self, decision, backend, *, losses=LOSSES, plateau=None, patience=2, holds=0):
@@ -636,7 +636,7 @@ class Run:
         self.trained: list[int] = []
         self.ends: dict[int, dict] = {}
         self.may_end = threading.Condition()
-        self.ends_until = 0.0  # validations of a model that was trained no more often may end
+        self.ends_until = 0.0  # validations of a model trained for at most so many epochs may end
         self.monitor = offbeat.EarlyStopping("loss", patience=patience)
         scheduler = (
             torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=plateau)
@@ -686,7 +686,7 @@ class Run:
             self.may_end.notify_all()
 
 
-def test_early_stopping_in_step_stops_when_patience_is_at_its_end():
+def test_with_decision_sync_training_stops_when_the_patience_ends():
     run = Run("sync", "inline")
     assert run.trained == [0, 1, 2, 3, 4]
     assert run.validator.stopped
@@ -694,9 +694,9 @@ def test_early_stopping_in_step_stops_when_patience_is_at_its_end():
     same(run.validator.best_state_dict(), run.ends[2])
 
 
-def test_rollback_ends_with_exactly_the_weights_of_early_stopping_in_step():
+def test_rollback_ends_with_exactly_the_weights_of_decision_sync():
     in_step, late = Run("sync", "inline"), Run("rollback", "thread")
-    assert late.trained == [0, 1, 2, 3, 4, 5]  # the last one in vain
+    assert late.trained == [0, 1, 2, 3, 4, 5]  # the last one is discarded
     same(late.model.state_dict(), in_step.model.state_dict())
     same(late.validator.best_state_dict(), in_step.validator.best_state_dict())
     assert late.validator.history == in_step.validator.history
@@ -705,12 +705,12 @@ def test_rollback_ends_with_exactly_the_weights_of_early_stopping_in_step():
     assert all(torch.equal(one, other) for one, other in zip(momentum, expected, strict=True))
 
 
-def test_with_a_lag_training_stops_an_epoch_late_and_the_best_snapshot_is_the_same():
+def test_with_decision_lag_training_stops_an_epoch_later_and_keeps_the_best_snapshot():
     late = Run("lag", "thread")
     assert late.trained == [0, 1, 2, 3, 4, 5]
     assert late.validator.stopped
     same(late.model.state_dict(), late.ends[5])
-    same(late.validator.best_state_dict(), late.ends[5])  # whose loss is the least
+    same(late.validator.best_state_dict(), late.ends[5])  # the epoch with the smallest loss
     assert late.monitor.best_epoch == 5
 
 
@@ -724,15 +724,15 @@ def test_rollback_repeats_the_epoch_that_a_lower_learning_rate_would_have_change
     assert late.validator.history == in_step.validator.history
 
 
-def test_a_plateau_forgets_nothing_when_training_goes_back():
+def test_a_plateau_keeps_its_state_in_a_rollback():
     options = {"losses": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "plateau": 1, "patience": None, "holds": 6}
     in_step, late = Run("sync", "inline", **options), Run("rollback", "thread", **options)
     assert late.rate == in_step.rate == 0.025
     same(late.model.state_dict(), in_step.model.state_dict())
 
 
-def test_the_last_epoch_too_is_taken_back():
-    """Its metrics come when the training is through."""
+def test_the_last_epoch_may_be_rolled_back_too():
+    """Its metrics arrive when the training has finished."""
     options = {"losses": [1.0, 2.0, 0.5], "plateau": 0, "patience": None, "holds": 1}
     in_step, late = Run("sync", "inline", **options), Run("rollback", "thread", **options)
     assert late.trained == [0, 1, 2, 2]
@@ -750,7 +750,7 @@ def test_there_is_no_best_snapshot_without_a_monitor_or_an_epoch():
             validator.best_state_dict()
 
 
-def test_a_monitored_metric_that_is_not_there_is_named():
+def test_a_missing_monitored_metric_is_named():
     with offbeat.Validator(
         a_model(), evaluate, Samples(8), backend="inline", monitor=offbeat.EarlyStopping("f1")
     ) as validator:
@@ -760,7 +760,7 @@ def test_a_monitored_metric_that_is_not_there_is_named():
             validator.validate()
 
 
-# What is refused ----------------------------------------------------------------------------------------
+# Rejected input -----------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):
@@ -779,7 +779,7 @@ class Stream(IterableDataset):
         (DataLoader(Samples(9), batch_size=2, drop_last=True), "keeps the last batch: pass drop_last=False"),
     ],
 )
-def test_sets_that_cannot_be_shared_out_are_refused(data, text):
+def test_data_sets_that_cannot_be_divided_are_refused(data, text):
     with pytest.raises(OffbeatError, match=text):
         offbeat.Validator(a_model(), evaluate, data)
 
@@ -823,7 +823,7 @@ def batches(model, loader):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_loader_with_its_own_batches_is_cut_as_it_is(workers):
+def test_a_loader_with_its_own_batches_is_divided_by_batches(workers):
     data = Samples(16)
     loader = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, drop_last=False))
     with offbeat.Validator(a_model(), batches, loader, backend="thread", workers=workers) as validator:
@@ -831,12 +831,12 @@ def test_a_loader_with_its_own_batches_is_cut_as_it_is(workers):
     assert validator.history[0] == {"batches": 4, "samples": 16}
 
 
-def test_what_cannot_be_sent_to_a_process_says_so():
+def test_an_evaluate_that_cannot_be_sent_to_a_process_is_refused():
     with pytest.raises(OffbeatError, match=r"cannot be sent to another process .*top level of a module"):
         offbeat.Validator(a_model(), lambda model, part: {}, Samples(9), backend="process", workers=1)
 
 
-def test_a_process_for_which_there_are_no_files_says_so():
+def test_a_process_that_cannot_start_for_lack_of_files_raises_an_error():
     for free in range(8):
         with few_files(free), pytest.raises(OffbeatError) as refused:
             offbeat.Validator(a_model(), evaluate, Samples(9), backend="process", workers=1)
@@ -859,16 +859,16 @@ class SentOnce(Samples):
         return vars(self)
 
 
-def test_processes_end_where_another_one_cannot_be_started():
+def test_processes_end_if_another_one_cannot_be_started():
     with pytest.raises(OffbeatError, match="it has been sent already"):
         offbeat.Validator(a_model(), evaluate, SentOnce(9), backend="process", workers=3)
     assert [one.name for one in multiprocessing.active_children() if "validation" in one.name] == []
 
 
-# What `auto` decides ------------------------------------------------------------------------------------
+# Decisions of `auto` ------------------------------------------------------------------------------------
 
 
-def test_auto_measures_the_first_epoch_in_line_and_says_why():
+def test_auto_measures_the_first_epoch_in_line_and_gives_the_reason():
     with offbeat.Validator(a_model(), evaluate, Samples(9)) as validator:
         assert (validator.backend, validator.reason) == ("inline", "the first epoch is measured")
         assert validator.validate().is_done
@@ -880,32 +880,32 @@ def evaluate_count(model, part):
 
 
 @pytest.mark.long
-def test_auto_goes_on_in_processes_with_memory_that_they_can_read():
-    """It would choose them only after minutes that are worth it; so it is told to."""
+def test_auto_may_switch_to_processes_with_shared_memory():
+    """`auto` would choose processes only after minutes of gain, so that the test sets the choice."""
     model = Counting()
     monitor = offbeat.EarlyStopping(
         "loss"
-    )  # each epoch is better, so that the last one's memory is free again
+    )  # each epoch is better, so that the previous snapshot's memory is freed
     with offbeat.Validator(model, evaluate_count, Samples(50), workers=2, monitor=monitor) as validator:
         for epoch in validator.epochs(4):
             model.epochs += 1
             validator.validate().wait()
             if epoch == 0:
                 validator._backend._apply_choice(BackendChoice(backend="process", reason="it is told to"))
-                validator._backend._chooser = None  # and stays there
+                validator._backend._chooser = None  # no further choice
             assert validator.backend == "process"
     losses = [metrics["loss"] for metrics in validator.history.values()]
     assert losses == pytest.approx([1 / 2, 1 / 3, 1 / 4, 1 / 5])
 
 
 def evaluate_with_processes(model, part):
-    """Starts processes of its own, which those that evaluate cannot do."""
+    """Starts processes of its own, which a validation process cannot do."""
     loader = torch.utils.data.DataLoader(part, batch_size=10, num_workers=1)
     return {"loss": float(sum(map(len, loader))) + int(model.epochs)}
 
 
 @pytest.mark.long
-def test_auto_stays_in_line_where_evaluating_fails_in_a_process():
+def test_auto_stays_in_line_if_evaluate_fails_in_a_process():
     model = Counting()
     with offbeat.Validator(model, evaluate_with_processes, Samples(50), backend="auto") as validator:
         for epoch in validator.epochs(3):
@@ -920,7 +920,7 @@ def test_auto_stays_in_line_where_evaluating_fails_in_a_process():
 
 
 def slow_in_threads(model, part):
-    """Begins slower in a thread, and computes the same."""
+    """Begins slower in a thread, with the same result."""
     total = torch.zeros(())
     for call in range(2000):
         if call < 50 and threading.current_thread() is not threading.main_thread():
@@ -930,7 +930,7 @@ def slow_in_threads(model, part):
 
 
 @pytest.mark.parametrize("waits", ["", "for the result", "and looks whether it is there"])
-def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(waits):
+def test_auto_pauses_slow_threads_until_the_training_waits(waits):
     model = Counting()
     with offbeat.Validator(model, slow_in_threads, Samples(50)) as validator:
         validator._backend._chooser = OverlapChooser(("thread",), cores=10**6, start_s=0.0)
@@ -948,7 +948,7 @@ def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(w
     assert validator.history == {epoch: {"loss": 2000.0 + epoch} for epoch in range(5)}
 
 
-def test_a_thread_that_is_too_slow_rests_until_it_is_waited_for():
+def test_a_thread_that_is_too_slow_rests_until_the_training_waits():
     throttle = ThreadThrottle(1, MinimumRate(check_after_s=1e-6, calls_per_s_min=1e9, rest_s=60.0))
     is_through = threading.Event()
 
@@ -969,7 +969,7 @@ def test_a_thread_that_is_too_slow_rests_until_it_is_waited_for():
 
 
 def one_after_the_other(throttle, threads, end):
-    """Have so many threads evaluate; return how many parts were under way whenever one was."""
+    """Have so many threads evaluate; return the number of parts in progress at the start of each."""
     lock = threading.Lock()
     under_way, seen = [], []
 
@@ -992,7 +992,7 @@ def one_after_the_other(throttle, threads, end):
     return seen
 
 
-def test_one_thread_evaluates_as_long_as_nothing_is_known_and_the_next_one_when_it_ends():
+def test_one_thread_evaluates_until_rates_are_known_and_the_next_when_it_ends():
     throttle, seen = ThreadThrottle(4, None), []
     rest = threading.Thread(target=lambda: seen.extend(one_after_the_other(throttle, 3, lambda called: None)))
     with throttle.evaluating_part():
@@ -1002,16 +1002,16 @@ def test_one_thread_evaluates_as_long_as_nothing_is_known_and_the_next_one_when_
         assert [turn.may_run for turn in turns] == [True, False, False, False]
     rest.join(60)
     assert seen == [1, 1, 1]
-    assert not any(turn.is_forced for turn in turns), "they were let go on, and did not lose patience"
+    assert not any(turn.is_forced for turn in turns), "the threads were resumed, and did not time out"
 
 
-def test_no_thread_rests_any_more_once_a_throttle_is_open():
+def test_no_thread_rests_after_lift_limit():
     throttle, all_of_them = ThreadThrottle(3, None), threading.Barrier(3)
     throttle.lift_limit()
     assert max(one_after_the_other(throttle, 3, lambda called: all_of_them.wait(60))) == 3
 
 
-def test_threads_that_fail_let_the_next_one_go_on():
+def test_a_failed_thread_lets_the_next_one_run():
     throttle = ThreadThrottle(2, None)
 
     def fail():
@@ -1024,16 +1024,16 @@ def test_threads_that_fail_let_the_next_one_go_on():
             fail()
 
 
-def test_nobody_rests_for_ever_where_nobody_goes_on():
+def test_a_resting_thread_resumes_after_its_maximum_rest():
     throttle = ThreadThrottle(1, MinimumRate(check_after_s=1e-6, calls_per_s_min=1e9, rest_s=0.01))
     with throttle.evaluating_part() as called:
         while not throttle.is_slow:
             called()
         called()
-        called()  # and does not rest again
+        called()  # does not rest again
 
 
-def test_auto_in_step_stays_in_line():
+def test_auto_with_decision_sync_stays_in_line():
     with offbeat.Validator(a_model(), evaluate, Samples(9), decision="sync") as validator:
         assert validator.backend == "inline"
         assert validator.reason == "training waits for the metrics anyway"
