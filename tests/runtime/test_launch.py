@@ -353,12 +353,12 @@ def test_workers_outlive_the_thread_that_launched_them() -> None:
 LAUNCHER = """
 import sys, threading
 from offbeat.runtime.launch import launch
-said = threading.Semaphore(0)
-def say(rank, line):
+printed = threading.Semaphore(0)
+def print_line(rank, line):
     print(line, flush=True)
-    said.release()
-workers = launch([sys.executable, "-c", CODE], 3, on_output=say)
-for _ in range(3): said.acquire()
+    printed.release()
+workers = launch([sys.executable, "-c", CODE], 3, on_output=print_line)
+for _ in range(3): printed.acquire()
 """
 
 

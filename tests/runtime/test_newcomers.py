@@ -355,7 +355,7 @@ def test_a_newcomer_that_joins_when_all_others_are_done_gets_an_error(gate):
         running.receive(running.add(joins_at_the_end, gate.log, JobComplete))
         ended = running.ends()
     trained_once(ended[:2], 3)
-    assert "cannot take part: it joined_at when all others were done" in ended[2].error
+    assert "cannot take part: it came when all others were done" in ended[2].error
 
 
 def breaks_off(rank, emit, log, is_new):
@@ -501,7 +501,7 @@ class Launched:
     def __init__(self, folder, gate, *options):
         (folder / "train.py").write_text(SCRIPT)
         self.log = gate.log
-        self._output = folder / "last_line"
+        self._output = folder / "output"
         with open(self._output, "w") as output:
             self.process = subprocess.Popen(
                 [*OFFBEAT, "run", *options, "--nproc-per-node", "3", "train.py"],

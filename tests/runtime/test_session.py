@@ -160,7 +160,7 @@ def test_batch_normalization_trains_although_ten_samples_are_no_multiple_of_the_
         assert sum(first + second) >= 2 * 10
 
 
-def test_with_drop_last_a_state_from_the_middle_of_an_epoch_resumes_with_the_other_whole_batches():
+def test_with_drop_last_a_state_from_mid_epoch_resumes_with_the_other_whole_batches():
     """Eleven samples in batches of three: two are left out, and the same two after the state was loaded."""
     model, dataset, used = nn.Linear(1, 1), TensorDataset(torch.arange(11.0)[:, None]), []
 

@@ -241,8 +241,8 @@ NONSENSE = {
     ),
     "joined again": lambda peer: encode_events([joined(peer, 2, peer.worker)]),
     "joined as another": lambda peer: encode_events([joined(peer, 2, 0)]),
-    "a tally of what it was not told": lambda peer: encode_sequence_ack(SequenceAck(0, 99, 0)),
-    "no tally": lambda peer: encode_sequence_ack(SequenceAck(0, 0, 0)) + b"!",
+    "an acknowledgement of unsent actions": lambda peer: encode_sequence_ack(SequenceAck(0, 99, 0)),
+    "an invalid acknowledgement": lambda peer: encode_sequence_ack(SequenceAck(0, 0, 0)) + b"!",
 }
 MISTAKES = {  # only a policy can detect these
     "a round ahead": lambda peer: encode_events([ready(peer.worker, 7)]),

@@ -101,10 +101,10 @@ def test_a_coordinator_whose_log_cannot_grow_reports_it_once_and_the_job_continu
     options = {"tick_s": 0.002, "journal_events_max": 5, "prelude": place.prelude}
     with running_job(2, place.log, **options) as (process, peers):
         place.fill_up()
-        said = process.process.stderr.readline().decode()
+        message = process.process.stderr.readline().decode()
         goes_on(peers, process)  # without another line on standard error
     log = read_log(place.log)
-    assert said == (
+    assert message == (
         f"offbeat: the run log {place.log} cannot be written any more ({place.cause}): it is complete "
         f"up to event {events_of(log)}, and the job continues without a log\n"
     )
@@ -176,9 +176,9 @@ def test_offbeat_train_succeeds_although_its_folder_is_on_a_full_disk(tmp_path, 
     with small_disk(tmp_path / "disk") as disk:
         line = f"train --workers 2 --epochs 40 --batch-size 16 --run-dir {disk / 'run'}"
         assert main(line.split()) == 0
-        said = capsys.readouterr().err.splitlines()
+        message = capsys.readouterr().err.splitlines()
         assert replay(read_log(disk / "run/log.jsonl")) is None
-    assert any("log.jsonl is incomplete" in line for line in said)
+    assert any("log.jsonl is incomplete" in line for line in message)
 
 
 @needs_disk
@@ -205,8 +205,8 @@ def test_output_to_a_full_disk_does_not_end_workers_of_offbeat_run_replace(tmp_p
             command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
         )
     assert done.returncode == 1
-    said = "offbeat: the workers' output is no longer shown: No space left on device"
-    assert done.stderr.splitlines() == [said, "offbeat: 2 workers ended well"]
+    message = "offbeat: the workers' output is no longer shown: No space left on device"
+    assert done.stderr.splitlines() == [message, "offbeat: 2 workers ended well"]
     assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1"}
 
 

@@ -277,9 +277,9 @@ def test_offbeat_replay_accepts_a_folder_and_a_part(tmp_path, capsys):
     before, events = logs[0].events_before, sum(map(events_of, logs))
     assert before > 0
     assert main(["replay", str(tmp_path)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"identical: {events} events, ")
-    assert said[1].startswith(f"the log starts after {before} earlier events")
+    output = capsys.readouterr().out.splitlines()
+    assert output[0].startswith(f"identical: {events} events, ")
+    assert output[1].startswith(f"the log starts after {before} earlier events")
     part = sorted(tmp_path.iterdir())[0]
     assert main(["replay", str(part)]) == 0
     assert capsys.readouterr().out.startswith(f"identical: {events_of(logs[0])} events, ")

@@ -390,7 +390,7 @@ LEFT_OUT = {
     "a bitmap of more rows": (np.ones(3), {KEPT: {"kept": bytes([0b00111001])}}),
     "more rows than the bitmap says": (np.ones(4), {KEPT: {"kept": bytes([0b00111000])}}),
     "fewer rows than the bitmap says": (np.ones(2), {KEPT: {"kept": bytes([0b00111000])}}),
-    "keys that never came": (np.ones(3), {KEPT: {"kept": bytes([0b11100000])}}),
+    "unknown keys": (np.ones(3), {KEPT: {"kept": bytes([0b11100000])}}),
     "too few rows and no bitmap": (np.ones(3), {}),
     "no rows": (None, {KEPT: {"kept": bytes(1)}}),
     "rows of bytes": (np.ones(3, np.uint8), {KEPT: {"kept": bytes([0b00111000])}}),
@@ -730,7 +730,7 @@ SIGNED = {"key caching": {"signature": b"0" * 16}}
 HOSTILE = {
     "notes of no filter": EncodedValues(None, ONES, None, {"nobody": {"a": 1}}),
     "nothing": EncodedValues(None, None, None, {}),
-    "a signature of keys that never came": EncodedValues(None, ONES, None, SIGNED),
+    "an unknown signature of keys": EncodedValues(None, ONES, None, SIGNED),
     "another signature than the keys have": EncodedValues(np.arange(KEYS), ONES, None, SIGNED),
     "a body without a note": EncodedValues(None, None, b"body", {}),
     "keys beyond the range": EncodedValues(np.arange(KEYS) + 1, ONES, None, {}),

@@ -59,7 +59,7 @@ class RequestThread:
 
     Attributes:
         made: the futures of those whose calls have returned.
-        error: what a call raised.
+        error: the error that a call raised.
     """
 
     def __init__(self, *requests):

@@ -600,11 +600,11 @@ BAD: dict[str, list[bytes]] = {
     "a negative tag": [batch(claim(64 * KIB), tag=-1)],
     "a negative length": [batch(long_bytes=-1)],
     "a number that is none": [batch(body(small(1)), number=2**64 - 1)],
-    "more than was said": [batch(received=10**6)],
-    "less, then more than was said": [batch(received=0), batch(received=3)],
+    "more than was sent": [batch(received=10**6)],
+    "less, then more than was sent": [batch(received=0), batch(received=3)],
     "a message that is too long": [batch(long_bytes=2**40)],
     "a tag twice": [batch(claim(64 * KIB), tag=7), batch(claim(64 * KIB), number=1, tag=7)],
-    "a tag twice in a letter": [
+    "a tag twice in a batch": [
         batch(claim(64 * KIB), tag=7),
         batch(claim(128 * KIB, 64 * KIB), number=1, tag=6),
     ],

@@ -398,7 +398,7 @@ HOSTILE: dict[str, Any] = {
     "a pull of keys that are no whole numbers": pull(np.array([1.0, 2.0])),
     "a pull from an unknown namespace": pull(namespace="x"),
     "a copy": Replicate(view=1, master=0, serial=1, operation=OPERATION, route=()),
-    "a copy that has come": ReplicateAck(view=1, master=0, serial=1),
+    "an acknowledged copy": ReplicateAck(view=1, master=0, serial=1),
     "operations of another view": HandoffOperations(view=1, chain=(0,), operations=(OPERATION,)),
     "the end of them": HandoffReplayed(view=1, chain=(0,), holder=0),
     "a wish to be filled": TransferRequest(view=1, present_blocks=()),
@@ -410,7 +410,7 @@ HOSTILE: dict[str, Any] = {
         clocks={1: [ClockRange(0, 4, 9)]},
         pending=(),
     ),
-    "a block taken": TransferAck(view=1),
+    "an acknowledged block": TransferAck(view=1),
     "the end of the blocks": TransferDone(view=1),
 }
 
@@ -448,7 +448,7 @@ ENCODED: dict[str, EncodedValues] = {
     "notes alone": made_by_filters(keys=None, body=None),
     "no notes": made_by_filters(notes={}),
     "notes of another filter": noted("random skip", probability=0.5),
-    "keys that never came": made_by_filters(keys=None, notes={**made_by_filters().notes, **SIGNED}),
+    "unknown keys": made_by_filters(keys=None, notes={**made_by_filters().notes, **SIGNED}),
     "keys of another signature": made_by_filters(keys=np.arange(1, 5)),
     "keys beyond the range": made_by_filters(keys=np.arange(2**60, 2**60 + 4)),
     "keys that are floats": made_by_filters(keys=np.arange(4.0)),
@@ -479,7 +479,7 @@ NOT_READ: dict[str, EncodedValues] = {
     "a shape of lists": noted("compression", shape=[[4], [1]]),
 }
 OF_KEYS = (
-    "keys that never came",
+    "unknown keys",
     "keys of another signature",
     "fewer keys",
     "a signature that is none",

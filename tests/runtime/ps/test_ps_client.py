@@ -185,12 +185,12 @@ def test_a_pull_after_a_push_is_sent_with_it(name):
     with offbeat.PS.local(servers=1) as own:
         w = own.namespace(name, keys=10)
         w.push(np.ones(10)).result()
-        came = own._node.endpoint.frames_received
+        received = own._node.endpoint.frames_received
         for count in range(100):
             pushed = w.push(np.ones(10))
             assert w.pull(after=[pushed]).result().tolist() == [count + 2.0] * 10
             assert pushed.is_done
-        assert own._node.endpoint.frames_received - came < 150  # one answer for both requests
+        assert own._node.endpoint.frames_received - received < 150  # one answer for both requests
 
 
 @pytest.fixture(scope="module")
@@ -934,8 +934,8 @@ def test_insignificant_changes_are_not_pulled(ps, name):
             assert np.abs(found - held).max() <= 0.5
             found[:] = 99  # the program owns these rows
         pulled = [one, other]
-    came = w.filter_report()["pull received"]["significantly modified"]
-    assert came.in_bytes < 0.4 * came.out_bytes
+    received = w.filter_report()["pull received"]["significantly modified"]
+    assert received.in_bytes < 0.4 * received.out_bytes
 
 
 def test_weights_that_kkt_conditions_hold_at_zero_are_not_pushed(ps, name):

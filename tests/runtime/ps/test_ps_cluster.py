@@ -151,5 +151,5 @@ def test_pulled_values_stay_within_the_threshold_when_servers_change():
                 pushed = w.push(moved)
                 assert np.abs(w.pull(after=[pushed]).result() - values).max() <= 0.5
                 assert np.abs(w.pull(keys=keys, after=[pushed]).result() - values[keys]).max() <= 0.5
-        came = w.filter_report()["pull received"]["significantly modified"]
-        assert came.in_bytes < 0.6 * came.out_bytes
+        received = w.filter_report()["pull received"]["significantly modified"]
+        assert received.in_bytes < 0.6 * received.out_bytes

@@ -361,14 +361,14 @@ def test_messages_of_a_node_that_has_left_are_still_delivered(
 
     a = node("a", on_message=on_message)
     b = Stranger("b", a, unix=True).greet()
-    callers = [b"first", b"second", b"third"]
+    sent = [b"first", b"second", b"third"]
     with a.busy():
         b.sock.sendall(
-            b"".join(encode_frame(FrameKind.MESSAGE, text) for text in callers) + encode_frame(FrameKind.BYE)
+            b"".join(encode_frame(FrameKind.MESSAGE, text) for text in sent) + encode_frame(FrameKind.BYE)
         )
         b.sock.close()
     assert a.left.get(timeout=DEADLINE_S) == "b"
-    assert received == callers
+    assert received == sent
     assert a.lost.empty()
 
 

@@ -83,7 +83,7 @@ def test_the_larger_names_dial_waits_and_is_accepted_when_the_smaller_names_dial
         a = node("a", connect_s=3.0)
         a.links.add_peer("z", [f"tcp://127.0.0.1:{unread.getsockname()[1]}"])
         a.links.send("z", b"found you")
-        unread.accept()[0].recv(1)  # a has text hello, so its dial may still succeed
+        unread.accept()[0].recv(1)  # a has sent its hello, so that its dial may still succeed
         z = node("z")
         z.links.add_peer("a", a.links.addresses)
         z.links.send("a", b"I am here")
@@ -215,16 +215,16 @@ def test_an_acceptor_that_does_not_know_the_token_is_rejected(node: Callable[...
         b.links.send("a", b"a secret")
         sock = listener.accept()[0]
         reader, impostor = FrameReader(None), AcceptorHandshake(job="job", token="guess", node="a")
-        text = 0
-        while text < 2:
+        answered = 0
+        while answered < 2:
             while (frame := reader.next_frame()) is None:
                 reader.on_received(sock.recv_into(reader.buffers()[0]))
-            if text:
+            if answered:
                 impostor.peer = "b"  # accepts any proof
                 sock.sendall(impostor.welcome(SessionPosition("anything")))
             else:
                 sock.sendall(impostor.on_frame(frame))
-            text += 1
+            answered += 1
         assert str(b.loss()) == (
             f"cannot reach a at {address} within 10 s: it does not prove that it knows the job's token"
         )
@@ -457,7 +457,7 @@ links = Endpoint("victim", job="job", token="secret", on_message=lambda *_: None
 links.add_peer("survivor", sys.argv[2].split())
 links.send("survivor", b"hello")
 if sys.argv[3] == "fork" and os.fork() == 0:
-    sys.stdin.readline()  # lives on with copies of what it was given
+    sys.stdin.readline()  # continues with copies of the parent's descriptors
     os._exit(0)
 sys.stdin.readline()
 """

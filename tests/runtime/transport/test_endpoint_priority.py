@@ -23,18 +23,18 @@ from offbeat.runtime.transport.endpoint import Endpoint
 
 BIG, URGENT = int(sys.argv[2]), int(sys.argv[3])
 big, urgent = bytearray(BIG), bytearray(URGENT)
-came = {1: 0, 2: 0}
+received = {1: 0, 2: 0}
 answer = {}
 complete = threading.Event()
 
 def on_data(tag, offset, length):
-    first = not came[tag]
-    came[tag] += length
+    first = not received[tag]
+    received[tag] += length
     if tag == 1 and first:
         links.send("sender", b"the big one is in flight")
-    if tag == 2 and came[2] == URGENT:
-        answer["big_missing_bytes"] = BIG - came[1]
-    if came == {1: BIG, 2: URGENT}:
+    if tag == 2 and received[2] == URGENT:
+        answer["big_missing_bytes"] = BIG - received[1]
+    if received == {1: BIG, 2: URGENT}:
         complete.set()
 
 links = Endpoint("receiver", job="job", token="secret", on_message=lambda *_: None, on_lost=print,

@@ -183,7 +183,7 @@ def test_timers_run_between_many_calls(run) -> None:
 
 
 def wait_and_check(event: threading.Event) -> tuple[Callable[[float], bool], Callable[[], bool]]:
-    """A function that waits for an event without running the loop, and one that tells whether it is set."""
+    """A function that waits for an event without running the loop, and one that returns whether it is set."""
     return event.wait, event.is_set
 
 

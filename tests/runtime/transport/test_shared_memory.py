@@ -555,7 +555,7 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         lambda: [(REGION, [memfd(MIB)]), (frame(FrameKind.WITHDRAW, tag=1) + announcement(1, 10), [])],
         "expected a region that was announced, got 1",
     ),
-    "withdrawn, but never lent": (
+    "withdrawn, but never exported": (
         lambda: [(frame(FrameKind.WITHDRAW, tag=1), [])],
         "expected a region that was announced, got 1",
     ),
@@ -589,7 +589,7 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         lambda: [(REGION, [memfd(MIB)]), (announcement(1, 0, total=10), [])],
         "expected bytes within a message of 10, got 0",
     ),
-    "read what it was never told of": (
+    "an acknowledgement without an announcement": (
         lambda: [(frame(FrameKind.SHARED_ACK, total=1), [])],
         "expected at most 0 SHARED frames to be read, got 1",
     ),

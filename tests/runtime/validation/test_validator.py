@@ -891,7 +891,7 @@ def test_auto_may_switch_to_processes_with_shared_memory():
             model.epochs += 1
             validator.validate().wait()
             if epoch == 0:
-                validator._backend._apply_choice(BackendChoice(backend="process", reason="it is told to"))
+                validator._backend._apply_choice(BackendChoice(backend="process", reason="set by the test"))
                 validator._backend._chooser = None  # no further choice
             assert validator.backend == "process"
     losses = [metrics["loss"] for metrics in validator.history.values()]
@@ -912,7 +912,7 @@ def test_auto_stays_in_line_if_evaluate_fails_in_a_process():
             model.epochs += 1
             validator.validate()
             if epoch == 0:
-                validator._backend._apply_choice(BackendChoice(backend="process", reason="it is told to"))
+                validator._backend._apply_choice(BackendChoice(backend="process", reason="set by the test"))
             assert validator.backend == "inline"
             if epoch == 0:
                 assert "evaluate fails in a process of its own (AssertionError: daemonic" in validator.reason
