@@ -41,7 +41,7 @@ class Reply:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each request with the next reply, then repeats the last one; `ranges` keeps requested ranges."""
+    """Answers each request with the next reply, then repeats the last; `ranges` keeps requested ranges."""
 
     daemon_threads = True
 
