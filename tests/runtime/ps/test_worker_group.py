@@ -346,7 +346,7 @@ def test_every_pass_is_done_when_a_worker_and_the_manager_are_killed_and_another
     assert replay(read_log(log)) is None
 
 
-@pytest.mark.long(after=1)
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_pushes_count_at_least_once_and_at_most_once_per_assignment_when_workers_die(running, seed):
     ps, mark, log, go = running

@@ -407,6 +407,7 @@ def test_a_read_version_is_used_for_s_more_clocks(recordings):
         assert any(one.parameter_version > 1 for one in steps)
 
 
+@pytest.mark.long
 def test_the_parts_of_every_step_sum_to_its_wall_time(recordings):
     logs, _ = recordings
     for (strategy, _, threads), log in zip(JOBS, logs, strict=True):
@@ -424,6 +425,7 @@ def test_the_parts_of_every_step_sum_to_its_wall_time(recordings):
                 assert one.process_cache_s > 0  # the values pulled for clock 0 are used up to clock s
 
 
+@pytest.mark.long
 def test_every_sample_of_an_epoch_is_used_once_over_all_workers(recordings):
     for used in recordings[1]:
         for epoch in range(3):

@@ -114,7 +114,9 @@ def test_a_node_out_of_descriptors_sends_the_cause_to_every_dialler(
     node: Callable[..., Node], unix: bool
 ) -> None:
     a = node("a")
+    opened = len(os.listdir("/proc/self/fd"))
     for _ in range(2):  # the reserved descriptor is available again
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= opened, "an end of what was refused")
         with few_files(1):
             stranger = Stranger("b", a, unix=unix)  # uses the only free descriptor
             with pytest.raises(RefusedError, match=r"too many open files: raise `ulimit -n`") as refused:

@@ -157,7 +157,6 @@ def test_an_idle_call_that_schedules_itself_does_not_block_sockets(run, ready) -
 
     one.loop.call(lambda: one.loop.call_when_idle(idle))
     one.wait()
-    assert count[0] >= 1
 
 
 def test_timers_run_between_many_calls(run) -> None:
