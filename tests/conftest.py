@@ -1,8 +1,8 @@
-"""What all tests begin with, however they were started, and which of them are long.
+"""Common setup of all tests, however they are started, and the mark of long ones.
 
 One thread a process computes: several tests run at a time, and threads of torch that wait for each other
-burn the cores on which the others run. And Ctrl-C and SIGHUP end what the tests start: a process that a shell
-script starts in the background, or nohup, hands on that they are ignored.
+burn the cores on which the others run. Ctrl-C and SIGHUP end processes that the tests start: a shell script's
+background process, or nohup, would pass on that these signals are ignored.
 
 `@pytest.mark.long` marks a test that `make test` leaves to `make test-long`: a whole benchmark, a job of many
 seconds. Of a test with many parameters, `@pytest.mark.long(after=2)` leaves those after the first two to it.

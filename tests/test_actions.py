@@ -1,4 +1,4 @@
-"""Every action has its recipients, and a worker that cannot use an action says so."""
+"""Every action has its recipients, and a worker that cannot use an action reports that."""
 
 from dataclasses import MISSING, fields, is_dataclass
 from typing import get_args, get_origin, get_type_hints
@@ -27,7 +27,7 @@ from offbeat.policies.staleness.clock_protocol import ClockProtocol
 
 WORKERS = [Recipient(f"worker-{worker}.abcd", worker) for worker in range(3)]
 NODES = [Recipient(name, name) for name in ("server-0", "server-1", "client-0", "client-1")]
-EVERYBODY = WORKERS + NODES
+ALL_RECIPIENTS = WORKERS + NODES
 ACTIONS = get_args(Action)
 
 
@@ -49,7 +49,7 @@ def make(kind, **given):
 
 
 def recipients(action):
-    return {one.sender for one in EVERYBODY if action.is_for(one)}
+    return {one.sender for one in ALL_RECIPIENTS if action.is_for(one)}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ACTIONS if issubclass(kind, ToAllWorkers)])
@@ -79,7 +79,7 @@ def test_two_workers_share_a_late_block_and_a_snapshot():
     assert recipients(make(SendSnapshot, worker=2, receiver=1)) == {1, 2}
 
 
-def test_servers_alone_forget_a_client_and_all_nodes_hear_that_they_close():
+def test_servers_alone_forget_a_client_and_all_nodes_receive_the_closing():
     assert recipients(make(ForgetClient, node="client-1")) == {"server-0", "server-1"}
     assert recipients(make(CloseServers)) == {one.sender for one in NODES}
 
@@ -93,8 +93,10 @@ def test_the_members_of_a_worker_group_receive_its_view():
     assert recipients(make(WorkerGroupView, node="client-1", workers=members)) == {"client-1"}
 
 
-def test_a_rejection_goes_to_a_link_and_not_to_an_id():
-    assert [one for one in EVERYBODY if make(RejectPeer, peer="worker-1.abcd").is_for(one)] == [WORKERS[1]]
+def test_a_rejection_is_sent_to_a_link_and_not_to_an_id():
+    assert [one for one in ALL_RECIPIENTS if make(RejectPeer, peer="worker-1.abcd").is_for(one)] == [
+        WORKERS[1]
+    ]
     assert not make(RejectPeer, peer="worker-1.ffff").is_for(WORKERS[1])
 
 
@@ -109,7 +111,7 @@ def test_an_action_without_recipients_cannot_be_made():
 @pytest.mark.parametrize(
     ("protocol", "action"), [(GroupProtocol(0), make(StepPermit)), (ClockProtocol(), make(Group))]
 )
-def test_a_worker_says_which_action_it_cannot_use(protocol, action):
+def test_a_worker_names_the_action_that_it_cannot_use(protocol, action):
     with pytest.raises(
         ProtocolError, match=f"{type(protocol).__name__} does not handle the action {type(action).__name__}"
     ):

@@ -1,4 +1,4 @@
-"""What the documents name is there: links, files, tests, commands, make targets, public names; loops run."""
+"""Names in the documents exist: links, files, tests, commands, make targets, public names; loops run."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def rows(document: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
-def test_relative_links_lead_somewhere(path):
+def test_relative_links_have_a_target(path):
     for target in LINK.findall(path.read_text()):
         if "://" not in target:
-            assert (path.parent / target).exists(), f"{target} is not there"
+            assert (path.parent / target).exists(), f"{target} does not exist"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
@@ -96,7 +96,7 @@ def test_files_that_are_named_exist(path):
                 continue
             places = (ROOT, PACKAGE, ROOT / "tests", ROOT / "docs")
             is_test = name.startswith("test_") and any((ROOT / "tests").rglob(name))
-            assert is_test or any((place / name).exists() for place in places), f"{name} is not there"
+            assert is_test or any((place / name).exists() for place in places), f"{name} does not exist"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
@@ -117,7 +117,7 @@ def test_every_layer_and_every_room_is_on_the_map():
     rooms = {path.parent.relative_to(PACKAGE).as_posix() for path in modules} - {"."}
     for name in sorted(layers | rooms):
         shown = name if name.endswith(".py") else f"{name}/"
-        assert f"`{shown}`" in text, f"ARCHITECTURE.md does not say what {shown} holds"
+        assert f"`{shown}`" in text, f"ARCHITECTURE.md does not describe {shown}"
 
 
 def test_every_folder_on_the_map_exists():
@@ -154,14 +154,16 @@ def test_the_functions_of_a_journey_are_in_its_files(journey):
         assert name in known, f"no file of this journey defines {name}"
 
 
-def test_every_method_has_a_state_and_what_is_here_has_a_module_and_tests():
+def test_every_method_has_a_state_and_each_implemented_one_a_module_and_tests():
     methods = [row for row in rows("docs/papers.md") if row[0] != "method"]
     assert len(methods) >= 40
     for method, _, module, tests, state in methods:
         assert state.startswith(STATES), f"{method}: {state}"
-        is_there = not state.startswith("not there yet")
-        assert (CODE.search(module) is not None) == is_there, f"{method} is {state} and in {module}"
-        assert (TEST.search(tests) is not None) == is_there, f"{method} is {state}, its tests are {tests}"
+        is_implemented = not state.startswith("not there yet")
+        assert (CODE.search(module) is not None) == is_implemented, f"{method} is {state} and in {module}"
+        assert (TEST.search(tests) is not None) == is_implemented, (
+            f"{method} is {state}, its tests are {tests}"
+        )
 
 
 def test_the_glossary_stays_small():
@@ -222,7 +224,7 @@ def test_the_loop_of_the_readme_runs_in_a_world_of_one_and_learns(in_a_world_of_
     assert (model(x).argmax(1) == (x[:, 0] > 0)).float().mean() > 0.9
 
 
-def test_the_commands_of_the_readme_are_there(capsys):
+def test_the_commands_of_the_readme_exist(capsys):
     text = (ROOT / "README.md").read_text()
     quoted_text = "\n".join(CODE.findall(text) + FENCE.findall(text))
     commands = set(re.findall(r"\boffbeat (train|compare|run|replay|simulate|serve)\b", quoted_text))
@@ -234,14 +236,14 @@ def test_the_commands_of_the_readme_are_there(capsys):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
-def test_the_make_targets_that_are_named_are_there(path):
+def test_make_targets_that_are_named_exist(path):
     text = path.read_text()
     quoted_text = "\n".join(CODE.findall(text) + FENCE.findall(text))
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"^\s*make (\w+)", quoted_text, re.MULTILINE)) <= targets
 
 
-def test_the_changelog_and_the_citation_know_the_version():
+def test_the_changelog_and_the_citation_name_the_version():
     assert f"## [{offbeat.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
     assert f"\nversion: {offbeat.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
@@ -270,12 +272,12 @@ def test_every_page_is_in_one_table_of_contents():
         for block in re.findall(r"^```\{toctree\}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
             lines = [line for line in block.splitlines() if line and not line.startswith(":")]
             found = [page for line in lines for page in path.parent.glob(f"{line}.md")]
-            assert len(found) >= len(lines), f"{from_root(path)} names a page that is not there"
+            assert len(found) >= len(lines), f"{from_root(path)} names a page that does not exist"
             named += found
     assert sorted(named) == sorted(set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "index.md"})
 
 
-def test_what_pages_include_is_there_and_every_example_is_included():
+def test_included_files_exist_and_every_example_is_included():
     included = {
         (path.parent / name).resolve()
         for path in (ROOT / "docs").rglob("*.md")

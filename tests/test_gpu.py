@@ -1,6 +1,6 @@
-"""What runs on a GPU; `make test-gpu` runs these, and no other run does.
+"""Tests on a GPU; only `make test-gpu` runs these.
 
-They are run apart: a process that has asked whether there is a GPU can fork none that uses it.
+They run apart: a process that has queried for a GPU can fork none that uses it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def validated(backend, workers):
 
 
 @pytest.mark.parametrize(("backend", "workers"), [("stream", 1), ("stream", 3), ("inline", 1), ("auto", 1)])
-def test_overlapped_validation_gives_the_metrics_of_validation_in_line_and_leaves_training_alone(
+def test_overlapped_validation_gives_the_metrics_of_inline_validation_and_changes_no_weights(
     backend, workers
 ):
     (seen,) = values(run(on_one_gpu, 1, validated, backend, workers))
@@ -125,7 +125,7 @@ def test_a_single_worker_trains_as_without_offbeat():
 
 
 @pytest.mark.parametrize("strategy", [PartialAllReduce(), DPAR(threshold_ms=5.0)])
-def test_a_strategy_that_cannot_train_there_says_so(strategy):
+def test_a_strategy_that_cannot_train_on_a_gpu_names_the_device(strategy):
     for one in run(on_one_gpu, 2, joined, strategy):
         assert one.error_type in ("OffbeatError", "WorkerError")
         assert "the model lies on cuda:0" in one.error
@@ -172,12 +172,12 @@ def saved_and_loaded(path):
         return expected, train(model, optimizer, 1)
 
 
-def test_training_goes_on_from_a_checkpoint(tmp_path):
+def test_training_continues_from_a_checkpoint(tmp_path):
     ((expected, seen),) = values(run(on_one_gpu, 1, saved_and_loaded, tmp_path / "checkpoint.pt"))
     assert seen == expected
 
 
-def test_a_validator_on_a_stream_wants_a_model_on_a_gpu():
+def test_a_validator_on_a_stream_requires_a_model_on_a_gpu():
     with pytest.raises(OffbeatError, match="expected a model on a GPU"):
         offbeat.Validator(a_model_on_the_cpu(), evaluate, samples(8), backend="stream")
 

@@ -1,4 +1,4 @@
-"""What importing the library does, each time in a fresh process: no thread, no logging, no needless torch."""
+"""Effects of importing the library, each in a fresh process: no thread, no logging, no needless torch."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_importing_every_module_starts_no_thread():
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_a_module_that_needs_an_extra_says_so_where_it_is_not_there(name):
+def test_a_module_that_needs_a_missing_extra_names_it(name):
     code = (
         "import importlib, sys\n"
         f"sys.modules[{EXTRAS[name]!r}] = None\n"
@@ -67,7 +67,7 @@ def test_the_coordinator_needs_no_torch():
     assert in_a_fresh_process(code) == "False"
 
 
-def test_a_parameter_server_needs_no_torch_until_somebody_has_tensors():
+def test_a_parameter_server_needs_no_torch_until_a_client_has_tensors():
     code = "import sys, offbeat, offbeat.runtime.ps.server\noffbeat.PS\nprint('torch' in sys.modules)"
     assert in_a_fresh_process(code) == "False"
 
@@ -86,7 +86,7 @@ def test_sparse_logistic_regression_needs_no_torch():
     assert in_a_fresh_process(code) == "False"
 
 
-def test_the_root_exports_few_names_and_all_of_them_are_there():
+def test_the_root_exports_few_names_and_all_of_them_exist():
     import offbeat
 
     assert len(offbeat.__all__) <= PUBLIC_NAMES_MAX

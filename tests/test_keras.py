@@ -1,4 +1,4 @@
-"""`offbeat.keras.OverlappedValidation`: `fit` is what it would be without, metrics are those of `evaluate`.
+"""`offbeat.keras.OverlappedValidation`: `fit` is unchanged, metrics are those of `evaluate`.
 
 `make test-keras` runs this file once with torch below Keras and once with TensorFlow.
 """
@@ -84,7 +84,7 @@ def branches():
 
 
 def cross_entropy(labels, logits):
-    """A loss of one's own, of which Keras does not know where it comes from."""
+    """A custom loss, whose origin Keras does not know."""
     return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
 
 
@@ -120,7 +120,7 @@ def threads():
 
 
 class Batches(keras.utils.PyDataset):
-    """A set in batches of 10, that does something before it hands each out."""
+    """A set in batches of 10, that does something before it returns each one."""
 
     def __init__(self, before=lambda: None):
         super().__init__()
@@ -140,16 +140,16 @@ def _no_thread_stays():
     assert threads() == []
 
 
-def test_the_backend_is_the_one_that_was_asked_for():
+def test_the_backend_is_the_requested_one():
     assert keras.backend.backend() == os.environ.get("KERAS_BACKEND", keras.backend.backend())
 
 
-# The training is what it would be without ---------------------------------------------------------------
+# Unchanged training -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("make", [stack, branches, Split, noisy])
-def test_training_is_bit_for_bit_what_it_is_without_and_metrics_are_those_of_evaluate(make, workers):
+def test_training_is_bit_for_bit_the_same_as_without_and_metrics_are_those_of_evaluate(make, workers):
     alone, weights = a_model(make), []
     without = fit(alone, at_epoch_ends(lambda epoch, logs: weights.append(values(alone))))
     after_alone = GlobalRandomState()
@@ -237,7 +237,7 @@ def test_metrics_are_named_as_the_trainings_are():
         assert {f"val_{name}" for name in names} == set(late.history[0])
 
 
-# Metrics that come late ---------------------------------------------------------------------------------
+# Late metrics -------------------------------------------------------------------------------------------
 
 
 def test_results_are_reported_in_order_in_the_thread_that_trains():
@@ -265,7 +265,7 @@ def test_other_callbacks_see_metrics_with_sync_only():
         assert [late.history[epoch]["val_loss"] for epoch in range(EPOCHS)] == fitted.history["val_loss"]
 
 
-def test_a_monitor_ends_training_and_the_best_weights_come_back():
+def test_a_monitor_ends_training_and_the_best_weights_are_restored():
     """The rate is raised after the third epoch so that the loss rises: an early epoch is the best one."""
     weights, monitor = [], EarlyStopping("val_loss", patience=2)
     model = a_model()
@@ -300,25 +300,25 @@ def test_without_a_monitor_the_last_weights_stay():
 # When validation is slow, or fails ----------------------------------------------------------------------
 
 
-def test_with_skip_an_epoch_is_not_validated_while_as_many_as_may_be_are_under_way():
-    may_go_on = threading.Event()
-    may_go_on.set()
+def test_with_skip_an_epoch_is_not_validated_while_the_maximum_is_under_way():
+    may_proceed = threading.Event()
+    may_proceed.set()
     epochs = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: may_go_on.clear() if epoch == 0 else None,
-        on_epoch_end=lambda epoch, logs: may_go_on.set() if epoch == EPOCHS - 1 else None,
+        on_epoch_begin=lambda epoch, logs: may_proceed.clear() if epoch == 0 else None,
+        on_epoch_end=lambda epoch, logs: may_proceed.set() if epoch == EPOCHS - 1 else None,
     )
-    late = OverlappedValidation(Batches(lambda: may_go_on.wait(60)), max_pending=1, when_full="skip")
+    late = OverlappedValidation(Batches(lambda: may_proceed.wait(60)), max_pending=1, when_full="skip")
     fitted = fit(a_model(), late, epochs)
     assert [late.history[epoch] is None for epoch in range(EPOCHS)] == [False, False, True, True]
     assert [math.isnan(loss) for loss in fitted.history["val_loss"]] == [False, False, True, True]
 
 
 def test_with_block_training_waits_and_every_epoch_is_validated():
-    """A validation goes on when the next epoch ends, so that every epoch after the first finds one."""
-    may_go_on, under_way, most = threading.Event(), [], []
-    may_go_on.set()
+    """A validation proceeds when the next epoch ends, so that every epoch after the first finds one."""
+    may_proceed, under_way, most = threading.Event(), [], []
+    may_proceed.set()
     late = OverlappedValidation(
-        Batches(lambda: may_go_on.wait(60)),
+        Batches(lambda: may_proceed.wait(60)),
         max_pending=0,
         on_result=lambda epoch, found: under_way.remove(epoch),
     )
@@ -326,9 +326,9 @@ def test_with_block_training_waits_and_every_epoch_is_validated():
     def note(epoch, logs):
         under_way.append(epoch)
         most.append(len(under_way))
-        may_go_on.set()
+        may_proceed.set()
 
-    hold = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: may_go_on.clear())
+    hold = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: may_proceed.clear())
     fitted = fit(a_model(), hold, at_epoch_ends(note), late)
     assert not any(math.isnan(loss) for loss in fitted.history["val_loss"])
     assert max(most) <= 2  # the one whose end this is, and one before
@@ -337,10 +337,12 @@ def test_with_block_training_waits_and_every_epoch_is_validated():
 
 @pytest.mark.parametrize("max_pending", [0, EPOCHS], ids=["an epoch's end", "training's end"])
 def test_a_validation_that_does_not_end_in_time_is_an_error(max_pending):
-    may_go_on = threading.Event()
-    may_go_on.set()
-    hold = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: may_go_on.clear())
-    late = OverlappedValidation(Batches(lambda: may_go_on.wait(2)), max_pending=max_pending, deadline_s=0.05)
+    may_proceed = threading.Event()
+    may_proceed.set()
+    hold = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: may_proceed.clear())
+    late = OverlappedValidation(
+        Batches(lambda: may_proceed.wait(2)), max_pending=max_pending, deadline_s=0.05
+    )
     with pytest.raises(OffbeatError, match=r"epoch 0 is not done after 0\.05 s: evaluating part 0"):
         fit(a_model(), late, hold)
 
@@ -361,10 +363,10 @@ def test_an_error_is_raised_with_its_traceback_and_ends_the_threads(epochs):
     assert late.history == {}
 
 
-# What is refused ----------------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------------
 
 
-def test_what_draws_from_generators_that_threads_share_is_refused_before_training():
+def test_a_set_that_draws_from_shared_generators_is_refused_before_training():
     late = OverlappedValidation(Batches(random.random))
     model = a_model()
     before = model.get_weights()
@@ -391,7 +393,7 @@ class NoConfig(Split):
 @pytest.mark.parametrize(
     ("make", "options"), [(NoConfig, {}), (stack, {"metrics": [a_metric]})], ids=["model", "metric"]
 )
-def test_what_keras_cannot_make_again_is_built_by_a_function(make, options):
+def test_a_model_that_keras_cannot_rebuild_is_built_by_a_function(make, options):
     with pytest.raises(OffbeatError, match="pass build="):
         fit(a_model(make, **options), OverlappedValidation(X_VAL, Y_VAL))
 

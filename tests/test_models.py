@@ -48,7 +48,7 @@ def test_parameter_counts_are_the_published_ones(
         ("bert_small", (7,), 10, 10),
     ],
 )
-def test_samples_go_in_and_logits_come_out(
+def test_a_model_maps_samples_to_logits_and_has_finite_gradients(
     name: str, sample_shape: tuple[int, ...], classes: int, logits: int
 ) -> None:
     model = build_model(name, sample_shape=sample_shape, classes=classes, seed=0)
@@ -77,7 +77,7 @@ def test_the_seed_decides_the_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet18", "bert_small"])
-def test_neither_leaves_nor_takes_anything_from_the_global_generator(name: str) -> None:
+def test_building_neither_changes_nor_uses_the_global_generator(name: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = build_model(name, sample_shape=(1, 8, 8), classes=10, seed=3).state_dict()
@@ -87,7 +87,7 @@ def test_neither_leaves_nor_takes_anything_from_the_global_generator(name: str) 
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
-def test_builds_on_the_cpu_whatever_the_default_device() -> None:
+def test_models_are_built_on_the_cpu_whatever_the_default_device() -> None:
     with torch.device("meta"):
         model = build_model("resnet18", sample_shape=(1, 8, 8), classes=10, seed=3)
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
@@ -111,7 +111,7 @@ def test_builds_on_the_cpu_whatever_the_default_device() -> None:
         ("alexnet", (3, 32, 32), 1001, r"classes must be in 1\.\.1000 for alexnet, got 1001"),
     ],
 )
-def test_bad_arguments_are_refused_in_words(
+def test_bad_arguments_are_refused_with_a_message(
     name: str, sample_shape: tuple[int, ...], classes: int, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
@@ -125,7 +125,7 @@ def test_every_model_is_described() -> None:
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize(("name", "steps"), [("mlp", 60), ("cnn2", 60), ("resnet18", 15), ("bert_small", 10)])
-def test_a_model_learns_a_batch_by_heart(name: str, steps: int) -> None:
+def test_a_model_halves_the_loss_of_a_batch(name: str, steps: int) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(20, 1, 8, 8, generator=generator)
     labels = torch.arange(20) % 10

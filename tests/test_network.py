@@ -1,6 +1,6 @@
 """Promises about a network that fails for a moment, with real processes on hosts of their own.
 
-What holds of longer faults is in `test_network_long.py`. Needs root, `ip` and `ss`.
+Longer faults are in `test_network_long.py`. Needs root, `ip` and `ss`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_a_reset_connection_to_a_worker_and_to_the_coordinator_ends_no_job_in_lo
         print(job.measures(began_s, began_s))
 
 
-def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_until_they_can(tmp_path):
+def test_of_two_workers_that_cannot_reach_each_other_one_is_excluded_until_they_can(tmp_path):
     with training(STEADY, 3, tmp_path) as job:
         broken_s = time.monotonic()
         part(job.places[1], job.places[2])

@@ -50,7 +50,7 @@ def durations(*durations_s):
 
 
 def faults(*names):
-    return pytest.mark.parametrize("what", names, ids=lambda name: name.replace(" ", "-"))
+    return pytest.mark.parametrize("fault_name", names, ids=lambda name: name.replace(" ", "-"))
 
 
 # Short faults ----------------------------------------------------------------------------------------------
@@ -59,9 +59,9 @@ def faults(*names):
 @each(STRATEGIES)
 @faults(*FAULTS)
 @durations(3.0, 8.0)
-def test_a_short_fault_loses_no_worker(tmp_path, name, what, duration_s):
+def test_a_short_fault_loses_no_worker(tmp_path, name, fault_name, duration_s):
     with training(STRATEGIES[name], WORKERS, tmp_path) as job:
-        broken_s, mended_s = fault(job, lambda: FAULTS[what](job.places), duration_s)
+        broken_s, mended_s = fault(job, lambda: FAULTS[fault_name](job.places), duration_s)
         job.all_train_together()
         print(job.measures(broken_s, mended_s))
 
@@ -90,8 +90,8 @@ def assert_names_the_coordinator(error, host):
     assert host.address in error.error, error
 
 
-def assert_says_that_it_was_cut_off(error, host):
-    """Of the two, what it notices first: the coordinator is silent, or says that the worker was."""
+def assert_reports_the_cut(error, host):
+    """The error is the first symptom: the coordinator is silent, or reports that the worker was."""
     assert error.error_type == "WorkerError", error
     itself = rf"\b(worker |client-){error.rank} was lost: .* (silent|heard)\b"
     assert re.search(itself, error.error) or ("coordinator" in error.error and host.address in error.error), (
@@ -102,13 +102,17 @@ def assert_says_that_it_was_cut_off(error, host):
 @each(LOCKSTEP)
 @faults(*FAULTS)
 @durations(*LONG_S)
-def test_a_long_fault_ends_a_job_in_lockstep_and_the_silent_worker_is_named(tmp_path, name, what, duration_s):
+def test_a_long_fault_ends_a_job_in_lockstep_and_the_silent_worker_is_named(
+    tmp_path, name, fault_name, duration_s
+):
     with training(LOCKSTEP[name], WORKERS, tmp_path) as job:
         everybody = job.everybody
-        broken_s, mended_s = fault(job, lambda: FAULTS[what](job.places), duration_s, until_ended=everybody)
+        broken_s, mended_s = fault(
+            job, lambda: FAULTS[fault_name](job.places), duration_s, until_ended=everybody
+        )
         ended = job.ends(everybody)
         print(job.measures(broken_s, mended_s))
-        away = {"one host": {3}, "rank 0's host": {1, 2, 3, 4}, "half": {3, 4}}.get(what, set())
+        away = {"one host": {3}, "rank 0's host": {1, 2, 3, 4}, "half": {3, 4}}.get(fault_name, set())
         silent = away or {1, 2}
         for rank in everybody:
             if rank in away:
@@ -120,39 +124,39 @@ def test_a_long_fault_ends_a_job_in_lockstep_and_the_silent_worker_is_named(tmp_
 @each(ON_SERVERS)
 @faults("one host", "half")
 @durations(*LONG_S)
-def test_on_servers_a_long_fault_ends_those_cut_off_and_the_others_train_on(tmp_path, name, what, duration_s):
-    away = (3,) if what == "one host" else (3, 4)
+def test_on_servers_a_long_fault_ends_workers_that_are_cut_off_and_the_others_train_on(
+    tmp_path, name, fault_name, duration_s
+):
+    away = (3,) if fault_name == "one host" else (3, 4)
     others = tuple(rank for rank in range(WORKERS) if rank not in away)
     with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
-        broken_s, mended_s = fault(job, lambda: FAULTS[what](job.places), duration_s)
+        broken_s, mended_s = fault(job, lambda: FAULTS[fault_name](job.places), duration_s)
         job.trains_on(others)
         ended = job.ends(away)
         assert set(job.ended) == set(away), job.state()
         print(job.measures(broken_s, mended_s))
         for rank in away:
-            assert_says_that_it_was_cut_off(ended[rank], job.places[0])
+            assert_reports_the_cut(ended[rank], job.places[0])
 
 
 @each(ON_SERVERS)
 @durations(*LONG_S)
-def test_on_servers_workers_without_the_coordinator_for_long_end_and_say_so(tmp_path, name, duration_s):
+def test_on_servers_workers_without_the_coordinator_for_long_end_with_that_cause(tmp_path, name, duration_s):
     with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
         others = job.everybody[1:]
         broken_s, mended_s = fault(job, lambda: cut(job.places[0]), duration_s, until_ended=others)
         ended = job.ends(others)
         print(job.measures(broken_s, mended_s))
         for rank in others:
-            assert_says_that_it_was_cut_off(ended[rank], job.places[0])
+            assert_reports_the_cut(ended[rank], job.places[0])
 
 
 @each(ON_SERVERS)
 @faults(*PAIRS)
 @durations(15.0)
-def test_on_servers_two_hosts_that_cannot_reach_each_other_for_15_s_stop_nobody_for_good(
-    tmp_path, name, what, duration_s
-):
+def test_on_servers_two_hosts_apart_for_15_s_stop_no_worker_for_good(tmp_path, name, fault_name, duration_s):
     with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
-        broken_s, mended_s = fault(job, lambda: FAULTS[what](job.places), duration_s)
+        broken_s, mended_s = fault(job, lambda: FAULTS[fault_name](job.places), duration_s)
         job.all_train_together()
         print(job.measures(broken_s, mended_s))
 
@@ -160,13 +164,11 @@ def test_on_servers_two_hosts_that_cannot_reach_each_other_for_15_s_stop_nobody_
 @each(ON_SERVERS)
 @faults(*PAIRS)
 @durations(60.0, 120.0)
-def test_on_servers_of_two_hosts_that_cannot_reach_each_other_for_long_one_is_out(
-    tmp_path, name, what, duration_s
-):
+def test_on_servers_of_two_hosts_apart_for_long_one_is_removed(tmp_path, name, fault_name, duration_s):
     """Its server first, and then its worker, which does not reach the other's server: the others train on."""
     with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
         broken_s = time.monotonic()
-        FAULTS[what](job.places)
+        FAULTS[fault_name](job.places)
         ended = job.ends([2])
         job.trains_on([0, 1, 3, 4])
         job.let_pass(broken_s + duration_s - time.monotonic())
@@ -181,12 +183,14 @@ def test_on_servers_of_two_hosts_that_cannot_reach_each_other_for_long_one_is_ou
 
 @faults("one host", "half", *PAIRS)
 @durations(*LONG_S)
-def test_partial_trains_on_without_those_cut_off_and_takes_them_back(tmp_path, what, duration_s):
-    away = {"one host": [{3}], "half": [{3, 4}]}.get(what, [{1}, {2}])
+def test_partial_trains_on_without_workers_that_are_cut_off_and_readmits_them(
+    tmp_path, fault_name, duration_s
+):
+    away = {"one host": [{3}], "half": [{3, 4}]}.get(fault_name, [{1}, {2}])
     groups = [tuple(rank for rank in range(WORKERS) if rank not in out) for out in away]
     with training(STEADY, WORKERS, tmp_path) as job:
         broken_s = time.monotonic()
-        FAULTS[what](job.places)
+        FAULTS[fault_name](job.places)
         job.trains_on([0], together=groups)
         job.let_pass(broken_s + duration_s - time.monotonic())
         job.trains_on([0], together=groups)
@@ -198,7 +202,7 @@ def test_partial_trains_on_without_those_cut_off_and_takes_them_back(tmp_path, w
 
 
 @durations(*LONG_S)
-def test_partial_stands_while_the_coordinator_is_alone_and_goes_on_when_it_is_not(tmp_path, duration_s):
+def test_partial_pauses_while_the_coordinator_is_alone_and_then_continues(tmp_path, duration_s):
     with training(STEADY, WORKERS, tmp_path) as job:
         broken_s, mended_s = fault(job, lambda: cut(job.places[0]), duration_s)
         job.all_train_together()
@@ -220,9 +224,9 @@ def test_a_switch_that_is_down_costs_no_acknowledged_push_and_no_server(tmp_path
 
 @faults(*FAULTS)
 @durations(3.0, 8.0)
-def test_a_short_fault_costs_no_acknowledged_push_and_no_server(tmp_path, what, duration_s):
+def test_a_short_fault_costs_no_acknowledged_push_and_no_server(tmp_path, fault_name, duration_s):
     with serving(SERVERS, tmp_path) as served:
-        broken_s, mended_s = fault(served, lambda: FAULTS[what](served.places), duration_s)
+        broken_s, mended_s = fault(served, lambda: FAULTS[fault_name](served.places), duration_s)
         served.pushes_on()
         served.nothing_is_lost()
         print(served.measures(broken_s, mended_s))
@@ -240,12 +244,12 @@ def test_while_the_manager_is_alone_nothing_is_decided_and_nothing_is_lost(tmp_p
 @faults("one host", "half", *PAIRS)
 @durations(*LONG_S)
 def test_servers_that_are_apart_for_long_are_replaced_and_no_acknowledged_push_is_lost(
-    tmp_path, what, duration_s
+    tmp_path, fault_name, duration_s
 ):
     """The client is on the majority's side, with the manager; each key has two replicas."""
     with serving(SERVERS, tmp_path) as served:
         broken_s = time.monotonic()
-        FAULTS[what](served.places)
+        FAULTS[fault_name](served.places)
         served.pushes_on()
         served.let_pass(broken_s + duration_s - time.monotonic())
         served.pushes_on()
@@ -257,7 +261,7 @@ def test_servers_that_are_apart_for_long_are_replaced_and_no_acknowledged_push_i
 
 
 @durations(3.0, *LONG_S)
-def test_a_client_and_a_server_that_were_apart_go_on_together(tmp_path, duration_s):
+def test_a_client_and_a_server_that_were_apart_continue_together(tmp_path, duration_s):
     with serving(SERVERS, tmp_path) as served:
         broken_s, mended_s = fault(served, lambda: part(served.places[2], served.places[-1]), duration_s)
         served.pushes_on()
@@ -283,7 +287,7 @@ def test_a_reset_costs_no_acknowledged_push_and_no_server(tmp_path, pair):
 # Strangers -------------------------------------------------------------------------------------------------
 
 
-def test_2000_strangers_that_say_nothing_keep_no_survivor_and_no_newcomer_out(tmp_path):
+def test_2000_strangers_that_send_nothing_keep_no_survivor_and_no_newcomer_out(tmp_path):
     with training(STEADY, 4, tmp_path, spare=2) as job:
         victim = 1
         addresses = [address for place in job.places[:4] for address in listening(place)]

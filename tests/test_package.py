@@ -1,4 +1,4 @@
-"""What `make package` has built: contents and descriptions of the wheel and the source distribution."""
+"""The result of `make package`: contents and descriptions of the wheel and the source distribution."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def test_the_description_links_to_no_file(wheel):
     assert all(re.match(r"https://|#", link) for link in links), links
 
 
-def test_the_source_distribution_holds_a_checkout_and_nothing_that_was_made_from_it(files_of_source):
+def test_the_source_distribution_holds_a_checkout_and_no_generated_files(files_of_source):
     top = {name.split("/")[0] for name in files_of_source if not name.startswith("src/offbeat.egg-info/")}
     assert top == {
         *(".ci", "benchmarks", "docs", "examples", "src", "tests"),

@@ -1,4 +1,4 @@
-"""The rules of the house that a program can check: who imports whom, what importing does, what must not be.
+"""Rules that a program can check: imports between modules, effects of importing, forbidden constructs.
 
 Sizes are only warned about: a file of more than 500 lines, a class of more than 450 lines or 25 attributes,
 or a function of more than 60 lines wants a reason, and may have one.
@@ -33,7 +33,7 @@ FUNCTION_LINES_MAX = 60
 CLASS_LINES_MAX = 450
 CLASS_ATTRIBUTES_MAX = 25
 
-# What a decision must not have within reach: clocks, the world outside, other threads of control, printing.
+# Not for decisions: clocks, the outside world, other threads of control, printing.
 NOT_FOR_DECISIONS = {
     *("asyncio", "concurrent", "ctypes", "datetime", "fcntl", "io", "logging", "mmap", "multiprocessing"),
     *("os", "pathlib", "queue", "sched", "secrets", "select", "selectors", "shutil", "signal", "socket"),
@@ -94,33 +94,33 @@ ROOMS = {
     },
 }
 
-# What a program may import; everything else may change with any version.
+# Modules that a program may import; everything else may change with any version.
 PUBLIC = {"", "strategies", "ps", "keras", "data", "apps"}
 
-# Who may import strategies besides strategies themselves, and why.
+# Modules other than strategies that may import strategies, and why.
 STRATEGIES_FOR = {
-    "__init__.py": "the door",
+    "__init__.py": "the public names",
     "cli/simulation.py": "the command line",
-    "cli/training_worker.py": "what the command line runs as a worker: an ordinary user of the door",
+    "cli/training_worker.py": "a worker of the command line: an ordinary user of the public names",
 }
 
-# Where threads may be started, and who hears what they raise.
+# Modules that may start threads, and where their failures are reported.
 STARTS_FOR = {
-    "runtime/processes/threads.py": "whoever starts a thread says who hears of its failure",
-    "runtime/ps/cluster.py": "an executor, whose every result is asked for",
-    "cli/training_worker.py": "an executor, whose every result is asked for",
+    "runtime/processes/threads.py": "the caller passes the function that reports a failure",
+    "runtime/ps/cluster.py": "an executor, whose results are all read",
+    "cli/training_worker.py": "an executor, whose results are all read",
 }
 STARTS = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread", "start_joinable_thread", "to_thread"}
 
-# Folders of tests/ besides the rooms of the library: tests of all of it, helpers, tests of the benchmarks.
+# Folders of tests/ other than the rooms of the library: tests of all of it, helpers, tests of the benchmarks.
 OTHER_TEST_ROOMS = (".", "scenarios", "support", "benchmarks")
 
 # Test files that may sleep or replace something, and why.
 SLEEPS_FOR = {
-    "run_logs.py": "looks again and again until a deadline, and leaves others the machine",
-    "group_training.py": "takes the time of a computation, and leaves others the machine",
+    "run_logs.py": "polls until a deadline, and leaves the machine to others",
+    "group_training.py": "takes the time of a computation, and leaves the machine to others",
 }
-REPLACES_FOR = {"test_launch.py": "says that it runs on another system, of which there is none here"}
+REPLACES_FOR = {"test_launch.py": "pretends to run on another system"}
 
 
 @functools.cache
@@ -242,7 +242,7 @@ def test_examples_import_public_modules_only():
     none(f"{path.name} imports {layers_used(path) - PUBLIC}" for path in files if layers_used(path) - PUBLIC)
 
 
-def test_policies_are_made_of_the_standard_library_without_clocks_and_the_world():
+def test_policies_use_the_standard_library_without_clocks_or_the_outside_world():
     allowed = sys.stdlib_module_names - NOT_FOR_DECISIONS
     none(
         f"{name_of(path)} imports {outside(path) - allowed}"
@@ -251,13 +251,11 @@ def test_policies_are_made_of_the_standard_library_without_clocks_and_the_world(
     )
 
 
-def test_chance_comes_as_an_argument_or_from_a_seed():
+def test_randomness_is_an_argument_or_has_a_seed():
     """`random.Random(seed)` is a generator of one's own; every other name of the module is the global one."""
     for path in files_under("policies", "numerics"):
         for line, name in attributes(path):
-            assert not re.match(r"random\.(?!Random\b)", name), (
-                f"{name_of(path)}:{line}: {name} is everybody's"
-            )
+            assert not re.match(r"random\.(?!Random\b)", name), f"{name_of(path)}:{line}: {name} is global"
         assert not {name for name in imports(path) if re.match(r"random\.(?!Random\b)", name)}, name_of(path)
 
 
@@ -289,7 +287,7 @@ def test_private_names_of_torch_are_in_one_module():
     allowed = (
         "torch.utils._pytree",
         "torch.__version__",
-    )  # the one is used by everybody, the other is public
+    )  # the one is used by all modules, the other is public
     for path in modules():
         names = imports(path) | {name for _, name in attributes(path)}
         private = {
@@ -302,11 +300,11 @@ def test_nothing_that_could_unpickle_is_imported():
     none(name_of(path) for path in modules() if outside(path) & PICKLES)
 
 
-# What must not occur ------------------------------------------------------------------------------------
+# Forbidden constructs -----------------------------------------------------------------------------------
 
 
 def unfinished(path: Path) -> Iterator[str]:
-    """What a file leaves undone, and exceptions that it catches without naming them."""
+    """Unfinished parts of a file, and exceptions that it catches without naming them."""
     for node in nodes_of(path):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield f"{from_root(path)}:{node.lineno}: say which exception"
@@ -322,7 +320,7 @@ def unfinished(path: Path) -> Iterator[str]:
                 yield f"{from_root(path)}:{token.start[0]}: {token.string}"
 
 
-def test_no_bare_except_and_nothing_left_undone():
+def test_no_bare_except_and_no_unfinished_code():
     others = [path for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py")]
     none(fault for path in [*modules(), *files_of_tests(), *others] for fault in unfinished(path))
 
@@ -346,7 +344,7 @@ def test_every_thread_is_started_where_its_failure_is_reported():
     )
 
 
-def test_nobody_waits_on_a_lock_that_a_signal_handler_could_leave_held():
+def test_no_module_waits_on_a_lock_that_a_signal_handler_could_leave_held():
     locks = {"threading.Condition", "threading.Event"}
     none(
         f"{name_of(path)}: use offbeat.runtime.processes.waiting in place of {used}"
@@ -385,9 +383,11 @@ def test_exceptions_from_the_rules_are_still_needed():
     assert all(any(name.startswith(allowed) for name in starting) for allowed in STARTS_FOR)
     by_name = {path.name: path for path in files_of_tests()}
     for name in SLEEPS_FOR:
-        assert any(called.endswith("sleep") for _, called in calls(by_name[name])), f"{name} may go"
+        assert any(called.endswith("sleep") for _, called in calls(by_name[name])), f"{name} can be removed"
     for name in REPLACES_FOR:
-        assert any(called.endswith(".setattr") for _, called in calls(by_name[name])), f"{name} may go"
+        assert any(called.endswith(".setattr") for _, called in calls(by_name[name])), (
+            f"{name} can be removed"
+        )
 
 
 # Tests ---------------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_decisions_and_computation_are_tested_without_the_runtime():
 
 
 def public(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Modules, classes, functions and methods that others may use; what is inside a private one is not."""
+    """Modules, classes, functions and methods that others may use; the content of a private one is not."""
     yield name, node
     for child in getattr(node, "body", []):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -445,7 +445,7 @@ def public(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
             yield from public(child, f"{name}.{child.name}")
 
 
-def test_what_is_public_has_a_docstring_that_begins_with_a_sentence():
+def test_public_names_have_a_docstring_that_begins_with_a_sentence():
     for path in modules():
         for name, node in public(tree_of(path)):
             text = ast.get_docstring(node)  # type: ignore[arg-type]
@@ -473,7 +473,7 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
 
 
 def sizes(path: Path) -> Iterator[str]:
-    """What of a file has grown large."""
+    """The parts of a file that have grown large."""
     lines = len(path.read_text().splitlines())
     if lines > FILE_LINES_MAX:
         yield f"{from_root(path)} has {lines} lines"
@@ -487,8 +487,8 @@ def sizes(path: Path) -> Iterator[str]:
                 yield f"{where} has {len(attributes_of(node))} attributes"
 
 
-def test_sizes():
-    """Never fails; says what has grown large."""
+def test_large_files_and_classes_are_warned_about():
+    """Never fails; warns about large files, classes and functions."""
     for path in [*modules(), *files_of_tests()]:
         for size in sizes(path):
             warnings.warn(size, stacklevel=1)

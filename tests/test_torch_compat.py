@@ -58,7 +58,7 @@ def test_a_backward_pass_that_raises_calls_nothing_back():
     assert ended == []
 
 
-def test_hooks_of_a_module_and_of_all_modules_are_seen_when_they_come_and_go():
+def test_hooks_of_a_module_and_of_all_modules_are_detected_until_they_are_removed():
     layer = nn.Linear(2, 2)
     own, everywhere = backward_hooks(layer), global_backward_hooks()
     assert not any(own)
@@ -88,7 +88,7 @@ def test_step_hooks_of_all_optimizers_are_seen(when):
 
 
 class Observed(nn.Module):
-    """Notes who sees its operations."""
+    """Records which tools observe its operations."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ class Observed(nn.Module):
         return x * 2
 
 
-def test_each_kind_of_tool_is_told_from_the_others():
+def test_each_kind_of_tool_is_distinguished_from_the_others():
     model = Observed()
     model(torch.ones(2))
     assert model.seen.pop() == (False, False, False)
@@ -129,7 +129,7 @@ def test_a_transformation_does_not_see_what_is_computed_without_it():
     assert shapes == [(2, 3)]
 
 
-def test_a_compiled_function_calls_one_that_is_not_compiled_as_it_is():
+def test_a_compiled_function_calls_an_uncompiled_one_unchanged():
     seen = []
 
     def note():

@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 needs_root = pytest.mark.skipif(
     missing() is not None, reason=f"making hosts on this machine needs {missing()}"
 )
-FOR_EVER = "import signal\nwhile True: signal.pause()"
+PAUSE_LOOP = "import signal\nwhile True: signal.pause()"
 
 
 def out(*command: str) -> str:
@@ -31,7 +31,7 @@ def out(*command: str) -> str:
 
 
 def names(pid: int) -> list[str]:
-    """Return the namespaces that a process made and that are still there."""
+    """Return the namespaces that a process made and that still exist."""
     return [name for name in out("ip", "netns", "list").split() if name.startswith(f"offbeat-{pid}-")]
 
 
@@ -69,15 +69,18 @@ def test_every_host_reaches_every_other_at_its_own_address() -> None:
         "    callers = sorted(server.accept()[1][0] for _ in addresses)\n"
         "print(*callers)\n"
     )
-    said: list[tuple[int, str]] = []
+    outputs: list[tuple[int, str]] = []
     with hosts(3) as hs:
         addresses = [h.address for h in hs]
         with launch(
-            [*python(code), *addresses], 3, prefix=[h.prefix for h in hs], on_output=lambda *x: said.append(x)
+            [*python(code), *addresses],
+            3,
+            prefix=[h.prefix for h in hs],
+            on_output=lambda *x: outputs.append(x),
         ) as workers:
             assert outcome_summary(workers.wait(LIMIT_S)) == "3 workers ended well"
     assert len(set(addresses)) == 3
-    assert sorted(said) == [(rank, " ".join(sorted(addresses))) for rank in range(3)]
+    assert sorted(outputs) == [(rank, " ".join(sorted(addresses))) for rank in range(3)]
 
 
 @pytest.mark.long
@@ -93,7 +96,7 @@ def test_gloo_works_across_hosts() -> None:
         "    side.all_reduce(x)\n"
         "    print(x.tolist(), len(side.times_s(35_000, 4)), 'GLOO_SOCKET_IFNAME' in env)"
     )
-    said: list[tuple[int, str]] = []
+    outputs: list[tuple[int, str]] = []
     with hosts(2, rate_bit_per_s=10**9) as hs:
         with launch(
             [*python(code), hs[0].interface],
@@ -101,10 +104,10 @@ def test_gloo_works_across_hosts() -> None:
             prefix=[h.prefix for h in hs],
             master_addr=hs[0].address,
             env={"TORCH_CPP_LOG_LEVEL": "ERROR"},
-            on_output=lambda *x: said.append(x),
+            on_output=lambda *x: outputs.append(x),
         ) as workers:
             assert outcome_summary(workers.wait(LIMIT_S)) == "2 workers ended well"
-    assert sorted(said) == [(rank, "[3.0, 3.0, 3.0, 3.0, 3.0] 4 False") for rank in range(2)]
+    assert sorted(outputs) == [(rank, "[3.0, 3.0, 3.0, 3.0, 3.0] 4 False") for rank in range(2)]
 
 
 def qdiscs(*where: str) -> list[tuple[str, int | None]]:
@@ -149,7 +152,7 @@ def test_buckets_hold_segments_as_large_as_may_be_early(
 @needs_root
 @pytest.mark.parametrize("rate_bit_per_s", [1_000_000, 100_000_000, 100_000_000_000])
 def test_lines_of_every_rate_carry_full_segments(rate_bit_per_s: int) -> None:
-    """A bucket smaller than a segment would drop it for ever."""
+    """A bucket smaller than a segment would never pass it."""
     code = (
         "import os, socket, sys\n"
         "if os.environ['RANK'] == '0':\n"
@@ -164,16 +167,16 @@ def test_lines_of_every_rate_carry_full_segments(rate_bit_per_s: int) -> None:
         "        except ConnectionRefusedError: pass\n"
         "    out.sendall(bytes(200_000))"
     )
-    said: list[tuple[int, str]] = []
+    outputs: list[tuple[int, str]] = []
     with hosts(2, rate_bit_per_s=rate_bit_per_s) as hs:
         with launch(
             [*python(code), hs[0].address],
             2,
             prefix=[h.prefix for h in hs],
-            on_output=lambda *x: said.append(x),
+            on_output=lambda *x: outputs.append(x),
         ) as workers:
             assert outcome_summary(workers.wait(LIMIT_S)) == "2 workers ended well"
-    assert said == [(0, "200000")]
+    assert outputs == [(0, "200000")]
 
 
 @needs_root
@@ -199,7 +202,7 @@ def test_the_machines_own_network_is_not_touched() -> None:
 
 
 @needs_root
-def test_everything_is_removed_also_after_an_exception_and_what_runs_in_it_is_killed() -> None:
+def test_everything_is_removed_after_an_exception_and_processes_inside_are_killed() -> None:
     class StopError(Exception):
         pass
 
@@ -208,7 +211,7 @@ def test_everything_is_removed_also_after_an_exception_and_what_runs_in_it_is_ki
     def fail(hs: list[Host]) -> None:
         left.append(
             subprocess.Popen(
-                [*hs[1].prefix, *python(f"print(flush=True)\n{FOR_EVER}")], stdout=subprocess.PIPE
+                [*hs[1].prefix, *python(f"print(flush=True)\n{PAUSE_LOOP}")], stdout=subprocess.PIPE
             )
         )
         assert left[0].stdout is not None
@@ -234,7 +237,7 @@ def test_everything_is_removed_after_a_signal(number: int) -> None:
 
 @needs_root
 def test_another_ctrl_c_while_cleaning_up_changes_nothing(tmp_path: Path) -> None:
-    """At a terminal it goes to the whole process group, the commands that clean up among it."""
+    """A terminal sends it to the whole process group, including the commands that clean up."""
     real = shutil.which("ip")
     wrapper = f"""#!/bin/sh
         case "$*" in *delete*) kill -s INT -- -$GROUP; echo "$@" >> {tmp_path}/deleted;; esac
@@ -265,7 +268,7 @@ def test_another_ctrl_c_while_cleaning_up_changes_nothing(tmp_path: Path) -> Non
 
 
 @needs_root
-def test_signals_are_as_before_afterwards_and_never_taken_from_others() -> None:
+def test_signal_handlers_are_restored_afterwards_and_handlers_of_others_are_kept() -> None:
     def own(number: int, frame: object) -> None:
         pass
 
@@ -281,7 +284,7 @@ def test_signals_are_as_before_afterwards_and_never_taken_from_others() -> None:
 
 
 @needs_root
-def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else() -> None:
+def test_the_next_run_removes_the_remains_of_a_killed_one_and_nothing_else() -> None:
     killed, _ = maker("import signal; signal.pause()")
     other, others = maker("import signal; signal.pause()")
     reused = f"offbeat-{os.getpid()}-1-0-switch"  # the id of a living process, which began at another time
@@ -301,7 +304,7 @@ def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else() -> None:
 
 
 @needs_root
-def test_runs_side_by_side_do_not_meet() -> None:
+def test_concurrent_runs_are_isolated_from_each_other() -> None:
     """They have the same addresses; each reaches its own only."""
     answer = (
         "import socket, sys\n"
@@ -309,7 +312,7 @@ def test_runs_side_by_side_do_not_meet() -> None:
         "    print('ready', flush=True)\n"
         "    while True: server.accept()[0].sendall(sys.argv[1].encode())"
     )
-    ask = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 5).recv(100).decode())"
+    query = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 5).recv(100).decode())"
     with ExitStack() as stack:
         runs = [stack.enter_context(hosts(2)) for _ in range(2)]
         assert [h.address for h in runs[0]] == [h.address for h in runs[1]]
@@ -320,10 +323,10 @@ def test_runs_side_by_side_do_not_meet() -> None:
             assert process.stdout is not None
             assert select.select([process.stdout], [], [], LIMIT_S)[0]
         for at, run in enumerate(runs):
-            assert out(*run[0].prefix, *python(ask), run[1].address).strip() == f"run {at}"
+            assert out(*run[0].prefix, *python(query), run[1].address).strip() == f"run {at}"
 
 
-def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_commands_are_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         OffbeatError, match=r"^making hosts .* needs the commands ip and tc \(package iproute2\)$"
@@ -337,7 +340,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest
 
 
 @needs_root
-def test_a_command_that_fails_is_reported_with_what_it_said(
+def test_a_failing_command_is_reported_with_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tc").write_text("#!/bin/sh\necho 'no such luck' >&2; exit 2\n")
@@ -350,7 +353,7 @@ def test_a_command_that_fails_is_reported_with_what_it_said(
 
 
 @needs_root
-def test_without_the_rights_of_root_that_is_said() -> None:
+def test_missing_root_rights_are_reported() -> None:
     """Dropped in a process of its own, as a container does."""
     code = (
         "import ctypes\n"
@@ -400,7 +403,7 @@ def reachable(source: Host, target: Host) -> bool:
 
 
 @needs_root
-def test_a_broken_network_loses_what_is_sent_on_just_the_broken_lines_until_it_is_mended() -> None:
+def test_a_broken_network_drops_traffic_on_just_the_broken_lines_until_it_is_mended() -> None:
     with hosts(4) as hs:
         a, b, c, d = hs
         for host in hs:

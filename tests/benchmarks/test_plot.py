@@ -109,7 +109,7 @@ def plotted(folder):
     return done.stdout.split()
 
 
-def test_there_is_a_picture_of_every_result(tmp_path):
+def test_each_result_has_a_picture(tmp_path):
     for name, result in RESULTS.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     assert plotted(tmp_path) == [str(tmp_path / f"{name}.png") for name in RESULTS]
@@ -128,6 +128,6 @@ def test_measured_points_are_drawn_next_to_the_predicted_ones(tmp_path):
     assert (tmp_path / "hybrid_sweep.png").read_bytes() != alone
 
 
-def test_what_is_not_there_is_not_drawn(tmp_path):
+def test_missing_results_are_not_drawn(tmp_path):
     (tmp_path / "detect.json").write_text(json.dumps(RESULTS["detect"]))
     assert plotted(tmp_path) == [str(tmp_path / "detect.png")]
