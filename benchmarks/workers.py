@@ -30,7 +30,7 @@ def run_workers(
     env: Mapping[str, str] | None = None,
     prefix: Sequence[Sequence[str]] | None = None,
     master_addr: str = "127.0.0.1",
-    deadline_s: float = 1800.0,
+    timeout_s: float = 1800.0,
 ) -> Any:
     """Run `module SETTINGS` in every worker; return the result of rank 0.
 
@@ -41,7 +41,7 @@ def run_workers(
         env: additional environment variables.
         prefix: see `launch`.
         master_addr: see `launch`.
-        deadline_s: the workers are killed after this time, in seconds.
+        timeout_s: the workers are killed after this time, in seconds.
 
     Raises:
         OffbeatError: a worker failed, which the message names, or rank 0 gave no result.
@@ -56,7 +56,7 @@ def run_workers(
             env=variables,
             prefix=prefix,
             master_addr=master_addr,
-            deadline_s=deadline_s,
+            timeout_s=timeout_s,
             on_output=_show_progress,
         ) as running:
             outcomes = running.wait()

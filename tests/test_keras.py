@@ -340,9 +340,7 @@ def test_a_validation_that_does_not_end_in_time_is_an_error(max_pending):
     may_proceed = threading.Event()
     may_proceed.set()
     hold = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: may_proceed.clear())
-    late = OverlappedValidation(
-        Batches(lambda: may_proceed.wait(2)), max_pending=max_pending, deadline_s=0.05
-    )
+    late = OverlappedValidation(Batches(lambda: may_proceed.wait(2)), max_pending=max_pending, timeout_s=0.05)
     with pytest.raises(OffbeatError, match=r"epoch 0 is not done after 0\.05 s: evaluating part 0"):
         fit(a_model(), late, hold)
 
@@ -416,7 +414,7 @@ def test_a_built_model_of_another_shape_is_refused():
         ({"max_pending": -1}, "max_pending"),
         ({"when_full": "drop"}, "when_full"),
         ({"decision": "rollback"}, "decision of sync, lag"),
-        ({"deadline_s": 0}, "deadline above 0 s"),
+        ({"timeout_s": 0}, "deadline above 0 s"),
         ({"restore_best_weights": True}, "pass monitor="),
     ],
 )

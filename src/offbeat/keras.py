@@ -131,7 +131,7 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
         decision: "lag" acts on metrics at the end of the epoch during which they arrive. "sync" waits for
             them, so that nothing overlaps, and callbacks after this one see them in their logs.
         build: returns a new, compiled model like this one; needed where Keras cannot clone it by its config.
-        deadline_s: how long a validation may take, in seconds.
+        timeout_s: how long a validation may take, in seconds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -156,19 +156,19 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
         restore_best_weights: bool = False,
         decision: DecisionMode = "lag",
         build: Callable[[], Any] | None = None,
-        deadline_s: float = DEADLINE_S,
+        timeout_s: float = DEADLINE_S,
     ) -> None:
         super().__init__()
         if decision not in get_args(DecisionMode):
             raise ValueError(f"expected a decision of {', '.join(get_args(DecisionMode))}, got {decision!r}")
         if restore_best_weights and monitor is None:
             raise ValueError("expected a monitor, to decide which epoch is the best: pass monitor=…")
-        if deadline_s <= 0:
-            raise ValueError(f"expected a deadline above 0 s, got {deadline_s:g}")
+        if timeout_s <= 0:
+            raise ValueError(f"expected a deadline above 0 s, got {timeout_s:g}")
         ValidationScheduler(pending_max=max_pending, when_full=when_full)  # validates these arguments
         self._x, self._y, self._batch_size = x, y, batch_size
         self._parts = _parts(x, workers)
-        self._pending_max, self._when_full, self._deadline_s = max_pending, when_full, deadline_s
+        self._pending_max, self._when_full, self._timeout_s = max_pending, when_full, timeout_s
         self._on_result, self._monitor, self._decision = on_result, monitor, decision
         self._restores, self._build = restore_best_weights, build
         self._is_ready = False
@@ -206,7 +206,7 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
             evaluator.check(first)
         self._free_snapshots.append(first)
         scheduler = ValidationScheduler(pending_max=self._pending_max, when_full=self._when_full)
-        self._ledger = ValidationLedger(scheduler, self._deadline_s)
+        self._ledger = ValidationLedger(scheduler, self._timeout_s)
         self._crew = EvaluatorPool(evaluators, self._ledger.on_part_done, self._ledger.fail_all)
         self._close = weakref.finalize(self, self._crew.close, _CLOSE_TIMEOUT_S)
         self._is_ready = True

@@ -33,9 +33,9 @@ def start(*arguments):
 BAD = {
     "train --strategy nosuch": "unknown strategy 'nosuch': expected one of",
     "train --strategy bsp:nosuch=1": "has no 'nosuch'",
-    "train --strategy bsp:deadline_s=soon": "deadline_s",
-    "train --strategy bsp:deadline_s=-1": "must be finite and more than 0 s, got -1",
-    "train --strategy bsp:deadline_s": "expected key=value, got 'deadline_s'",
+    "train --strategy bsp:timeout_s=soon": "timeout_s",
+    "train --strategy bsp:timeout_s=-1": "must be finite and more than 0 s, got -1",
+    "train --strategy bsp:timeout_s": "expected key=value, got 'timeout_s'",
     "train --strategy bsp:": "expected key=value",
     "train --model nosuch": "unknown model 'nosuch': expected one of mlp",
     "train --data nosuch": "unknown data set 'nosuch': expected one of digits",

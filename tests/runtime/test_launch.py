@@ -225,7 +225,7 @@ def test_a_worker_may_clean_up_on_sigterm() -> None:
 
 
 def test_a_deadline_from_the_launch_applies_without_a_wait() -> None:
-    with launch(python(RUN_FOREVER), 2, deadline_s=0.1) as workers:
+    with launch(python(RUN_FOREVER), 2, timeout_s=0.1) as workers:
         assert all(ended(pid) for pid in workers.pids)
         outcomes = workers.wait(LIMIT_S)
     assert {o.end_reason for o in outcomes} == {"it had not ended 0.1 s after its start"}

@@ -321,7 +321,7 @@ def test_each_sample_is_in_the_mean_of_one_round_an_epoch(fault, batches):
         faults=(faults.parse_fault(fault),) if fault else (),
         lost_after_s=4.0,
     )
-    cluster = run(setting, partial(4, halt_timeout_s=0.5, patience_min_s=0.5, deadline_s=2.0))
+    cluster = run(setting, partial(4, halt_timeout_s=0.5, patience_min_s=0.5, timeout_s=2.0))
     assert cluster.is_dismissed
     ended = [one for one in cluster.workers.values() if one.has_left and not one.is_leaving]
     assert len(ended) >= 3

@@ -119,7 +119,7 @@ class Watched:
         self,
         condition: Callable[[], bool],
         what: str,
-        deadline_s: float = DEADLINE_S,
+        timeout_s: float = DEADLINE_S,
         *,
         needs: Collection[int] = (),
     ) -> None:
@@ -130,9 +130,9 @@ class Watched:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: condition() or any(rank in self.ended for rank in needs), deadline_s
+                lambda: condition() or any(rank in self.ended for rank in needs), timeout_s
             )
-            why = f"processes that were needed have ended, or not within {deadline_s:g} s"
+            why = f"processes that were needed have ended, or not within {timeout_s:g} s"
             assert condition(), f"{why}: {what}\n{self.state()}"
 
     def let_pass(self, duration_s: float, *, until_ended: Collection[int] = ()) -> None:
@@ -144,9 +144,9 @@ class Watched:
     def nobody_ended(self) -> None:
         assert not self.ended, f"processes ended\n{self.state()}"
 
-    def ends(self, ranks: Collection[int], deadline_s: float = DEADLINE_S) -> dict[int, Ended]:
+    def ends(self, ranks: Collection[int], timeout_s: float = DEADLINE_S) -> dict[int, Ended]:
         """Wait until these processes have ended; return how."""
-        self.wait_for(lambda: set(ranks) <= self.ended.keys(), f"the end of {sorted(ranks)}", deadline_s)
+        self.wait_for(lambda: set(ranks) <= self.ended.keys(), f"the end of {sorted(ranks)}", timeout_s)
         return {rank: self.ended[rank] for rank in ranks}
 
     def state(self) -> str:
@@ -235,7 +235,7 @@ class Training(Watched):
         ranks: Collection[int],
         *,
         together: Collection[tuple[int, ...]] | None = None,
-        deadline_s: float = DEADLINE_S,
+        timeout_s: float = DEADLINE_S,
     ) -> None:
         """Wait until each of these has finished more steps; in one of these groups, if any are named."""
         since = {rank: len(self.steps(rank)) for rank in ranks}
@@ -248,7 +248,7 @@ class Training(Watched):
         self.wait_for(
             lambda: all(map(did, ranks)),
             f"{STEPS} more steps of each of {sorted(ranks)}{in_groups}",
-            deadline_s,
+            timeout_s,
             needs=ranks,
         )
 
@@ -305,7 +305,7 @@ def training(
         cluster = stack.enter_context(start(_train, workers, names, strategy, env=variables))
         watched = Training(places, cluster, log, workers)
         stack.callback(watched.close)
-        watched.trains_on(watched.everybody, deadline_s=START_S)
+        watched.trains_on(watched.everybody, timeout_s=START_S)
         try:
             yield watched
         finally:
@@ -359,12 +359,12 @@ class Serving(Watched):
         super().__init__(places, cluster)
         self.servers, self._folder = servers, folder
 
-    def pushes_on(self, deadline_s: float = DEADLINE_S) -> None:
+    def pushes_on(self, timeout_s: float = DEADLINE_S) -> None:
         """Wait until more pushes are acknowledged than were under way."""
         since = len(self.reports.get(0, []))
         least = since + _WINDOW + PUSHES
         self.wait_for(
-            lambda: len(self.reports.get(0, [])) >= least, "more pushes acknowledged", deadline_s, needs=[0]
+            lambda: len(self.reports.get(0, [])) >= least, "more pushes acknowledged", timeout_s, needs=[0]
         )
 
     def nothing_is_lost(self, *, nor_anybody: bool = True) -> None:

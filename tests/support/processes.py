@@ -87,16 +87,16 @@ class Cluster:
             process.kill()
             process.join()
 
-    def receive(self, rank: int, deadline_s: float = 60) -> Any:
+    def receive(self, rank: int, timeout_s: float = 60) -> Any:
         """The next value that the worker has sent with `emit`."""
-        assert self._pipes[rank].poll(deadline_s), f"worker {rank} sent nothing within {deadline_s} s"
+        assert self._pipes[rank].poll(timeout_s), f"worker {rank} sent nothing within {timeout_s} s"
         kind, content = self._pipes[rank].recv()
         assert kind == "message", f"worker {rank} ended with {content}"
         return content
 
-    def ends(self, deadline_s: float = 60) -> list[Ended]:
+    def ends(self, timeout_s: float = 60) -> list[Ended]:
         """Waits for all workers and returns how they ended, in order of rank."""
-        limit_s = time.monotonic() + deadline_s
+        limit_s = time.monotonic() + timeout_s
         return [self._end(rank, limit_s) for rank in range(len(self.processes))]
 
     def _end(self, rank: int, limit_s: float) -> Ended:
@@ -138,11 +138,11 @@ def run(
     workers: int,
     *args: Any,
     env: Mapping[str, str] | None = None,
-    deadline_s: float = 90,
+    timeout_s: float = 90,
 ) -> list[Ended]:
     """Runs `function(rank, emit, *args)` in `workers` processes to the end."""
     with start(function, workers, *args, env=env) as cluster:
-        return cluster.ends(deadline_s)
+        return cluster.ends(timeout_s)
 
 
 def values(ended: list[Ended]) -> list[Any]:

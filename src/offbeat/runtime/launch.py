@@ -133,7 +133,7 @@ def launch(
     master_port: int | None = None,
     threads_per_worker: int = 1,
     on_output: Callable[[int, str], None] | None = None,
-    deadline_s: float | None = None,
+    timeout_s: float | None = None,
     grace_s: float | None = 10.0,
     term_s: float = 5.0,
     replacements: int = 0,
@@ -151,7 +151,7 @@ def launch(
         threads_per_worker: OMP_NUM_THREADS, unless `env` or the environment sets it already (1, as torchrun).
         on_output: called with (rank, line) for every line of standard output and standard error, in one
             separate thread. If it is slower than the workers, lines are dropped and their number reported.
-        deadline_s: workers still running after this many seconds are ended; None for no limit.
+        timeout_s: workers still running after this many seconds are ended; None for no limit.
         grace_s: how long, in seconds, the remaining workers may run after one failed and is not replaced, to
             end with their own error; None for no limit.
         term_s: how long, in seconds, a worker may take to end after SIGTERM, before SIGKILL.
@@ -170,7 +170,7 @@ def launch(
         raise ValueError(f"prefix must have one entry per worker ({workers}), not {len(prefix)}")
     if threads_per_worker < 1:
         raise ValueError(f"threads_per_worker must be at least 1, not {threads_per_worker}")
-    for name, value in (("deadline_s", deadline_s), ("grace_s", grace_s), ("term_s", term_s)):
+    for name, value in (("timeout_s", timeout_s), ("grace_s", grace_s), ("term_s", term_s)):
         if value is not None and not value >= 0:
             raise ValueError(f"{name} must not be negative, got {value}")
     if replacements < 0:
@@ -205,7 +205,7 @@ def launch(
     return LaunchedWorkers(
         starts,
         on_output=on_output,
-        deadline_s=deadline_s,
+        timeout_s=timeout_s,
         grace_s=grace_s,
         term_s=term_s,
         replacements=spares,
@@ -279,7 +279,7 @@ class LaunchedWorkers:
         commands: Sequence[_StartCommand],
         *,
         on_output: Callable[[int, str], None] | None,
-        deadline_s: float | None,
+        timeout_s: float | None,
         grace_s: float | None,
         term_s: float,
         replacements: _Replacements | None = None,
@@ -301,8 +301,8 @@ class LaunchedWorkers:
         self._delivery: _OutputThread | None = None
         if on_output is not None:
             self._delivery = _OutputThread(on_output, lambda: self._end_at(0.0, "reading its output failed"))
-        if deadline_s is not None:
-            self._end_at(deadline_s, f"it had not ended {deadline_s:g} s after its start")
+        if timeout_s is not None:
+            self._end_at(timeout_s, f"it had not ended {timeout_s:g} s after its start")
         started = SignalSafeEvent()
         self._monitor_thread = start_thread(
             "offbeat-workers",
@@ -334,17 +334,17 @@ class LaunchedWorkers:
         with self._changed:
             return [worker.rank for worker in self._workers if worker.outcome is None]
 
-    def wait(self, deadline_s: float | None = None) -> list[WorkerOutcome]:
+    def wait(self, timeout_s: float | None = None) -> list[WorkerOutcome]:
         """Wait until every worker has ended and return the outcomes, by rank, replacements last.
 
         Args:
-            deadline_s: workers still running this many seconds from now are ended; their outcomes say so.
+            timeout_s: workers still running this many seconds from now are ended; their outcomes say so.
 
         Raises:
             Exception: what `on_output` raised; the workers are ended then.
         """
-        if deadline_s is not None:
-            self._end_at(deadline_s, f"it had not ended {deadline_s:g} s after the launcher began to wait")
+        if timeout_s is not None:
+            self._end_at(timeout_s, f"it had not ended {timeout_s:g} s after the launcher began to wait")
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_over)

@@ -106,7 +106,7 @@ class Strategy(Protocol):
         """Its name on the command line."""
 
     @property
-    def deadline_s(self) -> float:
+    def timeout_s(self) -> float:
         """How long a worker may keep other workers waiting, in seconds."""
 
     @property
@@ -522,7 +522,7 @@ class Session:
             return
         self._synchronizer.finish()
         what = "all workers to finish"
-        self._coordinator.wait_for(self._is_dismissed, self._strategy.deadline_s, what)
+        self._coordinator.wait_for(self._is_dismissed, self._strategy.timeout_s, what)
         self._synchronizer.receive_final_state()
 
     def _is_dismissed(self) -> bool:
@@ -731,7 +731,7 @@ class Session:
             late_gradients=self._synchronizer.late_gradients,
             has_no_pending_gradient=lambda: self._synchronizer.has_no_pending_gradient,
             blocks_per_round=self._synchronizer.blocks_per_round,
-            deadline_s=self._strategy.deadline_s,
+            timeout_s=self._strategy.timeout_s,
         )
         self._has_left_epoch_early = False
         return iter(assigned)
@@ -1044,7 +1044,7 @@ class Session:
         member.consumed_samples = None
         self.send_event(CheckpointQuery(now_s=0.0, worker=self.worker, round=round_))
         what = "the coordinator to report which samples the state has consumed"
-        member.wait_for(has_heard, self._strategy.deadline_s, what)
+        member.wait_for(has_heard, self._strategy.timeout_s, what)
         assert member.consumed_samples is not None
         if not member.consumed_samples.is_current:
             raise OffbeatError(self._outdated_message())

@@ -21,7 +21,7 @@ class AllReduce(GroupAveraging):
 
     Args:
         bucket_bytes: largest size of a bucket of several gradients, in bytes.
-        deadline_s: how long the other workers wait for a live worker before the job fails, in seconds.
+        timeout_s: how long the other workers wait for a live worker before the job fails, in seconds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -33,12 +33,12 @@ class AllReduce(GroupAveraging):
     shards = "equal"  # not annotated: an annotation would make it a constructor argument
 
     bucket_bytes: int = 25 * 2**20
-    deadline_s: float = 600.0
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_deadline(self.deadline_s)
+        check_deadline(self.timeout_s)
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
-        return lockstep_specs(world, start_s, self.deadline_s)
+        return lockstep_specs(world, start_s, self.timeout_s)

@@ -23,29 +23,29 @@ def assembly_spec(world: int, start_s: float, shards: Literal["dynamic", "equal"
     """
     return PolicySpec(
         path="offbeat.policies.membership.assembly:Assembly",
-        arguments={"world": world, "deadline_s": start_s, "accepts_late_joiners": shards == "dynamic"},
+        arguments={"world": world, "timeout_s": start_s, "accepts_late_joiners": shards == "dynamic"},
     )
 
 
-def lockstep_specs(world: int, start_s: float, deadline_s: float) -> tuple[PolicySpec, ...]:
+def lockstep_specs(world: int, start_s: float, timeout_s: float) -> tuple[PolicySpec, ...]:
     """Return the policies of one group of all workers, in which the loss of a worker ends the job."""
     return (
         assembly_spec(world, start_s, "equal"),
         PolicySpec(
             path="offbeat.policies.membership.lockstep:Lockstep",
-            arguments={"world": world, "deadline_s": deadline_s},
+            arguments={"world": world, "timeout_s": timeout_s},
         ),
     )
 
 
-def check_deadline(deadline_s: float) -> None:
+def check_deadline(timeout_s: float) -> None:
     """Check that a deadline is finite and positive.
 
     Raises:
         ValueError: it is not finite, or not more than 0 s.
     """
-    if not 0 < deadline_s < math.inf:
-        raise ValueError(f"deadline_s must be finite and more than 0 s, got {deadline_s}")
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s must be finite and more than 0 s, got {timeout_s}")
 
 
 class GroupAveraging:
@@ -56,7 +56,7 @@ class GroupAveraging:
 
     shards: Literal["dynamic", "equal"]
     bucket_bytes: int
-    deadline_s: float
+    timeout_s: float
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
@@ -76,14 +76,14 @@ class GroupAveraging:
                 host,
                 workers=loop.world,
                 bucket_bytes=self.bucket_bytes,
-                deadline_s=self.deadline_s,
+                timeout_s=self.timeout_s,
             )
 
         return GroupSynchronizer(
             loop,
             trained,
             make_averager=averaging,
-            deadline_s=self.deadline_s,
+            timeout_s=self.timeout_s,
             survives_worker_loss=self.survives_worker_loss,
             assigns_samples=self.shards == "dynamic",
         )

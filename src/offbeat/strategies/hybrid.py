@@ -51,7 +51,7 @@ class Hybrid:
         overlap: `forward`: communication overlaps both passes; `backward`: the backward pass only; `none`.
         fuse_bytes: adjacent layers of at most this many bytes in all are sent together; 0: none are. By
             default, as long as a message costs more for latency on the busy line than for its bytes.
-        deadline_s: how long the other workers wait for a live worker before the job fails, in seconds.
+        timeout_s: how long the other workers wait for a live worker before the job fails, in seconds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -67,7 +67,7 @@ class Hybrid:
     order: SendOrder = "priority"
     overlap: Overlap = "forward"
     fuse_bytes: int | None = None
-    deadline_s: float = 600.0
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         for what, chosen, known in (
@@ -79,11 +79,11 @@ class Hybrid:
                 raise ValueError(f"expected {what} to be one of {', '.join(known)}, got {chosen!r}")
         if self.fuse_bytes is not None and self.fuse_bytes < 0:
             raise ValueError(f"fuse_bytes must be at least 0 bytes, got {self.fuse_bytes}")
-        check_deadline(self.deadline_s)
+        check_deadline(self.timeout_s)
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
-        return lockstep_specs(world, start_s, self.deadline_s)
+        return lockstep_specs(world, start_s, self.timeout_s)
 
     def make_worker_protocol(self, worker: int) -> GroupProtocol:
         """See `Strategy.make_worker_protocol`."""
@@ -95,7 +95,7 @@ class Hybrid:
         def averaging(grouping: GroupBinding | None, host: AveragerContext) -> Averager:
             if grouping is None:  # a single worker has nothing to overlap
                 return GradientAverager(
-                    trained.model, None, host, workers=1, bucket_bytes=1, deadline_s=self.deadline_s
+                    trained.model, None, host, workers=1, bucket_bytes=1, timeout_s=self.timeout_s
                 )
             return LayerAverager(
                 trained.model,
@@ -107,14 +107,14 @@ class Hybrid:
                 fuse_bytes=self.fuse_bytes,
                 order=self.order,
                 overlap=self.overlap,
-                deadline_s=self.deadline_s,
+                timeout_s=self.timeout_s,
             )
 
         return GroupSynchronizer(
             loop,
             trained,
             make_averager=averaging,
-            deadline_s=self.deadline_s,
+            timeout_s=self.timeout_s,
             survives_worker_loss=False,
             assigns_samples=False,
         )

@@ -34,7 +34,7 @@ class PReduce:
             rule, by default four times the least possible window.
         shards: "dynamic" assigns samples as they are needed, each once an epoch; "equal" splits them in
             advance, so that fast workers finish early.
-        deadline_s: how long a live worker may keep others waiting before it is rejected, in seconds.
+        timeout_s: how long a live worker may keep others waiting before it is rejected, in seconds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -48,10 +48,10 @@ class PReduce:
     P: int | None = None
     window: int | None = None
     shards: Literal["dynamic", "equal"] = "dynamic"
-    deadline_s: float = 600.0
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        check_deadline(self.deadline_s)
+        check_deadline(self.timeout_s)
         PartialReduce(1, **self._policy_arguments())
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
@@ -71,7 +71,7 @@ class PReduce:
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> ModelAveragingSynchronizer:
         """See `Strategy.make_synchronizer`."""
         return ModelAveragingSynchronizer(
-            loop, trained, deadline_s=self.deadline_s, assigns_samples=self.shards == "dynamic"
+            loop, trained, timeout_s=self.timeout_s, assigns_samples=self.shards == "dynamic"
         )
 
     def _policy_arguments(self) -> dict[str, Any]:
@@ -79,5 +79,5 @@ class PReduce:
             "size": self.P,
             "window": self.window,
             "shards": self.shards,
-            "deadline_s": self.deadline_s,
+            "timeout_s": self.timeout_s,
         }

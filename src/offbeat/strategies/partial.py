@@ -32,7 +32,7 @@ class _PartialAveraging(GroupAveraging, ABC):
         )
 
     def _group_arguments(self) -> dict[str, Any]:
-        return {"detector": self._classifier_arguments(), "deadline_s": self.deadline_s}
+        return {"detector": self._classifier_arguments(), "timeout_s": self.timeout_s}
 
     @abstractmethod
     def _classifier_arguments(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class PartialAllReduce(_PartialAveraging):
             die; "equal" splits them in advance, as the papers do: the shard of an excluded worker is not
             used.
         bucket_bytes: largest size of a bucket of several gradients, in bytes.
-        deadline_s: how long the group waits for a live worker while no pace is known yet, in seconds.
+        timeout_s: how long the group waits for a live worker while no pace is known yet, in seconds.
         late: what happens to the work of an excluded worker. "drop": it is discarded, as in the paper.
             "join": the worker computes blocks on behalf of members; a member adds such a gradient,
             weighted by samples, to its next round after the gradient has arrived. Needs shards="dynamic".
@@ -89,7 +89,7 @@ class PartialAllReduce(_PartialAveraging):
     gate: Literal["throughput"] | None = None
     shards: Literal["dynamic", "equal"] = "dynamic"
     bucket_bytes: int = 25 * 2**20
-    deadline_s: float = 600.0
+    timeout_s: float = 600.0
     late: Literal["drop", "join"] = "drop"
     staleness: int = 8
 
@@ -130,7 +130,7 @@ class DPAR(_PartialAveraging):
             die; "equal" splits them in advance, as the papers do: the shard of an excluded worker is not
             used.
         bucket_bytes: largest size of a bucket of several gradients, in bytes.
-        deadline_s: how long the group waits at most for a live worker that sends nothing, in seconds.
+        timeout_s: how long the group waits at most for a live worker that sends nothing, in seconds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -143,7 +143,7 @@ class DPAR(_PartialAveraging):
     gate: Literal["throughput"] | None = None
     shards: Literal["dynamic", "equal"] = "dynamic"
     bucket_bytes: int = 25 * 2**20
-    deadline_s: float = 600.0
+    timeout_s: float = 600.0
 
     def _classifier_arguments(self) -> dict[str, Any]:
         return {"threshold_s": self.threshold_ms / 1000, "limit": self.limit, "gate": self.gate}

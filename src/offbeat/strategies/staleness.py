@@ -28,7 +28,7 @@ class ServerStrategy(ABC):
 
     shards: Literal["dynamic", "equal"] = "dynamic"
     copies: int = 2
-    deadline_s: float = 600.0
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         if self.copies < 0:
@@ -62,7 +62,7 @@ class ServerStrategy(ABC):
         return {
             "s": self._bound(),
             "counts": "common" if self.shards == "dynamic" else "own",
-            "deadline_s": self.deadline_s,
+            "timeout_s": self.timeout_s,
             "shards": self.shards,
         }
 
@@ -76,7 +76,7 @@ class ServerStrategy(ABC):
             is_bounded=True,
             applies_local_steps=False,
             assigns_samples=self.shards == "dynamic",
-            deadline_s=self.deadline_s,
+            timeout_s=self.timeout_s,
         )
 
 
@@ -113,7 +113,7 @@ class ServerBSP(_Clocked):
             count as one gradient, their mean.
         shards: "dynamic" assigns samples as they are needed; "equal" splits them in advance, as in the paper.
         copies: replicas of each parameter, as far as there are servers.
-        deadline_s: how long a live worker may keep the others waiting before it is excluded, in seconds.
+        timeout_s: how long a live worker may keep the others waiting before it is excluded, in seconds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -183,7 +183,7 @@ class SSP(_Cached):
             workers; "equal" splits them in advance, and clocks count each worker's steps, as in the papers.
         server_step: see `ServerBSP`.
         copies: replicas of each parameter, as far as there are servers.
-        deadline_s: how long a live worker may keep the others waiting before it is excluded, in seconds.
+        timeout_s: how long a live worker may keep the others waiting before it is excluded, in seconds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -213,7 +213,7 @@ class DTSSP(_Cached):
             of which keeps this share of the last one; None compares the losses themselves.
         window: compares means over this many clocks; 1 compares the losses themselves.
         detector: "on": workers that are classed as stragglers hold up the others only beyond `s_max`.
-        apply, thread_cache, server_step, shards, copies, deadline_s: see `SSP`.
+        apply, thread_cache, server_step, shards, copies, timeout_s: see `SSP`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -272,7 +272,7 @@ class ASP(_Unbounded):
     Source: the DTSSP paper, section 2 (ASP); specification 2.3.
 
     Args:
-        shards, copies, deadline_s: see `ServerBSP`.
+        shards, copies, timeout_s: see `ServerBSP`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -292,7 +292,7 @@ class Downpour(_Unbounded):
         n_fetch: steps between fetches of the parameters, which are used once they have arrived.
         n_push: steps whose gradients are pushed as one sum.
         warm_start: steps that the first worker takes alone; the other workers start from their result.
-        shards, copies, deadline_s: see `ServerBSP`.
+        shards, copies, timeout_s: see `ServerBSP`.
 
     Raises:
         ValueError: an argument is out of range.

@@ -74,11 +74,11 @@ def test_a_world_of_one_starts_at_once():
 
 
 @pytest.mark.parametrize(
-    ("world", "deadline_s"), [(0, 30.0), (-1, 30.0), (1, 0.0), (1, -1.0), (1, float("nan"))]
+    ("world", "timeout_s"), [(0, 30.0), (-1, 30.0), (1, 0.0), (1, -1.0), (1, float("nan"))]
 )
-def test_bad_arguments_are_refused(world, deadline_s):
+def test_bad_arguments_are_refused(world, timeout_s):
     with pytest.raises(ValueError, match=r"expected a (world|finite deadline)"):
-        Assembly(world, deadline_s)
+        Assembly(world, timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_worker_with_other_work_stops_the_job_and_the_reason_names_the_differe
 
 
 def test_the_deadline_names_the_missing_workers_and_the_present_ones_with_their_locations():
-    policy = Assembly(3, deadline_s=5.0)
+    policy = Assembly(3, timeout_s=5.0)
     policy.handle(joined(1, now_s=100.0))
     assert policy.handle(Tick(now_s=105.0)) == []
     assert only_stop(policy.handle(Tick(now_s=105.1))) == AbortJob(
@@ -160,20 +160,20 @@ def test_the_deadline_names_the_missing_workers_and_the_present_ones_with_their_
 
 
 def test_one_missing_worker_is_the_cause_of_the_stop():
-    policy = Assembly(3, deadline_s=5.0)
+    policy = Assembly(3, timeout_s=5.0)
     stop = only_stop(answers(policy, joined(2), joined(0, now_s=4.0), Tick(now_s=6.0)))
     assert stop.worker == 1
     assert "worker 1 did not join within 5 s, 2 of 3 are here (worker 0 (host0" in stop.reason
 
 
 def test_the_deadline_runs_from_the_first_event_of_any_kind():
-    policy = Assembly(3, deadline_s=5.0)
+    policy = Assembly(3, timeout_s=5.0)
     assert answers(policy, Tick(now_s=50.0), Tick(now_s=55.0)) == []
     assert "0 of 3 are here: check" in only_stop(policy.handle(Tick(now_s=55.5))).reason
 
 
 def test_a_large_world_is_not_listed_whole():
-    policy = Assembly(5000, deadline_s=5.0)
+    policy = Assembly(5000, timeout_s=5.0)
     answers(policy, *(joined(worker, world=5000) for worker in range(100)))
     reason = only_stop(policy.handle(Tick(now_s=6.0))).reason
     assert "and 4884 more did not join" in reason
@@ -220,7 +220,7 @@ def test_the_loss_of_a_worker_that_the_job_does_not_have_is_a_protocol_error(wor
 
 
 def test_a_latecomer_is_refused_and_the_job_continues():
-    policy = Assembly(3, deadline_s=30.0)
+    policy = Assembly(3, timeout_s=30.0)
     answers(policy, *map(joined, range(3)))
     (refuse,) = policy.handle(joined(1, now_s=30.1, peer="impostor", location="elsewhere"))
     assert refuse == RejectPeer(
@@ -235,7 +235,7 @@ def test_a_latecomer_is_refused_and_the_job_continues():
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_second_worker_of_one_id_ends_a_job_that_has_just_started(is_open):
     """Two jobs without names at one address: their workers cannot be distinguished."""
-    policy = Assembly(3, deadline_s=30.0, accepts_late_joiners=is_open)
+    policy = Assembly(3, timeout_s=30.0, accepts_late_joiners=is_open)
     answers(policy, *map(joined, range(3)))
     stop = only_stop(policy.handle(joined(1, now_s=30.0, peer="second", location="host9 process 9")))
     assert stop == AbortJob(
@@ -334,9 +334,9 @@ def test_with_any_events_the_job_starts_and_stops_at_most_once_with_a_reason(eve
 
 @given(st.lists(arrivals() | running_events()), st.integers(0, 50))
 def test_a_policy_restored_in_the_middle_continues_identically(events, cut):
-    policy = Assembly(3, deadline_s=10.0)
+    policy = Assembly(3, timeout_s=10.0)
     answers(policy, *events[:cut])
-    restored = Assembly(3, deadline_s=10.0)
+    restored = Assembly(3, timeout_s=10.0)
     restored.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     assert vars(restored) == vars(policy)
     for event in events[cut:]:

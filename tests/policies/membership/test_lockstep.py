@@ -251,7 +251,7 @@ def test_a_worker_that_asks_for_a_batch_that_it_has_not_skipped_is_named(other):
 
 
 def test_a_worker_that_asks_waits_until_the_deadline_and_not_for_a_finished_worker():
-    policy = running(deadline_s=5.0)
+    policy = running(timeout_s=5.0)
     answers(policy, left_out(1, 0, batch=2))
     assert policy.handle(Tick(now_s=5.9)) == []
     answers(policy, unreachable(None, 0, 5.9))
@@ -391,7 +391,7 @@ def test_two_workers_that_reach_only_the_coordinator_stop_the_job_with_a_hint():
 
 
 def test_a_worker_that_is_silent_to_the_coordinator_is_not_late():
-    policy = running(deadline_s=5.0)
+    policy = running(timeout_s=5.0)
     answers(policy, ready(0, 0), unreachable(None, 1, 1.0))
     assert policy.handle(Tick(now_s=9.0)) == []
     policy.handle(PeerReachable(now_s=9.0, worker=None, peer=1))

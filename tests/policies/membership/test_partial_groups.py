@@ -41,7 +41,7 @@ class Job:
             "halt_timeout_s": 1.0,
             "patience_min_s": 1.0,
             "join_timeout_s": 5.0,
-            "deadline_s": 9.0,
+            "timeout_s": 9.0,
             **arguments,
         }
         self.policy = PartialGroups(world, **arguments)
@@ -268,7 +268,7 @@ def test_a_worker_that_owes_a_step_to_the_former_group_still_counts_during_a_liv
 
 
 def test_no_worker_is_queried_before_twice_the_usual_silence():
-    job = Job(2, deadline_s=900.0)
+    job = Job(2, timeout_s=900.0)
     for round_ in range(4):  # 0.5 s are computed, and 6 s exchanged
         job.now_s = 6.5 * round_
         job.ready(0, round_)
@@ -279,7 +279,7 @@ def test_no_worker_is_queried_before_twice_the_usual_silence():
 
 
 def test_a_worker_that_only_takes_long_is_queried_less_and_less_often():
-    job = Job(2, deadline_s=900.0)
+    job = Job(2, timeout_s=900.0)
     asked_s = []
     for tenth in range(1, 630):
         if job.tick(tenth / 10):
@@ -297,7 +297,7 @@ def test_a_worker_that_keeps_the_others_waiting_is_excluded_until_it_is_ready_ag
     job = Job(3, patience_min_s=5.0)
     for worker in (0, 1):
         job.ready(worker, 0)
-    assert job.tick(8.9) == []  # no threshold is known yet: deadline_s
+    assert job.tick(8.9) == []  # no threshold is known yet: timeout_s
     halt = only(job.tick(9.1), Halt)
     assert halt.abandon
     assert "worker 2" in halt.reason
@@ -684,7 +684,7 @@ def test_outages_are_part_of_the_state():
         unreachable(job, None, worker)
     unreachable(job, 0, 1)
     state = json.loads(json.dumps(job.policy.state_dict()))
-    job.policy = PartialGroups(5, halt_timeout_s=1.0, patience_min_s=1.0, join_timeout_s=5.0, deadline_s=9.0)
+    job.policy = PartialGroups(5, halt_timeout_s=1.0, patience_min_s=1.0, join_timeout_s=5.0, timeout_s=9.0)
     job.policy.load_state_dict(state)
     assert job.policy.state_dict() == state
     assert job.tick(5.0) == []

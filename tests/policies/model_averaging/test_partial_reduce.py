@@ -399,7 +399,7 @@ def test_a_silent_worker_is_excluded():
 
 
 def test_a_worker_that_keeps_others_waiting_is_rejected_by_name():
-    job = Job(3, size=3, deadline_s=30.0).begin()
+    job = Job(3, size=3, timeout_s=30.0).begin()
     job.ready(0)
     job.ready(1)
     assert job.emit(Tick(now_s=30.0)) == []
@@ -410,7 +410,7 @@ def test_a_worker_that_keeps_others_waiting_is_rejected_by_name():
 
 
 def test_at_the_end_a_worker_that_another_cannot_reach_is_rejected_after_the_deadline():
-    job = Job(3, deadline_s=30.0).begin()
+    job = Job(3, timeout_s=30.0).begin()
     job.emit(PeerUnreachable(now_s=1.0, worker=0, peer=2, cause="nothing comes"))
     for worker in range(3):
         assert job.finished(worker) == []
@@ -528,7 +528,7 @@ def ready_of(worker, block):
 @given(seed=st.integers(0, 2**32), world=st.integers(1, 7), size=st.integers(2, 5), window=st.integers(0, 9))
 def test_with_any_events_groups_are_disjoint_and_the_job_ends(seed, world, size, window):
     chance = random.Random(seed)
-    job = Job(world, size=size, window=window, hold_timeout_s=5.0, deadline_s=100.0)
+    job = Job(world, size=size, window=window, hold_timeout_s=5.0, timeout_s=100.0)
     steps = dict.fromkeys(range(world), chance.randint(0, 12))
     newest = world
     for _ in range(2000):
@@ -559,7 +559,7 @@ def test_with_any_events_groups_are_disjoint_and_the_job_ends(seed, world, size,
         pending = [worker for _, averaging in policy["averagings"] for worker in averaging["pending"]]
         assert len(pending) == len(set(pending))
         again = PartialReduce(
-            world, size=size, window=window, shards="equal", hold_timeout_s=5.0, deadline_s=100.0
+            world, size=size, window=window, shards="equal", hold_timeout_s=5.0, timeout_s=100.0
         )
         again.load_state_dict(policy)
         assert again.state_dict() == policy

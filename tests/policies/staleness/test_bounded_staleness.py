@@ -161,7 +161,7 @@ def test_without_the_first_workers_parameters_the_job_stops():
         assert stop.reason.endswith(f"do not have its initial parameters: {cause}")
         (closing,) = policy.handle(Left(now_s=2.0, worker=1, step=0))
         assert isinstance(closing, CloseServers)
-    policy = BoundedStaleness(2, deadline_s=5.0)
+    policy = BoundedStaleness(2, timeout_s=5.0)
     actions = answers(policy, joined(0), joined(1), clocked(1, None), Tick(now_s=1.0), Tick(now_s=7.0))
     assert isinstance(actions[-1], AbortJob)
 
@@ -258,7 +258,7 @@ def test_a_warm_start_continues_with_the_next_worker(how):
 
 
 def test_a_worker_alone_in_a_warm_start_that_takes_no_step_is_removed():
-    policy = started(2, s=None, warm_start=4, deadline_s=5.0)
+    policy = started(2, s=None, warm_start=4, timeout_s=5.0)
     assert (
         answers(
             policy, Tick(now_s=0.0), clocked(0, 0, parameter_version=0), Tick(now_s=4.0), Tick(now_s=8.0)
@@ -272,7 +272,7 @@ def test_a_worker_alone_in_a_warm_start_that_takes_no_step_is_removed():
 
 
 def test_a_worker_that_pauses_in_a_warm_start_is_not_removed_when_another_has_finished():
-    policy = started(3, s=None, warm_start=100, deadline_s=5.0)
+    policy = started(3, s=None, warm_start=100, timeout_s=5.0)
     answers(policy, clocked(0, 0, parameter_version=0), Finished(now_s=0.0, worker=0, epoch=0, step=1))
     for second in range(12):
         answered = answers(policy, Tick(now_s=float(second)), clocked(1, 2 + second, parameter_version=0))
@@ -350,9 +350,9 @@ def test_the_servers_stay_until_the_last_worker_of_a_complete_job_has_left():
 
 
 def test_a_worker_that_keeps_others_waiting_for_too_long_is_removed_and_they_continue():
-    policy = apart(deadline_s=5.0)
+    policy = apart(timeout_s=5.0)
     assert answers(policy, Tick(now_s=10.0), Tick(now_s=15.0)) == []
-    policy = remembered(policy, 2, shards="equal", deadline_s=5.0)
+    policy = remembered(policy, 2, shards="equal", timeout_s=5.0)
     refused, permit = policy.handle(Tick(now_s=15.1))
     assert refused == RejectPeer(
         peer="peer-1", reason="worker 1 is out: other workers have waited for it for more than 5 s"
@@ -361,11 +361,11 @@ def test_a_worker_that_keeps_others_waiting_for_too_long_is_removed_and_they_con
 
 
 def test_a_worker_that_is_silent_to_the_coordinator_is_not_late():
-    policy = apart(deadline_s=5.0)
+    policy = apart(timeout_s=5.0)
     answers(policy, Tick(now_s=10.0))
     silent = PeerUnreachable(now_s=11.0, worker=None, peer=1, cause="it is silent")
     assert answers(policy, silent, Tick(now_s=16.0)) == []
-    policy = remembered(policy, 2, shards="equal", deadline_s=5.0)
+    policy = remembered(policy, 2, shards="equal", timeout_s=5.0)
     assert answers(policy, Tick(now_s=100.0), PeerReachable(now_s=100.0, worker=None, peer=1)) == []
     assert answers(policy, Tick(now_s=101.0), Tick(now_s=106.0)) == []
     assert isinstance(policy.handle(Tick(now_s=106.1))[0], RejectPeer)
@@ -447,7 +447,7 @@ def test_the_worker_that_misses_most_servers_is_removed_first_and_the_others_get
 
 
 def test_every_step_begins_the_deadline_again():
-    policy = started(2, s=0, deadline_s=5.0)
+    policy = started(2, s=0, timeout_s=5.0)
     walk(policy, 0, range(1))
     answers(policy, Tick(now_s=0.0), Tick(now_s=4.0))
     answers(policy, clocked(1, 0), clocked(0, 1))
@@ -456,27 +456,27 @@ def test_every_step_begins_the_deadline_again():
 
 
 def test_no_worker_is_removed_that_no_other_waits_for():
-    policy = started(2, s=3, deadline_s=5.0)
+    policy = started(2, s=3, timeout_s=5.0)
     assert answers(policy, *(Tick(now_s=10.0 * time) for time in range(10))) == []
 
 
 def test_a_worker_that_never_begins_or_never_ends_is_removed_too():
-    policy = BoundedStaleness(2, shards="equal", deadline_s=5.0)
+    policy = BoundedStaleness(2, shards="equal", timeout_s=5.0)
     answers(policy, joined(0), joined(1), clocked(0, None), Tick(now_s=0.0))
     refused, permit = policy.handle(Tick(now_s=6.0))
     assert (refused.peer, permit.worker, permit.may_start) == ("peer-1", 0, True)
-    policy = started(2, deadline_s=5.0)
+    policy = started(2, timeout_s=5.0)
     answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=0), Tick(now_s=0.0))
     refused, complete = policy.handle(Tick(now_s=6.0))
     assert (refused.peer, complete) == ("peer-1", JobComplete(reason="everybody has finished"))
 
 
 def test_a_waiting_worker_is_not_removed_in_place_of_the_one_that_delays_all():
-    policy = started(3, s=0, deadline_s=5.0)
+    policy = started(3, s=0, timeout_s=5.0)
     answers(policy, Finished(now_s=0.0, worker=2, epoch=0, step=0), clocked(0, 0), Tick(now_s=0.0))
     refused, permit = policy.handle(Tick(now_s=6.0))
     assert (refused.peer, permit.worker) == ("peer-1", 0)
-    policy, answered = assigning(3, 2 * BATCH, s=0, deadline_s=5.0)
+    policy, answered = assigning(3, 2 * BATCH, s=0, timeout_s=5.0)
     answers(policy, clocked(0, 0, blocks=tuple(blocks(answered, 0))))
     answers(
         policy, requests(0, samples=2 * BATCH, is_last=True), requests(2, samples=2 * BATCH, is_last=True)
@@ -586,7 +586,7 @@ def test_a_worker_that_asks_for_more_while_blocks_are_under_way_to_it_is_not_awa
 
 
 def test_a_worker_at_the_gate_is_not_removed_for_one_that_waits_for_samples():
-    policy, answered = assigning(3, 6 * BATCH, s=0, deadline_s=5.0)
+    policy, answered = assigning(3, 6 * BATCH, s=0, timeout_s=5.0)
     answers(
         policy,
         clocked(0, 0, blocks=tuple(blocks(answered, 0))),
@@ -646,11 +646,11 @@ def test_a_worker_that_saves_is_informed_of_the_samples_used_at_the_clocks_of_it
 
 
 def test_a_worker_that_holds_the_last_samples_for_too_long_is_removed_and_others_get_them():
-    policy, answered = assigning(2, 2 * BATCH, deadline_s=5.0)
+    policy, answered = assigning(2, 2 * BATCH, timeout_s=5.0)
     answers(
         policy, clocked(0, 0, blocks=tuple(blocks(answered, 0))), requests(0, samples=2 * BATCH, is_last=True)
     )
-    policy = remembered(policy, 2, deadline_s=5.0)
+    policy = remembered(policy, 2, timeout_s=5.0)
     assert answers(policy, Tick(now_s=0.0)) == []
     answered = policy.handle(Tick(now_s=5.1))
     assert isinstance(answered[0], RejectPeer)
@@ -720,8 +720,8 @@ def test_messages_of_a_finished_worker_are_refused():
     ("arguments", "text"),
     [
         ({"world": 0}, "at least 1 worker, got 0"),
-        ({"world": 1, "deadline_s": 0.0}, "finite deadline of more than 0 s, got 0.0"),
-        ({"world": 1, "deadline_s": float("inf")}, "finite deadline of more than 0 s, got inf"),
+        ({"world": 1, "timeout_s": 0.0}, "finite deadline of more than 0 s, got 0.0"),
+        ({"world": 1, "timeout_s": float("inf")}, "finite deadline of more than 0 s, got inf"),
         ({"world": 1, "shards": "none"}, "dynamic or equal, got 'none'"),
         ({"world": 1, "s": None, "dynamic": {}}, "give s or leave out dynamic"),
         ({"world": 1, "detector": {}}, "expected dynamic along with detector"),

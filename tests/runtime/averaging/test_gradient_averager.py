@@ -336,7 +336,7 @@ def test_buffers_that_cannot_be_exchanged_are_refused_at_join(buffer, text):
 def late(rank, emit):
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with offbeat.join(model, optimizer, AllReduce(deadline_s=1)) as session:
+    with offbeat.join(model, optimizer, AllReduce(timeout_s=1)) as session:
         if rank == 1:
             session._coordinator.pause(60)
         model.loss(inputs(rank)).backward()

@@ -890,7 +890,7 @@ def test_options_out_of_range_are_rejected():
         ({"order": "lifo"}, "order to be one of priority, fifo"),
         ({"overlap": "both"}, "overlap to be one of none, backward, forward"),
         ({"fuse_bytes": -1}, "fuse_bytes must be at least 0 bytes, got -1"),
-        ({"deadline_s": float("inf")}, "deadline_s must be finite"),
+        ({"timeout_s": float("inf")}, "timeout_s must be finite"),
     ]:
         with pytest.raises(ValueError, match=text):
             Hybrid(**options)

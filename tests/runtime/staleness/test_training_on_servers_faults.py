@@ -201,7 +201,7 @@ def fails_in_a_thread(rank, emit, strategy, victim):
     "strategy", [ServerBSP(shards="equal"), SSP(s=2)], ids=lambda strategy: strategy.name
 )
 def test_the_others_continue_without_a_failed_thread_also_in_its_own_process(strategy, victim):
-    ended = values(run(fails_in_a_thread, 2, replace(strategy, deadline_s=20.0), victim))
+    ended = values(run(fails_in_a_thread, 2, replace(strategy, timeout_s=20.0), victim))
     found = [one for of_process in ended for one in of_process]
     assert len(found) == 3
     assert found == [found[0]] * 3
@@ -234,7 +234,7 @@ def fails_at_last(rank, emit, strategy):
 
 
 def test_no_worker_waits_at_the_end_for_a_thread_that_failed_in_its_last_step():
-    ended = values(run(fails_at_last, 2, SSP(s=2, shards="equal", deadline_s=15.0)))
+    ended = values(run(fails_at_last, 2, SSP(s=2, shards="equal", timeout_s=15.0)))
     found = [one for of_process in ended for one in of_process]
     assert len(found) == 3
     assert found == [found[0]] * 3
@@ -257,7 +257,7 @@ def takes_a_long_warm_start(rank, emit, strategy):
 
 @pytest.mark.long
 def test_a_warm_start_may_take_longer_than_the_deadline_of_a_step():
-    strategy = Downpour(shards="equal", warm_start=12, deadline_s=1.5)
+    strategy = Downpour(shards="equal", warm_start=12, timeout_s=1.5)
     assert values(run(takes_a_long_warm_start, WORKERS, strategy)) == [[12.0, 2.0]] * WORKERS
 
 
@@ -305,7 +305,7 @@ def test_training_continues_with_a_restarted_coordinator(gate):
 
 
 @pytest.mark.long(after=1)
-@pytest.mark.parametrize("strategy", [SSP(s=2, deadline_s=4.0), ASP(deadline_s=4.0)], ids=["ssp", "asp"])
+@pytest.mark.parametrize("strategy", [SSP(s=2, timeout_s=4.0), ASP(timeout_s=4.0)], ids=["ssp", "asp"])
 def test_without_any_server_every_worker_ends_with_an_error_that_names_it(gate, strategy):
     with job(uses, 2, strategy, env=gate.env) as running:
         running.receive(0, 1)

@@ -318,7 +318,7 @@ def test_with_when_full_skip_epochs_are_skipped_and_reported_in_order():
 def test_with_when_full_block_training_waits():
     gate = Gate(8)
     with offbeat.Validator(
-        a_model(), evaluate, gate, backend="thread", workers=1, max_pending=0, deadline_s=0.2
+        a_model(), evaluate, gate, backend="thread", workers=1, max_pending=0, timeout_s=0.2
     ) as validator:
         first = validator.validate()
         with pytest.raises(OffbeatError, match=r"epoch 0 is not done after 0\.2 s"):
@@ -414,7 +414,7 @@ class FailingMetric:
 def test_an_error_in_compute_of_a_metric_is_raised_and_validation_continues(backend):
     returned = {"auc": FailingMetric()}
     with offbeat.Validator(
-        a_model(), lambda model, part: returned, Samples(9), backend=backend, workers=2, deadline_s=20
+        a_model(), lambda model, part: returned, Samples(9), backend=backend, workers=2, timeout_s=20
     ) as validator:
         with pytest.raises(ArithmeticError, match="only one class"):
             validate_to_the_end(validator)
@@ -437,7 +437,7 @@ def test_an_interrupt_in_line_leaves_no_pending_epoch():
     def interrupt(model, part):
         raise KeyboardInterrupt
 
-    with offbeat.Validator(a_model(), interrupt, Samples(9), backend="inline", deadline_s=20) as validator:
+    with offbeat.Validator(a_model(), interrupt, Samples(9), backend="inline", timeout_s=20) as validator:
         with pytest.raises(KeyboardInterrupt):
             validator.validate()
     assert validator.history == {}
@@ -792,9 +792,9 @@ def test_data_sets_that_cannot_be_divided_are_refused(data, text):
         ({"workers": 0}, "at least 1 sample and 1 part, got 9 and 0"),
         ({"max_pending": -1}, "max_pending to be at least 0"),
         ({"when_full": "drop"}, "block or skip"),
-        ({"deadline_s": 0.0}, "a finite deadline above 0 s"),
-        ({"deadline_s": math.inf}, "a finite deadline above 0 s, got inf"),
-        ({"deadline_s": math.nan}, "a finite deadline above 0 s, got nan"),
+        ({"timeout_s": 0.0}, "a finite deadline above 0 s"),
+        ({"timeout_s": math.inf}, "a finite deadline above 0 s, got inf"),
+        ({"timeout_s": math.nan}, "a finite deadline above 0 s, got nan"),
     ],
 )
 def test_bad_options_are_refused(options, text):

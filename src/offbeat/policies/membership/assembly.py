@@ -38,20 +38,20 @@ class Assembly:
 
     Args:
         world: number of workers in the job, at least 1; their ids are 0 to `world` - 1.
-        deadline_s: time from the first event to the join of the last worker, in seconds.
+        timeout_s: time from the first event to the join of the last worker, in seconds.
         accepts_late_joiners: whether workers may join while the job runs.
 
     Raises:
         ValueError: a world or deadline out of range.
     """
 
-    def __init__(self, world: int, deadline_s: float = 30.0, *, accepts_late_joiners: bool = False) -> None:
+    def __init__(self, world: int, timeout_s: float = 30.0, *, accepts_late_joiners: bool = False) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
-        if not 0 < deadline_s < math.inf:
-            raise ValueError(f"expected a finite deadline of more than 0 seconds, got {deadline_s}")
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"expected a finite deadline of more than 0 seconds, got {timeout_s}")
         self._world = world
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._is_open = accepts_late_joiners
         self._first_event_s: float | None = None
         self._present: dict[int, tuple[Peer, str]] = {}  # the peer and its place, in order of joining
@@ -180,7 +180,7 @@ class Assembly:
             not self._is_stopped
             and event.worker in self._present
             and event.worker < self._world == event.world
-            and event.now_s - self._first_event_s <= self._deadline_s
+            and event.now_s - self._first_event_s <= self._timeout_s
             and self._difference_to_present(event, "it") is None
         )
 
@@ -250,7 +250,7 @@ class Assembly:
         if (
             self._refusal_cause is not None
             or self._has_started
-            or now_s - self._first_event_s <= self._deadline_s
+            or now_s - self._first_event_s <= self._timeout_s
         ):
             return []
         missing = [worker for worker in range(self._world) if worker not in self._present]
@@ -259,7 +259,7 @@ class Assembly:
             missing[0] if len(missing) == 1 else None,
             None,
             f"{'worker' if len(missing) == 1 else 'workers'} {names} did not join within "
-            f"{self._deadline_s:g} s, {self._count()}: check why the missing workers did not start, "
+            f"{self._timeout_s:g} s, {self._count()}: check why the missing workers did not start, "
             "or start the job with fewer workers",
         )
 

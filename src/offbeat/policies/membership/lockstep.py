@@ -70,7 +70,7 @@ class Lockstep:
             needs both; but each worker has its own connection, and the order of arrival across connections is
             arbitrary (12 rounds were seen with 4 healthy workers and steps of 5 ms on 2 cores). So this only
             bounds the memory, and detects a worker that runs without exchanging at all.
-        deadline_s: how long a round may stay open after its first Ready, in seconds.
+        timeout_s: how long a round may stay open after its first Ready, in seconds.
         unreachable_timeout_s: how long two workers may report that they cannot reach each other, in seconds.
 
     Raises:
@@ -81,22 +81,22 @@ class Lockstep:
         self,
         world: int,
         rounds_ahead_max: int = 1000,
-        deadline_s: float = 600.0,
+        timeout_s: float = 600.0,
         unreachable_timeout_s: float = 10.0,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if rounds_ahead_max < 1:
             raise ValueError(f"expected at least 1 round ahead, got {rounds_ahead_max}")
-        if not 0 < deadline_s < math.inf:
-            raise ValueError(f"expected a finite deadline of more than 0 s, got {deadline_s}")
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"expected a finite deadline of more than 0 s, got {timeout_s}")
         if not 0 < unreachable_timeout_s < math.inf:
             raise ValueError(
                 f"expected a finite unreachable_timeout_s of more than 0 s, got {unreachable_timeout_s}"
             )
         self._world = world
         self._silent_s = unreachable_timeout_s
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._rounds_ahead_max = rounds_ahead_max
         self._joined: set[int] = set()
         self._rounds = [0] * world  # rounds for which each worker was Ready
@@ -313,7 +313,7 @@ class Lockstep:
         if not waiting:
             return []
         round_, since_s, first = min(waiting, key=lambda entry: entry[:2])
-        if now_s - since_s <= self._deadline_s:
+        if now_s - since_s <= self._timeout_s:
             return []
         late = [
             other
@@ -326,7 +326,7 @@ class Lockstep:
             late[0],
             first.step,
             f"{_worker_names(late)} did not finish computing step {first.step + 1} within "
-            f"{self._deadline_s:g} s after worker {first.worker} had: check what it is doing, or set a "
+            f"{self._timeout_s:g} s after worker {first.worker} had: check what it is doing, or set a "
             "longer deadline",
         )
 

@@ -157,7 +157,7 @@ class PartialGroups:
             classed a straggler, if this is longer. Half, because excluding a member that arrives after all
             costs little: it receives the state in the background and misses a few steps.
         join_timeout_s: time that a joining member has to become Ready, in seconds.
-        deadline_s: time for which the group waits while no threshold is known, in seconds.
+        timeout_s: time for which the group waits while no threshold is known, in seconds.
         staleness_steps_max: highest age of the parameters with which a worker outside the group computes a
             gradient that counts, in steps, at least 1; None discards such gradients.
 
@@ -174,7 +174,7 @@ class PartialGroups:
         halt_timeout_s: float = 2.0,
         patience_min_s: float = 0.5,
         join_timeout_s: float = 60.0,
-        deadline_s: float = 600.0,
+        timeout_s: float = 600.0,
         staleness_steps_max: int | None = None,
     ) -> None:
         if world < 1:
@@ -185,7 +185,7 @@ class PartialGroups:
             "halt_timeout_s": halt_timeout_s,
             "patience_min_s": patience_min_s,
             "join_timeout_s": join_timeout_s,
-            "deadline_s": deadline_s,
+            "timeout_s": timeout_s,
         }.items():
             if not value_s > 0:
                 raise ValueError(f"expected {name} of more than 0 s, got {value_s}")
@@ -196,7 +196,7 @@ class PartialGroups:
         self._assigner = GroupBlockAssigner(staleness_steps_max)
         self._monitor = monitor
         self._answer_s, self._patience_s = halt_timeout_s, patience_min_s
-        self._join_s, self._deadline_s = join_timeout_s, deadline_s
+        self._join_s, self._timeout_s = join_timeout_s, timeout_s
         self._workers: dict[int, _WorkerStatus] = {}
         self._gone: set[int] = set()
         self._members: tuple[int, ...] = ()
@@ -701,7 +701,7 @@ class PartialGroups:
 
     def _patience(self) -> float:
         slow_s = self._slow_s()
-        return self._deadline_s if slow_s is None else max(self._patience_s, slow_s / 2)
+        return self._timeout_s if slow_s is None else max(self._patience_s, slow_s / 2)
 
     def _least_patience(self) -> float:
         return max(self._patience_s, (self._slow_s() or 0.0) / 2)

@@ -105,7 +105,7 @@ class PartialReduce:
         window: see `FirstReadyGroups`; None for four times the least that connects all workers.
         shards: "dynamic" assigns samples as they are needed; with "equal" none are assigned.
         hold_timeout_s: see `FirstReadyGroups`.
-        deadline_s: how long other workers wait for a worker that trains, in seconds.
+        timeout_s: how long other workers wait for a worker that trains, in seconds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -119,7 +119,7 @@ class PartialReduce:
         window: int | None = None,
         shards: Literal["dynamic", "equal"] = "dynamic",
         hold_timeout_s: float = 60.0,
-        deadline_s: float = 600.0,
+        timeout_s: float = 600.0,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
@@ -129,12 +129,12 @@ class PartialReduce:
             raise ValueError(f"expected a window of at least 0 groups, got {window}")
         if shards not in ("dynamic", "equal"):
             raise ValueError(f"expected shards dynamic or equal, got {shards!r}")
-        for name, value_s in {"hold_timeout_s": hold_timeout_s, "deadline_s": deadline_s}.items():
+        for name, value_s in {"hold_timeout_s": hold_timeout_s, "timeout_s": timeout_s}.items():
             if not 0 < value_s < math.inf:
                 raise ValueError(f"expected a finite {name} of more than 0 s, got {value_s}")
         size = (3 if world >= 4 else 2) if size is None else size
         least = math.ceil((world - 1) / (size - 1))
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._roster = Roster(world)
         self._groups = FirstReadyGroups(size, 4 * least if window is None else window, hold_timeout_s)
         self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
@@ -299,13 +299,13 @@ class PartialReduce:
     def _reject_late(self, now_s: float) -> list[Action]:
         """Reject the workers that others have waited for for longer than the deadline."""
         since_s = self._groups.waiting_since_s
-        if since_s is not None and now_s - since_s > self._deadline_s:
+        if since_s is not None and now_s - since_s > self._timeout_s:
             busy = self._groups.ready | self._exchange_of.keys() | self._resting
             late = self._roster.training - busy - self._reachability.silent_workers
-            reason = f"others have waited for it for more than {self._deadline_s:g} s"
+            reason = f"others have waited for it for more than {self._timeout_s:g} s"
             return self._reject(dict.fromkeys(sorted(late), reason))
         outage = self._reachability.oldest_outage()
-        if outage is None or now_s - outage[0] <= self._deadline_s or self._roster.training:
+        if outage is None or now_s - outage[0] <= self._timeout_s or self._roster.training:
             return []
         return self._reject(self._reachability.exclusions(self._roster.present, ()))  # they delay the end
 

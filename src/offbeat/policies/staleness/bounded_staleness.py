@@ -123,7 +123,7 @@ class BoundedStaleness:
 
     The job goes on with the workers that are left, unless worker 0 goes before it has begun: all start with
     its parameters. A worker that leaves without having finished, is lost or fails returns the samples that it
-    had. A worker that keeps others waiting for more than `deadline_s` is refused, unless the coordinator
+    had. A worker that keeps others waiting for more than `timeout_s` is refused, unless the coordinator
     receives nothing from it: silence is not lateness. A worker that has not reached a server for
     `_UNREACHABLE_S` is refused too, unless more than half of the processes miss that server: of several, the
     one that misses most servers, else the last. With a bound, other workers wait for what it cannot push;
@@ -143,7 +143,7 @@ class BoundedStaleness:
         world: number of workers at the start; their ids are 0 to `world` - 1.
         s: the bound, at least 0; None for none. With `dynamic`, the initial bound.
         counts: what a clock is (see `ConsistencyGate`).
-        deadline_s: how long other workers wait for a worker's step, in seconds.
+        timeout_s: how long other workers wait for a worker's step, in seconds.
         shards: "dynamic" assigns samples as they are needed; with "equal" none are assigned.
         dynamic: arguments of `LprController`; None for a constant bound.
         detector: arguments of `StragglerClassifier`, whose stragglers hold others back only beyond the
@@ -160,7 +160,7 @@ class BoundedStaleness:
         *,
         s: int | None = 3,
         counts: ClockCounting = "own",
-        deadline_s: float = 600.0,
+        timeout_s: float = 600.0,
         shards: ShardMode = "dynamic",
         dynamic: dict[str, Any] | None = None,
         detector: dict[str, Any] | None = None,
@@ -168,8 +168,8 @@ class BoundedStaleness:
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
-        if not 0 < deadline_s < math.inf:
-            raise ValueError(f"expected a finite deadline of more than 0 s, got {deadline_s}")
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"expected a finite deadline of more than 0 s, got {timeout_s}")
         if shards not in ("dynamic", "equal"):
             raise ValueError(f"expected shards dynamic or equal, got {shards!r}")
         if warm_start < 0:
@@ -178,7 +178,7 @@ class BoundedStaleness:
             raise ValueError("expected a bound that may change, got none at all: give s or leave out dynamic")
         if detector is not None and dynamic is None:
             raise ValueError("expected dynamic along with detector: its s_max bounds how far stragglers fall")
-        self._world, self._deadline_s = world, deadline_s
+        self._world, self._timeout_s = world, timeout_s
         self._controller = None if dynamic is None or s is None else LprController(s, **dynamic)
         s_max = None if self._controller is None else self._controller.s_max
         self._gate = ConsistencyGate(s, counts, s_max)
@@ -561,12 +561,10 @@ class BoundedStaleness:
             worker: self._holding_since_s.get(worker, now_s) for worker in sorted(holding)
         }
         late = [
-            worker for worker, since_s in self._holding_since_s.items() if now_s - since_s > self._deadline_s
+            worker for worker, since_s in self._holding_since_s.items() if now_s - since_s > self._timeout_s
         ]
         if late:
-            return self._refuse(
-                late, f"other workers have waited for it for more than {self._deadline_s:g} s"
-            )
+            return self._refuse(late, f"other workers have waited for it for more than {self._timeout_s:g} s")
         least_connected = self._least_connected(
             now_s, holding | self._running_workers() if self._gate.s is not None else holding
         )

@@ -66,7 +66,7 @@ class PsOptions:
         applies_local_steps: a worker applies its own steps to its copy; not needed where, with a bound of 0,
             it reads the servers' result of its step again.
         clears_thread_cache: a thread's copy is read again at every clock, as in Petuum.
-        deadline_s: how long other workers may keep this worker waiting, in seconds.
+        timeout_s: how long other workers may keep this worker waiting, in seconds.
     """
 
     is_versioned: bool
@@ -77,7 +77,7 @@ class PsOptions:
     fetch_every: int | None = None
     applies_local_steps: bool = True
     clears_thread_cache: bool = False
-    deadline_s: float = 600.0
+    timeout_s: float = 600.0
 
 
 def push_time(clock: int) -> int:

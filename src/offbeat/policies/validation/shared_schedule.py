@@ -81,7 +81,7 @@ class _EpochState:
 
     samples: int
     terms: str
-    deadline_s: float
+    timeout_s: float
     offers: dict[int, _Offer] = field(default_factory=dict)
     owner: int | None = None
     digest: str = ""
@@ -205,7 +205,7 @@ class SharedValidation:
         state = self._epochs.get(event.epoch)
         if state is None:
             state = _EpochState(
-                samples=event.samples, terms=event.decision_rule, deadline_s=event.part_deadline_s
+                samples=event.samples, terms=event.decision_rule, timeout_s=event.part_deadline_s
             )
             self._epochs[event.epoch] = state
             reason = f"worker {event.worker} has finished the epoch"
@@ -402,7 +402,7 @@ class SharedValidation:
         ]
 
     def _check_deadlines(self, epoch: int, state: _EpochState, now_s: float) -> list[Action]:
-        """Abort the job if a worker has had a part, or the merge, for longer than `deadline_s`.
+        """Abort the job if a worker has had a part, or the merge, for longer than `timeout_s`.
 
         Of the workers that have one part, the one that has had it longest counts.
         """
@@ -413,14 +413,14 @@ class SharedValidation:
         if state.merger is not None and state.merging_since_s is not None:
             waits.append((state.merger, state.merging_since_s, "merge the metrics", "they are"))
         for worker, since_s, task, activity in waits:
-            if now_s - since_s > state.deadline_s:
+            if now_s - since_s > state.timeout_s:
                 self._has_stopped = True
                 return [
                     AbortJob(
                         worker=worker,
                         step=None,
                         reason=f"worker {worker} did not {task} of epoch {epoch} within "
-                        f"{state.deadline_s:g} s: check what {activity} doing, or set a longer deadline_s",
+                        f"{state.timeout_s:g} s: check what {activity} doing, or set a longer timeout_s",
                     )
                 ]
         return []

@@ -64,7 +64,7 @@ class GradientAverager:
         context: the session.
         workers: the number of members at the job's start.
         bucket_bytes: the largest size of a bucket of several parameters, in bytes.
-        deadline_s: the longest duration of an exchange, in seconds.
+        timeout_s: the longest duration of an exchange, in seconds.
 
     Attributes:
         rounds_since_step: rounds since the last optimizer step.
@@ -80,14 +80,14 @@ class GradientAverager:
         *,
         workers: int,
         bucket_bytes: int,
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         self._model = model
         self._binding = binding
         self._context = context
         self._workers = self._capacity = workers
         self._bucket_bytes = bucket_bytes
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._group: GroupHandle | None = None  # for the round under way, None before it is bound
         self._exchange_id: int | None = None  # of the pass under way
         self._scale: float | None = None  # factor of the gradients of the round under way
@@ -457,7 +457,7 @@ class GradientAverager:
         self._write_contributed_blocks()
         self._launch_next()
         self._exchange_id = None
-        limit_s = time.monotonic() + self._deadline_s + COORDINATOR_MARGIN_S
+        limit_s = time.monotonic() + self._timeout_s + COORDINATOR_MARGIN_S
         for bucket in self._buckets:
             assert bucket.pending is not None
             bucket.pending.wait(max(0.0, limit_s - time.monotonic()))

@@ -86,7 +86,7 @@ class GroupBinding:
         copy_state: copies the state of an exchange's first member to all other members, blocking; gets the
             exchange, this worker's position in it, the first of `StateCopier.EXCHANGE_IDS` exchange ids and,
             at position 0, the number of finished exchanges, which it returns on every member.
-        deadline_s: the longest time to wait for a group, in seconds.
+        timeout_s: the longest time to wait for a group, in seconds.
 
     Attributes:
         protocol: the worker's side of the group protocol.
@@ -100,14 +100,14 @@ class GroupBinding:
         member: CoordinatorClient,
         open_exchange: Callable[[Sequence[int]], Exchange],
         copy_state: Callable[[Exchange, int, int, int], int],
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         assert isinstance(member.protocol, GroupProtocol)
         self._member, self.protocol = member, member.protocol
         self._follower: GroupMembership = member.protocol.membership
         self._open_exchange = open_exchange
         self._copy_state = copy_state
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._handle: GroupHandle | None = None
         self._handle_generation = -1
         self._exchange_id = 0  # the first unused one of this handle
@@ -144,7 +144,7 @@ class GroupBinding:
             if turn is ExchangeDecision.WAIT and wait:
                 self._member.wait_for(
                     lambda: self._follower.begin_exchange() is not ExchangeDecision.WAIT,
-                    self._deadline_s,
+                    self._timeout_s,
                     "the next group",
                 )
             elif turn is ExchangeDecision.FETCH_STATE and wait and may_replace_state:
@@ -183,7 +183,7 @@ class GroupBinding:
         while True:
             self._member.wait_for(
                 lambda: is_accepted() or self._member.is_job_complete,
-                self._deadline_s,
+                self._timeout_s,
                 "a group that accepts it",
             )
             with self._member.lock:
@@ -243,7 +243,7 @@ class GroupBinding:
         """Sends or receives the final state if the last group requires it, and waits until that is done."""
         self.acquire(wait=True, may_replace_state=True)
         if self._transfer_thread is not None:
-            self._transfer_thread.join(self._deadline_s)
+            self._transfer_thread.join(self._timeout_s)
 
     def abandon(self, error: WorkerError) -> None:
         """Fails all exchanges with `error`; thread-safe."""

@@ -43,7 +43,7 @@ class GroupSynchronizer:
         loop: the worker's session.
         trained: model and optimizers.
         make_averager: makes the averager.
-        deadline_s: how long a worker may delay the other members, in seconds.
+        timeout_s: how long a worker may delay the other members, in seconds.
         survives_worker_loss: the job continues when a worker is lost.
         assigns_samples: samples are assigned as they are needed.
 
@@ -59,12 +59,12 @@ class GroupSynchronizer:
         trained: TrainingState,
         *,
         make_averager: AveragerFactory,
-        deadline_s: float,
+        timeout_s: float,
         survives_worker_loss: bool,
         assigns_samples: bool,
     ) -> None:
         self._loop, self._trained = loop, trained
-        self._make_averager, self._deadline_s = make_averager, deadline_s
+        self._make_averager, self._timeout_s = make_averager, timeout_s
         self._survives, self._is_dealt = survives_worker_loss, assigns_samples
         self._member: CoordinatorClient | None = None
         self._meeting: RendezvousInfo | None = None
@@ -177,7 +177,7 @@ class GroupSynchronizer:
         self._meeting = None
 
     def _join_group(self, member: CoordinatorClient) -> None:
-        self.binding = GroupBinding(member, self._open_exchange, self._copy_state, self._deadline_s)
+        self.binding = GroupBinding(member, self._open_exchange, self._copy_state, self._timeout_s)
         if self._loop.is_newcomer:
             self.binding.acquire_as_newcomer()
             self.binding.was_state_replaced = False
@@ -217,7 +217,7 @@ class GroupSynchronizer:
         if dist.is_initialized():
             self._nccl = dist.new_group(backend="nccl")
         else:
-            deadline = datetime.timedelta(seconds=self._deadline_s)
+            deadline = datetime.timedelta(seconds=self._timeout_s)
             dist.init_process_group(
                 "nccl", store=self._meeting.store, rank=worker, world_size=world, timeout=deadline
             )
@@ -230,7 +230,7 @@ class GroupSynchronizer:
             exchange,
             self._trained,
             position=position,
-            deadline_s=self._deadline_s,
+            timeout_s=self._timeout_s,
             exchange_id=exchange_id,
         )
         place = copier.copy(self._loop.position(round_))
@@ -306,8 +306,8 @@ class GroupSynchronizer:
             )
         )
         what = f"the batch of round {round_}, after it left out {skipped} batches"
-        deadline_s = self._deadline_s + COORDINATOR_MARGIN_S
-        self._member.wait_for(lambda: protocol.round_batch is not None, deadline_s, what)
+        timeout_s = self._timeout_s + COORDINATOR_MARGIN_S
+        self._member.wait_for(lambda: protocol.round_batch is not None, timeout_s, what)
         answer = protocol.round_batch
         assert answer is not None
         return answer.batch

@@ -26,14 +26,14 @@ class PendingExchange(Protocol):
 
     ended_s: float | None
 
-    def wait(self, deadline_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Blocks until the result is in the output tensor and the memory may be written again.
 
         Args:
-            deadline_s: the longest wait from now on, in seconds.
+            timeout_s: the longest wait from now on, in seconds.
 
         Raises:
-            WorkerError: the exchange was abandoned, or did not finish within `deadline_s` seconds.
+            WorkerError: the exchange was abandoned, or did not finish within `timeout_s` seconds.
         """
 
 

@@ -157,10 +157,10 @@ class _LinkPending:
         self._done = SignalSafeEvent()
         self._error: WorkerError | None = None
 
-    def wait(self, deadline_s: float) -> None:
-        if not self._done.wait(deadline_s):
+    def wait(self, timeout_s: float) -> None:
+        if not self._done.wait(timeout_s):
             raise WorkerError(
-                f"an exchange was not finished within {deadline_s:g} s although no worker was reported "
+                f"an exchange was not finished within {timeout_s:g} s although no worker was reported "
                 "lost; look for a worker that is stuck"
             )
         if self._error is not None:

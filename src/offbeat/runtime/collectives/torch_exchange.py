@@ -105,7 +105,7 @@ class _TorchPending:
         self._work = work
         self._error = error
 
-    def wait(self, deadline_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """See `PendingExchange.wait`; with NCCL only the current stream waits, without a time limit."""
         if self._error is not None:
             raise self._error
@@ -113,18 +113,18 @@ class _TorchPending:
             if self._exchange.is_nccl:
                 self._work.wait()
             else:
-                self._poll(deadline_s)
+                self._poll(timeout_s)
         except RuntimeError as error:
             self._error = self._exchange.explain(error)
             raise self._error from error
         if self._exchange.error is not None:
             raise self._exchange.error
 
-    def _poll(self, deadline_s: float) -> None:
-        limit_s = time.monotonic() + deadline_s
+    def _poll(self, timeout_s: float) -> None:
+        limit_s = time.monotonic() + timeout_s
         while not self._work.is_completed() and self._exchange.error is None:
             if time.monotonic() > limit_s:
-                raise WorkerError(f"a torch.distributed exchange was not finished within {deadline_s:g} s")
+                raise WorkerError(f"a torch.distributed exchange was not finished within {timeout_s:g} s")
             time.sleep(_POLL_S)
         if self._exchange.error is None:
             self._work.wait()

@@ -214,16 +214,14 @@ class CoordinatorClient:
                 strategy=strategy,
             )
         )
-        deadline_s = self._start_s + _ANSWER_MARGIN_S
-        limit_s = time.monotonic() + deadline_s
+        timeout_s = self._start_s + _ANSWER_MARGIN_S
+        limit_s = time.monotonic() + timeout_s
         while not self._wait_for_start(min(_POLL_S, limit_s - time.monotonic())):
             if (cause := self._meeting_failure()) is not None:
                 raise WorkerError(cause)
             if time.monotonic() > limit_s:
                 what = "the coordinator to start the job"
-                raise WorkerError(
-                    f"worker {self.worker}: timed out after {deadline_s:g} s waiting for {what}"
-                )
+                raise WorkerError(f"worker {self.worker}: timed out after {timeout_s:g} s waiting for {what}")
         assert self._start is not None
         return self._start
 
@@ -326,25 +324,25 @@ class CoordinatorClient:
         """Whether the job's failure has been raised in the program already."""
         return self.failure is not None and self.failure.__traceback__ is not None
 
-    def wait_for(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Waits until actions received make the condition true.
 
         Args:
             condition: evaluated under `lock`.
-            deadline_s: for how long, in seconds.
+            timeout_s: for how long, in seconds.
             what: what is waited for, for the error message.
 
         Raises:
-            WorkerError: the job failed, or the wait took longer than `deadline_s` seconds.
+            WorkerError: the job failed, or the wait took longer than `timeout_s` seconds.
         """
-        limit_s = time.monotonic() + deadline_s
+        limit_s = time.monotonic() + timeout_s
         with self._changed:
             while not condition():
                 self.raise_if_failed()
                 left_s = limit_s - time.monotonic()
                 if left_s <= 0:
                     raise WorkerError(
-                        f"worker {self.worker}: timed out after {deadline_s:g} s waiting for {what}"
+                        f"worker {self.worker}: timed out after {timeout_s:g} s waiting for {what}"
                     )
                 self._changed.wait(left_s)
 

@@ -82,7 +82,7 @@ class AssignedBatches:
             behalf; None where no worker is ever excluded.
         has_no_pending_gradient: whether no gradient has been computed since the last optimizer step.
         blocks_per_round: most batches that a round has had so far.
-        deadline_s: how long to wait for samples, in seconds.
+        timeout_s: how long to wait for samples, in seconds.
 
     Raises:
         OffbeatError: a loader option is one that the session sets itself.
@@ -105,7 +105,7 @@ class AssignedBatches:
         late_gradients: LateGradients | None,
         has_no_pending_gradient: Callable[[], bool],
         blocks_per_round: int,
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         check_loader_options(loader_options)
         self._member, self._hand = coordinator, coordinator.protocol.block_queue
@@ -114,7 +114,7 @@ class AssignedBatches:
         self._batch_size, self._drop_last, self._epoch = batch_size, drop_last, epoch
         self._is_last, self._skips, self._used = is_last, has_left_epoch_early, consumed
         self._late, self._is_clear = late_gradients, has_no_pending_gradient
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         options = dict(loader_options)
         processes = options.get("num_workers", 0)
         ahead = processes * (options.get("prefetch_factor") or _PREFETCH) + 1 if processes else 0
@@ -175,7 +175,7 @@ class AssignedBatches:
         if source is None:
             self._request()
             what = f"samples of epoch {self._epoch}"
-            self._member.wait_for(lambda: self._choose() is not None, self._deadline_s, what)
+            self._member.wait_for(lambda: self._choose() is not None, self._timeout_s, what)
             source = self._choose()
             assert source is not None
         if source is _Source.PLACEHOLDER:

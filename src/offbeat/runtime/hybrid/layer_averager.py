@@ -82,7 +82,7 @@ class LayerAverager:
             first served.
         overlap: `forward`: a mean is waited for when it is needed; `backward`: all means before the optimizer
             steps; `none`: as `backward`, and nothing is sent before the backward pass is over.
-        deadline_s: the longest duration of an exchange, in seconds.
+        timeout_s: the longest duration of an exchange, in seconds.
 
     Attributes:
         message_cost: the cost of a message, as measured at the start.
@@ -101,7 +101,7 @@ class LayerAverager:
         fuse_bytes: int | None,
         order: SendOrder,
         overlap: Overlap,
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         self._model, self._optimizers, self._context = model, optimizers, context
         self._workers = workers
@@ -110,7 +110,7 @@ class LayerAverager:
         self._steps = PartialOptimizer(optimizers[0])
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._forms = ParameterFormCheck(model)
-        self._rounds = LayerRounds(model, self._parameters, binding, context, deadline_s=deadline_s)
+        self._rounds = LayerRounds(model, self._parameters, binding, context, timeout_s=timeout_s)
         check_layers(model)
         self._uses = FirstUseTracker(model, self._parameters, time.perf_counter)
         self._hook_handles: list[RemovableHandle | HookFreeScripting] = []

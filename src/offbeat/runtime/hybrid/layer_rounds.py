@@ -44,7 +44,7 @@ class LayerRounds:
         parameters: the parameters whose gradients are averaged.
         grouping: the binding to the group, which has more than one member.
         host: the session.
-        deadline_s: the longest duration of an exchange, in seconds.
+        timeout_s: the longest duration of an exchange, in seconds.
 
     Attributes:
         names: by parameter.
@@ -56,7 +56,7 @@ class LayerRounds:
         gradients_per_pass: by parameter, how often its gradient is computed in a backward pass; 0 before that
             is known.
         has_failed: an error of the job was raised here.
-        timeout_s: how long an exchange is waited for, in seconds.
+        exchange_timeout_s: how long a worker waits for an exchange, in seconds.
         preemption_step: the first step in whose rounds a member reported a preemption signal.
     """
 
@@ -67,10 +67,10 @@ class LayerRounds:
         grouping: GroupBinding,
         host: AveragerContext,
         *,
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         self.parameters, self.binding, self.context = parameters, grouping, host
-        self.timeout_s = deadline_s + COORDINATOR_MARGIN_S
+        self.exchange_timeout_s = timeout_s + COORDINATOR_MARGIN_S
         handle = grouping.acquire(wait=True)
         assert handle is not None  # the group is complete
         self.exchange, self.position, self.size = handle.exchange, handle.position, handle.size
@@ -144,7 +144,7 @@ class LayerRounds:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
         try:
-            pending.wait(self.timeout_s)
+            pending.wait(self.exchange_timeout_s)
         except WorkerError:
             self.has_failed = True
             raise
@@ -378,7 +378,7 @@ class GradientRound:
         pending = self._pending[index]
         assert pending is not None
         try:
-            pending.wait(self._rounds.timeout_s)
+            pending.wait(self._rounds.exchange_timeout_s)
         except WorkerError:
             return False
         return True

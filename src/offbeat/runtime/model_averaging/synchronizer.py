@@ -50,7 +50,7 @@ class ModelAveragingSynchronizer:
     Args:
         loop: the worker's session.
         trained: the model and its optimizers.
-        deadline_s: how long a worker may keep others waiting, in seconds.
+        timeout_s: how long a worker may keep others waiting, in seconds.
         assigns_samples: samples are assigned as they are needed.
 
     Raises:
@@ -58,14 +58,14 @@ class ModelAveragingSynchronizer:
     """
 
     def __init__(
-        self, loop: TrainingLoop, trained: TrainingState, *, deadline_s: float, assigns_samples: bool
+        self, loop: TrainingLoop, trained: TrainingState, *, timeout_s: float, assigns_samples: bool
     ) -> None:
         if trained.device.type != "cpu":
             raise OffbeatError(
                 f"the model lies on {trained.device}, where models cannot be averaged yet: use the strategy "
                 "bsp, or train on the CPU"
             )
-        self._loop, self._trained, self._deadline_s = loop, trained, deadline_s
+        self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
         self._assigns_samples = assigns_samples
         self._forms = ParameterFormCheck(trained.model)
         self._client: CoordinatorClient | None = None
@@ -190,7 +190,7 @@ class ModelAveragingSynchronizer:
         while client is not None and not client.is_job_complete:
             client.wait_for(
                 lambda: self._protocol.averaging is not None or client.is_job_complete,
-                self._deadline_s,
+                self._timeout_s,
                 "all workers to finish",
             )
             if self._protocol.averaging is not None:
@@ -290,8 +290,8 @@ class ModelAveragingSynchronizer:
         """
         client = self._client
         assert client is not None
-        deadline_s = self._deadline_s + COORDINATOR_MARGIN_S
-        client.wait_for(lambda: self._protocol.averaging is not None, deadline_s, what)
+        timeout_s = self._timeout_s + COORDINATOR_MARGIN_S
+        client.wait_for(lambda: self._protocol.averaging is not None, timeout_s, what)
         averaging = self._protocol.averaging
         assert averaging is not None
         self._loop.timer.switch("communicate")
@@ -335,7 +335,7 @@ class ModelAveragingSynchronizer:
             for index, (flat, into) in enumerate(pairs)
         ]
         for one_pending in pending:
-            one_pending.wait(self._deadline_s)
+            one_pending.wait(self._timeout_s)
         for one in flats:
             one.unpack()
         self._exchange = None
@@ -347,7 +347,7 @@ class ModelAveragingSynchronizer:
             exchange,
             self._trained,
             position=workers.index(self._loop.worker),
-            deadline_s=self._deadline_s,
+            timeout_s=self._timeout_s,
             exchange_id=averaging.exchange_id + 1,
         )
         place = copier.copy(self._loop.position(self._protocol.round))

@@ -40,7 +40,7 @@ class ServedProcess:
     Args:
         loop: the training loop of one of its workers.
         meeting: the rendezvous of the job.
-        deadline_s: how long the first worker may take to store its parameters on the servers, in seconds.
+        timeout_s: how long the first worker may take to store its parameters on the servers, in seconds.
 
     Attributes:
         threads: ids of its workers.
@@ -48,9 +48,9 @@ class ServedProcess:
         model: the parameters that its threads push and pull.
     """
 
-    def __init__(self, loop: TrainingLoop, meeting: RendezvousInfo, deadline_s: float) -> None:
+    def __init__(self, loop: TrainingLoop, meeting: RendezvousInfo, timeout_s: float) -> None:
         self.threads = loop.local_workers
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self.model: SharedModel
         self._job, self._thread_count = meeting.job, 0
         self._lock = threading.Lock()
@@ -72,7 +72,7 @@ class ServedProcess:
         cls,
         loop: TrainingLoop,
         meeting: RendezvousInfo,
-        deadline_s: float,
+        timeout_s: float,
         open_model: Callable[[ServedProcess], SharedModel],
     ) -> ServedProcess:
         """Return this process's state in a job; the first thread opens it.
@@ -83,7 +83,7 @@ class ServedProcess:
         with _processes_lock:
             found = _processes.get(meeting.job)
             if found is None:
-                found = _processes[meeting.job] = cls(loop, meeting, deadline_s)
+                found = _processes[meeting.job] = cls(loop, meeting, timeout_s)
             found._thread_count += 1
         try:
             with found._lock:
@@ -136,7 +136,7 @@ class ServedProcess:
 
     def _wait_for_place(self, loop: TrainingLoop) -> list[float]:
         """Wait until the first worker has stored its parameters; return the position of the training."""
-        limit_s = time.monotonic() + self._deadline_s
+        limit_s = time.monotonic() + self._timeout_s
         while True:
             is_published, *numbers = self.model.wait_for(
                 self._place_namespace().pull(), "the first parameters", loop.raise_if_failed
@@ -145,7 +145,7 @@ class ServedProcess:
                 return list(numbers)
             if time.monotonic() > limit_s:
                 raise WorkerError(
-                    f"timed out after {self._deadline_s:g} s waiting for the parameters of worker 0", worker=0
+                    f"timed out after {self._timeout_s:g} s waiting for the parameters of worker 0", worker=0
                 )
             loop.raise_if_failed()
             time.sleep(_POLL_S)

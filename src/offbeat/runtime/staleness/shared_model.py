@@ -112,7 +112,7 @@ class SharedModel:
         ps: this process's client.
         groups: the parameters of each of the optimizer's groups.
         directory: what may be read and pushed; only this object reports pushes and pulls to it.
-        deadline_s: how long servers, and other workers' gradients, may take, in seconds.
+        timeout_s: how long servers, and other workers' gradients, may take, in seconds.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class SharedModel:
         groups: Sequence[PsTensors],
         directory: CacheDirectory,
         *,
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         self._ps = ps
         self._namespaces = [group.namespace for group in groups]
-        self._is_versioned, self._deadline_s = directory.is_versioned, deadline_s
+        self._is_versioned, self._timeout_s = directory.is_versioned, timeout_s
         self._lock = SignalSafeCondition()
         self._pulling = threading.Lock()
         self.directory = directory
@@ -163,7 +163,7 @@ class SharedModel:
         """
         begins = [1 for _ in self._namespaces]
         if self._is_versioned:
-            begins = [namespace.join_aggregation(1, self._deadline_s) for namespace in self._namespaces]
+            begins = [namespace.join_aggregation(1, self._timeout_s) for namespace in self._namespaces]
         done: list[Future] = []
         time = max(begins) if initial is not None or is_newcomer else push_time(-1)
         for group, (namespace, first) in enumerate(zip(self._namespaces, begins, strict=True)):
@@ -221,7 +221,7 @@ class SharedModel:
             self.wait_for(self._ps.when_done(under_way), "the last gradients to be applied", check)
             if self._is_versioned:
                 for namespace in self._namespaces:
-                    namespace.leave_aggregation(self._deadline_s)
+                    namespace.leave_aggregation(self._timeout_s)
 
     def remove_failed(self, worker: int) -> None:
         """Remove a thread that may have failed, without waiting; no other thread waits for it any more."""
@@ -412,7 +412,7 @@ class SharedModel:
         """
         if not self._is_versioned:
             return
-        end_s = time.monotonic() + self._deadline_s
+        end_s = time.monotonic() + self._timeout_s
         for namespace in self._namespaces:
             while namespace.participants:
                 check()
@@ -420,7 +420,7 @@ class SharedModel:
                     namespace.wait_for_all_left(_POLL_S)
                 except OffbeatError as error:
                     if time.monotonic() > end_s:
-                        raise WorkerError(f"timed out after {self._deadline_s:g} s: {error}") from error
+                        raise WorkerError(f"timed out after {self._timeout_s:g} s: {error}") from error
 
     def _wait_until(self, condition: Callable[[], bool], what: str, check: Callable[[], None]) -> None:
         """Wait, with the lock held, for other threads of this process.
@@ -428,11 +428,11 @@ class SharedModel:
         Raises:
             WorkerError: it took too long.
         """
-        end_s = time.monotonic() + self._deadline_s
+        end_s = time.monotonic() + self._timeout_s
         while not condition():
             check()
             if time.monotonic() > end_s:
-                raise WorkerError(f"timed out after {self._deadline_s:g} s waiting for {what}")
+                raise WorkerError(f"timed out after {self._timeout_s:g} s waiting for {what}")
             self._lock.wait(_POLL_S)
 
     def wait_for(self, future: Future, what: str, check: Callable[[], None]) -> Any:
@@ -442,7 +442,7 @@ class SharedModel:
             WorkerError: it failed or took too long; the message names the servers.
         """
         try:
-            return future.result_while(check, self._deadline_s)
+            return future.result_while(check, self._timeout_s)
         except WorkerError:
             raise
         except OffbeatError as error:

@@ -214,7 +214,7 @@ class ServerSynchronizer:
         self._member, self._protocol = member, member.protocol
         member.on_action = self._on_action
         self._process = ServedProcess.open_or_get(
-            self._loop, rendezvous, self._terms.deadline_s, self._open_model
+            self._loop, rendezvous, self._terms.timeout_s, self._open_model
         )
         if self._loop.is_newcomer:
             self._process.restore_position(self._loop)
@@ -240,7 +240,7 @@ class ServerSynchronizer:
                 is_versioned=self._terms.is_versioned,
                 clears_threads=self._terms.clears_thread_cache,
             ),
-            deadline_s=self._terms.deadline_s,
+            timeout_s=self._terms.timeout_s,
         )
 
     @property
@@ -378,7 +378,7 @@ class ServerSynchronizer:
         while not self._may_start():  # each permit shows that the other workers go on
             self._member.wait_for(
                 lambda last=grant: self._may_start() or self._last_permit() is not last,  # type: ignore[misc]
-                self._terms.deadline_s,
+                self._terms.timeout_s,
                 "the gate to open",
             )
             grant = self._last_permit()
@@ -569,7 +569,7 @@ class ServerSynchronizer:
             )
         )
         what = "the coordinator to name the next clock"
-        self._member.wait_for(lambda: self._protocol.permit is not None, self._terms.deadline_s, what)
+        self._member.wait_for(lambda: self._protocol.permit is not None, self._terms.timeout_s, what)
         self._is_reporting = False
         if clock is None:
             self._served.finish_clocks(loop.worker, self._last_permit().clock)

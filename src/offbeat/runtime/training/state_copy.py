@@ -69,7 +69,7 @@ class StateCopier:
         exchange: over the members.
         trained: the model and optimizers that are copied.
         position: this worker's position; the state of the member at 0 is copied.
-        deadline_s: the longest duration of one transfer, in seconds.
+        timeout_s: the longest duration of one transfer, in seconds.
         exchange_id: the first id to use; the following 3 are used as well.
     """
 
@@ -81,14 +81,14 @@ class StateCopier:
         trained: TrainingState,
         *,
         position: int,
-        deadline_s: float,
+        timeout_s: float,
         exchange_id: int,
     ) -> None:
         self._exchange = exchange
         self._trained = trained
         self._device = trained.device
         self._is_root = position == 0
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._exchange_id = exchange_id
 
     @torch.no_grad()
@@ -170,7 +170,7 @@ class StateCopier:
 
     def _broadcast(self, flat: torch.Tensor, exchange_id: int, index: int) -> None:
         pending = self._exchange.broadcast(flat, root=0, exchange_id=exchange_id, index=index)
-        pending.wait(self._deadline_s)
+        pending.wait(self._timeout_s)
 
 
 def _describe_state(

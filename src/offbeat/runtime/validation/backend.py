@@ -60,7 +60,7 @@ class EvaluationBackend:
         is_awaited: training waits for the metrics of each epoch anyway.
         ledger: receives the results.
         make_pool: returns a pool of threads for evaluators.
-        deadline_s: see `Validator`.
+        timeout_s: see `Validator`.
 
     Raises:
         OffbeatError: this backend is not available here.
@@ -82,10 +82,10 @@ class EvaluationBackend:
         is_awaited: bool,
         ledger: ValidationLedger,
         make_pool: MakePool,
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         self._state, self._evaluate, self._data, self._parts = state, evaluate, data, parts
-        self._ledger, self._make_pool, self._deadline_s = ledger, make_pool, deadline_s
+        self._ledger, self._make_pool, self._timeout_s = ledger, make_pool, timeout_s
         self._device = next((tensor.device for tensor in state.model.parameters()), torch.device("cpu"))
         self._inline_evaluator = ThreadEvaluator(evaluate, data, self._device, has_stream=False)
         self._pools: list[tuple[EvaluatorPool[Snapshot], weakref.finalize[..., Any]]] = []
@@ -319,7 +319,7 @@ class EvaluationBackend:
         evaluators: list[Evaluator[Snapshot]] = []
         for number in range(count):
             evaluators.append(
-                ProcessEvaluator(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
+                ProcessEvaluator(number, self._evaluate, data, threads=threads, timeout_s=self._timeout_s)
                 if backend == "process"
                 else ThreadEvaluator(
                     self._evaluate,
@@ -355,7 +355,7 @@ class EvaluationBackend:
             for part in parts
         ]
         for thread in threads:
-            thread.join(self._deadline_s)
+            thread.join(self._timeout_s)
 
 
 class _Stopwatch:

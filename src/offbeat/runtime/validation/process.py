@@ -126,17 +126,17 @@ class ProcessEvaluator:
         number: of this evaluator, for messages.
         evaluate, data: passed to the process as copies, except for tensors, which are shared.
         threads: torch threads of the process.
-        deadline_s: the longest time that a part may take.
+        timeout_s: the longest time that a part may take.
 
     Raises:
         OffbeatError: `evaluate` or `data` cannot be sent to another process.
     """
 
     def __init__(
-        self, number: int, evaluate: Evaluate, data: ValidationData, *, threads: int, deadline_s: float
+        self, number: int, evaluate: Evaluate, data: ValidationData, *, threads: int, timeout_s: float
     ) -> None:
         self._number, self._evaluate, self._data = number, evaluate, data
-        self._threads, self._deadline_s = threads, deadline_s
+        self._threads, self._timeout_s = threads, timeout_s
         self._is_closed = False
         self._lock = threading.Lock()  # starting and closing
         self._start()
@@ -194,7 +194,7 @@ class ProcessEvaluator:
             self._connection.send(self._make_request(part))
         except OSError:
             raise self._death_error(task) from None
-        answer = self._receive(self._deadline_s, task)
+        answer = self._receive(self._timeout_s, task)
         if answer.metrics is not None:
             return answer.metrics
         assert answer.error is not None

@@ -28,11 +28,11 @@ class Validation:
 
     Attributes:
         epoch: that is validated, from 0.
-        deadline_s: the default timeout of `result`, in seconds.
+        timeout_s: the default timeout of `result`, in seconds.
     """
 
-    def __init__(self, epoch: int, deadline_s: float, ledger: ValidationLedger) -> None:
-        self.epoch, self.deadline_s = epoch, deadline_s
+    def __init__(self, epoch: int, timeout_s: float, ledger: ValidationLedger) -> None:
+        self.epoch, self.timeout_s = epoch, timeout_s
         self._ledger = ledger
         self._is_over = SignalSafeEvent()
         self._metrics: Mapping[str, float] = {}
@@ -62,7 +62,7 @@ class Validation:
         Raises:
             OffbeatError: it took longer; the message names what is missing.
         """
-        timeout_s = self.deadline_s if timeout_s is None else timeout_s
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         if self._is_over.is_set():
             return
         with self._ledger.waiting_context():
@@ -92,10 +92,10 @@ class ValidationLedger:
         waiting_context: a context entered while a thread waits for a validation.
     """
 
-    def __init__(self, scheduler: ValidationScheduler, deadline_s: float) -> None:
+    def __init__(self, scheduler: ValidationScheduler, timeout_s: float) -> None:
         self.describe_missing: Callable[[int], str] = self._missing_parts
         self.waiting_context: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._scheduler, self._deadline_s = scheduler, deadline_s
+        self._scheduler, self._timeout_s = scheduler, timeout_s
         self._lock = threading.Lock()
         self._validations: dict[int, Validation] = {}
         self._failure: BaseException | None = None
@@ -104,7 +104,7 @@ class ValidationLedger:
         self, epoch: int, parts: tuple[range, ...]
     ) -> tuple[TakeSnapshot | WaitForValidation | SkipValidation, Validation]:
         """Decide what happens to an epoch that has ended; return the decision and the future result."""
-        validation = Validation(epoch, self._deadline_s, self)
+        validation = Validation(epoch, self._timeout_s, self)
         with self._lock:
             answer = self._scheduler.on_epoch_ended(epoch, parts)
             if isinstance(answer, TakeSnapshot):
@@ -152,7 +152,7 @@ class ValidationLedger:
 
     def make_without_metrics(self, epoch: int, reason: str) -> Validation:
         """Return the result of an epoch that is not validated."""
-        validation = Validation(epoch, self._deadline_s, self)
+        validation = Validation(epoch, self._timeout_s, self)
         validation.end_without_metrics(reason)
         return validation
 

@@ -107,14 +107,14 @@ class SharedParts:
         member: the worker's line to the coordinator.
         ledger: of the validations under way here; each has one part, the set.
         samples: in the set.
-        deadline_s: the longest time that the transfer of a snapshot may take.
+        timeout_s: the longest time that the transfer of a snapshot may take.
         pool: evaluates the assigned parts.
     """
 
     member: CoordinatorClient
     ledger: ValidationLedger
     samples: int
-    deadline_s: float
+    timeout_s: float
     pool: EvaluatorPool[Snapshot] | None = None
     _held: dict[int, _HeldSnapshot] = field(default_factory=dict)
     _changed: SignalSafeCondition = field(default_factory=SignalSafeCondition)
@@ -135,7 +135,7 @@ class SharedParts:
                 is_current=is_current,
                 samples=self.samples,
                 evaluators=evaluators,
-                part_deadline_s=self.deadline_s,
+                part_deadline_s=self.timeout_s,
                 decision_rule=terms,
             )
         )
@@ -311,7 +311,7 @@ class SharedParts:
             OffbeatError: it took too long.
         """
         assert isinstance(part, _AssignedPart)
-        end_s = time.monotonic() + self.deadline_s
+        end_s = time.monotonic() + self.timeout_s
         with self._changed:
             while True:
                 held = self._held.get(part.epoch)
@@ -323,7 +323,7 @@ class SharedParts:
                 if remaining_s <= 0:
                     raise OffbeatError(
                         f"worker {self.member.worker}: timed out waiting for another worker's snapshot of "
-                        f"epoch {part.epoch} after {self.deadline_s:g} s"
+                        f"epoch {part.epoch} after {self.timeout_s:g} s"
                     )
                 self._changed.wait(remaining_s)
 

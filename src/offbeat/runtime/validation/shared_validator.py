@@ -81,9 +81,9 @@ class SharedValidator(Validator):
         self._ledger.describe_missing = self._shares.describe_missing
         self._member.on_validation_action = self._shares.on_action
 
-    def _pool_factory(self, samples: int, deadline_s: float) -> MakePool:
+    def _pool_factory(self, samples: int, timeout_s: float) -> MakePool:
         self._shares = shares = SharedParts(
-            member=self._member, ledger=self._ledger, samples=samples, deadline_s=deadline_s
+            member=self._member, ledger=self._ledger, samples=samples, timeout_s=timeout_s
         )
         on_failure = partial(self._member.on_thread_failed, "offbeat validation")
 

@@ -81,7 +81,7 @@ class Validator:
             that they belong to, so that it ends with the weights that "sync" would give; needs `epochs`.
         restores: what "rollback" restores in addition to the model and the global random numbers: the
             optimizer, schedulers.
-        deadline_s: the longest time that a validation may take, in seconds.
+        timeout_s: the longest time that a validation may take, in seconds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -106,7 +106,7 @@ class Validator:
         plateau: ReduceLROnPlateau | None = None,
         decision: Decision = "lag",
         restores: Sequence[Stateful] = (),
-        deadline_s: float = DEADLINE_S,
+        timeout_s: float = DEADLINE_S,
     ) -> None:
         if backend not in get_args(Backend):
             raise ValueError(f"expected a backend of {', '.join(get_args(Backend))}, got {backend!r}")
@@ -116,12 +116,12 @@ class Validator:
             raise ValueError(
                 "expected a monitor together with plateau, to name the metric that plateau receives"
             )
-        if not 0 < deadline_s < math.inf:
-            raise ValueError(f"expected a finite deadline above 0 s, got {deadline_s:g}")
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"expected a finite deadline above 0 s, got {timeout_s:g}")
         samples = count_samples(data)
         parts = split_even(samples, workers)
         scheduler = ValidationScheduler(pending_max=max_pending, when_full=when_full)
-        self._ledger = ValidationLedger(scheduler, deadline_s)
+        self._ledger = ValidationLedger(scheduler, timeout_s)
         self._monitor, self._plateau, self._decision = monitor, plateau, decision
         # A plateau receives epochs in order, once each, even if training rolls back.
         restored = [stateful for stateful in restores if stateful is not plateau]
@@ -143,11 +143,11 @@ class Validator:
             backend,
             is_awaited=decision == "sync",
             ledger=self._ledger,
-            make_pool=self._pool_factory(samples, deadline_s),
-            deadline_s=deadline_s,
+            make_pool=self._pool_factory(samples, timeout_s),
+            timeout_s=timeout_s,
         )
 
-    def _pool_factory(self, samples: int, deadline_s: float) -> MakePool:
+    def _pool_factory(self, samples: int, timeout_s: float) -> MakePool:
         """Return what makes the pools of evaluating threads, without a reference to this validator."""
         return partial(EvaluatorPool, on_done=self._ledger.on_part_done, on_failure=self._ledger.fail_all)
 

@@ -67,7 +67,7 @@ def draw_case(seed: int) -> ModelFaultCase:
             "size": chance.choice([None, 2, 3, 4]),
             "window": chance.choice([None, 0, 3, 10]),
             "hold_timeout_s": chance.choice([0.5, 5.0]),
-            "deadline_s": 100.0,
+            "timeout_s": 100.0,
         },
     )
 

@@ -126,7 +126,7 @@ def draw_case(seed: int, terms: PsOptions, arguments: Mapping[str, Any]) -> Stal
     return StalenessFaultCase(
         setting=setting,
         ps_setting=ps_setting(terms, arguments, threads=threads, servers=servers, halves_after=halves_after),
-        arguments={**arguments, "deadline_s": chance.choice([1.2, 10.0, 10.0])},
+        arguments={**arguments, "timeout_s": chance.choice([1.2, 10.0, 10.0])},
     )
 
 

@@ -128,7 +128,7 @@ def draw_case(seed: int) -> FaultCase:
         "halt_timeout_s": 0.5,
         "patience_min_s": 0.5,
         "join_timeout_s": 2.0,
-        "deadline_s": 2.0,
+        "timeout_s": 2.0,
         "staleness_steps_max": options.choice([None, None, 1, 4]),
     }
     return FaultCase(setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25)
