@@ -21,6 +21,7 @@ from support.source_files import (
     ROOT,
     attributes,
     calls,
+    dotted,
     imports,
     modules,
     name_of,
@@ -412,6 +413,26 @@ def test_every_test_file_has_a_name_of_its_own():
     """pytest imports a test file by its name without the folder: a second one of that name would not run."""
     names = [path.name for path in files_of_tests() if path.name.startswith("test_")]
     assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
+
+
+def names_defined_twice(path: Path) -> list[str]:
+    """Names of functions and classes of a file that a later definition replaces."""
+    defined = [
+        node.name
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        and "overload" not in map(dotted, node.decorator_list)
+    ]
+    return sorted({name for name in defined if defined.count(name) > 1})
+
+
+def test_no_function_replaces_another_of_its_name():
+    """Of two tests of one name in a file only the second would run."""
+    none(
+        f"{from_root(path)} defines {names} twice"
+        for path in [*modules(), *files_of_tests()]
+        if (names := names_defined_twice(path))
+    )
 
 
 def test_no_test_file_imports_another():

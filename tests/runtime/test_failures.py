@@ -458,7 +458,7 @@ def kill_this_process():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail():
+def fail_with_runtime_error():
     raise RuntimeError("out of luck")
 
 
@@ -467,11 +467,11 @@ def fail():
     ("misdeed", "cause"),
     [
         (kill_this_process, r"worker-2\.\w+ .* \(noticed by the coordinator\)"),
-        (fail, r"it failed after 12 steps: RuntimeError: out of luck"),
+        (fail_with_runtime_error, r"it failed after 12 steps: RuntimeError: out of luck"),
     ],
 )
 def test_every_survivor_logs_once_the_lost_worker_the_cause_and_the_remaining_workers(misdeed, cause):
-    with job(writes, WORKERS, 2, misdeed, clean=misdeed is fail) as running:
+    with job(writes, WORKERS, 2, misdeed, clean=misdeed is fail_with_runtime_error) as running:
         ended = running.ends()
     for one in ended[:2] + ended[3:]:
         (line,) = one.value
