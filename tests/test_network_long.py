@@ -106,15 +106,15 @@ def test_a_long_fault_ends_a_job_in_lockstep_and_the_silent_worker_is_named(
     tmp_path, name, fault_name, duration_s
 ):
     with training(LOCKSTEP[name], WORKERS, tmp_path) as job:
-        everybody = job.everybody
+        all_ranks = job.everybody
         broken_s, mended_s = fault(
-            job, lambda: FAULTS[fault_name](job.places), duration_s, until_ended=everybody
+            job, lambda: FAULTS[fault_name](job.places), duration_s, until_ended=all_ranks
         )
-        ended = job.ends(everybody)
+        ended = job.ends(all_ranks)
         print(job.measures(broken_s, mended_s))
         away = {"one host": {3}, "rank 0's host": {1, 2, 3, 4}, "half": {3, 4}}.get(fault_name, set())
         silent = away or {1, 2}
-        for rank in everybody:
+        for rank in all_ranks:
             if rank in away:
                 assert_names_the_coordinator(ended[rank], job.places[0])
             else:

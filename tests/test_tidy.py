@@ -275,7 +275,7 @@ def test_numerics_compute_and_do_not_communicate():
         assert not others, f"{name_of(path)} imports {others}"
 
 
-def test_strategies_are_imported_by_the_door_and_the_command_line_only():
+def test_only_the_root_and_the_command_line_import_strategies():
     none(
         name_of(path)
         for path in modules()

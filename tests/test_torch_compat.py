@@ -113,7 +113,7 @@ def test_each_kind_of_tool_is_distinguished_from_the_others():
     assert model.seen.pop() == (False, False, True)
 
 
-def test_a_transformation_does_not_see_what_is_computed_without_it():
+def test_a_transformation_does_not_see_computation_outside_of_it():
     seen, shapes = [], []
 
     def f(x):

@@ -39,7 +39,7 @@ def test_labels_of_different_spellings_differ():
         (("random:3", "0:2"), "a worker drawn every epoch takes 3x as long; worker 0 takes 2x as long"),
     ],
 )
-def test_slowness_in_words(slow, words):
+def test_slowness_is_described_in_words(slow, words):
     assert comparison.describe_slowness(slow) == words
 
 

@@ -175,7 +175,7 @@ def test_violations_are_those_of_the_kkt_conditions():
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), share=st.floats(0.02, 0.9))
-def test_the_optimum_satisfies_kkt_and_nothing_near_it_is_better(seed, share):
+def test_the_optimum_satisfies_kkt_and_no_nearby_point_is_better(seed, share):
     signed, columns, other = problem(seed)
     l1 = share * np.abs(gradient(columns, np.zeros(columns.height))).max()
     found = solve(columns, l1)

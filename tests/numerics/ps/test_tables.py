@@ -372,7 +372,7 @@ def test_blocks_lie_together_up_to_a_mebibyte_of_values():
 
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_block_is_added_and_removed_alone_whatever_it_is_stored_with(data):
+def test_a_block_is_added_and_removed_without_its_neighbours_in_memory(data):
     block_keys, update = data.draw(st.integers(1, 20)), SGD(0.1, 0.9)
     table, other = (ArrayTable(KEYS, block_keys, update) for _ in range(2))
     other.apply(0, KEYS, Entries(0, np.arange(KEYS, dtype=np.float32)))

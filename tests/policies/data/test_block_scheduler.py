@@ -616,7 +616,7 @@ def test_the_first_epoch_may_be_any_and_a_latecomer_may_begin_a_finished_one():
 # Continuing in another job ------------------------------------------------------------------------------
 
 
-def test_used_ranges_are_those_of_earlier_rounds_whatever_is_assigned_or_under_way():
+def test_used_ranges_are_those_of_earlier_rounds_regardless_of_assigned_blocks():
     scheduler = running(members=2, samples=40, batch_size=4)
     scheduler.assign()  # blocks 0 and 2 to the first, 1 and 3 to the second
     assert scheduler.used_ranges(0) == {0: ()}
@@ -849,7 +849,7 @@ def test_an_impossible_call_is_refused_and_changes_nothing(call, arguments, mess
     assert vars(scheduler) == vars(copy(scheduler))
 
 
-def test_an_epoch_before_the_one_where_it_is_is_refused():
+def test_an_epoch_before_the_current_one_of_a_worker_is_refused():
     scheduler = running(members=1, samples=4)
     scheduler.assign()
     scheduler.begin_epoch(0, 1, 4, 4)

@@ -117,7 +117,7 @@ class Job:
         for worker in workers:
             self.ready(worker, round_)
 
-    def go_on(self, workers: tuple[int, ...], round_: int) -> None:
+    def run_rounds(self, workers: tuple[int, ...], round_: int) -> None:
         """These workers finish round after round until they are assigned no more blocks."""
         for number in range(round_, round_ + 40):
             for worker in workers:
@@ -270,7 +270,7 @@ def test_after_a_loss_survivors_repeat_their_contributions_and_get_the_lost_work
     job.assigner.repeat_round((0, 1), 0, 0)
     job.pop_assignments()
     assert job.used == 0
-    job.go_on((0, 1), 1)
+    job.run_rounds((0, 1), 1)
     assert job.used == SAMPLES
     assert (job.assigned_positions(first[:2]), job.assigned_positions([first[2], *rest])) == ({1}, {2})
 
@@ -283,7 +283,7 @@ def test_the_contribution_of_a_lost_worker_to_a_round_that_is_not_repeated_is_us
     job.assigner.repeat_round((0,), 1, 1)
     job.pop_assignments()
     assert job.used == 2 * BATCH
-    job.go_on((0,), 1)
+    job.run_rounds((0,), 1)
     assert (job.assigned_positions([first]), job.assigned_positions(rest)) == ({1}, {2})
 
 
@@ -295,7 +295,7 @@ def test_the_contribution_of_a_lost_worker_to_a_round_after_the_repeated_one_is_
     job.assigner.on_gone(0, has_reported_all=False)
     job.assigner.repeat_round((1, 2), 0, 0)
     job.pop_assignments()
-    job.go_on((1, 2), 1)
+    job.run_rounds((1, 2), 1)
     assert job.used == SAMPLES
     assert job.assigned_positions(mine) == {2}
 
@@ -310,7 +310,7 @@ def test_unreported_contributions_of_a_lost_worker_to_rounds_that_others_finishe
     job.assigner.repeat_round((0,), finished, finished)
     job.pop_assignments()
     assert job.used == finished * 2 * BATCH
-    job.go_on((0,), finished)
+    job.run_rounds((0,), finished)
     assert job.used == SAMPLES
     assert job.assigned_positions(mine[:finished]) == ({1} if finished else set())
     assert job.assigned_positions(mine[finished:]) == ({2} if finished < 2 else set())
@@ -327,7 +327,7 @@ def test_as_many_blocks_of_a_lost_worker_are_used_as_the_survivors_report(contri
     job.assigner.repeat_round((0,), 2, 2)
     job.pop_assignments()
     assert [(query.worker, query.lost_worker, query.after_round) for query in job.asked] == [(0, 1, -1)]
-    job.go_on((0,), 2)
+    job.run_rounds((0,), 2)
     count = sum(contributed)
     assert job.used == SAMPLES
     assert job.assigned_positions(mine[:count]) == ({1} if count else set())
@@ -344,7 +344,7 @@ def test_no_round_is_completed_and_no_block_reassigned_before_a_member_has_answe
     job.assigner.repeat_round((0, 1), 1, 1)
     job.pop_assignments()
     assert [query.worker for query in job.asked] == [0, 1]
-    job.go_on((0, 1), 1)
+    job.run_rounds((0, 1), 1)
     assert job.used == 0
     assert job.assigned_positions(mine) == {1}
     job.reports(job.asked[0], since=1)  # it has no record of round 0
@@ -369,7 +369,7 @@ def test_when_the_queried_members_are_lost_too_others_are_queried():
     job.assigner.repeat_round((1,), 1, 1)
     job.pop_assignments()
     assert {(query.worker, query.lost_worker) for query in job.asked} >= {(1, 2)}
-    job.go_on((1,), 1)
+    job.run_rounds((1,), 1)
     assert job.used == SAMPLES
     assert job.assigned_positions(mine[:1]) == {1}
 
@@ -386,7 +386,7 @@ def test_a_worker_given_up_on_that_returns_reports_its_own_contributions():
     job.names(1, 1, ())
     job.names(1, 2, ())
     job.reports(job.asked[0])  # too late to count
-    job.go_on((0,), 2)
+    job.run_rounds((0,), 2)
     assert job.used == SAMPLES
     assert (job.assigned_positions(mine[:1]), job.assigned_positions(mine[1:])) == ({1}, {2})
 
@@ -398,7 +398,7 @@ def test_an_unreported_contribution_of_a_worker_that_leaves_in_order_does_not_co
     job.assigner.on_gone(1, has_reported_all=True)
     job.assigner.repeat_round((0,), 1, 1)
     job.pop_assignments()
-    job.go_on((0,), 1)
+    job.run_rounds((0,), 1)
     assert job.assigned_positions(mine) == {2}
 
 
@@ -432,7 +432,7 @@ def test_a_contribution_of_a_worker_excluded_before_its_step_is_withdrawn_and_re
     job.pop_assignments()
     job.round(1, (0, 1))
     assert assignment_of(job.names(2, 1, (), step=1), 2).replaces_queue
-    job.go_on((0, 1), 2)
+    job.run_rounds((0, 1), 2)
     assert job.used == 2 * SAMPLES
     assert job.assigned_positions(mine) == {2}
 
@@ -451,7 +451,7 @@ def test_an_excluded_worker_keeps_its_blocks_until_it_acknowledges_the_change():
         job.names(1, 1, ()), 1
     ).replaces_queue  # it has computed for a step in which it has no part
     assert job.used == 2 * BATCH
-    job.go_on((0,), 2)
+    job.run_rounds((0,), 2)
     assert (job.assigned_positions([last]), job.assigned_positions(rest)) == ({1}, {2})
 
 
@@ -504,7 +504,7 @@ def test_a_worker_lost_after_its_exclusion_has_finished_its_last_round_and_no_mo
     job.assigner.on_gone(1, has_reported_all=False)
     job.pop_assignments()
     assert job.used == 2 * BATCH
-    job.go_on((0,), 2)
+    job.run_rounds((0,), 2)
     assert (job.assigned_positions(mine[:1]), job.assigned_positions(mine[1:])) == ({1}, {2})
 
 

@@ -17,7 +17,7 @@ some_servers = st.sets(st.integers(0, 30), min_size=1, max_size=8)
 
 
 @given(some_servers, st.integers(1, 5), st.integers(0, 3), st.integers(0, 10**6 - 1))
-def test_a_key_is_where_looking_at_all_points_puts_it(servers, virtual_nodes, copies, key):
+def test_a_key_has_the_holders_found_by_examining_all_points(servers, virtual_nodes, copies, key):
     ring = HashRing(servers, virtual_nodes=virtual_nodes, replicas=copies)
     at = block_point("w", key // 100)
     nodes = sorted(zip(ring._points, ring._owners, strict=True))
@@ -125,7 +125,7 @@ def test_a_ring_without_servers_holds_nothing():
         ([1], {"replicas": -1}, "replicas of at least 0, got -1"),
     ],
 )
-def test_a_ring_that_cannot_be_is_refused(servers, arguments, words):
+def test_an_impossible_ring_is_refused(servers, arguments, words):
     with pytest.raises(ValueError, match=words):
         HashRing(servers, **arguments)
 

@@ -933,7 +933,7 @@ def same(view: PlacementView, other: PlacementView) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(st.booleans(), st.lists(events, max_size=30))
-def test_views_grow_match_those_of_the_server_group_and_name_reachable_servers(
+def test_views_grow_match_the_server_group_and_name_reachable_servers(
     has_begun: bool, drawn: list[Any]
 ) -> None:
     history = History(has_begun=has_begun)

@@ -102,7 +102,7 @@ def test_a_group_task_has_finished_when_it_has_at_every_callee():
     assert do(graph, group, "b") == [TaskFinished(group), TaskRun(after, "a")]
 
 
-def test_a_subtask_holds_up_the_callee_that_issued_it_only():
+def test_a_subtask_delays_only_the_callee_that_issued_it():
     graph = TaskGraph()
     group = begun(graph, "a", "b")
     subtask, starts = graph.add(["a"], parent=TaskRun(group, "b"))

@@ -52,7 +52,7 @@ def test_the_rate_is_in_percent_of_the_loss_of_the_version_before():
     assert controller.lpr == pytest.approx(-20.0)
 
 
-def test_a_negative_loss_falls_when_it_becomes_more_so():
+def test_a_negative_loss_falls_when_its_magnitude_grows():
     assert bounds(LprController(5), -1.0, -1.1, -1.0) == [5, 6, 5]
 
 

@@ -154,8 +154,8 @@ def test_every_clock_is_pushed_once_in_order_when_all_threads_have_passed_it(see
     assert times == list(range(push_time(0), push_time(len(times))))
     assert not job.waiting
     assert job.directory.all_threads_left
-    everything = [update for _, updates in job.servers.pushed for update in sorted(updates)]
-    assert sorted(everything) == list(range(job.updates))
+    all_updates = [update for _, updates in job.servers.pushed for update in sorted(updates)]
+    assert sorted(all_updates) == list(range(job.updates))
 
 
 @pytest.mark.parametrize("s", [0, 1, 3, 10])

@@ -200,7 +200,7 @@ def test_common_clocks_are_as_many_steps_as_workers_run_by_any_of_them():
     assert gate.version == 3
 
 
-def test_clocks_of_the_slow_are_skipped_and_those_of_the_fast_are_the_same_again():
+def test_clocks_of_slow_workers_are_skipped_and_those_of_fast_ones_repeat():
     gate = running(2, None, "common")
     assert [take(gate, 0)[0].clock for _ in range(4)] == [1, 1, 2, 2]
     assert [one.clock for one in take(gate, 1)] == [3]

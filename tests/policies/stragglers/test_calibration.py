@@ -129,7 +129,7 @@ def test_clearly_slow_workers_are_no_measure_for_the_others():
     assert kept(*[[2.5, 2.5, 2.5]] * 4) == 3  # but not beyond twice the pace
 
 
-def test_alike_workers_are_hardly_ever_clearly_slow():
+def test_similar_workers_are_hardly_ever_clearly_slow():
     """1 in C(9, 3) = 84 runs for each of 3 workers and 3 iterations, here of uniform times."""
     chance = random.Random(0)
     runs = 20_000

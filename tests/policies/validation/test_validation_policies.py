@@ -250,7 +250,7 @@ def test_threads_must_keep_half_the_rate_of_evaluation_in_line():
     pace = choosing.minimum_rate()
     assert (pace.check_after_s, pace.calls_per_s_min, pace.rest_s) == (0.4, 50.0, 28.0)
     choosing.after_inline_epoch(spent(validate_s=4.0, calls=10))
-    assert choosing.minimum_rate() is None  # too few to tell
+    assert choosing.minimum_rate() is None  # too few for a rate
 
 
 def test_threads_that_do_not_keep_the_pace_are_not_tried_again():

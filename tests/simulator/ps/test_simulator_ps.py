@@ -94,21 +94,21 @@ def some_trials():
 
 
 @pytest.mark.long
-def test_trials_see_deaths_joins_and_fills(some_trials):
+def test_trials_contain_deaths_joins_and_fills(some_trials):
     views = [view for trial in some_trials for view in trial.published_views]
     assert sum(bool(view.filling) for view in views) > 5
     assert sum(view.target is not None for view in views) > 10
 
 
 @pytest.mark.long
-def test_trials_see_silences_that_are_deaths_and_silences_that_are_not(some_trials):
+def test_trials_contain_silences_with_and_without_a_death(some_trials):
     managers = [trial._manager for trial in some_trials]
     assert sum(manager.lost_for_silence for manager in managers) > 5
     assert sum(manager.waited for manager in managers) > 5
 
 
 @pytest.mark.long
-def test_trials_see_sums_newcomers_and_lost_participants(some_trials):
+def test_trials_contain_sums_newcomers_and_lost_participants(some_trials):
     assert sum(len(clients) > 1 for trial in some_trials for clients in trial._sums.values()) > 1000
     assert sum(bool(view.paused) for trial in some_trials for view in trial.published_views) > 10
     assert sum(len(trial._doomed_clients) for trial in some_trials if trial.trial.aggregates) > 10
