@@ -110,7 +110,7 @@ def test_any_text_is_either_a_rule_or_a_value_error(text):
 
 
 @pytest.mark.parametrize("factor", [0.99, 0.0, -1.0, float("nan"), float("inf")])
-def test_rules_made_without_text_are_refused_with_the_same_error(factor):
+def test_a_rule_made_without_text_needs_a_finite_factor_of_at_least_1(factor):
     with pytest.raises(ValueError, match="expected a finite factor of at least 1"):
         SlowRule(worker=1, factor=factor)
 
