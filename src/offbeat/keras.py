@@ -164,7 +164,7 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
         if restore_best_weights and monitor is None:
             raise ValueError("expected a monitor, to decide which epoch is the best: pass monitor=…")
         if timeout_s <= 0:
-            raise ValueError(f"expected a deadline above 0 s, got {timeout_s:g}")
+            raise ValueError(f"expected a timeout above 0 s, got {timeout_s:g}")
         ValidationScheduler(pending_max=max_pending, when_full=when_full)  # validates these arguments
         self._x, self._y, self._batch_size = x, y, batch_size
         self._parts = _parts(x, workers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.runtime.control.configuration import PolicySpec
-from offbeat.strategies.base import GroupAveraging, check_deadline, lockstep_specs
+from offbeat.strategies.base import GroupAveraging, check_timeout, lockstep_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class AllReduce(GroupAveraging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_deadline(self.timeout_s)
+        check_timeout(self.timeout_s)
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""

@@ -38,8 +38,8 @@ def lockstep_specs(world: int, start_s: float, timeout_s: float) -> tuple[Policy
     )
 
 
-def check_deadline(timeout_s: float) -> None:
-    """Check that a deadline is finite and positive.
+def check_timeout(timeout_s: float) -> None:
+    """Check that a timeout is finite and positive.
 
     Raises:
         ValueError: it is not finite, or not more than 0 s.

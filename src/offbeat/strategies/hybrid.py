@@ -16,7 +16,7 @@ from offbeat.runtime.hybrid.layer_averager import LayerAverager, Overlap
 from offbeat.runtime.hybrid.layer_layout import SendOrder
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.trained import TrainingState
-from offbeat.strategies.base import check_deadline, lockstep_specs
+from offbeat.strategies.base import check_timeout, lockstep_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Hybrid:
                 raise ValueError(f"expected {what} to be one of {', '.join(known)}, got {chosen!r}")
         if self.fuse_bytes is not None and self.fuse_bytes < 0:
             raise ValueError(f"fuse_bytes must be at least 0 bytes, got {self.fuse_bytes}")
-        check_deadline(self.timeout_s)
+        check_timeout(self.timeout_s)
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""

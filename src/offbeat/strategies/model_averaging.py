@@ -11,7 +11,7 @@ from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.trained import TrainingState
-from offbeat.strategies.base import assembly_spec, check_deadline
+from offbeat.strategies.base import assembly_spec, check_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class PReduce:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        check_deadline(self.timeout_s)
+        check_timeout(self.timeout_s)
         PartialReduce(1, **self._policy_arguments())
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:

@@ -77,7 +77,7 @@ def test_a_world_of_one_starts_at_once():
     ("world", "timeout_s"), [(0, 30.0), (-1, 30.0), (1, 0.0), (1, -1.0), (1, float("nan"))]
 )
 def test_bad_arguments_are_refused(world, timeout_s):
-    with pytest.raises(ValueError, match=r"expected a (world|finite deadline)"):
+    with pytest.raises(ValueError, match=r"expected a (world|finite timeout)"):
         Assembly(world, timeout_s)
 
 

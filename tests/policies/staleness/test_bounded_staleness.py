@@ -720,8 +720,8 @@ def test_messages_of_a_finished_worker_are_refused():
     ("arguments", "text"),
     [
         ({"world": 0}, "at least 1 worker, got 0"),
-        ({"world": 1, "timeout_s": 0.0}, "finite deadline of more than 0 s, got 0.0"),
-        ({"world": 1, "timeout_s": float("inf")}, "finite deadline of more than 0 s, got inf"),
+        ({"world": 1, "timeout_s": 0.0}, "finite timeout of more than 0 s, got 0.0"),
+        ({"world": 1, "timeout_s": float("inf")}, "finite timeout of more than 0 s, got inf"),
         ({"world": 1, "shards": "none"}, "dynamic or equal, got 'none'"),
         ({"world": 1, "s": None, "dynamic": {}}, "give s or leave out dynamic"),
         ({"world": 1, "detector": {}}, "expected dynamic along with detector"),

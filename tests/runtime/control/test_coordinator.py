@@ -476,7 +476,7 @@ def test_a_coordinator_that_leaves_before_the_workers_is_reported_as_lost():
         worker=1,
         world=2,
         start_s=0.0,
-        timeout_s=0.0,
+        deadline_s=0.0,
     )
     member = CoordinatorClient(info, 1, GroupProtocol(1), received.put, steps_finished=lambda: 0)
     try:
@@ -505,7 +505,7 @@ def test_an_action_that_the_strategy_does_not_have_fails_the_job():
             worker=0,
             world=1,
             start_s=DEADLINE_S,
-            timeout_s=DEADLINE_S,
+            deadline_s=DEADLINE_S,
         )
         client = CoordinatorClient(info, 0, GroupProtocol(0), failures.put, steps_finished=lambda: 0)
         try:

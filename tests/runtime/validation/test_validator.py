@@ -792,9 +792,9 @@ def test_data_sets_that_cannot_be_divided_are_refused(data, text):
         ({"workers": 0}, "at least 1 sample and 1 part, got 9 and 0"),
         ({"max_pending": -1}, "max_pending to be at least 0"),
         ({"when_full": "drop"}, "block or skip"),
-        ({"timeout_s": 0.0}, "a finite deadline above 0 s"),
-        ({"timeout_s": math.inf}, "a finite deadline above 0 s, got inf"),
-        ({"timeout_s": math.nan}, "a finite deadline above 0 s, got nan"),
+        ({"timeout_s": 0.0}, "a finite timeout above 0 s"),
+        ({"timeout_s": math.inf}, "a finite timeout above 0 s, got inf"),
+        ({"timeout_s": math.nan}, "a finite timeout above 0 s, got nan"),
     ],
 )
 def test_bad_options_are_refused(options, text):

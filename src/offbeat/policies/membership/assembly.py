@@ -49,7 +49,7 @@ class Assembly:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if not 0 < timeout_s < math.inf:
-            raise ValueError(f"expected a finite deadline of more than 0 seconds, got {timeout_s}")
+            raise ValueError(f"expected a finite timeout of more than 0 seconds, got {timeout_s}")
         self._world = world
         self._timeout_s = timeout_s
         self._is_open = accepts_late_joiners

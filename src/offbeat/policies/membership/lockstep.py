@@ -89,7 +89,7 @@ class Lockstep:
         if rounds_ahead_max < 1:
             raise ValueError(f"expected at least 1 round ahead, got {rounds_ahead_max}")
         if not 0 < timeout_s < math.inf:
-            raise ValueError(f"expected a finite deadline of more than 0 s, got {timeout_s}")
+            raise ValueError(f"expected a finite timeout of more than 0 s, got {timeout_s}")
         if not 0 < unreachable_timeout_s < math.inf:
             raise ValueError(
                 f"expected a finite unreachable_timeout_s of more than 0 s, got {unreachable_timeout_s}"

@@ -169,7 +169,7 @@ class BoundedStaleness:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if not 0 < timeout_s < math.inf:
-            raise ValueError(f"expected a finite deadline of more than 0 s, got {timeout_s}")
+            raise ValueError(f"expected a finite timeout of more than 0 s, got {timeout_s}")
         if shards not in ("dynamic", "equal"):
             raise ValueError(f"expected shards dynamic or equal, got {shards!r}")
         if warm_start < 0:

@@ -117,7 +117,7 @@ class Validator:
                 "expected a monitor together with plateau, to name the metric that plateau receives"
             )
         if not 0 < timeout_s < math.inf:
-            raise ValueError(f"expected a finite deadline above 0 s, got {timeout_s:g}")
+            raise ValueError(f"expected a finite timeout above 0 s, got {timeout_s:g}")
         samples = count_samples(data)
         parts = split_even(samples, workers)
         scheduler = ValidationScheduler(pending_max=max_pending, when_full=when_full)
