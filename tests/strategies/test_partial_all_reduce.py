@@ -31,8 +31,10 @@ def test_a_slow_worker_is_left_out_and_holds_the_final_state_all_the_same(tmp_pa
     results = values(run(train, 3, env=env))
     agree(results)
     groups = groups_of(log)
-    assert any(group.members == (0, 2) for group in groups)
-    assert "worker 1: compute time above" in next(g for g in groups if g.members == (0, 2)).reason
+    without = [group.reason for group in groups if group.members == (0, 2)]
+    # The classifier excludes it, or the group that waits for it, whichever is first.
+    assert without
+    assert without[0].startswith(("worker 1: compute time above", "worker 1 was not ready in time"))
     assert groups[-1].joining == (1,)
     assert len(results[0][0]) > 2 * len(results[1][0])
     assert any(isinstance(entry, EndEpoch) for entry in read_log(log).entries)
