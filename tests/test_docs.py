@@ -14,9 +14,8 @@ from torch.utils.data import TensorDataset
 
 import offbeat
 from offbeat.cli.main import main
+from support.source_files import PACKAGE, ROOT, tree_of
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "src" / "offbeat"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -46,9 +45,7 @@ def functions_of(name: str) -> frozenset[str]:
     """The names of the test functions of a file in tests/, whatever folder it is in."""
     paths = [path for path in (ROOT / "tests").rglob(Path(name).name) if path.as_posix().endswith(f"/{name}")]
     assert len(paths) == 1, f"there is no tests/{name}, or more than one"
-    return frozenset(
-        node.name for node in ast.parse(paths[0].read_text()).body if isinstance(node, ast.FunctionDef)
-    )
+    return frozenset(node.name for node in tree_of(paths[0]).body if isinstance(node, ast.FunctionDef))
 
 
 def assert_is_a_test(reference: str) -> None:
@@ -59,9 +56,7 @@ def assert_is_a_test(reference: str) -> None:
 @cache
 def defined_in(path: Path) -> frozenset[str]:
     """The functions and methods that a module defines."""
-    return frozenset(
-        node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
-    )
+    return frozenset(node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef))
 
 
 def sections(document: str) -> dict[str, str]:
@@ -253,7 +248,7 @@ def test_the_changelog_and_the_citation_name_the_version():
 
 def public_names(door: str) -> list[str]:
     """`__all__` of a module, which is read and not imported: one of them needs an extra."""
-    for node in ast.parse((PACKAGE / DOORS[door]).read_text()).body:
+    for node in tree_of(PACKAGE / DOORS[door]).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
     raise AssertionError(f"{door} has no __all__")

@@ -331,8 +331,7 @@ def threads_started(path: Path) -> list[int]:
     derived = [
         node.lineno
         for node in nodes_of(path)
-        if isinstance(node, ast.ClassDef)
-        and {ast.unparse(base).split(".")[-1] for base in node.bases} & STARTS
+        if isinstance(node, ast.ClassDef) and {dotted(base).split(".")[-1] for base in node.bases} & STARTS
     ]
     return derived + [line for line, name in calls(path) if name.split(".")[-1] in STARTS]
 

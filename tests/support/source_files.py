@@ -44,13 +44,12 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def dotted(node: ast.AST) -> str:
-    """The text of a dotted name, "threading.Event"; of another expression only the names after it."""
+    """The text of a dotted name, "threading.Event"; after another expression it begins with a dot."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
         node = node.value
-    if isinstance(node, ast.Name):
-        names.append(node.id)
+    names.append(node.id if isinstance(node, ast.Name) else "")
     return ".".join(reversed(names))
 
 

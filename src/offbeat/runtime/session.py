@@ -182,16 +182,18 @@ def join(
         WorkerError: the job did not start within 30 s (or OFFBEAT_START_S); names the workers that are
             missing or that differ. Or the job does not accept newcomers, or not this one; says why.
     """
-    check_arguments(model, optimizer, strategy)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    check_arguments(model, optimizers, strategy)
     environment = read_environment()
     if run_log is not None:
         environment = replace(environment, run_log=os.path.abspath(run_log))
     if run_log_bytes_max is not None:
         environment = replace(environment, run_log_bytes_max=run_log_bytes_max)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     with optimizer_step_mode():
         return Session(
-            TrainingState(model, optimizers), strategy, environment_of_thread(environment, thread, threads)
+            TrainingState(model, list(optimizers)),
+            strategy,
+            environment_of_thread(environment, thread, threads),
         )
 
 

@@ -1200,7 +1200,7 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
+TestCluster.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
 
 
 # A member that takes part in a job from its beginning to its end, with chance from a seed ----------------

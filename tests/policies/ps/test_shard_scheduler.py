@@ -540,7 +540,7 @@ class History:
             assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.integers(1, 9), st.sampled_from(LOSS_POLICIES), st.lists(steps, max_size=60))
 def test_in_any_history_every_shard_has_one_place_and_every_pass_over_it_counts_once(
     shards, on_loss, history

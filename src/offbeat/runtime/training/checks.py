@@ -20,7 +20,7 @@ from offbeat.runtime.training.trained import TrainingState
 _DESCRIPTION_CHARACTERS_MAX = 256 * 1024
 
 
-def check_arguments(model: object, optimizer: object, strategy: object) -> None:
+def check_arguments(model: object, optimizers: object, strategy: object) -> None:
     """Refuses arguments of `join` that are of another kind than it expects.
 
     Raises:
@@ -28,10 +28,9 @@ def check_arguments(model: object, optimizer: object, strategy: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise OffbeatError(f"expected a model (torch.nn.Module), got {_kind_of(model)}")
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(optimizers, Sequence) or not all(isinstance(one, Optimizer) for one in optimizers):
         raise OffbeatError(
-            f"expected an optimizer (torch.optim.Optimizer) or a list of them, got {_kind_of(optimizer)}"
+            f"expected an optimizer (torch.optim.Optimizer) or a list of them, got {_kind_of(optimizers)}"
         )
     if isinstance(strategy, type) or not hasattr(strategy, "make_synchronizer"):
         raise OffbeatError(
