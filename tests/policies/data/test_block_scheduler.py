@@ -1170,13 +1170,15 @@ class Cluster(RuleBasedStateMachine):
             return
         if not self.members:
             self.regroup({min(self.queues)})
+        last = self.EPOCHS - 1
         for _ in range(sum(self.samples) + 20):
             self.complete()
             for worker in sorted(self.over):
-                if self.epoch[worker] + 1 < self.EPOCHS:
+                if self.epoch[worker] < last:
                     self.begin(worker, self.epoch[worker] + 1)
             self.assign_all()
-            if self.schedulers[0].is_finished(self.EPOCHS - 1) and not self.schedulers[0].open_epochs():
+            all_over = self.members <= self.over and all(self.epoch[worker] == last for worker in self.over)
+            if all_over and not self.schedulers[0].open_epochs():
                 break
             busy = [worker for worker in self.members if self.queues[worker] or self.working[worker]]
             for worker in busy:
@@ -1186,10 +1188,8 @@ class Cluster(RuleBasedStateMachine):
                     self.take_all_back(worker)
         self.every_position_is_in_one_place()
         assert all(self.schedulers[0].is_finished(epoch) for epoch in range(self.EPOCHS))
-        self.assign_all()
-        assert self.over == {worker for worker in self.queues if self.epoch[worker] == self.EPOCHS - 1} | {
-            worker for worker in self.over if worker not in self.members
-        }
+        assert self.members <= self.over
+        assert all(self.epoch[worker] == last for worker in self.over)
 
     def contribute_one(self, worker):
         blocks = self.working[worker] or self.queues[worker][:1]
