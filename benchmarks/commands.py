@@ -6,15 +6,16 @@ this module does not import torch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from offbeat.cli import entry
+from offbeat.cli import entry, output
 from offbeat.cli.options import Data, DataDir, Download, Json, Model, expand_options
 
 Options = TypeVar("Options")
@@ -36,12 +37,35 @@ StepMs = Annotated[
 ]
 
 
-def _benchmark(module: str) -> Callable[[type[Options]], type[Options]]:
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A row of `list`.
+
+    Attributes:
+        name: of the command.
+        minutes: measured duration with the default options on two cores.
+        needs: what the machine must have beside the installed library.
+        summary: what is measured.
+    """
+
+    name: str
+    minutes: float
+    needs: str
+    summary: str
+
+
+benchmarks: list[Benchmark] = []
+
+
+def _benchmark(module: str, *, minutes: float, needs: str = "") -> Callable[[type[Options]], type[Options]]:
     """Make a dataclass the options of a command, which is documented by its docstring.
 
     Args:
         module: of the benchmark: its `run` gets the options and the command line, and returns the result.
+        minutes: see `Benchmark`.
+        needs: see `Benchmark`.
     """
+    name = module.replace("_", "-")
 
     def add_command(kind: type[Options]) -> type[Options]:
         def command(options: Any, json: Json = None) -> None:
@@ -49,15 +73,26 @@ def _benchmark(module: str) -> Callable[[type[Options]], type[Options]]:
 
             check_writable(json)
             run = import_module(f"benchmarks.{module}").run
+            start_s = time.monotonic()
             result = run(options, command=entry.command_line("python -m benchmarks"))
+            result = replace(result, duration_s=round(time.monotonic() - start_s, 1))
             result.print()
             result.write(json)
 
         command.__annotations__["options"] = kind
-        bench.command(module.replace("_", "-"), help=kind.__doc__)(expand_options(command))
+        bench.command(name, help=kind.__doc__)(expand_options(command))
+        benchmarks.append(Benchmark(name=name, minutes=minutes, needs=needs, summary=kind.__doc__ or ""))
         return kind
 
     return add_command
+
+
+@bench.command("list")
+def list_benchmarks() -> None:
+    """List the benchmarks: what each measures, how long it takes on two cores, and what it needs."""
+    rows = [(row.name, f"{row.minutes:g}", row.needs, row.summary.rstrip(".")) for row in benchmarks]
+    headers = ("name", "minutes", "needs", "measures")
+    output.print_output(output.TextTable(headers=headers, rows=rows, text_columns=frozenset({0, 2, 3})))
 
 
 def _check_compute(compute: str) -> None:
@@ -65,7 +100,7 @@ def _check_compute(compute: str) -> None:
         raise ValueError(f"expected --compute timed or real, got {compute!r}")
 
 
-@_benchmark("overhead")
+@_benchmark("overhead", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class OverheadOptions:
     """Step time of bsp against PyTorch's DDP on gloo, in alternating blocks, with cnn2 and resnet18."""
@@ -76,10 +111,10 @@ class OverheadOptions:
     seed: Seed = 0
 
 
-@_benchmark("allreduce")
+@_benchmark("allreduce", minutes=0, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class AllreduceOptions:
-    """All-reduce over links against gloo, between hosts with lines of known rate; needs root."""
+    """All-reduce over links against gloo, between hosts with lines of known rate."""
 
     workers: Workers = 4
     rate_mbit: RateMbit = 1000
@@ -87,10 +122,10 @@ class AllreduceOptions:
     seed: Seed = 0
 
 
-@_benchmark("hybrid")
+@_benchmark("hybrid", minutes=0, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class HybridOptions:
-    """Layer-wise all-reduce overlapped with both passes, against DDP, on lines of known rate; needs root."""
+    """Layer-wise all-reduce overlapped with both passes, against DDP, on lines of known rate."""
 
     side: Annotated[
         list[str] | None,
@@ -118,7 +153,7 @@ class HybridOptions:
     seed: Seed = 0
 
 
-@_benchmark("hybrid_sweep")
+@_benchmark("hybrid_sweep", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class HybridSweepOptions:
     """Fastest way of averaging layers, by line rate and number of workers."""
@@ -143,7 +178,7 @@ class HybridSweepOptions:
     seed: Seed = 0
 
 
-@_benchmark("log")
+@_benchmark("log", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
     """Cost of reporting every step to the coordinator and writing the run log."""
@@ -154,7 +189,7 @@ class LogOptions:
     seed: Seed = 0
 
 
-@_benchmark("quality")
+@_benchmark("quality", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions:
     """Quality of straggler detection, against rules used elsewhere; simulated."""
@@ -163,7 +198,7 @@ class QualityOptions:
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first run.")] = 0
 
 
-@_benchmark("simulator")
+@_benchmark("simulator", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class SimulatorOptions:
     """Speed of the simulator with many workers, and its agreement with real jobs of 4 workers."""
@@ -176,7 +211,7 @@ class SimulatorOptions:
     seed: Annotated[int, typer.Option(min=0, help="Seed of the simulation.")] = 0
 
 
-@_benchmark("straggler")
+@_benchmark("straggler", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class StragglerOptions:
     """Slowdown with none to all workers slow, in lockstep and with partial: the first paper's figure 1."""
@@ -204,7 +239,7 @@ class StragglerOptions:
         _check_compute(self.compute)
 
 
-@_benchmark("detect")
+@_benchmark("detect", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class DetectOptions:
     """Delay until a slow worker is excluded and readmitted: the first paper's section 5; timed."""
@@ -220,7 +255,7 @@ class DetectOptions:
     seed: Seed = 0
 
 
-@_benchmark("chaos")
+@_benchmark("chaos", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions:
     """Throughput and lost samples while workers are killed, stopped and replaced at random."""
@@ -239,7 +274,7 @@ class ChaosOptions:
     seed: Seed = 0
 
 
-@_benchmark("accuracy")
+@_benchmark("accuracy", minutes=0, needs="MNIST")
 @dataclass(frozen=True, kw_only=True)
 class AccuracyOptions:
     """Test accuracy over time with one slow worker, in lockstep and with it excluded; real gradients."""
@@ -260,10 +295,10 @@ class AccuracyOptions:
     download: Download = False
 
 
-@_benchmark("ps")
+@_benchmark("ps", minutes=0, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class PsOptions:
-    """Parameter server throughput and latency: push, pull and both, dense and sparse, by size; needs root."""
+    """Parameter server throughput and latency: push, pull and both, dense and sparse, by size."""
 
     sizes: Annotated[
         str, typer.Option(help="Any of 4KB,64KB,1MB,16MB,64MB and, in keys, 1k,100k,1M; by default all.")
@@ -272,7 +307,7 @@ class PsOptions:
     seed: Annotated[int, typer.Option(min=0, help="Seed of the pushed keys.")] = 0
 
 
-@_benchmark("failover")
+@_benchmark("failover", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class FailoverOptions:
     """Failover time and exactly-once pushes while servers are killed under load."""
@@ -285,7 +320,7 @@ class FailoverOptions:
     seed: Annotated[int, typer.Option(help="Seed of victims and times.")] = 0
 
 
-@_benchmark("sparse_lr")
+@_benchmark("sparse_lr", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class SparseLrOptions:
     """Sparse logistic regression on a parameter server, by delay bound and by filters; timed."""
@@ -315,7 +350,7 @@ class SparseLrOptions:
     seed: Annotated[int, typer.Option(min=0, help="Seed of rows, order and slowness.")] = 0
 
 
-@_benchmark("staleness")
+@_benchmark("staleness", minutes=0)
 @dataclass(frozen=True, kw_only=True)
 class StalenessOptions:
     """BSP, SSP, DTSSP and ASP on a parameter server with slow workers: the second paper's tables 1 and 2."""
@@ -365,7 +400,7 @@ class StalenessOptions:
         _check_compute(self.compute)
 
 
-@_benchmark("validate")
+@_benchmark("validate", minutes=0, needs="MNIST")
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions:
     """Overlapped against in-line validation, with three input pipelines: MNIST."""

@@ -67,7 +67,7 @@ class Decoded(InMemory):
 
 
 class ColdFiles(InMemory):
-    """Images in one file each, read from the disk on every access: the kernel is told to drop its cache.
+    """Images in one file each, read from the disk on every access: the kernel drops its cache on request.
 
     Args:
         images, labels: to write.

@@ -129,7 +129,7 @@ def staleness(result: dict[str, Any], path: Path) -> None:
     """Draw the second paper's nine parts of a thread's time, and the rest (its figures 9 and 10)."""
     groups: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for row in result["rows"]:
-        if row["setting"] != "nobody":
+        if row["setting"] != "none":
             group = groups.setdefault((row["setting"], row["workers"]), {})
             group.setdefault(row["strategy"], []).append(row)
     _, all_axes = plt.subplots(1, len(groups), figsize=(3.2 * len(groups), 4.5), squeeze=False)

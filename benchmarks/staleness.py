@@ -66,7 +66,7 @@ SETTINGS: Final[Mapping[str, tuple[str, Literal["equal", "dynamic"]]]] = {
 """By the name in figures: the slowness, and the way of sharing samples."""
 PARTS: Final = tuple(part for part in timesheet.TIME_PARTS if part != "communicate")
 """The paper's nine parts in our names (see the glossary), and the rest."""
-_NO_SLOWNESS: Final = "nobody"
+_NO_SLOWNESS: Final = "none"
 _NO_SLOWNESS_STEPS: Final = 24
 _SERVER_STEPS: Final = 10
 
@@ -79,7 +79,7 @@ class StalenessRow:
 
     Attributes:
         strategy: a key of `STRATEGIES`.
-        setting: a key of `SETTINGS`, or "nobody" for no slow worker.
+        setting: a key of `SETTINGS`, or "none" for no slow worker.
         threads: per process.
         steps: of each worker, where all have the same number.
     """

@@ -9,11 +9,24 @@ import pytest
 
 from benchmarks import allreduce, overhead
 from benchmarks.__main__ import main
-from benchmarks.commands import AllreduceOptions, OverheadOptions, bench
+from benchmarks.commands import AllreduceOptions, OverheadOptions, bench, benchmarks
 from benchmarks.namespaces import missing
 
+COMMANDS = [command for command in bench.registered_commands if command.name != "list"]
 
-@pytest.mark.parametrize("command", bench.registered_commands, ids=lambda command: command.name)
+
+def test_the_list_names_each_benchmark_with_its_duration_and_what_it_needs(capsys):
+    assert main(["list"]) == 0
+    rows = [row for row in capsys.readouterr().out.splitlines() if "minutes" not in row]
+    assert [row.name for row in benchmarks] == [command.name for command in COMMANDS]
+    assert all(row.minutes > 0 for row in benchmarks)
+    for benchmark in benchmarks:
+        (row,) = (row for row in rows if benchmark.name in row.split())
+        assert f"{benchmark.minutes:g}" in row.split()
+        assert benchmark.needs in row
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_a_benchmark_takes_the_options_of_its_command(command):
     run = import_module(f"benchmarks.{command.name.replace('-', '_')}").run
     options = get_type_hints(run)["options"]

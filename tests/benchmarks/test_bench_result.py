@@ -37,7 +37,7 @@ def test_the_json_is_one_object_with_all_fields(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     _result().write(path)
     read = json.loads(path.read_text())
-    assert list(read) == ["name", "command", "kind", "seed", "figures", "rows", "machine"]
+    assert list(read) == ["name", "command", "kind", "seed", "figures", "rows", "machine", "duration_s"]
     assert read["figures"] == {"step_s_p50": 0.0125, "push_per_s": 54_000, "loss": 1.5}
     assert read["rows"] == [{"size_bytes": 35_000, "method": "ring", "is_best": True, "note": None}]
     assert read["kind"] == "timed"

@@ -69,7 +69,7 @@ def test_times_and_pulls_are_ratios_in_the_same_setting_and_with_as_many_workers
 
 
 def test_the_time_of_a_clock_besides_computing_is_that_without_slow_workers():
-    rows = [row("bsp", 1.5, setting="nobody"), row("bsp", 2.5, setting="nobody", threads=2)]
+    rows = [row("bsp", 1.5, setting="none"), row("bsp", 2.5, setting="none", threads=2)]
     assert staleness.figures(rows, 100.0) == pytest.approx(
         {"besides_computing_ms": 50.0, "besides_computing_ms_8_workers": 50.0}
     )
@@ -99,19 +99,19 @@ def test_lasting_slowness_is_that_of_the_last_two():
 
 def test_all_settings_are_measured_with_the_first_number_of_threads_and_one_with_more():
     cases = list(StalenessPlan(threads=[1, 4], strategy=["bsp", "dtssp"]).cases())
-    assert cases[0] == (1, "nobody", "bsp")
+    assert cases[0] == (1, "none", "bsp")
     assert [case for case in cases if case[0] == 4] == [
-        (4, "nobody", "bsp"),
+        (4, "none", "bsp"),
         (4, "bursts", "bsp"),
         (4, "bursts", "dtssp"),
     ]
-    assert {setting for threads, setting, _ in cases if threads == 1} == {"nobody", *staleness.SETTINGS}
+    assert {setting for threads, setting, _ in cases if threads == 1} == {"none", *staleness.SETTINGS}
 
 
 def test_settings_but_the_first_have_half_the_steps():
     plan = StalenessPlan(steps=40)
-    assert {setting: plan.steps_in(setting) for setting in ("nobody", *staleness.SETTINGS)} == {
-        "nobody": 24,
+    assert {setting: plan.steps_in(setting) for setting in ("none", *staleness.SETTINGS)} == {
+        "none": 24,
         "bursts": 40,
         "bursts_dynamic": 20,
         "lasting_equal": 20,
@@ -213,7 +213,7 @@ def test_times_for_real(tmp_path):
     assert (result["name"], result["kind"]) == ("staleness", "timed")
     assert {"besides_computing_ms", "barrier_share_dtssp_bursts", "server_step_ms"} == set(result["figures"])
     even, slow = result["rows"][:2], result["rows"][2:]
-    assert [one["setting"] for one in even + slow] == ["nobody"] * 2 + ["bursts"] * 2
+    assert [one["setting"] for one in even + slow] == ["none"] * 2 + ["bursts"] * 2
     assert {one["pulls_count"] for one in even} == {8}  # in lockstep, before every step
     assert all(1 <= one["pulls_count"] <= 8 for one in slow)
     for one in slow:

@@ -47,7 +47,7 @@ RESULTS = {
         "rows": [
             {"strategy": strategy, "setting": setting, "workers": 4, "process": process}
             | {f"{part}_s": 1.0 for part in PARTS}
-            for setting in ("nobody", "bursts", "lasting_equal")
+            for setting in ("none", "bursts", "lasting_equal")
             for strategy in ("bsp", "dtssp")
             for process in (0, 1)
         ],

@@ -32,7 +32,7 @@ def test_labels_of_different_spellings_differ():
 @pytest.mark.parametrize(
     ("slow", "words"),
     [
-        ((), "nobody is slowed"),
+        ((), "no worker is slowed"),
         (("1:5",), "worker 1 takes 5x as long"),
         (("1:2.5@0.0-0.5",), "worker 1 takes 2.5x as long from 0% to 50% of every epoch"),
         (("1:5@burst=20/100",), "worker 1 takes 5x as long in 20 of every 100 steps"),
@@ -106,7 +106,7 @@ def test_a_real_comparison(tmp_path, monkeypatch, capsys):
     assert main([*line.split(), "--batch-size", "128", "--run-dir", "runs"]) == 0
 
     printed = capsys.readouterr().out
-    assert "nobody is slowed" in printed
+    assert "no worker is slowed" in printed
     assert "worker 1 takes 5x as long" in printed
     assert "In lockstep (bsp), one slow worker of two" in printed
     result = json.loads((tmp_path / "result.json").read_text())

@@ -542,7 +542,7 @@ class Launched:
         return self.process.returncode, errors.splitlines()[-1]
 
 
-KILLED = "was killed by SIGKILL (if nobody sent it: by the kernel, out of memory)"
+KILLED = "was killed by SIGKILL (unless a person sent it: by the kernel, out of memory)"
 
 
 @pytest.mark.long

@@ -478,7 +478,7 @@ def test_a_run_without_progress_is_caught():
         world=3, until_s=60.0, stuck_after_s=10.0, faults=(faults.parse_fault("die:1@1.0"),)
     )
     cluster = SimulatedCluster(setting, lambda: [Assembly(3), Ignoring(3)])
-    with pytest.raises(ViolationError, match="nobody has finished a step"):
+    with pytest.raises(ViolationError, match="no worker has finished a step"):
         cluster.run()
 
 

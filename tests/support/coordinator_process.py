@@ -163,7 +163,7 @@ def running_job(world, log=None, **options):
 
 
 def goes_on(peers, process):
-    """The job is as it was: nobody was told to stop, and all leave in order."""
+    """The job is as it was: no worker was told to stop, and all leave in order."""
     for peer in peers:
         peer.send(ready(peer.worker))
     for peer in peers:

@@ -14,7 +14,7 @@ from support.run_logs import wait_for_entry
 from support.sample_counting import BATCH, SAMPLES, Counter, once_each
 
 EPOCHS = 10
-STEADY = PartialAllReduce(limit=10**6)  # nobody is left out for being slow
+STEADY = PartialAllReduce(limit=10**6)  # no worker is left out as slow
 GATE, GATE_STEP = "OFFBEAT_TEST_GATE", 40
 
 

@@ -15,7 +15,7 @@ from support.processes import values
 
 SAMPLES, BATCH = 101, 4
 STRATEGY = PartialAllReduce(limit=3, n_profile=2)
-CALM = PartialAllReduce(limit=10**6)  # nobody is left out for being slow
+CALM = PartialAllReduce(limit=10**6)  # no worker is left out as slow
 
 
 class Counter(nn.Module):

@@ -150,7 +150,7 @@ class Rules:
             self.clocks.pop(permit.worker, None)
         else:
             self.clocks[permit.worker] = permit.clock
-        is_early = permit.reason == "not everybody is here yet"
+        is_early = permit.reason == "not all workers have joined yet"
         if self.s is None and not (permit.may_start or rests or is_early):
             self.broken.append(f"{permit} without a bound")
 

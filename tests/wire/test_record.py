@@ -318,7 +318,7 @@ def a_run() -> RunRecord:
     ]
     events += [Lost(now_s=9.0, worker=1, cause="closed"), Tick(now_s=10.0)]
     entries = [thing for event in events for thing in (event, *dispatch_event(policies, event))]
-    return RunRecord(header={"offbeat_log": 2, **HEADER}, entries=entries)
+    return RunRecord(header={"offbeat_log": 3, **HEADER}, entries=entries)
 
 
 def write(log: RunRecord, path) -> None:
@@ -341,7 +341,7 @@ def test_a_log_round_trips_and_replays(tmp_path):
 def test_the_log_is_json_lines_with_the_header_first(tmp_path):
     write(a_run(), tmp_path / "log")
     lines = (tmp_path / "log").read_text().splitlines()
-    assert json.loads(lines[0]) == {"offbeat_log": 2, **HEADER}
+    assert json.loads(lines[0]) == {"offbeat_log": 3, **HEADER}
     assert [json.loads(line)["type"] for line in lines[1:6]] == [
         "Joined",
         "Joined",
@@ -409,18 +409,18 @@ def test_a_killed_run_leaves_a_log_that_reads_and_replays_wherever_it_was_cut(tm
         (b'{"offbeat_log": 0}\n', "is not a run log"),
         (b'{"offbeat_log": 1', "is not a run log"),
         (b"[" * 100_000, "is not a run log"),
-        (b'{"offbeat_log": 1}\n', "is a run log of version 1, expected version 2: read it with"),
-        (b'{"offbeat_log": 3}\n', "is a run log of version 3, expected version 2: read it with"),
-        (b'{"offbeat_log": 2}\nx\n', "line 2: expected an event or action: JSON is malformed"),
-        (b'{"offbeat_log": 2}\n\n', "line 2: expected an event or action"),
+        (b'{"offbeat_log": 2}\n', "is a run log of version 2, expected version 3: read it with"),
+        (b'{"offbeat_log": 4}\n', "is a run log of version 4, expected version 3: read it with"),
+        (b'{"offbeat_log": 3}\nx\n', "line 2: expected an event or action: JSON is malformed"),
+        (b'{"offbeat_log": 3}\n\n', "line 2: expected an event or action"),
         (
-            b'{"offbeat_log": 2}\n{"type":"Tick","now_s":1}\n{"type":"Tack"}\n',
+            b'{"offbeat_log": 3}\n{"type":"Tick","now_s":1}\n{"type":"Tack"}\n',
             "line 3: .*Invalid value 'Tack'",
         ),
-        (b'{"offbeat_log": 2}\n{"type":"Tick","now_s":-1}\n', "line 2: .*now_s"),
-        (b'{"offbeat_log": 2}\n{"type":"Lost","now_s":1,"worker":0,"cause":"\xff"}\n', "line 2: expected"),
+        (b'{"offbeat_log": 3}\n{"type":"Tick","now_s":-1}\n', "line 2: .*now_s"),
+        (b'{"offbeat_log": 3}\n{"type":"Lost","now_s":1,"worker":0,"cause":"\xff"}\n', "line 2: expected"),
         (
-            b'{"offbeat_log": 2}\n{"type":"AbortJob","worker":null,"step":null,"reason":"r"}\n',
+            b'{"offbeat_log": 3}\n{"type":"AbortJob","worker":null,"step":null,"reason":"r"}\n',
             "line 2: expected an event before the first action",
         ),
     ],

@@ -150,7 +150,7 @@ def rows_as_dicts(rows: Sequence[ComparisonRow]) -> list[dict[str, Any]]:
 
 def describe_slowness(slow: Sequence[str]) -> str:
     """Describe a slowness as a sentence without its full stop."""
-    return "; ".join(_rule_in_words(parse_slow_rule(text)) for text in slow) or "nobody is slowed"
+    return "; ".join(_rule_in_words(parse_slow_rule(text)) for text in slow) or "no worker is slowed"
 
 
 def summary_sentences(rows: Sequence[ComparisonRow]) -> list[str]:

@@ -50,6 +50,7 @@ class Result:
             qualifier may follow (`step_s_p99`, `ratio_to_bound_35KB`).
         rows: the underlying measurements, each a flat object of plain values; numbers must be finite.
         machine: where it ran (see `machine`).
+        duration_s: how long the run took; None where it was not measured.
 
     Raises:
         ValueError: a figure or row is not as described.
@@ -62,6 +63,7 @@ class Result:
     figures: dict[str, float]
     rows: list[dict[str, Any]] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=lambda: machine())
+    duration_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.figures.items():
@@ -116,7 +118,8 @@ class Result:
             figures = [(name, _format_value(value)) for name, value in self.figures.items()]
             shown.append(output.TextTable(title="" if self.rows else self.name, rows=figures))
         where = f"{self.machine.get('cores', '?')} cores, {self.machine.get('cpu', '?')}"
-        output.print_output(*shown, Text(f"{self.kind}, seed {self.seed}, {where}", style="dim"))
+        took = "" if self.duration_s is None else f", {self.duration_s:.0f} s"
+        output.print_output(*shown, Text(f"{self.kind}, seed {self.seed}, {where}{took}", style="dim"))
 
     def _table_of_rows(self) -> output.TextTable:
         names = list(dict.fromkeys(name for row in self.rows for name in row))

@@ -83,7 +83,7 @@ def comparison_notes(rows: Sequence[ComparisonRow], cores: int) -> list[str]:
     notes = ["Time waiting: for other workers, mean over those that are not slowed."]
     base = comparison.baseline(rows)
     if base is not None:
-        notes.append(f"Times slower: than {base.case.strategy} with nobody slowed.")
+        notes.append(f"Times slower: than {base.case.strategy} without slow workers.")
     if cores < rows[0].workers:
         notes.append(f"The {rows[0].workers} workers shared {cores} cores of this machine.")
     return notes

@@ -654,7 +654,7 @@ def _end_text(outcome: WorkerOutcome) -> str:
         name = signal.Signals(-outcome.returncode).name
     except ValueError:
         name = f"signal {-outcome.returncode}"
-    hint = " (if nobody sent it: by the kernel, out of memory)" if name == "SIGKILL" else ""
+    hint = " (unless a person sent it: by the kernel, out of memory)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
 
 

@@ -41,7 +41,7 @@ from offbeat.events import (
 from offbeat.policies import Policy, dispatch_event
 from offbeat.wire.known import prime_msgspec_types
 
-LOG_VERSION: Final = 2
+LOG_VERSION: Final = 3
 MESSAGE_BYTES_MAX: Final = 1024 * 1024  # maximum size of a control message on a link
 _BUFFER_BYTES_MAX: Final = 64 * 1024
 _HEADER_BYTES_MAX: Final = 64 * 1024 * 1024  # a file that is no log may be one line of any length

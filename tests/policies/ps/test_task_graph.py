@@ -144,7 +144,7 @@ def test_a_subtask_that_waits_for_its_caller_is_refused():
     later, _ = graph.add(["b"], after=[parent])
     for end in (parent, later):
         with pytest.raises(
-            ValueError, match=rf"to wait for tasks of its caller, got {end}, which is nobody's"
+            ValueError, match=rf"to wait for tasks of its caller, got {end}, which is no task's"
         ):
             graph.add(["c"], after=[end], parent=TaskRun(parent, "a"))
 
@@ -158,7 +158,7 @@ def test_a_task_waits_for_subtasks_of_the_same_call_and_of_no_other():
         ValueError, match=r"expected task 3, issued by Tas.*'b'.*, got 1, issued by TaskRun.*'a'"
     ):
         graph.add(["c"], parent=TaskRun(parent, "b"), after=[subtask])
-    with pytest.raises(ValueError, match=r"expected task 3, which is nobody's subtask, .* got 1"):
+    with pytest.raises(ValueError, match=r"expected task 3, which is no task's subtask, .* got 1"):
         graph.add(["c"], after=[subtask])
 
 

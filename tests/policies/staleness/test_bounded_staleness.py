@@ -308,7 +308,7 @@ def test_a_newcomer_that_could_begin_only_after_the_job_was_complete_is_rejected
     policy = started(1)
     policy.handle(joined(1))
     assert answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=1)) == [
-        JobComplete(reason="everybody has finished")
+        JobComplete(reason="all workers have finished")
     ]
     (refused,) = policy.handle(clocked(1, None))
     assert isinstance(refused, RejectPeer)
@@ -322,7 +322,7 @@ def test_the_job_is_complete_when_all_remaining_workers_have_finished():
     policy.handle(joined(3))  # and has not begun
     assert answers(policy, Left(now_s=0.0, worker=1, step=0)) == []
     (complete,) = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
-    assert complete == JobComplete(reason="everybody has finished")
+    assert complete == JobComplete(reason="all workers have finished")
     assert policy.handle(Left(now_s=0.0, worker=0, step=1)) == []
     (refused,) = policy.handle(joined(4))
     assert isinstance(refused, RejectPeer)
@@ -468,7 +468,7 @@ def test_a_worker_that_never_begins_or_never_ends_is_removed_too():
     policy = started(2, timeout_s=5.0)
     answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=0), Tick(now_s=0.0))
     refused, complete = policy.handle(Tick(now_s=6.0))
-    assert (refused.peer, complete) == ("peer-1", JobComplete(reason="everybody has finished"))
+    assert (refused.peer, complete) == ("peer-1", JobComplete(reason="all workers have finished"))
 
 
 def test_a_waiting_worker_is_not_removed_in_place_of_the_one_that_delays_all():

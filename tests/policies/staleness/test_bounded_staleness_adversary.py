@@ -254,7 +254,7 @@ class Job:
         assert action.staleness_bound in self.bounds
         assert action.staleness_bound is None or action.clock - action.version_min <= action.staleness_bound
         if action.staleness_bound is None and not action.may_start:
-            assert action.reason in ("it has no samples", "not everybody is here yet") or (
+            assert action.reason in ("it has no samples", "not all workers have joined yet") or (
                 action.reason.endswith("more steps alone") and self.steps < self.arguments["warm_start"]
             )
 

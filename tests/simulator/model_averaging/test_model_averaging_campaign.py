@@ -67,11 +67,11 @@ class ForgetsSamples(PartialReduce):
 @pytest.mark.parametrize(
     ("broken", "found"),
     [
-        (NeverCancels, "nobody has finished a step|the job does not end"),
-        (WaitsForResting, "nobody has finished a step|the job does not end"),
+        (NeverCancels, "no worker has finished a step|the job does not end"),
+        (WaitsForResting, "no worker has finished a step|the job does not end"),
         (ForgetsBusy, "has members that are in another one"),
         (EndsEarly, "ended with different models"),
-        (ForgetsSamples, "nobody has finished a step|the job does not end|samples were used"),
+        (ForgetsSamples, "no worker has finished a step|the job does not end|samples were used"),
     ],
 )
 def test_the_campaign_finds_a_broken_policy(broken, found):

@@ -221,7 +221,7 @@ def test_a_warm_start_with_several_workers_is_found():
         (ServesOldRows, "reads values that lack steps", 0),
         (PushesTooEarly, "comes to a server|in the sum of clock|which is over", 0),
         (PullsTooEarly, "reads values that lack steps", 0),
-        (PushesNoEmptyClocks, "where clock|the job does not end|nobody has finished", 200),
+        (PushesNoEmptyClocks, "where clock|the job does not end|no worker has finished", 200),
     ],
 )
 def test_a_directory_that_breaks_the_rules_is_found(broken, message, first_seed):
@@ -242,7 +242,7 @@ class IgnoresServerOutages(BoundedStaleness):
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ssp:s=2", "dtssp", "ps-bsp"])
 def test_waiting_for_a_worker_that_does_not_reach_the_servers_is_found(strategy):
-    with pytest.raises(ViolationError, match=r"nobody has finished a step since.*cut:\d+-s@"):
+    with pytest.raises(ViolationError, match=r"no worker has finished a step since.*cut:\d+-s@"):
         find(strategy, build=with_policy(IgnoresServerOutages))
 
 

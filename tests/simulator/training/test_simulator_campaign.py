@@ -66,7 +66,7 @@ def test_a_policy_that_ignores_unreachable_peers_is_found():
         for seed in range(SEEDS):
             campaign.run_case(seed, build)
 
-    with pytest.raises(ViolationError, match="nobody has finished a step"):
+    with pytest.raises(ViolationError, match="no worker has finished a step"):
         run_them_all()
 
 

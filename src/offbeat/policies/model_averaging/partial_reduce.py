@@ -363,7 +363,7 @@ class PartialReduce:
     def _next_group(self, training: set[int], now_s: float) -> tuple[int, ...] | None:
         group = self._groups.pop_group(training, now_s, self._can_meet)
         if group is None and training and training <= self._groups.ready:
-            return self._groups.pop_first(self._can_meet)  # nobody else comes: some cannot meet
+            return self._groups.pop_first(self._can_meet)  # no other worker comes: some cannot meet
         return group
 
     def _complete(self) -> list[Action]:

@@ -325,7 +325,7 @@ class TaskGraph:
 
 
 def _issued_by(parent: TaskRun | None) -> str:
-    return "which is nobody's subtask" if parent is None else f"issued by {parent}"
+    return "which is no task's subtask" if parent is None else f"issued by {parent}"
 
 
 class IterationScheduler:

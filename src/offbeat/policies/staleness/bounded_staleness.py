@@ -351,7 +351,7 @@ class BoundedStaleness:
         if not begun or not all(entry.has_finished for entry in begun):
             return []
         self._is_over = True
-        return [JobComplete(reason="everybody has finished")]
+        return [JobComplete(reason="all workers have finished")]
 
     def _after_end(self, event: Event) -> list[Action]:
         """Handle an event after the job is complete or all workers are gone."""
@@ -526,7 +526,7 @@ class BoundedStaleness:
         elif not gate.is_running(worker):
             reason = "it has no samples"
         elif not self._may_open():
-            reason = "not everybody is here yet"
+            reason = "not all workers have joined yet"
         else:
             reason = f"it is {clock - gate.version} ahead of the slowest, and the bound is {gate.s}"
         return StepPermit(

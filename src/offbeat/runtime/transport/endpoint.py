@@ -519,7 +519,7 @@ class Endpoint:
         self._opening.on_addresses_known(peer)
 
     def _enqueue(self, name: str, item: QueuedMessage) -> None:
-        """Queue a message, in the links' thread; dial the peer where needed. Drop it if nobody takes it."""
+        """Queue a message, in the links' thread; dial the peer where needed. Drop it if none takes it."""
         peer = self._peer(name)
         if (
             peer.is_gone

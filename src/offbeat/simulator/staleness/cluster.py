@@ -312,7 +312,7 @@ class SimulatedPsCluster(SimulatedCluster):
         if is_warming and grant.may_start and not self.terms.assigns_samples and worker != min(self._clocks):
             self.fail_invariant(f"worker {worker} may start while another takes its first steps alone")
         if not grant.may_start:
-            is_expected = grant.reason in ("it has no samples", "not everybody is here yet")
+            is_expected = grant.reason in ("it has no samples", "not all workers have joined yet")
             if bounds is None and not is_expected and not is_warming:
                 self.fail_invariant(f"worker {worker} has to wait though there is no bound: {grant.reason}")
             return

@@ -346,7 +346,7 @@ class SimulatedCluster:
             simulated.is_hung or self._waits_for_the_last_donor(simulated) for simulated in alive
         ):
             doing = ", ".join(f"{simulated.worker} {simulated.activity}" for simulated in alive)
-            self.fail_invariant(f"nobody has finished a step since {self.progress_s:.3f} s: {doing[:400]}")
+            self.fail_invariant(f"no worker has finished a step since {self.progress_s:.3f} s: {doing[:400]}")
 
     def _waits_for_the_last_donor(self, simulated: SimulatedWorker) -> bool:
         """Whether the worker waits for the final state from a donor that it cannot reach."""
