@@ -230,19 +230,35 @@ def steps(strategy, before_first_step=lambda: None):
 
 
 def runs_out_of_files(rank, emit, odd_rank, strategy):
+    """Trains; the others begin their first step when the odd worker can open no more files."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     with ExitStack() as stack:
-        return steps(strategy, lambda: stack.enter_context(few_files(0)) if rank == odd_rank else None)
+
+        def use_up_files():
+            if rank == odd_rank:
+                stack.enter_context(few_files(0))
+                emit("no files are left")
+            else:
+                signal.sigwait({signal.SIGUSR1})
+
+        return steps(strategy, use_up_files)
+
+
+def run_out_of_files(workers, odd_rank, strategy):
+    """Runs a job in which one worker uses up its files before any worker's first step; returns the ends."""
+    with job(runs_out_of_files, workers, odd_rank, strategy) as running:
+        running.receive(odd_rank)
+        for rank in range(workers):
+            if rank != odd_rank:
+                running.signal(rank, signal.SIGUSR1)
+        return running.ends()
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("odd_rank", [0, 2])
 @pytest.mark.parametrize("strategy", [AllReduce(), Hybrid()], ids=["bsp", "hybrid"])
 def test_a_worker_that_runs_out_of_files_is_named_by_all(odd_rank, strategy):
-    with job(runs_out_of_files, 3, odd_rank, strategy) as running:
-        ended = running.ends()
-    if all(one.value == 3 for one in ended):
-        return  # the others had dialled it before, so that it needed no further file
-    for one in ended:
+    for one in run_out_of_files(3, odd_rank, strategy):
         assert one.error_type == "WorkerError", one.trace
         assert f"worker {odd_rank}" in one.error
         assert "too many open files: raise `ulimit -n`, which is " in one.error
@@ -250,11 +266,10 @@ def test_a_worker_that_runs_out_of_files_is_named_by_all(odd_rank, strategy):
 
 @pytest.mark.long
 def test_on_servers_a_first_worker_that_runs_out_of_files_is_named_by_all():
-    with job(runs_out_of_files, 2, 0, ServerBSP()) as running:
-        for one in running.ends():
-            assert one.error_type == "WorkerError", one.trace
-            assert "worker 0" in one.error
-            assert "too many open files: raise `ulimit -n`, which is " in one.error
+    for one in run_out_of_files(2, 0, ServerBSP()):
+        assert one.error_type == "WorkerError", one.trace
+        assert "worker 0" in one.error
+        assert "too many open files: raise `ulimit -n`, which is " in one.error
 
 
 def hangs_before_opening_the_job(rank, emit):
