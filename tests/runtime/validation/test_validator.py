@@ -10,6 +10,7 @@ import gc
 import math
 import multiprocessing
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -258,10 +259,22 @@ def test_a_model_in_a_session_is_validated(strategy):
     assert validator.history[1]["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 
 
-def test_more_workers_than_samples_are_accepted():
-    with offbeat.Validator(a_model(), evaluate, Samples(3), backend="thread", workers=6) as validator:
-        validator.validate()
-    assert validator.history[0]["right"] <= 3
+def evaluate_and_count(model, part):
+    return {**evaluate(model, part), "samples": len(part), "parts": 1}
+
+
+def test_more_workers_than_samples_evaluate_each_sample_once_in_a_part_of_its_own():
+    model, data = a_model(), Samples(3)
+    with torch.no_grad():
+        whole = evaluate(copy.deepcopy(model).eval(), data)
+    with offbeat.Validator(model, evaluate_and_count, data, backend="thread", workers=6) as validator:
+        found = validator.validate().result()
+    assert found == {
+        "loss": pytest.approx(whole["loss"], abs=1e-6),
+        "right": whole["right"],
+        "samples": 3,
+        "parts": 3,
+    }
 
 
 # Overlapping and back-pressure --------------------------------------------------------------------------
@@ -1022,15 +1035,27 @@ def test_a_failed_thread_lets_the_next_one_run():
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             fail()
+        assert not throttle._pacing._turns, "the failed thread still counts as one that evaluates"
 
 
-def test_a_resting_thread_resumes_after_its_maximum_rest():
+def test_a_resting_thread_resumes_after_its_maximum_rest_and_does_not_rest_again():
     throttle = ThreadThrottle(1, MinimumRate(check_after_s=1e-6, calls_per_s_min=1e9, rest_s=0.01))
-    with throttle.evaluating_part() as called:
-        while not throttle.is_slow:
-            called()
-        called()
-        called()  # does not rest again
+    states = queue.SimpleQueue()
+
+    def evaluate():
+        with throttle.evaluating_part() as called:
+            (turn,) = throttle._pacing._turns
+            states.put((turn.may_run, turn.is_forced))
+            while not throttle.is_slow:
+                called()  # the last one rests, and nothing but the time limit ends that
+            states.put((turn.may_run, turn.is_forced))
+            with throttle.training_waits():
+                called()
+            called()  # the training no longer waits
+            states.put((turn.may_run, turn.is_forced))
+
+    threading.Thread(target=evaluate, daemon=True).start()
+    assert [states.get(timeout=60) for _ in range(3)] == [(True, False), (True, True), (True, True)]
 
 
 def test_auto_with_decision_sync_stays_in_line():
