@@ -155,10 +155,37 @@ def test_a_parameter_without_an_optimizer_is_refused_where_its_state_would_be_ne
         pass
 
 
-def test_under_all_reduce_a_parameter_without_an_optimizer_is_accepted():
-    model, (one, _) = make()
-    with offbeat.join(model, one, AllReduce()):
-        pass
+def trains_all_but_the_second(model, optimizer, x):
+    """Takes a step; the gradients of parameters without an optimizer are recorded and reset, too."""
+    model.zero_grad()
+    model(x).square().mean().backward()
+    gradients = [one.grad.tolist() for one in model.second.parameters()]
+    optimizer.step()
+    return gradients
+
+
+def trains_with_one_optimizer(rank, emit, strategy):
+    model, (optimizer, _) = make(seed=rank)
+    with offbeat.join(model, optimizer, strategy) as session:
+        gradients = [trains_all_but_the_second(model, optimizer, x[rank]) for x in batches()]
+        session.refresh()
+    return {name: value.tolist() for name, value in model.state_dict().items()}, gradients
+
+
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("strategy", [AllReduce(), Hybrid()])
+def test_a_model_with_parameters_without_an_optimizer_trains_as_in_one_process(strategy):
+    """These parameters are rank 0's on all workers and stay so; their gradients are averaged like others."""
+    first, second = values(run(trains_with_one_optimizer, WORKERS, strategy))
+    assert first == second
+    model, (optimizer, _) = make()
+    expected = [trains_all_but_the_second(model, optimizer, x.reshape(-1, 5)) for x in batches()]
+    state, gradients = first
+    for name, value in model.state_dict().items():
+        assert torch.allclose(torch.tensor(state[name], dtype=torch.float64), value, rtol=0, atol=1e-10), name
+    for found, in_one_process in zip(gradients, expected, strict=True):
+        for one, other in zip(found, in_one_process, strict=True):
+            assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-6)
 
 
 def test_a_parameter_of_two_optimizers_is_refused_on_servers():
