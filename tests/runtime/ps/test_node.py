@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -599,6 +600,22 @@ def server(cluster) -> Iterator[ServerProcess]:
     server = ServerProcess(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=0))
     yield server
     server._node.close()
+
+
+def test_a_server_that_is_out_of_the_cluster_ends_with_the_cause(server, cluster, recording_node):
+    """The manager refuses a second server with the id of one that has left."""
+    recording_node("client-1", cluster).node.join()  # without any node the manager ends
+    server._node.close()
+    returned = ServerProcess(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=0))
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(returned.serve)
+        try:
+            with pytest.raises(OffbeatError) as ended:
+                served.result(DEADLINE_S)
+        finally:
+            returned._on_close()  # ends a server that was not refused
+    cause = "expected Joined or NodeJoined, once, as its first event, got NodeJoined from server-0"
+    assert str(ended.value) == f"server 0 is out of the cluster: {cause}"
 
 
 def test_encoded_messages_wait_for_the_announcement_of_their_namespace(server, cluster, recording_node):
