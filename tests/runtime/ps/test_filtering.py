@@ -330,11 +330,16 @@ class Servers:
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(list(REMEMBERING)))
 def test_pulled_values_never_deviate_by_more_than_the_threshold(data: st.DataObject, chain: str) -> None:
-    """For any ranges, lists and servers that are asked, also when nodes are lost meanwhile."""
+    """For any ranges, lists and servers that are asked, also when nodes are lost meanwhile.
+
+    Fixed point adds a step of the message that sent the value, whose range of values may have been larger
+    than it is now.
+    """
     both, chance = Servers(chain), np.random.default_rng(data.draw(st.integers(0, 99)))
-    rows = chance.standard_normal(KEYS)
+    rows, range_max = chance.standard_normal(KEYS), 0.0
     for number in range(data.draw(st.integers(1, 30))):
         rows += chance.normal(0, 0.3, KEYS) * (chance.random(KEYS) < 0.5)
+        range_max = max(range_max, float(np.ptp(rows)))
         server = data.draw(st.sampled_from(("a", "b")))
         match data.draw(st.sampled_from(("ask", "ask", "ask", "ask", "infinite", "away", "dies"))):
             case "ask":
@@ -346,9 +351,9 @@ def test_pulled_values_never_deviate_by_more_than_the_threshold(data: st.DataObj
                 )
                 found = both.pulled(server, rows, asked)
                 held = rows[first:last] if asked.keys is None else rows[keys]
-                step = np.ptp(rows) / (256**2 - 1) if "fixed" in chain else 0.0
+                error = range_max / (256**2 - 1) + 1e-12 if "fixed" in chain else 0.0
                 assert len(found) == len(held)
-                assert np.abs(found - held).max(initial=0) <= 0.5 + step
+                assert np.abs(found - held).max(initial=0) <= 0.5 + error
                 if found.flags.writeable:
                     found[:] = 99  # a client may write to pulled rows
             case "infinite":  # FixedPoint cannot send it; the server's chain ends, the client's does not
@@ -374,6 +379,19 @@ def test_a_row_with_an_insignificant_change_costs_one_bit() -> None:
     kinds = both.servers["a"].report("w"), both.client.report("w")
     assert kinds[0]["pull"]["significantly modified"] == FilterBytes(16 * KEYS, 8 * KEYS + 80 + 125)
     assert kinds[1]["pull received"]["significantly modified"] == FilterBytes(8 * KEYS + 80 + 125, 16 * KEYS)
+
+
+def test_an_unsent_change_adds_to_the_error_of_the_step_that_the_value_was_sent_with() -> None:
+    """The step is that of the message that sent the value, also when the range of values has shrunk."""
+    both, rows = Servers("modified, caching, fixed point, compression"), np.linspace(0, 1e6, KEYS)
+    step = np.ptp(rows) / (256**2 - 1)
+    sent = both.pulled("a", rows, pull(None))
+    assert 0.5 < np.abs(sent - rows).max() <= step
+    changed = np.where(np.arange(KEYS) < KEYS // 2, rows + 0.5, 0)
+    found = both.pulled("a", changed, pull(None))
+    assert found[: KEYS // 2].tolist() == sent[: KEYS // 2].tolist()
+    assert np.ptp(changed) < np.ptp(rows)
+    assert np.abs(found - changed).max() <= 0.5 + step
 
 
 def test_small_changes_add_up_until_they_are_sent() -> None:
