@@ -1051,8 +1051,7 @@ def test_a_resting_thread_resumes_after_its_maximum_rest_and_does_not_rest_again
             states.put((turn.may_run, turn.is_forced))
             with throttle.training_waits():
                 called()
-            called()  # the training no longer waits
-            states.put((turn.may_run, turn.is_forced))
+            states.put((turn.may_run, turn.is_forced))  # the training no longer waits
 
     threading.Thread(target=evaluate, daemon=True).start()
     assert [states.get(timeout=60) for _ in range(3)] == [(True, False), (True, True), (True, True)]
