@@ -18,6 +18,8 @@ from support.jobs import job
 from support.processes import run, values
 from support.run_logs import groups_of, wait_for_group_without
 
+NEVER_S = 600.0  # longer than any test's job may run
+
 
 def test_partial_without_slow_workers_is_all_reduce_bit_for_bit():
     lockstep = values(run(train, 3, AllReduce(), 2))
@@ -25,16 +27,22 @@ def test_partial_without_slow_workers_is_all_reduce_bit_for_bit():
     assert [states for states, _ in partial] == [states for states, _ in lockstep]
 
 
+class PatientPartialAllReduce(PartialAllReduce):
+    """Waits for silent workers much longer than the test takes, so that only the classifier excludes one."""
+
+    def _group_arguments(self):
+        return {**super()._group_arguments(), "patience_min_s": NEVER_S, "halt_timeout_s": NEVER_S}
+
+
 def test_a_slow_worker_is_left_out_and_holds_the_final_state_all_the_same(tmp_path):
     log = tmp_path / "log.jsonl"
     env = {"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}
-    results = values(run(train, 3, env=env))
+    results = values(run(train, 3, PatientPartialAllReduce(k=5.0, limit=3, n_profile=2), env=env))
     agree(results)
     groups = groups_of(log)
     without = [group.reason for group in groups if group.members == (0, 2)]
-    # The classifier excludes it, or the group that waits for it, whichever is first.
     assert without
-    assert without[0].startswith(("worker 1: compute time above", "worker 1 was not ready in time"))
+    assert without[0].startswith("worker 1: compute time above")
     assert groups[-1].joining == (1,)
     assert len(results[0][0]) > 2 * len(results[1][0])
     assert any(isinstance(entry, EndEpoch) for entry in read_log(log).entries)
