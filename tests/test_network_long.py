@@ -106,7 +106,7 @@ def test_a_long_fault_ends_a_job_in_lockstep_and_the_silent_worker_is_named(
     tmp_path, name, fault_name, duration_s
 ):
     with training(LOCKSTEP[name], WORKERS, tmp_path) as job:
-        all_ranks = job.everybody
+        all_ranks = job.all_workers
         broken_s, mended_s = fault(
             job, lambda: FAULTS[fault_name](job.places), duration_s, until_ended=all_ranks
         )
@@ -143,7 +143,7 @@ def test_on_servers_a_long_fault_ends_workers_that_are_cut_off_and_the_others_tr
 @durations(*LONG_S)
 def test_on_servers_workers_without_the_coordinator_for_long_end_with_that_cause(tmp_path, name, duration_s):
     with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
-        others = job.everybody[1:]
+        others = job.all_workers[1:]
         broken_s, mended_s = fault(job, lambda: cut(job.places[0]), duration_s, until_ended=others)
         ended = job.ends(others)
         print(job.measures(broken_s, mended_s))
@@ -194,7 +194,7 @@ def test_partial_trains_on_without_workers_that_are_cut_off_and_readmits_them(
         job.trains_on([0], together=groups)
         job.let_pass(broken_s + duration_s - time.monotonic())
         job.trains_on([0], together=groups)
-        job.nobody_ended()
+        job.no_process_ended()
         mend(*job.places)
         mended_s = time.monotonic()
         job.all_train_together()

@@ -71,11 +71,11 @@ class Loop:
     """A training loop that checks hooks and gradients when it ends with a WorkerError.
 
     Args:
-        misdeed: (session, step), called before each step; may raise, end the process or return "leave".
+        before_step: (session, step), called before each step; may raise, end the process or return "leave".
     """
 
-    def __init__(self, rank, emit, *, steps=10**6, width=8, misdeed=lambda session, model: None):
-        self.rank, self.emit, self.steps, self.misdeed = rank, emit, steps, misdeed
+    def __init__(self, rank, emit, *, steps=10**6, width=8, before_step=lambda session, model: None):
+        self.rank, self.emit, self.steps, self.before_step = rank, emit, steps, before_step
         torch.manual_seed(rank)
         self.model = Net(width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
@@ -91,7 +91,7 @@ class Loop:
                 synchronizer.announce_gradients = lambda compute_s: self._ready(announce, session, compute_s)
                 while session.step < self.steps:
                     step = session.step
-                    if self.misdeed(session, self.model) == "leave":
+                    if self.before_step(session, self.model) == "leave":
                         break
                     self.optimizer.zero_grad()
                     expected = local_gradients(self.model, self.rank, step)
@@ -145,11 +145,11 @@ def hangs_in_compute(rank, emit, victim, at_step):
     loop.waits_in = at_step
     if rank == victim:
 
-        def misdeed(session, model):
+        def before_step(session, model):
             if session.step == at_step:
                 model.at_forward = lambda: hang(emit, "computes")
 
-        loop.misdeed = misdeed
+        loop.before_step = before_step
     return loop.run()
 
 
@@ -170,7 +170,7 @@ def test_a_worker_killed_while_the_others_wait_for_it_is_named(victim):
 
 def hangs_after_join(rank, emit, victim):
     if rank == victim:
-        return Loop(rank, emit, misdeed=lambda *_: hang(emit, "joined")).run()
+        return Loop(rank, emit, before_step=lambda *_: hang(emit, "joined")).run()
     return Loop(rank, emit).run()
 
 
@@ -236,11 +236,11 @@ def dies_in_the_exchange(rank, emit, victim, width):
                 os.kill(os.getpid(), signal.SIGKILL)
             arrived(self, number, first, last)
 
-        def misdeed(session, model):
+        def before_step(session, model):
             if session.step == 2:
                 link_exchange._ScheduleRun._on_complete = die_halfway
 
-        loop.misdeed = misdeed
+        loop.before_step = before_step
     return loop.run()
 
 
@@ -286,11 +286,11 @@ def sleeps_in_compute(rank, emit, victim):
             emit("computes")
             signal.sigwait({signal.SIGUSR1})
 
-        def misdeed(session, model):
+        def before_step(session, model):
             if session.step == 3:
                 model.at_forward = sleep
 
-        loop.misdeed = misdeed
+        loop.before_step = before_step
     return loop.run()
 
 
@@ -319,15 +319,15 @@ def test_a_paused_worker_is_named_after_its_silence_and_ends_when_it_resumes():
 # Failing workers ------------------------------------------------------------------------------------------
 
 
-def misbehaves(rank, emit, culprit, how):
+def has_a_fault(rank, emit, culprit, how):
     loop = Loop(rank, emit)  # without an end: the coordinator's message may arrive some steps later
 
-    def misdeed(session, model):
+    def before_step(session, model):
         if rank == culprit and session.step == 4:
-            return MISDEEDS[how](session, model)
+            return FAULTS[how](session, model)
         return None
 
-    loop.misdeed = misdeed
+    loop.before_step = before_step
     return loop.run()
 
 
@@ -358,7 +358,7 @@ def exit_early(session, model):
     raise SystemExit("no disk space left")
 
 
-MISDEEDS = {
+FAULTS = {
     "fail": fail,
     "fail without a word": fail_without_a_message,
     "fail at length": fail_at_length,
@@ -385,7 +385,7 @@ MISDEEDS = {
     ],
 )
 def test_an_error_in_one_worker_ends_the_others_with_its_name_and_text(culprit, how, text, own_error):
-    with job(misbehaves, 3, culprit, how) as running:
+    with job(has_a_fault, 3, culprit, how) as running:
         ended = running.ends()
     assert ended[culprit].error_type == own_error
     for report in survivors(ended, culprit, ended[culprit].ended_s):
@@ -400,7 +400,7 @@ def test_an_error_in_one_worker_ends_the_others_with_its_name_and_text(culprit, 
 @pytest.mark.parametrize("how", ["leave", "exit in order"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_worker_that_leaves_early_is_named(culprit, how):
-    with job(misbehaves, 3, culprit, how) as running:
+    with job(has_a_fault, 3, culprit, how) as running:
         ended = running.ends()
     if how == "leave":  # it waits for the others, and gets the error that they continue
         assert f"worker {culprit} has finished after 4 steps; worker" in ended[culprit].value["text"]
@@ -413,7 +413,7 @@ def test_a_worker_that_leaves_early_is_named(culprit, how):
 
 
 def test_a_worker_that_calls_backward_twice_is_named():
-    with job(misbehaves, 3, 1, "two backwards") as running:
+    with job(has_a_fault, 3, 1, "two backwards") as running:
         ended = running.ends()
     for report in survivors(ended, None):
         assert re.search(r"worker [012] is in step [45] but worker [012] in step [45]", report["text"])
@@ -424,7 +424,7 @@ def test_a_worker_that_calls_backward_twice_is_named():
 def exits_at_the_end(rank, emit):
     loop = Loop(rank, emit, steps=10)
     try:
-        loop.misdeed = lambda session, model: sys.exit(0) if session.step == 5 else None
+        loop.before_step = lambda session, model: sys.exit(0) if session.step == 5 else None
         loop.run()
     except SystemExit as error:
         return error.code
@@ -439,18 +439,18 @@ def test_exiting_with_success_counts_as_leaving():
 # Reports of survivors ---------------------------------------------------------------------------------------
 
 
-def writes(rank, emit, victim, misdeed):
+def writes(rank, emit, victim, fault):
     """Trains to the end; returns the lines on standard error, without any configuration of logging."""
     at_step = None
     if rank == victim:
 
         def at_step(session):
             if session.step == 12:
-                misdeed()
+                fault()
 
     written = io.StringIO()
     with redirect_stderr(written):
-        train(rank, emit, misdeed=at_step)
+        train(rank, emit, before_step=at_step)
     return written.getvalue().splitlines()
 
 
@@ -464,14 +464,14 @@ def fail_with_runtime_error():
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize(
-    ("misdeed", "cause"),
+    ("fault", "cause"),
     [
         (kill_this_process, r"worker-2\.\w+ .* \(noticed by the coordinator\)"),
         (fail_with_runtime_error, r"it failed after 12 steps: RuntimeError: out of luck"),
     ],
 )
-def test_every_survivor_logs_once_the_lost_worker_the_cause_and_the_remaining_workers(misdeed, cause):
-    with job(writes, WORKERS, 2, misdeed, clean=misdeed is fail_with_runtime_error) as running:
+def test_every_survivor_logs_once_the_lost_worker_the_cause_and_the_remaining_workers(fault, cause):
+    with job(writes, WORKERS, 2, fault, clean=fault is fail_with_runtime_error) as running:
         ended = running.ends()
     for one in ended[:2] + ended[3:]:
         (line,) = one.value

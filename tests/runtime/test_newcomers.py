@@ -63,7 +63,7 @@ def trained_once(ended, epochs=EPOCHS):
     return results
 
 
-class Misdeed:
+class SignalAtStep:
     """Reports that a step has been reached, and then sends this process a signal if one is given, once."""
 
     def __init__(self, emit, step, number=signal.SIGKILL):
@@ -194,7 +194,7 @@ def test_a_newcomer_with_other_data_gets_an_error_and_the_others_continue(gate):
 
 
 def dies(rank, emit, victim):
-    return train(rank, emit, misdeed=Misdeed(emit, 12) if rank == victim else None)
+    return train(rank, emit, before_step=SignalAtStep(emit, 12) if rank == victim else None)
 
 
 @pytest.mark.long(after=1)
@@ -217,7 +217,7 @@ def joins_on_a_halt(rank, emit, log):
 
 
 def one_stops(rank, emit):
-    return train(rank, emit, misdeed=Misdeed(emit, 12, signal.SIGSTOP) if rank == 2 else None)
+    return train(rank, emit, before_step=SignalAtStep(emit, 12, signal.SIGSTOP) if rank == 2 else None)
 
 
 @pytest.mark.long
@@ -257,10 +257,10 @@ def test_a_newcomer_may_die_while_it_receives_the_state(gate):
 
 
 def dies_while_sending(rank, emit):
-    def misdeed(session):
+    def before_step(session):
         StateCopier._copy_optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
-    return train(rank, emit, misdeed=misdeed if rank == 0 else None)
+    return train(rank, emit, before_step=before_step if rank == 0 else None)
 
 
 @pytest.mark.long

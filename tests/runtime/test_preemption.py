@@ -30,24 +30,24 @@ STEADY = PartialAllReduce(limit=10**6)  # no worker is excluded as slow
 
 
 class Model(nn.Module):
-    """A model that calls `misdeed` once in a forward pass, after `left` other passes."""
+    """A model that calls `in_forward` once in a forward pass, after `left` other passes."""
 
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
-        self.left, self.misdeed = -1, None
+        self.left, self.in_forward = -1, None
 
     def forward(self, inputs):
         if self.left == 0:
-            self.misdeed()
+            self.in_forward()
         self.left -= 1
         return self.body(inputs)
 
 
-def made(left=-1, misdeed=None):
+def made(left=-1, in_forward=None):
     torch.manual_seed(0)
     model = Model()
-    model.left, model.misdeed = left, misdeed
+    model.left, model.in_forward = left, in_forward
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(SAMPLES, 5, generator=generator))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), data
@@ -266,7 +266,7 @@ def call_within_a_step(rank, emit, strategy, where, what):
         setattr(owner, name, signal_first)
 
     if where == "a forward pass":
-        model.misdeed = send_signal
+        model.in_forward = send_signal
     if where == "the optimizer":
         optimizer.register_step_pre_hook(lambda *_: send_signal())
     if where == "what holds a lock":

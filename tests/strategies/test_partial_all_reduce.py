@@ -73,7 +73,7 @@ class SignalAtStep:
 
 
 def dies_in_compute(rank, emit, victims):
-    return train(rank, emit, misdeed=SignalAtStep(emit, 7) if rank in victims else None)
+    return train(rank, emit, before_step=SignalAtStep(emit, 7) if rank in victims else None)
 
 
 @pytest.mark.long(after=1)
@@ -115,7 +115,7 @@ def dies_in_the_exchange(rank, emit, victim, share):
 
             link_exchange._ScheduleRun._on_complete = die_on_the_way
 
-    return train(rank, emit, misdeed=fault, width=20_000)
+    return train(rank, emit, before_step=fault, width=20_000)
 
 
 @pytest.mark.long(after=1)

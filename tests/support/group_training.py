@@ -33,7 +33,7 @@ def make(rank, width=32):
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def train(rank, emit, strategy=STRATEGY, epochs=EPOCHS, misdeed=None, compute_s=0.01, width=32):
+def train(rank, emit, strategy=STRATEGY, epochs=EPOCHS, before_step=None, compute_s=0.01, width=32):
     """A loop as its user would write it, in which a step takes `compute_s` at least.
 
     Returns what the members' state was after each step, and this worker's in the end.
@@ -49,8 +49,8 @@ def train(rank, emit, strategy=STRATEGY, epochs=EPOCHS, misdeed=None, compute_s=
         for _ in session.epochs(epochs):
             for x, y in session.batches(dataset, BATCH):
                 before = session.step
-                if misdeed is not None:
-                    misdeed(session)
+                if before_step is not None:
+                    before_step(session)
                 optimizer.zero_grad()
                 compute(compute_s)
                 nn.functional.cross_entropy(model(x), y).backward()

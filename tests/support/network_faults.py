@@ -141,7 +141,7 @@ class Watched:
             ranks = set(until_ended)
             self._changed.wait_for(lambda: bool(ranks) and ranks <= self.ended.keys(), duration_s)
 
-    def nobody_ended(self) -> None:
+    def no_process_ended(self) -> None:
         assert not self.ended, f"processes ended\n{self.state()}"
 
     def ends(self, ranks: Collection[int], timeout_s: float = DEADLINE_S) -> dict[int, Ended]:
@@ -211,12 +211,12 @@ class Training(Watched):
     """A job with a worker on each host but the spare ones, the coordinator on the first one.
 
     Attributes:
-        everybody: the workers that it begins with.
+        all_workers: the workers that it begins with.
     """
 
     def __init__(self, places: list[Host], cluster: Cluster, log: Path, workers: int) -> None:
         super().__init__(places, cluster, log)
-        self.everybody = tuple(range(workers))
+        self.all_workers = tuple(range(workers))
         self._names = [place.name for place in places]
 
     def steps(self, rank: int) -> list[Step]:
@@ -254,8 +254,8 @@ class Training(Watched):
 
     def all_train_together(self) -> None:
         """Wait until every worker that the job began with trains with all others; none may have ended."""
-        self.trains_on(self.everybody, together=[self.everybody])
-        self.nobody_ended()
+        self.trains_on(self.all_workers, together=[self.all_workers])
+        self.no_process_ended()
 
     def measures(self, broken_s: float, mended_s: float | None) -> str:
         """How long each worker paused around a fault, and how soon after its end it went on."""
@@ -270,7 +270,7 @@ class Training(Watched):
                 together = [
                     one.now_s
                     for one in self.steps(rank)
-                    if one.now_s > mended_s and len(one.members) == len(self.everybody)
+                    if one.now_s > mended_s and len(one.members) == len(self.all_workers)
                 ]
                 if together:
                     text += f", with all {together[0] - mended_s:.2f} s after"
@@ -305,7 +305,7 @@ def training(
         cluster = stack.enter_context(start(_train, workers, names, strategy, env=variables))
         watched = Training(places, cluster, log, workers)
         stack.callback(watched.close)
-        watched.trains_on(watched.everybody, timeout_s=START_S)
+        watched.trains_on(watched.all_workers, timeout_s=START_S)
         try:
             yield watched
         finally:

@@ -94,7 +94,7 @@ class Adding(torch.optim.Optimizer):
                     parameter -= parameter.grad
 
 
-def train(rank, emit, strategy=STEADY, epochs=EPOCHS, misdeed=None, compute_s=0.01):
+def train(rank, emit, strategy=STEADY, epochs=EPOCHS, before_step=None, compute_s=0.01):
     """A loop as its user would write it; the same for those who come at the start and later."""
     model = Counting()
     optimizer = Adding(model.parameters())
@@ -105,8 +105,8 @@ def train(rank, emit, strategy=STEADY, epochs=EPOCHS, misdeed=None, compute_s=0.
         for epoch in session.epochs(epochs):
             seen.append(epoch)
             for (numbers,) in session.batches(dataset, BATCH):
-                if misdeed is not None:
-                    misdeed(session)
+                if before_step is not None:
+                    before_step(session)
                 if session.step >= GATE_STEP and not has_passed:
                     has_passed = True
                     pass_gate()

@@ -46,7 +46,7 @@ def count(
     emit,
     strategy=STRATEGY,
     epochs=4,
-    misdeed=None,
+    before_step=None,
     compute_s=0.005,
     dataset=None,
     options=None,
@@ -61,8 +61,8 @@ def count(
             session.load_state_dict(torch.load(state))
         for _ in session.epochs(epochs):
             for (numbers,) in session.batches(dataset, BATCH, **(options or {})):
-                if misdeed is not None:
-                    misdeed(session)
+                if before_step is not None:
+                    before_step(session)
                 optimizer.zero_grad()
                 compute(compute_s)
                 (-model(numbers)).backward()
@@ -86,7 +86,7 @@ def once_but_for_the_rest(ended, kept, epochs=4):
         assert uses == expected.tolist()
 
 
-class Misdeed:
+class SignalAtStep:
     """Sends this process a signal when a step comes, once."""
 
     def __init__(self, emit, step, number=signal.SIGKILL):
@@ -103,12 +103,12 @@ def accumulates(rank, emit, victim=None):
     model = Counter()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     dataset = TensorDataset(torch.arange(SAMPLES))
-    misdeed = Misdeed(emit, 3)
+    before_step = SignalAtStep(emit, 3)
     with offbeat.join(model, optimizer, STRATEGY) as session:
         for _ in session.epochs(3):
             for place, (numbers,) in enumerate(session.batches(dataset, BATCH)):
                 if rank == victim:
-                    misdeed(session)
+                    before_step(session)
                 compute(0.002)
                 if place % 3 < 2:
                     with session.no_sync():

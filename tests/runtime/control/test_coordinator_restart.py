@@ -34,13 +34,13 @@ RESTARTS = 5
 def emit_every_ten_steps(emit):
     last = -1
 
-    def misdeed(session):
+    def before_step(session):
         nonlocal last
         if session.step // 10 > last:
             last = session.step // 10
             emit(session.step)
 
-    return misdeed
+    return before_step
 
 
 def trains(rank, emit, strategy, epochs, journal_events_max=None):
@@ -247,12 +247,12 @@ def test_a_worker_that_leaves_while_the_coordinator_is_killed_is_logged_as_left(
 def dies_unnoticed(rank, emit, strategy, victim):
     """The victim pauses the coordinator, then kills itself."""
 
-    def misdeed(session):
+    def before_step(session):
         if rank == victim and session.step == 7:
             os.kill(coordinator(os.environ[MARK])[0], signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return train(rank, emit, strategy, 6, misdeed)
+    return train(rank, emit, strategy, 6, before_step)
 
 
 def die_together(strategy, victim, path):
@@ -307,12 +307,12 @@ def reports_the_loss_of_the_coordinator(rank, emit, strategy):
     ControlChannel.on_connection_lost = emit_and_lose
     has_emitted = []
 
-    def misdeed(session):
+    def before_step(session):
         if not has_emitted:
             has_emitted.append(True)
             emit("trains")
 
-    return train(rank, emit, strategy, 40, misdeed)
+    return train(rank, emit, strategy, 40, before_step)
 
 
 @pytest.mark.long
@@ -337,12 +337,12 @@ def test_workers_reconnect_to_a_coordinator_paused_for_longer_than_the_silence_l
 def returns_the_longest_queue(rank, emit):
     longest = 0
 
-    def misdeed(session):
+    def before_step(session):
         nonlocal longest
         line = session._coordinator._channel
         longest = max(longest, len(line._unacked) + len(line._unsent))
 
-    train(rank, emit, AllReduce(), 60, misdeed, compute_s=0.0)
+    train(rank, emit, AllReduce(), 60, before_step, compute_s=0.0)
     return longest
 
 

@@ -131,13 +131,13 @@ def trains(rank, emit, errors, epochs):
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     last = -1
 
-    def misdeed(session):
+    def before_step(session):
         nonlocal last
         if session.step // 10 > last:
             last = session.step // 10
             emit(session.step)
 
-    return train(rank, emit, AllReduce(), epochs, misdeed)
+    return train(rank, emit, AllReduce(), epochs, before_step)
 
 
 def about_the_log(errors):

@@ -304,13 +304,13 @@ def test_a_header_with_invalid_states_is_rejected_with_a_clear_error(states, tmp
 def trains(rank, emit, epochs):
     last = -1
 
-    def misdeed(session):
+    def before_step(session):
         nonlocal last
         if session.step // 200 > last:
             last = session.step // 200
             emit(session.step)
 
-    return train(rank, emit, AllReduce(), epochs, misdeed, compute_s=0.0)
+    return train(rank, emit, AllReduce(), epochs, before_step, compute_s=0.0)
 
 
 @pytest.mark.long

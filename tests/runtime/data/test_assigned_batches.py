@@ -24,7 +24,7 @@ from support.sample_counting import (
     CALM,
     SAMPLES,
     Counter,
-    Misdeed,
+    SignalAtStep,
     accumulates,
     count,
     once,
@@ -56,8 +56,8 @@ def test_each_sample_is_used_once_when_a_slow_worker_is_excluded_and_readmitted(
 
 
 def dies(rank, emit, steps, options=None):
-    misdeed = Misdeed(emit, steps[rank]) if rank in steps else None
-    return count(rank, emit, misdeed=misdeed, options=options)
+    before_step = SignalAtStep(emit, steps[rank]) if rank in steps else None
+    return count(rank, emit, before_step=before_step, options=options)
 
 
 @pytest.mark.long(after=1)
@@ -83,7 +83,7 @@ def test_with_drop_last_the_samples_of_killed_workers_are_reassigned():
 
 
 def dies_in_the_exchange(rank, emit, victim, at_step, share):
-    def misdeed(session):
+    def before_step(session):
         if rank == victim and session.step == at_step:
             arrived = link_exchange._ScheduleRun._on_complete
 
@@ -94,7 +94,7 @@ def dies_in_the_exchange(rank, emit, victim, at_step, share):
 
             link_exchange._ScheduleRun._on_complete = die_on_the_way
 
-    return count(rank, emit, misdeed=misdeed)
+    return count(rank, emit, before_step=before_step)
 
 
 @pytest.mark.long(after=1)
@@ -114,13 +114,13 @@ def dies_before_reporting(rank, emit):
         if self.step == 8:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def misdeed(session):
+    def before_step(session):
         if rank == 1 and session.step == 7:
             os.kill(coordinator(os.environ[MARK])[0], signal.SIGSTOP)
 
     if rank == 1:
         GroupMembership.finish_step = finish_step_and_die
-    return count(rank, emit, CALM, misdeed=misdeed)
+    return count(rank, emit, CALM, before_step=before_step)
 
 
 def test_contributions_of_a_worker_that_died_before_reporting_are_reported_by_the_others(tmp_path):
@@ -134,13 +134,15 @@ def test_contributions_of_a_worker_that_died_before_reporting_are_reported_by_th
 
 
 def stops(rank, emit):
-    return count(rank, emit, epochs=30, misdeed=Misdeed(emit, 7, signal.SIGSTOP) if rank == 1 else None)
+    return count(
+        rank, emit, epochs=30, before_step=SignalAtStep(emit, 7, signal.SIGSTOP) if rank == 1 else None
+    )
 
 
 def stops_in_the_exchange(rank, emit):
     due = [20] if rank == 1 else []
 
-    def misdeed(session):
+    def before_step(session):
         if session.step in due:
             due.clear()
             arrived = link_exchange._ScheduleRun._on_complete
@@ -153,7 +155,7 @@ def stops_in_the_exchange(rank, emit):
 
             link_exchange._ScheduleRun._on_complete = stop
 
-    return count(rank, emit, epochs=30, misdeed=misdeed)
+    return count(rank, emit, epochs=30, before_step=before_step)
 
 
 @pytest.mark.long
@@ -177,8 +179,8 @@ def test_with_gradients_accumulated_over_batches(victim):
 
 
 def loads(rank, emit, options, victim):
-    misdeed = Misdeed(emit, 12) if rank == victim else None
-    return count(rank, emit, epochs=2, dataset=Samples(), options=options, misdeed=misdeed)
+    before_step = SignalAtStep(emit, 12) if rank == victim else None
+    return count(rank, emit, epochs=2, dataset=Samples(), options=options, before_step=before_step)
 
 
 @pytest.mark.long(after=1)

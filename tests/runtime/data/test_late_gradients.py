@@ -31,10 +31,10 @@ def late_ones(log):
     return [resolved for resolved in entries_of(log, ResolveLateBlock) if resolved.is_contributed]
 
 
-def counts(rank, emit, strategy=STRATEGY, epochs=4, misdeed=None, options=None):
+def counts(rank, emit, strategy=STRATEGY, epochs=4, before_step=None, options=None):
     sample_counting.SAMPLES = SAMPLES  # an epoch has to last long enough
     sample_counting.once_each = once_each
-    return sample_counting.count(rank, emit, strategy, epochs, misdeed, options=options)
+    return sample_counting.count(rank, emit, strategy, epochs, before_step, options=options)
 
 
 def once_each(model):
@@ -129,7 +129,7 @@ class SignalAtLateBlock:
 
 def strikes(rank, emit, victim, point, nth):
     return counts(
-        rank, emit, epochs=LONG, misdeed=SignalAtLateBlock(emit, point, nth) if rank == victim else None
+        rank, emit, epochs=LONG, before_step=SignalAtLateBlock(emit, point, nth) if rank == victim else None
     )
 
 
@@ -150,7 +150,7 @@ def test_a_worker_may_be_killed_at_any_point_of_a_late_block(victim, point):
 
 
 def dies_in_the_exchange(rank, emit, victim, share):
-    def misdeed(session):
+    def before_step(session):
         if rank == victim:
             begin = link_exchange._ScheduleRun._on_complete
 
@@ -164,7 +164,7 @@ def dies_in_the_exchange(rank, emit, victim, share):
     def is_in(session):
         return bool(session._synchronizer.binding.late_gradients.active)
 
-    return counts(rank, emit, epochs=4, misdeed=Once(misdeed))
+    return counts(rank, emit, epochs=4, before_step=Once(before_step))
 
 
 class Once:
@@ -187,8 +187,8 @@ def test_a_proxy_may_be_killed_in_the_exchange_that_adds_a_late_gradient(share):
 
 
 def stops(rank, emit, victim, point):
-    misdeed = SignalAtLateBlock(emit, point, 2, signal.SIGSTOP) if rank == victim else None
-    return counts(rank, emit, epochs=8, misdeed=misdeed)
+    before_step = SignalAtLateBlock(emit, point, 2, signal.SIGSTOP) if rank == victim else None
+    return counts(rank, emit, epochs=8, before_step=before_step)
 
 
 @pytest.mark.long
