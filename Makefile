@@ -56,7 +56,7 @@ docs: $(DOCS_STAMP)
 	@echo build/docs/index.html
 
 # Wheel and source distribution, in dist/; then tests of the unpacked source run with the installed wheel.
-PACKAGE_TESTS := package docs tidy scenarios record range_clock clock_gate throughput_gate lockstep partial_groups hash_ring schedules classifier aggregating_servers
+PACKAGE_TESTS := package docs tidy scenarios codec log_file replay range_clock clock_gate throughput_gate lockstep partial_groups hash_ring schedules classifier aggregating_servers
 UNPACKED := build/package
 
 package: $(PACKAGE_STAMP)

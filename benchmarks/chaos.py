@@ -38,7 +38,7 @@ from offbeat.runtime.control import environment
 from offbeat.runtime.processes import child
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
-from offbeat.wire.record import read_log
+from offbeat.wire.log_file import read_log
 
 _ENDS_S = 120.0  # added to the time limit of a job
 

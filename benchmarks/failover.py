@@ -35,7 +35,7 @@ from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.future import Future
 from offbeat.runtime.ps.namespace import Namespace
 from offbeat.runtime.ps.node import ClusterFile
-from offbeat.wire.record import read_log
+from offbeat.wire.log_file import read_log
 
 _SERVERS = 4
 _COPIES = 2

@@ -31,7 +31,8 @@ from offbeat.simulator.core.times import JitteredTimes
 from offbeat.simulator.training import setting_from_log
 from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
 from offbeat.strategies import PartialAllReduce
-from offbeat.wire.record import RunRecord, build_policies, read_log
+from offbeat.wire.log_file import RunRecord, read_log
+from offbeat.wire.replay import build_policies
 
 # Slow for six steps: four until the worker is excluded, two outside; it returns during a step of the group.
 SLOW = "1:2.25@burst=6/1000"

@@ -47,7 +47,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.ps.updates import Adam
 from offbeat.policies.stragglers.injection import parse_slow_rule
 from offbeat.runtime.control.environment import available_cores
-from offbeat.wire.record import read_log
+from offbeat.wire.log_file import read_log
 
 STRATEGIES: Final[Mapping[str, str]] = {
     "bsp": "ps-bsp:shards=",

@@ -17,7 +17,7 @@ from offbeat.events import Action, Event
 from offbeat.runtime.control import environment
 from offbeat.runtime.launch import launch, outcome_summary
 from offbeat.runtime.processes import child
-from offbeat.wire.record import read_log
+from offbeat.wire.log_file import read_log
 
 _RESULT_PATH = "OFFBEAT_BENCH_ANSWER"
 

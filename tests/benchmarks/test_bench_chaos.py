@@ -8,7 +8,7 @@ import torch
 from benchmarks.chaos import ChaosSettings, Counts, Fault, _Job, _Process, count_once
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
-from offbeat.wire.record import LogWriter
+from offbeat.wire.log_file import LogWriter
 
 SETTINGS = ChaosSettings(strategy="partial", step_ms=1.0, batch_size=2, samples=8, epochs=2, seed=0)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from offbeat.events import AbortJob, Left, StepTimed
-from offbeat.wire import record
+from offbeat.wire import log_file, replay
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]
 SHOW = """
@@ -66,10 +66,10 @@ def test_a_script_that_trains_leaves_a_log_that_can_be_replayed(tmp_path):
     done = run(tmp_path, "--run-dir", "run", "--standalone", "--nproc-per-node", "2", "train.py")
     assert done.returncode == 0, done.stderr
 
-    log = record.read_log(tmp_path / "run/log.jsonl")
+    log = log_file.read_log(tmp_path / "run/log.jsonl")
     assert sum(isinstance(entry, StepTimed) for entry in log.entries) == 2 * 2 * 2
     assert {entry.worker for entry in log.entries if isinstance(entry, Left)} == {0, 1}
-    assert record.replay(log) is None
+    assert replay.replay(log) is None
 
 
 @pytest.mark.long
@@ -80,7 +80,7 @@ def test_a_worker_that_fails_ends_the_job_and_its_coordinator(tmp_path):
 
     # `run` returns once no process holds standard error open any more, the coordinator included.
     assert done.returncode == 1
-    stops = [e for e in record.read_log(tmp_path / "run/log.jsonl").entries if isinstance(e, AbortJob)]
+    stops = [e for e in log_file.read_log(tmp_path / "run/log.jsonl").entries if isinstance(e, AbortJob)]
     assert [(stop.worker, stop.step) for stop in stops] == [(1, 1)]
     assert "out of luck" in stops[0].reason
 

@@ -16,7 +16,7 @@ from offbeat.data import load_data_set
 from offbeat.events import Evaluated, Left, NodeJoined, StepTimed, Tick
 from offbeat.models import build_model
 from offbeat.runtime.data.equal_shards import EqualShards
-from offbeat.wire import record
+from offbeat.wire import log_file
 
 
 def settings(**change):
@@ -101,7 +101,7 @@ def left(worker):
 
 
 def test_a_log_is_read_as_it_grows_and_only_whole_lines_of_it(tmp_path):
-    whole = record.LogWriter(tmp_path / "whole", {})
+    whole = log_file.LogWriter(tmp_path / "whole", {})
     for event in (step(), ended(loss=math.inf), Tick(now_s=1.0), left(0), left(1)):
         whole.add_event(event)
     whole.close()
@@ -180,7 +180,7 @@ def test_two_workers_train_and_the_log_accounts_for_every_sample_and_second(tmp_
         assert (row["accuracy"] is not None) == (row["worker"] == 0)
 
     assert main(["replay", "run"]) == 0
-    events = [e for e in record.read_log(tmp_path / "run/log.jsonl").entries if isinstance(e, StepTimed)]
+    events = [e for e in log_file.read_log(tmp_path / "run/log.jsonl").entries if isinstance(e, StepTimed)]
     assert capsys.readouterr().out.startswith("identical: ")
     assert len(events) == sum(row["steps"] for row in rows) == 2 * 2 * 12
 
@@ -205,7 +205,7 @@ def test_threads_and_servers_of_the_command_line_reach_the_job(tmp_path, monkeyp
         "train --strategy ssp:s=3 --optimizer adam --lr 0.01 --workers 2 --threads-per-worker 2 --servers 2"
     )
     assert main(f"{line} --epochs 1 --batch-size 64 --run-dir run".split()) == 0
-    entries = record.read_log(tmp_path / "run" / job.LOG_NAME).entries
+    entries = log_file.read_log(tmp_path / "run" / job.LOG_NAME).entries
     assert {one.worker for one in entries if isinstance(one, Left)} == {0, 1, 2, 3}
     nodes = {one.node for one in entries if isinstance(one, NodeJoined)}
     assert nodes == {

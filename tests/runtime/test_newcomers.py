@@ -26,7 +26,8 @@ from offbeat.runtime.session import Session
 from offbeat.runtime.training import trained
 from offbeat.runtime.training.state_copy import StateCopier
 from offbeat.strategies import AllReduce, PartialAllReduce
-from offbeat.wire.record import read_log, replay
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
 from support.jobs import DEADLINE_S, job
 from support.newcomer_training import (
     EPOCHS,

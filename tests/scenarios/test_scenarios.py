@@ -23,7 +23,9 @@ import pytest
 
 from offbeat.events import Action, Event
 from offbeat.policies import dispatch_event
-from offbeat.wire.record import build_policy, from_plain, read_log, replay, to_plain
+from offbeat.wire.codec import from_plain, to_plain
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import build_policy, replay
 
 HERE = Path(__file__).parent
 _POLICY = re.compile(r"([\w.]+):(\w+)\(([^)]*)\)")

@@ -12,7 +12,7 @@ import pytest
 from offbeat.events import EndEpoch, Lost
 from offbeat.runtime.collectives import link_exchange
 from offbeat.strategies import AllReduce, PartialAllReduce
-from offbeat.wire.record import read_log
+from offbeat.wire.log_file import read_log
 from support.group_training import BATCH, EPOCHS, SAMPLES, STRATEGY, agree, train
 from support.jobs import job
 from support.processes import run, values

@@ -19,7 +19,7 @@ from offbeat.events import (
 )
 from offbeat.runtime.control.configuration import COORDINATOR, CoordinatorConfiguration, PolicySpec
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.wire.record import decode_actions, encode_events
+from offbeat.wire.codec import decode_actions, encode_events
 
 DEADLINE_S = 20.0
 

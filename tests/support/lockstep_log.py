@@ -1,14 +1,14 @@
 """A small run log of two workers in lockstep."""
 
 from offbeat.events import Group, Joined, Left, Ready
-from offbeat.wire import record
+from offbeat.wire import log_file
 
 
 def log_of(path, group):
     header = {
         "policies": [{"path": "offbeat.policies.membership.lockstep:Lockstep", "arguments": {"world": 1}}]
     }
-    log = record.LogWriter(path, header)
+    log = log_file.LogWriter(path, header)
     joined = Joined(
         now_s=0.0,
         worker=0,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.events import Group
-from offbeat.wire.record import read_log
+from offbeat.wire.log_file import read_log
 
 WAIT_S = 60.0
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from offbeat.strategies.registry import STRATEGIES, parse_strategy
-from offbeat.wire.record import decode_actions, decode_events, encode_actions, encode_events
+from offbeat.wire.codec import decode_actions, decode_events, encode_actions, encode_events
 from support.every_event import ACTIONS, EVENTS
 from support.processes import run, values
 

@@ -28,7 +28,8 @@ from offbeat.runtime.control import environment
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.runtime.launch import launch, outcome_summary
 from offbeat.runtime.processes import child
-from offbeat.wire.record import finished_log_parts, from_plain
+from offbeat.wire.codec import from_plain
+from offbeat.wire.log_file import finished_log_parts
 
 LOG_NAME: Final = "log.jsonl"
 OUTPUT_NAME: Final = "output.txt"

@@ -323,11 +323,11 @@ def replay(
     folder, all parts of the log that exist are replayed, each from the policy state that it begins with.
     """
     from offbeat.events import Action
-    from offbeat.wire import record
+    from offbeat.wire import replay
 
     logs = simulation.read_logs(run)
     for path, log in logs.items():
-        difference = record.replay(log)
+        difference = replay.replay(log)
         if difference is not None:
             print(difference if len(logs) == 1 else f"{path}: {difference}")
             raise typer.Exit(entry.FAILED)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from offbeat.simulator.core.times import ComputeTimes
     from offbeat.simulator.staleness.cluster import SimulatedPsCluster
     from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
-    from offbeat.wire.record import RunRecord
+    from offbeat.wire.log_file import RunRecord
 
 Findings = tuple[dict[str, float], list[dict[str, Any]]]
 """Figures and rows of a result."""
@@ -167,17 +167,17 @@ def read_logs(path: Path) -> dict[Path, RunRecord]:
     Raises:
         OffbeatError: a file cannot be read, or is no run log.
     """
-    from offbeat.wire import record
+    from offbeat.wire import log_file
 
     with entry.file_errors("read"):
-        return record.read_logs(path / "log.jsonl") if path.is_dir() else {path: record.read_log(path)}
+        return log_file.read_logs(path / "log.jsonl") if path.is_dir() else {path: log_file.read_log(path)}
 
 
 def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
     """Return a function that builds the coordinator's policies under a strategy."""
     from offbeat.runtime.control.environment import Environment
     from offbeat.strategies import parse_strategy
-    from offbeat.wire.record import build_policy
+    from offbeat.wire.replay import build_policy
 
     specs = parse_strategy(strategy).policies(world, Environment.start_s, Environment.servers)
     return lambda: [build_policy(spec.path, dict(spec.arguments)) for spec in specs]

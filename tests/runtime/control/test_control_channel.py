@@ -20,7 +20,9 @@ from offbeat.runtime.control.channel import (
     encode_sequence_ack,
 )
 from offbeat.runtime.control.configuration import COORDINATOR
-from offbeat.wire.record import decode_events, encode_actions, read_log, replay
+from offbeat.wire.codec import decode_events, encode_actions
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
 from support.coordinator_process import coordinator, joined, ready
 from support.endpoints import DEADLINE_S, Node, node
 

@@ -35,7 +35,9 @@ from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameKind
 from offbeat.runtime.transport.handshake import DiallerHandshake
-from offbeat.wire.record import encode_events, read_log, replay
+from offbeat.wire.codec import encode_events
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
 from support.coordinator_process import DEADLINE_S, Peer, coordinator, goes_on, joined, ready, running_job
 from support.run_logs import entries_of, wait_for_entry, wait_until
 from support.tcp_proxy import Line

@@ -17,7 +17,8 @@ from offbeat.runtime import session
 from offbeat.runtime.control import client, rendezvous
 from offbeat.runtime.control.channel import SEQUENCE_ACK_INTERVAL, ControlChannel
 from offbeat.strategies import DPAR, AllReduce, PartialAllReduce
-from offbeat.wire.record import read_log, replay
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
 from support.group_training import BATCH, SAMPLES, STRATEGY, agree, train
 from support.jobs import MARK, coordinator, job
 from support.processes import values

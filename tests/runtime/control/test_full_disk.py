@@ -14,7 +14,8 @@ from offbeat.events import Event, Left, StepTimed, Tick
 from offbeat.policies import dispatch_event
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.strategies import AllReduce
-from offbeat.wire.record import LogWriter, build_policies, read_log, replay
+from offbeat.wire.log_file import LogWriter, read_log
+from offbeat.wire.replay import build_policies, replay
 from support.coordinator_process import coordinator, goes_on, running_job
 from support.every_event import HEADER
 from support.full_disks import files_of_at_most, fill, needs_disk, small_disk

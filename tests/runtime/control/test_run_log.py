@@ -16,7 +16,8 @@ import offbeat
 from offbeat.events import AbortJob, Group, Joined, Left, Lost, PeerList, Ready, StepTimed
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.strategies import AllReduce
-from offbeat.wire.record import read_log, replay
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
 from support.group_training import compute
 from support.jobs import DEADLINE_S, job
 from support.processes import values

@@ -13,7 +13,8 @@ from offbeat.events import Event, Left, Ready, StepTimed
 from offbeat.policies import dispatch_event
 from offbeat.runtime.control.run_log import LOG_BYTES_MIN, RunLog
 from offbeat.strategies import AllReduce
-from offbeat.wire.record import build_policies, read_log, read_logs, replay
+from offbeat.wire.log_file import read_log, read_logs
+from offbeat.wire.replay import build_policies, replay
 from support.coordinator_process import coordinator
 from support.every_event import HEADER
 from support.full_disks import files_of_at_most

@@ -13,7 +13,8 @@ from offbeat.events import AssignLateBlock, LateGradientArrived, ResolveLateBloc
 from offbeat.runtime.collectives import link_exchange
 from offbeat.runtime.data import late_gradients
 from offbeat.strategies import PartialAllReduce
-from offbeat.wire.record import read_log, replay
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
 from support import group_training, sample_counting
 from support.group_training import agree, train
 from support.jobs import job

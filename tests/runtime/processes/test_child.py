@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.wire import record
+from offbeat.wire import log_file
 from support.full_disks import needs_disk
 
 SHADOWING = ("queue.py", "types.py", "selectors.py", "random.py", "msgspec.py", "offbeat/__init__.py")
@@ -114,7 +114,7 @@ def test_names_that_are_not_valid_utf_8_are_accepted(tmp_path):
     script = program(tmp_path, TRAINED, b'caf\xe9/train_\xe9\n"it\'s".py')
     done = run(sys.executable, script, env={**os.environ, "OFFBEAT_RUN_LOG": log, "OFFBEAT_JOB": "\udce9"})
     assert done.returncode == 0, done.stderr
-    assert record.read_log(log).header["command"] == 'train_\\udce9\n"it\'s".py'
+    assert log_file.read_log(log).header["command"] == 'train_\\udce9\n"it\'s".py'
 
 
 @pytest.mark.long

@@ -21,7 +21,8 @@ from offbeat.events import (
     WorkerGroupLeft,
     WorkerGroupRejected,
 )
-from offbeat.wire.record import read_log, replay
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
 from support.jobs import DEADLINE_S, MARK, coordinator
 from support.processes import start
 from support.run_logs import entries_of, wait_for_entry, wait_until

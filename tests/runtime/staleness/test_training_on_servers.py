@@ -20,7 +20,8 @@ from offbeat.events import StepFinished, StepPermit, StepTimed
 from offbeat.runtime.data.equal_shards import EqualShards, epoch_order
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies import ASP, DTSSP, SSP, AllReduce, Downpour, ServerBSP
-from offbeat.wire.record import read_log, replay
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
 from support.group_training import compute
 from support.jobs import MARK, gone, marked
 from support.processes import run, values

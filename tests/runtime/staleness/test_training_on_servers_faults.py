@@ -19,7 +19,8 @@ import offbeat
 from offbeat.events import AssignBlocks, Lost, StepFinished
 from offbeat.runtime import session as sessions
 from offbeat.strategies import ASP, SSP, Downpour, ServerBSP
-from offbeat.wire.record import read_log, replay
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
 from support.group_training import compute
 from support.jobs import command, job, marked
 from support.newcomer_training import Gate, pass_gate

@@ -31,7 +31,8 @@ from offbeat.events import (
     ValidationFinished,
 )
 from offbeat.strategies import DPAR, SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
-from offbeat.wire.record import read_log, replay
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
 from support.group_training import compute
 from support.jobs import job
 from support.processes import run, values

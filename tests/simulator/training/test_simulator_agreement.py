@@ -10,7 +10,7 @@ from benchmarks import simulator
 from benchmarks.__main__ import main
 from offbeat.events import Finished, Joined, Ready
 from offbeat.simulator.training import setting_from_log
-from offbeat.wire.record import read_log
+from offbeat.wire.log_file import read_log
 from support.processes import run, values
 
 

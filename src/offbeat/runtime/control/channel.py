@@ -32,7 +32,7 @@ from offbeat.errors import LinkError, LinkFailure, ProtocolError
 from offbeat.events import Action, Event
 from offbeat.runtime.processes.waiting import SignalSafeCondition
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.wire.record import decode_actions, encode_events
+from offbeat.wire.codec import decode_actions, encode_events
 
 SEQUENCE_ACK_INTERVAL: Final = (
     256  # events or actions; about as many are kept for retransmission at either end

@@ -54,8 +54,7 @@ from offbeat.runtime.control.starting import failure_answer, read_configuration,
 from offbeat.runtime.processes.supervisor import supervise
 from offbeat.runtime.transport import addresses as places
 from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
-from offbeat.wire.record import (
-    build_policy,
+from offbeat.wire.codec import (
     decode_actions,
     decode_events,
     encode_actions,
@@ -63,6 +62,7 @@ from offbeat.wire.record import (
     split_actions,
     to_plain,
 )
+from offbeat.wire.replay import build_policy
 
 _RECONNECT_S = 15.0  # reaching a worker may take 10 s, and it then has to receive what it has missed
 _NAMED_MAX = 16  # workers

@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from offbeat.events import Action, Event
-from offbeat.wire.record import EVENTS_BEFORE_KEY, LogWriter, finished_log_parts, log_part_path, states_header
+from offbeat.wire.log_file import EVENTS_BEFORE_KEY, LogWriter, finished_log_parts, log_part_path
+from offbeat.wire.replay import states_header
 
 LOG_BYTES_MIN: Final = 1024 * 1024
 _PARTS: Final = 16  # the newest, the event being written and up to 14 finished ones

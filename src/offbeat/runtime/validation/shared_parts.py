@@ -35,7 +35,7 @@ from offbeat.runtime.validation.evaluators import CancelledError, Evaluator, Eva
 from offbeat.runtime.validation.result import NoMetricsError, ValidationLedger
 from offbeat.runtime.validation.snapshot import Snapshot
 from offbeat.runtime.validation.validated_training import EpochState
-from offbeat.wire.record import MESSAGE_BYTES_MAX, encode_events
+from offbeat.wire.codec import MESSAGE_BYTES_MAX, encode_events
 
 _FIRST_TAG: Final = 3 << 62  # exchanges use tags below 2**63, late blocks those below this
 _LOW_PRIORITY: Final = 1 << 20  # after all exchanges

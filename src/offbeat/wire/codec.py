@@ -1,0 +1,252 @@
+"""Events and actions as plain data: as control messages in msgpack, and as lines of JSON.
+
+Each dataclass of `offbeat.events` has a struct that is derived from it, so that data that are not exactly its
+fields, within their ranges, are refused with a `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import reduce
+from operator import or_
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    TypeAlias,
+    TypeGuard,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+
+from offbeat.errors import ProtocolError
+from offbeat.events import (
+    Action,
+    Evaluated,
+    Event,
+    PartEvaluated,
+    StatesMerged,
+    StepFinished,
+    ValidationFinished,
+)
+from offbeat.wire.known import prime_msgspec_types
+
+MESSAGE_BYTES_MAX: Final = 1024 * 1024  # maximum size of a control message on a link
+
+_NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]  # JSON has no such numbers; a diverged loss does
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]
+
+
+def _struct_of(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
+    """Derive the msgspec struct of a dataclass: its fields, no other, and a "type" that names it."""
+    hints = get_type_hints(kind)
+    columns = [
+        (
+            field.name,
+            _constrained(hints[field.name]),
+            msgspec.NODEFAULT if field.default is MISSING else field.default,
+        )
+        for field in fields(kind)
+        if not (without_clock and field.name == "now_s")
+    ]
+    return msgspec.defstruct(
+        kind.__name__, columns, tag=kind.__name__, tag_field="type", forbid_unknown_fields=True, kw_only=True
+    )
+
+
+def _constrained(hint: Any) -> Any:
+    """Constrain every number of a field: counts and durations are finite and not negative.
+
+    Metrics, and a number that may be missing, such as a loss, are unconstrained.
+    """
+    if hint is bool:
+        return bool
+    if hint is int:
+        return _Count
+    if hint is float:
+        return _Amount
+    if hint == int | None:
+        return _Count | None
+    if hint == float | None:
+        return float | _NotFinite | None
+    if hint == dict[str, float]:
+        return dict[str, float | _NotFinite]
+    if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
+        return tuple[tuple(map(_constrained, get_args(hint)))]  # type: ignore[misc]
+    if get_origin(hint) is tuple:
+        return tuple[_constrained(get_args(hint)[0]), ...]  # type: ignore[misc]
+    if is_dataclass(hint):
+        return msgspec.defstruct(
+            cast(type, hint).__name__,
+            [(name, _constrained(inner)) for name, inner in get_type_hints(hint).items()],
+            forbid_unknown_fields=True,
+            kw_only=True,
+        )
+    assert hint is str, f"events and actions hold no {hint}"
+    return str
+
+
+_EVENTS: Final = {kind.__name__: kind for kind in get_args(Event)}
+_ACTIONS: Final = {kind.__name__: kind for kind in get_args(Action)}
+_KINDS: Final = _EVENTS | _ACTIONS
+_DEFAULTS: Final = {  # of the fields that may be omitted
+    kind: [(field.name, field.default) for field in fields(kind) if field.default is not MISSING]
+    for kind in _KINDS.values()
+}
+_METRICS: Final = {
+    Evaluated: ("metrics",),
+    PartEvaluated: ("means", "counts"),
+    StatesMerged: ("means", "counts"),
+    ValidationFinished: ("means", "counts"),
+}
+_EVENT_STRUCTS: Final = [_struct_of(kind, without_clock=True) for kind in _EVENTS.values()]
+_ACTION_STRUCTS: Final = [_struct_of(kind) for kind in _ACTIONS.values()]
+_EntryStruct: Final = reduce(or_, [_struct_of(kind) for kind in _KINDS.values()])
+prime_msgspec_types(*_KINDS.values())
+
+_event_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _EVENT_STRUCTS)])  # type: ignore[misc]
+_action_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _ACTION_STRUCTS)])  # type: ignore[misc]
+_line_decoder: Final = msgspec.json.Decoder(_EntryStruct)
+_json: Final = msgspec.json.Encoder()
+_msgpack: Final = msgspec.msgpack.Encoder()
+MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def to_plain(entry: Event | Action) -> dict[str, Any]:
+    """Return an event or action as a dict of plain data, with the name of its class under "type"."""
+    plain: dict[str, Any] = {"type": type(entry).__name__, **msgspec.to_builtins(entry)}
+    for name, default in _DEFAULTS[type(entry)]:
+        if plain[name] == default:
+            del plain[name]
+    for field in _METRICS.get(type(entry), ()):
+        plain[field] = {name: _plain_metric(value) for name, value in plain[field].items()}
+    if isinstance(entry, StepFinished) and entry.loss is not None:
+        plain["loss"] = _plain_metric(entry.loss)
+    return plain
+
+
+def from_plain(plain: dict[str, Any]) -> Event | Action:
+    """Return the event or action that `to_plain` converted.
+
+    Raises:
+        ProtocolError: an unknown type, a missing or unknown field, a wrong type, or a value out of range.
+    """
+    try:
+        return _build(msgspec.convert(plain, _EntryStruct))
+    except MALFORMED as error:
+        raise ProtocolError(f"expected an event or action as plain data: {error}") from None
+
+
+def is_event(entry: Event | Action) -> TypeGuard[Event]:
+    """Return whether an entry is an event, and no action."""
+    return type(entry).__name__ in _EVENTS
+
+
+def append_json(plain: dict[str, Any], buffer: bytearray) -> None:
+    """Append plain data as one line of JSON."""
+    length = len(buffer)
+    try:
+        _json.encode_into(plain, buffer, -1)
+    except UnicodeEncodeError:
+        del buffer[length:]
+        _json.encode_into(_escaped(plain), buffer, -1)
+    buffer += b"\n"
+
+
+def decode_json(line: bytes) -> Event | Action:
+    """Return the event or action of a line of JSON.
+
+    Raises:
+        ProtocolError: see `from_plain`.
+    """
+    try:
+        return _build(_line_decoder.decode(line))
+    except MALFORMED as error:
+        raise ProtocolError(f"expected an event or action: {error}") from None
+
+
+def encode_events(events: Sequence[Event]) -> bytes:
+    """Return a control message with these events, without `now_s`, which the receiver sets."""
+    plains = [to_plain(event) for event in events]
+    for plain in plains:
+        del plain["now_s"]
+    return _packed(plains)
+
+
+def decode_events(data: bytes, now_s: float) -> list[Event]:
+    """Return the events of a control message, with `now_s` as their time.
+
+    The caller checks whether the sender is allowed to send these events.
+
+    Raises:
+        ProtocolError: the message is too long, is no list of events, or a field is out of range.
+    """
+    return [cast(Event, _build(struct, now_s=now_s)) for struct in _unpacked(data, _event_decoder, "events")]
+
+
+def encode_actions(actions: Sequence[Action]) -> bytes:
+    """Return a control message with these actions."""
+    return _packed([to_plain(action) for action in actions])
+
+
+def split_actions(actions: Sequence[Action]) -> list[bytes]:
+    """Return control messages with these actions, in order: several where one would be too long."""
+    whole = encode_actions(actions)
+    if len(whole) <= MESSAGE_BYTES_MAX or len(actions) < 2:
+        return [whole]
+    half = len(actions) // 2
+    return [*split_actions(actions[:half]), *split_actions(actions[half:])]
+
+
+def decode_actions(data: bytes) -> list[Action]:
+    """Return the actions of a control message.
+
+    Raises:
+        ProtocolError: the message is too long, is no list of actions, or a field is out of range.
+    """
+    return [cast(Action, _build(struct)) for struct in _unpacked(data, _action_decoder, "actions")]
+
+
+def _packed(plains: list[dict[str, Any]]) -> bytes:
+    try:
+        return _msgpack.encode(plains)
+    except UnicodeEncodeError:
+        return _msgpack.encode(_escaped(plains))
+
+
+def _unpacked(data: bytes, decoder: msgspec.msgpack.Decoder[Any], what: str) -> list[msgspec.Struct]:
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"expected {what} in at most {MESSAGE_BYTES_MAX} bytes, got {len(data)} bytes")
+    try:
+        return cast(list[msgspec.Struct], decoder.decode(data))
+    except MALFORMED as error:
+        raise ProtocolError(f"expected a list of {what}: {error}") from None
+
+
+def _build(struct: msgspec.Struct, **clock: float) -> Event | Action:
+    """Build the dataclass of a valid struct; not strict, so that "nan" becomes the number again."""
+    kind = _KINDS[type(struct).__name__]
+    whole = {**msgspec.structs.asdict(struct), **clock}
+    return cast("Event | Action", msgspec.convert(whole, kind, strict=False, from_attributes=True))
+
+
+def _plain_metric(value: float) -> float | str:
+    return value if value - value == 0 else str(float(value))
+
+
+def _escaped(data: Any) -> Any:
+    """Replace what UTF-8 cannot encode (lone surrogates, from file names) by backslash escapes."""
+    if isinstance(data, str):
+        return data.encode("utf-8", "backslashreplace").decode()
+    if isinstance(data, dict):
+        return {_escaped(key): _escaped(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_escaped(value) for value in data]
+    return data
