@@ -145,6 +145,15 @@ def test_missing_initial_servers_are_reported_after_the_start_timeout(mark, reco
         PS(cluster, start_s=0.5)
 
 
+def test_the_process_of_a_removed_server_ends_without_an_error(mark):
+    with PS.local(servers=3) as ps:
+        w = ps.namespace("w", keys=KEYS)
+        w.push(np.ones(KEYS, np.float32)).result()
+        ps.remove_server(1)
+        assert ps.local_servers.processes[1].wait(DEADLINE_S) == 0
+        assert w.pull().result().tolist() == [1.0] * KEYS
+
+
 # Paused and killed nodes
 
 

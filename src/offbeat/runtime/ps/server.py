@@ -111,17 +111,19 @@ class ServerProcess:
         self._node.join()  # only now: the callbacks use the attributes above
 
     def serve(self) -> None:
-        """Run until it has left, its job is over, or it is no longer part of the cluster.
+        """Run until it has left, a client has removed it, its job is over, or the manager has lost it.
 
         Raises:
-            OffbeatError: it is no longer part of the cluster, and was not asked to leave.
+            OffbeatError: the manager has lost it.
         """
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_leaving or self._is_closed or self._gone is not None)
+                self._changed.wait_for(
+                    lambda: self._is_leaving or self._is_out or self._is_closed or self._gone is not None
+                )
                 if self._is_closed:
                     return
-                if self._gone is None:
+                if self._gone is None and not self._is_out:
                     leaves = ServerRemovalRequested(now_s=0.0, node=self._node.name, server=self.server)
                     self._node.send_event(leaves)
                     self._changed.wait_for(
