@@ -613,7 +613,9 @@ def server(cluster) -> Iterator[ServerProcess]:
 
 def test_a_server_that_is_out_of_the_cluster_ends_with_the_cause(server, cluster, recording_node):
     """The manager refuses a second server with the id of one that has left."""
-    recording_node("client-1", cluster).node.join()  # without any node the manager ends
+    client = recording_node("client-1", cluster)  # without any node the manager ends
+    client.node.join()
+    client.view()
     server._node.close()
     returned = ServerProcess(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=0))
     with ThreadPoolExecutor(1) as pool:
