@@ -15,7 +15,7 @@ PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 # Python keeps what it has compiled whatever the environment says: tests start thousands of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-quick test-long test-network test-gpu test-keras check format lint types docs package clean
+.PHONY: demo test test-quick test-long test-network test-gpu test-keras bench-quick check format lint types docs package clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
@@ -40,6 +40,16 @@ NETWORK_TESTS := OFFBEAT_TEST_NETWORK=1 $(BIN)/python -m pytest tests/test_netwo
 test-network: $(STAMP)
 	$(NETWORK_TESTS) -k 'not busy' --numprocesses 4 --dist worksteal
 	$(NETWORK_TESTS) -k busy
+
+# The headline figures of the five systems in some five minutes; `python -m benchmarks list` has the whole.
+BENCH := $(BIN)/python -m benchmarks
+
+bench-quick: $(STAMP)
+	$(BENCH) straggler --model cnn2 --stragglers 1 --epochs 2 --steps 60 --step-ms 40
+	$(BENCH) staleness --model mlp --data digits --strategy bsp --strategy dtssp --setting lasting_dynamic --threads 1 --steps 48 --step-ms 60
+	$(BENCH) hybrid-sweep --rate-mbit 1000 --workers 4
+	$(BENCH) validate --data digits --compute timed --load memory --side numpy --side overlap --threads 1 --epochs 5 --samples 1000 --held-out 500
+	$(BENCH) failover --kills 4
 
 # On a machine with a CUDA GPU and a torch that knows it.
 test-gpu: $(STAMP)

@@ -234,8 +234,8 @@ def test_the_commands_of_the_readme_exist(capsys):
 def test_make_targets_that_are_named_exist(path):
     text = path.read_text()
     quoted_text = "\n".join(CODE.findall(text) + FENCE.findall(text))
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"^\s*make (\w+)", quoted_text, re.MULTILINE)) <= targets
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^\s*make ([\w-]+)", quoted_text, re.MULTILINE)) <= targets
 
 
 def test_the_changelog_and_the_citation_name_the_version():
