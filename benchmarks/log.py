@@ -105,7 +105,7 @@ def main() -> None:
 
 def _tell_cpu_s(session: Session) -> float:
     """Return the processor time of reporting one step to the coordinator, the links' thread included."""
-    member = session._coordinator
+    member = session._job.coordinator
     assert member is not None
     timed = StepTimed(
         now_s=0.0,

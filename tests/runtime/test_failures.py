@@ -19,9 +19,9 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import WorkerError
-from offbeat.runtime import session
 from offbeat.runtime.collectives import link_exchange
 from offbeat.runtime.control import client
+from offbeat.runtime.training import job_connection
 from offbeat.strategies import AllReduce
 from support.jobs import job
 from support.newcomer_training import train
@@ -277,7 +277,7 @@ def test_a_coordinator_killed_with_its_supervisor_is_named_by_every_worker():
 
 def sleeps_in_compute(rank, emit, victim):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    session._SILENT_S = SILENT_S
+    job_connection._SILENT_S = SILENT_S
     loop = Loop(rank, emit)
     loop.waits_in = 3
     if rank == victim:

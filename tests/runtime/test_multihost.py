@@ -64,7 +64,7 @@ try:
                         pipe.write("now")
                     signal.pause()
                 if session.step == 3:  # all workers have joined and sent messages to their neighbours
-                    links = session._coordinator.endpoint
+                    links = session._job.coordinator.endpoint
                     families = {
                         name.partition(".")[0]: peer.link.sock.family.name
                         for name, peer in links._peers.items()

@@ -579,7 +579,7 @@ def test_a_single_process_needs_no_launcher_and_starts_no_coordinator():
     optimizer = sgd(model)
     with offbeat.join(model, optimizer, AllReduce()) as session:
         assert (session.worker, session.world) == (0, 1)
-        assert session._coordinator is None
+        assert session._job.coordinator is None
         plain_loop(session, model, optimizer, data(), 32, 3)
         assert session.step == 3
 

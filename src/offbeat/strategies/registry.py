@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from offbeat.runtime.session import Strategy
+from offbeat.runtime.training.interface import Strategy
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
 from offbeat.strategies.model_averaging import PReduce

@@ -338,7 +338,7 @@ def late(rank, emit):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with offbeat.join(model, optimizer, AllReduce(timeout_s=1)) as session:
         if rank == 1:
-            session._coordinator.pause(60)
+            session._job.coordinator.pause(60)
         model.loss(inputs(rank)).backward()
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from offbeat.events import AbortJob, Group, Halt, Halted, Joined, Left, Lost, PeerList, Ready, StepTimed
 from offbeat.policies.membership.group_membership import GroupMembership
-from offbeat.runtime import session
 from offbeat.runtime.control import client, rendezvous
 from offbeat.runtime.control.channel import SEQUENCE_ACK_INTERVAL, ControlChannel
+from offbeat.runtime.training import job_connection
 from offbeat.strategies import DPAR, AllReduce, PartialAllReduce
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
@@ -298,7 +298,7 @@ def test_no_process_is_left_when_all_workers_die_with_the_coordinator():
 
 
 def reports_the_loss_of_the_coordinator(rank, emit, strategy):
-    session._SILENT_S = session._SILENT_RETURNING_S = 2.5
+    job_connection._SILENT_S = job_connection._SILENT_RETURNING_S = 2.5
     lost = ControlChannel.on_connection_lost
 
     def emit_and_lose(self, error):
@@ -340,7 +340,7 @@ def returns_the_longest_queue(rank, emit):
 
     def before_step(session):
         nonlocal longest
-        line = session._coordinator._channel
+        line = session._job.coordinator._channel
         longest = max(longest, len(line._unacked) + len(line._unsent))
 
     train(rank, emit, AllReduce(), 60, before_step, compute_s=0.0)

@@ -17,7 +17,7 @@ from torch import nn
 
 import offbeat
 from offbeat.events import AssignBlocks, Lost, StepFinished
-from offbeat.runtime import session as sessions
+from offbeat.runtime.training import job_connection
 from offbeat.strategies import ASP, SSP, Downpour, ServerBSP
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
@@ -263,7 +263,7 @@ def test_a_warm_start_may_take_longer_than_the_deadline_of_a_step():
 
 
 def uses_and_is_impatient(rank, emit, strategy):
-    sessions._SILENT_S = SILENT_S
+    job_connection._SILENT_S = SILENT_S
     return uses(rank, emit, strategy)
 
 

@@ -32,7 +32,7 @@ class PreemptionSignals:
         self.signal_name: str | None = None
         self._pid = os.getpid()
         self._before: dict[int, SignalHandler | int] = {}
-        self._is_restored = False
+        self._is_restored = self._is_taken = False
 
     def install(self) -> None:
         """Installs the handlers; does nothing outside the main thread, where no handler runs.
@@ -46,6 +46,12 @@ class PreemptionSignals:
             if before is not None:
                 self._before[number] = before
                 signal.signal(number, self._on_signal)
+
+    def take(self) -> str | None:
+        """Returns `signal_name` once, to be reported, and None after that."""
+        name = None if self._is_taken else self.signal_name
+        self._is_taken |= name is not None
+        return name
 
     def restore(self) -> None:
         """Restores the program's handlers, except where it has installed others since."""

@@ -1,4 +1,4 @@
-"""Interfaces between a session and the synchronizer of its model.
+"""Interfaces between a session, its strategy, and the synchronizer that the strategy makes.
 
 This module has no implementation.
 """
@@ -7,20 +7,66 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch.optim import Optimizer
 
 from offbeat.events import Event
+from offbeat.policies import WorkerProtocol
 from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
 from offbeat.runtime.training.state_copy import TrainingPosition
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
+from offbeat.runtime.training.trained import TrainingState
 
 COORDINATOR_MARGIN_S = 5.0
 """Added to a worker's deadline, so that the coordinator's error, which names the late worker, comes first."""
+
+
+class Strategy(Protocol):
+    """How the workers of a job synchronize; the constructor arguments are the whole configuration."""
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line."""
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a worker may keep other workers waiting, in seconds."""
+
+    @property
+    def survives_worker_loss(self) -> bool:
+        """Whether training continues when a worker is lost."""
+
+    @property
+    def readmits_workers(self) -> bool:
+        """Whether a worker that falls silent may return, since no worker waits for it; else it is lost."""
+
+    @property
+    def shards(self) -> Literal["dynamic", "equal"]:
+        """Whether samples are assigned on demand ("dynamic") or split equally in advance ("equal")."""
+
+    @property
+    def always_needs_coordinator(self) -> bool:
+        """Whether a job of one worker needs a coordinator, too."""
+
+    def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
+        """The policies that the coordinator runs, in order.
+
+        Args:
+            world: number of workers with which the job starts.
+            start_s: how long after the first worker the last one may join, in seconds.
+            servers: number of server processes of the parameter server, where the strategy has one.
+        """
+
+    def make_worker_protocol(self, worker: int) -> WorkerProtocol:
+        """Makes the object that applies the policies' actions in a worker, and answers them."""
+
+    def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> Synchronizer:
+        """Makes the object that keeps this worker's model in step with those of other workers."""
 
 
 class TrainingLoop(Protocol):
@@ -29,24 +75,28 @@ class TrainingLoop(Protocol):
     Attributes:
         worker: this worker's id.
         world: the number of workers at the job's start.
-        epoch: the epoch under way, from 0.
         is_newcomer: this worker joined a running job.
         local_workers: the ids of the workers in this process, including this one.
         servers: the number of servers that the parameter server starts with.
         timer: splits the worker's wall time into parts.
-        samples: the number of samples taken from the session since the last optimizer step.
         tracer: records a timeline in some steps; None in all other steps.
     """
 
     worker: int
     world: int
-    epoch: int
     is_newcomer: bool
     local_workers: tuple[int, ...]
     servers: int
     timer: PartTimer
-    samples: int
     tracer: Tracer | None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+
+    @property
+    def samples(self) -> int:
+        """The number of samples taken from the session since the last optimizer step."""
 
     @property
     def has_preemption_signal(self) -> bool:

@@ -63,12 +63,14 @@ class Tracer:
         self._bytes_sent: list[tuple[float, int]] = []
         self.is_on = False
 
-    def on_step_start(self, step: int) -> None:
-        """Starts or ends the trace at the begin of a step."""
+    def on_step_start(self, step: int) -> bool:
+        """Starts or ends the trace at the begin of a step; returns whether it has started."""
+        was_on = self.is_on
         if step >= self._first_step + TRACED_STEPS:
             self.close()
         elif step == self._first_step:
             self.is_on = True
+        return self.is_on and not was_on
 
     def close(self) -> None:
         """Writes the trace of steps that the loop has not ended."""
