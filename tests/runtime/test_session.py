@@ -403,7 +403,7 @@ def test_buffers_may_be_replaced_but_must_keep_type_and_shape():
     with offbeat.join(model, sgd(model), AllReduce()) as session:
         model.seen = torch.zeros(3)
         with pytest.raises(OffbeatError, match=r"buffer 'seen' was torch\.float32"):
-            session._synchronizer.averager._buffers.tensors()
+            session._synchronizer.averager._buckets.buffers.tensors()
 
 
 def copied(rank, emit):
@@ -483,7 +483,7 @@ def overlap(rank, emit):
     seen = []
     with offbeat.join(model, optimizer, AllReduce(bucket_bytes=20_000)) as session:
         x = torch.randn(2, 64, requires_grad=True)
-        x.register_hook(lambda _: seen.append(session._synchronizer.averager._launched))
+        x.register_hook(lambda _: seen.append(session._synchronizer.averager._buckets.launched))
         model(x).sum().backward()
         optimizer.step()
     return seen

@@ -51,6 +51,7 @@ from offbeat.runtime.training.hooks import (
     only_in_this_process,
 )
 from offbeat.runtime.training.partial_step import PartialOptimizer
+from offbeat.runtime.training.pass_timer import PassTimer
 
 Overlap: TypeAlias = Literal["none", "backward", "forward"]
 
@@ -131,10 +132,9 @@ class LayerAverager:
         # Of the pass under way and the one before:
         self._ready_s, self._ended_s = [0.0] * count, 0.0
         self._backward = BackwardPass(self._end_pass)
-        self._has_accumulated = False
         self._observers: GradientObservers  # from `attach` on
         self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
-        self._compute_mark_s = self._pass_mark_s = context.timer.total_s("compute")
+        self._passes = PassTimer(context.timer, context.on_computed)
         self.message_cost = self._rounds.measure_message_cost(workers)
         self._rounds.apply_plan(plan_by_type(self._parameters), order)
 
@@ -301,7 +301,6 @@ class LayerAverager:
         if not self._backward.has_failed:
             return
         self._backward.cancel()
-        self._has_accumulated = False
         if self._round is not None and not self._round.is_sent:
             if self._round.has_begun:
                 raise OffbeatError(
@@ -321,9 +320,9 @@ class LayerAverager:
         self._rounds.raise_if_failed()
         check_can_average(parameter.grad)
         self._begin_pass()
-        if not self._has_accumulated:
+        if self._backward.add_gradient():
             self._forms.check()
-            self._has_accumulated, self._leaves_gradients = True, self._observers.exist
+            self._leaves_gradients = self._observers.exist
         index, _ = self._rounds.layout.location_of[entry]
         if self._deferred is not None and not self._deferred.was_waited_for(index):
             raise self._early_use_error(entry)
@@ -355,18 +354,11 @@ class LayerAverager:
             self._round.launch(bucket_index)
 
     def _end_pass(self) -> None:
-        if not self._has_accumulated:  # torch.autograd.grad, which does not set `param.grad`
-            return
-        self._has_accumulated = False
         self._ended_s = time.perf_counter()
-        timer = self._context.timer
-        timer.switch("compute")
-        self._context.on_computed(timer.total_s("compute") - self._pass_mark_s)
-        timer.switch("compute")
-        self._pass_mark_s = timer.total_s("compute")
+        self._passes.end_pass()
         if self._skips_exchange:
             self._unsent_weight += self._batch_weight
-            timer.switch("other")
+            self._context.timer.switch("other")
         else:
             self._send_round()
 
@@ -398,7 +390,7 @@ class LayerAverager:
         """Sends the remaining buckets after the backward pass, and makes the gradients pending."""
         round_, timer = self._round, self._context.timer
         assert round_ is not None
-        compute_s = timer.total_s("compute") - self._compute_mark_s
+        compute_s = self._passes.compute_s
         self.apply_deferred_step()  # where no forward pass applied it
         timer.switch("communicate")
         round_.send_rest(compute_s)
@@ -411,7 +403,7 @@ class LayerAverager:
         self._unsent_weight = 0.0
         self._set_pending_gradients(round_)
         self._rounds.swap_buffers(prepare_next=self._is_planned)
-        self._compute_mark_s = timer.total_s("compute")
+        self._passes.end_round()
         timer.switch("other")
 
     def _set_pending_gradients(self, round_: GradientRound) -> None:

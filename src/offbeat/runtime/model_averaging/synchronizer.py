@@ -36,6 +36,7 @@ from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S, TrainingLoop
+from offbeat.runtime.training.saved_gradients import SavedGradients
 from offbeat.runtime.training.state_copy import StateCopier, check_can_copy
 from offbeat.runtime.training.trained import TrainingState
 
@@ -73,8 +74,7 @@ class ModelAveragingSynchronizer:
         self._parameters: FlatTensors | None = None
         self._exchange: Exchange | None = None
         self._handles: list[RemovableHandle | HookFreeScripting] = []
-        # Gradients before a backward pass of weight 0, by parameter:
-        self._kept_gradients: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._saved_gradients = SavedGradients()
         self._compute_s = self._compute_mark_s = 0.0
         self._steps = 0
         self._has_position = not loop.is_newcomer
@@ -211,14 +211,12 @@ class ModelAveragingSynchronizer:
         """See `Synchronizer.set_batch_weight`: a batch counts as it is, unless its weight is 0."""
         self._restore_gradients()
         if not batches:
-            parameters = list(self._trained.model.parameters())
-            self._kept_gradients = {one: None if one.grad is None else one.grad.clone() for one in parameters}
+            self._saved_gradients.save(self._trained.model.parameters())
 
     def _restore_gradients(self) -> None:
         """Removes the gradients of a backward pass that does not count."""
-        for parameter, gradient in self._kept_gradients.items():
-            parameter.grad = gradient
-        self._kept_gradients.clear()
+        self._saved_gradients.put_back()
+        self._saved_gradients.forget()
 
     def agree_on_batch(self, batch: int, skipped: int) -> int:
         """See `Synchronizer.agree_on_batch`: a step is of any batch that its worker has computed."""

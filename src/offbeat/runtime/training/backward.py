@@ -29,12 +29,14 @@ class BackwardPass:
     (`on_output_gradient`).
 
     Args:
-        on_end: called when the pass has ended; not called if it raised.
+        on_end: called when the pass has ended; not called if it raised, nor if it has set no `param.grad`
+            (`torch.autograd.grad` does not).
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._task_id: int | None = None
+        self._has_gradient = False
         self._callback: Callable[[], object] = do_nothing  # a weak reference: dead once the pass is
 
     @property
@@ -59,14 +61,21 @@ class BackwardPass:
         call_at_end_of_backward(callback)
         self._callback = weakref.ref(callback)
 
+    def add_gradient(self) -> bool:
+        """Records that the pass has set a `param.grad`; returns whether it is the first."""
+        had_gradient, self._has_gradient = self._has_gradient, True
+        return not had_gradient
+
     def cancel(self) -> None:
         """Cancels the call of `on_end`."""
-        self._task_id = None
+        self._task_id, self._has_gradient = None, False
 
     def _finish(self, task_id: int) -> None:
         if task_id == self._task_id:
-            self._task_id = None
-            self._on_end()
+            has_gradient = self._has_gradient
+            self._task_id, self._has_gradient = None, False
+            if has_gradient:
+                self._on_end()
 
 
 class GradientObservers:

@@ -1,0 +1,313 @@
+"""The buckets of a worker's rounds, and which of their gradients are packed and sent.
+
+This module never decides when a round begins, nor whether it is repeated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from offbeat.numerics.collectives.buckets import plan_buckets
+from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers
+from offbeat.runtime.averaging.group_binding import GroupBinding, GroupHandle
+from offbeat.runtime.averaging.trailer import RoundSums, TrailerLayout
+
+
+class BucketSet:
+    """Gradients are packed in any order, and their buckets sent in one order, the same on all members.
+
+    What is packed stays, scaled by one factor, until the round is over: so the round can be repeated with the
+    same gradients, even in a group for which the trailer has to be longer. Late gradients are added to this
+    worker's own.
+
+    Args:
+        model: its buffers are sent, too.
+        parameters: gradients of these are packed.
+        binding: the binding to the group; None in a world of one, which needs no bucket.
+        hyperparameters: returns this worker's.
+        workers: the number of members at the job's start.
+        bucket_bytes: the largest size of a bucket of several parameters, in bytes.
+
+    Attributes:
+        group: for the round under way, None before it is bound.
+        scale: factor of the gradients of the round under way, None before the first is packed.
+        launched: the number of buckets that have been sent.
+        buffers: of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[torch.Tensor],
+        binding: GroupBinding | None,
+        hyperparameters: Callable[[], list[float]],
+        *,
+        workers: int,
+        bucket_bytes: int,
+    ) -> None:
+        self._parameters, self._binding, self._hyperparameters = parameters, binding, hyperparameters
+        self._workers, self._bucket_bytes = workers, bucket_bytes
+        self.group: GroupHandle | None = None
+        self.scale: float | None = None
+        self.launched = 0
+        self.buffers = ModelBuffers(model)
+        self._exchange_id: int | None = None  # of the buckets that are being sent
+        self._ready_entries: set[int] = set()  # packed during a backward pass
+        self._is_stale = False  # a gradient was packed again after its bucket had been sent
+        self._make_buckets(workers)
+
+    def _make_buckets(self, capacity: int) -> None:
+        self._trailer = TrailerLayout(capacity, len(self._parameters), len(self._hyperparameters()))
+        self._buckets = [] if self._binding is None else self._planned_buckets(self._binding)
+        self._location_of = {
+            entry: (index, position)
+            for index, bucket in enumerate(self._buckets)
+            for position, entry in enumerate(bucket.entries)
+        }
+        # Buckets from here on are launched only after the backward pass: those that hold more than gradients
+        # and, once a gradient has come twice in one pass, all from its bucket on.
+        self._launch_limit = sum(len(bucket.entries) == bucket.gradient_count for bucket in self._buckets)
+
+    def _planned_buckets(self, binding: GroupBinding) -> list[GradientBucket]:
+        tensors = [*self._parameters, *self.buffers.tensors()]
+        shapes = [t.shape for t in tensors] + [torch.Size([self._trailer.length])]
+        precise = any(t.dtype == torch.float64 for t in self._parameters)
+        dtypes = [t.dtype for t in tensors] + [torch.float64 if precise else torch.float32]
+        sizes = [shape.numel() for shape in shapes]
+        plan = plan_buckets(sizes, dtypes, bucket_bytes=self._bucket_bytes)
+        zeros = partial(binding.memory.zeros, device=self._parameters[0].device)
+        return [GradientBucket(bucket, shapes, len(self._parameters), zeros) for bucket in plan]
+
+    def bind(self, group: GroupHandle) -> None:
+        """Binds the round under way to a group, and makes room for its members in the trailer."""
+        self.group = group
+        size = group.size
+        capacity = self._workers if size <= self._workers else 1 << (size - 1).bit_length()
+        if capacity != self._trailer.capacity:
+            self._resize_trailer(capacity)
+
+    def _resize_trailer(self, capacity: int) -> None:
+        """Makes buckets for another group size, and copies the packed gradients into them."""
+        old_buckets, old_location_of = self._buckets, self._location_of
+        factor = self._trailer.capacity / capacity
+        self._make_buckets(capacity)
+        if self.scale is not None:
+            self.scale *= factor
+        for entry in self._ready_entries:
+            (old_index, old_position), (index, position) = old_location_of[entry], self._location_of[entry]
+            torch.mul(
+                old_buckets[old_index].contribution.views[old_position],
+                factor,
+                out=self._buckets[index].contribution.views[position],
+            )
+            self._buckets[index].missing_count -= 1
+
+    # Packing -------------------------------------------------------------------------------------------
+
+    def add_gradient(self, entry: int, weight: float) -> None:
+        """Packs a gradient during the backward pass, and sends the buckets that this completes.
+
+        Args:
+            entry: the parameter, whose memory for the gradient is freed for the next layer's.
+            weight: of this worker's gradients of the round, 1 for a whole batch.
+        """
+        index, _ = self._location_of[entry]
+        is_first = entry not in self._ready_entries
+        self._fix_scale(weight)
+        with torch.no_grad():
+            self._pack_gradient(entry, add=not is_first)
+        self._parameters[entry].grad = None
+        if not is_first:
+            if index < self.launched:
+                self._is_stale = True
+            self._launch_limit = min(self._launch_limit, index)
+            return
+        self._ready_entries.add(entry)
+        self._buckets[index].missing_count -= 1
+        while self.launched < self._launch_limit and not self._buckets[self.launched].missing_count:
+            self._launch_next()
+
+    def _fix_scale(self, weight: float) -> float:
+        """This worker's weight in the mean, rounded to the trailer's dtype.
+
+        Dividing before the sum avoids overflow in half precision. The divisor is not the group's size: then
+        members that packed before and after a change of the group would be weighted differently.
+        """
+        if self.scale is None:
+            assert self.group is not None
+            exact = weight * self.group.weight / self._trailer.capacity
+            self.scale = float(
+                torch.tensor(exact, dtype=self._buckets[-1].contribution.flat.dtype, device="cpu")
+            )
+        return self.scale
+
+    def _pack_gradient(self, entry: int, *, add: bool = False) -> None:
+        """Writes or adds a scaled gradient to its bucket."""
+        assert self._binding is not None
+        index, position = self._location_of[entry]
+        view = self._buckets[index].contribution.views[position]
+        gradient, scale = self._parameters[entry].grad, self.scale
+        if add and gradient is not None and scale:
+            view.add_(gradient, alpha=scale)
+        elif gradient is None or not scale:
+            view.zero_()
+        else:
+            torch.mul(gradient, scale, out=view)
+        if not add:
+            for late in self._binding.late_gradients.active:
+                if late.has[entry]:
+                    view.add_(late.gradients[entry], alpha=late.weight / self._trailer.capacity)
+
+    def fill_trailer(self, *, weight: float, writes: int, is_preempted: bool, offset_s: float) -> None:
+        """Writes this worker's numbers, except its blocks, which `launch_last` gets: see `RoundSums`."""
+        assert self.group is not None
+        assert self._binding is not None
+        late = self._binding.late_gradients.active
+        values = self._trailer.encode(
+            self.group.position,
+            weight=self._fix_scale(weight) + sum(one.weight for one in late) / self._trailer.capacity,
+            is_stale=self._is_stale,
+            writes=writes,
+            is_preempted=is_preempted,
+            offset_s=offset_s,
+            has_gradient=[
+                entry in self._ready_entries
+                or parameter.grad is not None
+                or any(one.has[entry] for one in late)
+                for entry, parameter in enumerate(self._parameters)
+            ],
+            hyperparameters=self._hyperparameters(),
+        )
+        trailer = self._buckets[-1].contribution.views[-1]
+        trailer.copy_(torch.tensor(values, dtype=trailer.dtype, device="cpu"))
+
+    # The exchange --------------------------------------------------------------------------------------
+
+    def launch_all_but_last(self) -> None:
+        """Sends all buckets but the one with the trailer."""
+        while self.launched < len(self._buckets) - 1:
+            self._launch_next()
+
+    def launch_last(self, blocks: tuple[int, int]) -> None:
+        """Sends the last bucket.
+
+        Args:
+            blocks: behind this worker's gradients: its own, other workers' for it.
+        """
+        assert self.group is not None
+        trailer = self._buckets[-1].contribution.views[-1]
+        for index, count in zip(self._trailer.block_indices(self.group.position), blocks, strict=True):
+            if count:  # else it is 0 already
+                trailer[index] = count
+        self._launch_next()
+        self._exchange_id = None
+
+    def _launch_next(self) -> None:
+        assert self.group is not None
+        assert self._binding is not None
+        bucket = self._buckets[self.launched]
+        with torch.no_grad():
+            self._pack_rest(bucket)
+        if self._exchange_id is None:
+            self._exchange_id = self._binding.next_exchange_id()
+        bucket.pending = self.group.exchange.all_reduce(
+            bucket.contribution.flat, bucket.output.flat, exchange_id=self._exchange_id, index=self.launched
+        )
+        self.launched += 1
+
+    def _pack_rest(self, bucket: GradientBucket) -> None:
+        """Packs what no hook has: gradients, and on the first member buffers."""
+        assert self.group is not None
+        buffers = self.buffers.tensors() if len(bucket.entries) > bucket.gradient_count else []
+        for entry, view in zip(bucket.entries, bucket.contribution.views, strict=True):
+            if entry < len(self._parameters):
+                if entry not in self._ready_entries:
+                    self._pack_gradient(entry)
+            elif entry < len(self._parameters) + len(buffers):
+                if self.group.position == 0:
+                    view.copy_(buffers[entry - len(self._parameters)])
+                else:
+                    view.zero_()
+
+    def wait(self, timeout_s: float) -> RoundSums:
+        """Waits for all buckets, and returns the sums of the trailers.
+
+        Raises:
+            WorkerError: a member was lost, or did not join the exchange in time.
+            GroupChangedError: the group has changed.
+        """
+        assert self.group is not None
+        deadline_s = time.monotonic() + timeout_s
+        for bucket in self._buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait(max(0.0, deadline_s - time.monotonic()))
+        return self._trailer.decode(self._buckets[-1].output.views[-1].tolist(), self.group.size)
+
+    def unpack(self, sums: RoundSums, set_gradient: Callable[[int, torch.Tensor], None]) -> None:
+        """Turns the received sums into means, and copies the first member's buffers.
+
+        Args:
+            sums: what `wait` has returned.
+            set_gradient: gets each parameter of which a member has a gradient, and the mean.
+        """
+        assert self.group is not None
+        buffers = self.buffers.tensors()
+        for bucket in self._buckets:
+            if sums.weight not in (0.0, 1.0) and bucket.gradient_elements:
+                bucket.output.flat[: bucket.gradient_elements].div_(sums.weight)
+            for entry, view in zip(bucket.entries, bucket.output.views, strict=True):
+                if entry < len(self._parameters):
+                    if sums.used[entry] and sums.weight:
+                        set_gradient(entry, view)
+                elif entry < len(self._parameters) + len(buffers) and self.group.position:
+                    # Through .data: as with the layers' own writes, autograd does not count this as a change.
+                    buffers[entry - len(self._parameters)].data.copy_(view)
+            if sums.weight:
+                bucket.swap_output()
+
+    # A round begins again, or is over ------------------------------------------------------------------
+
+    def relaunch(self) -> None:
+        """Lets all buckets be sent again, as a member had changed a gradient after it sent its bucket."""
+        self.launched, self._is_stale = 0, False
+
+    def abandon(self) -> None:
+        """Lets the round be repeated in the next group, with the same gradients."""
+        assert self._binding is not None
+        self.group = self._exchange_id = None
+        self.launched = 0
+        for bucket in self._buckets:
+            bucket.replace_read_buffers(self._binding.memory.may_be_read)
+
+    def discard_gradients(self) -> None:
+        """Forgets the packed gradients of a worker that contributes with weight 0."""
+        self._ready_entries.clear()
+        self.scale = 0.0
+
+    def forget_pass(self) -> None:
+        """Forgets what was packed in a backward pass that failed; its buckets are sent again."""
+        self._ready_entries.clear()
+        self.scale = None
+        self._is_stale = self.launched > 0
+        self._expect_all()
+
+    def end_round(self) -> None:
+        """Ends a round; prepares memory, so that other members can begin the next before this worker does."""
+        self.relaunch()
+        self._ready_entries.clear()
+        self._expect_all()
+        if self.group is not None and self._binding is not None and self._binding.is_stable:
+            for index, bucket in enumerate(self._buckets):
+                self.group.exchange.prepare(
+                    bucket.output.flat, exchange_id=self._binding.membership.exchange_id, index=index
+                )
+        self.group = self.scale = None
+
+    def _expect_all(self) -> None:
+        for bucket in self._buckets:
+            bucket.missing_count = bucket.gradient_count

@@ -1,0 +1,114 @@
+"""The numbers at the end of a round's last bucket, which so cost no message of their own.
+
+A member contributes its own numbers, and receives their sums over all members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offbeat.runtime.averaging.interface import FLOAT32_PER_FLOAT64, join_float64, split_float64
+
+_FLAGS = 4  # weights, members with a stale bucket, program writes, members with a preemption signal
+_LISTS = 3  # with one number per member: offsets, own blocks, late blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSums:
+    """What the trailer of a round says when it is summed over the members.
+
+    Attributes:
+        weight: of all members together; 0 if no member had a sample.
+        stale: members that have changed a gradient after they sent its bucket.
+        writes: of the program, on all members.
+        preempted: members that know of a preemption signal.
+        offsets_s: by member, when it began the round, in seconds since its previous round.
+        contributions: by member, numbers of blocks behind its gradients: its own, other workers' for it.
+        used: by parameter, not 0 if a member has a gradient.
+    """
+
+    weight: float
+    stale: float
+    writes: float
+    preempted: float
+    offsets_s: Sequence[float]
+    contributions: Sequence[tuple[int, int]]
+    used: Sequence[float]
+    _split_hyperparameters: Sequence[float]
+
+    @property
+    def hyperparameters(self) -> list[float]:
+        """The first member's hyperparameters."""
+        return join_float64(self._split_hyperparameters)
+
+
+@dataclass(frozen=True)
+class TrailerLayout:
+    """Where each number stands in a trailer: equal on all members, whatever groups they were in.
+
+    Attributes:
+        capacity: members that the lists have room for.
+        parameters: the number of parameters.
+        hyperparameters: the number of hyperparameters.
+    """
+
+    capacity: int
+    parameters: int
+    hyperparameters: int
+
+    @property
+    def length(self) -> int:
+        """Numbers in a trailer."""
+        return self._used_start + self.parameters + FLOAT32_PER_FLOAT64 * self.hyperparameters
+
+    @property
+    def _used_start(self) -> int:
+        return _FLAGS + _LISTS * self.capacity
+
+    def encode(
+        self,
+        position: int,
+        *,
+        weight: float,
+        is_stale: bool,
+        writes: int,
+        is_preempted: bool,
+        offset_s: float,
+        has_gradient: Sequence[bool],
+        hyperparameters: Sequence[float],
+    ) -> list[float]:
+        """Returns the contribution of the member at a position, without its blocks (see `RoundSums`).
+
+        Args:
+            position: the first member's hyperparameters count.
+        """
+        values = [0.0] * self.length
+        values[:_FLAGS] = weight, float(is_stale), float(writes), float(is_preempted)
+        values[_FLAGS + position] = offset_s
+        first = self._used_start
+        values[first : first + self.parameters] = map(float, has_gradient)
+        if position == 0:
+            values[first + self.parameters :] = split_float64(hyperparameters)
+        return values
+
+    def block_indices(self, position: int) -> tuple[int, int]:
+        """Returns where the member at a position states its own blocks, and other workers' for it."""
+        own = _FLAGS + self.capacity + position
+        return own, own + self.capacity
+
+    def decode(self, values: Sequence[float], size: int) -> RoundSums:
+        """Returns the sums over a group of this size."""
+        indices = [self.block_indices(position) for position in range(size)]
+        first = self._used_start
+        weight, stale, writes, preempted = values[:_FLAGS]
+        return RoundSums(
+            weight=weight,
+            stale=stale,
+            writes=writes,
+            preempted=preempted,
+            offsets_s=values[_FLAGS : _FLAGS + size],
+            contributions=[(int(values[own]), int(values[late])) for own, late in indices],
+            used=values[first : first + self.parameters],
+            _split_hyperparameters=values[first + self.parameters :],
+        )

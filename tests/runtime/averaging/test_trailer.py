@@ -1,0 +1,45 @@
+"""Promises of `offbeat.runtime.averaging.trailer`."""
+
+import pytest
+
+from offbeat.runtime.averaging.trailer import TrailerLayout
+
+
+def summed(layout, members):
+    trailers = []
+    for position, (numbers, blocks) in enumerate(members):
+        trailers.append(layout.encode(position, **numbers))
+        for index, count in zip(layout.block_indices(position), blocks, strict=True):
+            trailers[-1][index] = count
+    return [sum(column) for column in zip(*trailers, strict=True)]
+
+
+@pytest.mark.parametrize("capacity", [3, 4])
+def test_the_sum_of_the_members_trailers_holds_what_each_has_contributed(capacity):
+    layout = TrailerLayout(capacity, parameters=2, hyperparameters=2)
+    common = {"is_stale": False, "weight": 0.25}
+    members = [
+        (
+            {**common, "writes": 1, "is_preempted": True, "offset_s": 1.5, "has_gradient": [True, False]}
+            | {"hyperparameters": [0.1, 1e-3]},
+            (5, 0),
+        ),
+        (
+            {**common, "writes": 0, "is_preempted": False, "offset_s": 2.5, "has_gradient": [True, False]}
+            | {"hyperparameters": [7.0, 8.0]},
+            (0, 6),
+        ),
+        (
+            {**common, "writes": 2, "is_preempted": True, "offset_s": 3.5, "has_gradient": [False, False]}
+            | {"hyperparameters": [9.0, 10.0]},
+            (7, 8),
+        ),
+    ]
+    values = summed(layout, members)
+    assert len(values) == layout.length
+    sums = layout.decode(values, size=len(members))
+    assert (sums.weight, sums.stale, sums.writes, sums.preempted) == (0.75, 0, 3, 2)
+    assert sums.offsets_s == [1.5, 2.5, 3.5]
+    assert sums.contributions == [(5, 0), (0, 6), (7, 8)]
+    assert [bool(one) for one in sums.used] == [True, False]
+    assert sums.hyperparameters == [0.1, 1e-3]
