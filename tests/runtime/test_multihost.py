@@ -67,7 +67,7 @@ try:
                     links = session._job.coordinator.endpoint
                     families = {
                         name.partition(".")[0]: peer.link.sock.family.name
-                        for name, peer in links._peers.items()
+                        for name, peer in links._sessions.peers.items()
                         if peer.link is not None
                     }
                     addresses = list(links.addresses)

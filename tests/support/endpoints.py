@@ -15,9 +15,10 @@ import pytest
 
 from offbeat.errors import LinkError
 from offbeat.runtime.transport.addresses import parse_address
-from offbeat.runtime.transport.endpoint import PROCESSING_SLICE_S, Endpoint
+from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.runtime.transport.framing import Frame, FrameReader
 from offbeat.runtime.transport.handshake import DiallerHandshake
+from offbeat.runtime.transport.sessions import PROCESSING_SLICE_S
 
 DEADLINE_S = 20.0
 KIB = 1024

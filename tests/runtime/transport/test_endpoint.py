@@ -240,7 +240,7 @@ def test_cancelled_messages_are_neither_delivered_nor_kept(pair: tuple[Node, Nod
     assert not posted.pieces
     assert not again.pieces
     assert posted.buffer == bytes(100)
-    assert b.in_thread(lambda: b.links._peers["a"].inbox.early_bytes) == 0
+    assert b.in_thread(lambda: b.links._sessions.peers["a"].inbox.early_bytes) == 0
 
 
 def test_after_cancel_a_buffer_is_not_written_although_its_message_is_still_arriving(
@@ -296,12 +296,12 @@ def test_a_tensor_sent_after_its_tag_was_cancelled_is_not_sent(node: Callable[..
 def test_a_socket_with_nothing_left_to_send_does_not_keep_the_thread_busy(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a).greet()
-    peer = a.links._peers["b"]
+    peer = a.links._sessions.peers["b"]
 
     def be_full() -> None:
         assert peer.link is not None
         peer.link.is_full = True  # as after a put whose rest was cancelled, between two frames
-        a.links._watch(peer, peer.link)
+        a.links._sessions._watch(peer, peer.link)
 
     a.in_thread(be_full)
     a.links.send("b", b"hello")

@@ -520,7 +520,7 @@ def test_a_paused_peer_is_lost_after_its_silence(
 
 def wakes_at(a: Node) -> int:
     """The number of bytes that the kernel collects before it wakes `a` for peer `m`."""
-    return a.in_thread(lambda: a.links._peers["m"].link.wake_bytes)
+    return a.in_thread(lambda: a.links._sessions.peers["m"].link.wake_bytes)
 
 
 def begin_a_long_message(a: Node, size: int) -> tuple[Stranger, bytearray, queue.Queue[int]]:
@@ -585,7 +585,7 @@ def test_a_node_whose_io_thread_was_blocked_loses_no_peer(node: Callable[..., No
     a.links.call_soon(lambda: [held.wait(2.0), None][1])  # the I/O thread is blocked
     a.links.send("b", b"again")
     assert b.message() == ("a", b"again")
-    assert a.in_thread(lambda: a.links._peers["b"].link is not None)
+    assert a.in_thread(lambda: a.links._sessions.peers["b"].link is not None)
     assert a.lost.empty()
 
 

@@ -179,7 +179,7 @@ def test_on_shared_receives_the_senders_memory_instead_of_a_copy(pair: tuple[Nod
     assert arrived.wait(DEADLINE_S)
     assert pieces == [(i * MIB, contents(3 * MIB)[i * MIB : (i + 1) * MIB]) for i in range(3)]
     assert into == bytes(3 * MIB)
-    assert not b.in_thread(lambda: b.links._peers["a"].inbox._posted)  # the message is complete
+    assert not b.in_thread(lambda: b.links._sessions.peers["a"].inbox._posted)  # the message is complete
 
 
 @pytest.mark.parametrize("a_on_unix", [True, False])
@@ -219,7 +219,7 @@ def test_a_region_is_exported_once_per_connection_and_unmapped_without_reference
             arrival = Arrival(b, "a", tag, MIB)
             a.links.send_tensor("b", tag, memory)
             assert arrival.whole() == contents(MIB)
-        imported_regions = b.in_thread(lambda: b.links._peers["a"].link.imported)
+        imported_regions = b.in_thread(lambda: b.links._sessions.peers["a"].link.imported)
         assert len(imported_regions) == 1
         exchange_messages(a, b)
         del memory
@@ -317,7 +317,7 @@ def test_a_region_exported_right_after_the_welcome_is_mapped(node: Callable[...,
 def test_on_done_is_called_when_the_peer_has_read(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
-    a.links._has_neighbours = True
+    a.links._regions.has_local_peers = True
     memory = filled(a, 2 * MIB)
     done = threading.Event()
     a.links.send_tensor("b", 1, memory, on_done=done.set)
@@ -337,7 +337,7 @@ def test_announced_memory_has_readers_until_the_peer_acknowledges_even_if_cancel
 ) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
-    a.links._has_neighbours = True
+    a.links._regions.has_local_peers = True
     memory = filled(a, 2 * ANNOUNCED_MAX * MIB)
     done = threading.Event()
     a.links.send_tensor("b", 1, memory[: 2 * MIB], on_done=done.set)
@@ -362,7 +362,7 @@ def test_announced_memory_has_readers_until_the_peer_acknowledges_even_if_cancel
 def test_memory_announced_to_a_lost_peer_still_has_readers(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
-    a.links._has_neighbours = True
+    a.links._regions.has_local_peers = True
     memory = filled(a, MIB)
     a.links.send_tensor("b", 1, memory)
     assert [b.frame().kind, b.frame().kind] == [FrameKind.REGION, FrameKind.SHARED]
@@ -407,7 +407,7 @@ def test_the_memory_of_a_killed_peer_can_still_be_read(node: Callable[..., Node]
 def test_an_urgent_message_overtakes_all_unannounced_bytes(node: Callable[..., Node]) -> None:
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
-    a.links._has_neighbours = True
+    a.links._regions.has_local_peers = True
     memory, urgent = filled(a, 2 * ANNOUNCED_MAX * MIB), filled(a, MIB)
     a.links.send_tensor("b", 1, memory, priority=5)
     kinds = [b.frame().kind for _ in range(1 + ANNOUNCED_MAX)]
@@ -426,7 +426,7 @@ def test_waiting_announcements_are_sent_before_the_next_message_is_delivered(
     seen: queue.SimpleQueue[Frame] = queue.SimpleQueue()
     a = node("a", on_message=lambda *_: seen.put(b.frame_at_once()))
     b = Stranger("b", a, unix=True).greet()
-    a.links._has_neighbours = True
+    a.links._regions.has_local_peers = True
     a.links.send_tensor("b", 1, filled(a, 2 * ANNOUNCED_MAX * MIB))
     assert [b.frame().kind for _ in range(1 + ANNOUNCED_MAX)] == [
         FrameKind.REGION,
@@ -461,7 +461,7 @@ def test_each_announcement_is_acknowledged_before_the_next_is_read(node: Callabl
 def test_unacked_bytes_raises_the_limit_of_unread_announcements(node: Callable[..., Node]) -> None:
     a = node("a", unacked_bytes=8 * MIB)
     b = Stranger("b", a, unix=True).greet()
-    a.links._has_neighbours = True
+    a.links._regions.has_local_peers = True
     a.links.send_tensor("b", 1, filled(a, 12 * MIB))
     assert [b.frame().kind for _ in range(9)] == [FrameKind.REGION, *[FrameKind.SHARED] * 8]
     a.links.send("b", b"urgent")
@@ -473,7 +473,7 @@ def test_unacked_bytes_raises_the_limit_of_unread_announcements(node: Callable[.
 def test_a_peer_that_acknowledges_nothing_still_receives_heartbeats(node: Callable[..., Node]) -> None:
     a = node("a", heartbeat_s=0.05)
     b = Stranger("b", a, unix=True).greet()
-    a.links._has_neighbours = True
+    a.links._regions.has_local_peers = True
     a.links.send_tensor("b", 1, filled(a, 2 * ANNOUNCED_MAX * MIB))
     seen = Counter()
     # The announcement precedes all other frames:
@@ -634,8 +634,8 @@ def test_descriptors_of_strangers_are_closed(node: Callable[..., Node]) -> None:
         a.greeting.on_frame(a.frame())
         a.sock.close()
         b.in_thread(lambda: None)
-        for half_open in list(b.links._opening._half_open):
-            b.in_thread(lambda half_open=half_open: b.links._opening.close(half_open))
+        for half_open in list(b.links._sessions.opener._half_open):
+            b.in_thread(lambda half_open=half_open: b.links._sessions.opener.close(half_open))
 
 
 @settings(max_examples=200, deadline=None)

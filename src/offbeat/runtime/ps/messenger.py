@@ -22,9 +22,10 @@ import numpy as np
 from offbeat.errors import ProtocolError
 from offbeat.policies.ps.ordered_channel import Packet, ReliableChannel
 from offbeat.runtime.ps.packing import Array, Packed, Packer, Unpacker
-from offbeat.runtime.transport.endpoint import PROCESSING_SLICE_S, Endpoint
+from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES
 from offbeat.runtime.transport.inbox import OnData, OnShared
+from offbeat.runtime.transport.sessions import PROCESSING_SLICE_S
 from offbeat.runtime.transport.staging import MIN_STAGED_BYTES, SlabSender
 
 _BATCH_BYTES: Final = MAX_MESSAGE_BYTES // 2  # of messages in a batch

@@ -6,36 +6,13 @@ whichever side needs it.
 Theory of operation
 -------------------
 
-Parts: an `Endpoint` owns an `IoLoop` (thread, epoll, timers), a `ConnectionOpener` (listening, dialling,
-handshake) and one `RemoteNode` per peer (inbox, outbox, session, current `Connection`). All state belongs to
-the I/O thread. Public methods queue their work for it; called from that thread (from inside a callback) they
-do it at once, which costs no lock and no system call.
+Threads: an `Endpoint` is the callers' side. Its public methods check their arguments and queue the work for
+the I/O thread; called from that thread (from inside a callback) they do it at once, which costs no lock and
+no system call. Everything else belongs to the I/O thread.
 
-Send scheduler: every message has a key (0 for control or 1 for tensor bytes, priority, order of arrival); the
-lowest goes first. A peer's `Outbox` sorts its messages by key and cuts them into frames. `_schedule` enters
-the peer in the node's heap under its most urgent key, unless its socket is full. `_pump`, called in
-each iteration of the loop, pops the most urgent peer, writes about one frame, and schedules the peer again.
-So a message overtakes all bytes that the kernel has not accepted, whichever peer they are for. One heap entry
-per peer is valid, the one whose key is its `scheduled_key`; others are skipped. A frame that the kernel
-accepted in part is finished first; a peer whose socket is full is not scheduled until it is writable.
-
-Receiving: `FrameReader` names the buffers to receive into, so that the bytes of an expected tensor message
-land in their destination without a copy. `_process_frames` handles all complete frames, and sends in between
-if that takes long. Bytes that nothing expects yet are kept up to a limit, then reading from the peer pauses.
-
-Sessions outlive TCP connections: a pause of the network is not a death.
-
-- A connection that breaks is opened again at once, and the session goes on without loss or repetition
-  (see `offbeat.runtime.transport.dialing` and `Outbox`).
-- A connection on which nothing was received for REDIAL_S is replaced: the kernel retransmits ever more
-  rarely, and would notice late that the network works again.
-- A peer from which nothing was received for `unreachable_s` is reported as unreachable. That changes nothing
-  here.
-- A peer is lost if all its addresses refuse connections, since then its process has ended; if another
-  process, or one that has dropped the session, answers at its address; if it breaks the protocol; or if
-  nothing was received from it for `silent_s`, counted in ticks of this node over all connections.
-- A Unix socket joins two processes on one host and no network can break it: where one breaks, the peer at
-  its other end is lost.
+Parts: `PeerSessions` owns the `IoLoop` (thread, epoll, timers), a `ConnectionOpener` (listening, dialling,
+handshake), a `SendScheduler` (what goes next, of all peers), a `SilenceDetector` (heartbeats, silence) and
+one `RemoteNode` per peer (inbox, outbox, session, current `Connection`).
 
 Shared memory: between nodes on one host, bytes in memory of `Endpoint.allocate` are not sent. A REGION frame
 passes the region's descriptor, SHARED frames say where the bytes lie, and SHARED_ACK acknowledges that they
@@ -53,69 +30,25 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from heapq import heappop, heappush
 from itertools import count
 from time import monotonic
 from typing import Any
 
-from offbeat.errors import LinkError, LinkFailure, OffbeatError, ProtocolError, describe_os_error
+from offbeat.errors import LinkError, OffbeatError, ProtocolError, describe_os_error
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.transport import addresses as places
-from offbeat.runtime.transport.connections import (
-    TCP_FRAME_BYTES,
-    Connection,
-    LinkSession,
-    RemoteNode,
-    delay_wakeups,
-    enable_shared_memory,
-    receive_available,
-    set_frame_size,
-    set_wakeup_bytes,
-)
-from offbeat.runtime.transport.descriptors import is_out_of_descriptors
-from offbeat.runtime.transport.dialing import ConnectionOpener
-from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES, NUMBERED, Frame, FrameKind, shared_slice
+from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES, FrameKind
 from offbeat.runtime.transport.handshake import check_node_name
-from offbeat.runtime.transport.inbox import (
-    MAX_EARLY_BYTES,
-    MAX_FORGOTTEN_RANGES,
-    Inbox,
-    IntervalSet,
-    OnData,
-    OnShared,
-)
-from offbeat.runtime.transport.io_loop import EPOLL_READ, EPOLL_WRITE, IoLoop
-from offbeat.runtime.transport.outbox import Outbox, QueuedMessage, SendKey
-from offbeat.runtime.transport.shared_memory import (
-    MAX_UNACKED_BYTES,
-    MIN_SHARED_BYTES,
-    UNACKED_BYTES,
-    Region,
-    RegionAllocator,
-)
+from offbeat.runtime.transport.inbox import OnData, OnShared
+from offbeat.runtime.transport.outbox import QueuedMessage
+from offbeat.runtime.transport.sessions import ALL_TAGS, PeerSessions
+from offbeat.runtime.transport.shared_memory import MAX_UNACKED_BYTES, MIN_SHARED_BYTES, UNACKED_BYTES
+from offbeat.runtime.transport.silence_detector import Timeouts
 
-ALL_TAGS = 1 << 64
-WRITES_PER_TURN = 16  # then sockets are polled again
-PROCESSING_SLICE_S = 300e-6  # of processing received frames, after which what they caused is sent
-REDIAL_S = 2.0
 UNREACHABLE_S = 1.25
-# Received frames are acknowledged after so many bytes or frames, and at the end of every tensor message, for
-# which a sender may wait; the rest with the next tick.
-ACK_BYTES = 4 * 1024 * 1024
-ACK_FRAMES = 64
 IO_THREAD_TIMEOUT_S = 10.0  # how long a caller waits for an I/O thread that is busy
 
-_DATA, _MESSAGE, _BEAT, _BYE = (
-    int(FrameKind.DATA),
-    int(FrameKind.MESSAGE),
-    int(FrameKind.HEARTBEAT),
-    int(FrameKind.BYE),
-)
-_REGION, _SHARED, _TAKEN, _WITHDRAW = (
-    int(kind) for kind in (FrameKind.REGION, FrameKind.SHARED, FrameKind.SHARED_ACK, FrameKind.WITHDRAW)
-)
-_ACK, _SKIP = int(FrameKind.ACK), int(FrameKind.SKIP)
+_DATA, _MESSAGE = int(FrameKind.DATA), int(FrameKind.MESSAGE)
 _EMPTY = memoryview(bytearray())
 _log = logging.getLogger("offbeat.links")
 
@@ -155,9 +88,6 @@ class Endpoint:
 
     Attributes:
         addresses: where this node can be reached, best first; not valid after `close`.
-        bytes_sent, bytes_received: over all connections since the start, headers included; bytes read from
-            shared memory are not counted.
-        frames_received: control messages and pieces of tensors since the start.
 
     Raises:
         ValueError: an argument is out of range.
@@ -190,55 +120,33 @@ class Endpoint:
     ) -> None:
         if not token:
             raise ValueError("expected a non-empty token, got an empty string")
-        if not 0 < 2 * heartbeat_s < silent_s:
-            raise ValueError(
-                "expected heartbeat_s > 0 and silent_s > 2 heartbeat_s, "
-                f"got {heartbeat_s:g} s and {silent_s:g} s"
-            )
-        if connect_s <= 0:
-            raise ValueError(f"expected connect_s > 0, got {connect_s:g} s")
+        timeouts = Timeouts(heartbeat_s, silent_s, unreachable_s, connect_s)
         if not 0 < unacked_bytes <= MAX_UNACKED_BYTES:
             raise ValueError(f"expected unacked_bytes from 1 to {MAX_UNACKED_BYTES}, got {unacked_bytes}")
         self.name = check_node_name(name)
-        self.bytes_sent = self.bytes_received = self.frames_received = 0
-        self._on_message, self._on_lost, self._on_left, self._on_error = (
-            on_message,
-            on_lost,
-            on_left,
-            on_error,
-        )
-        self._on_unreachable, self._on_reachable = on_unreachable, on_reachable
-        self._beat_s, self._silent_s, self._unread_bytes = heartbeat_s, silent_s, unacked_bytes
-        self._unreachable_s = unreachable_s
-        self._peers: dict[str, RemoteNode] = {}
-        self._forgotten = IntervalSet()
+        self._on_error = on_error
         self._sequence = count()
-        self._send_heap: list[tuple[SendKey, int, RemoteNode]] = []
-        self._flush_flags: list[SignalSafeEvent] = []
-        self._closing = False
         self._failure: BaseException | None = None
         with _named_errors(name):
-            self._loop = IoLoop(
-                f"links of {name}", on_iteration=self._pump, on_end=self._on_loop_end, busy_polls=busy_polls
+            self._sessions = PeerSessions(
+                name,
+                job=check_node_name(job),
+                token=token,
+                timeouts=timeouts,
+                unacked_bytes=unacked_bytes,
+                busy_polls=busy_polls,
+                sequence=self._sequence,
+                get_addresses=lambda: self.addresses,
+                on_message=on_message,
+                on_lost=on_lost,
+                on_left=on_left,
+                on_unreachable=on_unreachable,
+                on_reachable=on_reachable,
+                on_refused=on_refused,
+                on_end=self._on_loop_end,
             )
-        self._regions = RegionAllocator(partial(self._loop.call, self._on_region_released))
-        self._has_neighbours = False
-        self._opening = ConnectionOpener(
-            self._loop,
-            name,
-            job=check_node_name(job),
-            token=token,
-            connect_s=connect_s,
-            get_addresses=lambda: self.addresses,
-            get_peer=self._peer,
-            on_opened=self._on_open,
-            on_detached=self._detach,
-            on_replaced=self._on_replaced,
-            on_failed=self._on_failed,
-            on_refused=on_refused,
-        )
+        self._loop, self._regions = self._sessions.loop, self._sessions.regions
         self.addresses = self._listen(host, port, unix, listeners)
-        self._loop.call_later(heartbeat_s, self._tick)
         self._loop.start()
         _close_in_children(self)
 
@@ -265,15 +173,17 @@ class Endpoint:
         """
         parsed = tuple(places.parse_address(address) for address in addresses)
         if any(address.socket_name and not address.unusable_reason() for address in parsed):
-            self._has_neighbours = True
-        self._run_in_loop(self._add_peer, self._checked_peer(peer), parsed, has_fixed_addresses, silent_s)
+            self._regions.has_local_peers = True
+        self._run_in_loop(
+            self._sessions.add_peer, self._checked_peer(peer), parsed, has_fixed_addresses, silent_s
+        )
 
     def connect(self, peer: str) -> None:
         """Connect to a peer that was lost and has been introduced again.
 
         `on_reachable` is called when something is received from it.
         """
-        self._run_in_loop(self._connect, self._checked_peer(peer))
+        self._run_in_loop(self._sessions.connect, self._checked_peer(peer))
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Return zeroed memory that peers on this host can read in place.
@@ -281,12 +191,12 @@ class Endpoint:
         It exists as long as a view of it. Where no peer is known to be on this host, or no shared memory can
         be had, it is ordinary memory.
         """
-        shared = self._regions.allocate(size_bytes) if self._has_neighbours else None
+        shared = self._regions.allocate(size_bytes) if self._regions.has_local_peers else None
         return memoryview(bytearray(size_bytes)) if shared is None else shared
 
     def shares_memory(self, peer: str) -> bool:
         """Whether a peer reads memory of `allocate` in place; to be called in the I/O thread."""
-        known = self._peers.get(peer)
+        known = self._sessions.peers.get(peer)
         return known is not None and known.link is not None and known.link.imported is not None
 
     def is_exported(self, memory: memoryview) -> bool:
@@ -317,7 +227,9 @@ class Endpoint:
             raise ValueError(f"expected a message of at most {MAX_MESSAGE_BYTES} bytes, got {len(message)}")
         key = (0, 0, next(self._sequence))
         self._run_in_loop(
-            self._enqueue, self._checked_peer(peer), QueuedMessage(_MESSAGE, key, memoryview(message))
+            self._sessions.enqueue,
+            self._checked_peer(peer),
+            QueuedMessage(_MESSAGE, key, memoryview(message)),
         )
 
     def send_tensor(
@@ -381,7 +293,7 @@ class Endpoint:
             if on_done is not None:
                 self._run_in_loop(on_done)
             return
-        self._run_in_loop(self._enqueue, self._checked_peer(peer), item)
+        self._run_in_loop(self._sessions.enqueue, self._checked_peer(peer), item)
 
     def post_receive(
         self, peer: str, tag: int, into: memoryview, on_data: OnData, on_shared: OnShared | None = None
@@ -404,7 +316,9 @@ class Endpoint:
         view = _as_bytes(into)
         if view.readonly and len(view):
             raise ValueError("expected a writable buffer to receive into, got a read-only one")
-        self._run_in_loop(self._expect, self._checked_peer(peer), tag, view, on_data, on_shared)
+        self._run_in_loop(
+            self._sessions.post_receive, self._checked_peer(peer), tag, view, on_data, on_shared
+        )
 
     def cancel(self, first: int, last: int) -> None:
         """Cancel every message with first <= tag < last, of all peers, permanently.
@@ -419,10 +333,10 @@ class Endpoint:
             LinkError: the I/O thread was busy with a callback for 10 s.
         """
         if self._loop.is_loop_thread or not self._loop.is_alive:
-            self._cancel(first, last)
+            self._sessions.cancel(first, last)
             return
         finished = SignalSafeEvent()
-        self._run_in_loop(self._cancel, first, last)
+        self._run_in_loop(self._sessions.cancel, first, last)
         self._run_in_loop(finished.set)
         deadline_s = monotonic() + IO_THREAD_TIMEOUT_S
         while not finished.wait(0.1) and self._loop.is_alive:
@@ -434,9 +348,7 @@ class Endpoint:
 
     def fail_peer(self, peer: str, error: ProtocolError) -> None:
         """Drop a peer that broke the protocol, as if a callback had raised `error`; in the I/O thread."""
-        accused = self._peer(peer)
-        if accused.link is not None:
-            self._lose_for_protocol_error(accused, error)
+        self._sessions.fail_peer(peer, error)
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function in the I/O thread soon, after the calls that were queued before."""
@@ -467,7 +379,7 @@ class Endpoint:
         if self._loop.is_loop_thread:
             raise RuntimeError("flush waits for the I/O thread and cannot be called from within it")
         sent = SignalSafeEvent()
-        self._loop.call(self._flush_flags.append, sent)
+        self._loop.call(self._sessions.flush, sent)
         return self._loop.is_alive and sent.wait(timeout_s) and self._failure is None
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -475,11 +387,24 @@ class Endpoint:
 
         May be called more than once; from within a callback it returns at once and closes soon after.
         """
-        self._loop.call(self._close, timeout_s)
+        self._loop.call(self._sessions.close, timeout_s)
         if not self._loop.is_loop_thread:
             self._loop.join(timeout_s + 1.0)
 
-    # Calls into the I/O thread
+    @property
+    def bytes_sent(self) -> int:
+        """Over all connections since the start, headers included."""
+        return self._sessions.scheduler.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """As `bytes_sent`; bytes read from shared memory are not counted."""
+        return self._sessions.bytes_received
+
+    @property
+    def frames_received(self) -> int:
+        """Control messages and pieces of tensors since the start."""
+        return self._sessions.frames_received
 
     def _run_in_loop(self, function: Callable[..., object], *args: Any) -> None:
         if self._loop.is_loop_thread:
@@ -494,501 +419,11 @@ class Endpoint:
     def _checked_peer(self, peer: str) -> str:
         if peer == self.name:
             raise ValueError(f"expected the name of another node, got this node's own, {peer}")
-        return check_node_name(peer) if peer not in self._peers else peer
-
-    def _peer(self, name: str) -> RemoteNode:
-        peer = self._peers.get(name)
-        if peer is None:
-            outbox = Outbox(TCP_FRAME_BYTES, self._unread_bytes)
-            peer = self._peers[name] = RemoteNode(name, Inbox(self._forgotten), outbox)
-        return peer
-
-    def _connect(self, name: str) -> None:
-        peer = self._peer(name)
-        if not self._closing:
-            peer.is_unreachable = True
-            if peer.link is None:
-                self._opening.dial(peer)
-
-    def _add_peer(
-        self, name: str, addresses: tuple[places.Address, ...], lasting: bool, silent_s: float | None
-    ) -> None:
-        peer = self._peer(name)
-        peer.addresses, peer.has_fixed_addresses, peer.silent_s = addresses, lasting, silent_s
-        peer.is_gone = False
-        self._opening.on_addresses_known(peer)
-
-    def _enqueue(self, name: str, item: QueuedMessage) -> None:
-        """Queue a message, in the links' thread; dial the peer where needed. Drop it if none takes it."""
-        peer = self._peer(name)
-        if (
-            peer.is_gone
-            or self._closing
-            or self._forgotten.overlaps(item.tag, item.tag + (item.kind == _DATA))
-        ):
-            return
-        peer.outbox.add(item)
-        if peer.link is not None:
-            self._share_if_possible(peer, peer.link, item)
-            self._schedule(peer)
-        else:
-            self._opening.dial(peer)
-
-    def _expect(
-        self, name: str, tag: int, into: memoryview, on_data: OnData, on_shared: OnShared | None
-    ) -> None:
-        peer = self._peer(name)
-        if self._closing:
-            return
-        try:
-            peer.inbox.post(tag, into, on_data, on_shared)
-        except ProtocolError as error:
-            self._lose_for_protocol_error(peer, error)
-        else:
-            self._resume_reading(peer)
-
-    def _cancel(self, first: int, last: int) -> None:
-        self._forgotten.add(first, last)
-        if len(self._forgotten) > MAX_FORGOTTEN_RANGES:
-            self._forgotten.drop_lowest()
-        for peer in self._peers.values():
-            peer.inbox.drop(first, last)
-            peer.outbox.drop(first, last)
-            if peer.link is not None:
-                peer.link.reader.discard_tags(first, last)
-                self._resume_reading(peer)
-
-    # Sending
-
-    def _schedule(self, peer: RemoteNode) -> None:
-        """Enter the peer in the send heap under its most urgent key, unless its socket is full."""
-        link, key = peer.link, peer.outbox.next_key
-        if (
-            link is not None
-            and not link.is_full
-            and key is not None
-            and (peer.scheduled_key is None or key < peer.scheduled_key)
-        ):
-            peer.scheduled_key = key
-            heappush(self._send_heap, (key, next(self._sequence), peer))
-
-    def _pump(self) -> bool:
-        """Send the most urgent frames of the node; return whether more could be sent at once."""
-        send_heap = self._send_heap
-        writes = 0
-        while send_heap:
-            if writes == WRITES_PER_TURN:
-                return True
-            key, _, peer = heappop(send_heap)
-            if peer.scheduled_key is key:  # else a more urgent message came later, and that entry was used
-                peer.scheduled_key = None
-                if peer.link is not None and not peer.link.is_full:
-                    writes += 1
-                    self._write(peer, peer.link)
-        if self._flush_flags and not any(peer.outbox for peer in self._peers.values()):
-            for sent in self._flush_flags:
-                sent.set()
-            self._flush_flags.clear()
-        if self._closing and not any(peer.link or peer.dial for peer in self._peers.values()):
-            self._loop.stop()
-        return False
-
-    def _write(self, peer: RemoteNode, link: Connection) -> None:
-        outbox = peer.outbox
-        views, size = outbox.gather()
-        if not size:
-            return
-        assert link.sock is not None
-        try:
-            if outbox.descriptor is None:
-                n = link.sock.sendmsg(views)
-            else:
-                n = socket.send_fds(link.sock, views, [outbox.descriptor])
-        except BlockingIOError:
-            n = 0
-        except OSError as error:
-            outbox.on_written(0)
-            self._write_failed(peer, link, error)
-            return
-        finished = outbox.on_written(n)
-        self.bytes_sent += n
-        link.has_sent = True
-        if n < size:
-            link.is_full = True
-            self._watch(peer, link)
-        elif outbox.next_key is None:  # nothing is left, or the rest waits until the peer has read
-            self._watch(peer, link)
-        else:
-            self._schedule(peer)
-        self._call_done(finished)
-
-    def _write_failed(self, peer: RemoteNode, link: Connection, error: OSError) -> None:
-        """Nothing more can be sent; what the peer sent before, a BYE perhaps, is still processed."""
-        link.is_full = True
-        self._process_frames(peer, link)  # this write may be part of processing it
-        while peer.link is link and not link.is_paused:
-            received = self.bytes_received
-            self._read(peer, link)
-            if received == self.bytes_received:
-                break
-        if peer.link is link:
-            self._on_broken(peer, f"{peer.name} {_explain_broken(error)}")
-
-    def _watch(self, peer: RemoteNode, link: Connection) -> None:
-        """Watch the socket for the events that the link needs."""
-        if link.sock is None:
-            return
-        wanted = (0 if link.is_paused else EPOLL_READ) | (EPOLL_WRITE if link.is_full else 0)
-        if wanted == link.watched_events:
-            return
-        watcher = partial(self._on_ready, peer, link)
-        if not wanted:
-            self._loop.unwatch(link.sock)
-        elif not link.watched_events:
-            self._loop.watch(link.sock, wanted, watcher)
-        else:
-            self._loop.modify_watch(link.sock, wanted, watcher)
-        link.watched_events = wanted
-
-    # Sharing memory
-
-    def _share_if_possible(self, peer: RemoteNode, link: Connection, item: QueuedMessage) -> None:
-        """Send a queued message by reference to shared memory, if the peer can read it in place."""
-        if item.exported is None or link.imported is None:
-            return
-        known, (region, _) = peer.outbox.announced_regions, item.exported
-        if region.number not in known:
-            known.add(region.number)
-            key = (0, 0, next(self._sequence))
-            peer.outbox.add(
-                QueuedMessage(
-                    _REGION, key, item.data[:0], tag=region.number, total=region.size, exported=item.exported
-                )
-            )
-        item.kind = _SHARED
-
-    def _on_region_released(self, region: Region) -> None:
-        """Withdraw a region whose memory has no views left."""
-        self._regions.remove(region)
-        for peer in self._peers.values():
-            if region.number in peer.outbox.announced_regions:
-                peer.outbox.announced_regions.remove(region.number)
-                key = (0, 0, next(self._sequence))
-                peer.outbox.add(QueuedMessage(_WITHDRAW, key, _EMPTY, tag=region.number))
-                self._schedule(peer)
-
-    # Receiving
-
-    def _on_open(self, peer: RemoteNode, link: Connection, received: int) -> None:
-        """Use a new connection to the peer, which has received so many frames of the session."""
-        assert link.sock is not None
-        peer.link = link
-        peer.is_gone = False
-        peer.cause = ""
-        link.reader.end_handshake(peer.inbox.destination)
-        set_frame_size(link, peer.outbox)
-        peer.outbox.keeps_unacked = peer.session.is_resumable
-        if not peer.session.is_resumable:
-            enable_shared_memory(link)
-        self._has_neighbours |= link.imported is not None
-        for item in peer.outbox.items():
-            self._share_if_possible(peer, link, item)
-        self._loop.unwatch(link.sock)
-        self._watch(peer, link)
-        if self._closing:
-            self._send_bye(peer)
-        try:
-            finished = peer.outbox.resume(received)
-        except ProtocolError as error:
-            self._lose_for_protocol_error(peer, error)
-            return
-        self._call_done(finished)
-        self._schedule(peer)
-        if peer.is_unreachable:
-            self._report_reachable(peer)
-        self._process_frames(peer, link)
-
-    def _report_reachable(self, peer: RemoteNode) -> None:
-        """Report a peer as reachable again, before what was received from it is processed."""
-        peer.is_unreachable = False
-        self._on_reachable(peer.name)
-
-    def _call_done(self, items: list[QueuedMessage]) -> None:
-        """Call back for messages that were delivered, or accepted by the kernel where nothing can be lost."""
-        for item in items:
-            if item.on_done is not None:
-                item.on_done()
-
-    def _on_ready(self, peer: RemoteNode, link: Connection, events: int) -> None:
-        if events & EPOLL_WRITE and link.is_full:
-            link.is_full = False
-            if peer.outbox.next_key is not None:  # it stays watched until nothing is left to send
-                self._schedule(peer)
-            else:  # the queued bytes were forgotten, or wait until the peer has read
-                self._watch(peer, link)
-        if events & EPOLL_READ and peer.link is link:
-            self._read(peer, link)
-
-    def _read(self, peer: RemoteNode, link: Connection) -> None:
-        try:
-            n = receive_available(link)
-        except BlockingIOError:
-            return
-        except ProtocolError as error:
-            self._lose_for_protocol_error(peer, error)
-            return
-        except OSError as error:
-            if is_out_of_descriptors(error):
-                text = f"{self.name} cannot accept memory shared by {peer.name}: {describe_os_error(error)}"
-                self._lose(peer, text, "no files")
-            else:
-                self._on_broken(peer, f"{peer.name} {_explain_broken(error)}")
-            return
-        if not n:
-            self._on_broken(peer, f"{peer.name} closed the connection")
-            return
-        self.bytes_received += n
-        link.has_received = True
-        if peer.is_unreachable:
-            self._report_reachable(peer)
-        link.reader.on_received(n)
-        self._process_frames(peer, link)
-        delay_wakeups(link)
-
-    def _process_frames(self, peer: RemoteNode, link: Connection) -> None:
-        """Process every complete frame.
-
-        Where that takes long, what the first ones caused is sent in between, so that the peer can work, too.
-        Messages that waited for the peer to read are sent as soon as it has.
-        """
-        inbox, next_frame, session = peer.inbox, link.reader.next_frame, peer.session
-        limit_s = monotonic() + PROCESSING_SLICE_S
-        try:
-            while peer.link is link and (frame := next_frame()) is not None:
-                self.frames_received += 1
-                if frame.kind in NUMBERED:
-                    self._count_frame(peer, session, frame)
-                self._on_frame(peer, link, frame)
-                if frame.kind == _TAKEN or monotonic() > limit_s:
-                    self._acknowledge_reads(peer, link)
-                    self._pump()
-                    limit_s = monotonic() + PROCESSING_SLICE_S
-            if peer.link is link and link.imported is not None:
-                link.imported.check_descriptors(partial=link.reader.is_partial)
-                self._acknowledge_reads(peer, link)
-        except ProtocolError as error:
-            self._lose_for_protocol_error(peer, error)
-        if inbox.early_bytes > MAX_EARLY_BYTES and not link.is_paused:
-            link.is_paused = True
-            self._watch(peer, link)
-
-    def _count_frame(self, peer: RemoteNode, session: LinkSession, frame: Frame) -> None:
-        """Count a numbered frame, and acknowledge it where a sender may wait for that."""
-        session.received_frames += 1
-        if session.is_resumable:
-            session.ack_due_frames += 1
-            session.ack_due_bytes += frame.length
-            ends = frame.kind == _DATA and frame.offset + frame.length == frame.total
-            if ends or session.ack_due_bytes >= ACK_BYTES or session.ack_due_frames >= ACK_FRAMES:
-                self._acknowledge(peer)
-
-    def _acknowledge(self, peer: RemoteNode) -> None:
-        session = peer.session
-        session.ack_due_frames = session.ack_due_bytes = 0
-        peer.outbox.schedule_ack(session.received_frames)
-        self._schedule(peer)
-
-    def _acknowledge_reads(self, peer: RemoteNode, link: Connection) -> None:
-        """Acknowledge the pieces of the peer's memory that have been read."""
-        borrowed = link.imported
-        if borrowed is not None and borrowed.unacked_reads and peer.link is link:
-            key = (0, 0, next(self._sequence))
-            peer.outbox.add(QueuedMessage(_TAKEN, key, _EMPTY, total=borrowed.unacked_reads))
-            borrowed.on_acked()
-            self._schedule(peer)
-
-    def _on_frame(self, peer: RemoteNode, link: Connection, frame: Frame) -> None:
-        kind = frame.kind
-        if kind == _BYE:
-            self._on_bye(peer)
-        elif self._closing:
-            pass
-        elif kind == _DATA:
-            peer.inbox.on_data_frame(frame)
-        elif kind == _MESSAGE:
-            assert isinstance(frame.payload, bytes)
-            self._on_message(peer.name, frame.payload)
-        elif kind == _ACK:
-            self._call_done(peer.outbox.on_ack(frame.total))
-        elif kind == _TAKEN:
-            self._call_done(peer.outbox.on_shared_ack(frame.total))
-            self._schedule(peer)
-        elif kind not in (_BEAT, _SKIP):
-            self._on_shared_frame(peer, link, frame)
-
-    def _on_shared_frame(self, peer: RemoteNode, link: Connection, frame: Frame) -> None:
-        borrowed = link.imported
-        if borrowed is None:
-            raise ProtocolError(f"expected no {FrameKind(frame.kind).name} frame from another host")
-        if frame.kind == _SHARED:
-            source = borrowed.view(*shared_slice(frame))
-            peer.inbox.on_shared_frame(frame.tag, frame.offset, frame.total, source)
-        elif frame.kind == _REGION:
-            borrowed.map(frame.tag, frame.total)
-        elif frame.kind == _WITHDRAW:
-            borrowed.unmap(frame.tag)
-
-    def _resume_reading(self, peer: RemoteNode) -> None:
-        link = peer.link
-        if link is not None and link.is_paused and peer.inbox.early_bytes <= MAX_EARLY_BYTES:
-            link.is_paused = False
-            self._watch(peer, link)
-
-    # Heartbeats, loss and leave
-
-    def _tick(self) -> None:
-        """Send heartbeats, and check for how long each peer has been silent.
-
-        Silence is counted in ticks, not read from a clock: a pause of this node itself counts as one tick.
-        """
-        if self._closing:
-            return
-        self._loop.call_later(self._beat_s, self._tick)
-        for peer in list(self._peers.values()):
-            if self._check_silence(peer) and peer.link is not None:
-                self._keep_alive(peer, peer.link)
-
-    def _check_silence(self, peer: RemoteNode) -> bool:
-        """Count a peer's silent ticks and act on them; return whether the peer is still held."""
-        link = peer.link
-        if link is not None and (link.has_received or link.is_paused):
-            link.has_received = False
-            peer.silent_ticks = 0
-            self._opening.stop_dialling(peer)  # which was begun to replace this connection
-            return True
-        if link is None and peer.dial is None:
-            return False
-        peer.silent_ticks += 1
-        if link is not None and link.wake_bytes > 1:
-            set_wakeup_bytes(link, 1)  # on a slow line fewer bytes than that are a sign of life too
-        silent_s, limit_s = peer.silent_ticks * self._beat_s, peer.silent_s or self._silent_s
-        since = f"{peer.cause}, and " if peer.cause else ""
-        if peer.session.is_open and silent_s >= limit_s:
-            self._lose(peer, f"{since}{peer.name} has been silent for {limit_s:g} s")
-            return False
-        if silent_s >= self._unreachable_s and not peer.is_unreachable:
-            peer.is_unreachable = True
-            self._on_unreachable(peer.name, f"{since}nothing was received from it for {silent_s:g} s")
-        if link is not None and silent_s >= REDIAL_S and peer.session.is_resumable and peer.addresses:
-            self._opening.dial(peer)
-        return True
-
-    def _keep_alive(self, peer: RemoteNode, link: Connection) -> None:
-        """Send an ACK or a heartbeat if nothing else was sent since the last tick."""
-        if peer.session.ack_due_frames:
-            self._acknowledge(peer)
-        elif not link.has_sent and peer.outbox.next_key is None:
-            peer.outbox.add(QueuedMessage(_BEAT, (0, 0, next(self._sequence)), _EMPTY))
-            self._schedule(peer)
-        link.has_sent = False
-
-    def _lose_for_protocol_error(self, peer: RemoteNode, error: ProtocolError) -> None:
-        """Drop a peer that broke the protocol."""
-        self._lose(peer, f"{peer.name} broke the protocol: {error}", "protocol")
-
-    def _on_broken(self, peer: RemoteNode, cause: str) -> None:
-        """Handle a broken connection: dial again if the session can be resumed, else drop the peer."""
-        if self._closing or not (peer.session.is_resumable and peer.addresses):
-            self._lose(peer, cause)
-            return
-        self._detach(peer)
-        peer.cause = cause
-        if not self._opening.welcome_parked(peer):
-            self._opening.dial(peer)
-
-    def _detach(self, peer: RemoteNode) -> None:
-        """Close the connection and keep the session: frames received in part are sent again by the peer."""
-        link, peer.link = peer.link, None
-        assert link is not None
-        if link.reader.partial_data_frame is not None:
-            peer.inbox.undo_destination(link.reader.partial_data_frame)
-        self._opening.close(link)
-        peer.outbox.rewind()
-        peer.session.ack_due_frames = peer.session.ack_due_bytes = 0
-
-    def _on_replaced(self, peer: RemoteNode) -> None:
-        """Drop a peer whose process does not know the session any more."""
-        since = f"{peer.cause}, and " if peer.cause else ""
-        self._lose(peer, f"{since}{peer.name} has begun a new session", "replaced")
-
-    def _on_failed(self, peer: RemoteNode, text: str, failure: LinkFailure) -> None:
-        """Drop a peer that cannot be reached, or whose process has ended."""
-        since = f"{peer.cause}, and " if peer.cause else ""
-        self._lose(peer, since + text, failure)
-
-    def _lose(self, peer: RemoteNode, text: str, failure: LinkFailure = "broken") -> None:
-        """Drop a peer that failed, and report the loss."""
-        self._reset(peer)
-        peer.inbox.clear()
-        if not self._closing:
-            self._on_lost(LinkError(peer.name, text, failure=failure))
-        self._opening.welcome_parked(peer)
-
-    def _on_bye(self, peer: RemoteNode) -> None:
-        """Process a BYE: what the peer sent before may still be expected, so its inbox is kept."""
-        self._reset(peer)
-        if not self._closing and self._on_left is not None:
-            self._on_left(peer.name)
-        self._opening.welcome_parked(peer)
-
-    def _reset(self, peer: RemoteNode) -> None:
-        link, peer.link = peer.link, None
-        if link is not None:
-            self._opening.close(link)
-        self._opening.stop_dialling(peer)
-        peer.is_gone = True
-        peer.is_unreachable = False
-        peer.silent_ticks = 0
-        peer.cause = ""
-        peer.session = LinkSession()
-        peer.outbox.clear()
-
-    def _close(self, timeout_s: float) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        self._loop.call_later(timeout_s, self._loop.stop)
-        self._opening.stop_listening()
-        for peer in self._peers.values():
-            peer.inbox.clear()
-            peer.outbox.clear(keep_control=True)
-            if peer.link is not None:
-                peer.link.reader.discard_tags(0, ALL_TAGS)
-                self._resume_reading(peer)
-                self._send_bye(peer)
-            elif not (peer.dial is not None and peer.outbox):
-                self._opening.drop_pending(peer)
-
-    def _send_bye(self, peer: RemoteNode) -> None:
-        """Send BYE, the last frame of a session.
-
-        The peer closes the connection when it has read it, so no byte that is still in flight is reset.
-        """
-        peer.outbox.add(QueuedMessage(_BYE, (0, 1, next(self._sequence)), _EMPTY))
-        self._schedule(peer)
+        return check_node_name(peer) if peer not in self._sessions.peers else peer
 
     def _on_loop_end(self, error: BaseException | None) -> None:
-        """Release everything as the I/O thread ends."""
         self._failure = error
-        self._closing = True
-        for sock in self._opening.sockets:
-            sock.close()
-        for peer in self._peers.values():
-            for link in (peer.link, peer.dial.link if peer.dial is not None else None):
-                if link is not None and link.imported is not None:
-                    link.imported.close()
-        for sent in self._flush_flags:
-            sent.set()
+        self._sessions.release()
         if error is not None:
             if self._on_error is None:
                 raise error
@@ -1005,11 +440,11 @@ class Endpoint:
             with _named_errors(self.name):
                 found = places.listen(host, port, unix=unix) if listeners is None else listeners
         except BaseException:
-            self._opening.stop_listening()
+            self._sessions.opener.stop_listening()
             self._loop.close_unstarted()
             raise
         for sock, _ in found:
-            self._opening.listen(sock)
+            self._sessions.opener.listen(sock)
         return tuple(address for _, address in found)
 
     def close_after_fork(self) -> None:
@@ -1018,8 +453,7 @@ class Endpoint:
         Otherwise the peers would not notice the parent's death as long as the child runs.
         """
         self._failure = RuntimeError("this is a forked process; its parent owns the connections")
-        for sock in self._opening.sockets:
-            sock.close()
+        self._sessions.close_sockets()
         self._loop.close_unstarted()
 
 
@@ -1060,13 +494,3 @@ def _as_bytes(data: memoryview) -> memoryview:
     if not view.nbytes:
         return _EMPTY
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def _explain_broken(error: OSError) -> str:
-    match error:
-        case ConnectionResetError():
-            return "reset the connection"
-        case BrokenPipeError():
-            return "closed the connection"
-        case _:
-            return f"cannot be reached any more: {(error.strerror or str(error)).lower()}"

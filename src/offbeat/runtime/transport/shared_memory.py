@@ -112,9 +112,13 @@ class RegionAllocator:
     Args:
         on_released: called with a region in the thread that drops its last view; must arrange that `remove`
             is called, outside of that call.
+
+    Attributes:
+        has_local_peers: a peer on this host is known, which could read the memory; never reset.
     """
 
     def __init__(self, on_released: Callable[[Region], object]) -> None:
+        self.has_local_peers = False
         self._released = on_released
         self._numbers = count(1)
         self._lock = threading.Lock()
