@@ -185,7 +185,8 @@ def kept_bytes(server):
     found, is_found = [], threading.Event()
 
     def look():
-        found.append(sum(kept.operation.content.values.nbytes for kept in server._core._unacked.values()))
+        kept = server._core._unacked._in_flight.values()
+        found.append(sum(one.operation.content.values.nbytes for one in kept))
         is_found.set()
 
     server._node.endpoint.call_soon(look)

@@ -117,18 +117,23 @@ def test_trials_contain_sums_newcomers_and_lost_participants(some_trials):
 class CountsTwice(ServerNode):
     """Does not look at the clock."""
 
-    def _apply_now(self, operation):
-        clock = self._clock(operation.namespace)
-        clock.drop(operation.first, operation.last)
-        super()._apply_now(operation)
+    def __init__(self, server, store):
+        super().__init__(server, store)
+        apply = self._store.apply
+
+        def apply_always(operation):
+            self._store.clock(operation.namespace).drop(operation.first, operation.last)
+            apply(operation)
+
+        self._store.apply = apply_always
 
 
 class AcknowledgesEarly(ServerNode):
     """Does not wait for its replicas."""
 
-    def _push(self, push: Push):
-        super()._push(push)
-        for kept in self._unacked.values():
+    def _push(self, space, push):
+        super()._push(space, push)
+        for kept in self._unacked.of_push(push):
             for request in kept.requests:
                 if request.push is push and request.pending_count:
                     request.pending_count = 0
@@ -138,8 +143,9 @@ class AcknowledgesEarly(ServerNode):
 class ServesBeforeTransfer(ServerNode):
     """Serves keys before their transfer is complete."""
 
-    def _lacks(self, block):
-        return False
+    def __init__(self, server, store):
+        super().__init__(server, store)
+        self._incoming.lacks = lambda _: False
 
 
 class DropsOperationsUnderWay(ServerNode):
@@ -155,7 +161,7 @@ class AppliesOldCopies(ServerNode):
 
     def _receive(self, sender, message):
         if isinstance(message, Replicate) and self.view is not None and message.view < self.view.version:
-            self._apply(message.operation)
+            self._incoming.apply(message.operation)
         super()._receive(sender, message)
 
 
@@ -163,7 +169,7 @@ class SkipsHandoffs(ServerNode):
     """Sends a new master no operations that it may never have received."""
 
     def _send_handoffs(self):
-        self._unacked_earlier = []
+        self._unacked._carried = []
 
 
 class BeginsSumsAtOnce(ServerNode):
@@ -203,7 +209,7 @@ class SumsRepeatedPushes(ServerNode):
         self._aggregation = self.Keeps()
 
     def _sum(self, namespace, one):
-        table = self._store.table(self._current_view().spaces[namespace])
+        table = self._store.table(self.view.spaces[namespace])
         contents = [request.push.content for repeats in one.requests for request in repeats]
         return replace(super()._sum(namespace, one), content=table.combine(contents, one.first, one.last))
 
@@ -255,11 +261,12 @@ class SendsWaitingTimes(ServerNode):
         super().__init__(server, store)
         self._received = {}
 
-    def _push_to_aggregate(self, push):
+    def _add_to_sums(self, request, fresh):
+        push = request.push
         clock = self._received.setdefault(push.namespace, RangeVectorClock())
         if clock.earlier_ranges(push.client, push.first, push.last, push.time) == [(push.first, push.last)]:
             clock.set_time(push.client, push.first, push.last, push.time)
-        super()._push_to_aggregate(push)
+        super()._add_to_sums(request, fresh)
 
     def _pulled(self, space, pull):
         pulled = super()._pulled(space, pull)

@@ -6,7 +6,7 @@ Nothing here knows what is stored, or which servers are alive.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -128,16 +128,7 @@ class HashRing:
             raise ValueError(
                 f"expected a range of keys within 0 to {space.keys} in {space.name}, got {first} to {last}"
             )
-        start, holders = first, self.holders(space, first)
-        for block in space.blocks_of_range(first, last)[1:]:
-            next_holders, (bound, _) = (
-                self.holders_at(block_point(space.name, block)),
-                space.block_range(block),
-            )
-            if next_holders != holders:
-                yield KeySpan(start, bound, holders)
-                start, holders = bound, next_holders
-        yield KeySpan(start, last, holders)
+        return spans_of(space, first, last, self.holders_at)
 
     @property
     def stretch_starts(self) -> tuple[int, ...]:
@@ -190,6 +181,25 @@ class HashRing:
 
     def _with_servers(self, servers: Iterable[int]) -> HashRing:
         return HashRing(servers, virtual_nodes=self.virtual_nodes, replicas=self.replicas)
+
+
+def spans_of(
+    space: NamespaceSpec, first: int, last: int, holders_at: Callable[[int], tuple[int, ...]]
+) -> Iterator[KeySpan]:
+    """Yield the keys `first` to `last` - 1 as maximal ranges with the same holders, ascending.
+
+    Args:
+        holders_at: returns the holders at a place of the ring.
+    """
+    start, blocks = first, space.blocks_of_range(first, last)
+    holders = holders_at(block_point(space.name, blocks[0]))
+    for block in blocks[1:]:
+        next_holders = holders_at(block_point(space.name, block))
+        if next_holders != holders:
+            bound, _ = space.block_range(block)
+            yield KeySpan(start, bound, holders)
+            start, holders = bound, next_holders
+    yield KeySpan(start, last, holders)
 
 
 @lru_cache(maxsize=2**16)

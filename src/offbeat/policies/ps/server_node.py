@@ -8,16 +8,16 @@ Theory of operation: the replication chain
 
 Parts. A namespace's keys lie in blocks, and a block has one place on the ring. The servers that hold it form
 a chain: the master, its replicas, and last the servers that are being filled or that gain the block in the
-ring that is being prepared (`_chain_at`). The manager numbers views; a view fixes every chain.
+ring that is being prepared (`Placement.chain`). The manager numbers views; a view fixes every chain.
 
 A push. The client sends each part of a push to its master. The master keeps only the keys for which the
 client's push is new (`RangeVectorClock.earlier_ranges`), rehearses it, applies it, and sends it down the
 chain as `Replicate`, source-routed. Each holder applies the operation and forwards it; the last one replies
-`ReplicateAck`, which travels back up. Each holder keeps the operation in `_unacked` until `ReplicateAck` has
-passed it. The master then answers the client with `PushAck`, or with `PullResult` if the push wants values.
-An operation that cannot be applied goes nowhere: the client receives `Rejected`. A namespace that aggregates
-differs in one point: pushes wait in `Aggregation` until those of all participants are there, and their sum is
-one operation.
+`ReplicateAck`, which travels back up. Each holder keeps the operation in `UnackedOperations` until
+`ReplicateAck` has passed it. The master then answers the client with `PushAck`, or with `PullResult` if the
+push wants values. An operation that cannot be applied goes nowhere: the client receives `Rejected`. A
+namespace that aggregates differs in one point: pushes wait in `Aggregation` until those of all participants
+are there, and their sum is one operation.
 
 A new view (`on_view`). Messages of servers from older views are dropped, those from newer views are kept
 until this server has that view (`_early`). Then, in this order: data of blocks that are lost or that belong
@@ -45,13 +45,15 @@ gone; the view then lists the place in `lost_arcs_dropped`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 from offbeat.errors import ProtocolError
 from offbeat.policies.ps.aggregation import Aggregation, CompleteSum, PushRequest
-from offbeat.policies.ps.hash_ring import RING_SIZE, KeySpan, NamespaceSpec, block_point
+from offbeat.policies.ps.block_transfers import IncomingBlocks, OutgoingBlocks
+from offbeat.policies.ps.clocked_store import ClockedStore, TableStore
+from offbeat.policies.ps.hash_ring import HashRing, NamespaceSpec
 from offbeat.policies.ps.messages import (
     ClientMessage,
     HandoffDone,
@@ -78,74 +80,12 @@ from offbeat.policies.ps.messages import (
     TransferRequest,
     WrongMaster,
 )
-from offbeat.policies.ps.range_clock import RangeVectorClock
+from offbeat.policies.ps.placement import Placement
+from offbeat.policies.ps.unacked_operations import UnackedOperations
 
 MANAGER = "manager"
-_UNACKED_CHUNKS_MAX = 4
-_ROUTES_MAX = 4096
 CLIENT_REQUESTS = (Push, Pull)
-
-BlockId = tuple[str, int]  # a namespace, and the number of a block in it
-
-
-class ServerTable(Protocol):
-    """The values of one namespace on one server; keys that were never pushed are zero."""
-
-    @property
-    def reads_pushes_once(self) -> bool:
-        """Whether it reads pushed content only while applying it, and never afterwards."""
-
-    def check(self, content: Payload, first: int, last: int) -> None:
-        """Check that content can be pushed to keys `first` to `last` - 1.
-
-        Raises:
-            ValueError: it cannot.
-        """
-
-    def dry_run(self, first: int, last: int, content: Payload) -> None:
-        """Check that `apply` accepts this in the current state; nothing changes.
-
-        Raises:
-            ValueError: it does not.
-        """
-
-    def apply(self, first: int, last: int, content: Payload) -> None:
-        """Apply what was pushed for keys `first` to `last` - 1."""
-
-    def read(self, first: int, last: int, keys: Payload | None, states: bool = False) -> Payload:
-        """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
-
-        Args:
-            states: also return the state that is kept for each value.
-
-        Raises:
-            ValueError: `keys` lists other keys.
-        """
-
-    def key_range(self, content: Payload, first: int, last: int) -> Payload:
-        """Return the part of `content` for keys `first` to `last` - 1."""
-
-    def combine(self, contents: Sequence[Payload], first: int, last: int) -> Payload:
-        """Combine, for example sum, what `contents` have for keys `first` to `last` - 1.
-
-        The result may depend on their order and on the current values, so it is applied before anything else.
-        """
-
-    def export_block(self, first: int, last: int) -> Payload:
-        """Return a copy of everything that is kept for keys `first` to `last` - 1."""
-
-    def import_block(self, first: int, last: int, content: Payload) -> None:
-        """Replace everything kept for keys `first` to `last` - 1 by another table's `export_block`."""
-
-    def remove_block(self, first: int, last: int) -> None:
-        """Delete keys `first` to `last` - 1."""
-
-
-class TableStore(Protocol):
-    """All values of one server."""
-
-    def table(self, space: NamespaceSpec) -> ServerTable:
-        """Return a namespace's table, created if needed."""
+_NO_VIEW = PlacementView(version=-1, epoch=-1, ring=HashRing(()), spaces={})
 
 
 class SendMessage(NamedTuple):
@@ -153,33 +93,6 @@ class SendMessage(NamedTuple):
 
     to: str
     message: object
-
-
-@dataclass(slots=True, eq=False)
-class _UnackedOperation:
-    """An operation that is not known to have reached all holders after this one.
-
-    Attributes:
-        came_from: the holder before this one, None on the master.
-        requests: that wait for it, on the master.
-    """
-
-    operation: Operation
-    came_from: int | None
-    requests: list[PushRequest] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _Fill:
-    """The transfer of blocks to one server that requests them from here.
-
-    Attributes:
-        pending: blocks that are still to be sent, in order.
-        unacked: blocks that were sent and not acknowledged.
-    """
-
-    pending: list[BlockId]
-    unacked: int = 0
 
 
 class ServerNode:
@@ -190,42 +103,31 @@ class ServerNode:
     Args:
         server: its id.
         store: its values.
-
-    Attributes:
-        view: the one in force here, None before the first.
-        sequence_gaps: operations that came although a preceding one was missing: an acknowledged operation is
-            lost, or the preceding one was refused.
     """
 
     def __init__(self, server: int, store: TableStore) -> None:
         self.server = server
-        self.view: PlacementView | None = None
-        self.sequence_gaps = 0
-        self._store = store
-        self._clocks: dict[str, RangeVectorClock] = {}
-        self._unacked: dict[
-            tuple[int, int], _UnackedOperation
-        ] = {}  # by master and serial, in the order of application
-        self._serial = 0  # of this view
-        self._unacked_earlier: list[
-            Operation
-        ] = []  # of earlier views, handed to a master to send again, in order
-        self._unacked_fetched: list[Operation] = []  # the same, contained in blocks received in this view
+        self._store = ClockedStore(store)
+        self._placement = Placement(_NO_VIEW, server)
+        self._unacked = UnackedOperations(server, self._store)
+        self._incoming = IncomingBlocks(self._store, self._placement)
+        self._outgoing = OutgoingBlocks(self._store, self._unacked.on_keys, self._placement)
         self._early: dict[int, list[tuple[str, ServerMessage]]] = {}  # by the view that they wait for
-        self._fills: dict[int, _Fill] = {}  # by the server that is being filled from here, in this view
-        self._pending_sources: set[int] = (
-            set()
-        )  # sources of this server that have not sent TransferDone in this view
-        self._have: set[BlockId] = set()  # of the blocks that it gains
-        self._buffered: dict[BlockId, list[Operation]] = {}  # on blocks that have not come
-        self._deferred: list[Push | Pull] = []  # for blocks that have not come, of which this is the master
+        self._deferred: list[Push | Pull] = []  # that this master cannot serve yet
         self._aggregation = Aggregation()
-        self._pending_handoffs: set[int] = (
-            set()
-        )  # holders that may still hand over operations of earlier views
-        self._chains: dict[int, tuple[int, ...]] = {}  # by point: cache for this view
-        self._routes: dict[tuple[str, int, int], list[KeySpan]] = {}  # by range of keys: cache for this view
+        # Holders that may still hand over operations of earlier views.
+        self._pending_handoffs: set[int] = set()
         self._output: list[SendMessage] = []
+
+    @property
+    def view(self) -> PlacementView | None:
+        """The one in force here, None before the first."""
+        return None if self._placement.view is _NO_VIEW else self._placement.view
+
+    @property
+    def sequence_gaps(self) -> int:
+        """See `ClockedStore`."""
+        return self._store.sequence_gaps
 
     # Received messages -----------------------------------------------------------------------------------
 
@@ -240,7 +142,7 @@ class ServerNode:
 
     def on_view(self, view: PlacementView) -> list[SendMessage]:
         """Adopt a new view; an older one is ignored."""
-        if self.view is None or view.version > self.view.version:
+        if view.version > self._placement.view.version:
             self._adopt_view(view)
         return self._drain_output()
 
@@ -249,18 +151,18 @@ class ServerNode:
 
         Otherwise it waits for blocks or for the pushes of other participants, or goes to replicas.
         """
-        view = self.view
-        space = None if view is None else view.spaces.get(push.namespace)
-        if view is None or space is None or space.aggregates or push.epoch > view.version:
+        placement = self._placement
+        space = placement.view.spaces.get(push.namespace)
+        if space is None or space.aggregates or push.epoch > placement.view.version:
             return False
-        if self._pending_sources or self._gains() or not 0 <= push.first < push.last <= space.keys:
+        if placement.may_gain or not 0 <= push.first < push.last <= space.keys:
             return False
-        is_alone = all(len(chain) == 1 for _, _, chain in self._route(space.name, push.first, push.last))
+        is_alone = all(len(span.holders) == 1 for span in placement.route(space.name, push.first, push.last))
         return is_alone and self._store.table(space).reads_pushes_once
 
     def push_times(self, namespace: str, key: int) -> dict[int, int]:
         """Return, by client, the time of its latest push of a key that was applied here."""
-        clock = self._clock(namespace)
+        clock = self._store.clock(namespace)
         return {client: time for client in clock.clients if (time := clock.time_of(client, key))}
 
     def _drain_output(self) -> list[SendMessage]:
@@ -269,7 +171,7 @@ class ServerNode:
 
     def _receive(self, sender: str, message: ServerMessage) -> None:
         """Keep messages of later views; drop servers' messages of earlier ones: they are sent again."""
-        number = -1 if self.view is None else self.view.version
+        number = self._placement.view.version
         is_of_client = isinstance(message, CLIENT_REQUESTS)
         of_view = message.epoch if is_of_client else message.view  # type: ignore[union-attr]
         if of_view > number:
@@ -284,7 +186,7 @@ class ServerNode:
             case Replicate():
                 self._on_replicate(message, _server(sender))
             case ReplicateAck():
-                self._on_replicate_ack((message.master, message.serial))
+                self._on_replicate_ack(message)
             case HandoffOperations():
                 self._on_handoff(_server(sender), message)
             case HandoffReplayed():
@@ -292,12 +194,11 @@ class ServerNode:
             case HandoffDone():
                 self._on_handoff_done(_server(sender))
             case TransferRequest():
-                self._on_transfer_request(_server(sender), message)
+                self._send_chunks(_server(sender), self._outgoing.on_request(_server(sender), message))
             case TransferChunk():
                 self._on_transfer_chunk(_server(sender), message)
             case TransferAck():
-                self._fills[_server(sender)].unacked -= 1
-                self._send_chunks(_server(sender))
+                self._send_chunks(_server(sender), self._outgoing.on_ack(_server(sender)))
             case TransferDone():
                 self._on_transfer_done(_server(sender))
 
@@ -305,7 +206,7 @@ class ServerNode:
 
     def _on_request(self, message: Push | Pull) -> None:
         """Serve a push or pull; defer it while it has to wait, answer `WrongMaster` if it is misdirected."""
-        view = self._current_view()
+        view = self._placement.view
         space = view.spaces.get(message.namespace)
         if space is None or not 0 <= message.first < message.last <= space.keys:
             raise ProtocolError(
@@ -318,16 +219,13 @@ class ServerNode:
                 request=message.request, first=message.first, last=message.last, epoch=view.epoch
             )
             self._send_to_client(message.client, stale)
-        elif self._has_to_wait(message):
+        elif self._has_to_wait(space, message):
             self._deferred.append(message)
         elif isinstance(message, Pull):
             self._send_to_client(message.client, self._pulled(space, message))
         else:
             self._check(space, message)
-            if space.aggregates:
-                self._push_to_aggregate(message)
-            else:
-                self._push(message)
+            self._push(space, message)
 
     def _check(self, space: NamespaceSpec, push: Push) -> None:
         """Check that the table accepts a push, which is for keys of this master and not too old to aggregate.
@@ -336,12 +234,13 @@ class ServerNode:
             ProtocolError: another server is the master of some of the keys; the client takes part in the
                 aggregation from a later time on; or the table does not accept the content.
         """
-        if any(chain[0] != self.server for _, _, chain in self._route(space.name, push.first, push.last)):
+        route = self._placement.route(space.name, push.first, push.last)
+        if any(span.holders[0] != self.server for span in route):
             raise ProtocolError(
                 f"expected a push of keys with one master, server {self.server}, got {push.first} to "
                 f"{push.last} of {space.name}"
             )
-        begins = self._current_view().participants.get(space.name, {}).get(push.client, 0)
+        begins = self._placement.view.participants.get(space.name, {}).get(push.client, 0)
         if space.aggregates and push.time < begins:
             raise ProtocolError(f"expected a push of time {begins} at least, got one of time {push.time}")
         try:
@@ -352,9 +251,8 @@ class ServerNode:
     def _pulled(self, space: NamespaceSpec, pull: Pull) -> PullResult:
         if not isinstance(pull, InspectPull):
             return self._values(space, pull, pull.keys)
-        pieces = (
-            self._clock(space.name).pieces(pull.client, pull.first, pull.last) if pull.returns_times else []
-        )
+        clock = self._store.clock(space.name)
+        pieces = clock.pieces(pull.client, pull.first, pull.last) if pull.returns_times else []
         return InspectResult(
             request=pull.request,
             namespace=pull.namespace,
@@ -381,22 +279,18 @@ class ServerNode:
         except ValueError as error:
             raise ProtocolError(f"expected a pull that {space.name} can answer: {error}") from error
 
-    def _has_to_wait(self, message: Push | Pull) -> bool:
+    def _has_to_wait(self, space: NamespaceSpec, message: Push | Pull) -> bool:
         """Whether it is for a block that has not come, or after such a request of the same client.
 
         No sum is begun before all holders have handed over their operations of earlier views: one of them may
         have applied a sum that contains the push of a client that is now lost.
         """
-        if (
-            self._pending_handoffs
-            and isinstance(message, Push)
-            and self._current_view().spaces[message.namespace].aggregates
-        ):
+        if self._pending_handoffs and isinstance(message, Push) and space.aggregates:
             return True
-        if not self._pending_sources:  # everything has come
+        if not self._incoming.pending_sources:  # everything has come
             return False
-        blocks = self._blocks_of(message.namespace, message.first, message.last)
-        return any(self._lacks(block) for block in blocks) or any(
+        blocks = self._placement.blocks(message.namespace, message.first, message.last)
+        return any(self._incoming.lacks(block) for block in blocks) or any(
             other.client == message.client
             and other.namespace == message.namespace
             and other.first < message.last
@@ -404,57 +298,50 @@ class ServerNode:
             for other in self._deferred
         )
 
-    def _push(self, push: Push) -> None:
-        clock = self._clock(push.namespace)
+    def _push(self, space: NamespaceSpec, push: Push) -> None:
+        clock = self._store.clock(push.namespace)
         fresh = clock.earlier_ranges(push.client, push.first, push.last, push.time)
         request = PushRequest(push, pending_count=1)  # until all of it has been begun
-        mark = PushStamp(client=push.client, time=push.time, previous_times=push.previous_times)
-        whole = Operation(
-            namespace=push.namespace,
-            first=push.first,
-            last=push.last,
-            stamps=(mark,),
-            content=push.content,
-        )
         if fresh != [(push.first, push.last)]:
             self._wait_for_kept(request)
-        for first, last in fresh:
-            self._apply_and_replicate(self._part(whole, first, last), [request])
+        if space.aggregates:
+            self._add_to_sums(request, fresh)
+        else:
+            whole = Operation(
+                namespace=push.namespace,
+                first=push.first,
+                last=push.last,
+                stamps=(_stamp(push),),
+                content=push.content,
+            )
+            for first, last in fresh:
+                self._apply_and_replicate(self._store.part(whole, first, last), [request])
         self._release_requests([request])
 
-    def _push_to_aggregate(self, push: Push) -> None:
+    def _add_to_sums(self, request: PushRequest, fresh: list[tuple[int, int]]) -> None:
         """Let a push wait for those of the other participants, and begin the sums that it completes."""
-        fresh = self._clock(push.namespace).earlier_ranges(push.client, push.first, push.last, push.time)
-        request = PushRequest(push, pending_count=1)  # until all of it has been begun
-        if fresh != [(push.first, push.last)]:
-            self._wait_for_kept(request)
         for first, last in fresh:
             request.pending_count += last - first  # one for each key, until its sum is begun
             for one in self._aggregation.add(request, first, last):
                 requests = [request for of_client in one.requests for request in of_client]
-                self._apply_and_replicate(self._sum(push.namespace, one), requests)
+                self._apply_and_replicate(self._sum(request.push.namespace, one), requests)
                 self._release_requests(requests, one.last - one.first)
-        self._release_requests([request])
 
     def _wait_for_kept(self, request: PushRequest) -> None:
         """Let a request wait for operations in flight that contain parts of the same push."""
-        for kept in self._unacked.values():
-            if _is_of(kept.operation, request.push):
-                kept.requests.append(request)
-                request.pending_count += 1
+        for kept in self._unacked.of_push(request.push):
+            kept.requests.append(request)
+            request.pending_count += 1
 
     def _sum(self, namespace: str, one: CompleteSum) -> Operation:
-        table = self._store.table(self._current_view().spaces[namespace])
+        table = self._store.table(self._placement.view.spaces[namespace])
         pushes = [of_client[0].push for of_client in one.requests]
         contents = [table.key_range(push.content, one.first, one.last) for push in pushes]
         return Operation(
             namespace=namespace,
             first=one.first,
             last=one.last,
-            stamps=tuple(
-                PushStamp(client=push.client, time=push.time, previous_times=push.previous_times)
-                for push in pushes
-            ),
+            stamps=tuple(_stamp(push) for push in pushes),
             content=table.combine(contents, one.first, one.last),
         )
 
@@ -465,35 +352,36 @@ class ServerNode:
         begun.
         """
         if requests:
-            table = self._store.table(self._current_view().spaces[operation.namespace])
+            table = self._store.table(self._placement.view.spaces[operation.namespace])
             try:
                 table.dry_run(operation.first, operation.last, operation.content)
             except ValueError as error:
                 for request in requests:
                     request.rejection = str(error)
                 return
-        self._apply(operation)
+        self._incoming.apply(operation)
         self._send_down(operation, requests)
 
     def _send_down(self, operation: Operation, requests: list[PushRequest]) -> None:
         """Send an operation to the other holders; the requests wait until all of them have it."""
-        for part, chain in self._by_chain(operation):
+        for part, chain in self._parts_by_chain(operation):
             if len(chain) > 1:
                 for request in requests:
                     request.pending_count += 1
-                self._send_part(_UnackedOperation(part, None, list(requests)), chain[1:])
+                copy = Replicate(
+                    view=self._placement.view.version,
+                    master=self.server,
+                    serial=self._unacked.add_own(part, list(requests)),
+                    operation=part,
+                    route=chain[2:],
+                )
+                self._send_to_server(chain[1], copy)
 
-    def _send_part(self, kept: _UnackedOperation, route: tuple[int, ...]) -> None:
-        self._serial += 1
-        self._unacked[self.server, self._serial] = kept
-        copy = Replicate(
-            view=self._current_view().version,
-            master=self.server,
-            serial=self._serial,
-            operation=kept.operation,
-            route=route[1:],
-        )
-        self._send_to_server(route[0], copy)
+    def _parts_by_chain(self, operation: Operation) -> Iterator[tuple[Operation, tuple[int, ...]]]:
+        """Yield the parts of an operation that go down different chains."""
+        route = self._placement.route(operation.namespace, operation.first, operation.last)
+        for first, last, chain in route:
+            yield self._store.part(operation, first, last), chain
 
     def _acknowledge(self, request: PushRequest) -> None:
         push = request.push
@@ -501,7 +389,7 @@ class ServerNode:
             answer: PushAck | PullResult | Rejected = rejection(push, ValueError(request.rejection))
         elif push.returns_values:
             try:
-                answer = self._values(self._current_view().spaces[push.namespace], push, None)
+                answer = self._values(self._placement.view.spaces[push.namespace], push, None)
             except ProtocolError as error:  # the sender of the message being processed is not at fault
                 answer = rejection(push, error)
         else:
@@ -512,29 +400,20 @@ class ServerNode:
 
     def _on_replicate(self, copy: Replicate, sender: int) -> None:
         """Apply an operation as a replica, or as a server that is being filled, and forward it."""
-        self._apply(copy.operation)
+        self._incoming.apply(copy.operation)
         if not copy.route:
             self._send_to_server(sender, ReplicateAck(view=copy.view, master=copy.master, serial=copy.serial))
             return
-        self._unacked[copy.master, copy.serial] = _UnackedOperation(copy.operation, sender)
-        onward = Replicate(
-            view=copy.view,
-            master=copy.master,
-            serial=copy.serial,
-            operation=copy.operation,
-            route=copy.route[1:],
-        )
-        self._send_to_server(copy.route[0], onward)
+        self._unacked.add(copy.master, copy.serial, copy.operation, sender)
+        self._send_to_server(copy.route[0], replace(copy, route=copy.route[1:]))
 
-    def _on_replicate_ack(self, key: tuple[int, int]) -> None:
+    def _on_replicate_ack(self, ack: ReplicateAck) -> None:
         """All holders after this one have an operation."""
-        kept = self._unacked.pop(key)
+        kept = self._unacked.pop(ack.master, ack.serial)
         if kept.came_from is None:
             self._release_requests(kept.requests)
         else:
-            self._send_to_server(
-                kept.came_from, ReplicateAck(view=self._current_view().version, master=key[0], serial=key[1])
-            )
+            self._send_to_server(kept.came_from, ack)
 
     def _release_requests(self, requests: Iterable[PushRequest], count: int = 1) -> None:
         for request in requests:
@@ -545,15 +424,13 @@ class ServerNode:
     def _on_handoff(self, holder: int, handed: HandoffOperations) -> None:
         """Begin, like a push, the operations of a holder that this new master may not have."""
         for operation in handed.operations:
-            for first, last in self._fresh(operation):
-                self._apply_and_replicate(self._part(operation, first, last), [])
+            for first, last in self._store.fresh_ranges(operation):
+                self._apply_and_replicate(self._store.part(operation, first, last), [])
         self._on_handoff_replayed(HandoffReplayed(view=handed.view, chain=handed.chain, holder=holder))
 
     def _on_handoff_replayed(self, resent: HandoffReplayed) -> None:
         if resent.holder == self.server:
-            self._unacked_earlier = [
-                operation for operation in self._unacked_earlier if self._chain_of(operation) != resent.chain
-            ]
+            self._unacked.on_replayed(resent.chain, self._placement)
         place = resent.chain.index(self.server)
         if place + 1 < len(resent.chain):
             self._send_to_server(resent.chain[place + 1], resent)
@@ -563,90 +440,25 @@ class ServerNode:
         if not self._pending_handoffs:
             self._serve_deferred()
 
-    # Applying --------------------------------------------------------------------------------------------
-
-    def _apply(self, operation: Operation) -> None:
-        """Apply the parts of an operation that are new here; buffer those for blocks that have not come."""
-        if not self._gains():
-            self._apply_now(operation)
-            return
-        space = self._current_view().spaces[operation.namespace]
-        for block in self._blocks_of(operation.namespace, operation.first, operation.last):
-            first, last = space.block_range(block[1])
-            part = self._part(operation, max(first, operation.first), min(last, operation.last))
-            if self._lacks(block):
-                self._buffered.setdefault(block, []).append(part)
-            else:
-                self._apply_now(part)
-                if self._is_gained(block):
-                    self._have.add(block)
-
-    def _apply_now(self, operation: Operation) -> None:
-        clock = self._clock(operation.namespace)
-        table = self._store.table(self._current_view().spaces[operation.namespace])
-        if len(operation.stamps) == 1:
-            one, first, last = operation.stamps[0], operation.first, operation.last
-            known = clock.pieces(one.client, first, last)
-            if len(known) == 1 and known[0].time < one.time and len(one.previous_times) == 1:  # nearly always
-                self.sequence_gaps += one.previous_times[0].time > known[0].time
-                table.apply(first, last, operation.content)
-                clock.advance(one.client, first, last, one.time)
-                return
-        self.sequence_gaps += self._has_gap(clock, operation)
-        for first, last in self._fresh(operation):
-            table.apply(first, last, table.key_range(operation.content, first, last))
-            for mark in operation.stamps:
-                clock.set_time(mark.client, first, last, mark.time)
-
-    def _fresh(self, operation: Operation) -> list[tuple[int, int]]:
-        """Return the ranges where none of an operation's pushes has been applied; elsewhere all have been."""
-        clock, one = self._clock(operation.namespace), operation.stamps[0]
-        parts = clock.earlier_ranges(one.client, operation.first, operation.last, one.time)
-        for mark in operation.stamps[1:]:
-            parts = [part for at in parts for part in clock.earlier_ranges(mark.client, *at, mark.time)]
-        return parts
-
-    def _has_gap(self, clock: RangeVectorClock, operation: Operation) -> bool:
-        """Whether a push that precedes one of the operation's pushes has not been applied here."""
-        for mark in operation.stamps:
-            for piece in mark.previous_times:
-                first, last = max(operation.first, piece.start), min(operation.last, piece.stop)
-                if first < last and clock.earlier_ranges(mark.client, first, last, piece.time):
-                    return True
-        return False
-
-    def _part(self, operation: Operation, first: int, last: int) -> Operation:
-        if (first, last) == (operation.first, operation.last):
-            return operation
-        table = self._store.table(self._current_view().spaces[operation.namespace])
-        return replace(
-            operation, first=first, last=last, content=table.key_range(operation.content, first, last)
-        )
-
     # Views -----------------------------------------------------------------------------------------------
 
     def _adopt_view(self, view: PlacementView) -> None:
-        before, self.view = self.view, view
-        self._chains.clear()
-        self._routes.clear()
-        self._fills.clear()
+        is_same_epoch = view.epoch == self._placement.view.epoch
+        placement = self._placement = Placement(view, self.server)
+        self._store.spaces = view.spaces
         self._deferred = [*self._aggregation.set_participants(view.participants), *self._deferred]
-        if view.lost_arcs_dropped:
-            self._drop_lost_data()
-        self._drop_blocks_of_others()
-        self._fetch()
-        kept, self._unacked, self._serial = self._unacked, {}, 0
-        carried, self._unacked_earlier, self._unacked_fetched = (
-            [*self._unacked_earlier, *self._unacked_fetched],
-            [],
-            [],
-        )
-        for operation in carried:
-            self._resend_or_carry(operation, [])
-        for one in kept.values():
+        for block in list(self._store.blocks()):
+            if placement.is_lost(block) or not placement.holds(block):
+                self._store.remove_block(block)
+        self._outgoing.begin_view(placement)
+        for source, missing in self._incoming.begin_view(placement):
+            self._send_to_server(source, missing)
+        if placement.may_gain and not self._incoming.pending_sources:
+            self._send_fill_done()
+        for operation, waiting in self._unacked.take_all(placement):
             # In a new epoch, clients send again what was not acknowledged.
-            requests = one.requests if before is not None and before.epoch == view.epoch else []
-            self._resend_or_carry(one.operation, requests)
+            requests = waiting if is_same_epoch else []
+            self._resend_or_carry(operation, requests)
             self._release_requests(requests)  # for the whole, which has become its parts
         self._send_handoffs()
         self._send_handoff_done()
@@ -660,86 +472,35 @@ class ServerNode:
 
     def _resend_or_carry(self, operation: Operation, requests: list[PushRequest]) -> None:
         """Send an operation of an earlier view down its chains, or keep it for its master."""
-        for part, chain in self._by_chain(operation):
+        for part, chain in self._parts_by_chain(operation):
             if self.server not in chain:
                 continue
             if chain[0] == self.server:
                 self._send_down(part, requests)
             else:
-                self._unacked_earlier.append(part)
+                self._unacked.carry(part)
 
     def _send_handoffs(self) -> None:
         """Hand over unacknowledged operations: a new master may lack what a holder after it has applied."""
-        by_chain: dict[tuple[int, ...], list[Operation]] = {}
-        for operation in self._unacked_earlier:
-            by_chain.setdefault(self._chain_of(operation), []).append(operation)
-        for chain, operations in by_chain.items():
-            handed = HandoffOperations(
-                view=self._current_view().version, chain=chain, operations=tuple(operations)
-            )
+        view = self._placement.view
+        for chain, operations in self._unacked.carried_by_chain(self._placement).items():
+            handed = HandoffOperations(view=view.version, chain=chain, operations=tuple(operations))
             self._send_to_server(chain[0], handed)
 
     def _send_handoff_done(self) -> None:
         """Send HandoffDone to the masters of this server's chains; note which holders owe one."""
         self._pending_handoffs.clear()
-        if not any(space.aggregates for space in self._current_view().spaces.values()):
+        view = self._placement.view
+        if not any(space.aggregates for space in view.spaces.values()):
             return
         masters: set[int] = set()
-        for master, *others in {self._chain_at(point) for point in self._stretch_points()} - {()}:
+        for master, *others in self._placement.chains():
             if master == self.server:
                 self._pending_handoffs.update(others)
             elif self.server in others:
                 masters.add(master)
         for master in sorted(masters):
-            self._send_to_server(master, HandoffDone(view=self._current_view().version))
-
-    def _drop_blocks_of_others(self) -> None:
-        for namespace, block in list(self._own_blocks()):
-            if self.server not in self._chain((namespace, block)):
-                space = self._current_view().spaces[namespace]
-                first, last = space.block_range(block)
-                self._store.table(space).remove_block(first, last)
-                self._clock(namespace).drop(first, last)
-        for buffered in [one for one in self._buffered if self.server not in self._chain(one)]:
-            del self._buffered[buffered]
-        self._have = {block for block in self._have if self._is_gained(block)}
-
-    def _drop_lost_data(self) -> None:
-        """Drop what is here of keys whose data are lost, so that all their holders start from nothing."""
-        for block in [block for block in self._own_blocks() if self._is_emptied(block)]:
-            first, last = self._current_view().spaces[block[0]].block_range(block[1])
-            self._store.table(self._current_view().spaces[block[0]]).remove_block(first, last)
-            self._clock(block[0]).drop(first, last)
-        kept = self._not_emptied(one.operation for one in self._unacked.values())
-        self._unacked = {
-            (self.server, -place): _UnackedOperation(one, None) for place, one in enumerate(kept)
-        }
-        self._unacked_earlier = self._not_emptied(self._unacked_earlier)
-        self._unacked_fetched = self._not_emptied(self._unacked_fetched)
-        self._buffered = {at: one for at, one in self._buffered.items() if not self._is_emptied(at)}
-        self._have = {block for block in self._have if not self._is_emptied(block)}
-
-    def _not_emptied(self, operations: Iterable[Operation]) -> list[Operation]:
-        """Return the parts of operations on keys whose data were not lost with this view.
-
-        A client fails a request for lost keys as a whole and resends no part of it, so the holders finish the
-        rest.
-        """
-        found: list[Operation] = []
-        for one in operations:
-            blocks = list(self._blocks_of(one.namespace, one.first, one.last))
-            if not any(self._is_emptied(block) for block in blocks):
-                found.append(one)
-                continue
-            for block in blocks:
-                if not self._is_emptied(block):
-                    first, last = self._current_view().spaces[one.namespace].block_range(block[1])
-                    found.append(self._part(one, max(first, one.first), min(last, one.last)))
-        return found
-
-    def _is_emptied(self, block: BlockId) -> bool:
-        point = block_point(*block)
-        return any(arc.first <= point < arc.last for arc in self._current_view().lost_arcs_dropped)
+            self._send_to_server(master, HandoffDone(view=view.version))
 
     def _serve_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []
@@ -753,116 +514,29 @@ class ServerNode:
         except ProtocolError as error:
             self._send_to_client(message.client, rejection(message, error))
 
-    # Chains and places -----------------------------------------------------------------------------------
+    # Transfer of blocks ----------------------------------------------------------------------------------
 
-    def _current_view(self) -> PlacementView:
-        assert self.view is not None
-        return self.view
+    def _send_chunks(self, gainer: int, messages: Iterable[TransferChunk | TransferDone]) -> None:
+        for message in messages:
+            self._send_to_server(gainer, message)
 
-    def _chain(self, block: BlockId) -> tuple[int, ...]:
-        return self._chain_at(block_point(*block))
+    def _on_transfer_chunk(self, source: int, chunk: TransferChunk) -> None:
+        self._unacked.add_fetched(chunk.pending)
+        self._incoming.on_chunk(chunk)
+        self._serve_deferred()
+        self._send_to_server(source, TransferAck(view=chunk.view))
 
-    def _chain_of(self, operation: Operation) -> tuple[int, ...]:
-        """The chain of an operation's first block."""
-        return self._chain(next(self._blocks_of(operation.namespace, operation.first, operation.last)))
+    def _on_transfer_done(self, source: int) -> None:
+        self._incoming.on_source_done(source)
+        self._serve_deferred()
+        if not self._incoming.pending_sources:
+            self._send_fill_done()
 
-    def _chain_at(self, point: int) -> tuple[int, ...]:
-        """The servers that have an operation at this place: master, replicas, then the next ring's."""
-        chain = self._chains.get(point)
-        if chain is None:
-            view = self._current_view()
-            chain = view.ring.holders_at(point)
-            if view.target is not None:
-                chain += tuple(one for one in view.target.holders_at(point) if one not in chain)
-            self._chains[point] = chain
-        return chain
-
-    def _gainers_at(self, point: int) -> tuple[int, ...]:
-        """The servers of the chain that are being filled."""
-        view = self._current_view()
-        holders = view.ring.holders_at(point)
-        return tuple(
-            one
-            for one in self._chain_at(point)
-            if one not in holders or any(arc.first <= point < arc.last for arc in view.filling.get(one, ()))
-        )
-
-    def _source_at(self, point: int) -> int | None:
-        """The last server of the chain that is complete."""
-        gainers = self._gainers_at(point)
-        return next((one for one in reversed(self._chain_at(point)) if one not in gainers), None)
-
-    def _gains(self) -> bool:
-        view = self._current_view()
-        return self.server in view.filling or view.target is not None
-
-    def _is_gained(self, block: BlockId) -> bool:
-        return self._gains() and self.server in self._gainers_at(block_point(*block))
-
-    def _lacks(self, block: BlockId) -> bool:
-        """Whether this server is to receive the content of a block and has not."""
-        return (
-            bool(self._pending_sources)
-            and block not in self._have
-            and self._is_gained(block)
-            and self._source_at(block_point(*block)) in self._pending_sources
-        )
-
-    def _stretch_points(self) -> list[int]:
-        """One point of every stretch of the ring that has one chain and one set of gainers."""
-        view = self._current_view()
-        bounds = {0, *view.ring.stretch_starts}
-        if view.target is not None:
-            bounds.update(view.target.stretch_starts)
-        for arcs in view.filling.values():
-            for arc in arcs:
-                bounds.update((arc.first, arc.last))
-        return sorted(bounds - {RING_SIZE})
-
-    def _by_chain(self, operation: Operation) -> Iterator[tuple[Operation, tuple[int, ...]]]:
-        """Yield the parts of an operation that go down different chains."""
-        for first, last, chain in self._route(operation.namespace, operation.first, operation.last):
-            yield self._part(operation, first, last), chain
-
-    def _route(self, namespace: str, first: int, last: int) -> list[KeySpan]:
-        """Return the chains of a range of keys, cached, as the same ranges recur."""
-        route = self._routes.get((namespace, first, last))
-        if route is None:
-            if len(self._routes) == _ROUTES_MAX:
-                self._routes.clear()
-            route = self._routes[namespace, first, last] = list(self._walk(namespace, first, last))
-        return route
-
-    def _walk(self, namespace: str, first: int, last: int) -> Iterator[KeySpan]:
-        space = self._current_view().spaces[namespace]
-        start, blocks = first, space.blocks_of_range(first, last)
-        chain = self._chain((namespace, blocks[0]))
-        for block in blocks[1:]:
-            next_chain, (begin, _) = self._chain((namespace, block)), space.block_range(block)
-            if next_chain != chain:
-                yield KeySpan(start, begin, chain)
-                start, chain = begin, next_chain
-        yield KeySpan(start, last, chain)
-
-    def _blocks_of(self, namespace: str, first: int, last: int) -> Iterator[BlockId]:
-        blocks = self._current_view().spaces[namespace].blocks_of_range(first, last)
-        return ((namespace, block) for block in blocks)
-
-    def _own_blocks(self) -> Iterator[BlockId]:
-        """Yield the blocks with any clock entry here: keys without values have times too."""
-        for namespace, clock in sorted(self._clocks.items()):
-            blocks = {
-                block for first, last in clock.ranges() for block in self._blocks_of(namespace, first, last)
-            }
-            yield from sorted(blocks)
+    def _send_fill_done(self) -> None:
+        done = ServerFillDone(server=self.server, view=self._placement.view.version)
+        self._output.append(SendMessage(MANAGER, done))
 
     # Sending ---------------------------------------------------------------------------------------------
-
-    def _clock(self, namespace: str) -> RangeVectorClock:
-        clock = self._clocks.get(namespace)
-        if clock is None:
-            clock = self._clocks[namespace] = RangeVectorClock()
-        return clock
 
     def _send_to_server(self, server: int, message: ServerMessage) -> None:
         self._output.append(SendMessage(f"server-{server}", message))
@@ -870,107 +544,9 @@ class ServerNode:
     def _send_to_client(self, client: int, message: ClientMessage) -> None:
         self._output.append(SendMessage(f"client-{client}", message))
 
-    # Filling other servers -------------------------------------------------------------------------------
 
-    def _on_transfer_request(self, gainer: int, fetch: TransferRequest) -> None:
-        """Send a server the blocks that it gains from here; later operations reach it through the chain."""
-        have = set(fetch.present_blocks)
-        pending = [
-            block
-            for block in self._own_blocks()
-            if block not in have
-            and gainer in self._gainers_at(block_point(*block))
-            and self._source_at(block_point(*block)) == self.server
-        ]
-        self._fills[gainer] = _Fill(pending[::-1])
-        self._send_chunks(gainer)
-
-    def _send_chunks(self, gainer: int) -> None:
-        view, fill = self._current_view(), self._fills[gainer]
-        while fill.pending and fill.unacked < _UNACKED_CHUNKS_MAX:
-            namespace, block = fill.pending.pop()
-            fill.unacked += 1
-            space = view.spaces[namespace]
-            first, last = space.block_range(block)
-            chunk = TransferChunk(
-                view=view.version,
-                namespace=namespace,
-                block=block,
-                content=self._store.table(space).export_block(first, last),
-                clocks=self._clock(namespace).extract(first, last),
-                pending=tuple(self._pending(namespace, first, last)),
-            )
-            self._send_to_server(gainer, chunk)
-        if not fill.pending and not fill.unacked:
-            self._send_to_server(gainer, TransferDone(view=view.version))
-
-    def _pending(self, namespace: str, first: int, last: int) -> Iterator[Operation]:
-        """Yield operations on these keys, in order, that are applied here and not known to be everywhere."""
-        for operation in [
-            *self._unacked_earlier,
-            *self._unacked_fetched,
-            *(kept.operation for kept in self._unacked.values()),
-        ]:
-            begin, end = max(operation.first, first), min(operation.last, last)
-            if operation.namespace == namespace and begin < end:
-                yield self._part(operation, begin, end)
-
-    # Being filled ----------------------------------------------------------------------------------------
-
-    def _fetch(self) -> None:
-        """Request the blocks that this server gains in this view and does not have."""
-        view = self._current_view()
-        sources = {
-            self._source_at(point)
-            for point in self._stretch_points()
-            if self.server in self._gainers_at(point)
-        }
-        self._pending_sources = {source for source in sources if source is not None}
-        have = tuple(sorted(self._have))
-        for source in sorted(self._pending_sources):
-            self._send_to_server(source, TransferRequest(view=view.version, present_blocks=have))
-        self._flush()
-        if self._gains() and not self._pending_sources:
-            self._output.append(SendMessage(MANAGER, ServerFillDone(server=self.server, view=view.version)))
-
-    def _on_transfer_chunk(self, source: int, chunk: TransferChunk) -> None:
-        space = self._current_view().spaces[chunk.namespace]
-        first, last = space.block_range(chunk.block)
-        self._store.table(space).import_block(first, last, chunk.content)
-        clock = self._clock(chunk.namespace)
-        clock.drop(first, last)
-        clock.merge(chunk.clocks)
-        self._unacked_fetched += chunk.pending
-        self._have.add((chunk.namespace, chunk.block))
-        self._flush()
-        self._serve_deferred()
-        self._send_to_server(source, TransferAck(view=chunk.view))
-
-    def _on_transfer_done(self, source: int) -> None:
-        self._pending_sources.discard(source)
-        self._flush()
-        self._serve_deferred()
-        if not self._pending_sources:
-            self._output.append(
-                SendMessage(MANAGER, ServerFillDone(server=self.server, view=self._current_view().version))
-            )
-
-    def _flush(self) -> None:
-        """Apply operations buffered for blocks that have come, or that no source has."""
-        for block in [block for block in self._buffered if not self._lacks(block)]:
-            for operation in self._buffered.pop(block):
-                self._apply_now(operation)
-            if self._is_gained(block):
-                self._have.add(block)
-
-
-def _is_of(operation: Operation, push: Push) -> bool:
-    return (
-        operation.namespace == push.namespace
-        and operation.first < push.last
-        and push.first < operation.last
-        and any((mark.client, mark.time) == (push.client, push.time) for mark in operation.stamps)
-    )
+def _stamp(push: Push) -> PushStamp:
+    return PushStamp(client=push.client, time=push.time, previous_times=push.previous_times)
 
 
 def rejection(request: Push | Pull, error: Exception) -> Rejected:

@@ -40,6 +40,7 @@ from offbeat.events import (
     Tick,
 )
 from offbeat.policies.ps.client import PsClient, RequestDone, RequestFailed
+from offbeat.policies.ps.clocked_store import TableStore
 from offbeat.policies.ps.failure_detector import SILENCE_TIMEOUT_S
 from offbeat.policies.ps.hash_ring import NamespaceSpec
 from offbeat.policies.ps.manager import PsManager, view_from_action
@@ -57,7 +58,7 @@ from offbeat.policies.ps.messages import (
 )
 from offbeat.policies.ps.ordered_channel import Packet, ReliableChannel
 from offbeat.policies.ps.range_clock import ClockRange
-from offbeat.policies.ps.server_node import MANAGER, SendMessage, ServerNode, TableStore
+from offbeat.policies.ps.server_node import MANAGER, SendMessage, ServerNode
 from offbeat.simulator.core.engine import Engine
 from offbeat.simulator.training.cluster import ViolationError
 
