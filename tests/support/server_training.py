@@ -42,7 +42,7 @@ def count_steps(
                 compute(compute_s)
                 with session.no_sync():
                     loss.backward()
-            reads.append((synchronizer._clock, synchronizer._read_version, counts))
+            reads.append((synchronizer._clock, synchronizer._cache.read_version, counts))
             optimizer.step()
             if refreshes_every and len(reads) % refreshes_every == 0:
                 session.refresh()

@@ -64,7 +64,7 @@ def counts(rank, emit, strategy):
             loss = model()
             compute(0.005)
             loss.backward()
-            reads.append((synchronizer._clock, synchronizer._read_version, model.counts_W.tolist()))
+            reads.append((synchronizer._clock, synchronizer._cache.read_version, model.counts_W.tolist()))
             optimizer.step()
     return reads, model.counts_W.tolist()
 

@@ -8,23 +8,18 @@ it reads. Nothing here decides that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import Action, StepFinished, StepPermit
-from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.tables import Aggregate
-from offbeat.numerics.ps.tensors import TensorTable
-from offbeat.numerics.ps.translation import export_states, import_states, settings_of_group, update_for_group
 from offbeat.policies.staleness.caches import CacheDirectory, PsOptions
 from offbeat.policies.staleness.clock_protocol import ClockProtocol
 from offbeat.runtime.control.client import CoordinatorClient
@@ -32,19 +27,15 @@ from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
 from offbeat.runtime.ps.future import Future
 from offbeat.runtime.staleness.process import ServedProcess
-from offbeat.runtime.staleness.shared_model import (
-    GroupGradient,
-    PulledParameters,
-    SharedModel,
-    WorkerGradient,
-)
-from offbeat.runtime.training.checks import ParameterFormCheck, check_no_overlap
+from offbeat.runtime.staleness.served_parameters import Array, ServedParameters
+from offbeat.runtime.staleness.shared_model import SharedModel, WorkerGradient
+from offbeat.runtime.staleness.step_gradient import StepGradient
+from offbeat.runtime.staleness.thread_cache import ThreadCache
+from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.runtime.training.writes import WriteDetector
-
-Array = NDArray[Any]
 
 
 class ServerSynchronizer:
@@ -67,53 +58,19 @@ class ServerSynchronizer:
 
     def __init__(self, loop: TrainingLoop, trained: TrainingState, *, options: PsOptions) -> None:
         self._loop, self._trained, self._terms = loop, trained, options
-        self._model = trained.model
-        self._optimizers = trained.optimizer_of_group  # the following lists are by group, too
-        try:
-            self._updates = [
-                update_for_group(group, type(optimizer))
-                for group, optimizer in zip(trained.groups, self._optimizers, strict=True)
-            ]
-            self._groups = [
-                {name: entry for name, entry in trained.parameters_of(group).items() if entry.requires_grad}
-                for group in trained.groups
-            ]
-            self._offsets = [TensorTable.from_tensors(group.items()) for group in self._groups]
-        except ValueError as error:
-            raise OffbeatError(str(error)) from error
-        self._check_disjoint()
+        self._parameters = ServedParameters(trained)
+        self._gradient = StepGradient(trained, self._parameters, keeps_gradients=options.applies_local_steps)
         self._writes = WriteDetector(trained)
         self._forms = ParameterFormCheck(trained.model)
         self._handles: list[RemovableHandle | HookFreeScripting] = []
         self._has_begun = self._is_open = False  # this worker has begun; its step may compute
         self._is_reporting = False  # a step is reported, but not answered yet
-        self._local_updates: list[Sequence[Array]] = []  # what each update in this thread's log has added
         self._unpushed: list[tuple[WorkerGradient, Sequence[Array]]] = []  # steps not pushed yet
-        self._fetch: Future | None = None
         self._last_push: Future | None = None
-        self._values_before: Sequence[Array] | None = None
-        # By group that this step has stepped so far: gradients, and the ranges where there are none.
-        self._step_gradients: dict[int, tuple[Array, frozenset[tuple[int, int]]]] = {}
-        self._has_gradient = False  # one of these is from a backward pass, not filled with zeros
-        self._batch_weight = 1.0  # of the last batch
-        self._batch_weights: list[float] = []  # of each forward pass since the last step
-        # Gradients before a pass that does not count, by parameter:
-        self._kept_gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         self._compute_s = self._compute_mark_s = 0.0
         self._steps = 0
         self._clock: int | None = None
-        self._read_version = self._fetched = 0
-
-    def _check_disjoint(self) -> None:
-        """Reject parameters in several groups, or overlapping in memory: servers step each number once."""
-        names = [self._trained.name_of(entry) for group in self._trained.groups for entry in group["params"]]
-        if len({*names}) < len(names):
-            duplicate = next(name for name in names if names.count(name) > 1)
-            raise OffbeatError(
-                f"{duplicate} is in several of the optimizers, or in one of them several times: servers keep "
-                "each parameter once, with one of them"
-            )
-        check_no_overlap({name: entry for group in self._groups for name, entry in group.items()})
+        self._fetched = 0
 
     def _check_writes(self, optimizer: Optimizer | None = None) -> None:
         """Reject changes of the program to its copy, which the servers' state replaces."""
@@ -199,7 +156,7 @@ class ServerSynchronizer:
     def on_epoch_left_early(self) -> None:
         """See `Synchronizer.on_epoch_left_early`: a step that has begun is restarted; its clock may pass."""
         self._is_open = False
-        self._drop_gradients()
+        self._gradient.drop()
 
     def abandon(self, error: Exception) -> None:
         """See `Synchronizer.abandon`; all waiting checks for the job's failure by itself."""
@@ -216,6 +173,14 @@ class ServerSynchronizer:
         self._process = ServedProcess.open_or_get(
             self._loop, rendezvous, self._terms.timeout_s, self._open_model
         )
+        self._cache = ThreadCache(
+            self._loop.worker,
+            self._parameters,
+            self._served,
+            self._terms,
+            self._loop.timer,
+            self._loop.raise_if_failed,
+        )
         if self._loop.is_newcomer:
             self._process.restore_position(self._loop)
         self._reported_epoch = self._loop.epoch
@@ -230,7 +195,9 @@ class ServerSynchronizer:
                 update=update,
                 aggregate=aggregate if self._terms.is_versioned else None,
             )
-            for number, (group, update) in enumerate(zip(self._groups, self._updates, strict=True))
+            for number, (group, update) in enumerate(
+                zip(self._parameters.groups, self._parameters.updates, strict=True)
+            )
         ]
         return SharedModel(
             process.ps,
@@ -247,14 +214,11 @@ class ServerSynchronizer:
     def _served(self) -> SharedModel:
         return self._process.model
 
-    @property
-    def _directory(self) -> CacheDirectory:
-        return self._served.directory
-
     def attach(self) -> None:
         """See `Synchronizer.attach`."""
-        self._handles.append(self._model.register_forward_pre_hook(SessionForwardHook(self._before_forward)))
-        self._handles.append(HookFreeScripting(self._model))
+        model = self._trained.model
+        self._handles.append(model.register_forward_pre_hook(SessionForwardHook(self._before_forward)))
+        self._handles.append(HookFreeScripting(model))
 
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
@@ -288,20 +252,12 @@ class ServerSynchronizer:
         if self._clock is not None:
             self._served.wait_for_version(self._last_permit().clock, self._loop.raise_if_failed)
         self._install_states()
-        self._directory.invalidate(self._loop.worker)
-        self._fetch = None  # it may lack later pushes of this worker, which are not replayed any more
+        self._cache.invalidate()
 
     def _install_states(self) -> None:
         """Copy all that the servers keep into this worker's model and optimizers."""
         self._fetched, kept = self._served.pull_states(self._loop.raise_if_failed)
-        for optimizer, group, offsets, states in zip(
-            self._optimizers, self._groups, self._offsets, kept, strict=True
-        ):
-            offsets.scatter(Entries(0, states.pop("values")), group)
-            for name, parameter in group.items():
-                first, last = offsets.key_range_of(name)
-                rows = {state: values[first:last] for state, values in states.items()}
-                import_states(optimizer, parameter, rows)
+        self._parameters.load_states(kept)
         self._writes.mark()
 
     def flush(self) -> None:
@@ -329,27 +285,7 @@ class ServerSynchronizer:
 
     def set_batch_weight(self, batches: float) -> None:
         """See `Synchronizer.set_batch_weight`."""
-        self._restore(self._parameters())
-        self._kept_gradients.clear()
-        self._batch_weight = batches
-        if not batches:
-            self._kept_gradients = {
-                entry: None if entry.grad is None else entry.grad.clone() for entry in self._parameters()
-            }
-
-    def _restore(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remove the gradients of a backward pass that does not count."""
-        for parameter in parameters:
-            if parameter in self._kept_gradients:
-                parameter.grad = self._kept_gradients.pop(parameter)
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        return (parameter for group in self._groups for parameter in group.values())
-
-    def _copy_values(self) -> Sequence[Array]:
-        """Return a copy of the thread cache's parameters, of each group, flat."""
-        pairs = zip(self._groups, self._offsets, strict=True)
-        return [np.array(offsets.gather(group)) for group, offsets in pairs]
+        self._gradient.set_batch_weight(batches)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         self._loop.raise_if_failed()
@@ -358,8 +294,7 @@ class ServerSynchronizer:
         self._forms.check()
         if not self._is_open:
             self._start()
-        if self._batch_weight:
-            self._batch_weights.append(self._batch_weight)
+        self._gradient.count_batch()
         self._loop.timer.switch("compute")
 
     def _start(self) -> None:
@@ -383,12 +318,12 @@ class ServerSynchronizer:
             )
             grant = self._last_permit()
         if self._clock is None and self._loop.worker:
-            self._process.fetch_unserved(self._tensors_not_served())
+            self._process.fetch_unserved(self._parameters.tensors_not_served())
         if self._loop.epoch > self._reported_epoch:
             self._reported_epoch = self._loop.epoch
             timer.switch("report")
             self._process.publish_position(self._loop)
-        self._read(grant)
+        self._cache.read(grant, self._steps)
         self._writes.mark()
         self._clock = grant.clock
         self._is_open = True
@@ -401,30 +336,14 @@ class ServerSynchronizer:
         this process can add.
         """
         self._has_begun = True
-        initial = list(self._initial_states()) if self._loop.worker == 0 else None
+        initial = list(self._parameters.states()) if self._loop.worker == 0 else None
         try:
-            return self._process.begin_thread(initial, self._loop, self._tensors_not_served())
+            unserved = self._parameters.tensors_not_served()
+            return self._process.begin_thread(initial, self._loop, unserved)
         except WorkerError:
             raise
         except OffbeatError as error:
             raise WorkerError(f"worker {self._loop.worker} could not begin: {error}") from error
-
-    def _tensors_not_served(self) -> Sequence[torch.Tensor]:
-        """Return the tensors that the servers do not keep: buffers, and parameters frozen at join."""
-        served = {id(entry) for entry in self._parameters()}
-        return [
-            *self._model.buffers(),
-            *(entry for entry in self._model.parameters() if id(entry) not in served),
-        ]
-
-    def _initial_states(self) -> Iterator[Mapping[str, Array]]:
-        """Yield parameters and optimizer state as the servers keep them, of each group."""
-        for optimizer, group, offsets in zip(self._optimizers, self._groups, self._offsets, strict=True):
-            states: dict[str, Array] = {"values": offsets.gather(group).copy()}
-            kept = [export_states(optimizer, parameter) for parameter in group.values()]
-            for name in kept[0] if kept else ():
-                states[name] = np.concatenate([entry[name].reshape(-1) for entry in kept])
-            yield states
 
     def _may_start(self) -> bool:
         grant = self._protocol.permit
@@ -455,48 +374,12 @@ class ServerSynchronizer:
         timer.switch("push")
         self._compute_s += timer.total_s("compute") - self._compute_mark_s
         self._compute_mark_s = timer.total_s("compute")
-        if self._terms.applies_local_steps and self._values_before is None:
-            self._values_before = self._copy_values()
-        for number, entry in enumerate(self._optimizers):
+        if self._terms.applies_local_steps:
+            self._cache.begin_update()
+        for number, entry in enumerate(self._parameters.optimizers):
             if entry is optimizer:
-                self._collect_gradients(number)
+                self._gradient.collect(number)
         timer.switch("apply")
-
-    def _collect_gradients(self, number: int) -> None:
-        """Copy a group's gradients; where only the servers step, clear them for the optimizer."""
-        group, offsets = self._groups[number], self._offsets[number]
-        self._restore(group.values())
-        absent = frozenset(offsets.key_range_of(name) for name, entry in group.items() if entry.grad is None)
-        gradients = {
-            name: torch.zeros_like(entry) if entry.grad is None else entry.grad
-            for name, entry in group.items()
-        }
-        self._step_gradients[number] = np.array(offsets.gather(gradients)), absent
-        self._has_gradient |= len(absent) < len(group)
-        if not self._terms.applies_local_steps:
-            for parameter in group.values():
-                parameter.grad = None
-
-    def _take_gradient(self) -> WorkerGradient:
-        """Return and clear this step's gradients times the mean batch weight; None for groups not stepped."""
-        weight = sum(self._batch_weights) / len(self._batch_weights) if self._batch_weights else 0.0
-        counts = weight if self._has_gradient else 0.0
-        groups: list[GroupGradient | None] = []
-        for number, group in enumerate(self._trained.groups):
-            if number not in self._step_gradients:
-                groups.append(None)
-                continue
-            values, absent = self._step_gradients[number]
-            if weight != 1.0:
-                values *= weight
-            groups.append(GroupGradient(counts, values, absent, settings_of_group(group)))
-        self._drop_gradients()
-        return WorkerGradient(groups)
-
-    def _drop_gradients(self) -> None:
-        self._batch_weights.clear()
-        self._step_gradients.clear()
-        self._has_gradient = False
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -505,7 +388,7 @@ class ServerSynchronizer:
         timer.switch("apply")
         clock = self._clock
         assert clock is not None
-        self._unpushed.append((self._take_gradient(), self._local_update()))
+        self._unpushed.append((self._gradient.pop(), self._cache.end_update()))
         self._steps += 1
         self._is_open = False
         self._writes.mark()
@@ -517,20 +400,10 @@ class ServerSynchronizer:
         if self._terms.assigns_samples:
             with self._member.lock:
                 blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
-        self._report(clock, self._read_version, self._loop.pop_mean_loss(), self._compute_s, blocks)
+        self._report(clock, self._cache.read_version, self._loop.pop_mean_loss(), self._compute_s, blocks)
         timer.switch("push")
         self._served.finish_clocks(self._loop.worker, self._last_permit().clock)
         timer.switch("other")
-
-    def _local_update(self) -> Sequence[Array]:
-        """Return what the local step has added to the parameters, of each group."""
-        before, self._values_before = self._values_before, None
-        if before is None:
-            return ()
-        return [
-            np.subtract(offsets.gather(group), old)
-            for group, offsets, old in zip(self._groups, self._offsets, before, strict=True)
-        ]
 
     def _push(self, clock: int) -> None:
         """Push what was computed since the last push; wait where only an applied gradient counts."""
@@ -541,8 +414,7 @@ class ServerSynchronizer:
         self._unpushed.clear()
         time, push = self._served.add_gradient(self._loop.worker, clock, total)
         if deltas:
-            self._directory.log_update(self._loop.worker, time)
-            self._local_updates.append(deltas)
+            self._cache.log_update(time, deltas)
         awaited = push if self._terms.is_bounded else self._last_push
         self._last_push = push
         if awaited is not None:
@@ -582,56 +454,3 @@ class ServerSynchronizer:
         """Process a permit, in the links' thread: clocks pass even while the worker waits for samples."""
         if self._has_begun and not self._is_open and not self._is_reporting:
             self._served.finish_clocks(self._loop.worker, grant.clock)
-
-    # Reading ---------------------------------------------------------------------------------------------
-
-    def _read(self, grant: StepPermit) -> None:
-        """Make the thread cache fresh enough for this permit."""
-        timer, version = self._loop.timer, grant.version_min
-        if self._terms.fetch_every is not None:
-            self._read_version = version
-            timer.switch("pull")
-            self._install_fetched()
-            return
-        worker, directory = self._loop.worker, self._directory
-        match directory.read_source(worker, version) if self._terms.is_bounded else "server":
-            case "thread":
-                timer.switch("thread_cache")
-            case "process":
-                timer.switch("process_cache")
-                self._install(self._served.process_cache)
-            case "server":
-                timer.switch("pull")
-                is_bounded = self._terms.is_bounded
-                complete = grant.complete_version if is_bounded else 0
-                row = self._served.pull(
-                    version, self._loop.raise_if_failed, complete=complete, fresh=not is_bounded
-                )
-                self._install(row)
-        self._read_version = max(version, directory.version(worker))
-
-    def _install_fetched(self) -> None:
-        """Install a background fetch if it has arrived; start another when it is time."""
-        if self._directory.version(self._loop.worker) < 0:
-            self._install(self._served.pull(0, self._loop.raise_if_failed, fresh=True))
-        elif self._fetch is not None and self._fetch.is_done:
-            self._install(self._fetch.result(0.0))
-            self._fetch = None
-        if self._fetch is None and self._steps % (self._terms.fetch_every or 1) == 0:
-            self._fetch = self._served.start_fetch()
-
-    @torch.no_grad()
-    def _install(self, row: PulledParameters) -> None:
-        """Copy a row into the thread cache, and apply this thread's own updates that are not in it, once."""
-        directory, worker = self._directory, self._loop.worker
-        for index, (group, offsets) in enumerate(zip(self._groups, self._offsets, strict=True)):
-            values = row.values[index]
-            if self._local_updates:
-                values = np.array(values)
-                for piece in row.applied_times[index]:
-                    key_range = slice(piece.start, piece.stop)
-                    for deltas in self._local_updates[directory.count_included(worker, piece.time) :]:
-                        values[key_range] += deltas[index][key_range]
-            offsets.scatter(Entries(0, values), group)
-        time = min((piece.time for some in row.applied_times for piece in some), default=0)
-        del self._local_updates[: directory.on_thread_copied(worker, row.version, time)]

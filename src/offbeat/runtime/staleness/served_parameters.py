@@ -1,0 +1,109 @@
+"""A worker's parameters and their optimizers' state in the form in which servers keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offbeat.errors import OffbeatError
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.tensors import TensorTable
+from offbeat.numerics.ps.translation import export_states, import_states, update_for_group
+from offbeat.runtime.training.checks import check_no_overlap
+from offbeat.runtime.training.trained import TrainingState
+
+Array = NDArray[Any]
+
+
+class ServedParameters:
+    """A worker's trained parameters as flat arrays, one for each group of its optimizers.
+
+    Args:
+        trained: the model and its optimizers.
+
+    Attributes:
+        optimizers: by group, this worker's optimizer.
+        groups: by group, its parameters by name, in the order of the array.
+        offsets: by group, where each parameter is in the array.
+        updates: by group, the servers' optimizer.
+
+    Raises:
+        OffbeatError: an optimizer that servers cannot replace, or parameters that they cannot keep.
+    """
+
+    def __init__(self, trained: TrainingState) -> None:
+        self._trained = trained
+        self.optimizers = trained.optimizer_of_group
+        try:
+            self.updates = [
+                update_for_group(group, type(optimizer))
+                for group, optimizer in zip(trained.groups, self.optimizers, strict=True)
+            ]
+            self.groups = [
+                {name: entry for name, entry in trained.parameters_of(group).items() if entry.requires_grad}
+                for group in trained.groups
+            ]
+            self.offsets = [TensorTable.from_tensors(group.items()) for group in self.groups]
+        except ValueError as error:
+            raise OffbeatError(str(error)) from error
+        self._check_disjoint()
+
+    def _check_disjoint(self) -> None:
+        """Reject parameters in several groups, or overlapping in memory: servers step each number once."""
+        names = [self._trained.name_of(entry) for group in self._trained.groups for entry in group["params"]]
+        if len({*names}) < len(names):
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise OffbeatError(
+                f"{duplicate} is in several of the optimizers, or in one of them several times: servers keep "
+                "each parameter once, with one of them"
+            )
+        check_no_overlap({name: entry for group in self.groups for name, entry in group.items()})
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Yield all parameters."""
+        return (parameter for group in self.groups for parameter in group.values())
+
+    def copy_values(self) -> list[Array]:
+        """Return a copy of the parameters, of each group."""
+        return [
+            np.array(offsets.gather(group)) for group, offsets in zip(self.groups, self.offsets, strict=True)
+        ]
+
+    def changes_since(self, before: Sequence[Array]) -> list[Array]:
+        """Return what has been added to the parameters since `copy_values`, of each group."""
+        return [
+            np.subtract(offsets.gather(group), old)
+            for group, offsets, old in zip(self.groups, self.offsets, before, strict=True)
+        ]
+
+    def load_values(self, number: int, values: Array) -> None:
+        """Set the parameters of a group."""
+        self.offsets[number].scatter(Entries(0, values), self.groups[number])
+
+    def states(self) -> Iterator[Mapping[str, Array]]:
+        """Yield "values" and the optimizer's state by name, of each group."""
+        for optimizer, group, offsets in zip(self.optimizers, self.groups, self.offsets, strict=True):
+            states: dict[str, Array] = {"values": offsets.gather(group).copy()}
+            kept = [export_states(optimizer, parameter) for parameter in group.values()]
+            for name in kept[0] if kept else ():
+                states[name] = np.concatenate([entry[name].reshape(-1) for entry in kept])
+            yield states
+
+    def load_states(self, kept: Sequence[dict[str, Array]]) -> None:
+        """Set parameters and optimizer state to those of each group, as `states` yields them."""
+        for number, (optimizer, states) in enumerate(zip(self.optimizers, kept, strict=True)):
+            self.load_values(number, states.pop("values"))
+            for name, parameter in self.groups[number].items():
+                first, last = self.offsets[number].key_range_of(name)
+                rows = {state: values[first:last] for state, values in states.items()}
+                import_states(optimizer, parameter, rows)
+
+    def tensors_not_served(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that the servers do not keep: buffers, and parameters frozen at join."""
+        served = {id(entry) for entry in self}
+        model = self._trained.model
+        return [*model.buffers(), *(entry for entry in model.parameters() if id(entry) not in served)]
