@@ -194,7 +194,7 @@ def plain_step(session, model, optimizer, step):
 
 def is_behind(session):
     """Whether a part of the last step is still deferred."""
-    return getattr(session._synchronizer.averager, "_deferred", None) is not None
+    return session._synchronizer.averager.has_deferred_step
 
 
 def trained(model, optimizer, strategy, step=plain_step, steps=STEPS):
@@ -669,7 +669,7 @@ def past_the_hooks(rank, emit):
     with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
         behind(one, stepper, session)
         one(batch(rank, 4)[0])
-        assert not session._synchronizer.averager._deferred.is_ahead
+        assert not session._synchronizer.averager._deferral.step.is_ahead
 
 
 def test_no_step_is_taken_ahead_of_a_forward_pass_that_bypasses_the_hooks():
@@ -692,7 +692,7 @@ def interrupted(rank, emit):
         with pytest.raises(ArithmeticError):
             one(batch(rank, 4)[0])
         handle.remove()
-        assert not session._synchronizer.averager._deferred.is_ahead
+        assert not session._synchronizer.averager._deferral.step.is_ahead
         plain_step(session, one, stepper, 4)
     assert bits(one) == expected
 

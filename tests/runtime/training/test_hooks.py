@@ -281,9 +281,9 @@ def traced_too_early(rank, emit):
             step(model, optimizer, batches(number)[rank])
         with pytest.raises(OffbeatError, match=r"call session\.refresh\(\) before that"):
             torch.jit.trace(model, batches(99)[0])
-        assert session._synchronizer.averager._deferred is not None
+        assert session._synchronizer.averager.has_deferred_step
         torch.jit.script(model)  # takes the deferred step first
-        assert session._synchronizer.averager._deferred is None
+        assert not session._synchronizer.averager.has_deferred_step
 
 
 def test_a_trace_before_a_deferred_step_is_refused():

@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 
 The gradients of a round travel in buckets, in the order in which the forward pass needs their parameters.
-`optimizer.step()` is called before their means have arrived. `LayerAverager` then makes a `DeferredStep`,
+`optimizer.step()` is called before their means have arrived. `StepDeferral` then makes a `DeferredStep`,
 which records the optimizer's hyperparameters and the parameters' versions, and lets the call itself step
 nothing. The step is applied to a bucket's parameters later, by one of two threads:
 

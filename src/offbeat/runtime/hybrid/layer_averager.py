@@ -25,17 +25,11 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.plans import AlgorithmPolicy
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import AveragerContext
-from offbeat.runtime.hybrid.deferred_step import DeferredStep, DeferredStepThread
-from offbeat.runtime.hybrid.first_use import FirstUseTracker
-from offbeat.runtime.hybrid.layer_layout import (
-    BucketPlan,
-    SendOrder,
-    check_layers,
-    plan_by_layer,
-    plan_by_type,
-)
+from offbeat.runtime.hybrid.bucket_planner import BucketPlanner
+from offbeat.runtime.hybrid.layer_layout import SendOrder, check_layers, plan_by_type
 from offbeat.runtime.hybrid.layer_rounds import GradientRound, LayerRounds
 from offbeat.runtime.hybrid.pending_gradient import PendingGradient
+from offbeat.runtime.hybrid.step_deferral import StepDeferral
 from offbeat.runtime.training.backward import (
     BackwardPass,
     GradientObservers,
@@ -50,7 +44,6 @@ from offbeat.runtime.training.hooks import (
     SessionHook,
     only_in_this_process,
 )
-from offbeat.runtime.training.partial_step import PartialOptimizer
 from offbeat.runtime.training.pass_timer import PassTimer
 
 Overlap: TypeAlias = Literal["none", "backward", "forward"]
@@ -73,8 +66,7 @@ class LayerAverager:
 
     Args:
         model: parameters that require no gradient now are ignored.
-        optimizers: step its parameters. The steps of several are not deferred, since one may be called before
-            the gradients of another's parameters are computed.
+        optimizers: step its parameters; see `StepDeferral`.
         binding: the binding to the group, which has more than one member.
         context: the session.
         workers: the number of workers.
@@ -86,7 +78,6 @@ class LayerAverager:
         timeout_s: the longest duration of an exchange, in seconds.
 
     Attributes:
-        message_cost: the cost of a message, as measured at the start.
         is_preempted: see `Averager.is_preempted`.
     """
 
@@ -105,15 +96,13 @@ class LayerAverager:
         timeout_s: float,
     ) -> None:
         self._model, self._optimizers, self._context = model, optimizers, context
-        self._workers = workers
-        self._policy, self._fuse_bytes, self._order, self._overlap = policy, fuse_bytes, order, overlap
-        self._defers_steps = overlap == "forward" and len(optimizers) == 1
-        self._steps = PartialOptimizer(optimizers[0])
+        self._workers, self._overlap = workers, overlap
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._forms = ParameterFormCheck(model)
-        self._rounds = LayerRounds(model, self._parameters, binding, context, timeout_s=timeout_s)
+        self._rounds = LayerRounds(
+            model, self._parameters, binding, context, order=order, timeout_s=timeout_s
+        )
         check_layers(model)
-        self._uses = FirstUseTracker(model, self._parameters, time.perf_counter)
         self._hook_handles: list[RemovableHandle | HookFreeScripting] = []
         self._is_planned = False
         self._batch_weight, self._unsent_weight = 1.0, 0.0
@@ -121,48 +110,32 @@ class LayerAverager:
         self._rounds_finished = 0  # rounds
         self._rounds_since_step = self._steps_taken = 0
         self._round: GradientRound | None = None  # under way, or the last one
-        self._deferred: DeferredStep | None = None  # until it is applied to all parameters
-        self._step_thread: DeferredStepThread | None = None  # after planning, where steps are deferred
-        self._is_in_forward = self.is_preempted = False
-        count = len(self._parameters)
-        self._pending_gradients: list[PendingGradient | None] = [None] * count
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        held = {id(one) for group in groups for one in group["params"]}
-        self._is_held = [id(parameter) in held for parameter in self._parameters]
-        # Of the pass under way and the one before:
-        self._ready_s, self._ended_s = [0.0] * count, 0.0
+        self._deferral = StepDeferral(optimizers, self._rounds)
+        self.is_preempted = False
+        self._pending_gradients: list[PendingGradient | None] = [None] * len(self._parameters)
         self._backward = BackwardPass(self._end_pass)
         self._observers: GradientObservers  # from `attach` on
         self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
         self._passes = PassTimer(context.timer, context.on_computed)
-        self.message_cost = self._rounds.measure_message_cost(workers)
-        self._rounds.apply_plan(plan_by_type(self._parameters), order)
+        self._planner = BucketPlanner(
+            model,
+            self._parameters,
+            workers=workers,
+            policy=policy,
+            fuse_bytes=fuse_bytes,
+            message_cost=self._rounds.measure_message_cost(workers),
+        )
+        self._rounds.apply_plan(plan_by_type(self._parameters))
 
     # The plan ------------------------------------------------------------------------------------------
 
-    def _make_plan(self) -> BucketPlan:
-        """Makes the plan for all members from this worker's measurements."""
-        return plan_by_layer(
-            self._parameters,
-            self._uses.use_order,
-            self._uses.first_modules,
-            [
-                self._ended_s - ready_s + began_s
-                for ready_s, began_s in zip(self._ready_s, self._uses.first_use_s, strict=True)
-            ],
-            workers=self._workers,
-            line=self.message_cost,
-            policy=self._policy,
-            fuse_bytes=self._fuse_bytes,
-        )
-
     def _adopt_shared_plan(self) -> None:
         """Replaces the initial plan by that of the first member."""
-        plan = self._rounds.broadcast_plan(self._make_plan)
-        self._uses.detach()
-        self._rounds.apply_plan(plan, self._order)
+        plan = self._rounds.broadcast_plan(self._planner.make_plan)
+        self._planner.uses.detach()
+        self._rounds.apply_plan(plan)
         self._is_planned = True
-        if self._defers_steps:
+        if self._overlap == "forward" and len(self._optimizers) == 1:
             self._hook_modules()
 
     # Hooks ---------------------------------------------------------------------------------------------
@@ -184,7 +157,7 @@ class LayerAverager:
         self._hook_handles.append(self._model.register_forward_pre_hook(before))
         after = SessionForwardHook(self._after_forward)
         self._hook_handles.append(self._model.register_forward_hook(after, always_call=True))
-        self._uses.attach()
+        self._planner.uses.attach()
         self._hook_handles.append(HookFreeScripting(self._model, self.apply_deferred_step))
         self._observers = GradientObservers(self._model, self._parameters)
         _drains[self._model] = only_in_this_process(self.apply_deferred_step)
@@ -195,11 +168,8 @@ class LayerAverager:
 
     def detach(self) -> None:
         """Removes all hooks from the model."""
-        if self._deferred is not None:
-            self._deferred.stop_ahead()
-        if self._step_thread is not None:
-            self._step_thread.stop()
-        self._uses.detach()
+        self._deferral.stop()
+        self._planner.uses.detach()
         if _drains.pop(self._model, None) is not None:
             del self._model.train
         for parameter, pending in zip(self._parameters, self._pending_gradients, strict=True):
@@ -211,11 +181,13 @@ class LayerAverager:
 
     def _hook_modules(self) -> None:
         """Makes each module wait for its own tensors and the parameters that it is the first to use."""
-        needs = self._rounds.layout.buckets_needed(self._model, self._parameters, self._uses.first_modules)
+        needs = self._rounds.layout.buckets_needed(
+            self._model, self._parameters, self._planner.uses.first_modules
+        )
         for module, indices in needs.items():
             hook = SessionForwardHook(partial(self._before_module, indices), self._on_shown)
             self._hook_handles.append(module.register_forward_pre_hook(hook))
-        self._step_thread = DeferredStepThread(self._rounds.binding.start_thread)
+        self._deferral.start()
 
     # The backward pass ---------------------------------------------------------------------------------
 
@@ -236,14 +208,14 @@ class LayerAverager:
         self._rounds.raise_if_failed()
         self._forms.check()
         if torch.is_grad_enabled():
-            self._is_in_forward = True
+            self._deferral.begin_forward()
             self._context.timer.switch("compute")
         else:
             self.apply_deferred_step()
 
     def _on_shown(self) -> None:
         """Raises an error if a tool records the forward pass while a step is deferred."""
-        if self._deferred is not None:
+        if self.has_deferred_step:
             raise OffbeatError(
                 "the model is traced or exported while the last step is deferred, so its parameters are "
                 "outdated: call session.refresh() before that"
@@ -256,27 +228,16 @@ class LayerAverager:
             for index in [one for one in indices if one < self._rounds.layout.gradient_buckets]:
                 name = self._rounds.names[self._rounds.buckets[index].entries[0]]
                 self._context.tracer.add_span("the forward pass comes to", name, now_s, now_s)
-        step = self._deferred
-        if step is not None:
-            part = self._context.timer.part
-            for index in indices:
-                step.wait_and_apply(index)
-            self._context.timer.switch(part)
-            # Outside a forward pass, the program may change hyperparameters and parameters.
-            if self._is_in_forward and step.round.weight and not step.is_ahead:
-                assert self._step_thread is not None
-                self._step_thread.begin(step)
+        self._deferral.wait_and_apply(indices)
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """Ends the forward pass; one that raised has no output."""
-        self._is_in_forward = False
         on_output_gradient(output, self._backward_begins)
-        if self._deferred is not None and self._deferred.is_ahead:
-            passed = {id(self._parameters[entry]): entry for entry in self._deferred.stop_ahead()}
-            if passed:
-                used = find_used_parameter(output, [self._parameters[entry] for entry in passed.values()])
-                if used is not None:
-                    raise self._early_use_error(passed[id(used)])
+        passed = {id(self._parameters[entry]): entry for entry in self._deferral.end_forward()}
+        if passed:
+            used = find_used_parameter(output, [self._parameters[entry] for entry in passed.values()])
+            if used is not None:
+                raise self._early_use_error(passed[id(used)])
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         self._begin_pass()
@@ -292,7 +253,7 @@ class LayerAverager:
 
     def _begin_round(self, weight: float) -> None:
         """Begins the next round; completes the previous one if no step with it is deferred."""
-        if not self._is_deferred(self._round):
+        if not self._deferral.is_with(self._round):
             self._complete_means(self._round)
         self._round = GradientRound(self._rounds, weight / self._workers, self._steps_taken)
 
@@ -324,7 +285,8 @@ class LayerAverager:
             self._forms.check()
             self._leaves_gradients = self._observers.exist
         index, _ = self._rounds.layout.location_of[entry]
-        if self._deferred is not None and not self._deferred.was_waited_for(index):
+        step = self._deferral.step
+        if step is not None and not step.was_waited_for(index):
             raise self._early_use_error(entry)
         if self._skips_exchange:
             return
@@ -332,7 +294,7 @@ class LayerAverager:
         if self._leaves_gradients or parameter.grad is None:  # a hook may have removed it
             self._round.count_gradient(entry)
             return
-        now_s = self._ready_s[entry] = time.perf_counter()
+        now_s = self._planner.on_gradient(entry)
         if self._context.tracer is not None:
             self._context.tracer.add_span("the backward pass has", self._rounds.names[entry], now_s, now_s)
         self._context.timer.switch("communicate")
@@ -354,7 +316,7 @@ class LayerAverager:
             self._round.launch(bucket_index)
 
     def _end_pass(self) -> None:
-        self._ended_s = time.perf_counter()
+        self._planner.on_pass_ended()
         self._passes.end_pass()
         if self._skips_exchange:
             self._unsent_weight += self._batch_weight
@@ -399,7 +361,7 @@ class LayerAverager:
         if not self._is_planned:
             self._rounds.gradients_per_pass = [max(1, fired) for fired in round_.gradient_counts]
             if self._rounds_finished < _WATCHED_ROUNDS:
-                self._uses.reset()
+                self._planner.uses.reset()
         self._unsent_weight = 0.0
         self._set_pending_gradients(round_)
         self._rounds.swap_buffers(prepare_next=self._is_planned)
@@ -424,7 +386,7 @@ class LayerAverager:
         """
         if round_ is None or round_.was_read or not round_.is_sent:
             return
-        if self._is_deferred(round_):
+        if self._deferral.is_with(round_):
             self.apply_deferred_step()
         part = self._context.timer.part
         for index in range(self._rounds.layout.gradient_buckets):
@@ -456,8 +418,8 @@ class LayerAverager:
             self._exchange_now()
         round_ = self._round
         if round_ is not None and round_.is_sent and self._can_defer(round_):
-            self._deferred = DeferredStep(self._steps, self._rounds, round_, self._is_held)
-            for parameter, is_held in zip(self._parameters, self._is_held, strict=True):
+            self._deferral.defer(round_)
+            for parameter, is_held in zip(self._parameters, self._deferral.is_held, strict=True):
                 if is_held:
                     parameter.grad = None
         else:
@@ -467,10 +429,8 @@ class LayerAverager:
     def _can_defer(self, round_: GradientRound) -> bool:
         """Whether the step can be deferred: the program has read no gradient and replaced none."""
         return (
-            self._is_planned
-            and self._defers_steps
+            self._deferral.is_possible
             and not round_.was_read
-            and self._steps.is_possible
             and self._rounds_since_step == 1
             and all(
                 parameter.grad is pending
@@ -478,16 +438,12 @@ class LayerAverager:
             )
         )
 
-    def _is_deferred(self, round_: GradientRound | None) -> bool:
-        """Whether the step with a round's means is still to be applied to some parameters."""
-        return self._deferred is not None and self._deferred.round is round_
-
     def after_step(self) -> None:
         """Ends a step."""
         self._rounds_since_step = 0
-        if self._is_deferred(self._round):
+        if self._deferral.is_with(self._round):
             for parameter, pending, is_held in zip(
-                self._parameters, self._pending_gradients, self._is_held, strict=True
+                self._parameters, self._pending_gradients, self._deferral.is_held, strict=True
             ):
                 if is_held:
                     parameter.grad = pending
@@ -506,7 +462,7 @@ class LayerAverager:
         """See `Averager.has_deferred_step`; parameters that the step is still to be applied to must not
         change.
         """
-        return self._deferred is not None
+        return self._deferral.step is not None
 
     def apply_deferred_step(self) -> None:
         """Applies the rest of the deferred step.
@@ -515,11 +471,10 @@ class LayerAverager:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
             OffbeatError: a parameter has changed its shape, dtype or device since join.
         """
-        if self._deferred is not None:
+        if self.has_deferred_step:
             self._forms.check()
             part = self._context.timer.part
-            self._deferred.wait_and_apply_all()
-            self._deferred = None
+            self._deferral.apply_all()
             self._context.writes.mark()
             self._context.timer.switch(part)
 

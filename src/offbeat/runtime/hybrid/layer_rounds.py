@@ -44,6 +44,7 @@ class LayerRounds:
         parameters: the parameters whose gradients are averaged.
         grouping: the binding to the group, which has more than one member.
         host: the session.
+        order: see `BucketLayout`.
         timeout_s: the longest duration of an exchange, in seconds.
 
     Attributes:
@@ -67,9 +68,11 @@ class LayerRounds:
         grouping: GroupBinding,
         host: AveragerContext,
         *,
+        order: SendOrder,
         timeout_s: float,
     ) -> None:
         self.parameters, self.binding, self.context = parameters, grouping, host
+        self._order: SendOrder = order
         self.exchange_timeout_s = timeout_s + COORDINATOR_MARGIN_S
         handle = grouping.acquire(wait=True)
         assert handle is not None  # the group is complete
@@ -84,15 +87,11 @@ class LayerRounds:
         self.has_failed = False
         self.preemption_step: int | None = None
 
-    def apply_plan(self, plan: BucketPlan, order: SendOrder) -> None:
-        """Allocates the buckets of a plan; while no round is under way, and on all members at once.
-
-        Args:
-            order: see `BucketLayout`.
-        """
+    def apply_plan(self, plan: BucketPlan) -> None:
+        """Allocates the buckets of a plan; while no round is under way, and on all members at once."""
         lanes = FLOAT32_PER_FLOAT64 * len(self.context.hyperparameters())
         self.layout = BucketLayout(
-            plan, self.parameters, self.buffers.tensors(), hyperparameter_length=lanes, order=order
+            plan, self.parameters, self.buffers.tensors(), hyperparameter_length=lanes, order=self._order
         )
         self.buckets = []  # frees their memory
         for bucket in self.layout.buckets:
