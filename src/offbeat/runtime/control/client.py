@@ -2,8 +2,8 @@
 
 Theory of operation. An `Endpoint` holds the connections to the coordinator and to other workers and serves
 them in one thread, the links' thread. A `ControlChannel` makes the connections to the coordinator one
-reliable channel. A `CoordinatorClient` holds the state that actions change, and on which the training loop
-waits.
+reliable channel. `WorkerPeers` knows the other workers' links. A `CoordinatorClient` holds the state that
+actions change, and on which the training loop waits.
 
 Threads. The training loop calls `send_event`, `raise_if_failed`, `pause` and `wait_for`, which touch no
 socket. Messages and lost connections are processed in the links' thread, which notifies all waiting threads
@@ -65,10 +65,7 @@ from offbeat.events import (
     Joined,
     Left,
     MergeStates,
-    Peer,
     PeerList,
-    PeerReachable,
-    PeerUnreachable,
     Preempt,
     RejectPeer,
     SendSnapshot,
@@ -78,7 +75,7 @@ from offbeat.events import (
 from offbeat.policies import WorkerProtocol
 from offbeat.runtime.control.channel import ControlChannel
 from offbeat.runtime.control.configuration import COORDINATOR
-from offbeat.runtime.control.outages import OutageLog
+from offbeat.runtime.control.peers import WorkerPeers
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeCondition
@@ -89,10 +86,6 @@ _ERROR_CHARACTERS_MAX = 2000
 _COORDINATOR_REPORT_S = 1.0
 _ANSWER_MARGIN_S = 5.0
 _CLOSE_S = 5.0
-# Two workers that receive nothing from each other leave it to the coordinator, which is connected to both, to
-# end the job. After this many times `silent_s` they end it themselves.
-_PEER_SILENCE_FACTOR = 3.0
-_RECONNECT_S = 1.0
 _POLL_S = 0.5  # between looks into the store, for failures of workers that have not reached the coordinator
 _FLUSH_S = 20.0  # the coordinator may be silent for 10 s, and reconnecting may take another 10 s
 
@@ -156,16 +149,7 @@ class CoordinatorClient:
         self._on_failure, self._step = on_failure, steps_finished
         self._changed = SignalSafeCondition()
         self._start: PeerList | None = None
-        self._worker_of_peer: dict[str, int] = {}
-        self._name_of_worker: dict[int, str] = {}
-        self._addresses: dict[str, tuple[str, ...]] = {}
-        self._reported_unreachable: set[str] = set()  # peers reported to the coordinator
-        self._silent_s = silent_s
-        self._host, self._start_s, self._meeting_failure = (
-            rendezvous.host,
-            rendezvous.start_s,
-            rendezvous.published_failure,
-        )
+        self._start_s, self._meeting_failure = rendezvous.start_s, rendezvous.published_failure
         self.endpoint = Endpoint(
             f"worker-{worker}.{secrets.token_hex(2)}",
             job=rendezvous.job,
@@ -173,13 +157,13 @@ class CoordinatorClient:
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_left=self._on_left,
-            on_unreachable=self._report_unreachable,
-            on_reachable=self._report_reachable,
+            on_unreachable=lambda peer, cause: self._peers.on_unreachable(peer, cause),
+            on_reachable=lambda peer: self._peers.on_reachable(peer),
             on_error=self._on_links_failed,
             host=rendezvous.host,
             silent_s=silent_s,
         )
-        self._notes = OutageLog(f"worker {worker}", self.endpoint.call_later)
+        self._peers = WorkerPeers(self.endpoint, worker, self.send_event, steps_finished, silent_s=silent_s)
         self._channel = ControlChannel(
             self.endpoint,
             COORDINATOR,
@@ -239,7 +223,7 @@ class CoordinatorClient:
 
     def link_name(self, worker: int) -> str:
         """The link name of a worker that has joined."""
-        return self._name_of_worker[worker]
+        return self._peers.link_name(worker)
 
     def send_event(self, *events: Event) -> None:
         """Sends events to the coordinator, which sets their time; never blocks."""
@@ -314,6 +298,7 @@ class CoordinatorClient:
     def close(self) -> None:
         """Sends what is queued, unless `is_failure_reported`, and closes every link in order."""
         self._is_closing = True
+        self._peers.stop()
         if not self.is_failure_reported:
             self._channel.wait_until_acked(_FLUSH_S)
             self.endpoint.flush(_CLOSE_S)
@@ -365,7 +350,7 @@ class CoordinatorClient:
         """
         match action:
             case PeerList():
-                self._add_peers(action.peers)
+                self._peers.add(action.peers)
                 self._start = action
             case ConsumedSamples():
                 self.consumed_samples = action
@@ -385,7 +370,7 @@ class CoordinatorClient:
                 self.is_failure_reported = True
                 self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))
             case AnnounceWorkerLost():
-                self._forget_peer(self._name_of_worker.get(action.worker, ""))
+                self._peers.forget_worker(action.worker)
                 if self.failure is None and not (self.is_job_complete or self._is_closing):
                     _log.warning(action.reason)
             case RejectPeer():
@@ -398,44 +383,6 @@ class CoordinatorClient:
                     self.send_event(*answers)
                 self.on_action(action)
 
-    def _add_peers(self, peers: tuple[Peer, ...]) -> None:
-        for peer in peers:
-            if peer.name in self._worker_of_peer:
-                continue
-            self._worker_of_peer[peer.name] = peer.worker
-            self._name_of_worker[peer.worker] = peer.name
-            if peer.name != self.endpoint.name:
-                self._addresses[peer.name] = peer.addresses
-                self._introduce(peer.name)
-
-    def _introduce(self, peer: str) -> None:
-        """Lets the links connect to another worker; the coordinator is the first to declare it lost."""
-        silent_s = _PEER_SILENCE_FACTOR * self._silent_s
-        self.endpoint.add_peer(peer, self._addresses[peer], has_fixed_addresses=True, silent_s=silent_s)
-
-    def _report_unreachable(self, peer: str, cause: str) -> None:
-        """Logs that a peer is unreachable; reports it to the coordinator if the peer is a worker."""
-        cause = f"{cause}, in step {self._step()}"
-        if not self._is_closing and (peer == COORDINATOR or peer in self._addresses):
-            self._notes.on_unreachable(self._display_name(peer), cause)
-        if peer in self._addresses and peer not in self._reported_unreachable:
-            self._reported_unreachable.add(peer)
-            self.send_event(
-                PeerUnreachable(now_s=0.0, worker=self.worker, peer=self._worker_of_peer[peer], cause=cause)
-            )
-
-    def _report_reachable(self, peer: str) -> None:
-        self._notes.on_reachable(self._display_name(peer))
-        if peer in self._reported_unreachable:
-            self._reported_unreachable.remove(peer)
-            self.send_event(PeerReachable(now_s=0.0, worker=self.worker, peer=self._worker_of_peer[peer]))
-
-    def _reconnect(self, peer: str) -> None:
-        """Dials a worker again, unless it has left the job."""
-        if peer in self._addresses and not self._is_closing:
-            self._introduce(peer)
-            self.endpoint.connect(peer)
-
     def _on_lost(self, error: LinkError) -> None:
         if error.peer == COORDINATOR:
             self._channel.on_connection_lost(error)
@@ -443,11 +390,9 @@ class CoordinatorClient:
             failure = OffbeatError(f"worker {self.worker}: {error}")
             self.send_end(failure)
             self._fail(WorkerError(str(failure), worker=self.worker))
-        elif error.peer in self._addresses and self._survives:
-            self._report_unreachable(error.peer, str(error))
-            self.endpoint.call_later(_RECONNECT_S, partial(self._reconnect, error.peer))
-        elif error.peer in self._worker_of_peer and not self._survives:
-            worker = self._worker_of_peer[error.peer]
+        elif self._survives:
+            self._peers.on_lost(error)
+        elif (worker := self._peers.worker_of(error.peer)) is not None:
             text = f"worker {worker} was lost: {error} (noticed by worker {self.worker})"
             failure = WorkerError(text, worker=worker)
             if error.failure == "protocol":  # only this worker has seen it
@@ -472,16 +417,7 @@ class CoordinatorClient:
         if peer == COORDINATOR:
             self._channel.on_peer_closed()
         else:
-            self._forget_peer(peer)
-
-    def _forget_peer(self, peer: str) -> None:
-        """Forgets a worker that has left the job: no connection to it is opened again."""
-        self._addresses.pop(peer, None)
-        self._reported_unreachable.discard(peer)
-        self._notes.on_gone(self._display_name(peer))
-
-    def _display_name(self, peer: str) -> str:
-        return f"worker {self._worker_of_peer[peer]}" if peer in self._worker_of_peer else "the coordinator"
+            self._peers.forget(peer)
 
     def _on_coordinator_gone(self, cause: str) -> None:
         if self._is_closing:  # the coordinator ends once the last worker has left
