@@ -3,9 +3,8 @@
 Callbacks run one after the other, so the loop's own data need no lock. An exception that is not caught ends
 the loop; it is never swallowed.
 
-A thread that would only wait for a result of the loop may run the loop itself while it waits, a takeover: on
-an idle core it costs some 25 microseconds to wake a thread, twice per exchange of messages. The loop's own
-thread sleeps during takeovers, and a little longer.
+A thread that would only wait for a result of the loop may run the loop itself while it waits (see
+`LoopOwnership`).
 
 This module never looks at what the sockets carry.
 """
@@ -26,6 +25,7 @@ from typing import Any
 
 from offbeat.runtime.processes.interrupts import DeferredSignals
 from offbeat.runtime.processes.threads import start_thread
+from offbeat.runtime.transport.loop_ownership import LoopOwnership
 
 EPOLL_READ = 0x001  # epoll's own bits
 EPOLL_WRITE = 0x004
@@ -37,7 +37,6 @@ _EVENTS_MAX = 64  # per iteration; further ones come first in the next
 # How long to poll before sleeping, where that has paid lately: the time in which a peer answers a small
 # request.
 _SPIN_S = 300e-6
-_TAKEOVER_GAP_S = 2e-3  # how long the loop's own thread sleeps on after a takeover: another may follow
 
 SocketCallback = Callable[[int], None]
 
@@ -76,18 +75,10 @@ class IoLoop:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._is_polling = False
-        self._stopped = False
         self._failure: BaseException | None = None
         self._has_more = False  # the next iteration must not wait
         self._polling_pays = True
-        self._run_lock = threading.Lock()  # held by the thread that runs the loop
-        self._takeover_lock = threading.Lock()  # held by the thread that takes over
-        self._runner_ident: int | None = None
-        self._released_s = 0.0  # when the last takeover ended
-        self._waiting_threads: set[int] = set()  # threads that wait while another one has taken over
-        self._takeover_requested = self._thread_sleeps = False
-        self._wake_lock = threading.Lock()  # released to wake the loop's own thread
-        self._wake_lock.acquire()
+        self._ownership = LoopOwnership(self._wake)
         self._wake_read, self._wake_write = socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -102,7 +93,7 @@ class IoLoop:
     @property
     def is_loop_thread(self) -> bool:
         """Whether the caller is the thread that runs the loop now."""
-        return threading.get_ident() == self._runner_ident
+        return threading.get_ident() == self._ownership.runner_ident
 
     @property
     def is_alive(self) -> bool:
@@ -140,27 +131,24 @@ class IoLoop:
             timeout_s: for how long, in seconds.
         """
         limit_s = time.monotonic() + timeout_s
-        if self.is_loop_thread or not self._takeover_lock.acquire(blocking=False):
-            self._waiting_threads.add(threading.get_ident())
-            try:
-                return wait(timeout_s)
-            finally:
-                self._waiting_threads.discard(threading.get_ident())
+        ownership = self._ownership
+        if self.is_loop_thread or not ownership.takeover_lock.acquire(blocking=False):
+            return ownership.wait_during_takeover(wait, timeout_s)
         try:
             with DeferredSignals(self._wake) as held:
-                if self._take_over(timeout_s):
+                if ownership.take_over(timeout_s):
                     try:
-                        while not (is_done() or self._stopped or held.has_signal):
+                        while not (is_done() or ownership.is_stopped or held.has_signal):
                             left_s = limit_s - time.monotonic()
                             if left_s <= 0:
                                 return False
                             self._has_more = self._iterate(self._has_more, left_s, spins=True)
                     except BaseException as error:  # as in the loop's own thread
-                        self._failure, self._stopped = error, True
+                        self._failure, ownership.is_stopped = error, True
                     finally:
-                        self._end_takeover()
+                        ownership.end_takeover()
         finally:
-            self._takeover_lock.release()
+            ownership.takeover_lock.release()
         return is_done() or wait(max(0.0, limit_s - time.monotonic()))
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
@@ -192,67 +180,29 @@ class IoLoop:
 
     def stop(self) -> None:
         """End the loop after this iteration."""
-        self._stopped = True
+        self._ownership.is_stopped = True
 
     def close_unstarted(self) -> None:
         """Close the loop's own descriptors where no thread runs it: before `start`, or in a forked child."""
         self._close()
 
-    # Running and takeovers -------------------------------------------------------------------------------
+    # Running
 
     def _run(self) -> None:
-        self._run_lock.acquire()
-        own = self._runner_ident = threading.get_ident()
+        ownership = self._ownership
+        ownership.begin()
         try:
-            while not self._stopped:
+            while not ownership.is_stopped:
                 self._has_more = self._iterate(self._has_more, spins=self._spins)
-                if self._takeover_requested:
-                    self._run_lock.release()
-                    self._sleep_during_takeovers()
-                    self._run_lock.acquire()
-                    self._runner_ident = own
+                if ownership.takeover_requested:
+                    ownership.yield_to_takeovers()
         except BaseException as error:
-            self._failure, self._stopped = error, True
+            self._failure, ownership.is_stopped = error, True
         try:
             self._on_end(self._failure)
         finally:
             self._close()
-            self._run_lock.release()
-
-    def _take_over(self, timeout_s: float) -> bool:
-        """Take the loop over from its thread, after the current iteration; return whether that succeeded."""
-        if not self._run_lock.acquire(blocking=False):
-            self._takeover_requested = True
-            self._wake()
-            is_acquired = self._run_lock.acquire(timeout=timeout_s)
-            self._takeover_requested = False
-            if not is_acquired:
-                return False
-        self._runner_ident = threading.get_ident()
-        return True
-
-    def _end_takeover(self) -> None:
-        """End a takeover."""
-        self._released_s = time.monotonic()
-        self._runner_ident = None
-        self._run_lock.release()
-        if self._thread_sleeps or self._waiting_threads or self._stopped:
-            self._thread_sleeps = False
-            with suppress(RuntimeError):  # woken before, and not running yet
-                self._wake_lock.release()
-
-    def _sleep_during_takeovers(self) -> None:
-        """Sleep until no thread has taken over for a while, or this one is woken."""
-        while self._takeover_requested or not (self._waiting_threads or self._stopped):
-            released_s = self._released_s
-            self._wake_lock.acquire(timeout=_TAKEOVER_GAP_S)
-            if self._takeover_requested or self._released_s != released_s:
-                continue  # a takeover is about to begin, or one has ended and another may follow
-            if not self._run_lock.locked():
-                break
-            self._thread_sleeps = True
-            if self._run_lock.locked():  # else the takeover may have ended without waking this thread
-                self._wake_lock.acquire()
+            ownership.end()
 
     def _wake(self) -> None:
         with suppress(OSError):  # the socket is full of wake-ups, or the loop is closed
