@@ -233,20 +233,6 @@ def test_small_pushes_return_the_rows_of_pulls_after_them(alone, name, order):
             pull.result()[:] = -1  # the program owns these rows
 
 
-def test_contiguous_rows_are_sent_in_pieces_and_listed_rows_at_once(alone, name):
-    keys = 3_000_000
-    alone.namespace(name, keys=keys)
-    pieces = alone._requests._pieces
-    pushed, listed = Entries(0, np.zeros(keys, np.float32)), np.arange(keys)
-    for content, piece_bytes in ((pushed, 4 * 1024 * 1024), (None, 2 * 1024 * 1024)):
-        cut = [*pieces(name, content, 0, keys)]
-        assert [first for first, _ in cut] == [0, *(last for _, last in cut[:-1])]
-        assert cut[-1][1] == keys
-        assert {4 * (last - first) for first, last in cut[:-1]} == {piece_bytes}
-    assert [*pieces(name, listed, 0, keys)] == [(0, keys)]
-    assert [*pieces(name, Entries(0, pushed.values, listed), 0, keys)] == [(0, keys)]
-
-
 @pytest.mark.parametrize("keys", [100_000, 3_000_000], ids=["one piece", "several"])
 def test_each_large_push_returns_the_rows_of_the_pull_after_it(alone, name, keys):
     w = alone.namespace(name, keys=2 * keys)
@@ -308,7 +294,7 @@ def test_a_pull_sent_with_a_rejected_push_fails_only_if_it_depends_on_it(is_afte
             return first, second, w.pull(after=[first, second] if is_after_it else [first])
 
         def refuse():  # in place of the server
-            pushes_with_pulls = [number for number, sent in requests._sent.items() if sent.pulls]
+            pushes_with_pulls = [number for number, sent in requests._sent._sent.items() if sent.pulls]
             for number in pushes_with_pulls:
                 refused = Rejected(request=number, first=0, last=10, reason="too much")
                 requests._emit(requests._client.on_message(refused))

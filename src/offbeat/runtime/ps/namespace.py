@@ -59,7 +59,7 @@ class Namespace:
         self._values_bytes = self._dtype.itemsize * max(width, 1)  # of a row
         self._row_bytes = max(self._values_bytes, np.dtype(np.int64).itemsize)  # or of its key, if larger
         self._push_label = f"a push to {self.name}"
-        requests.set_row_bytes(self.name, self._values_bytes)
+        requests.row_pieces.set_row_bytes(self.name, self._values_bytes)
 
     def push(
         self,

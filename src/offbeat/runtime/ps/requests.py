@@ -8,11 +8,9 @@ against the namespace.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -31,79 +29,20 @@ from offbeat.policies.ps.server_node import MANAGER, SendMessage
 from offbeat.runtime.ps.cluster_state import ClusterState
 from offbeat.runtime.ps.future import TIMEOUT_S, Future, NamespaceRange
 from offbeat.runtime.ps.inflight_window import REQUEST_BYTES, RequestWindow
-from offbeat.runtime.ps.iterations import Iteration, Iterations
+from offbeat.runtime.ps.iterations import Iterations
 from offbeat.runtime.ps.node import ClusterFile, PsNode
-from offbeat.runtime.ps.packing import Array
 from offbeat.runtime.ps.pull_buffer import PullBuffer
 from offbeat.runtime.ps.push_coalescer import PushCoalescer
+from offbeat.runtime.ps.row_pieces import RowPieces
+from offbeat.runtime.ps.sent_requests import QueuedRequest, Room, SentRequest, SentRequests
 from offbeat.runtime.transport.buffer_pool import BufferPool
 
-# Neighbouring rows travel in pieces. Pulled rows are copied twice, and the smaller a piece, the more of it is
-# still in a cache the second time; pushes have a higher cost per piece. Over shared memory, with pieces of
-# 4 and 2 MiB: 72 and 85 pulls of 64 MB a second, 126 and 112 pushes.
-_PUSHED_BYTES: Final = 4 * 1024 * 1024
-_PULLED_BYTES: Final = 2 * 1024 * 1024
 _SMALL_PUSHES_TO_HALVE_MIN: Final = 32  # small pushes that are sent in two halves
 # Of pushes that are not acknowledged, and of answers to pulls that have not arrived. `Messenger`
 # announces 8 MiB of arrays to a node at a time, so this keeps a chain of servers busy, and servers keep no
 # more for a client.
 _UNACKED_BYTES_MAX: Final = 128 * 1024 * 1024
 _SHARED_ACCOUNT: Final = ""  # the account of requests that wait for no other client
-
-
-class _Room(NamedTuple):
-    """What a request occupies of a window; see `RequestWindow`."""
-
-    window: RequestWindow
-    account: str
-    size_bytes: int
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request that has not been sent.
-
-    Attributes:
-        make: creates it in the client; None if there is nothing to send.
-        finish: returns the result of the future if there is nothing to send.
-        before: futures that have to be done before, including the beginning of its iteration.
-        answer: of a pull.
-        part: content of a push that may be merged with others.
-        room: that it needs; None if there is nothing to send.
-        is_admitted: it has its room.
-        is_held: it waits for nothing but its room.
-        no_wait: done once it does not wait for room; None if no thread waits for that.
-    """
-
-    make: Callable[[], tuple[int, list[SendMessage | RequestDone | RequestFailed]]] | None
-    future: Future
-    iteration: Iteration | None
-    before: list[Future]
-    answer: PullBuffer | None = None
-    part: Entries | None = None
-    finish: Callable[[], Any] = lambda: None
-    room: _Room | None = None
-    is_admitted: bool = False
-    is_held: bool = False
-    no_wait: Future | None = None
-
-
-class _Sent(NamedTuple):
-    """A request that has been sent and not completely answered.
-
-    Attributes:
-        futures: that it completes.
-        room: that it occupies, for each future.
-        answer: of a pull, or of a push that wants values.
-        behind: pushes that a pull's result contains; they have to be done before it is.
-        pulls: that are answered with parts of the values of a push.
-    """
-
-    futures: Sequence[Future]
-    room: _Room
-    answer: PullBuffer | None = None
-    behind: Sequence[Future] = ()
-    pulls: Sequence[_Request] = ()
 
 
 class InflightRequests:
@@ -123,6 +62,7 @@ class InflightRequests:
         client_id: as given.
         node: its links and its line to the manager.
         cluster_state: what the manager has published.
+        row_pieces: how neighbouring rows travel.
         iterations: of its requests.
 
     Raises:
@@ -141,12 +81,12 @@ class InflightRequests:
     ) -> None:
         self.client_id, self._on_end = number, on_end
         self.cluster_state = ClusterState()
-        self._client = PsClient(number, _cut, self._pieces)
-        self._piece_keys: dict[str, tuple[int, int]] = {}  # by namespace: keys per piece, pushed and pulled
-        self._sent: dict[int, _Sent] = {}  # by the client's number
+        self.row_pieces = RowPieces()
+        self._client = PsClient(number, _cut, self.row_pieces.split)
+        self._sent = SentRequests(self._release)
         self._buffers = BufferPool()  # for pulled rows; reused once the program has released them
         self._coalescer = PushCoalescer(lambda shape, dtype: self.node.empty(shape, dtype))
-        self._pulls_behind: list[_Request] = []  # to be sent right after the combined pushes
+        self._pulls_behind: list[QueuedRequest] = []  # to be sent right after the combined pushes
         self._waiting: set[Future] = set()  # for other requests, their iteration, or room
         self._pushed, self._pulled = RequestWindow(_UNACKED_BYTES_MAX), RequestWindow(_UNACKED_BYTES_MAX)
         self._room_timeout_s = TIMEOUT_S  # how long a caller waits for room
@@ -159,7 +99,7 @@ class InflightRequests:
             on_gone=self._on_gone,
             on_refused=self.cluster_state.set_refusal,
             on_group=on_group,
-            place=self._place,
+            place=self._sent.place_for,
             gather=self._send_some,
         )
         self._call, self._run_until = self.node.endpoint.call_soon, self.node.endpoint.run_until
@@ -212,7 +152,7 @@ class InflightRequests:
             what,
             (name, first, last),
             after,
-            _Room(self._pushed, account, _size_bytes(content) + REQUEST_BYTES),
+            Room(self._pushed, account, _size_bytes(content) + REQUEST_BYTES),
             part=content if may_combine else None,
             may_wait=may_wait,
         )
@@ -273,13 +213,9 @@ class InflightRequests:
             what,
             (name, first, last),
             after,
-            _Room(self._pulled, _SHARED_ACCOUNT, size_bytes + REQUEST_BYTES),
+            Room(self._pulled, _SHARED_ACCOUNT, size_bytes + REQUEST_BYTES),
             PullBuffer(first, last, keys, shape, dtype, self._buffers, states=states, times=times),
         )
-
-    def set_row_bytes(self, name: str, row_bytes: int) -> None:
-        """Enable sending neighbouring rows of a namespace, of so many bytes each, in pieces."""
-        self._piece_keys[name] = max(1, _PUSHED_BYTES // row_bytes), max(1, _PULLED_BYTES // row_bytes)
 
     def join_aggregation(self, name: str) -> Future:
         """Take part in a namespace that aggregates; the future is done once the manager was asked."""
@@ -297,17 +233,8 @@ class InflightRequests:
             function: must not block, as it is called in the thread that processes all requests.
         """
         before = list(requests)
-
-        def first_of_them() -> str:
-            first = next((one for one in before if not one.is_done), None)
-            return (
-                "all of them are done"
-                if first is None
-                else f"{first.label} is not: {first.describe_waiting()}"
-            )
-
-        future = Future("what follows other requests", first_of_them, self._run_until)
-        self._call(self._admit, _Request(None, future, None, before, finish=function))
+        future = Future("what follows other requests", partial(_describe_first, before), self._run_until)
+        self._call(self._admit, QueuedRequest(None, future, None, before, finish=function))
         return future
 
     def call_in_order(self, function: Callable[[], Any]) -> Any:
@@ -343,7 +270,7 @@ class InflightRequests:
         what: str,
         span: NamespaceRange,
         after: Iterable[Future],
-        room: _Room,
+        room: Room,
         answer: PullBuffer | None = None,
         part: Entries | None = None,
         *,
@@ -354,11 +281,9 @@ class InflightRequests:
         future = Future(what, self._unanswered, self._run_until, span)
         iteration = self.iterations.current
         before = list(after) if iteration is None else [*after, iteration.begins]
-        request = _Request(make, future, iteration, before, answer, part, room=room)
-        if (
-            may_wait and not self.node.endpoint.is_io_thread
-        ):  # else, it might overtake one that waits for room
-            window, account, size_bytes = room
+        request = QueuedRequest(make, future, iteration, before, answer, part, room=room)
+        if may_wait and not self.node.endpoint.is_io_thread:
+            window, account, size_bytes = room  # else, it might overtake one that waits for room
             if all(one.is_done for one in before) and window.admit(account, size_bytes):
                 request.is_admitted = True
             elif not window.has_room(account, size_bytes):
@@ -367,7 +292,7 @@ class InflightRequests:
         self._call(self._admit, request)
         return future
 
-    def _wait_for_room(self, request: _Request) -> None:
+    def _wait_for_room(self, request: QueuedRequest) -> None:
         """Queue a request, and wait until it has room or waits for something else.
 
         Raises:
@@ -388,7 +313,7 @@ class InflightRequests:
 
     # In the links' thread --------------------------------------------------------------------------------
 
-    def _admit(self, request: _Request) -> None:
+    def _admit(self, request: QueuedRequest) -> None:
         iteration = request.iteration
         if iteration is not None:
             self.iterations.add(iteration, request.future)
@@ -399,7 +324,7 @@ class InflightRequests:
         if request.no_wait is not None and not request.is_held:
             request.no_wait.set_result(None)
 
-    def _release(self, room: _Room, count: int = 1) -> None:
+    def _release(self, room: Room, count: int = 1) -> None:
         """Release the room of requests that have been answered, or will not be sent."""
         room.window.release(room.account, room.size_bytes, count)
         if room.window.has_held:
@@ -413,7 +338,7 @@ class InflightRequests:
                 request.no_wait.set_result(None)
             self._advance(request)
 
-    def _give_up(self, request: _Request) -> OffbeatError | None:
+    def _give_up(self, request: QueuedRequest) -> OffbeatError | None:
         """Drop a request if it still waits for room; return the error in that case."""
         assert request.room is not None
         window, account, _ = request.room
@@ -421,20 +346,15 @@ class InflightRequests:
             return None
         self._call(self._admit_held, window)
         self._waiting.discard(request.future)
+        is_push = window is self._pushed
         error = OffbeatError(
             f"{request.future.label} was not sent: timed out after {self._room_timeout_s:g} s waiting for "
-            f"room; of {window.bytes_max} bytes that may be in flight, {self._unacked(window)}"
+            f"room; of {window.bytes_max} bytes that may be in flight, {window.unacked_bytes} "
+            f"{'are not acknowledged' if is_push else 'have not arrived'}"
+            f"{self._sent.describe_first(is_push=is_push)}"
         )
         request.future.set_result(None, error)
         return error
-
-    def _unacked(self, window: RequestWindow) -> str:
-        """Bytes in flight, and what the first request in flight waits for, as text for errors."""
-        is_push = window is self._pushed
-        futures = (sent.futures[0] for sent in self._sent.values())
-        first = next((one for one in futures if one.is_sent_push == is_push), None)
-        text = f"{window.unacked_bytes} {'are not acknowledged' if is_push else 'have not arrived'}"
-        return text if first is None else f"{text}; the first is {first.label}: {first.describe_waiting()}"
 
     def _admit_part(self, content: Entries, future: Future) -> None:
         if self.cluster_state.failure is not None:
@@ -442,7 +362,7 @@ class InflightRequests:
         else:
             self._combine(content, future)
 
-    def _advance(self, request: _Request) -> None:
+    def _advance(self, request: QueuedRequest) -> None:
         """Send a request once the requests in `before` are done.
 
         A pull need not wait for pushes to its keys that are in flight: a master processes the messages of one
@@ -456,7 +376,7 @@ class InflightRequests:
         behind = []
         for one in request.before:
             if not one.is_done:
-                if self._would_contain(request, one):
+                if _would_contain(request, one, self.cluster_state):
                     behind.append(one)
                     continue
                 self._waiting.add(future)
@@ -488,16 +408,16 @@ class InflightRequests:
             return
         future.is_sent_push = request.answer is None
         assert request.room is not None
-        self._sent[number] = _Sent((future,), request.room, request.answer, behind)
+        self._sent.add(number, SentRequest((future,), request.room, request.answer, behind))
         self._emit(actions)
 
-    def _fail(self, request: _Request, error: Exception) -> None:
+    def _fail(self, request: QueuedRequest, error: Exception) -> None:
         """Fail a request that has not been sent."""
         if request.room is not None and request.is_admitted:
             self._release(request.room)
         request.future.set_result(None, error)
 
-    def _has_room(self, request: _Request) -> bool:
+    def _has_room(self, request: QueuedRequest) -> bool:
         """Admit a request that is to be sent now if there is room for it; else hold it until there is."""
         assert request.room is not None
         window, account, size_bytes = request.room
@@ -508,16 +428,6 @@ class InflightRequests:
         request.is_held = True
         self._waiting.add(request.future)
         return False
-
-    def _would_contain(self, request: _Request, push: Future) -> bool:
-        """Whether the result of a request, if it is sent now, contains a push that is not done."""
-        if request.answer is None or not push.is_sent_push:
-            return False
-        assert request.future.span is not None
-        assert push.span is not None
-        (name, first, last), (of, begin, end) = request.future.span, push.span
-        space = self.cluster_state.space(name)
-        return of == name and begin <= first and last <= end and space is not None and not space.aggregates
 
     def _combine(self, content: Entries, future: Future) -> None:
         """Queue a push to be merged with adjacent ones; if it cannot be, send those queued first."""
@@ -545,71 +455,23 @@ class InflightRequests:
         self._waiting.difference_update(pull.future for pull in pulls)
         answer = _joint_answer(pulls, content.first, last) if pulls else None
         number, actions = self._client.push(name, content, content.first, last, wants_values=bool(pulls))
-        room = _Room(self._pushed, _SHARED_ACCOUNT, content.values.nbytes + len(futures) * REQUEST_BYTES)
-        self._sent[number] = _Sent(futures, room, answer, pulls=pulls)
+        room = Room(self._pushed, _SHARED_ACCOUNT, content.values.nbytes + len(futures) * REQUEST_BYTES)
+        self._sent.add(number, SentRequest(futures, room, answer, pulls=pulls))
         self._emit(actions)
         for request in rest:
             self._advance(request)
 
-    def _pieces(
-        self, name: str, content: Entries | Keys | None, first: int, last: int
-    ) -> Iterable[tuple[int, int]]:
-        """Split neighbouring keys into pieces: a server processes one while the next is received."""
-        steps = self._piece_keys.get(name)
-        step = last if steps is None else steps[content is None]
-        if (
-            last - first <= step
-            or isinstance(content, np.ndarray)
-            or getattr(content, "keys", None) is not None
-        ):
-            return ((first, last),)
-        return [(begin, min(begin + step, last)) for begin in range(first, last, step)]
-
     def _emit(self, actions: Iterable[SendMessage | RequestDone | RequestFailed]) -> None:
         for action in actions:
             if isinstance(action, RequestDone):
-                self._finish(self._sent.pop(action.request), action)
+                self._sent.complete(action)
             elif isinstance(action, RequestFailed):
-                sent = self._sent.pop(action.request)
-                self._release(sent.room, len(sent.futures))
-                for future in sent.futures:
-                    refused = OffbeatError(f"{future.label} was refused: {action.reason}")
-                    future.set_result(None, action.error or refused)
-                for pull in sent.pulls:  # it fails for the same reason, or is sent alone
+                for pull in self._sent.fail(action):  # it fails for the same reason, or is sent alone
                     self._advance(pull)
             elif action.to == MANAGER:
                 self.node.send_event(_manager_event(self.node.name, action.message))
             else:
                 self.node.send(action.to, action.message)
-
-    def _finish(self, sent: _Sent, done: RequestDone) -> None:
-        """Complete a request that has been answered."""
-        futures, room, answer, behind, pulls = sent
-        self._release(room, len(futures))
-        if answer is None or pulls:
-            for future in futures:
-                future.set_result(None)
-        if pulls and answer is not None:
-            rows = answer.rows(done.parts)
-            for pull in pulls:
-                assert pull.room is not None
-                assert pull.future.span is not None
-                self._release(pull.room)
-                _, first, last = pull.future.span
-                self._finish_behind(pull.future, answer.rows_of(rows, first, last), pull.before)
-        elif answer is not None:
-            self._finish_behind(futures[0], answer.result(done.parts, done.times), behind)
-
-    def _finish_behind(self, future: Future, value: Any, behind: Sequence[Future]) -> None:
-        """Complete a pull that has been answered, once the pushes sent before it are done."""
-        for push in behind:
-            if not push.is_done:
-                push.callbacks.append(lambda: self._finish_behind(future, value, behind))
-                return
-            if push.error is not None:
-                future.set_result(None, push.error)
-                return
-        future.set_result(value)
 
     def _on_view(self, view: PlacementView) -> None:
         self._emit(self._client.on_view(view))
@@ -617,39 +479,38 @@ class InflightRequests:
 
     def _on_message(self, peer: str, message: Any) -> None:
         message = self.node.filtering.decode(peer, message)
-        if isinstance(message, PullResult):
-            sent = self._sent.get(message.request)
-            if sent is not None and sent.answer is not None:  # else it is a duplicate
-                sent.answer.on_received(message.first, message.last, message.content.values)
-                self.node.filtering.update_kkt(message)
+        if isinstance(message, PullResult) and self._sent.on_received(message):
+            self.node.filtering.update_kkt(message)
         self._emit(self._client.on_message(message))
-
-    def _place(self, peer: str, message: Any, coming: Array) -> Array | None:
-        """Return the memory into which pulled rows are to be received."""
-        if not isinstance(message, PullResult) or not isinstance(message.content, Entries):
-            return None
-        sent = self._sent.get(message.request)
-        if sent is None or sent.answer is None:
-            return None
-        place = sent.answer.place_for(message.first, message.last, coming)
-        if place is not None:
-            message.content = Entries(message.first, place, None, message.content.meta)
-        return place
 
     def _on_gone(self, cause: str) -> None:
         if not self.cluster_state.set_failure(cause):
             return
         self._on_end(cause)
         error = OffbeatError(f"this client is out of the parameter server: {cause}")
-        asked = self._sent.values()
-        waiting = [*chain.from_iterable(sent.futures for sent in asked), *self._waiting]
-        waiting += (pull.future for sent in asked for pull in sent.pulls)
+        waiting = [*self._sent.take_futures(), *self._waiting]
         if len(self._coalescer):
             waiting += self._coalescer.pop_merged()[-1]
-        self._sent.clear()
         self._waiting.clear()
         for future in waiting:
             future.set_result(None, error)
+
+
+def _describe_first(requests: Sequence[Future]) -> str:
+    """Return what the first of these that is not done waits for, as text for errors."""
+    first = next((one for one in requests if not one.is_done), None)
+    return "all of them are done" if first is None else f"{first.label} is not: {first.describe_waiting()}"
+
+
+def _would_contain(request: QueuedRequest, push: Future, state: ClusterState) -> bool:
+    """Whether the result of a request, if it is sent now, contains a push that is not done."""
+    if request.answer is None or not push.is_sent_push:
+        return False
+    assert request.future.span is not None
+    assert push.span is not None
+    (name, first, last), (of, begin, end) = request.future.span, push.span
+    space = state.space(name)
+    return of == name and begin <= first and last <= end and space is not None and not space.aggregates
 
 
 def _manager_event(node: str, message: object) -> Event:
@@ -666,14 +527,16 @@ def _manager_event(node: str, message: object) -> Event:
     raise AssertionError(f"a client sends no {type(message).__name__} to the manager")
 
 
-def _split_covering(span: NamespaceRange, requests: list[_Request]) -> tuple[list[_Request], list[_Request]]:
+def _split_covering(
+    span: NamespaceRange, requests: list[QueuedRequest]
+) -> tuple[list[QueuedRequest], list[QueuedRequest]]:
     """Split requests: pulls, ascending, that cover each key of a span exactly once, and all the rest.
 
     If the pulls within the span do not cover it so, there are none of the former.
     """
     name, end, last = span
-    inside: list[tuple[int, int, _Request]] = []
-    rest: list[_Request] = []
+    inside: list[tuple[int, int, QueuedRequest]] = []
+    rest: list[QueuedRequest] = []
     for request in requests:
         if request.future.span is not None and request.answer is not None and request.answer.is_whole_range:
             of, begin, stop = request.future.span
@@ -689,7 +552,7 @@ def _split_covering(span: NamespaceRange, requests: list[_Request]) -> tuple[lis
     return ([pull for _, _, pull in inside], rest) if end == last else ([], requests)
 
 
-def _joint_answer(pulls: list[_Request], first: int, last: int) -> PullBuffer:
+def _joint_answer(pulls: list[QueuedRequest], first: int, last: int) -> PullBuffer:
     """The answer of pulls that cover each of these keys exactly once."""
     answer = pulls[0].answer
     assert answer is not None
