@@ -345,7 +345,8 @@ def _run_seed_on_servers(
 
 
 def _run_ps_trial(seed: int) -> dict[str, int]:
-    from offbeat.simulator.ps.cluster import PsSimulation, draw_trial
+    from offbeat.simulator.ps.cluster import PsSimulation
+    from offbeat.simulator.ps.trial import draw_trial
 
     serving = PsSimulation(draw_trial(seed))
     serving.run()

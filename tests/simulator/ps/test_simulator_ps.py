@@ -12,7 +12,9 @@ from offbeat.policies.ps.manager import PsManager
 from offbeat.policies.ps.messages import InspectResult, Push, Replicate
 from offbeat.policies.ps.range_clock import ClockRange, RangeVectorClock
 from offbeat.policies.ps.server_node import ServerNode
-from offbeat.simulator.ps.cluster import PsSimulation, ViolationError, draw_trial
+from offbeat.simulator.ps.cluster import PsSimulation
+from offbeat.simulator.ps.trial import draw_trial
+from offbeat.simulator.training.cluster import ViolationError
 
 SEEDS = 150
 SEEDS_MAX = 400  # until a broken node is found
@@ -36,7 +38,7 @@ def test_a_trial_is_repeated_by_its_seed():
     assert [view.version for view in one.published_views] == [
         view.version for view in another.published_views
     ]
-    assert one._pushed == another._pushed
+    assert one._ledger.total_pushed == another._ledger.total_pushed
 
 
 class ClearsPushesAppliedInPlace(ServerNode):
@@ -109,9 +111,9 @@ def test_trials_contain_silences_with_and_without_a_death(some_trials):
 
 @pytest.mark.long
 def test_trials_contain_sums_newcomers_and_lost_participants(some_trials):
-    assert sum(len(clients) > 1 for trial in some_trials for clients in trial._sums.values()) > 1000
+    assert sum(len(clients) > 1 for trial in some_trials for clients in trial._ledger._sums.values()) > 1000
     assert sum(bool(view.paused) for trial in some_trials for view in trial.published_views) > 10
-    assert sum(len(trial._doomed_clients) for trial in some_trials if trial.trial.aggregates) > 10
+    assert sum(len(trial._states.doomed_clients) for trial in some_trials if trial.trial.aggregates) > 10
 
 
 class CountsTwice(ServerNode):
