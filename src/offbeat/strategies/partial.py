@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from offbeat.policies.membership.partial_groups import MonitoringMode, PartialGroups
+from offbeat.policies.membership.partial_groups import PartialGroups
+from offbeat.policies.stragglers.monitor import MonitoringMode
 from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.strategies.base import GroupAveraging, assembly_spec
 

@@ -352,7 +352,8 @@ def check_run(case: FaultCase, cluster: SimulatedCluster) -> None:
     alive = [simulated for simulated in cluster.workers.values() if simulated.is_alive]
     stragglers = set()
     for policy in cluster.policies:
-        classifier = policy.state_dict().get("classifier", {"workers": []})
+        monitor = policy.state_dict().get("stragglers", {"classifier": {"workers": []}})
+        classifier = monitor["classifier"]
         for worker, count, is_slow, *_ in classifier["workers"]:
             if not 0 <= count <= classifier["limit"]:
                 cluster.fail_invariant(f"the counter of worker {worker} is out of range: {count}")
