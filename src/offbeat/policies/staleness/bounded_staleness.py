@@ -42,7 +42,6 @@ Nothing here knows where parameters are, nor how they are pushed and pulled.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -79,11 +78,11 @@ from offbeat.policies.data.worker_assigner import SoloBlockAssigner
 from offbeat.policies.ps.manager import client_id
 from offbeat.policies.staleness.adaptive_bound import LprController
 from offbeat.policies.staleness.clock_gate import ClockCounting, ConsistencyGate, OpenedStep
+from offbeat.policies.staleness.server_outages import UNREACHABLE_S, ServerOutages
 from offbeat.policies.stragglers.classifier import StragglerClassifier
 
 _ROOT_WORKER: Final = 0  # all workers start with its parameters
 _CLOCK_MAX: Final = 2**62  # later than every clock
-_UNREACHABLE_S: Final = 15.0  # longer than the manager needs to exclude one of two servers that are apart
 
 ShardMode: TypeAlias = Literal["dynamic", "equal"]
 
@@ -125,7 +124,7 @@ class BoundedStaleness:
     its parameters. A worker that leaves without having finished, is lost or fails returns the samples that it
     had. A worker that keeps others waiting for more than `timeout_s` is refused, unless the coordinator
     receives nothing from it: silence is not lateness. A worker that has not reached a server for
-    `_UNREACHABLE_S` is refused too, unless more than half of the processes miss that server: of several, the
+    `UNREACHABLE_S` is refused too, unless more than half of the processes miss that server: of several, the
     one that misses most servers, else the last. With a bound, other workers wait for what it cannot push;
     without one, it is refused only if others wait for it.
 
@@ -152,6 +151,9 @@ class BoundedStaleness:
 
     Raises:
         ValueError: an argument is out of range, or two contradict each other.
+
+    Size: each event ends in `_proceed`, which reads and changes the samples, the gate, the warm start and the
+    bound together, in one order; the parts that have rules of their own are objects already.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class BoundedStaleness:
         self._awaited: set[int] = set()  # workers of the start that have not begun
         self._holding_since_s: dict[int, float] = {}  # by worker that keeps others waiting
         self._silent: set[int] = set()  # workers from which the coordinator receives nothing
-        self._missed_since_s: dict[tuple[int, int], float] = {}  # by worker and server
+        self._server_outages = ServerOutages()
         self._is_over = False  # the job is complete, or all workers are gone
         self._warm_steps = warm_start  # left of the warm start
         self._warm_worker: int | None = None  # takes them; None outside the warm start
@@ -246,7 +248,7 @@ class BoundedStaleness:
             "awaited": sorted(self._awaited),
             "holding_since_s": [list(entry) for entry in self._holding_since_s.items()],
             "silent": sorted(self._silent),
-            "missed_since_s": [[*pair, since_s] for pair, since_s in self._missed_since_s.items()],
+            "server_outages": self._server_outages.state_dict(),
             "is_over": self._is_over,
             "warm_steps": self._warm_steps,
             "warm_worker": self._warm_worker,
@@ -260,6 +262,7 @@ class BoundedStaleness:
             (self._gate, "gate"),
             (self._assigner, "assigner"),
             (self._classifier, "classifier"),
+            (self._server_outages, "server_outages"),
         ):
             if part is not None:
                 part.load_state_dict(state[name])
@@ -268,9 +271,6 @@ class BoundedStaleness:
         self._has_started, self._is_over = state["has_started"], state["is_over"]
         self._holding_since_s = dict(state["holding_since_s"])
         self._silent = set(state["silent"])
-        self._missed_since_s = {
-            (worker, server): since_s for worker, server, since_s in state["missed_since_s"]
-        }
         self._warm_steps, self._warm_worker = state["warm_steps"], state["warm_worker"]
         self._preempted_clock = state["preempted_clock"]
 
@@ -324,9 +324,7 @@ class BoundedStaleness:
         self._end_steps(worker, self._workers.pop(worker))
         self._gone.add(worker)
         self._silent.discard(worker)
-        self._missed_since_s = {
-            pair: since_s for pair, since_s in self._missed_since_s.items() if pair[0] != worker
-        }
+        self._server_outages.forget(worker)
         if self._assigner is not None:
             self._assigner.on_gone(worker)
 
@@ -565,17 +563,17 @@ class BoundedStaleness:
         ]
         if late:
             return self._refuse(late, f"other workers have waited for it for more than {self._timeout_s:g} s")
-        least_connected = self._least_connected(
-            now_s, holding | self._running_workers() if self._gate.s is not None else holding
-        )
+        needed = holding if self._gate.s is None else holding | self._running_workers()
+        processes = len({entry.place for entry in self._workers.values()})
+        least_connected = self._server_outages.least_connected(now_s, needed, processes)
         if least_connected is None:
             return []
         worker, servers = least_connected
         # Without this worker, the others may reach all servers.
-        self._missed_since_s = dict.fromkeys(self._missed_since_s, now_s)
+        self._server_outages.restart_timers(now_s)
         missed = ", ".join(f"server-{server}" for server in servers)
         reason = (
-            f"it has not reached {missed} for more than {_UNREACHABLE_S:g} s, and others need what it pushes"
+            f"it has not reached {missed} for more than {UNREACHABLE_S:g} s, and others need what it pushes"
         )
         return self._refuse([worker], reason)
 
@@ -595,32 +593,14 @@ class BoundedStaleness:
         if worker is None or worker not in self._workers:
             return
         if isinstance(event, ServerUnreachable):
-            self._missed_since_s.setdefault((worker, event.server), event.now_s)
+            self._server_outages.on_unreachable(worker, event.server, event.now_s)
         else:
-            self._missed_since_s.pop((worker, event.server), None)
+            self._server_outages.on_reachable(worker, event.server)
 
     def _running_workers(self) -> set[int]:
         """Workers that take a step or wait to start one, without those that are silent."""
         reachable = self._workers.keys() - self._silent
         return {worker for worker in reachable if worker in self._gate and self._gate.is_running(worker)}
-
-    def _least_connected(self, now_s: float, workers: set[int]) -> tuple[int, list[int]] | None:
-        """Return which of these workers misses most servers, else the last one, with the servers.
-
-        A server that most processes miss is not counted.
-        """
-        # A process reports for all its workers.
-        missing = Counter(server for _, server in self._missed_since_s)
-        processes = len({entry.place for entry in self._workers.values()})
-        unreachable: dict[int, list[int]] = {}
-        for (worker, server), since_s in sorted(self._missed_since_s.items()):
-            is_held_against = 2 * missing[server] <= processes
-            if worker in workers and is_held_against and now_s - since_s > _UNREACHABLE_S:
-                unreachable.setdefault(worker, []).append(server)
-        if not unreachable:
-            return None
-        worker = max(unreachable, key=lambda entry: (len(unreachable[entry]), entry))
-        return worker, unreachable[worker]
 
     def _holding(self) -> set[int]:
         """Workers whose next action others wait for: to begin, at the gate, for samples, or to finish."""
