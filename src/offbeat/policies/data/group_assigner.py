@@ -76,6 +76,9 @@ class GroupBlockAssigner(BlockAssigner):
 
     Attributes:
         is_active: a worker has requested samples. Until then no rounds are recorded.
+
+    Size: a round is completed, and a checkpoint query answered, only when no member is behind, no worker is
+    leaving or lost and no contribution is unreported; nearly every event changes several of these together.
     """
 
     _awaited_reason: ClassVar[str] = "other members wait"
