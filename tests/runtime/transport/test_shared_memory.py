@@ -634,8 +634,8 @@ def test_descriptors_of_strangers_are_closed(node: Callable[..., Node]) -> None:
         a.greeting.on_frame(a.frame())
         a.sock.close()
         b.in_thread(lambda: None)
-        for half_open in list(b.links._sessions.opener._half_open):
-            b.in_thread(lambda half_open=half_open: b.links._sessions.opener.close(half_open))
+        for half_open in list(b.links._sessions.acceptor._half_open):
+            b.in_thread(lambda half_open=half_open: b.links._sessions.acceptor.close(half_open))
 
 
 @settings(max_examples=200, deadline=None)

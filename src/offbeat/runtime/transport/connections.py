@@ -1,6 +1,6 @@
 """State of each peer and each connection of a node, and how a socket is prepared.
 
-This module decides nothing and sends nothing; received bytes go where a connection's `FrameReader` and
+This module decides nothing; received bytes go where a connection's `FrameReader` and
 `ImportedRegions` say.
 """
 
@@ -10,7 +10,9 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from offbeat.errors import describe_os_error
 from offbeat.runtime.transport.addresses import Address
+from offbeat.runtime.transport.descriptors import is_out_of_descriptors
 from offbeat.runtime.transport.framing import FrameReader
 from offbeat.runtime.transport.handshake import (
     AcceptorHandshake,
@@ -19,6 +21,7 @@ from offbeat.runtime.transport.handshake import (
     new_session_id,
 )
 from offbeat.runtime.transport.inbox import Inbox
+from offbeat.runtime.transport.io_loop import IoLoop
 from offbeat.runtime.transport.outbox import Outbox, SendKey
 from offbeat.runtime.transport.shared_memory import ANCILLARY_BYTES, HAS_SHARED_MEMORY, ImportedRegions
 
@@ -122,6 +125,37 @@ class RemoteNode:
     scheduled_key: SendKey | None = None  # of its valid entry in the send heap
 
 
+class OpenSockets:
+    """Every open socket of a node, watched or not, so that a forked child can close its copies of all."""
+
+    def __init__(self, loop: IoLoop) -> None:
+        self._loop = loop
+        self._sockets: set[socket.socket] = set()
+
+    def add(self, sock: socket.socket) -> None:
+        """Add a socket, at once after it was opened: another thread may fork."""
+        self._sockets.add(sock)
+
+    def close(self, sock: socket.socket) -> None:
+        """Stop watching a socket, and close it."""
+        self._loop.unwatch(sock)
+        self._sockets.discard(sock)
+        sock.close()
+
+    def close_link(self, link: Connection) -> None:
+        """Close a connection, if it is not closed yet."""
+        sock, link.sock = link.sock, None
+        if sock is not None:
+            self.close(sock)
+        if link.imported is not None:
+            link.imported.close()
+
+    def close_all(self) -> None:
+        """Close all sockets where no loop watches them any more: after its end, or in a forked child."""
+        for sock in self._sockets:
+            sock.close()
+
+
 def set_frame_size(link: Connection, outbox: Outbox) -> None:
     """Set the frame size and unsent bytes for the kind of connection: on one host memory is the limit."""
     assert link.sock is not None
@@ -188,3 +222,31 @@ def configure_socket(sock: socket.socket) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, TCP_UNSENT_BYTES)
     return sock
+
+
+def send_handshake(link: Connection, frame: bytes) -> None:
+    """Send a handshake frame. The socket's buffer holds all of them; if it does not, the connection is
+    broken and the next receive reports it."""
+    if frame and link.sock is not None:
+        with suppress(OSError):
+            if link.sock.send(frame) < len(frame):
+                link.sock.shutdown(socket.SHUT_RDWR)
+
+
+def receive_handshake(link: Connection) -> str | None:
+    """Receive available bytes of a handshake; return why no more can come, or None."""
+    try:
+        n = receive_available(link)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        return explain_socket_error(error)
+    link.reader.on_received(n)
+    return None if n else "the connection was closed during the handshake"
+
+
+def explain_socket_error(error: OSError) -> str:
+    """Return why a socket failed, for error messages."""
+    if is_out_of_descriptors(error):
+        return describe_os_error(error)
+    return (error.strerror or str(error)).lower()

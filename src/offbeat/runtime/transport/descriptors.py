@@ -18,7 +18,7 @@ from typing import Final
 from offbeat.errors import OffbeatError, describe_os_error
 
 # Descriptors open at once, by kind. A node: the loop's epoll and pair of sockets, two listeners, the spare of
-# `ConnectionOpener`, a connection to the coordinator or manager. A start: the lookup of a host's name, an
+# `ConnectionAcceptor`, a connection to the coordinator or manager. A start: the lookup of a host's name, an
 # import, a dial that crosses another one. A child: pipes to both its ends, and the one that reports a failed
 # exec.
 NODE_DESCRIPTORS: Final = 7

@@ -1,4 +1,4 @@
-"""Opens connections: listening, dialling, the handshake, and which of two simultaneous dials survives.
+"""Opens connections: dialling, the handshake, and which of two simultaneous dials survives.
 
 To dial is to open a connection to a peer, handshake included.
 
@@ -13,12 +13,7 @@ welcomes. A HELLO of the process at the other end of the current connection mean
 dropped that connection. Where the peer does not know the session any more, the old one is over and a new one
 begins.
 
-Unknown clients never hold up the node: half-open connections are small and have a deadline, and few of them
-may be open before they have sent a HELLO for this job. If one more arrives, the oldest of them is closed, one
-from a host of no known peer first. So silent connections cannot shut out a peer.
-
-A shortage of file descriptors is always reported as such: one descriptor is kept in reserve, with which a
-connection can be accepted and refused with that reason; and a dial that gets none fails with it.
+A dial that gets no descriptor fails with that reason.
 """
 
 from __future__ import annotations
@@ -32,17 +27,21 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from offbeat.errors import LinkFailure, ProtocolError, describe_os_error
+from offbeat.errors import LinkFailure, ProtocolError
 from offbeat.runtime.processes.threads import start_thread
+from offbeat.runtime.transport.accepting import ConnectionAcceptor
 from offbeat.runtime.transport.addresses import Address, SocketAddress, parse_address
 from offbeat.runtime.transport.connections import (
     Connection,
     Dial,
     LinkSession,
+    OpenSockets,
     RemoteNode,
     configure_socket,
     enable_shared_memory,
-    receive_available,
+    explain_socket_error,
+    receive_handshake,
+    send_handshake,
 )
 from offbeat.runtime.transport.descriptors import is_out_of_descriptors
 from offbeat.runtime.transport.handshake import (
@@ -50,18 +49,14 @@ from offbeat.runtime.transport.handshake import (
     DiallerHandshake,
     RefusedError,
     SessionPosition,
-    encode_refusal,
 )
 from offbeat.runtime.transport.io_loop import EPOLL_READ, EPOLL_WRITE, IoLoop
 
-MAX_HALF_OPEN = 64
 RETRY_S = 0.1
 # An address that does not answer is dialled again after so long: the kernel retries ever more rarely, and
 # would leave a link idle that works again between two of its attempts.
 CONNECT_ATTEMPT_S = 1.0
 HANDSHAKE_ATTEMPT_S = 4.0
-REFUSAL_REPORT_INTERVAL_S = 1.0  # between two reports of refused connections
-NO_DESCRIPTORS_PAUSE_S = 1.0
 NO_DESCRIPTOR_LIMIT_S = 3.0  # for which a dial may get no descriptor before it fails: the shortage may pass
 CONNECTION_REFUSED_TEXT = os.strerror(errno.ECONNREFUSED).lower()
 
@@ -78,11 +73,15 @@ class ConnectionOpener:
         on_replaced: the peer does not know the session any more.
         on_failed: (peer, text, failure): the peer cannot be reached; the text gives the cause.
         on_refused: a connection was refused; the text gives its address and the cause.
+
+    Attributes:
+        acceptor: accepts the connections that peers dial.
     """
 
     def __init__(
         self,
         loop: IoLoop,
+        sockets: OpenSockets,
         name: str,
         *,
         job: str,
@@ -103,22 +102,17 @@ class ConnectionOpener:
         self._peer = get_peer
         self._opened, self._detached, self._replaced = on_opened, on_detached, on_replaced
         self._failed = on_failed
-        self._refused = on_refused
-        self._reported_s = float("-inf")  # when `on_refused` was last called
-        self._unreported = 0  # connections refused since
-        self._listeners: list[socket.socket] = []
-        self._half_open: dict[Connection, None] = {}  # accepted, not authenticated yet; the oldest first
-        self._known_hosts: set[str] = set()
-        self.sockets: set[socket.socket] = set()  # every socket of the node, for a forked child to close
-        self._spare: socket.socket | None = None  # closed to accept a connection that is to be refused
-        self._reserve_spare()
-
-    def listen(self, sock: socket.socket) -> None:
-        """Accept connections on a listening socket."""
-        sock.setblocking(False)
-        self.sockets.add(sock)
-        self._listeners.append(sock)
-        self._loop.watch(sock, EPOLL_READ, partial(self._accept, sock))
+        self._sockets = sockets
+        self.acceptor = ConnectionAcceptor(
+            loop,
+            sockets,
+            name,
+            job=job,
+            token=token,
+            connect_s=connect_s,
+            on_authenticated=self._on_authenticated,
+            on_refused=on_refused,
+        )
 
     def dial(self, peer: RemoteNode) -> None:
         """Start to dial a peer, unless a dial is in progress; an open session is dialled until it is lost."""
@@ -140,7 +134,7 @@ class ConnectionOpener:
 
     def on_addresses_known(self, peer: RemoteNode) -> None:
         """Use addresses of a peer that became known: start the dial that waits for them, if there is one."""
-        self._learn_hosts(peer)
+        self.acceptor.learn_hosts(peer.addresses)
         dial = peer.dial
         if dial is not None and dial.link is None and not dial.untried_addresses:
             self._start_round(peer, dial)
@@ -151,34 +145,12 @@ class ConnectionOpener:
             self._welcome(peer, peer.parked.pop(0))
         return peer.link is not None
 
-    def stop_listening(self) -> None:
-        """Stop listening and close half-open connections, but not the dials in progress."""
-        self._release_spare()
-        for sock in self._listeners:
-            self._loop.unwatch(sock)
-            self.sockets.discard(sock)
-            sock.close()
-        self._listeners.clear()
-        for link in list(self._half_open):
-            self.close(link)
-
     def drop_pending(self, peer: RemoteNode) -> None:
         """Drop the dial and the waiting connections of a peer, without a message to it."""
         self.stop_dialling(peer)
         for link in peer.parked:
-            self.close(link)
+            self._sockets.close_link(link)
         peer.parked.clear()
-
-    def close(self, link: Connection) -> None:
-        """Close a connection."""
-        self._half_open.pop(link, None)
-        sock, link.sock = link.sock, None
-        if sock is not None:
-            self._loop.unwatch(sock)
-            self.sockets.discard(sock)
-            sock.close()
-        if link.imported is not None:
-            link.imported.close()
 
     # Dialling
 
@@ -227,7 +199,7 @@ class ConnectionOpener:
         try:
             found: tuple[socket.AddressFamily, SocketAddress] | str = address.resolve()
         except OSError as error:
-            found = _reason(error)
+            found = explain_socket_error(error)
         self._loop.call(self._on_resolved, peer, dial, address, found)
 
     def _on_resolved(
@@ -258,16 +230,15 @@ class ConnectionOpener:
         except OSError as error:
             if is_out_of_descriptors(error):
                 dial.no_descriptor_since_s = dial.no_descriptor_since_s or monotonic()
-            return _reason(error)
+            return explain_socket_error(error)
         dial.no_descriptor_since_s = None
-        self.sockets.add(sock)  # at once: another thread may fork while this one connects
+        self._sockets.add(sock)  # at once: another thread may fork while this one connects
         try:
             code = configure_socket(sock).connect_ex(where)
         except OSError as error:
             code = error.errno or errno.EINVAL
         if code not in (0, errno.EINPROGRESS):
-            self.sockets.discard(sock)
-            sock.close()
+            self._sockets.close(sock)
             return os.strerror(code).lower()
         link = dial.link = Connection(sock, address.text)
         dial.is_hello_sent = False
@@ -311,7 +282,7 @@ class ConnectionOpener:
         self._loop.modify_watch(link.sock, EPOLL_READ, partial(self._on_acceptor_frame, peer, dial, link))
         dial.is_hello_sent = True
         self._limit_attempt(peer, dial, link, HANDSHAKE_ATTEMPT_S, "no answer to the handshake")
-        self._send(link, link.handshake.hello())
+        send_handshake(link, link.handshake.hello())
 
     def _on_acceptor_frame(self, peer: RemoteNode, dial: Dial, link: Connection, _: int) -> None:
         """Process the acceptor's handshake frames."""
@@ -319,12 +290,12 @@ class ConnectionOpener:
         if link.sock is None or not isinstance(greeting, DiallerHandshake):
             return
         try:
-            why = self._receive(link)
+            why = receive_handshake(link)
             if why is not None:
                 self._attempt_failed(peer, dial, link, why)
                 return
             while greeting.peer_position is None and (frame := link.reader.next_frame()) is not None:
-                self._send(link, greeting.on_frame(frame))
+                send_handshake(link, greeting.on_frame(frame))
         except RefusedError as error:
             text = f"{peer.name} at {link.remote} refused the connection: {error}"
             self._fail(peer, dial, text, "peer has no files" if error.is_out_of_descriptors else "refused")
@@ -351,7 +322,7 @@ class ConnectionOpener:
         dial.failure_reasons[link.remote] = why
         dial.link = None
         dial.is_hello_sent = False
-        self.close(link)
+        self._sockets.close_link(link)
         if peer.link is not None or not self.welcome_parked(peer):  # a silent connection is being replaced
             self._try_next(peer, dial)
 
@@ -386,110 +357,13 @@ class ConnectionOpener:
     def _end_dial(self, peer: RemoteNode, dial: Dial) -> None:
         peer.dial = None
         if dial.link is not None:
-            self.close(dial.link)
+            self._sockets.close_link(dial.link)
 
     # Accepting
 
-    def _accept(self, listener: socket.socket, _: int) -> None:
-        try:
-            sock, where = listener.accept()
-        except OSError as error:
-            if is_out_of_descriptors(error) and self._spare is not None:
-                self._refuse_with_spare(listener, error)
-            elif is_out_of_descriptors(error) or error.errno in (errno.ENOBUFS, errno.ENOMEM):
-                # It stays ready, and would keep the loop busy until there are descriptors again.
-                self._loop.unwatch(listener)
-                self._loop.call_later(NO_DESCRIPTORS_PAUSE_S, partial(self._accept_again, listener))
-                self._refused(f"cannot accept connections for {NO_DESCRIPTORS_PAUSE_S:g} s: {_reason(error)}")
-            return
-        client = f"{where[0]}:{where[1]}" if isinstance(where, tuple) else "a Unix socket of this host"
-        link = Connection(sock, client)
-        self.sockets.add(sock)
-        link.remote_host = where[0] if isinstance(where, tuple) else ""
-        link.handshake = AcceptorHandshake(job=self._job, token=self._token, node=self._name)
-        self._make_room()
-        self._half_open[link] = None
-        configure_socket(sock)
-        self._loop.watch(sock, EPOLL_READ, partial(self._on_dialler_frame, link))
-        self._loop.call_later(self._connect_s, partial(self._on_handshake_deadline, link))
-
-    def _refuse_with_spare(self, listener: socket.socket, error: OSError) -> None:
-        """Accept one connection with the spare descriptor, only to refuse it with the reason."""
-        self._release_spare()
-        with suppress(OSError):  # the client is gone, or another thread took the descriptor
-            sock, _ = listener.accept()
-            with sock:
-                sock.setblocking(False)
-                sock.send(encode_refusal(_reason(error), is_out_of_descriptors=True))
-        self._report(f"refused a connection: {_reason(error)}")
-        self._reserve_spare()
-
-    def _reserve_spare(self) -> None:
-        """Reserve a descriptor with which to refuse a connection; a socket, like all that `sockets` has."""
-        if self._spare is not None:
-            return
-        with suppress(OSError):
-            self._spare = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            self.sockets.add(self._spare)
-
-    def _release_spare(self) -> None:
-        if self._spare is not None:
-            self.sockets.discard(self._spare)
-            self._spare.close()
-            self._spare = None
-
-    def _make_room(self) -> None:
-        """Close the oldest connection without a HELLO for this job, if there are too many."""
-        silent = [
-            link
-            for link in self._half_open
-            if isinstance(link.handshake, AcceptorHandshake) and not link.handshake.has_valid_hello
-        ]
-        if len(silent) >= MAX_HALF_OPEN:
-            strangers = [link for link in silent if link.remote_host not in self._known_hosts]
-            oldest = (strangers or silent)[0]
-            self._report(
-                f"closed a connection from {oldest.remote}: it has not identified itself, and neither have "
-                f"{MAX_HALF_OPEN} others, the most allowed"
-            )
-            self.close(oldest)
-
-    def _learn_hosts(self, peer: RemoteNode) -> None:
-        self._known_hosts.update(address.host for address in peer.addresses if address.host)
-
-    def _accept_again(self, listener: socket.socket) -> None:
-        if listener in self._listeners:
-            self._reserve_spare()
-            self._loop.watch(listener, EPOLL_READ, partial(self._accept, listener))
-
-    def _on_handshake_deadline(self, link: Connection) -> None:
-        if link in self._half_open:  # the client may be slow and try again: so no REFUSE is sent
-            line = f"it did not authenticate within {self._connect_s:g} s"
-            self._report(f"closed a connection from {link.remote}: {line}")
-            self.close(link)
-
-    def _on_dialler_frame(self, link: Connection, _: int) -> None:
-        """Process the dialler's handshake frames."""
-        greeting = link.handshake
-        if link.sock is None or not isinstance(greeting, AcceptorHandshake):
-            return
-        try:
-            if self._receive(link) is not None:
-                if greeting.peer is None and link.reader.is_partial:
-                    raise ProtocolError("it ended in the middle of a frame")
-                self.close(link)  # the dialler has dropped it, or has a better connection by now
-                return
-            while link.sock is not None and (frame := link.reader.next_frame()) is not None:
-                self._send(link, greeting.on_frame(frame))
-        except ProtocolError as error:
-            self._refuse(link, str(error))
-            return
-        if greeting.peer is not None and link in self._half_open:
-            self._half_open.pop(link, None)
-            self._on_authenticated(self._peer(greeting.peer), link, greeting)
-
-    def _on_authenticated(self, peer: RemoteNode, link: Connection, greeting: AcceptorHandshake) -> None:
+    def _on_authenticated(self, name: str, link: Connection, greeting: AcceptorHandshake) -> None:
         """Welcome an authenticated peer, or park it while another connection has precedence."""
+        peer = self._peer(name)
         dial = peer.dial
         goes_first = self._name < peer.name and dial is not None and dial.is_hello_sent
         is_same = peer.session.is_resumable and greeting.position.session == peer.session.peer_id
@@ -498,7 +372,7 @@ class ConnectionOpener:
         if not peer.addresses:
             with suppress(ValueError):  # a malformed address cannot be dialled
                 peer.addresses = tuple(map(parse_address, greeting.addresses))
-                self._learn_hosts(peer)
+                self.acceptor.learn_hosts(peer.addresses)
         if peer.link is None and not goes_first:
             self._welcome(peer, link)
         else:
@@ -510,7 +384,7 @@ class ConnectionOpener:
         if link in peer.parked:
             peer.parked.remove(link)
             if link.sock is not None:
-                self._refuse(link, f"{self._name} already has a connection to {peer.name}")
+                self.acceptor.refuse(link, f"{self._name} already has a connection to {peer.name}")
 
     def _welcome(self, peer: RemoteNode, link: Connection) -> None:
         greeting = link.handshake
@@ -521,25 +395,8 @@ class ConnectionOpener:
         if session.is_open and not is_same:
             self._replaced(peer)
         self.stop_dialling(peer)
-        self._send(link, greeting.welcome(peer.session.position))
+        send_handshake(link, greeting.welcome(peer.session.position))
         self._open(peer, link, theirs.session, theirs.received if is_same else 0)
-
-    def _refuse(self, link: Connection, line: str) -> None:
-        self._send(link, encode_refusal(line))
-        self.close(link)
-        self._report(f"refused a connection from {link.remote}: {line}")
-
-    def _report(self, line: str) -> None:
-        """Report a refused connection, at most once a second."""
-        now_s = monotonic()
-        if now_s - self._reported_s < REFUSAL_REPORT_INTERVAL_S:
-            self._unreported += 1
-            return
-        more = f" ({self._unreported} more before it)" if self._unreported else ""
-        self._reported_s, self._unreported = now_s, 0
-        self._refused(line + more)
-
-    # Both
 
     def _open(self, peer: RemoteNode, link: Connection, theirs: str, received: int) -> None:
         assert link.sock is not None
@@ -550,25 +407,6 @@ class ConnectionOpener:
             session.is_resumable = link.sock.family != socket.AF_UNIX
         self._opened(peer, link, received)
 
-    def _send(self, link: Connection, frame: bytes) -> None:
-        """Send a handshake frame. The socket's buffer holds all of them; if it does not, the connection is
-        broken and the next receive reports it."""
-        if frame and link.sock is not None:
-            with suppress(OSError):
-                if link.sock.send(frame) < len(frame):
-                    link.sock.shutdown(socket.SHUT_RDWR)
-
-    def _receive(self, link: Connection) -> str | None:
-        """Receive available bytes; return why no more can come, or None."""
-        try:
-            n = receive_available(link)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            return _reason(error)
-        link.reader.on_received(n)
-        return None if n else "the connection was closed during the handshake"
-
 
 def _listed(peer: RemoteNode) -> str:
     return " and ".join(address.text for address in peer.addresses)
@@ -577,9 +415,3 @@ def _listed(peer: RemoteNode) -> str:
 def _raise(error: BaseException) -> None:
     """Raise the failure of a look-up thread in the I/O thread, which ends the endpoint."""
     raise error
-
-
-def _reason(error: OSError) -> str:
-    if is_out_of_descriptors(error):
-        return describe_os_error(error)
-    return (error.strerror or str(error)).lower()

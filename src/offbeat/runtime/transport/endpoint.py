@@ -10,9 +10,9 @@ Threads: an `Endpoint` is the callers' side. Its public methods check their argu
 the I/O thread; called from that thread (from inside a callback) they do it at once, which costs no lock and
 no system call. Everything else belongs to the I/O thread.
 
-Parts: `PeerSessions` owns the `IoLoop` (thread, epoll, timers), a `ConnectionOpener` (listening, dialling,
-handshake), a `SendScheduler` (what goes next, of all peers), a `SilenceDetector` (heartbeats, silence) and
-one `RemoteNode` per peer (inbox, outbox, session, current `Connection`).
+Parts: `PeerSessions` owns the `IoLoop` (thread, epoll, timers), a `ConnectionOpener` (dialling, and with its
+`ConnectionAcceptor` listening), a `SendScheduler` (what goes next, of all peers), a `SilenceDetector`
+(heartbeats, silence) and one `RemoteNode` per peer (inbox, outbox, session, current `Connection`).
 
 Shared memory: between nodes on one host, bytes in memory of `Endpoint.allocate` are not sent. A REGION frame
 passes the region's descriptor, SHARED frames say where the bytes lie, and SHARED_ACK acknowledges that they
@@ -440,11 +440,11 @@ class Endpoint:
             with _named_errors(self.name):
                 found = places.listen(host, port, unix=unix) if listeners is None else listeners
         except BaseException:
-            self._sessions.opener.stop_listening()
+            self._sessions.acceptor.stop_listening()
             self._loop.close_unstarted()
             raise
         for sock, _ in found:
-            self._sessions.opener.listen(sock)
+            self._sessions.acceptor.listen(sock)
         return tuple(address for _, address in found)
 
     def close_after_fork(self) -> None:
@@ -453,7 +453,7 @@ class Endpoint:
         Otherwise the peers would not notice the parent's death as long as the child runs.
         """
         self._failure = RuntimeError("this is a forked process; its parent owns the connections")
-        self._sessions.close_sockets()
+        self._sessions.sockets.close_all()
         self._loop.close_unstarted()
 
 

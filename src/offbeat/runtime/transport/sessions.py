@@ -33,6 +33,7 @@ from offbeat.runtime.transport.connections import (
     TCP_FRAME_BYTES,
     Connection,
     LinkSession,
+    OpenSockets,
     RemoteNode,
     delay_wakeups,
     enable_shared_memory,
@@ -85,7 +86,8 @@ class PeerSessions:
 
     Attributes:
         loop: runs all of it; not started yet.
-        opener: opens connections.
+        sockets: all that are open.
+        acceptor: accepts connections.
         scheduler: sends what is queued for the peers.
         regions: memory that peers on this host can read; any thread may allocate and look up.
         peers: by name; other threads may only test whether it holds a name.
@@ -125,8 +127,10 @@ class PeerSessions:
             f"links of {name}", on_iteration=self.scheduler.pump, on_end=on_end, busy_polls=busy_polls
         )
         self.regions = RegionAllocator(partial(self.loop.call, self._on_region_released))
-        self.opener = ConnectionOpener(
+        self.sockets = OpenSockets(self.loop)
+        self._opener = ConnectionOpener(
             self.loop,
+            self.sockets,
             name,
             job=job,
             token=token,
@@ -139,12 +143,13 @@ class PeerSessions:
             on_failed=self._on_failed,
             on_refused=on_refused,
         )
+        self.acceptor = self._opener.acceptor
         self._detector = SilenceDetector(
             timeouts,
             self.peers,
             self.loop,
             self.scheduler,
-            self.opener,
+            self._opener,
             on_silent=self._lose,
             on_unreachable=on_unreachable,
         )
@@ -163,7 +168,7 @@ class PeerSessions:
         if not self._closing:
             peer.is_unreachable = True
             if peer.link is None:
-                self.opener.dial(peer)
+                self._opener.dial(peer)
 
     def add_peer(
         self, name: str, addresses: tuple[Address, ...], lasting: bool, silent_s: float | None
@@ -172,7 +177,7 @@ class PeerSessions:
         peer = self.peer(name)
         peer.addresses, peer.has_fixed_addresses, peer.silent_s = addresses, lasting, silent_s
         peer.is_gone = False
-        self.opener.on_addresses_known(peer)
+        self._opener.on_addresses_known(peer)
 
     def enqueue(self, name: str, item: QueuedMessage) -> None:
         """Queue a message; dial the peer where needed. Drop it if none takes it."""
@@ -188,7 +193,7 @@ class PeerSessions:
             self.scheduler.share_if_possible(peer, peer.link, item)
             self.scheduler.schedule(peer)
         else:
-            self.opener.dial(peer)
+            self._opener.dial(peer)
 
     def post_receive(
         self, name: str, tag: int, into: memoryview, on_data: OnData, on_shared: OnShared | None
@@ -235,7 +240,7 @@ class PeerSessions:
         self._detector.stop()
         self.scheduler.on_idle = self._on_idle
         self.loop.call_later(timeout_s, self.loop.stop)
-        self.opener.stop_listening()
+        self.acceptor.stop_listening()
         for peer in self.peers.values():
             peer.inbox.clear()
             peer.outbox.clear(keep_control=True)
@@ -244,23 +249,18 @@ class PeerSessions:
                 self._resume_reading(peer)
                 self.scheduler.send_bye(peer)
             elif not (peer.dial is not None and peer.outbox):
-                self.opener.drop_pending(peer)
+                self._opener.drop_pending(peer)
 
     def release(self) -> None:
         """Release everything as the I/O thread ends."""
         self._closing = True
-        self.close_sockets()
+        self.sockets.close_all()
         for peer in self.peers.values():
             for link in (peer.link, peer.dial.link if peer.dial is not None else None):
                 if link is not None and link.imported is not None:
                     link.imported.close()
         for sent in self._flush_flags:
             sent.set()
-
-    def close_sockets(self) -> None:
-        """Close this process's copies of all sockets."""
-        for sock in self.opener.sockets:
-            sock.close()
 
     def _on_idle(self) -> None:
         """Nothing more can be sent for now: report what was flushed, and stop once all peers have left."""
@@ -466,8 +466,8 @@ class PeerSessions:
             return
         self._detach(peer)
         peer.cause = cause
-        if not self.opener.welcome_parked(peer):
-            self.opener.dial(peer)
+        if not self._opener.welcome_parked(peer):
+            self._opener.dial(peer)
 
     def _detach(self, peer: RemoteNode) -> None:
         """Close the connection and keep the session: frames received in part are sent again by the peer."""
@@ -475,7 +475,7 @@ class PeerSessions:
         assert link is not None
         if link.reader.partial_data_frame is not None:
             peer.inbox.undo_destination(link.reader.partial_data_frame)
-        self.opener.close(link)
+        self.sockets.close_link(link)
         peer.outbox.rewind()
         peer.session.ack_due_frames = peer.session.ack_due_bytes = 0
 
@@ -495,20 +495,20 @@ class PeerSessions:
         peer.inbox.clear()
         if not self._closing:
             self._on_lost(LinkError(peer.name, text, failure=failure))
-        self.opener.welcome_parked(peer)
+        self._opener.welcome_parked(peer)
 
     def _on_bye(self, peer: RemoteNode) -> None:
         """Process a BYE: what the peer sent before may still be expected, so its inbox is kept."""
         self._reset(peer)
         if not self._closing and self._on_left is not None:
             self._on_left(peer.name)
-        self.opener.welcome_parked(peer)
+        self._opener.welcome_parked(peer)
 
     def _reset(self, peer: RemoteNode) -> None:
         link, peer.link = peer.link, None
         if link is not None:
-            self.opener.close(link)
-        self.opener.stop_dialling(peer)
+            self.sockets.close_link(link)
+        self._opener.stop_dialling(peer)
         peer.is_gone = True
         peer.is_unreachable = False
         peer.silent_ticks = 0
