@@ -78,10 +78,11 @@ class IoLoop:
         self._failure: BaseException | None = None
         self._has_more = False  # the next iteration must not wait
         self._polling_pays = True
-        self._ownership = LoopOwnership(self._wake)
         self._wake_read, self._wake_write = socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
+        # Reference cycles begin here: before, they would keep the descriptors of a failed start open.
+        self._ownership = LoopOwnership(self._wake)
         self.watch(self._wake_read, EPOLL_READ, self._drain_wakeups)
         self._name = name
         self._thread: threading.Thread | None = None
