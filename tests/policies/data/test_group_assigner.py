@@ -137,7 +137,7 @@ class Job:
     def used(self) -> int:
         """Samples of epoch 0 that count as used."""
         (scheduler,) = [self.assigner.state_dict()["scheduler"]]
-        left = sum(one["unused"] for one in scheduler["epochs"] if one["epoch"] == 0)
+        left = sum(one["unused"] for one in scheduler["epochs"]["open"] if one["epoch"] == 0)
         return self.samples - left
 
 

@@ -103,7 +103,7 @@ def only(kind: type, actions: list):
 
 
 def used(job: Job) -> int:
-    return job.assigner._scheduler.used_count(0)
+    return job.assigner._scheduler.epochs.used_count(0)
 
 
 def test_a_worker_outside_is_assigned_a_late_block_that_no_other_worker_has():
@@ -186,9 +186,9 @@ def test_when_the_proxy_dies_another_is_named():
 def test_unused_samples_of_a_lost_proxy_return_to_the_pool():
     job = Job()
     job.arrives(0, 0)
-    before = job.assigner._scheduler._epochs[0].pooled
+    before = job.assigner._scheduler.epochs[0].pooled
     job.assigner.on_gone(0, has_reported_all=True)
-    assert job.assigner._scheduler._epochs[0].pooled >= before + BATCH
+    assert job.assigner._scheduler.epochs[0].pooled >= before + BATCH
 
 
 def test_a_round_that_is_repeated_has_the_late_block_again():
@@ -199,8 +199,9 @@ def test_a_round_that_is_repeated_has_the_late_block_again():
     job.ready(0, 0, (own, block.id))
     job.assigner.on_gone(1, has_reported_all=True)
     job.assigner.repeat_round((0,), 0, 0)
-    assert job.assigner._scheduler._rounds[0].keys() == {0}
-    assert block in job.assigner._scheduler._rounds[0][0]
+    rounds = job.assigner._scheduler.rounds
+    assert rounds.blocks_from(0) == list(rounds.contribution(0, 0))
+    assert block in rounds.contribution(0, 0)
 
 
 def test_a_worker_that_joins_the_group_has_no_late_block_any_more():

@@ -68,7 +68,7 @@ class BlockAssigner:
         self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool
     ) -> AssignBlocks:
         epoch, samples = self._epochs_of_workers[worker]
-        is_open = epoch in self._scheduler.open_epochs()
+        is_open = epoch in self._scheduler.epochs.numbers()
         reasons = [f"there is nothing for it, and {self._awaited_reason}"] * is_awaited
         reasons += ["its earlier blocks are not its own any more"] * (worker in self._reset_workers)
         reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
@@ -79,7 +79,7 @@ class BlockAssigner:
             blocks=blocks,
             is_last=over,
             is_awaited=is_awaited,
-            consumed=self._scheduler.used_count(epoch) if is_open else samples,
+            consumed=self._scheduler.epochs.used_count(epoch) if is_open else samples,
             reason="; ".join(reasons) or "progress of the epoch so far",
         )
 
@@ -95,7 +95,7 @@ class BlockAssigner:
         return ConsumedSamples(
             worker=worker,
             round=round_,
-            epoch=min(used, default=self._scheduler.next_epoch),
+            epoch=min(used, default=self._scheduler.epochs.next),
             consumed=tuple(used.items()),
             is_current=is_current,
             reason="requested" if is_current else "other members have continued without it",

@@ -339,7 +339,7 @@ class GroupBlockAssigner(BlockAssigner):
             self._lending.change_group(members, ())
         self._joining.clear()
         if self.is_active:
-            for other in self._scheduler.open_rounds():
+            for other in self._scheduler.rounds.numbers():
                 if other > round_:  # of a lost worker that had finished more rounds than any member
                     self._scheduler.abandon_round(other)
             returned = self._scheduler.abandon_round(round_)
@@ -415,7 +415,7 @@ class GroupBlockAssigner(BlockAssigner):
             last = min(self._rounds_done[worker] for worker in self._members)
             if last == _ALL_ROUNDS:
                 last = self._latest_round + 1
-            for round_ in self._scheduler.open_rounds():
+            for round_ in self._scheduler.rounds.numbers():
                 if round_ < last:
                     self._scheduler.complete_round(round_)
             if last <= self._next_round:
@@ -431,9 +431,9 @@ class GroupBlockAssigner(BlockAssigner):
         self._assign_into(dealt)
         actions: list[Action] = []
         if self._lending is not None:
-            is_waited_for = self._waiting and self._scheduler.is_drained()
+            is_waited_for = self._waiting and self._scheduler.epochs.is_drained()
             if self._lending.revoke_overdue(
-                None if is_waited_for else self._scheduler.last_half_assigned_epoch()
+                None if is_waited_for else self._scheduler.epochs.last_half_assigned()
             ):
                 self._assign_into(dealt)
             actions, freed_workers = self._lending.assign()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, Block, SamplesRequested
 from offbeat.policies.data.assigner import BlockAssigner
-from offbeat.policies.data.block_scheduler import blocks_from_plain, blocks_to_plain
+from offbeat.policies.data.open_epochs import blocks_from_plain, blocks_to_plain
 
 _RECENT: Final = 32  # clocks
 
@@ -48,7 +48,7 @@ class SoloBlockAssigner(BlockAssigner):
     def blocking_workers(self) -> set[int]:
         """Return the workers with blocks of an epoch whose end a waiting worker needs."""
         latest = max((self._epochs_of_workers[worker][0] for worker in self._waiting), default=-1)
-        epochs = [epoch for epoch in self._scheduler.open_epochs() if epoch <= latest]
+        epochs = [epoch for epoch in self._scheduler.epochs.numbers() if epoch <= latest]
         return {worker for epoch in epochs for worker in self._scheduler.holders(epoch)}
 
     def on_joined(self, worker: int) -> None:
@@ -79,7 +79,7 @@ class SoloBlockAssigner(BlockAssigner):
                 f"which are not worker {worker}'s any more"
             )
         _, samples = self._epochs_of_workers[worker]
-        contributed = self._scheduler.contribution(worker, self._steps)
+        contributed = self._scheduler.rounds.contribution(worker, self._steps)
         self._recent += [(clock, block, samples) for block in contributed]
         self._scheduler.complete_round(self._steps)
         self._steps += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from offbeat.errors import OffbeatError
-from offbeat.policies.data.block_scheduler import describe_batches
+from offbeat.policies.data.open_epochs import describe_batches
 from offbeat.runtime.training.state_copy import TrainingPosition
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]

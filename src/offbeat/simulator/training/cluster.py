@@ -625,16 +625,16 @@ class SimulatedCluster:
         """Check the scheduler's counts against what the replicas used; at the end, that all was used."""
         of_epoch = Counter(epoch for epoch, _ in uses)
         epoch = 0
-        while scheduler.is_finished(epoch):
+        while scheduler.epochs.is_finished(epoch):
             if of_epoch[epoch] != samples.epoch_samples:
                 self.fail_invariant(
                     f"epoch {epoch} is finished with {of_epoch[epoch]} of {samples.epoch_samples} samples"
                 )
             epoch += 1
-        for epoch in scheduler.open_epochs():
-            if scheduler.used_count(epoch) > of_epoch[epoch]:
+        for epoch in scheduler.epochs.numbers():
+            if scheduler.epochs.used_count(epoch) > of_epoch[epoch]:
                 self.fail_invariant(
-                    f"{scheduler.used_count(epoch)} samples of epoch {epoch} count as used, "
+                    f"{scheduler.epochs.used_count(epoch)} samples of epoch {epoch} count as used, "
                     f"{of_epoch[epoch]} were"
                 )
         if self.is_dismissed and epoch != samples.epochs:
