@@ -151,6 +151,10 @@ class StragglerClassifier:
 
     Raises:
         ValueError: an argument out of range, or two that contradict each other.
+
+    Size: a third of the lines are this text and the arguments. The rest is one algorithm: an observation may
+    complete the profile, which sets the threshold, limit and counters, judges what waited, and may start the
+    profile again; all of it reads the same records of all workers.
     """
 
     def __init__(
