@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from offbeat.events import (
@@ -29,6 +29,7 @@ from offbeat.policies.staleness.caches import CacheDirectory, PsOptions, push_ti
 from offbeat.policies.staleness.clock_protocol import ClockProtocol
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.staleness.servers import PulledRow, PushedStep, SimulatedPush, SimulatedServers
+from offbeat.simulator.staleness.thread_cache import ThreadCache
 from offbeat.simulator.training.interface import Simulation
 from offbeat.simulator.training.sample_loop import LoopActivity, SimulatedLoop
 from offbeat.simulator.training.worker import (
@@ -221,6 +222,38 @@ class PsWorkerProcess:
         self.threads[0].dispatch(call, argument)
 
 
+@dataclass(slots=True, eq=False)
+class _Step:
+    """The current step of a thread.
+
+    Attributes:
+        is_permitted: the coordinator has permitted it, and it has not ended.
+        clock: its clock.
+        read_version: the version of the parameters that it uses.
+        computed_s: time that it has computed.
+    """
+
+    is_permitted: bool = False
+    clock: int = 0
+    read_version: int = 0
+    computed_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Pushes:
+    """The steps of a thread on their way to the servers.
+
+    Attributes:
+        unpushed: its steps that are in no push.
+        last: its latest push.
+        awaited: the push that has to be applied before it continues.
+    """
+
+    unpushed: list[PushedStep] = field(default_factory=list)
+    last: SimulatedPush | None = None
+    awaited: SimulatedPush | None = None
+
+
 class PsWorkerThread(SimulatedWorker):
     """One worker thread of a process.
 
@@ -261,18 +294,10 @@ class PsWorkerThread(SimulatedWorker):
         self.reads_by_staleness: Counter[int] = Counter()
         self.reads_by_source: Counter[str] = Counter()
         self.pulls = 0
-        self._row: PulledRow | None = None  # the row in the thread cache
-        self._logged: list[tuple[int, ...]] = []  # numbers of the steps in each push of the log
-        self._visible: list[int] = []  # its own steps in each piece of its parameters
-        self._unpushed: list[PushedStep] = []
-        self._fetched: PulledRow | None = None
-        self._is_fetching = False
-        self._awaited: SimulatedPush | None = None
-        self._last_push: SimulatedPush | None = None
-        self._has_step = self._has_begun = False
-        self._clock = 0
-        self._read_version = 0
-        self._computed_s = 0.0
+        self._cache = ThreadCache(process.directory, worker, cluster.fail_invariant)
+        self._pushes = _Pushes()
+        self._step = _Step()
+        self._has_begun = False
         self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
 
     # Interface of the loop -------------------------------------------------------------------------------
@@ -336,7 +361,7 @@ class PsWorkerThread(SimulatedWorker):
                 if (
                     isinstance(action, StepPermit)
                     and self._has_begun
-                    and not self._has_step
+                    and not self._step.is_permitted
                     and not action.may_start
                 ):
                     self.process.advance_clock(self.worker, action.clock)
@@ -383,7 +408,7 @@ class PsWorkerThread(SimulatedWorker):
             now_s=cluster.arrival_s(self.worker), worker=self.worker, epoch=epoch, step=self.steps_finished
         )
         cluster.send_event(self.worker, finished)
-        if self._unpushed:
+        if self._pushes.unpushed:
             self._push()
         self.process.remove_thread(self.worker)
         self.leave_if_done()
@@ -444,7 +469,7 @@ class PsWorkerThread(SimulatedWorker):
                 self._take_batch()
 
     def _take_batch(self) -> None:
-        if self._has_step:
+        if self._step.is_permitted:
             self._begin_to_compute()
         else:
             self.activity = WAITING
@@ -453,8 +478,8 @@ class PsWorkerThread(SimulatedWorker):
     def _start(self, grant: StepPermit) -> None:
         """Read parameters that are fresh enough."""
         cluster, terms, directory = self.cluster, self.cluster.terms, self.process.directory
-        self._clock = grant.clock
-        self._has_step = True
+        self._step.clock = grant.clock
+        self._step.is_permitted = True
         self.activity = PULLING
         self.process.advance_clock(self.worker, grant.clock)
         if self.loop is not None:
@@ -475,64 +500,43 @@ class PsWorkerThread(SimulatedWorker):
     def on_row(self, row: PulledRow) -> None:
         """Install a row that is fresh enough, and compute."""
         if self.activity != ENDED:
-            self._install(row)
+            self._cache.install(row)
             self._begin_to_compute()
 
     def _read_fetched(self, fetch_every: int) -> None:
         """Install what was fetched in the background, and fetch again when it is due."""
-        if self._row is None:
+        if self._cache.row is None:
             self.reads_by_source["server"] += 1
             self.process.pull(self, 0, fresh=True)
             return
-        if self._fetched is not None:
-            self._install(self._fetched)
-            self._fetched = None
-        if not self._is_fetching and self.steps_finished % fetch_every == 0:
-            self._is_fetching = True
+        if self._cache.fetched is not None:
+            self._cache.install(self._cache.fetched)
+            self._cache.fetched = None
+        if not self._cache.is_fetching and self.steps_finished % fetch_every == 0:
+            self._cache.is_fetching = True
             self.reads_by_source["server"] += 1
             self.pulls += 1
             self.process.fetch(self._on_fetched)
         self._begin_to_compute()
 
     def _on_fetched(self, row: PulledRow) -> None:
-        self._fetched, self._is_fetching = row, False
-
-    def _install(self, row: PulledRow) -> None:
-        """Install a row into the thread cache, and replay its own steps that are missing in it."""
-        directory, worker = self.process.directory, self.worker
-        self._visible = []
-        for piece in row.pieces:
-            replayed = [
-                number
-                for own in self._logged[directory.count_included(worker, piece.time) :]
-                for number in own
-            ]
-            seen = piece.steps[worker]
-            if replayed != list(range(seen, seen + len(replayed))):
-                self.cluster.fail_invariant(
-                    f"worker {worker} replays its steps {replayed} on top of {seen} that the row has"
-                )
-            self._visible.append(seen + len(replayed))
-        del self._logged[
-            : directory.on_thread_copied(worker, row.version, min(piece.time for piece in row.pieces))
-        ]
-        self._row = row
+        self._cache.fetched, self._cache.is_fetching = row, False
 
     def _begin_to_compute(self) -> None:
         cluster, grant = self.cluster, self.clock_protocol.permit
         assert grant is not None
-        assert self._row is not None
+        assert self._cache.row is not None
         if self.activity == PULLING:
-            cluster.check_read(self, grant, self._row, self._visible)
-            self._read_version = max(grant.version_min, self.process.directory.version(self.worker))
+            cluster.check_read(self, grant, self._cache.row, self._cache.own_steps)
+            self._step.read_version = max(grant.version_min, self.process.directory.version(self.worker))
             if cluster.terms.is_versioned:
-                self.reads_by_staleness[grant.clock - min(grant.clock, self._read_version)] += 1
+                self.reads_by_staleness[grant.clock - min(grant.clock, self._step.read_version)] += 1
         self.activity = COMPUTING
         epoch, step = divmod(self.steps_finished, cluster.steps_per_epoch)
         if self.loop is not None:
             epoch, step = self.loop.epoch, int(self.loop.epoch_share * cluster.steps_per_epoch)
         takes_s = self.stopwatch.next_s(epoch, step, cluster.steps_per_epoch, self.steps_finished)
-        self._computed_s += takes_s
+        self._step.computed_s += takes_s
         self._compute_for(takes_s)
 
     def _end_busy(self, number: int) -> None:
@@ -552,38 +556,37 @@ class PsWorkerThread(SimulatedWorker):
     def _apply(self) -> None:
         """Apply its own step locally, and hand over its gradients."""
         cluster, terms = self.cluster, self.cluster.terms
-        step = PushedStep(self.worker, self.steps_finished, self._clock)
+        step = PushedStep(self.worker, self.steps_finished, self._step.clock)
         cluster.check_step(step)
         self.steps_finished += 1
         if terms.applies_local_steps:
-            self._visible = [count + 1 for count in self._visible]
-        self._unpushed.append(step)
+            self._cache.apply_own_step()
+        self._pushes.unpushed.append(step)
         self.activity = PUSHING
-        if len(self._unpushed) >= terms.push_every:
+        if len(self._pushes.unpushed) >= terms.push_every:
             self._push()
         self.on_pushed()
 
     def _push(self) -> None:
-        steps, self._unpushed = self._unpushed, []
+        steps, self._pushes.unpushed = self._pushes.unpushed, []
         time, push = self.process.add_gradients(steps[-1], steps)
         if self.cluster.terms.applies_local_steps:
-            self.process.directory.log_update(self.worker, time)
-            self._logged.append(tuple(step.number for step in steps))
-        self._awaited = push if self.cluster.terms.is_bounded else self._last_push
-        self._last_push = push
+            self._cache.log_update(time, steps)
+        self._pushes.awaited = push if self.cluster.terms.is_bounded else self._pushes.last
+        self._pushes.last = push
 
     def on_pushed(self) -> None:
         """Continue if the awaited push is applied."""
-        if self.activity != PUSHING or not self.process.is_done(self._awaited):
+        if self.activity != PUSHING or not self.process.is_done(self._pushes.awaited):
             return
-        self._awaited = None
+        self._pushes.awaited = None
         blocks: tuple[int, ...] = () if self.loop is None else self.loop.contribute()
-        self._has_step = False
+        self._step.is_permitted = False
         self.active_s = self.cluster.progress_s = self.cluster.engine.now_s
-        self._report(self._clock, self._read_version, blocks)
+        self._report(self._step.clock, self._step.read_version, blocks)
         if self.loop is not None:
             self.loop.end_round()
-        self._computed_s = 0.0
+        self._step.computed_s = 0.0
 
     def _report(self, clock: int | None, version: int, blocks: tuple[int, ...]) -> None:
         """Report a finished step to the coordinator, whose StepPermit names the next clock."""
@@ -599,7 +602,7 @@ class PsWorkerThread(SimulatedWorker):
                 parameter_version=version,
                 epoch=self.steps_finished // self.cluster.steps_per_epoch if loop is None else loop.epoch,
                 step=self.steps_finished,
-                compute_s=self._computed_s,
+                compute_s=self._step.computed_s,
                 samples=samples,
                 loss=None if clock is None else self.cluster.loss(clock),
                 blocks=blocks,
