@@ -71,7 +71,7 @@ class InflightRequests:
 
     def __init__(
         self,
-        number: int,
+        client_id: int,
         cluster: ClusterFile,
         *,
         host: str,
@@ -79,10 +79,10 @@ class InflightRequests:
         on_group: Callable[[WorkerGroupAction], None],
         on_end: Callable[[str], None],
     ) -> None:
-        self.client_id, self._on_end = number, on_end
+        self.client_id, self._on_end = client_id, on_end
         self.cluster_state = ClusterState()
         self.row_pieces = RowPieces()
-        self._client = PsClient(number, _cut, self.row_pieces.split)
+        self._client = PsClient(client_id, _cut, self.row_pieces.split)
         self._sent = SentRequests(self._release)
         self._buffers = BufferPool()  # for pulled rows; reused once the program has released them
         self._coalescer = PushCoalescer(lambda shape, dtype: self.node.empty(shape, dtype))
@@ -91,7 +91,7 @@ class InflightRequests:
         self._pushed, self._pulled = RequestWindow(_UNACKED_BYTES_MAX), RequestWindow(_UNACKED_BYTES_MAX)
         self._room_timeout_s = TIMEOUT_S  # how long a caller waits for room
         self.node = PsNode(
-            f"client-{number}",
+            f"client-{client_id}",
             cluster,
             host=host,
             on_view=self._on_view,
