@@ -29,7 +29,8 @@ from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.runtime.session import join
 from offbeat.simulator.core.times import JitteredTimes
 from offbeat.simulator.training import setting_from_log
-from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
+from offbeat.simulator.training.cluster import SimulatedCluster
+from offbeat.simulator.training.setting import SimulationSetting
 from offbeat.strategies import PartialAllReduce
 from offbeat.wire.log_file import RunRecord, read_log
 from offbeat.wire.replay import build_policies

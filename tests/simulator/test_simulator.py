@@ -23,9 +23,10 @@ from offbeat.simulator.core.engine import Engine
 from offbeat.simulator.core.network import NetworkCosts
 from offbeat.simulator.core.times import ConstantTimes, JitteredTimes, RecordedTimes
 from offbeat.simulator.training import campaign
-from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting, ViolationError
+from offbeat.simulator.training.cluster import SimulatedCluster, ViolationError
 from offbeat.simulator.training.replicas import HistoryProblem, LeastSquaresProblem, SampleTrackingProblem
 from offbeat.simulator.training.sample_loop import SampleSetting
+from offbeat.simulator.training.setting import SimulationSetting
 
 
 def lockstep(world: int) -> Callable[[], list[Policy]]:

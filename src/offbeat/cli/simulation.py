@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from offbeat.policies.staleness.caches import PsOptions
     from offbeat.simulator.core.times import ComputeTimes
     from offbeat.simulator.staleness.cluster import SimulatedPsCluster
-    from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
+    from offbeat.simulator.training.cluster import SimulatedCluster
+    from offbeat.simulator.training.setting import SimulationSetting
     from offbeat.wire.log_file import RunRecord
 
 Findings = tuple[dict[str, float], list[dict[str, Any]]]
@@ -101,7 +102,7 @@ class SimulateOptions:
         from offbeat.policies.stragglers import injection
         from offbeat.simulator.core import faults
         from offbeat.simulator.core.network import NetworkCosts
-        from offbeat.simulator.training.cluster import SimulationSetting
+        from offbeat.simulator.training.setting import SimulationSetting
 
         return SimulationSetting(
             world=self.workers,

@@ -23,8 +23,9 @@ from offbeat.policies.stragglers.injection import parse_slow_rule as rule
 from offbeat.simulator.core.times import BurstyTimes, ComputeTimes, JitteredTimes
 from offbeat.simulator.staleness import campaign
 from offbeat.simulator.staleness.cluster import SimulatedPsCluster, make_directory, ps_setting
-from offbeat.simulator.training.cluster import SimulationSetting, ViolationError
+from offbeat.simulator.training.cluster import ViolationError
 from offbeat.simulator.training.sample_loop import SampleSetting
+from offbeat.simulator.training.setting import SimulationSetting
 from offbeat.strategies import parse_strategy
 
 SEEDS = 40

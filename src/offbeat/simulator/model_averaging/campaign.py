@@ -13,8 +13,9 @@ from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.simulator.core.faults import format_fault
 from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
 from offbeat.simulator.training import campaign as gradient_campaign
-from offbeat.simulator.training.cluster import SimulationSetting, ViolationError
+from offbeat.simulator.training.cluster import ViolationError
 from offbeat.simulator.training.sample_loop import SampleSetting
+from offbeat.simulator.training.setting import SimulationSetting
 
 _UNTIL_S = 2000.0
 _STUCK_S = 60.0

@@ -23,7 +23,8 @@ from offbeat.events import (
 from offbeat.policies import Policy
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.model_averaging.worker import AveragingWorker, SimulatedAveraging
-from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
+from offbeat.simulator.training.cluster import SimulatedCluster
+from offbeat.simulator.training.setting import SimulationSetting
 from offbeat.simulator.training.worker import SimulatedWorker
 
 
@@ -115,8 +116,8 @@ class SimulatedModelCluster(SimulatedCluster):
 
     def _check_averaging(self, averaging: AverageModels) -> None:
         members, named = averaging.members, f"averaging {averaging.exchange_id}"
-        if tuple(sorted(set(members))) != members or not set(members) <= self._joined_workers:
-            self.fail_invariant(f"{named} has the members {members}, of {sorted(self._joined_workers)}")
+        if tuple(sorted(set(members))) != members or not set(members) <= self.coordinator.joined:
+            self.fail_invariant(f"{named} has the members {members}, of {sorted(self.coordinator.joined)}")
         if self.averagings and averaging.exchange_id <= self.averagings[-1].exchange_id:
             self.fail_invariant(f"{named} follows {self.averagings[-1].exchange_id}")
         busy = self._averaging_of.keys() & set(members)
@@ -128,7 +129,7 @@ class SimulatedModelCluster(SimulatedCluster):
             self.fail_invariant(f"{named} has the weights {averaging.weights}, joining {averaging.joining}")
 
     def _check_stop(self, stop: AbortJob) -> None:
-        for worker in sorted(self._joined_workers):
+        for worker in sorted(self.coordinator.joined):
             simulated = cast(AveragingWorker, self._workers[worker])
             if simulated.is_alive and simulated.model is not None:
                 self.fail_invariant(f"the job was stopped though worker {worker} has a model: {stop.reason}")

@@ -74,8 +74,10 @@ class AveragingWorker(SimulatedWorker):
     ) -> None:
         super().__init__(cluster, worker, stopwatch, is_new=is_new)
         self.protocol = self.averaging_protocol = ModelAveragingProtocol(worker)
-        assert cluster.samples is not None
-        self.loop = SimulatedLoop(cluster.samples, self.protocol.block_queue, self, self._send_request)
+        assert cluster.setting.samples is not None
+        self.loop = SimulatedLoop(
+            cluster.setting.samples, self.protocol.block_queue, self, self._send_request
+        )
         self._activity_before = JOINING  # before the averaging under way
         zeros = np.zeros(4)
         self.model = None if is_new or worker else ModelState(zeros, zeros)

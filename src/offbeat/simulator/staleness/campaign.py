@@ -47,8 +47,9 @@ from offbeat.simulator.staleness.cluster import (
     make_directory,
     ps_setting,
 )
-from offbeat.simulator.training.cluster import SimulationSetting, ViolationError
+from offbeat.simulator.training.cluster import ViolationError
 from offbeat.simulator.training.sample_loop import SampleSetting
+from offbeat.simulator.training.setting import SimulationSetting
 
 _STUCK_S = 20.0
 _UNTIL_S = 1500.0

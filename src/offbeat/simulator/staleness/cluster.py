@@ -38,7 +38,8 @@ from offbeat.simulator.core.lines import UNREACHABLE_S
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.staleness.process import PsWorkerProcess, PsWorkerThread
 from offbeat.simulator.staleness.servers import PulledRow, PushedStep, SimulatedServers
-from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting
+from offbeat.simulator.training.cluster import SimulatedCluster
+from offbeat.simulator.training.setting import SimulationSetting
 from offbeat.simulator.training.worker import SimulatedWorker
 
 MakeDirectory = Callable[[Sequence[int], PsOptions], CacheDirectory]
@@ -165,7 +166,7 @@ class SimulatedPsCluster(SimulatedCluster):
         number = worker if is_new else worker - worker % self.ps_setting.threads
         process = self.processes.get(number)
         if process is None:
-            last = worker + 1 if is_new else min(number + self.ps_setting.threads, self.world)
+            last = worker + 1 if is_new else min(number + self.ps_setting.threads, self.setting.world)
             directory = self._make_directory(range(number, last), self.terms)
             process = self.processes[number] = PsWorkerProcess(self, number, directory)
         self.clocks_by_worker[worker] = []
@@ -212,7 +213,7 @@ class SimulatedPsCluster(SimulatedCluster):
 
     def _report_servers(self, number: int) -> None:
         """Report the state of the servers for a process; repeated until the coordinator receives it."""
-        if self._is_down or not self.is_present(number) or self._is_cut_off(number):
+        if self.coordinator.is_down or not self.is_present(number) or self._is_cut_off(number):
             if self.is_running(number):
                 self.engine.schedule(self.engine.now_s + self.setting.tick_s, self._report_servers, number)
             return
@@ -252,7 +253,9 @@ class SimulatedPsCluster(SimulatedCluster):
         self._ended.add(worker)
         super()._lose_worker(loss)
         process = self.threads[worker].process
-        if not self._is_down and all(thread.worker in self._lost_workers for thread in process.threads):
+        if not self.coordinator.is_down and all(
+            thread.worker in self.coordinator.lost for thread in process.threads
+        ):
             self.servers.leave(process.process)
 
     # Events and actions ----------------------------------------------------------------------------------
@@ -285,13 +288,13 @@ class SimulatedPsCluster(SimulatedCluster):
                 case RejectPeer():
                     worker = int(action.peer.removeprefix("worker-"))
                     self._has_lost = True
-                    self._joined_workers.discard(worker)
+                    self.coordinator.joined.discard(worker)
                     self._clocks.pop(worker, None)
                     self._send(worker, (action,))
                 case PeerList() | JobComplete() | AbortJob():
                     self.is_dismissed |= isinstance(action, JobComplete)
                     self.stopped = action if isinstance(action, AbortJob) else self.stopped
-                    for worker in sorted(self._joined_workers):
+                    for worker in sorted(self.coordinator.joined):
                         self._send(worker, (action,))
                 case CloseServers():
                     pass

@@ -111,7 +111,7 @@ class PsWorkerProcess:
         first = cluster.servers.join(self.process)
         if not is_new or not cluster.terms.is_versioned:
             self.directory.start_at(first, push_time(-1))
-            takes_s = cluster.network.transfer_s(cluster.size_bytes)
+            takes_s = cluster.network.transfer_s(cluster.setting.size_bytes)
             cluster.engine.schedule(cluster.engine.now_s + takes_s, self._begun, first)
             return
         self.directory.start_at(first + 1)
@@ -284,7 +284,7 @@ class PsWorkerThread(SimulatedWorker):
         self.place = f"simulated, process {process.process}"
         process.threads.append(self)
         self.protocol = self.clock_protocol = ClockProtocol()
-        samples = cluster.samples
+        samples = cluster.setting.samples
         self.loop = (
             None
             if samples is None
@@ -453,8 +453,8 @@ class PsWorkerThread(SimulatedWorker):
     def _compute(self) -> None:
         """Continue the loop: another batch, the end of a step, or the end."""
         if self.loop is None:
-            if self.steps_finished >= self.cluster.steps:
-                self._finish((self.steps_finished - 1) // self.cluster.steps_per_epoch)
+            if self.steps_finished >= self.cluster.setting.steps_max:
+                self._finish((self.steps_finished - 1) // self.cluster.setting.epoch_steps)
             else:
                 self._take_batch()
             return
@@ -532,10 +532,10 @@ class PsWorkerThread(SimulatedWorker):
             if cluster.terms.is_versioned:
                 self.reads_by_staleness[grant.clock - min(grant.clock, self._step.read_version)] += 1
         self.activity = COMPUTING
-        epoch, step = divmod(self.steps_finished, cluster.steps_per_epoch)
+        epoch, step = divmod(self.steps_finished, cluster.setting.epoch_steps)
         if self.loop is not None:
-            epoch, step = self.loop.epoch, int(self.loop.epoch_share * cluster.steps_per_epoch)
-        takes_s = self.stopwatch.next_s(epoch, step, cluster.steps_per_epoch, self.steps_finished)
+            epoch, step = self.loop.epoch, int(self.loop.epoch_share * cluster.setting.epoch_steps)
+        takes_s = self.stopwatch.next_s(epoch, step, cluster.setting.epoch_steps, self.steps_finished)
         self._step.computed_s += takes_s
         self._compute_for(takes_s)
 
@@ -551,7 +551,7 @@ class PsWorkerThread(SimulatedWorker):
 
     def _end_step(self) -> None:
         self.activity = APPLYING
-        self._compute_for(self.cluster.apply_s)
+        self._compute_for(self.cluster.setting.apply_s)
 
     def _apply(self) -> None:
         """Apply its own step locally, and hand over its gradients."""
@@ -600,7 +600,7 @@ class PsWorkerThread(SimulatedWorker):
                 worker=self.worker,
                 clock=clock,
                 parameter_version=version,
-                epoch=self.steps_finished // self.cluster.steps_per_epoch if loop is None else loop.epoch,
+                epoch=self.steps_finished // self.cluster.setting.epoch_steps if loop is None else loop.epoch,
                 step=self.steps_finished,
                 compute_s=self._step.computed_s,
                 samples=samples,

@@ -155,7 +155,7 @@ class SimulatedServers:
 
     def push(self, push: SimulatedPush) -> None:
         """Send a push to every server."""
-        share = self._cluster.size_bytes // len(self._servers) if push.steps else 0
+        share = self._cluster.setting.size_bytes // len(self._servers) if push.steps else 0
         for server in self._servers:
             self._cluster.engine.schedule(
                 self._arrival_s(server, push.process, share), self._receive, (server, push)
@@ -178,7 +178,7 @@ class SimulatedServers:
                     self._version_of(pieces, version), [piece for _, piece in sorted(pieces.items())]
                 )
                 free_s = self._lines.reachable_s(process, SERVERS)
-                takes_s = self._cluster.network.transfer_s(self._cluster.size_bytes)
+                takes_s = self._cluster.network.transfer_s(self._cluster.setting.size_bytes)
                 self._cluster.engine.schedule(free_s + takes_s, on_row, row)
 
         for server in self._servers:

@@ -39,9 +39,10 @@ from offbeat.simulator.core.times import (
     HeavyTailedTimes,
     JitteredTimes,
 )
-from offbeat.simulator.training.cluster import SimulatedCluster, SimulationSetting, ViolationError
+from offbeat.simulator.training.cluster import SimulatedCluster, ViolationError
 from offbeat.simulator.training.replicas import HistoryProblem, LeastSquaresProblem, TrainingProblem
 from offbeat.simulator.training.sample_loop import SampleSetting
+from offbeat.simulator.training.setting import SimulationSetting
 from offbeat.simulator.training.worker import COMPUTING, SimulatedWorker
 
 _QUIET_S = 9.0  # longer than any wait of the policies below
@@ -351,7 +352,7 @@ def check_run(case: FaultCase, cluster: SimulatedCluster) -> None:
     left = [simulated for simulated in left if not simulated.is_leaving]
     alive = [simulated for simulated in cluster.workers.values() if simulated.is_alive]
     stragglers = set()
-    for policy in cluster.policies:
+    for policy in cluster.coordinator.policies:
         monitor = policy.state_dict().get("stragglers", {"classifier": {"workers": []}})
         classifier = monitor["classifier"]
         for worker, count, is_slow, *_ in classifier["workers"]:

@@ -40,11 +40,9 @@ Nothing here decides on membership, and nothing waits for real time.
 
 from __future__ import annotations
 
-import math
 import random
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, assert_never, cast
 
 from offbeat.errors import OffbeatError
@@ -70,10 +68,10 @@ from offbeat.events import (
     Tick,
     ToAllWorkers,
 )
-from offbeat.policies import Policy, dispatch_event
+from offbeat.policies import Policy
 from offbeat.policies.data.block_scheduler import BlockScheduler
 from offbeat.policies.membership.lockstep import Lockstep
-from offbeat.policies.stragglers.injection import InjectedSlowness, SlowRule
+from offbeat.policies.stragglers.injection import InjectedSlowness
 from offbeat.simulator.core.engine import Engine
 from offbeat.simulator.core.faults import (
     SERVERS,
@@ -87,20 +85,26 @@ from offbeat.simulator.core.faults import (
     WorkerDeath,
     WorkerDeparture,
     WorkerHang,
-    check_faults,
     format_fault,
 )
 from offbeat.simulator.core.lines import COORDINATOR, UNREACHABLE_S, NetworkOutages, Outage
-from offbeat.simulator.core.network import NetworkCosts
-from offbeat.simulator.core.times import ComputeTimes, ComputeTimeSource, ConstantTimes
+from offbeat.simulator.core.times import ComputeTimeSource
+from offbeat.simulator.training.coordinator import SimulatedCoordinator
 from offbeat.simulator.training.exchange import BlockableExchange, SimulatedExchange
 from offbeat.simulator.training.interface import StateTransfer
+from offbeat.simulator.training.invariants import (
+    checkpoint_violation,
+    count_violation,
+    group_violation,
+    halt_violation,
+    repeated_use,
+)
 from offbeat.simulator.training.replicas import HistoryProblem, SampleTrackingProblem, TrainingProblem
 from offbeat.simulator.training.sample_loop import SampleSetting
+from offbeat.simulator.training.setting import SimulationSetting
 from offbeat.simulator.training.vectorized_group import VectorizedGroup
 from offbeat.simulator.training.worker import RECEIVING_STATE, SimulatedWorker
 
-_NEVER = 10**18
 # A simulated worker computes no late block, so those assigned to it are withdrawn; and it does not wait for
 # the answer to its checkpoint query.
 _NOT_SIMULATED = (AssignLateBlock, ResolveLateBlock, ConsumedSamples)
@@ -109,64 +113,6 @@ _REPORTED_S = UNREACHABLE_S + 0.1  # a silence of this length has been reported 
 
 class ViolationError(OffbeatError):
     """Something happened that must never happen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulationSetting:
-    """Parameters of a simulated run, except for its policies.
-
-    Attributes:
-        world: workers at the start.
-        steps: steps after which each worker leaves; None for no limit.
-        until_s: the virtual time at which the run ends at the latest.
-        steps_per_epoch: steps in an epoch of each worker; derived from `samples` where samples are assigned.
-        samples: the samples that are assigned to the workers; None to simulate time only.
-        rounds_per_step: exchanges in a step (gradient accumulation).
-        times: the model of compute time.
-        slow: slowdown rules, on top of `times`.
-        network: cost of messages.
-        size_bytes: size of the gradients in an exchange; a state is three times as large.
-        apply_s: duration of an optimizer step.
-        faults: faults to inject.
-        tick_s: interval at which policies receive a Tick.
-        detect_s: delay after which the coordinator learns of a death.
-        lost_after_s: silence after which a node counts as lost.
-        stuck_after_s: time without a finished step after which the run counts as stuck.
-        seed: seed of all random numbers.
-    """
-
-    world: int = 4
-    steps: int | None = None
-    until_s: float = math.inf
-    steps_per_epoch: int = 100
-    samples: SampleSetting | None = None
-    rounds_per_step: int = 1
-    times: ComputeTimes = field(default_factory=ConstantTimes)
-    slow: tuple[SlowRule, ...] = ()
-    network: NetworkCosts = field(default_factory=NetworkCosts)
-    size_bytes: int = 4_000_000
-    apply_s: float = 0.0
-    faults: tuple[Fault, ...] = ()
-    tick_s: float = 0.5
-    detect_s: float = 0.005
-    lost_after_s: float = 10.0
-    stuck_after_s: float = 900.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("world", "steps_per_epoch", "rounds_per_step"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"expected at least 1 step, got {self.steps}")
-        if self.samples is not None and (self.steps is not None or self.rounds_per_step > 1):
-            raise ValueError("expected epochs instead of steps, and one round a step with dealt samples")
-        has_end = self.steps is not None or (self.samples is not None and self.samples.epochs is not None)
-        if not has_end and self.until_s == math.inf:
-            raise ValueError("expected steps or until_s, got neither: the run would not end")
-        if self.size_bytes < 0:
-            raise ValueError(f"expected a size of at least 0 bytes, got {self.size_bytes}")
-        check_faults(self.faults, self.world)
 
 
 class SimulatedCluster:
@@ -180,7 +126,7 @@ class SimulatedCluster:
         one_by_one: simulate every worker individually all the time; the run is the same.
 
     Attributes:
-        log: every event with the actions that answered it.
+        coordinator: the policies, their log, and the connections to workers.
         stopped: the AbortJob that ended the job, if any.
         is_dismissed: the job has completed.
         progress_s: when a worker last finished a step, or earlier while there is a vectorized group.
@@ -189,6 +135,10 @@ class SimulatedCluster:
         membership_changed_s: when the last Halt or Group was sent.
         is_exactly_once: events and actions are recorded and delivered exactly once and in order, across
             restarts of the coordinator.
+
+    Size: it stands for all transports and injects all faults. Each message and each fault reads and changes
+    the connections, the hangs and the vectorized group together, and subclasses replace single
+    steps of this.
     """
 
     HAS_SERVERS: ClassVar = False
@@ -209,51 +159,33 @@ class SimulatedCluster:
         self.engine = Engine()
         self.chance = random.Random(f"cluster {setting.seed}")
         self.problem: TrainingProblem = problem or HistoryProblem()
-        self.samples = samples = setting.samples
-        if samples is not None:
+        if setting.samples is not None:
             self.problem = SampleTrackingProblem(self.problem)
-        self.network, self.world = setting.network, setting.world
-        self.steps = setting.steps if setting.steps is not None else _NEVER
-        self.steps_per_epoch, self.rounds_per_step = setting.steps_per_epoch, setting.rounds_per_step
-        if samples is not None:
-            self.steps_per_epoch = -(-samples.epoch_samples // (samples.batch_size * setting.world))
-        self.size_bytes, self.apply_s = setting.size_bytes, setting.apply_s
+        self.network = setting.network
         self.exchanges: dict[int, BlockableExchange] = {}
         self.vectorized_group = VectorizedGroup(self, self.open_exchange)
         self.received_early: frozenset[int] = frozenset()
-        is_plain = setting.rounds_per_step == 1 and not setting.apply_s and samples is None
+        is_plain = setting.rounds_per_step == 1 and not setting.apply_s and setting.samples is None
         self._may_vectorize = not one_by_one and is_plain
         self._workers: dict[int, SimulatedWorker] = {}
         self.hung_at_s: dict[int, float] = {}
         self.progress_s = self.membership_changed_s = 0.0
         self.stopped: AbortJob | None = None
         self.is_dismissed = False
-        self.log: list[tuple[Event, tuple[Action, ...]]] = []
         self.groups: list[tuple[float, Group]] = []
         self._hung_until_s: dict[int, float] = {}
         self.lines = NetworkOutages(self, lost_after_s=setting.lost_after_s)
         self._exchange_ids: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._keeps_log = keeps_log or any(isinstance(fault, CoordinatorRestart) for fault in setting.faults)
-        self._durable = 0  # length of the part of the log that a killed coordinator has written
-        self._build = policies
-        self.policies = list(policies())
-        self._incarnation = 0
-        self._is_down = False
-        self.clock_lag_s = 0.0  # a restarted coordinator's clock continues from the end of its log
-        self._joined_workers: set[int] = set()
-        self._lost_workers: set[int] = set()
-        self._unconnected: set[int] = set()  # workers that could not connect when a coordinator restarted
-        # With is_numbered: events of each worker in the log, and messages sent to each worker.
-        self._recorded: Counter[int] = Counter()
-        self._sent: dict[int, list[tuple[Action, ...]]] = defaultdict(list)
-        self._last_actions: list[Action] = []  # the last action of each broadcast type
+        has_restart = any(isinstance(fault, CoordinatorRestart) for fault in setting.faults)
+        self.coordinator = SimulatedCoordinator(
+            policies, keeps_log=keeps_log or has_restart, fail_invariant=self.fail_invariant
+        )
         self._slowness = (
             InjectedSlowness(setting.slow, workers=setting.world, seed=setting.seed) if setting.slow else None
         )
         self._alive = 0
-        self.is_lockstep = any(isinstance(policy, Lockstep) for policy in self.policies)
-        has_restart = any(isinstance(fault, CoordinatorRestart) for fault in setting.faults)
-        self.is_exactly_once = samples is not None or (self.is_lockstep and has_restart)
+        self.is_lockstep = any(isinstance(policy, Lockstep) for policy in self.coordinator.policies)
+        self.is_exactly_once = setting.samples is not None or (self.is_lockstep and has_restart)
         self._may_vectorize &= not self.is_exactly_once
 
     # Running -------------------------------------------------------------------------------------------
@@ -282,6 +214,16 @@ class SimulatedCluster:
             self._check_uses(self.setting.samples)
 
     @property
+    def log(self) -> list[tuple[Event, tuple[Action, ...]]]:
+        """Every event with the actions that answered it."""
+        return self.coordinator.log
+
+    @property
+    def clock_lag_s(self) -> float:
+        """How far the coordinator's clock lags behind the engine's."""
+        return self.coordinator.clock_lag_s
+
+    @property
     def workers(self) -> dict[int, SimulatedWorker]:
         """All workers, past and present; reading this dissolves the vectorized group."""
         self.vectorized_group.dissolve()
@@ -297,7 +239,11 @@ class SimulatedCluster:
     @property
     def is_undisturbed(self) -> bool:
         """Whether nothing prevents a vectorized group: no outage, no hung worker, a running coordinator."""
-        return self._may_vectorize and self.lines.has_no_outages and not (self._hung_until_s or self._is_down)
+        return (
+            self._may_vectorize
+            and self.lines.has_no_outages
+            and not (self._hung_until_s or self.coordinator.is_down)
+        )
 
     def _add(self, worker: int, *, is_new: bool) -> None:
         is_slowed = any(rule.worker in (None, worker) for rule in self.setting.slow)
@@ -305,7 +251,7 @@ class SimulatedCluster:
             self.setting.times,
             worker,
             seed=self.setting.seed,
-            slowness=self._slowness if is_slowed and worker < self.world else None,
+            slowness=self._slowness if is_slowed and worker < self.setting.world else None,
         )
         simulated = self._workers[worker] = self._make(worker, stopwatch, is_new)
         self._alive += 1
@@ -332,9 +278,9 @@ class SimulatedCluster:
 
     def _tick(self, _: Any) -> None:
         now_s = self.engine.now_s
-        if not self._is_down:
+        if not self.coordinator.is_down:
             self.handle_event(Tick(now_s=now_s - self.clock_lag_s))
-            self._durable = len(self.log)
+            self.coordinator.sync()
         if now_s - self.progress_s > self.setting.stuck_after_s:
             self._check_progress()
         self.engine.schedule(now_s + self.setting.tick_s, self._tick)
@@ -404,31 +350,32 @@ class SimulatedCluster:
 
     def schedule_arrival(self, worker: int, event: Event, at_s: float) -> None:
         """Schedule the arrival of an event at the coordinator."""
-        self.engine.schedule(at_s, self._receive, (worker, self._incarnation, event))
+        self.engine.schedule(at_s, self._receive, (worker, self.coordinator.incarnation, event))
 
     def _receive(self, message: tuple[int, int, Event]) -> None:
         worker, incarnation, event = message
-        if incarnation != self._incarnation or self._is_down:
+        coordinator = self.coordinator
+        if incarnation != coordinator.incarnation or coordinator.is_down:
             return
         if self.is_exactly_once:
-            sent, recorded = self._workers[worker].sent_events, self._recorded[worker]
+            sent, recorded = self._workers[worker].sent_events, coordinator.recorded[worker]
             if recorded == len(sent) or event is not sent[recorded]:
                 return  # a duplicate, or out of order
-            self._recorded[worker] += 1
+            coordinator.recorded[worker] += 1
         if type(event) is Joined:
-            if worker in self._joined_workers:
+            if worker in self.coordinator.joined:
                 return
             if self.stopped is not None or self.is_dismissed:
                 self.workers[worker].end()
                 return
-            self._joined_workers.add(worker)
+            self.coordinator.joined.add(worker)
             self.handle_event(event)
             if self._hung_until_s or not self.lines.has_no_outages:
                 self.lines.update_silences()
-        elif worker in self._joined_workers:
+        elif worker in self.coordinator.joined:
             self.handle_event(event)
         if type(event) is Left and self.is_exactly_once:
-            self._durable = len(self.log)
+            self.coordinator.sync()
             self.engine.schedule(self.engine.now_s + self.network.latency_s, self._end_worker, worker)
 
     def _end_worker(self, worker: int) -> None:
@@ -436,14 +383,10 @@ class SimulatedCluster:
 
     def handle_event(self, event: Event) -> bool:
         """Pass an event to the policies and send their actions; return whether there were any."""
-        actions = dispatch_event(self.policies, event)
-        if self._keeps_log:
-            self.log.append((event, tuple(actions)))
+        actions = self.coordinator.handle(event)
         if actions:
-            self._durable = len(self.log)
             self._apply_actions(actions)
-            return True
-        return False
+        return bool(actions)
 
     def _apply_actions(self, actions: list[Action]) -> None:
         common = []
@@ -451,14 +394,14 @@ class SimulatedCluster:
             self._check_action(action)
             if isinstance(action, ToAllWorkers):
                 common.append(action)
-                self._keep_last(action)
+                self.coordinator.keep_last(action)
             elif not isinstance(action, _NOT_SIMULATED):
-                for worker in sorted(self._joined_workers):
+                for worker in sorted(self.coordinator.joined):
                     if action.is_for(Recipient(f"worker-{worker}", worker)):
                         self._send(worker, (action,))
             if isinstance(action, RejectPeer):
-                self._joined_workers.discard(int(action.peer.removeprefix("worker-")))
-        for worker in sorted(self._joined_workers):
+                self.coordinator.joined.discard(int(action.peer.removeprefix("worker-")))
+        for worker in sorted(self.coordinator.joined):
             self._send(worker, tuple(common))
 
     def _check_action(self, action: Action) -> None:
@@ -468,34 +411,29 @@ class SimulatedCluster:
                 self.stopped = action
                 self._check_stop(action)
             case Group():
-                self._check_group(action)
+                self._check(self._group_violation(action))
                 self.groups.append((self.engine.now_s, action))
                 self.membership_changed_s = self.engine.now_s
             case Halt():
-                self._check_halt(action)
+                self._check(halt_violation(action, self.coordinator.last_actions))
                 self.membership_changed_s = self.engine.now_s
             case ConsumedSamples():
                 self._check_saved(action)
             case JobComplete():
                 self.is_dismissed = True
 
-    def _keep_last(self, action: Action) -> None:
-        self._last_actions = [last for last in self._last_actions if type(last) is not type(action)] + [
-            action
-        ]
-
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
         number = 0
         if self.is_exactly_once:
-            number = len(self._sent[worker])
-            self._sent[worker].append(actions)
+            number = len(self.coordinator.sent[worker])
+            self.coordinator.sent[worker].append(actions)
         self._schedule_delivery(worker, number, actions)
 
     def _schedule_delivery(self, worker: int, number: int, actions: tuple[Action, ...]) -> None:
         simulated = self._workers[worker]
         simulated.downlink_s = max(simulated.downlink_s, self.engine.now_s + self.network.latency_s)
         self.engine.schedule(
-            simulated.downlink_s, self._deliver, (simulated, self._incarnation, number, actions)
+            simulated.downlink_s, self._deliver, (simulated, self.coordinator.incarnation, number, actions)
         )
 
     def _deliver(self, message: tuple[SimulatedWorker, int, int, tuple[Action, ...]]) -> None:
@@ -503,7 +441,7 @@ class SimulatedCluster:
         if worker.worker in self.vectorized_group and all(isinstance(action, EndEpoch) for action in actions):
             return  # members ignore it
         self.vectorized_group.dissolve()
-        if incarnation != self._incarnation or not worker.is_alive:
+        if incarnation != self.coordinator.incarnation or not worker.is_alive:
             return
         if self.is_exactly_once:
             if number != worker.received_messages:
@@ -513,52 +451,25 @@ class SimulatedCluster:
 
     # What must hold ------------------------------------------------------------------------------------
 
-    def _check_group(self, group: Group) -> None:
-        members = group.members
-        if not members or tuple(sorted(set(members))) != members:
-            self.fail_invariant(
-                f"generation {group.generation}: expected sorted, distinct members, got {members}"
-            )
-        if not set(members) <= self._joined_workers:
-            self.fail_invariant(
-                f"generation {group.generation} has absent members: {set(members) - self._joined_workers}"
-            )
-        if not set(group.joining) < set(members):
-            self.fail_invariant(
-                f"members {members}: expected some of them to join, got {group.joining}; none has the state"
-            )
-        if len(group.weights) != len(members) or abs(sum(group.weights) - 1) > 1e-9 or min(group.weights) < 0:
-            self.fail_invariant(f"generation {group.generation} has the weights {group.weights}")
-        if self.groups and self._is_of_a_minority(self.groups[-1][1], group):
-            self.fail_invariant(
-                f"generation {group.generation} has {members} alone, and most others are unreachable"
-            )
-        if self.groups and group.generation <= self.groups[-1][1].generation:
-            self.fail_invariant(f"generation {group.generation} follows {self.groups[-1][1].generation}")
+    def _check(self, violation: str | None) -> None:
+        if violation is not None:
+            self.fail_invariant(violation)
 
-    def _is_of_a_minority(self, before: Group, group: Group) -> bool:
-        """Whether a group excludes members while the coordinator cannot reach most of the group before it."""
-        present = [member for member in before.members if member in self._joined_workers]
-        silent = [member for member in present if self.lines.silence_s(member, COORDINATOR) > _REPORTED_S]
-        return 2 * len(silent) > len(present) and not set(present) <= set(group.members)
+    def _group_violation(self, group: Group) -> str | None:
+        before, joined = self.groups[-1][1] if self.groups else None, self.coordinator.joined
+        silent = [member for member in joined if self.lines.silence_s(member, COORDINATOR) > _REPORTED_S]
+        return group_violation(group, before, joined, silent)
 
     def _check_stop(self, stop: AbortJob) -> None:
         if not self.groups or self.is_lockstep:
             return
         group = self.groups[-1][1]
-        for worker in sorted(self._joined_workers.intersection(group.members)):
+        for worker in sorted(self.coordinator.joined.intersection(group.members)):
             simulated = self.workers[worker]
             if simulated.is_alive and simulated.follower.is_member and not simulated.has_left:
                 self.fail_invariant(
                     f"the job was stopped though worker {worker} has the state: {stop.reason}"
                 )
-
-    def _check_halt(self, halt: Halt) -> None:
-        last = max(
-            [last.generation for last in self._last_actions if isinstance(last, Halt | Group)], default=-1
-        )
-        if halt.generation <= last:
-            self.fail_invariant(f"a Halt for generation {halt.generation} follows generation {last}")
 
     def _check_uses(self, samples: SampleSetting) -> None:
         """Check that no sample was used twice, and that a job that ended well used each one."""
@@ -566,12 +477,8 @@ class SimulatedCluster:
         workers = self._workers.values()
         for simulated in workers:
             if simulated.state is not None:
-                for (epoch, position), count in self.problem.sample_uses(simulated.state).items():
-                    if count > 1:
-                        self.fail_invariant(
-                            f"worker {simulated.worker} has position {position} of epoch {epoch} "
-                            f"{count} times"
-                        )
+                uses = self.problem.sample_uses(simulated.state)
+                self._check(repeated_use(simulated.worker, uses))
         members = self.groups[-1][1].members if self.groups else ()
         if self.is_dismissed:
             final = [simulated for simulated in workers if simulated.has_left and not simulated.is_leaving]
@@ -585,12 +492,12 @@ class SimulatedCluster:
         if self.stopped is not None or not final or samples.break_after_rounds is not None:
             return
         uses = self.problem.sample_uses(max(final, key=lambda simulated: simulated.follower.round).state)
-        for policy in self.policies:
+        for policy in self.coordinator.policies:
             state = policy.state_dict()
             if "assigner" in state:
                 scheduler = BlockScheduler()
                 scheduler.load_state_dict(state["assigner"]["scheduler"])
-                self._check_scheduler(samples, scheduler, uses)
+                self._check(count_violation(scheduler, uses, samples, is_complete=self.is_dismissed))
 
     def _check_saved(self, answer: ConsumedSamples) -> None:
         """Check that a saved state contains exactly the samples that the policies attribute to it."""
@@ -600,45 +507,7 @@ class SimulatedCluster:
         if not answer.is_current:
             return
         uses = self.problem.sample_uses(self._workers[answer.worker].saved_states[answer.round])
-        claimed = {
-            (epoch, position)
-            for epoch, ranges in answer.consumed
-            for start, stop in ranges
-            for position in range(start, stop)
-        }
-        if samples.break_after_rounds is None:
-            claimed |= {
-                (e, position) for e in range(answer.epoch) for position in range(samples.epoch_samples)
-            }
-        held = {use for use in uses if samples.break_after_rounds is None or use[0] in dict(answer.consumed)}
-        is_exact = samples.break_after_rounds is None  # else abandoned samples are reported as used, too
-        if not (claimed == held if is_exact else claimed >= held):
-            odd = sorted(claimed ^ held)
-            self.fail_invariant(
-                f"worker {answer.worker}: the state after {answer.round} rounds and its answer differ in "
-                f"{len(odd)} samples, from position {odd[0][1]} of epoch {odd[0][0]}"
-            )
-
-    def _check_scheduler(
-        self, samples: SampleSetting, scheduler: BlockScheduler, uses: Counter[tuple[int, int]]
-    ) -> None:
-        """Check the scheduler's counts against what the replicas used; at the end, that all was used."""
-        of_epoch = Counter(epoch for epoch, _ in uses)
-        epoch = 0
-        while scheduler.epochs.is_finished(epoch):
-            if of_epoch[epoch] != samples.epoch_samples:
-                self.fail_invariant(
-                    f"epoch {epoch} is finished with {of_epoch[epoch]} of {samples.epoch_samples} samples"
-                )
-            epoch += 1
-        for epoch in scheduler.epochs.numbers():
-            if scheduler.epochs.used_count(epoch) > of_epoch[epoch]:
-                self.fail_invariant(
-                    f"{scheduler.epochs.used_count(epoch)} samples of epoch {epoch} count as used, "
-                    f"{of_epoch[epoch]} were"
-                )
-        if self.is_dismissed and epoch != samples.epochs:
-            self.fail_invariant(f"the job ended with {epoch} of {samples.epochs} epochs finished")
+        self._check(checkpoint_violation(answer, uses, samples))
 
     # Exchanges -----------------------------------------------------------------------------------------
 
@@ -690,7 +559,7 @@ class SimulatedCluster:
 
     def send_state(self, donor: int, joiner: int, place: int, transfer: StateTransfer) -> None:
         """Send a donor's state to the joiner at index `place`; transfers are sequential."""
-        transfer_s = self.network.transfer_s(3 * self.size_bytes)
+        transfer_s = self.network.transfer_s(3 * self.setting.size_bytes)
         self.engine.schedule(
             self.engine.now_s + (place + 1) * transfer_s,
             self._deliver_state,
@@ -772,12 +641,12 @@ class SimulatedCluster:
 
     def _lose_worker(self, loss: tuple[int, str]) -> None:
         worker, cause = loss
-        if self._is_down:
+        if self.coordinator.is_down:
             return  # the next coordinator detects it
         self.vectorized_group.dissolve()
-        self._lost_workers.add(worker)
-        if worker in self._joined_workers:
-            self._joined_workers.discard(worker)
+        self.coordinator.lost.add(worker)
+        if worker in self.coordinator.joined:
+            self.coordinator.joined.discard(worker)
             self.handle_event(Lost(now_s=self.engine.now_s - self.clock_lag_s, worker=worker, cause=cause))
 
     def _hang_worker(self, fault: WorkerHang) -> None:
@@ -802,9 +671,9 @@ class SimulatedCluster:
         """Reconnect workers that the coordinator reaches again; those that it gave up end."""
         for simulated in self.running_workers():
             if not (simulated.is_hung or self._is_cut_off(simulated.worker)):
-                if simulated.worker in self._lost_workers:
+                if simulated.worker in self.coordinator.lost:
                     simulated.end()
-                elif simulated.worker in self._unconnected and not self._is_down:
+                elif simulated.worker in self.coordinator.unconnected and not self.coordinator.is_down:
                     self._reconnect(simulated)
 
     def _is_cut_off(self, worker: int) -> bool:
@@ -826,12 +695,12 @@ class SimulatedCluster:
 
     def is_present(self, worker: int) -> bool:
         """Whether the coordinator has a connection to the worker."""
-        return worker in self._joined_workers
+        return worker in self.coordinator.joined
 
     def is_observing(self, node: int) -> bool:
         """Whether a worker or the coordinator is able to notice events now."""
         if node == COORDINATOR:
-            return not self._is_down
+            return not self.coordinator.is_down
         return self.is_running(node) and not self.is_hung(node)
 
     def session_groups(self, worker: int) -> set[tuple[int, ...]]:
@@ -856,69 +725,43 @@ class SimulatedCluster:
         self._lose_worker((worker, cause))
 
     def _restart(self, fault: CoordinatorRestart) -> None:
-        if self._is_down:
+        if self.coordinator.is_down:
             return
-        self._is_down = True
+        self.coordinator.kill()
         self.lines.update_silences()  # a killed coordinator notices nothing
-        self._incarnation += 1
-        del self.log[self._durable :]
         self.engine.schedule(self.engine.now_s + fault.duration_s, self._restart_coordinator)
 
     def _restart_coordinator(self, _: Any) -> None:
         """Replay the log and reconnect all live workers, which resend what may have been lost."""
-        self._is_down = False
-        self.policies = list(self._build())
-        self._last_actions.clear()
-        for event, actions in self.log:
-            if tuple(dispatch_event(self.policies, event)) != actions:
-                self.fail_invariant(f"a replay of the log gives other actions for {event}")
-            for action in actions:
-                self._keep_last(action)
-        events = [event for event, _ in self.log]
-        self._recorded = Counter(getattr(event, "worker", -1) for event in events if type(event) is not Lost)
-        joined = {event.worker for event in events if isinstance(event, Joined)}
-        self._joined_workers = joined - {event.worker for event in events if isinstance(event, Lost | Left)}
-        last_s = self.log[-1][0].now_s if self.log else 0.0
-        self.clock_lag_s = self.engine.now_s - last_s
+        coordinator = self.coordinator
+        coordinator.restart(self.engine.now_s, lambda action: isinstance(action, ToAllWorkers))
         for worker in sorted(self._workers):
             simulated = self._workers[worker]
             if not simulated.is_alive:
                 self._lose_worker((worker, "it did not connect again"))
             elif simulated.is_hung or self._is_cut_off(worker):
-                self._unconnected.add(worker)
+                self.coordinator.unconnected.add(worker)
             else:
                 self._reconnect(simulated)
-        self.lines.adopt_reports({peer for worker, peer in self._open_reports() if worker is None})
-
-    def _open_reports(self) -> set[tuple[int | None, int]]:
-        """Return the open reports of unreachable peers in the log, as (observer, peer)."""
-        found: set[tuple[int | None, int]] = set()
-        for event, _ in self.log:
-            if isinstance(event, PeerUnreachable):
-                found.add((event.worker, event.peer))
-            elif isinstance(event, PeerReachable):
-                found.discard((event.worker, event.peer))
-        return found
+        self.lines.adopt_reports(coordinator.unreachable_peers(None))
 
     def _reconnect(self, simulated: SimulatedWorker) -> None:
-        self._unconnected.discard(simulated.worker)
+        self.coordinator.unconnected.discard(simulated.worker)
         if self.is_exactly_once:
             self._resend_missed(simulated)
             return
-        has_joined = any(
-            isinstance(event, Joined) and event.worker == simulated.worker for event, _ in self.log
-        )
+        has_joined = self.coordinator.has_logged_join(simulated.worker)
         simulated.uplink_s = simulated.downlink_s = self.engine.now_s + self.chance.random() * 0.01
         if not has_joined:
-            self._joined_workers.discard(simulated.worker)
+            self.coordinator.joined.discard(simulated.worker)
             simulated.send_joined()
             return
-        self._send(simulated.worker, tuple(self._last_actions))
+        self._send(simulated.worker, tuple(self.coordinator.last_actions))
         for event in (simulated.last_ready, simulated.last_halted, simulated.last_finished):
             if event is not None:
                 self.send_event(simulated.worker, replace(event, now_s=self.arrival_s(simulated.worker)))
         reports = self.lines.open_reports(simulated.worker)
-        for peer in sorted({peer for worker, peer in self._open_reports() if worker == simulated.worker}):
+        for peer in sorted(self.coordinator.unreachable_peers(simulated.worker)):
             if all(report.peer != peer for report in reports):
                 self.report_reachability(
                     simulated.worker, PeerReachable(now_s=0.0, worker=simulated.worker, peer=peer)
@@ -929,15 +772,13 @@ class SimulatedCluster:
     def _resend_missed(self, simulated: SimulatedWorker) -> None:
         """Resend like the runtime: each event is recorded once, each action received once, in order."""
         simulated.uplink_s = simulated.downlink_s = self.engine.now_s + self.chance.random() * 0.01
-        if not self._recorded[simulated.worker]:
-            self._joined_workers.discard(simulated.worker)
-        missed, simulated.sent_events = (
-            simulated.sent_events,
-            simulated.sent_events[: self._recorded[simulated.worker]],
-        )
-        for event in missed[len(simulated.sent_events) :]:
+        recorded = self.coordinator.recorded[simulated.worker]
+        if not recorded:
+            self.coordinator.joined.discard(simulated.worker)
+        sent_events, simulated.sent_events = simulated.sent_events, simulated.sent_events[:recorded]
+        for event in sent_events[recorded:]:
             self.send_event(simulated.worker, replace(event, now_s=self.arrival_s(simulated.worker)))
-        sent = self._sent[simulated.worker]
+        sent = self.coordinator.sent[simulated.worker]
         for number in range(simulated.received_messages, len(sent)):
             self._schedule_delivery(simulated.worker, number, sent[number])
 

@@ -12,7 +12,7 @@ from offbeat.events import Event
 from offbeat.simulator.core.engine import Engine
 from offbeat.simulator.core.network import NetworkCosts
 from offbeat.simulator.training.replicas import TrainingProblem
-from offbeat.simulator.training.sample_loop import SampleSetting
+from offbeat.simulator.training.setting import SimulationSetting
 
 
 class StateTransfer(NamedTuple):
@@ -32,18 +32,11 @@ class Simulation(Protocol):
         chance: all chance of the run, except for compute times.
         network: cost of messages.
         problem: the training problem.
-        samples: the samples that are dealt; None where none are.
-        world: workers at the start.
-        steps: steps after which each worker leaves.
-        steps_per_epoch: steps in an epoch of each worker.
-        rounds_per_step: exchanges in a step.
-        size_bytes: size of the gradients in an exchange.
-        apply_s: duration of an optimizer step.
+        setting: parameters of the run.
         is_lockstep: a worker leaves after its last step without waiting for the end of the job.
         is_exactly_once: events and actions are delivered exactly once and in order.
         progress_s: when a worker last finished a step.
         hung_at_s: when each worker last began to hang.
-        clock_lag_s: how far the coordinator's clock lags behind the engine's.
         received_early: workers whose last Ready the coordinator has already received, while a vectorized
             group is dissolved.
     """
@@ -53,20 +46,17 @@ class Simulation(Protocol):
     network: NetworkCosts
     problem: TrainingProblem
 
-    samples: SampleSetting | None
-    world: int
-    steps: int
-    steps_per_epoch: int
-    rounds_per_step: int
-    size_bytes: int
-    apply_s: float
+    setting: SimulationSetting
     is_lockstep: bool
     is_exactly_once: bool
 
     progress_s: float
     hung_at_s: dict[int, float]
-    clock_lag_s: float
     received_early: frozenset[int]
+
+    @property
+    def clock_lag_s(self) -> float:
+        """How far the coordinator's clock lags behind the engine's."""
 
     @property
     def is_undisturbed(self) -> bool:

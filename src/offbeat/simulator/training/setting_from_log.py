@@ -13,7 +13,7 @@ from statistics import fmean
 from offbeat.events import Action, EndEpoch, Event, Finished, Group, Halt, Joined, Ready, StepTimed
 from offbeat.simulator.core.network import NetworkCosts
 from offbeat.simulator.core.times import recorded_times
-from offbeat.simulator.training.cluster import SimulationSetting
+from offbeat.simulator.training.setting import SimulationSetting
 
 _LATENCY_S_MIN = 1e-6
 

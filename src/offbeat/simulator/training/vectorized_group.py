@@ -146,14 +146,17 @@ class VectorizedGroup:
         self._exchange = exchange
         self._was_done_s, self._took_s, self._fields_before = self._done_s, self._takes_s, self._fields
         step = exchange.step + 1
-        epoch, step_in_epoch = divmod(step, cluster.steps_per_epoch)
+        epoch_steps = cluster.setting.epoch_steps
+        epoch, step_in_epoch = divmod(step, epoch_steps)
         if self._row == _ROUNDS_AHEAD:
             self._skip(_ROUNDS_AHEAD)
             self._draw_ahead()
         self._takes_s = self._ahead_s[self._row]
         self._row += 1
         for index, stopwatch in self._slowed:
-            self._takes_s[index] *= stopwatch.slowdown(epoch, step_in_epoch, cluster.steps_per_epoch, step)
+            self._takes_s[index] *= stopwatch.slowdown(
+                epoch, step_in_epoch, cluster.setting.epoch_steps, step
+            )
         self._done_s = exchange.member_ends_s + self._takes_s
         # Among members that are done at the same time, the one that got the mean first comes first.
         order = np.argsort(np.roll(self._done_s, -exchange.first_member), kind="stable")
@@ -226,7 +229,7 @@ class VectorizedGroup:
         )
         following.average(self._members, self._gradients, exchange.group.weights)
         cluster.close_exchange(exchange.exchange_id)
-        if following.step + 1 < cluster.steps:
+        if following.step + 1 < cluster.setting.steps_max:
             self._plan_round(following)
             return
         self._exchange = None

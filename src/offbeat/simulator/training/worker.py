@@ -98,6 +98,9 @@ class SimulatedWorker:
         received_messages: messages received from the coordinator.
         session_groups: the members of all groups in which it has exchanged anything.
         place: where its process runs.
+
+    Size: it is one state machine. Each message and each end of a computation reads and changes the activity,
+    the exchange, the gradients and the connection together, and a vectorized group restores all of them.
     """
 
     place = "simulated"
@@ -129,7 +132,7 @@ class SimulatedWorker:
         self._is_dismissed = False
         self._is_new = is_new
         self.stopwatch = stopwatch
-        samples = cluster.samples
+        samples = cluster.setting.samples
         self.loop = (
             None
             if samples is None
@@ -170,7 +173,7 @@ class SimulatedWorker:
             Joined(
                 now_s=cluster.arrival_s(self.worker),
                 worker=self.worker,
-                world=cluster.world,
+                world=cluster.setting.world,
                 peer=f"worker-{self.worker}",
                 location=self.place,
                 addresses=(),
@@ -249,11 +252,11 @@ class SimulatedWorker:
         if not self.follower.finish_round(exchange.contributions):
             cluster.fail_invariant(f"worker {self.worker} continues an exchange that it had abandoned")
         self._means.append(exchange.mean)
-        if len(self._means) < cluster.rounds_per_step:
+        if len(self._means) < cluster.setting.rounds_per_step:
             self._compute()
-        elif cluster.apply_s:
+        elif cluster.setting.apply_s:
             self.activity = APPLYING
-            self._compute_for(cluster.apply_s)
+            self._compute_for(cluster.setting.apply_s)
         else:
             self._apply()
 
@@ -300,7 +303,7 @@ class SimulatedWorker:
             self.exchange is exchange
             and follower.group is self._donated_to
             and not follower.is_change_pending
-            and follower.step + 1 < cluster.steps
+            and follower.step + 1 < cluster.setting.steps_max
             and self.weight == 1.0
             and not self.is_leaving
             and self.uplink_s <= cluster.engine.now_s + cluster.network.latency_s
@@ -354,10 +357,10 @@ class SimulatedWorker:
                 return
         self.activity = COMPUTING
         step = self.follower.step + self.steps_outside
-        epoch, step_in_epoch = divmod(step, cluster.steps_per_epoch)
+        epoch, step_in_epoch = divmod(step, cluster.setting.epoch_steps)
         if self.loop is not None:
-            epoch, step_in_epoch = self.loop.epoch, int(self.loop.epoch_share * cluster.steps_per_epoch)
-        compute_s = self.stopwatch.next_s(epoch, step_in_epoch, cluster.steps_per_epoch, step)
+            epoch, step_in_epoch = self.loop.epoch, int(self.loop.epoch_share * cluster.setting.epoch_steps)
+        compute_s = self.stopwatch.next_s(epoch, step_in_epoch, cluster.setting.epoch_steps, step)
         self._compute_s += compute_s
         self._compute_for(compute_s)
 
@@ -385,7 +388,7 @@ class SimulatedWorker:
         self.weight = 1.0
         if loop is None:
             self.gradient = cluster.problem.gradient(self.state, self.worker, self.gradients_computed - 1)
-            epoch = (follower.step + self.steps_outside) // cluster.steps_per_epoch
+            epoch = (follower.step + self.steps_outside) // cluster.setting.epoch_steps
             cluster.send_ready(
                 self.worker, follower.generation, epoch, follower.step, follower.round, self._compute_s
             )
@@ -483,10 +486,10 @@ class SimulatedWorker:
             self.loop.end_round()
             if follower.is_member and follower.step % _SAVES_EVERY == self.worker % _SAVES_EVERY:
                 self._save_state()
-        if self.is_leaving or (cluster.is_lockstep and follower.step >= cluster.steps):
+        if self.is_leaving or (cluster.is_lockstep and follower.step >= cluster.setting.steps_max):
             self._send_left()
-        elif follower.step + self.steps_outside >= cluster.steps:
-            self._finish((follower.step + self.steps_outside - 1) // cluster.steps_per_epoch)
+        elif follower.step + self.steps_outside >= cluster.setting.steps_max:
+            self._finish((follower.step + self.steps_outside - 1) // cluster.setting.epoch_steps)
         else:
             self._compute()
 
@@ -537,7 +540,7 @@ class SimulatedWorker:
             self.loop.epochs_ended = max(self.loop.epochs_ended, epoch + 1)
             return
         if not self.follower.is_member and self.state is not None:
-            begins = (epoch + 1) * self.cluster.steps_per_epoch
+            begins = (epoch + 1) * self.cluster.setting.epoch_steps
             self.steps_outside = max(self.steps_outside, begins - self.follower.step - 1)
 
     # Changes -------------------------------------------------------------------------------------------
