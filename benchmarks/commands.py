@@ -43,7 +43,7 @@ class Benchmark:
 
     Attributes:
         name: of the command.
-        minutes: measured duration with the default options on two cores.
+        minutes: approximate duration with the default options on two cores.
         needs: what the machine must have beside the installed library.
         summary: what is measured.
     """
@@ -100,7 +100,7 @@ def _check_compute(compute: str) -> None:
         raise ValueError(f"expected --compute timed or real, got {compute!r}")
 
 
-@_benchmark("overhead", minutes=0)
+@_benchmark("overhead", minutes=6)
 @dataclass(frozen=True, kw_only=True)
 class OverheadOptions:
     """Step time of bsp against PyTorch's DDP on gloo, in alternating blocks, with cnn2 and resnet18."""
@@ -111,7 +111,7 @@ class OverheadOptions:
     seed: Seed = 0
 
 
-@_benchmark("allreduce", minutes=0, needs="root")
+@_benchmark("allreduce", minutes=8, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class AllreduceOptions:
     """All-reduce over links against gloo, between hosts with lines of known rate."""
@@ -122,7 +122,7 @@ class AllreduceOptions:
     seed: Seed = 0
 
 
-@_benchmark("hybrid", minutes=0, needs="root")
+@_benchmark("hybrid", minutes=40, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class HybridOptions:
     """Layer-wise all-reduce overlapped with both passes, against DDP, on lines of known rate."""
@@ -153,7 +153,7 @@ class HybridOptions:
     seed: Seed = 0
 
 
-@_benchmark("hybrid_sweep", minutes=0)
+@_benchmark("hybrid_sweep", minutes=1)
 @dataclass(frozen=True, kw_only=True)
 class HybridSweepOptions:
     """Fastest way of averaging layers, by line rate and number of workers."""
@@ -178,7 +178,7 @@ class HybridSweepOptions:
     seed: Seed = 0
 
 
-@_benchmark("log", minutes=0)
+@_benchmark("log", minutes=4)
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
     """Cost of reporting every step to the coordinator and writing the run log."""
@@ -189,7 +189,7 @@ class LogOptions:
     seed: Seed = 0
 
 
-@_benchmark("quality", minutes=0)
+@_benchmark("quality", minutes=8)
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions:
     """Quality of straggler detection, against rules used elsewhere; simulated."""
@@ -198,7 +198,7 @@ class QualityOptions:
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first run.")] = 0
 
 
-@_benchmark("simulator", minutes=0)
+@_benchmark("simulator", minutes=4)
 @dataclass(frozen=True, kw_only=True)
 class SimulatorOptions:
     """Speed of the simulator with many workers, and its agreement with real jobs of 4 workers."""
@@ -211,7 +211,7 @@ class SimulatorOptions:
     seed: Annotated[int, typer.Option(min=0, help="Seed of the simulation.")] = 0
 
 
-@_benchmark("straggler", minutes=0)
+@_benchmark("straggler", minutes=29)
 @dataclass(frozen=True, kw_only=True)
 class StragglerOptions:
     """Slowdown with none to all workers slow, in lockstep and with partial: the first paper's figure 1."""
@@ -239,7 +239,7 @@ class StragglerOptions:
         _check_compute(self.compute)
 
 
-@_benchmark("detect", minutes=0)
+@_benchmark("detect", minutes=6)
 @dataclass(frozen=True, kw_only=True)
 class DetectOptions:
     """Delay until a slow worker is excluded and readmitted: the first paper's section 5; timed."""
@@ -255,7 +255,7 @@ class DetectOptions:
     seed: Seed = 0
 
 
-@_benchmark("chaos", minutes=0)
+@_benchmark("chaos", minutes=6)
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions:
     """Throughput and lost samples while workers are killed, stopped and replaced at random."""
@@ -274,7 +274,7 @@ class ChaosOptions:
     seed: Seed = 0
 
 
-@_benchmark("accuracy", minutes=0, needs="MNIST")
+@_benchmark("accuracy", minutes=16, needs="MNIST")
 @dataclass(frozen=True, kw_only=True)
 class AccuracyOptions:
     """Test accuracy over time with one slow worker, in lockstep and with it excluded; real gradients."""
@@ -295,7 +295,7 @@ class AccuracyOptions:
     download: Download = False
 
 
-@_benchmark("ps", minutes=0, needs="root")
+@_benchmark("ps", minutes=3, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class PsOptions:
     """Parameter server throughput and latency: push, pull and both, dense and sparse, by size."""
@@ -307,7 +307,7 @@ class PsOptions:
     seed: Annotated[int, typer.Option(min=0, help="Seed of the pushed keys.")] = 0
 
 
-@_benchmark("failover", minutes=0)
+@_benchmark("failover", minutes=2)
 @dataclass(frozen=True, kw_only=True)
 class FailoverOptions:
     """Failover time and exactly-once pushes while servers are killed under load."""
@@ -320,7 +320,7 @@ class FailoverOptions:
     seed: Annotated[int, typer.Option(help="Seed of victims and times.")] = 0
 
 
-@_benchmark("sparse_lr", minutes=0)
+@_benchmark("sparse_lr", minutes=8)
 @dataclass(frozen=True, kw_only=True)
 class SparseLrOptions:
     """Sparse logistic regression on a parameter server, by delay bound and by filters; timed."""
@@ -350,7 +350,7 @@ class SparseLrOptions:
     seed: Annotated[int, typer.Option(min=0, help="Seed of rows, order and slowness.")] = 0
 
 
-@_benchmark("staleness", minutes=0)
+@_benchmark("staleness", minutes=20, needs="CIFAR-10")
 @dataclass(frozen=True, kw_only=True)
 class StalenessOptions:
     """BSP, SSP, DTSSP and ASP on a parameter server with slow workers: the second paper's tables 1 and 2."""
@@ -400,7 +400,7 @@ class StalenessOptions:
         _check_compute(self.compute)
 
 
-@_benchmark("validate", minutes=0, needs="MNIST")
+@_benchmark("validate", minutes=60, needs="MNIST")
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions:
     """Overlapped against in-line validation, with three input pipelines: MNIST."""
