@@ -492,6 +492,11 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
     return assigned | fields
 
 
+def lines_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
 def sizes(path: Path) -> Iterator[str]:
     """The parts of a file that have grown large."""
     lines = len(path.read_text().splitlines())
@@ -499,12 +504,24 @@ def sizes(path: Path) -> Iterator[str]:
         yield f"{from_root(path)} has {lines} lines"
     for node in nodes_of(path):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            length, where = node.end_lineno - node.lineno + 1, f"{from_root(path)}:{node.lineno} {node.name}"
+            length, where = lines_of(node), f"{from_root(path)}:{node.lineno} {node.name}"
             if length > (CLASS_LINES_MAX if isinstance(node, ast.ClassDef) else FUNCTION_LINES_MAX):
                 yield f"{where} has {length} lines"
             if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > CLASS_ATTRIBUTES_MAX:
                 yield f"{where} has {len(attributes_of(node))} attributes"
+
+
+def test_large_classes_say_why_in_their_docstring():
+    """A paragraph of the docstring that begins with "Size:"."""
+    without_reason = [
+        f"{from_root(path)}:{node.lineno} {node.name}"
+        for path in modules()
+        for node in nodes_of(path)
+        if isinstance(node, ast.ClassDef)
+        and (lines_of(node) > CLASS_LINES_MAX or len(attributes_of(node)) > CLASS_ATTRIBUTES_MAX)
+        and "\n\nSize: " not in (ast.get_docstring(node) or "")
+    ]
+    assert not without_reason
 
 
 def test_large_files_and_classes_are_warned_about():
