@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.runtime import session
 from offbeat.runtime.control import rendezvous
 from offbeat.runtime.control.environment import (
     JOB_VARIABLE,
@@ -22,6 +21,7 @@ from offbeat.runtime.control.environment import (
     START_S_VARIABLE,
     read_environment,
 )
+from offbeat.runtime.training import job_connection
 from offbeat.strategies import AllReduce, Hybrid, PartialAllReduce, ServerBSP
 from support.jobs import job
 from support.open_files import few_files
@@ -155,7 +155,7 @@ def without_files(rank, emit, odd_rank, where, name):
         ),
         (
             1,
-            session.__name__,
+            job_connection.__name__,
             "CoordinatorClient",
             "cannot open its connections: too many open files",
             "worker 1: worker-1.",
