@@ -5,7 +5,6 @@ from typing import get_args
 
 from offbeat.events import (
     Event,
-    Joined,
     Lost,
     Ready,
     Tick,
@@ -14,24 +13,13 @@ from offbeat.policies import dispatch_event
 from offbeat.wire.log_file import LogWriter, RunRecord
 from offbeat.wire.replay import build_policy
 from support.every_event import HEADER
+from support.joined_events import joined
 
 
 def recorded_run() -> RunRecord:
     """Two workers train three rounds, then one is lost; entries as the coordinator records them."""
     policies = [build_policy(policy["path"], policy["arguments"]) for policy in HEADER["policies"]]
-    events = [
-        Joined(
-            now_s=float(worker),
-            worker=worker,
-            world=2,
-            peer=f"worker-{worker}",
-            location="host",
-            addresses=("a:1",),
-            model_signature=("weight",),
-            strategy="bsp",
-        )
-        for worker in (0, 1)
-    ]
+    events: list[Event] = [joined(worker) for worker in (0, 1)]
     events += [
         Ready(
             now_s=2.0 + round_,

@@ -81,9 +81,9 @@ class GroupChanger:
         workers: the workers, of which it sets `can_join` and `is_late` when the group changes.
         group: the group, which only this object changes.
         stragglers: says which workers are left out.
-        outages: says whether anything may be decided, and is told whom only the lack of a state admits.
-        rounds: is told of new groups.
-        assigner: is told of new groups.
+        outages: says whether anything may be decided; receives the workers that only a lacking state admits.
+        rounds: receives new groups.
+        assigner: receives new groups.
         halt_timeout_s: time in which a member has to answer a Halt, in seconds.
 
     Attributes:

@@ -317,6 +317,22 @@ class PsManager:
         return [viewed]
 
 
+def event_from_message(node: str, message: object) -> Event:
+    """Return the event, at time 0, that reports a message of a node's policy to the manager."""
+    match message:
+        case ServerFillDone():
+            return ServerTransferDone(now_s=0.0, node=node, view=message.view)
+        case JoinAggregation():
+            return AggregationJoined(now_s=0.0, node=node, namespace=message.namespace)
+        case PauseReached():
+            return AggregationPaused(
+                now_s=0.0, node=node, namespace=message.namespace, pause_view=message.pause, time=message.time
+            )
+        case LeaveAggregation():
+            return AggregationLeft(now_s=0.0, node=node, namespace=message.namespace)
+    raise AssertionError(f"a node sends no {type(message).__name__} to the manager")
+
+
 def view_from_action(viewed: ClusterView) -> PlacementView:
     """Return the view that a manager has published."""
     filling: dict[int, tuple[RingArc, ...]] = {}

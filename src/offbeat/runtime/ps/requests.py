@@ -15,13 +15,11 @@ from typing import Any, Final
 import numpy as np
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.events import AggregationJoined, AggregationLeft, AggregationPaused, Event, WorkerGroupAction
+from offbeat.events import WorkerGroupAction
 from offbeat.numerics.ps.entries import Entries, Keys, key_slice
 from offbeat.policies.ps.client import PsClient, RequestDone, RequestFailed
+from offbeat.policies.ps.manager import event_from_message
 from offbeat.policies.ps.messages import (
-    JoinAggregation,
-    LeaveAggregation,
-    PauseReached,
     PlacementView,
     PullResult,
 )
@@ -469,7 +467,7 @@ class InflightRequests:
                 for pull in self._sent.fail(action):  # it fails for the same reason, or is sent alone
                     self._advance(pull)
             elif action.to == MANAGER:
-                self.node.send_event(_manager_event(self.node.name, action.message))
+                self.node.send_event(event_from_message(self.node.name, action.message))
             else:
                 self.node.send(action.to, action.message)
 
@@ -511,20 +509,6 @@ def _would_contain(request: QueuedRequest, push: Future, state: ClusterState) ->
     (name, first, last), (of, begin, end) = request.future.span, push.span
     space = state.space(name)
     return of == name and begin <= first and last <= end and space is not None and not space.aggregates
-
-
-def _manager_event(node: str, message: object) -> Event:
-    """Return the event that reports a message of the client's policy to the manager."""
-    match message:
-        case JoinAggregation():
-            return AggregationJoined(now_s=0.0, node=node, namespace=message.namespace)
-        case PauseReached():
-            return AggregationPaused(
-                now_s=0.0, node=node, namespace=message.namespace, pause_view=message.pause, time=message.time
-            )
-        case LeaveAggregation():
-            return AggregationLeft(now_s=0.0, node=node, namespace=message.namespace)
-    raise AssertionError(f"a client sends no {type(message).__name__} to the manager")
 
 
 def _split_covering(

@@ -16,13 +16,13 @@ from typing import Any, Final, TextIO
 import msgspec
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.events import ServerRemovalRequested, ServerTransferDone
+from offbeat.events import ServerRemovalRequested
 from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.spaces import build_table, import_function
 from offbeat.numerics.ps.tables import Allocate, ArrayTable
 from offbeat.policies.ps.hash_ring import NamespaceSpec
-from offbeat.policies.ps.manager import server_id
-from offbeat.policies.ps.messages import PlacementView, Pull, Push, Replicate, ServerFillDone
+from offbeat.policies.ps.manager import event_from_message, server_id
+from offbeat.policies.ps.messages import PlacementView, Pull, Push, Replicate
 from offbeat.policies.ps.server_node import CLIENT_REQUESTS, MANAGER, SendMessage, ServerNode, rejection
 from offbeat.runtime.control.starting import failure_answer, read_configuration, write_answer
 from offbeat.runtime.processes.threads import start_thread
@@ -212,8 +212,7 @@ class ServerProcess:
     def _emit(self, actions: Sequence[SendMessage]) -> None:
         for to, message in actions:
             if to == MANAGER:
-                assert isinstance(message, ServerFillDone)
-                self._node.send_event(ServerTransferDone(now_s=0.0, node=self._node.name, view=message.view))
+                self._node.send_event(event_from_message(self._node.name, message))
             else:
                 self._node.send(to, message)
 

@@ -17,13 +17,10 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from offbeat.events import (
     Action,
-    AggregationJoined,
-    AggregationLeft,
-    AggregationPaused,
     ClusterView,
     Event,
     ForgetClient,
@@ -35,7 +32,6 @@ from offbeat.events import (
     RejectPeer,
     ServerReachable,
     ServerRemovalRequested,
-    ServerTransferDone,
     ServerUnreachable,
     Tick,
 )
@@ -43,15 +39,11 @@ from offbeat.policies.ps.client import PsClient, RequestDone, RequestFailed
 from offbeat.policies.ps.clocked_store import TableStore
 from offbeat.policies.ps.failure_detector import SILENCE_TIMEOUT_S
 from offbeat.policies.ps.hash_ring import NamespaceSpec
-from offbeat.policies.ps.manager import PsManager, view_from_action
+from offbeat.policies.ps.manager import PsManager, event_from_message, view_from_action
 from offbeat.policies.ps.messages import (
-    JoinAggregation,
-    LeaveAggregation,
-    PauseReached,
     Payload,
     PlacementView,
     Push,
-    ServerFillDone,
 )
 from offbeat.policies.ps.server_node import MANAGER, SendMessage, ServerNode
 from offbeat.simulator.core.engine import Engine
@@ -515,7 +507,8 @@ class PsSimulation:
             self._states.joined.add(message.node)
         elif isinstance(message, NamespaceRequested):
             self._opened.add(message.name)
-        self._decide(replace(_manager_event(sender, message), now_s=self._engine.now_s))
+        event = message if isinstance(message, get_args(Event)) else event_from_message(sender, message)
+        self._decide(replace(event, now_s=self._engine.now_s))
 
     def _decide(self, event: Event) -> None:
         if (
@@ -629,22 +622,6 @@ class PsSimulation:
             value = self._stores[holder].table(space).values[key]
             if value != master or self._nodes[holder].push_times(*place) != own:
                 self._violated(f"{place} is {master} on server {holders[0]} and {value} on {holder}")
-
-
-def _manager_event(node: str, message: Any) -> Any:
-    """Return the event that a message for the manager stands for."""
-    match message:
-        case ServerFillDone():
-            return ServerTransferDone(now_s=0.0, node=node, view=message.view)
-        case JoinAggregation():
-            return AggregationJoined(now_s=0.0, node=node, namespace=message.namespace)
-        case PauseReached():
-            return AggregationPaused(
-                now_s=0.0, node=node, namespace=message.namespace, pause_view=message.pause, time=message.time
-            )
-        case LeaveAggregation():
-            return AggregationLeft(now_s=0.0, node=node, namespace=message.namespace)
-    return message
 
 
 def _number(name: str) -> int:
