@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.runtime import session  # noqa: F401 (loaded before files are limited)
+import offbeat.runtime.session  # loaded before files are limited
 from offbeat.runtime.control import rendezvous
 from offbeat.runtime.control.environment import (
     JOB_VARIABLE,
