@@ -38,7 +38,7 @@ from offbeat.runtime.ps.node import ClusterFile
 from offbeat.wire.log_file import read_log
 
 _SERVERS = 4
-_COPIES = 2
+_REPLICAS = 2
 _KEYS, _BLOCK_KEYS = 1024, 32
 _IN_FLIGHT = 2  # pushes per worker
 _PUSHES_BETWEEN_KILLS = (5, 30)  # pushes of every worker before the next kill, at least and at most
@@ -90,7 +90,7 @@ def run(options: FailoverOptions, *, command: str) -> Result:
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         log = Path(folder) / "log.jsonl"
-        ps = stack.enter_context(PS.local(_SERVERS, copies=_COPIES, run_log=str(log)))
+        ps = stack.enter_context(PS.local(_SERVERS, replicas=_REPLICAS, run_log=str(log)))
         pushing = [
             stack.enter_context(Child("benchmarks.failover", name=f"worker {worker}"))
             for worker in range(options.workers)

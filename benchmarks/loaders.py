@@ -26,7 +26,7 @@ class Samples(Protocol):
     """A set of samples with labels."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, position: int) -> tuple[np.ndarray[Any, Any], int]:
         """Load and prepare one sample, float32, and its label."""

@@ -38,14 +38,14 @@ def run(options: LogOptions, *, command: str) -> Result:
         found = run_workers("benchmarks.log", settings, workers)
         log_bytes = (Path(folder) / "log.jsonl").stat().st_size
     recorded, plain = (median(found["step_s"][way]) for way in ("recorded", "plain"))
-    told_s = found["tell_cpu_s"]
+    report_s = found["report_cpu_s"]
     coordinator_s = found["coordinator_cpu_s"]
-    share = (workers * told_s + coordinator_s) / (workers * found["step_cpu_s"])
+    share = (workers * report_s + coordinator_s) / (workers * found["step_cpu_s"])
     figures = {
         "recording_share_of_step": share,
         "step_ratio_p50": recorded / plain,
         "coordinator_cpu_us_a_step": coordinator_s * 1e6,
-        "worker_cpu_us_a_step": told_s * 1e6,
+        "worker_cpu_us_a_step": report_s * 1e6,
         "log_bytes_a_step": log_bytes / ((blocks + 1) * steps),
     }
     rows = [
@@ -90,20 +90,20 @@ def main() -> None:
                     cpu_s += time.process_time() - began_cpu_s
                     coordinator_cpu_s += _total_cpu_s(coordinators) - before_s
         steps = settings["blocks"] * settings["steps"]
-        tell_cpu_s = _tell_cpu_s(session)  # in all workers: in lockstep all must have the same rounds
+        report_cpu_s = _report_cpu_s(session)  # in all workers: in lockstep all must have the same rounds
         if session.worker == 0:
             result = {
                 "step_s": step_s,
                 "step_cpu_s": cpu_s / steps,
                 "coordinator_cpu_s": coordinator_cpu_s / steps,
-                "tell_cpu_s": tell_cpu_s,
+                "report_cpu_s": report_cpu_s,
             }
             send_result(result)
         dist.barrier()
     dist.destroy_process_group()
 
 
-def _tell_cpu_s(session: Session) -> float:
+def _report_cpu_s(session: Session) -> float:
     """Return the processor time of reporting one step to the coordinator, the links' thread included."""
     member = session._job.coordinator
     assert member is not None

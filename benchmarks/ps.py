@@ -262,7 +262,7 @@ class _BenchmarkCluster:
 
     def __enter__(self) -> _BenchmarkCluster:
         with ExitStack() as stack:
-            cluster = start_manager(self._nodes, host=_HOST, copies=0)
+            cluster = start_manager(self._nodes, host=_HOST, replicas=0)
             for server in range(self._nodes):
                 is_shared = self._transport == "shared"
                 process = start_server(
@@ -330,7 +330,7 @@ def _measure(
 
 def _sampled_rows(case: RequestCase, settings: PsSettings) -> list[dict[str, Any]]:
     """Return where the threads of worker and server spend the time of pushes over TCP."""
-    cluster = start_manager(1, host=_HOST, copies=0)
+    cluster = start_manager(1, host=_HOST, replicas=0)
     configuration = ServerConfiguration(cluster=cluster, host=_HOST, server=0, unix=False)
     with Child("benchmarks.sampling", name="the sampled server") as server:
         request_all([server], msgspec.to_builtins(configuration))

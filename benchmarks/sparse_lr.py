@@ -292,7 +292,7 @@ class _Worker:
         in_flight: deque[tuple[Any, Any]] = deque()
         for number, (first, last) in enumerate(blocks, 1):
             begun_s = time.monotonic()
-            block = self.worker.compute_push(first, last, self.w.active_keys if self.is_skipping else None)
+            block = self.worker.compute_push(first, last, self.w.is_active if self.is_skipping else None)
             self._extend_task(begun_s, number - 1, len(blocks))
             pushed = self.w.push(block.rows, keys=block.keys, first=first, last=last)
             in_flight.append((block.keys, self.w.pull(keys=block.keys, after=[pushed])))

@@ -291,7 +291,7 @@ class TimedModel(nn.Module):
         self._in_order = [modules[layer.name] for layer in times.layers]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Samples (B, ...) to logits (B, K), all zero."""
+        """Return logits (B, K), all zero, for samples (B, ...)."""
         self._waiter.reset()
         self._waiter.wait(self._lead_s)
         logits = inputs.new_zeros(len(inputs), self._classes, dtype=torch.float32)

@@ -30,7 +30,7 @@ def one_pass(worker, w, blocks, tau):
     """One step in each block, with weights in which the last `tau` steps may be missing."""
     in_flight, worker.violation = [], 0.0
     for number, (first, last) in enumerate(blocks, 1):
-        block = worker.compute_push(first, last, w.active_keys)  # gradients and curvature bounds
+        block = worker.compute_push(first, last, w.is_active)  # gradients and curvature bounds
         pushed = w.push(block.rows, keys=block.keys, first=first, last=last)  # servers sum, then step
         in_flight.append((block.keys, w.pull(keys=block.keys, after=[pushed])))
         while len(in_flight) > (tau if number < len(blocks) else 0):

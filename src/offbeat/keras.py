@@ -207,8 +207,8 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
         self._free_snapshots.append(first)
         scheduler = ValidationScheduler(pending_max=self._pending_max, when_full=self._when_full)
         self._ledger = ValidationLedger(scheduler, self._timeout_s)
-        self._crew = EvaluatorPool(evaluators, self._ledger.on_part_done, self._ledger.fail_all)
-        self._close = weakref.finalize(self, self._crew.close, _CLOSE_TIMEOUT_S)
+        self._evaluators = EvaluatorPool(evaluators, self._ledger.on_part_done, self._ledger.fail_all)
+        self._close = weakref.finalize(self, self._evaluators.close, _CLOSE_TIMEOUT_S)
         self._is_ready = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -279,7 +279,7 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
             return
         values = self._snapshots[epoch] = self._free_snapshots.pop() if self._free_snapshots else _Snapshot()
         values.copy_from(_all_variables(self.model))
-        self._crew.submit(make_parts(answer, values, SignalSafeEvent()))
+        self._evaluators.submit(make_parts(answer, values, SignalSafeEvent()))
 
     def _wait_for_all(self) -> None:
         while self._ledger.wait_for_oldest():

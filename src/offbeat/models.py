@@ -46,7 +46,7 @@ class Mlp(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Samples (B, ...) to logits (B, K)."""
+        """Return logits (B, K) for samples (B, ...)."""
         logits: Tensor = self.head(F.relu(self.hidden(x.flatten(1))))
         return logits
 
@@ -157,7 +157,7 @@ class ResidualBlock(nn.Module):
         self.shortcut = _shortcut(channels_in, channels, stride)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Maps (B, channels_in, H, W) to maps (B, channels, H / stride, W / stride), rounded up."""
+        """Map (B, channels_in, H, W) to maps (B, channels, H / stride, W / stride), rounded up."""
         x = F.relu(self.norm1(self.conv1(images)))
         return F.relu(self.norm2(self.conv2(x)) + self.shortcut(images))
 
@@ -225,7 +225,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(channels_in, channels, stride)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Maps (B, channels_in, H, W) to maps (B, 4 width, H / stride, W / stride), rounded up."""
+        """Map (B, channels_in, H, W) to maps (B, 4 width, H / stride, W / stride), rounded up."""
         x = F.relu(self.norm1(self.conv1(images)))
         x = F.relu(self.norm2(self.conv2(x)))
         return F.relu(self.norm3(self.conv3(x)) + self.shortcut(images))
@@ -330,7 +330,7 @@ class BertSmall(nn.Module):
         self.head = nn.Linear(512, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Samples (B, ...) to logits (B, K)."""
+        """Return logits (B, K) for samples (B, ...)."""
         values = x.flatten(1)[:, : self.TOKENS].double()
         tokens = ((values - values.floor()) * self.VOCABULARY).long().clamp(max=self.VOCABULARY - 1)
         places = torch.arange(tokens.shape[1], device=x.device)
@@ -386,7 +386,7 @@ def _resize(images: Tensor, pixels: int) -> Tensor:
 
 
 def _shortcut(channels_in: int, channels: int, stride: int) -> nn.Sequential:
-    """The shortcut of a block: the identity if the shape stays, else a 1x1 convolution to the new one."""
+    """Return a block's shortcut: the identity if the shape stays, else a 1x1 convolution to the new one."""
     if stride == 1 and channels_in == channels:
         return nn.Sequential()
     return nn.Sequential(

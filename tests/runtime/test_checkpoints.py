@@ -132,7 +132,7 @@ def fails_when_it_sends_its_state(rank, emit, is_late):
 
         def acquire_initial_later(self, world):
             membership = self.membership
-            self._member.wait_for(lambda: "worker 0" in membership.change_reason, 60, "the end of worker 0")
+            self._client.wait_for(lambda: "worker 0" in membership.change_reason, 60, "the end of worker 0")
             return acquire_initial(self, world)
 
         GroupBinding.acquire_initial = acquire_initial_later

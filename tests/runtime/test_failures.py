@@ -408,7 +408,7 @@ def test_a_worker_that_leaves_early_is_named(culprit, how):
         assert ended[culprit].value is None
     for report in survivors(ended, culprit):
         assert f"worker {culprit} has finished after 4 steps" in report["text"]
-        assert "wants step 5: give every worker the same number of batches" in report["text"]
+        assert "begins step 5: give every worker the same number of batches" in report["text"]
         assert report["at"] in (3, 4)  # a worker may still wait for step 4 when another is at step 5
 
 

@@ -243,13 +243,13 @@ def outcome_of(cluster: SimulatedCluster) -> list[Any]:
     """The whole outcome of a run, with each worker's replica and position."""
     facts = [cluster.log, cluster.groups, cluster.chance.getstate(), cluster.progress_s, cluster.engine.now_s]
     for worker, one in sorted(cluster.workers.items()):
-        own, follower = dict(vars(one)), vars(one.follower)
+        own, membership = dict(vars(one)), vars(one.membership)
         del own["_computation"]  # a count that means something only to its own calls
         facts += [worker, one.exchange and one.exchange.exchange_id, repr(one.state), repr(one.gradient)]
         facts += [
             value for name, value in sorted(own.items()) if isinstance(value, int | float | str | Ready)
         ]
-        facts += [value for name, value in sorted(follower.items()) if isinstance(value, int)]
+        facts += [value for name, value in sorted(membership.items()) if isinstance(value, int)]
     return facts
 
 
@@ -323,7 +323,7 @@ def test_each_sample_is_in_the_mean_of_one_round_an_epoch(fault, batches):
         lost_after_s=4.0,
     )
     cluster = run(setting, partial(4, halt_timeout_s=0.5, patience_min_s=0.5, timeout_s=2.0))
-    assert cluster.is_dismissed
+    assert cluster.is_job_complete
     ended = [one for one in cluster.workers.values() if one.has_left and not one.is_leaving]
     assert len(ended) >= 3
     problem = cluster.problem
@@ -337,14 +337,14 @@ def test_without_faults_epochs_take_as_few_rounds_as_they_can():
     samples = SampleSetting(epoch_samples=101, batch_size=4, epochs=4)
     setting = SimulationSetting(world=3, samples=samples, times=ConstantTimes(mean_s=0.05))
     cluster = run(setting, partial(3))
-    assert {one.follower.round for one in cluster.workers.values()} == {4 * 9}
+    assert {one.membership.round for one in cluster.workers.values()} == {4 * 9}
 
 
 def test_loops_that_break_off_use_no_sample_twice_and_end():
     samples = SampleSetting(epoch_samples=101, batch_size=4, epochs=5, break_after_rounds=2)
     setting = SimulationSetting(world=3, samples=samples, times=ConstantTimes(mean_s=0.05))
     cluster = run(setting, partial(3))
-    assert cluster.is_dismissed
+    assert cluster.is_job_complete
     assert isinstance(cluster.problem, SampleTrackingProblem)
     uses = cluster.problem.sample_uses(cluster.workers[0].state)
     assert set(uses.values()) == {1}
@@ -426,7 +426,7 @@ def test_with_samples_a_state_dict_at_any_point_gives_the_same_future():
             later = PartialGroups(5, **arguments)
             later.load_state_dict(json.loads(json.dumps(kept.state_dict())))
         assert later.state_dict() == kept.state_dict()
-    assert cluster.is_dismissed
+    assert cluster.is_job_complete
 
 
 def test_in_lockstep_a_death_stops_the_job_by_name():

@@ -325,7 +325,7 @@ EXAMPLES = [
         epoch=3,
         ring=(0, 3),
         virtual_nodes=16,
-        copies=2,
+        replicas=2,
         next_ring=(0, 2, 3),
         transfers=(ServerTransfer(server=3, start=0, stop=2**62),),
         namespaces=(Namespace(name="w", keys=10, block_keys=3, spec="{}", aggregates=True),),

@@ -37,7 +37,7 @@ from support.run_logs import wait_until
 DEADLINE_S = 60.0  # for whatever has to happen at all
 START_S = 120.0  # for a job or a parameter server to begin
 STEPS = 10  # so many show that training goes on
-PUSHES = 20  # likewise
+PUSHES = 20  # so many show that pushes succeed
 STEP_S = 0.05  # of computing; leaves the machine to others
 KEYS = 64
 _WINDOW = 8  # pushes of a client that are not acknowledged
@@ -421,7 +421,7 @@ def serving(servers: int, folder: Path) -> Iterator[Serving]:
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_kill, processes)
         for number, place in enumerate(places[:servers]):
-            new = ["--new", str(servers), "--copies", "2"] if number == 0 else []
+            new = ["--new", str(servers), "--replicas", "2"] if number == 0 else []
             command = [*place.prefix, sys.executable, "-m", "offbeat", "serve", *new, str(file)]
             with (folder / f"server{number}.txt").open("wb") as output:
                 processes.append(

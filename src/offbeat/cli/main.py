@@ -242,7 +242,7 @@ def serve(
             "reach the manager, or 127.0.0.1 for a new cluster."
         ),
     ] = None,
-    copies: Annotated[
+    replicas: Annotated[
         int, typer.Option(min=0, help="Replicas of each key in a new cluster, as far as there are servers.")
     ] = 2,
     function: Annotated[
@@ -268,7 +268,7 @@ def serve(
 
         if new < 1:
             raise ValueError(f"expected at least 1 server to begin with, got {new}")
-        found = start_manager(new, host=host or "127.0.0.1", copies=copies)
+        found = start_manager(new, host=host or "127.0.0.1", replicas=replicas)
         found.write(cluster)
     else:
         with file_errors("read", cluster):
@@ -357,13 +357,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _relative(path: Path) -> str:
-    """The path relative to the current folder, unless it lies outside of it."""
+    """Return the path relative to the current folder, unless it lies outside of it."""
     near = os.path.relpath(path)
     return str(path) if near.startswith("..") else near
 
 
 def _new_run_folder(what: str) -> Path:
-    """A folder for a run, in `runs`, or in the system's temporary folder where that is not writable."""
+    """Return a folder for a run: in `runs`, or where that is not writable in the temporary folder."""
     plain = "".join(character if character.isalnum() else "-" for character in what)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{plain}"
     runs = Path("runs")

@@ -212,7 +212,7 @@ def _run_training(
     _run_with_progress(cluster, strategy, setting.steps)
     figures = {
         "simulated_s": cluster.progress_s,
-        "steps": float(max(simulated.follower.step for simulated in cluster.workers.values())),
+        "steps": float(max(simulated.membership.step for simulated in cluster.workers.values())),
         "groups_count": float(len(cluster.groups)),
         "cpu_s": time.process_time() - begin_s,
     }
@@ -245,7 +245,7 @@ def _run_on_servers(
 
     steps = setting.steps
     if terms.assigns_samples:
-        setting = _with_dealt_samples(setting)
+        setting = _with_assigned_samples(setting)
 
     def worker_policies() -> list[Policy]:
         return [policy for policy in build() if not isinstance(policy, PsManager)]
@@ -267,7 +267,7 @@ def _run_on_servers(
     return figures, rows
 
 
-def _with_dealt_samples(setting: SimulationSetting) -> SimulationSetting:
+def _with_assigned_samples(setting: SimulationSetting) -> SimulationSetting:
     """Return a setting with the same work, assigned to workers as they request it: a sample is a batch."""
     from offbeat.simulator.training.sample_loop import SampleSetting
 
@@ -329,7 +329,7 @@ def _run_seed(seed: int, *, is_lockstep: bool) -> dict[str, int]:
     from offbeat.simulator.training import campaign
 
     cluster = campaign.run_lockstep(seed) if is_lockstep else campaign.run_case(seed)
-    steps = max(worker.follower.step for worker in cluster.workers.values())
+    steps = max(worker.membership.step for worker in cluster.workers.values())
     return {"faults_count": len(cluster.setting.faults), "steps": steps}
 
 

@@ -41,7 +41,7 @@ class TimeSheetEntry:
     metrics: dict[str, float]
 
     def share(self, part: str) -> float:
-        """The part's share of the wall time, 0 to 1."""
+        """Return the part's share of the wall time, 0 to 1."""
         return self.parts_s[part] / self.wall_s if self.wall_s else 0.0
 
 

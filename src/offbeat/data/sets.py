@@ -184,7 +184,7 @@ def read_mnist(folder: Path, *, train_count: int = 60_000, test_count: int = 10_
 
 
 def _mnist_path(raw: Path, name: str) -> Path | None:
-    """The path of a plain file, else of a gzipped one, else of a folder of either name."""
+    """Return the path of a plain file, else of a gzipped one, else of a folder of either name."""
     found = [path for path in (raw / name, raw / f"{name}.gz") if path.exists()]
     return next((path for path in found if path.is_file()), found[0] if found else None)
 

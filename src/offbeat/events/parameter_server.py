@@ -299,7 +299,7 @@ class ClusterView(ToNodeOrAll):
     Attributes:
         node: the recipient; empty for all nodes.
         ring: the servers of the ring in force.
-        virtual_nodes, copies: of every ring.
+        virtual_nodes, replicas: of every ring.
         next_ring: the servers of the ring in preparation; empty where there is none.
         servers: all servers present.
         lost: keys whose data are lost.
@@ -313,7 +313,7 @@ class ClusterView(ToNodeOrAll):
     epoch: int
     ring: tuple[int, ...]
     virtual_nodes: int
-    copies: int
+    replicas: int
     next_ring: tuple[int, ...]
     transfers: tuple[ServerTransfer, ...]
     namespaces: tuple[Namespace, ...]

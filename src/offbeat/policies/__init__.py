@@ -21,13 +21,13 @@ class Policy(Protocol):
     """Interface of a policy, as driven by the coordinator, the simulator and a replay."""
 
     def handle(self, event: Event) -> list[Action]:
-        """Returns the actions for one event; raises ProtocolError for an impossible one."""
+        """Return the actions for one event; raise ProtocolError for an impossible one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, from which a policy with the same arguments can continue, as plain data."""
+        """Return the state, from which a policy with the same arguments can continue, as plain data."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a `state_dict`."""
+        """Restore a `state_dict`."""
 
 
 class WorkerProtocol(Protocol):
@@ -47,7 +47,7 @@ class WorkerProtocol(Protocol):
         """Number of exchanges that the worker has finished; 0 where there are none."""
 
     def handle(self, action: Action) -> list[Event]:
-        """Applies an action; returns the events that answer it, whose time the coordinator sets.
+        """Apply an action; return the events that answer it, whose time the coordinator sets.
 
         Raises:
             ProtocolError: the strategy has no such action.
@@ -55,12 +55,12 @@ class WorkerProtocol(Protocol):
 
 
 def unexpected_action(protocol: WorkerProtocol, action: Action) -> ProtocolError:
-    """Returns the error of a worker protocol that receives an action which its strategy does not have."""
+    """Return the error of a worker protocol that receives an action which its strategy does not have."""
     return ProtocolError(f"{type(protocol).__name__} does not handle the action {type(action).__name__}")
 
 
 def dispatch_event(policies: Sequence[Policy], event: Event) -> list[Action]:
-    """Passes one event to every policy, in order, and returns all actions.
+    """Pass one event to every policy, in order, and return all actions.
 
     A policy that raises ProtocolError ends this: the last action is then an AbortJob with the error's text.
     A RejectPeer in answer to a Joined ends it too: the policies after that one do not get the event.

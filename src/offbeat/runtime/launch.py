@@ -519,7 +519,7 @@ class LaunchedWorkers:
     def _replace(
         self, worker: _WorkerProcess, outcome: WorkerOutcome, selector: selectors.BaseSelector
     ) -> WorkerOutcome:
-        """Starts a replacement for a worker that died, if one is left and other workers still run."""
+        """Start a replacement for a worker that died, if one is left and other workers still run."""
         others = [other for other in self._workers if other.outcome is None and other is not worker]
         rank = self._replacements.draw() if self._replacements is not None and others else None
         if rank is None:

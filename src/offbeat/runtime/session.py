@@ -57,7 +57,7 @@ from offbeat.runtime.processes.interrupts import check_between_steps
 from offbeat.runtime.processes.preemption_signals import PreemptionSignals
 from offbeat.runtime.training.batch_source import BatchSource
 from offbeat.runtime.training.checks import check_all_in_optimizers, check_arguments, check_trainable
-from offbeat.runtime.training.data_position import DataPosition, check_state, outdated_state
+from offbeat.runtime.training.data_position import DataPosition, check_state, outdated_state_error
 from offbeat.runtime.training.interface import Strategy
 from offbeat.runtime.training.job_connection import JobConnection
 from offbeat.runtime.training.partial_step import optimizer_step_mode
@@ -86,7 +86,7 @@ def join(
     thread: int = 0,
     threads: int = 1,
 ) -> Session:
-    """Makes this process a worker of the job that its launcher started.
+    """Make this process a worker of the job that its launcher started.
 
     Puts hooks on the model and the optimizer; what they do is the strategy's. Where gradients are averaged,
     they are the mean over the workers after `backward()`. Copies rank 0's parameters, buffers and optimizer
@@ -230,17 +230,17 @@ class Session:
             self._trace()
 
     def _trace(self) -> None:
-        """Records in the trace that a step begins."""
+        """Record in the trace that a step begins."""
         if self.tracer is not None and self.tracer.on_step_start(self.step):
             self._job.record_bytes_sent(self.tracer)
 
     def position(self, round_: int) -> TrainingPosition:
-        """The position in the training that this worker's state belongs to."""
+        """Return the position in the training that this worker's state belongs to."""
         return self._position.training_position(round_)
 
-    def restore_position(self, place: TrainingPosition) -> None:
-        """Continues at the position that another worker's state belongs to."""
-        self._position.restore(place)
+    def restore_position(self, position: TrainingPosition) -> None:
+        """Continue at the position that another worker's state belongs to."""
+        self._position.restore(position)
 
     @property
     def epoch(self) -> int:
@@ -326,7 +326,7 @@ class Session:
         self._leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Removes the hooks and leaves the job; repeated calls have no effect.
+        """Remove the hooks and leave the job; repeated calls have no effect.
 
         Args:
             error: why this worker failed, None if it did not; other workers then fail with an error that
@@ -350,7 +350,7 @@ class Session:
         self._tear_down()
 
     def _finish(self) -> None:
-        """Sends what is still to be sent, and waits for the workers that may still need this one."""
+        """Send what is still to be sent, and wait for the workers that may still need this one."""
         try:
             self._hooks.end_step()
             self._synchronizer.flush()
@@ -363,7 +363,7 @@ class Session:
             raise
 
     def _wait_for_other_workers(self) -> None:
-        """Waits until all workers have finished.
+        """Wait until all workers have finished.
 
         Workers that are behind copy the final state from workers that are not. In lockstep none is, unless
         workers had different numbers of batches; a worker that had fewer learns of it during a short wait.
@@ -403,7 +403,7 @@ class Session:
     # The loop --------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the epochs from the first unfinished one to `count` - 1, or until `validate` stops the run.
+        """Yield the epochs from the first unfinished one to `count` - 1, or until `validate` stops the run.
 
         Also ends once the job is over, for a worker that joined after the others had stopped, and once
         `preempted` has been read as true.
@@ -423,7 +423,7 @@ class Session:
         drop_last: bool = False,
         **loader_options: Any,
     ) -> Iterator[Any]:
-        """Yields this worker's batches of the current epoch; over all workers each sample occurs once.
+        """Yield this worker's batches of the current epoch; over all workers each sample occurs once.
 
         Where the strategy assigns samples on demand, a worker gets as many as it has time for, and those of a
         lost worker go to others; a worker that is excluded, or that others wait for at the end, gets one of
@@ -471,7 +471,7 @@ class Session:
         return self._synchronizer.no_sync()
 
     def observe(self, loss: float | Tensor) -> None:
-        """Records the mean training loss of a batch, or its accuracy, for strategies that use it.
+        """Record the mean training loss of a batch, or its accuracy, for strategies that use it.
 
         Args:
             loss: a number, or a tensor of one element.
@@ -479,17 +479,17 @@ class Session:
         self._losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
 
     def pop_mean_loss(self) -> float | None:
-        """Returns the mean of the values observed since the last call, None if there are none."""
+        """Return the mean of the values observed since the last call, None if there are none."""
         losses, self._losses = self._losses, []
         return sum(losses) / len(losses) if losses else None
 
     def report(self, **metrics: float) -> None:
-        """Writes metrics of the current epoch (accuracy, loss, …) to the run log."""
+        """Write metrics of the current epoch (accuracy, loss, …) to the run log."""
         plain = {name: float(value) for name, value in metrics.items()}
         self.send_event(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
 
     def validate(self, evaluate: Evaluate, dataset: ValidationData, **options: Any) -> Validation:
-        """Validates the epoch that ends now while the next one trains; all workers call it.
+        """Validate the epoch that ends now while the next one trains; all workers call it.
 
         With several workers each evaluates the parts of the set assigned to it, as many as it has time for,
         with the same snapshot of the model; all get the metrics of the whole set. The exchanges of the
@@ -530,7 +530,7 @@ class Session:
         return self.validator.validate(self.epoch)
 
     def _validator(self, evaluate: Evaluate, dataset: ValidationData, options: dict[str, Any]) -> Validator:
-        """Makes the session's validator, which the workers share, or one of its own for a single worker.
+        """Make the session's validator, which the workers share, or one of its own for a single worker.
 
         Raises:
             ValueError: a decision of rollback with a plateau.
@@ -548,7 +548,7 @@ class Session:
             self._trained.model,
             evaluate,
             dataset,
-            member=self._job.coordinator,
+            client=self._job.coordinator,
             is_current=self._has_model_to_validate,
             can_roll_back=common and not self._strategy.survives_worker_loss,
             has_learning_rates=common,
@@ -571,13 +571,13 @@ class Session:
         return self._synchronizer.traffic
 
     def send_event(self, event: Event) -> None:
-        """Sends an event to the coordinator, after the times of the steps since the last one."""
+        """Send an event to the coordinator, after the times of the steps since the last one."""
         self._job.send_event(event)
 
     # What the synchronizer calls -------------------------------------------------------------------------
 
     def raise_if_failed(self) -> None:
-        """Raises the job's failure, if there is one.
+        """Raise the job's failure, if there is one.
 
         Raises:
             WorkerError: names the worker that caused it.
@@ -585,7 +585,7 @@ class Session:
         self._job.raise_if_failed()
 
     def on_computed(self, compute_s: float) -> None:
-        """Marks the batch as used; waits a multiple of `compute_s` where slowness is configured."""
+        """Mark the batch as used; wait a multiple of `compute_s` where slowness is configured."""
         self._source.on_computed()
         if self._slowness is None:
             return
@@ -631,7 +631,7 @@ class Session:
     # Saving and restoring --------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Brings model and optimizer state up to date with all workers' steps, up to this worker's step.
+        """Bring model and optimizer state up to date with all workers' steps, up to this worker's step.
 
         Call it before evaluating or saving the model during training on a parameter server, where a worker's
         copy lacks the other workers' latest steps. It waits for workers that are behind, and fetches the
@@ -648,11 +648,11 @@ class Session:
     def _refresh(self) -> None:
         self._hooks.end_step()
         if not self._synchronizer.has_current_state:
-            raise outdated_state(self.worker)
+            raise outdated_state_error(self.worker)
         self._synchronizer.complete_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that a run needs to continue: model, optimizers, and the position in the data.
+        """Return all that a run needs to continue: model, optimizers, and the position in the data.
 
         Call it between optimizer steps, on the worker where `is_leader` is true. Where gradients are
         averaged, the state of every other member is equal, though its file may differ in bytes; where models
@@ -677,7 +677,7 @@ class Session:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was saved; every worker calls it before its loop, with the same state.
+        """Continue where `state` was saved; every worker calls it before its loop, with the same state.
 
         In a newcomer this does nothing: it has the current state of the other workers already. The number
         of workers may differ from the saved one, except within an epoch that was split equally.
@@ -701,7 +701,7 @@ class Session:
 
 
 def _modules_with_parameters(model: nn.Module) -> list[nn.Module]:
-    """The modules that directly own parameters that require a gradient."""
+    """Return the modules that directly own parameters that require a gradient."""
     return [
         module
         for module in model.modules()

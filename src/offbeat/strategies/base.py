@@ -69,11 +69,11 @@ class GroupAveraging:
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> GroupSynchronizer:
         """See `Strategy.make_synchronizer`."""
 
-        def averaging(grouping: GroupBinding | None, host: AveragerContext) -> GradientAverager:
+        def averaging(binding: GroupBinding | None, context: AveragerContext) -> GradientAverager:
             return GradientAverager(
                 trained.model,
-                grouping,
-                host,
+                binding,
+                context,
                 workers=loop.world,
                 bucket_bytes=self.bucket_bytes,
                 timeout_s=self.timeout_s,

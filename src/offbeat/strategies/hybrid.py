@@ -92,16 +92,16 @@ class Hybrid:
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> GroupSynchronizer:
         """See `Strategy.make_synchronizer`."""
 
-        def averaging(grouping: GroupBinding | None, host: AveragerContext) -> Averager:
-            if grouping is None:  # a single worker has nothing to overlap
+        def averaging(binding: GroupBinding | None, context: AveragerContext) -> Averager:
+            if binding is None:  # a single worker has nothing to overlap
                 return GradientAverager(
-                    trained.model, None, host, workers=1, bucket_bytes=1, timeout_s=self.timeout_s
+                    trained.model, None, context, workers=1, bucket_bytes=1, timeout_s=self.timeout_s
                 )
             return LayerAverager(
                 trained.model,
                 trained.optimizers,
-                grouping,
-                host,
+                binding,
+                context,
                 workers=loop.world,
                 policy=self.policy,
                 fuse_bytes=self.fuse_bytes,

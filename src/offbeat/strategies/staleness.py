@@ -27,12 +27,12 @@ class ServerStrategy(ABC):
     always_needs_coordinator: ClassVar[bool] = True
 
     shards: Literal["dynamic", "equal"] = "dynamic"
-    copies: int = 2
+    replicas: int = 2
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.copies < 0:
-            raise ValueError(f"expected at least 0 replicas, got {self.copies}")
+        if self.replicas < 0:
+            raise ValueError(f"expected at least 0 replicas, got {self.replicas}")
         BoundedStaleness(1, **self.staleness_arguments())
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
@@ -45,7 +45,7 @@ class ServerStrategy(ABC):
             ),
             PolicySpec(
                 path="offbeat.policies.ps.manager:PsManager",
-                arguments={"servers": servers, "copies": self.copies},
+                arguments={"servers": servers, "replicas": self.replicas},
             ),
         )
 
@@ -103,7 +103,7 @@ class ServerBSP(_Clocked):
     Training equals training in one process on the workers' concatenated batches, in whatever order gradients
     arrive, except for the rounding of sums.
 
-    Source: the DTSSP paper, section 2 (BSP); specification 2.2. Deviation: by default the gradients of a
+    Source: the DTSSP paper, section 2 (BSP). Deviation: by default the gradients of a
     clock are applied as one optimizer step with their mean.
 
     Args:
@@ -112,7 +112,7 @@ class ServerBSP(_Clocked):
             process in a clock, and those of several steps of a worker where samples are assigned dynamically,
             count as one gradient, their mean.
         shards: "dynamic" assigns samples as they are needed; "equal" splits them in advance, as in the paper.
-        copies: replicas of each parameter, as far as there are servers.
+        replicas: replicas of each parameter, as far as there are servers.
         timeout_s: how long a live worker may keep the others waiting before it is excluded, in seconds.
 
     Raises:
@@ -170,7 +170,7 @@ class SSP(_Cached):
     of its own.
 
     Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
-    NIPS 2013, section 3; the DTSSP paper's caches; specification 2.4. Deviations: see `ConsistencyGate`,
+    NIPS 2013, section 3; the DTSSP paper's caches. Deviations: see `ConsistencyGate`,
     `SharedModel` and `ServerSynchronizer`.
 
     Args:
@@ -182,7 +182,7 @@ class SSP(_Cached):
         shards: "dynamic" assigns samples as they are needed, and a clock is a unit of the work of all
             workers; "equal" splits them in advance, and clocks count each worker's steps, as in the papers.
         server_step: see `ServerBSP`.
-        copies: replicas of each parameter, as far as there are servers.
+        replicas: replicas of each parameter, as far as there are servers.
         timeout_s: how long a live worker may keep the others waiting before it is excluded, in seconds.
 
     Raises:
@@ -200,7 +200,7 @@ class DTSSP(_Cached):
     `step`; if it is more than `limit` percent above, the bound shrinks by `step`.
 
     Source: Kim and Rhee 2019, "Distributed and parallel deep learning architecture exploiting dynamic stale
-    synchronous parallel method" (the DTSSP paper), section 3; specification 2.5. Deviation: the formula of
+    synchronous parallel method" (the DTSSP paper), section 3. Deviation: the formula of
     the learning progress rate is this project's, since the paper's is lost.
 
     Args:
@@ -213,7 +213,7 @@ class DTSSP(_Cached):
             of which keeps this share of the last one; None compares the losses themselves.
         window: compares means over this many clocks; 1 compares the losses themselves.
         detector: "on": workers that are classed as stragglers hold up the others only beyond `s_max`.
-        apply, thread_cache, server_step, shards, copies, timeout_s: see `SSP`.
+        apply, thread_cache, server_step, shards, replicas, timeout_s: see `SSP`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -269,10 +269,10 @@ class ASP(_Unbounded):
 
     Each gradient is one step of the servers' optimizer, on arrival.
 
-    Source: the DTSSP paper, section 2 (ASP); specification 2.3.
+    Source: the DTSSP paper, section 2 (ASP).
 
     Args:
-        shards, copies, timeout_s: see `ServerBSP`.
+        shards, replicas, timeout_s: see `ServerBSP`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -292,7 +292,7 @@ class Downpour(_Unbounded):
         n_fetch: steps between fetches of the parameters, which are used once they have arrived.
         n_push: steps whose gradients are pushed as one sum.
         warm_start: steps that the first worker takes alone; the other workers start from their result.
-        shards, copies, timeout_s: see `ServerBSP`.
+        shards, replicas, timeout_s: see `ServerBSP`.
 
     Raises:
         ValueError: an argument is out of range.

@@ -483,7 +483,7 @@ class Job:
             for rank in range(len(self.workers)):
                 self.apply_finished(finished, seen, rank, self.tau)
             both = zip(self.workers, self.filters, strict=True)
-            total = sum_pushes([worker.compute_push(first, stop, kkt.active) for worker, kkt in both])
+            total = sum_pushes([worker.compute_push(first, stop, kkt.is_active) for worker, kkt in both])
             self.computed += len(total.keys)
             places = np.searchsorted(self.keys, total.keys)
             values, states = self.values[places], {"widths": self.states["widths"][places]}
@@ -492,7 +492,7 @@ class Job:
             finished.append((total.keys, *values.T))
         for rank in range(len(self.workers)):
             self.apply_finished(finished, seen, rank, 0)
-        active = [kkt.active(self.keys).tolist() for kkt in self.filters]
+        active = [kkt.is_active(self.keys).tolist() for kkt in self.filters]
         assert all(one == active[0] for one in active)
 
     def apply_finished(self, finished, seen, rank, tau):

@@ -445,7 +445,7 @@ def test_kkt_skips_exactly_zero_weights_with_a_gradient_within_the_bound(weights
         not (w == 0 and abs(g) <= 1.0 - margin)
         for w, g in zip(weights.tolist(), gradients.tolist(), strict=True)
     ]
-    assert kkt.active(keys).tolist() == stays
+    assert kkt.is_active(keys).tolist() == stays
     pushed = np.column_stack([gradients, np.ones(12)])
     encoded = FilterChain([kkt]).encode(message_of(None, pushed, first=10))
     places = np.arange(10, 22) if encoded.keys is None else encoded.keys
@@ -456,15 +456,15 @@ def test_kkt_skips_exactly_zero_weights_with_a_gradient_within_the_bound(weights
 def test_skipped_keys_stay_skipped_until_an_infinite_margin_resets_them():
     kkt, keys = KKT(l1=1.0), np.array([1, 3, 5])
     kkt.update_skipped(keys, np.zeros(3), np.zeros(3))
-    assert kkt.active(keys).all(), "at first, nothing is skipped"
+    assert kkt.is_active(keys).all(), "at first, nothing is skipped"
     kkt.set_margin(0.0)
     kkt.update_skipped(keys, np.zeros(3), np.zeros(3))
     kkt.update_skipped(np.array([2, 3]), np.zeros(2), np.array([0.0, 9.0]))
     kkt.set_margin(2.0)
     kkt.update_skipped(np.array([0, 4]), np.zeros(2), np.zeros(2))
-    assert kkt.active(np.arange(7)).tolist() == [True, False, False, False, True, False, True]
+    assert kkt.is_active(np.arange(7)).tolist() == [True, False, False, False, True, False, True]
     kkt.set_margin(np.inf)
-    assert kkt.active(keys).all()
+    assert kkt.is_active(keys).all()
 
 
 def test_with_skipped_coordinates_the_optimum_is_the_same():

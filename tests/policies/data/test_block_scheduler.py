@@ -197,7 +197,9 @@ def test_an_epoch_that_resumes_with_another_batch_size_drops_the_remainder_of_th
 def test_a_different_drop_last_of_another_worker_is_refused_by_name():
     scheduler = BlockScheduler()
     scheduler.begin_epoch(0, 0, 10, 4)
-    words = "worker 0 began it with 10 samples .* of 4, but worker 1 .* 4, the rest dropped: .* drop_last"
+    words = (
+        "worker 0 began epoch 0 with 10 samples .* of 4, but worker 1 .* 4, the rest dropped: .* drop_last"
+    )
     with pytest.raises(ProtocolError, match=words):
         scheduler.begin_epoch(1, 0, 10, 4, drop_last=True)
 
@@ -497,7 +499,7 @@ def test_a_late_block_is_assigned_outside_the_group_unless_it_is_of_the_last_two
     scheduler.abandon_round(0)
     with pytest.raises(ProtocolError, match="expected worker 9 to have no block, it has 1"):
         scheduler.assign_late(9)
-    with pytest.raises(ProtocolError, match="outside the group, got member 1"):
+    with pytest.raises(ProtocolError, match="for a late block, got member 1"):
         scheduler.assign_late(1)
 
 
@@ -814,7 +816,11 @@ def scheduler_in_mid_round() -> BlockScheduler:
 @pytest.mark.parametrize(
     ("call", "arguments", "message"),
     [
-        ("begin_epoch", (0, 0, 101, 4), "worker 0 began it with 100 samples in batches of 4, .* 101 samples"),
+        (
+            "begin_epoch",
+            (0, 0, 101, 4),
+            "worker 0 began epoch 0 with 100 samples in batches of 4, .* 101 samples",
+        ),
         (
             "begin_epoch",
             (1, 0, 100, 5),
@@ -910,7 +916,7 @@ class Cluster(RuleBasedStateMachine):
         self.samples, self.batch_size, self.drop_last = samples, batch_size, drop_last
         self.opened: set[int] = set()
         self.blocks: dict[int, Block] = {}
-        self.queues: dict[int, list[int]] = {}  # living workers: untaken blocks, as the worker sees it
+        self.queues: dict[int, list[int]] = {}  # living workers: queued blocks, as the worker sees it
         self.working: dict[int, list[int]] = {}  # taken
         self.stale: dict[int, list[int]] = {}  # taken from it
         self.epoch: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The order in which workers are served: those with the fewest hands, else those without blocks."""
+"""The order in which workers are served: those with the fewest servings, else those without blocks."""
 
 import json
 
@@ -15,7 +15,7 @@ def order_of(levels: dict[int, int]) -> ServingOrder:
     order = ServingOrder()
     for worker, level in levels.items():
         order.enter(worker, level)
-        order.note_room(worker, untaken=1, ahead=2)
+        order.note_room(worker, queued=1, ahead=2)
     return order
 
 
@@ -23,11 +23,11 @@ def nothing_held(worker: int) -> int:
     return 0
 
 
-def test_a_hand_is_for_the_workers_at_the_lowest_level():
+def test_a_serving_is_for_the_workers_at_the_lowest_level():
     order = order_of({0: 3, 1: 2, 2: 2})
-    assert order.next_hand(epoch(100), 0, nothing_held) == ([1, 2], [4, 4])
+    assert order.next_serving(epoch(100), 0, nothing_held) == ([1, 2], [4, 4])
     order.on_served({1: True, 2: False})
-    assert order.next_hand(epoch(100), 0, nothing_held) == ([0, 1], [4, 4])
+    assert order.next_serving(epoch(100), 0, nothing_held) == ([0, 1], [4, 4])
 
 
 def test_a_worker_without_blocks_is_served_when_none_at_the_lowest_level_has_room():
@@ -35,27 +35,27 @@ def test_a_worker_without_blocks_is_served_when_none_at_the_lowest_level_has_roo
     order.on_served({1: False})
     order.on_served({0: True, 1: False})
     order.enter(2, 3)  # has all that it may have
-    assert order.next_hand(epoch(100), 0, nothing_held) == ([], [])
-    order.note_room(0, untaken=0, ahead=2)
-    assert order.next_hand(epoch(100), 0, nothing_held) == ([0], [4])
+    assert order.next_serving(epoch(100), 0, nothing_held) == ([], [])
+    order.note_room(0, queued=0, ahead=2)
+    assert order.next_serving(epoch(100), 0, nothing_held) == ([0], [4])
     order.on_served({0: True})
-    assert order.next_hand(epoch(100), 0, nothing_held) == ([], [])
+    assert order.next_serving(epoch(100), 0, nothing_held) == ([], [])
 
 
-def test_what_suffices_for_two_hands_is_cut_into_equal_parts():
+def test_what_suffices_for_two_servings_is_cut_into_equal_parts():
     order = order_of({0: 0, 1: 0})
-    assert order.next_hand(epoch(17), 0, nothing_held) == ([0, 1], [4, 4])
-    assert order.next_hand(epoch(13), 0, nothing_held) == ([0, 1], [4, 3])
-    assert order.next_hand(epoch(6), 0, nothing_held) == ([0, 1], [3, 3])
-    assert order.next_hand(epoch(3), 0, nothing_held) == ([0, 1], [3])
+    assert order.next_serving(epoch(17), 0, nothing_held) == ([0, 1], [4, 4])
+    assert order.next_serving(epoch(13), 0, nothing_held) == ([0, 1], [4, 3])
+    assert order.next_serving(epoch(6), 0, nothing_held) == ([0, 1], [3, 3])
+    assert order.next_serving(epoch(3), 0, nothing_held) == ([0, 1], [3])
 
 
 def test_blocks_are_left_for_absent_members_that_need_as_many_as_the_others_had():
     order = order_of({0: 0, 1: 0})
     order.on_served({0: True, 1: True})
-    assert order.next_hand(epoch(7), 0, nothing_held) == ([0, 1], [4, 3])
-    # Both are at level 1 and hold a block, so a member that enters has two hands to come: four parts, of two.
-    assert order.next_hand(epoch(8), 1, lambda worker: 1) == ([0, 1], [2, 2])
+    assert order.next_serving(epoch(7), 0, nothing_held) == ([0, 1], [4, 3])
+    # Both are at level 1 and hold a block: a member that enters has two servings to come, so 4 parts of 2.
+    assert order.next_serving(epoch(8), 1, lambda worker: 1) == ([0, 1], [2, 2])
 
 
 def test_a_worker_that_enters_gets_the_level_of_the_last_one_served_less_its_blocks():
@@ -77,5 +77,5 @@ def test_a_restored_state_serves_the_same_workers():
     order.on_served({1: True, 2: True})
     other.load_state_dict(json.loads(json.dumps(order.state_dict())))
     for worker in range(3):
-        other.note_room(worker, untaken=1, ahead=2)
+        other.note_room(worker, queued=1, ahead=2)
     assert vars(other) == vars(order)

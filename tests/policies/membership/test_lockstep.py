@@ -175,7 +175,7 @@ def test_the_message_of_uneven_batches():
         AbortJob(
             worker=None,
             step=None,
-            reason="worker 0 has finished after 10 steps; worker 1 wants step 11: "
+            reason="worker 0 has finished after 10 steps; worker 1 begins step 11: "
             "give every worker the same number of batches",
         )
     ]
@@ -183,7 +183,7 @@ def test_the_message_of_uneven_batches():
     policy = running()
     answers(policy, ready(0, 0), ready(1, 0), ready(1, 1))
     (stop,) = policy.handle(left(0, 1))
-    assert stop.reason.startswith("worker 0 has finished after 1 step; worker 1 wants step 2: give")
+    assert stop.reason.startswith("worker 0 has finished after 1 step; worker 1 begins step 2: give")
 
 
 def test_a_worker_may_leave_before_every_worker_has_reported_its_last_round():
@@ -261,7 +261,7 @@ def test_a_worker_that_asks_waits_until_the_deadline_and_not_for_a_finished_work
     (stop,) = policy.handle(Tick(now_s=11.2))
     assert stop.reason.startswith("worker 0 did not finish computing step 1 within 5 s after worker 1 had")
     (stop,) = answers(running(), finished(0, 0), left_out(1, 0, batch=2))
-    assert stop.reason.startswith("worker 0 has finished after 0 steps; worker 1 wants step 1")
+    assert stop.reason.startswith("worker 0 has finished after 0 steps; worker 1 begins step 1")
 
 
 @pytest.mark.parametrize(

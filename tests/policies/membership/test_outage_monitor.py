@@ -27,7 +27,7 @@ def test_reports_are_gathered_before_a_member_is_excluded():
     assert not monitor.is_exclusion_due(1.2)
     assert monitor.is_exclusion_due(1.25)
     assert monitor.exclude()
-    assert (table.unreachable, table.statuses[1].is_missed) == ({1}, True)
+    assert (table.unreachable, table.statuses[1].is_silent_since_exclusion) == ({1}, True)
     monitor.on_report(PeerReachable(now_s=2.0, worker=0, peer=1))
     assert monitor.update()
     assert table.unreachable == set()

@@ -39,8 +39,8 @@ SPACE = NamespaceSpec("w", 100, 10, aggregates=True)
 class Job:
     """Servers, clients and their manager; messages wait until the test delivers them."""
 
-    def __init__(self, servers: int, clients: int, *, copies: int = 2, is_enlisted: bool = True) -> None:
-        self.group = ServerGroup(servers, copies=copies, virtual_nodes=2)
+    def __init__(self, servers: int, clients: int, *, replicas: int = 2, is_enlisted: bool = True) -> None:
+        self.group = ServerGroup(servers, replicas=replicas, virtual_nodes=2)
         self.group.on_namespace_opened(SPACE)
         self.nodes = {server: ServerNode(server, SimulatedStore()) for server in range(servers)}
         self.clients = {client: PsClient(client, slice_content) for client in range(clients)}
@@ -132,8 +132,8 @@ class Job:
 
 
 def test_the_pushes_of_a_time_are_copied_as_one_and_acknowledged_together():
-    """Replication after aggregation: k copies an iteration and range, not k n."""
-    job = Job(3, 5, copies=2)
+    """Replication after aggregation: k messages an iteration and range, not k n."""
+    job = Job(3, 5, replicas=2)
     for client in job.clients:
         job.push(client, {5: 1}, 5, 6)
     for _ in job.clients:
@@ -206,7 +206,7 @@ def test_a_time_is_complete_without_lost_clients():
 
 
 def test_pushes_of_a_lost_client_count_only_where_their_sum_was_complete():
-    job = Job(4, 2, copies=1)
+    job = Job(4, 2, replicas=1)
     job.push(0, dict.fromkeys(range(100), 1))
     job.push(1, dict.fromkeys(range(100), 10))
     reached = {to for sender, to, _ in job.under_way if sender == "client-1"} - {"server-0"}
@@ -285,7 +285,7 @@ def test_in_a_pause_no_client_begins_a_time():
     assert job.count(Push) > sent
 
 
-def test_a_client_that_pushes_no_more_withdraws_and_is_not_waited_for():
+def test_a_client_that_pushes_no_more_leaves_and_is_not_waited_for():
     job = Job(2, 2)
     job.push(0, {5: 1})
     with pytest.raises(ProtocolError, match="expected all pushes to w to be done"):
@@ -293,7 +293,7 @@ def test_a_client_that_pushes_no_more_withdraws_and_is_not_waited_for():
     job.push(1, {5: 10})
     job.settle()
     job.take("client-0", job.clients[0].leave_aggregation("w"))
-    with pytest.raises(ProtocolError, match="from which this client has not withdrawn, got w"):
+    with pytest.raises(ProtocolError, match="that this client has not left, got w"):
         job.clients[0].push("w", {5: 1}, 0, 100)
     job.push(1, {5: 10})
     job.settle()
@@ -317,7 +317,7 @@ def test_a_manager_restarted_in_a_pause_ends_the_pause():
     job.take("client-2", job.clients[2].join_aggregation("w"))
     job.settle(but=("client-1",))
     state = json.loads(json.dumps(job.group.state_dict()))
-    before, job.group = job.group.view, ServerGroup(2, copies=2, virtual_nodes=2)
+    before, job.group = job.group.view, ServerGroup(2, replicas=2, virtual_nodes=2)
     job.group.load_state_dict(state)
     again = job.group.view
     assert (again.participants, again.paused) == (before.participants, before.paused)

@@ -17,12 +17,12 @@ some_servers = st.sets(st.integers(0, 30), min_size=1, max_size=8)
 
 
 @given(some_servers, st.integers(1, 5), st.integers(0, 3), st.integers(0, 10**6 - 1))
-def test_a_key_has_the_holders_found_by_examining_all_points(servers, virtual_nodes, copies, key):
-    ring = HashRing(servers, virtual_nodes=virtual_nodes, replicas=copies)
+def test_a_key_has_the_holders_found_by_examining_all_points(servers, virtual_nodes, replicas, key):
+    ring = HashRing(servers, virtual_nodes=virtual_nodes, replicas=replicas)
     at = block_point("w", key // 100)
     nodes = sorted(zip(ring._points, ring._owners, strict=True))
     clockwise = [node for node in nodes if node[0] >= at] + [node for node in nodes if node[0] < at]
-    expected = list(dict.fromkeys(owner for _, owner in clockwise))[: copies + 1]
+    expected = list(dict.fromkeys(owner for _, owner in clockwise))[: replicas + 1]
     assert list(ring.holders(SPACE, key)) == expected
 
 

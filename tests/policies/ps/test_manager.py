@@ -129,7 +129,7 @@ def missed(node: str, server: int) -> ServerUnreachable:
     return ServerUnreachable(now_s=0.0, node=node, server=server, cause="no answer")
 
 
-def viewed(actions: list[Action]) -> ClusterView:
+def cluster_view(actions: list[Action]) -> ClusterView:
     """The one view among the actions."""
     (found,) = [action for action in actions if isinstance(action, ClusterView)]
     return found
@@ -138,13 +138,13 @@ def viewed(actions: list[Action]) -> ClusterView:
 def all_filled(manager: PsManager, view: ClusterView) -> ClusterView:
     """Every server reports the transfers of this view done; returns the view that follows."""
     actions = [action for one in view.servers for action in manager.handle(filled(one.server, view.version))]
-    return viewed(actions)
+    return cluster_view(actions)
 
 
 @pytest.fixture
 def manager() -> PsManager:
     """A manager whose servers have all joined."""
-    manager = PsManager(SERVERS, virtual_nodes=4, copies=1)
+    manager = PsManager(SERVERS, virtual_nodes=4, replicas=1)
     for server in range(SERVERS):
         manager.handle(joined(f"server-{server}"))
     return manager
@@ -158,7 +158,7 @@ def test_no_node_receives_a_view_before_all_servers_have_joined() -> None:
     assert manager.handle(joined("client-0")) == []
     assert manager.handle(joined("server-2")) == []
     assert manager.handle(joined("server-0")) == []
-    view = viewed(manager.handle(joined("server-1")))
+    view = cluster_view(manager.handle(joined("server-1")))
     assert view.node == ""
     assert (view.version, view.epoch, view.ring, view.next_ring) == (0, 0, (0, 1, 2), ())
     assert view.servers == tuple(
@@ -171,7 +171,7 @@ def test_a_server_that_is_lost_before_all_have_joined_is_not_waited_for() -> Non
     manager.handle(joined("server-0"))
     assert manager.handle(lost("server-0")) == []
     assert manager.handle(joined("server-1")) == []
-    assert viewed(manager.handle(joined("server-2"))).ring == (1, 2)
+    assert cluster_view(manager.handle(joined("server-2"))).ring == (1, 2)
 
 
 def test_only_the_joining_client_receives_the_view(manager: PsManager) -> None:
@@ -190,7 +190,7 @@ def test_servers_are_informed_that_a_client_has_left_or_is_lost(manager: PsManag
 
 
 def test_a_late_server_joins_the_ring_when_all_transfers_are_done(manager: PsManager) -> None:
-    prepared = viewed(manager.handle(joined("server-9")))
+    prepared = cluster_view(manager.handle(joined("server-9")))
     assert prepared.node == ""
     assert (prepared.ring, prepared.next_ring) == ((0, 1, 2), (0, 1, 2, 9))
     assert 9 in [one.server for one in prepared.servers]
@@ -202,7 +202,7 @@ def test_a_late_server_joins_the_ring_when_all_transfers_are_done(manager: PsMan
 
 
 def test_transfers_of_an_older_view_admit_no_server(manager: PsManager) -> None:
-    older = viewed(manager.handle(joined("server-9")))
+    older = cluster_view(manager.handle(joined("server-9")))
     manager.handle(opened("client-0"))
     for server in (0, 1, 2, 9):
         assert manager.handle(filled(server, older.version)) == []
@@ -210,11 +210,11 @@ def test_transfers_of_an_older_view_admit_no_server(manager: PsManager) -> None:
 
 def test_transfers_done_in_an_older_view_must_be_reported_again(manager: PsManager) -> None:
     manager.handle(joined("server-8"))
-    older = viewed(manager.handle(joined("server-9")))
+    older = cluster_view(manager.handle(joined("server-9")))
     assert manager.handle(filled(8, older.version)) == []
-    view = viewed(manager.handle(opened("client-0")))
+    view = cluster_view(manager.handle(opened("client-0")))
     assert manager.handle(filled(9, view.version)) == []
-    assert viewed(manager.handle(filled(8, view.version))).ring == (0, 1, 2, 8, 9)
+    assert cluster_view(manager.handle(filled(8, view.version))).ring == (0, 1, 2, 8, 9)
 
 
 def test_a_server_joins_only_once(manager: PsManager) -> None:
@@ -240,25 +240,25 @@ def test_a_server_without_a_number_is_refused(node: str, manager: PsManager) -> 
 
 
 def test_a_leaving_server_is_removed_when_others_have_its_values(manager: PsManager) -> None:
-    prepared = viewed(manager.handle(leaves(1)))
+    prepared = cluster_view(manager.handle(leaves(1)))
     assert (prepared.ring, prepared.next_ring) == ((0, 1, 2), (0, 2))
     gone = all_filled(manager, prepared)
     assert (gone.ring, gone.next_ring) == ((0, 2), ())
     assert manager.handle(left("server-1")) == []
-    later = viewed(manager.handle(opened("client-0")))
+    later = cluster_view(manager.handle(opened("client-0")))
     assert [one.server for one in later.servers] == [0, 2]
 
 
 def test_the_last_server_does_not_leave() -> None:
     manager = PsManager(1)
     manager.handle(joined("server-0"))
-    view = viewed(manager.handle(leaves(0)))
+    view = cluster_view(manager.handle(leaves(0)))
     assert (view.ring, view.next_ring) == ((0,), ())
     assert all_filled(manager, view).ring == (0,)
 
 
 def test_a_lost_server_is_removed_at_once_with_the_reason(manager: PsManager) -> None:
-    view = viewed(manager.handle(lost("server-1")))
+    view = cluster_view(manager.handle(lost("server-1")))
     assert view.node == ""
     assert view.ring == (0, 2)
     assert view.epoch == view.version == 1
@@ -299,8 +299,8 @@ def lone(actions: list[Action]) -> tuple[RejectPeer, ClusterView]:
     return refused, view
 
 
-def five(copies: int = 2) -> PsManager:
-    manager = PsManager(5, virtual_nodes=4, copies=copies)
+def five(replicas: int = 2) -> PsManager:
+    manager = PsManager(5, virtual_nodes=4, replicas=replicas)
     for server in range(5):
         manager.handle(joined(f"server-{server}"))
     return manager
@@ -347,7 +347,7 @@ def test_while_more_than_half_of_the_servers_are_silent_none_is_lost_for_silence
     assert tick(manager, 100.0) == []
     manager.handle(resumed("server-1", 100.1))
     manager.handle(resumed("server-2", 100.1))
-    assert viewed(tick(manager, 109.9)).silent_servers == (3, 4)  # their silence counts from here
+    assert cluster_view(tick(manager, 109.9)).silent_servers == (3, 4)  # their silence counts from here
     assert {one.peer for one in tick(manager, 110.1) if isinstance(one, RejectPeer)} == {
         "server-3",
         "server-4",
@@ -359,11 +359,11 @@ def test_silent_servers_with_closed_processes_are_lost_at_once() -> None:
     manager = five()
     for server in (1, 2, 3):
         manager.handle(silent(f"server-{server}", 1.25))
-    assert viewed(manager.handle(lost("server-1"))).ring == (0, 2, 3, 4)
+    assert cluster_view(manager.handle(lost("server-1"))).ring == (0, 2, 3, 4)
 
 
 def test_a_silent_server_with_the_last_copy_is_waited_for_and_that_is_reported() -> None:
-    manager = five(copies=0)
+    manager = five(replicas=0)
     manager.handle(silent("server-1", 1.25))
     (view,) = tick(manager, 11.0)
     assert isinstance(view, ClusterView)
@@ -377,7 +377,7 @@ def test_a_silent_server_with_the_last_copy_is_waited_for_and_that_is_reported()
 
 
 def test_a_silent_server_is_lost_only_while_a_server_that_is_not_silent_has_the_same_values() -> None:
-    manager = PsManager(5, virtual_nodes=1, copies=1)
+    manager = PsManager(5, virtual_nodes=1, replicas=1)
     for server in range(5):
         manager.handle(joined(f"server-{server}"))
     assert manager._group.view is not None
@@ -385,14 +385,14 @@ def test_a_silent_server_is_lost_only_while_a_server_that_is_not_silent_has_the_
     manager.handle(silent(f"server-{one}", 1.25))
     manager.handle(silent(f"server-{other}", 9.0, 1.25))  # perhaps it is dead
     assert ring(manager) == (0, 1, 2, 3, 4)
-    assert viewed(tick(manager, 11.0)).silent_servers == (one,)
+    assert cluster_view(tick(manager, 11.0)).silent_servers == (one,)
     manager.handle(resumed(f"server-{other}", 12.0))
     refused, _ = lone(tick(manager, 12.1))
     assert refused.peer == f"server-{one}"
 
 
 def test_a_silent_server_that_is_waited_for_is_removed_on_request() -> None:
-    manager = five(copies=0)
+    manager = five(replicas=0)
     manager.handle(opened("client-0"))
     manager.handle(silent("server-1", 1.25))
     tick(manager, 11.0)
@@ -439,7 +439,7 @@ def test_of_two_servers_that_do_not_reach_each_other_the_one_with_more_outages_i
 
 
 def test_of_two_servers_that_do_not_reach_each_other_both_stay_if_each_has_a_last_copy() -> None:
-    manager = five(copies=0)
+    manager = five(replicas=0)
     manager.handle(missed("server-3", 1))
     (view,) = tick(manager, 10.0)
     assert isinstance(view, ClusterView)
@@ -473,7 +473,7 @@ def test_reports_about_removed_servers_do_not_count(manager: PsManager) -> None:
 
 def all_lost(*, on_loss: str = "") -> PsManager:
     """A manager of two servers, both of which were killed, with a namespace."""
-    manager = PsManager(2, virtual_nodes=4, copies=1)
+    manager = PsManager(2, virtual_nodes=4, replicas=1)
     for server in range(2):
         manager.handle(joined(f"server-{server}"))
     manager.handle(replace(opened("client-0"), on_loss=on_loss))
@@ -484,16 +484,16 @@ def all_lost(*, on_loss: str = "") -> PsManager:
 
 def test_keys_lost_with_their_last_server_are_announced_to_all_nodes() -> None:
     manager = all_lost()
-    view = viewed(manager.handle(joined("client-3")))
+    view = cluster_view(manager.handle(joined("client-3")))
     assert (view.ring, view.lost_arcs_dropped) == ((), ((0, 2**62),))
     assert view.lost == (LostArc(loss=1, namespace="w", start=0, stop=2**62, server=1),)
-    prepared = viewed(manager.handle(joined("server-8")))
+    prepared = cluster_view(manager.handle(joined("server-8")))
     assert all_filled(manager, prepared).lost == view.lost
 
 
 def test_keys_stay_lost_until_the_namespace_is_opened_with_reset() -> None:
     manager = all_lost()
-    view = viewed(manager.handle(replace(opened("client-0"), on_loss="reset")))
+    view = cluster_view(manager.handle(replace(opened("client-0"), on_loss="reset")))
     assert view.lost == ()
     assert view.epoch == view.version
     assert view.reason == "the namespace w was opened and restarts from zero after losses"
@@ -501,18 +501,18 @@ def test_keys_stay_lost_until_the_namespace_is_opened_with_reset() -> None:
 
 def test_a_namespace_with_reset_loses_nothing_until_it_is_opened_with_error() -> None:
     manager = all_lost(on_loss="reset")
-    assert viewed(manager.handle(joined("client-3"))).lost == ()
+    assert cluster_view(manager.handle(joined("client-3"))).lost == ()
     for server in (8, 9):
-        all_filled(manager, viewed(manager.handle(joined(f"server-{server}"))))
+        all_filled(manager, cluster_view(manager.handle(joined(f"server-{server}"))))
     assert manager.handle(replace(opened("client-0"), on_loss="error")) == []
     manager.handle(lost("server-8"))
-    assert {arc.server for arc in viewed(manager.handle(lost("server-9"))).lost} == {9}
+    assert {arc.server for arc in cluster_view(manager.handle(lost("server-9"))).lost} == {9}
 
 
 def test_lost_keys_are_not_lost_a_second_time() -> None:
     manager = all_lost()
-    all_filled(manager, viewed(manager.handle(joined("server-8"))))
-    assert [arc.loss for arc in viewed(manager.handle(lost("server-8"))).lost] == [1]
+    all_filled(manager, cluster_view(manager.handle(joined("server-8"))))
+    assert [arc.loss for arc in cluster_view(manager.handle(lost("server-8"))).lost] == [1]
 
 
 def test_an_unknown_on_loss_is_refused(manager: PsManager) -> None:
@@ -526,7 +526,7 @@ def test_an_unknown_on_loss_is_refused(manager: PsManager) -> None:
 
 def test_a_client_may_not_send_reports_of_servers(manager: PsManager) -> None:
     """A client's number may be a server's; only a server reports its own transfers."""
-    view = viewed(manager.handle(joined("server-9")))
+    view = cluster_view(manager.handle(joined("server-9")))
     for server in (0, 1, 2, 9):
         report = ServerTransferDone(now_s=0.0, node=f"client-{server}", view=view.version)
         (refused,) = manager.handle(report)
@@ -545,7 +545,7 @@ def test_no_server_is_removed_because_a_client_cannot_reach_it(manager: PsManage
 
 
 def test_a_namespace_is_announced_to_all_nodes_with_a_new_epoch(manager: PsManager) -> None:
-    view = viewed(manager.handle(opened("client-0")))
+    view = cluster_view(manager.handle(opened("client-0")))
     assert view.node == ""
     assert view.epoch == view.version == 1
     assert view_from_action(view).spaces == {"w": NamespaceSpec("w", 100, 10, "about w", False)}
@@ -559,7 +559,7 @@ def test_the_same_namespace_again_changes_nothing(manager: PsManager) -> None:
 def test_a_namespace_before_the_first_view_is_in_it() -> None:
     manager = PsManager(1)
     assert manager.handle(opened("client-0")) == []
-    assert set(view_from_action(viewed(manager.handle(joined("server-0")))).spaces) == {"w"}
+    assert set(view_from_action(cluster_view(manager.handle(joined("server-0")))).spaces) == {"w"}
 
 
 @pytest.mark.parametrize(
@@ -582,7 +582,7 @@ def test_an_impossible_namespace_is_refused_to_its_client(
     assert isinstance(refused, RejectNamespace)
     assert (refused.node, refused.name) == ("client-1", different.get("name", "w"))
     assert why in refused.reason
-    assert set(view_from_action(viewed(manager.handle(joined("client-2")))).spaces) == {"w"}
+    assert set(view_from_action(cluster_view(manager.handle(joined("client-2")))).spaces) == {"w"}
 
 
 def test_a_namespace_is_refused_where_a_server_lacks_its_function() -> None:
@@ -597,18 +597,18 @@ def test_a_namespace_is_refused_where_a_server_lacks_its_function() -> None:
 def test_a_server_without_a_function_that_is_needed_is_refused() -> None:
     manager = PsManager(1)
     manager.handle(joined("server-0", "m:f"))
-    viewed(manager.handle(opened("client-0", function="m:f")))
+    cluster_view(manager.handle(opened("client-0", function="m:f")))
     (refused,) = manager.handle(joined("server-1", "m:g"))
     assert isinstance(refused, RejectPeer)
     assert (refused.peer, "m:f" in refused.reason) == ("server-1", True)
-    assert viewed(manager.handle(joined("server-2", "m:f", "m:g"))).next_ring == (0, 2)
+    assert cluster_view(manager.handle(joined("server-2", "m:f", "m:g"))).next_ring == (0, 2)
 
 
 def test_a_namespace_that_was_refused_needs_no_function() -> None:
     manager = PsManager(1)
     manager.handle(joined("server-0", "m:f"))
     manager.handle(opened("client-0", block_keys=0, function="m:f"))
-    assert viewed(manager.handle(joined("server-1"))).next_ring == (0, 1)
+    assert cluster_view(manager.handle(joined("server-1"))).next_ring == (0, 1)
 
 
 # Participants
@@ -617,14 +617,14 @@ def test_a_namespace_that_was_refused_needs_no_function() -> None:
 @pytest.fixture
 def aggregating(manager: PsManager) -> PsManager:
     """A manager with a namespace that aggregates."""
-    view = viewed(manager.handle(opened("client-0", "s", aggregates=True)))
+    view = cluster_view(manager.handle(opened("client-0", "s", aggregates=True)))
     assert view_from_action(view).spaces["s"].aggregates
     assert view.participants == view.paused == ()
     return manager
 
 
 def test_the_first_to_take_part_begins_at_once_and_all_are_informed(aggregating: PsManager) -> None:
-    view = viewed(aggregating.handle(enlists(7)))
+    view = cluster_view(aggregating.handle(enlists(7)))
     assert view.node == ""
     assert view.participants == (Participant(namespace="s", client=7, first_time=1),)
     assert view.paused == ()
@@ -638,32 +638,32 @@ def test_clients_that_enlist_before_all_servers_have_joined_begin_together() -> 
     manager = PsManager(1)
     for event in (opened("client-0", "s", aggregates=True), enlists(3), enlists(1), enlists(2)):
         assert manager.handle(event) == []
-    view = viewed(manager.handle(joined("server-0")))
+    view = cluster_view(manager.handle(joined("server-0")))
     assert begins(view) == {3: 1, 1: 1, 2: 1}
     assert view.paused == ()
 
 
 def test_a_later_client_begins_after_the_latest_time_once_all_have_paused(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
-    view = viewed(aggregating.handle(enlists(2)))
+    view = cluster_view(aggregating.handle(enlists(2)))
     assert (begins(view), view.paused) == ({1: 1}, (Pause(namespace="s", view=view.version),))
     assert view_from_action(view).paused == {"s": view.version}
-    view = viewed(aggregating.handle(paused(1, view.version, 5)))
+    view = cluster_view(aggregating.handle(paused(1, view.version, 5)))
     assert (begins(view), view.paused) == ({1: 1, 2: 6}, ())
     assert view.reason == "all clients have paused s"
-    pausing = viewed(aggregating.handle(enlists(3)))
+    pausing = cluster_view(aggregating.handle(enlists(3)))
     assert aggregating.handle(enlists(4)) == []  # it joins with the other
     assert aggregating.handle(paused(1, pausing.version, 9)) == []
-    view = viewed(aggregating.handle(paused(2, pausing.version, 8)))
+    view = cluster_view(aggregating.handle(paused(2, pausing.version, 8)))
     assert begins(view) == {1: 1, 2: 6, 3: 10, 4: 10}
     assert view.epoch == view.version > pausing.version
 
 
 def test_pause_reports_of_another_pause_or_of_other_clients_end_no_pause(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
-    first = viewed(aggregating.handle(enlists(2)))
+    first = cluster_view(aggregating.handle(enlists(2)))
     aggregating.handle(paused(1, first.version, 5))
-    second = viewed(aggregating.handle(enlists(3)))
+    second = cluster_view(aggregating.handle(enlists(3)))
     aggregating.handle(paused(2, second.version, 5))
     for event in (
         paused(1, first.version, 5),
@@ -673,18 +673,18 @@ def test_pause_reports_of_another_pause_or_of_other_clients_end_no_pause(aggrega
         paused(1, second.version, 5, "w"),
     ):
         assert aggregating.handle(event) == []
-    assert begins(viewed(aggregating.handle(paused(1, second.version, 5)))) == {1: 1, 2: 6, 3: 6}
+    assert begins(cluster_view(aggregating.handle(paused(1, second.version, 5)))) == {1: 1, 2: 6, 3: 6}
 
 
 def test_a_new_view_during_a_pause_keeps_the_pause(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
-    pause = viewed(aggregating.handle(enlists(2))).version
-    view = viewed(aggregating.handle(lost("server-1")))
+    pause = cluster_view(aggregating.handle(enlists(2))).version
+    view = cluster_view(aggregating.handle(lost("server-1")))
     assert view.paused == (Pause(namespace="s", view=pause),)
     assert view.version > pause
-    views = viewed(aggregating.handle(joined("client-9")))
+    views = cluster_view(aggregating.handle(joined("client-9")))
     assert (views.node, begins(views), views.paused) == ("client-9", {1: 1}, view.paused)
-    assert begins(viewed(aggregating.handle(paused(1, pause, 2)))) == {1: 1, 2: 3}
+    assert begins(cluster_view(aggregating.handle(paused(1, pause, 2)))) == {1: 1, 2: 3}
 
 
 @pytest.mark.parametrize("gone", [withdraws(1), left("client-1"), lost("client-1")])
@@ -692,11 +692,11 @@ def test_a_pause_does_not_wait_for_a_client_that_takes_part_no_more(
     gone: Event, aggregating: PsManager
 ) -> None:
     aggregating.handle(enlists(1))
-    pause = viewed(aggregating.handle(enlists(2))).version
+    pause = cluster_view(aggregating.handle(enlists(2))).version
     aggregating.handle(paused(1, pause, 5))
-    pause = viewed(aggregating.handle(enlists(3))).version
+    pause = cluster_view(aggregating.handle(enlists(3))).version
     assert aggregating.handle(paused(2, pause, 7)) == []
-    view = viewed(aggregating.handle(gone))
+    view = cluster_view(aggregating.handle(gone))
     assert (begins(view), view.paused) == ({2: 6, 3: 8}, ())
     assert "client-1" in view.reason
     assert not [action for action in aggregating.handle(gone) if isinstance(action, ClusterView)]
@@ -708,15 +708,15 @@ def test_a_pause_for_a_newcomer_that_withdraws_or_is_lost_is_over(
 ) -> None:
     aggregating.handle(enlists(1))
     aggregating.handle(enlists(2))
-    view = viewed(aggregating.handle(gone))
+    view = cluster_view(aggregating.handle(gone))
     assert (begins(view), view.paused) == ({1: 1}, ())
 
 
 def test_a_lost_client_does_not_take_part_again(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
-    assert begins(viewed(aggregating.handle(lost("client-1")))) == {}
+    assert begins(cluster_view(aggregating.handle(lost("client-1")))) == {}
     assert aggregating.handle(enlists(1)) == []
-    assert begins(viewed(aggregating.handle(enlists(2)))) == {2: 1}
+    assert begins(cluster_view(aggregating.handle(enlists(2)))) == {2: 1}
 
 
 @pytest.mark.parametrize(("name", "why"), [("w", "expected a namespace that aggregates"), ("x", "got x")])
@@ -736,7 +736,7 @@ def test_no_client_takes_part_in_a_namespace_that_does_not_aggregate(
 def test_only_a_client_may_send_reports_of_a_client(node: str, aggregating: PsManager) -> None:
     """A server's number may be a client's."""
     aggregating.handle(enlists(1))
-    pause = viewed(aggregating.handle(enlists(7))).version
+    pause = cluster_view(aggregating.handle(enlists(7))).version
     for event in (
         AggregationJoined(now_s=0.0, node=node, namespace="s"),
         AggregationPaused(now_s=0.0, node=node, namespace="s", pause_view=pause, time=3),
@@ -747,7 +747,7 @@ def test_only_a_client_may_send_reports_of_a_client(node: str, aggregating: PsMa
         assert isinstance(refused, RejectPeer)
         assert refused.peer == node
         assert f"expected {type(event).__name__} from a client, got it from {node}" in refused.reason
-    assert begins(viewed(aggregating.handle(paused(1, pause, 2)))) == {1: 1, 7: 3}
+    assert begins(cluster_view(aggregating.handle(paused(1, pause, 2)))) == {1: 1, 7: 3}
 
 
 @pytest.mark.parametrize("aggregates", [False, True])
@@ -760,14 +760,14 @@ def test_a_namespace_aggregates_for_all_or_for_none(aggregates: bool, manager: P
 
 def test_a_restarted_manager_keeps_participants_and_pauses(aggregating: PsManager) -> None:
     aggregating.handle(enlists(1))
-    aggregating.handle(paused(1, viewed(aggregating.handle(enlists(2))).version, 5))
-    pause = viewed(aggregating.handle(enlists(3))).version
+    aggregating.handle(paused(1, cluster_view(aggregating.handle(enlists(2))).version, 5))
+    pause = cluster_view(aggregating.handle(enlists(3))).version
     assert aggregating.handle(paused(1, pause, 9)) == []
-    again = PsManager(SERVERS, virtual_nodes=4, copies=1)
+    again = PsManager(SERVERS, virtual_nodes=4, replicas=1)
     again.load_state_dict(json.loads(json.dumps(aggregating.state_dict())))
-    views = viewed(again.handle(joined("client-9")))
+    views = cluster_view(again.handle(joined("client-9")))
     assert (begins(views), views.paused) == ({1: 1, 2: 6}, (Pause(namespace="s", view=pause),))
-    assert begins(viewed(again.handle(paused(2, pause, 7)))) == {1: 1, 2: 6, 3: 10}
+    assert begins(cluster_view(again.handle(paused(2, pause, 7)))) == {1: 1, 2: 6, 3: 10}
 
 
 # Groups of workers
@@ -805,7 +805,7 @@ def test_a_restarted_manager_keeps_the_owners_of_tasks(manager: PsManager) -> No
     manager.handle(joins(1))
     (task,) = manager.handle(asks(1))
     assert isinstance(task, AssignTask)
-    again = PsManager(SERVERS, virtual_nodes=4, copies=1)
+    again = PsManager(SERVERS, virtual_nodes=4, replicas=1)
     again.load_state_dict(json.loads(json.dumps(manager.state_dict())))
     assert again.handle(done(1, task.task)) == []
     assert again.handle(done(1, task.task)) != []
@@ -815,7 +815,7 @@ def test_a_restarted_manager_keeps_the_owners_of_tasks(manager: PsManager) -> No
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"servers": 0}, {"servers": 1, "copies": -1}, {"servers": 1, "virtual_nodes": 0}]
+    "arguments", [{"servers": 0}, {"servers": 1, "replicas": -1}, {"servers": 1, "virtual_nodes": 0}]
 )
 def test_an_impossible_cluster_is_refused(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least"):
@@ -881,7 +881,7 @@ class History:
     """
 
     def __init__(self, *, has_begun: bool) -> None:
-        self.manager = PsManager(2, virtual_nodes=2, copies=1)
+        self.manager = PsManager(2, virtual_nodes=2, replicas=1)
         if has_begun:
             self.manager.handle(joined("server-0", "m:f", "m:g"))
             self.manager.handle(joined("server-1", "m:f", "m:g"))
@@ -903,7 +903,7 @@ def test_a_manager_with_the_state_of_another_answers_identically_at_every_point(
 ) -> None:
     history = History(has_begun=has_begun)
     for one in drawn:
-        again = PsManager(2, virtual_nodes=2, copies=1)
+        again = PsManager(2, virtual_nodes=2, replicas=1)
         again.load_state_dict(json.loads(json.dumps(history.manager.state_dict())))
         assert again.state_dict() == history.manager.state_dict()
         event = history.event(one)
@@ -913,11 +913,11 @@ def test_a_manager_with_the_state_of_another_answers_identically_at_every_point(
 
 def test_a_restarted_manager_keeps_which_servers_have_finished_their_transfers(manager: PsManager) -> None:
     manager.handle(joined("server-8"))
-    view = viewed(manager.handle(joined("server-9")))
+    view = cluster_view(manager.handle(joined("server-9")))
     assert manager.handle(filled(8, view.version)) == []
-    again = PsManager(SERVERS, virtual_nodes=4, copies=1)
+    again = PsManager(SERVERS, virtual_nodes=4, replicas=1)
     again.load_state_dict(json.loads(json.dumps(manager.state_dict())))
-    assert viewed(again.handle(filled(9, view.version))).ring == (0, 1, 2, 8, 9)
+    assert cluster_view(again.handle(filled(9, view.version))).ring == (0, 1, 2, 8, 9)
 
 
 def same(view: PlacementView, other: PlacementView) -> bool:
@@ -989,7 +989,7 @@ def test_a_participant_begins_once_and_at_most_one_time_after_those_reported(dra
 def test_a_view_with_a_target_and_transfers_is_decoded_as_it_was_sent(manager: PsManager) -> None:
     manager.handle(opened("client-0"))
     manager.handle(joined("server-9"))
-    view = viewed(manager.handle(lost("server-1")))
+    view = cluster_view(manager.handle(lost("server-1")))
     assert view.transfers
     assert view.next_ring == (0, 2, 9)
     found = view_from_action(view)

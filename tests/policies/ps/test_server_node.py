@@ -30,8 +30,8 @@ SPACE = NamespaceSpec("w", 100, 10)
 class Job:
     """Servers, a client and their manager; messages wait until the test delivers them."""
 
-    def __init__(self, servers: int, *, copies: int = 2) -> None:
-        self.group = ServerGroup(servers, copies=copies, virtual_nodes=2)
+    def __init__(self, servers: int, *, replicas: int = 2) -> None:
+        self.group = ServerGroup(servers, replicas=replicas, virtual_nodes=2)
         self.group.on_namespace_opened(SPACE)
         self.nodes = {server: ServerNode(server, SimulatedStore()) for server in range(servers)}
         self.client = PsClient(0, slice_content)
@@ -133,7 +133,7 @@ def test_a_push_that_wants_values_is_refused_where_they_cannot_be_read():
     def read(*_):
         raise ValueError("too much")
 
-    job = Job(1, copies=0)
+    job = Job(1, replicas=0)
     job.nodes[0]._store.table(SPACE).read = read
     number, outgoing = job.client.push("w", {5: 1}, 5, 6, wants_values=True)
     job.take("client-0", outgoing)
@@ -145,26 +145,26 @@ def test_a_push_that_wants_values_is_refused_where_they_cannot_be_read():
 
 
 def test_a_client_that_wants_values_refuses_an_answer_without_them():
-    client = Job(1, copies=0).client
+    client = Job(1, replicas=0).client
     number, _ = client.push("w", {5: 1}, 5, 6, wants_values=True)
     with pytest.raises(ProtocolError, match="expected values"):
         client.on_message(PushAck(request=number, first=5, last=6))
 
 
 def test_a_push_without_replicas_is_acknowledged_once():
-    job = Job(1, copies=0)
+    job = Job(1, replicas=0)
     job.push({5: 1}, 5, 6)
     job.deliver("client-0", "server-0")
     assert [type(send.message) for _, send in job.under_way] == [PushAck]
 
 
-@pytest.mark.parametrize("copies", [0, 1])
-def test_a_push_is_applied_in_place_only_when_no_other_server_needs_it(copies):
-    job = Job(2, copies=copies)
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_push_is_applied_in_place_only_when_no_other_server_needs_it(replicas):
+    job = Job(2, replicas=replicas)
     job.push({5: 1}, 5, 6)
     (_, send), *_ = job.under_way
     node, push = job.nodes[int(send.to[7:])], send.message
-    assert node.can_apply_in_place(push) == (copies == 0)
+    assert node.can_apply_in_place(push) == (replicas == 0)
     others = ({"epoch": 99}, {"namespace": "x"}, {"last": 101}, {"first": 7})
     assert not any(node.can_apply_in_place(replace(push, **other)) for other in others)
     node._store.table(SPACE).reads_pushes_once = False
@@ -172,7 +172,7 @@ def test_a_push_is_applied_in_place_only_when_no_other_server_needs_it(copies):
 
 
 def test_a_push_that_waits_for_others_is_not_applied_in_place():
-    job = Job(1, copies=0)
+    job = Job(1, replicas=0)
     job.send_view(job.group.on_namespace_opened(NamespaceSpec("sums", 100, 10, aggregates=True)))
     push = Push(
         client=0, request=1, epoch=9, namespace="sums", first=0, last=5, time=1, previous_times=(), content={}
@@ -198,7 +198,7 @@ def test_a_push_that_is_sent_again_is_acknowledged_and_not_applied_again():
 
 
 def test_a_request_across_servers_is_done_when_every_part_is():
-    job = Job(3, copies=0)
+    job = Job(3, replicas=0)
     job.push({key: key for key in range(100)}, 0, 100)
     job.settle()
     assert len(job.done) == 1
@@ -307,7 +307,7 @@ def test_a_server_joins_and_leaves_while_pushes_continue():
 
 
 def test_a_server_that_is_not_in_the_ring_keeps_nothing():
-    job = Job(2, copies=0)
+    job = Job(2, replicas=0)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
     job.send_view(job.group.on_leaving(0))
@@ -331,7 +331,7 @@ def test_a_push_of_keys_with_several_masters_is_refused_and_changes_nothing():
 
 
 def test_the_loss_of_more_servers_than_there_are_replicas_is_counted():
-    job = Job(4, copies=1)
+    job = Job(4, replicas=1)
     for server in job.chain(5):
         job.kill(server)
     assert job.group.data_losses == 1
@@ -358,7 +358,7 @@ def lost_keys(job: Job) -> list[int]:
 
 
 def test_requests_for_keys_whose_servers_are_all_lost_fail_and_name_both():
-    job = Job(2, copies=1)
+    job = Job(2, replicas=1)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
     job.kill(1)
@@ -378,7 +378,7 @@ def test_requests_for_keys_whose_servers_are_all_lost_fail_and_name_both():
 
 
 def test_a_client_that_joins_after_a_loss_gets_an_error_and_pulls_no_zeros():
-    job = Job(1, copies=0)
+    job = Job(1, replicas=0)
     job.push({5: 1}, 5, 6)
     job.settle()
     job.kill(0)
@@ -392,7 +392,7 @@ def test_a_client_that_joins_after_a_loss_gets_an_error_and_pulls_no_zeros():
 
 
 def test_the_next_request_reports_a_loss_once_and_requests_for_lost_keys_keep_failing():
-    job = Job(3, copies=0)
+    job = Job(3, replicas=0)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
     job.kill(job.chain(0)[0])
@@ -409,7 +409,7 @@ def test_the_next_request_reports_a_loss_once_and_requests_for_lost_keys_keep_fa
 
 
 def test_of_requests_under_way_only_those_for_lost_keys_fail():
-    job = Job(3, copies=0)
+    job = Job(3, replicas=0)
     gone = job.chain(0)[0]
     kept = next(key for key in range(100) if job.chain(key)[0] != gone)
     alive, lost = job.push({kept: 1}, kept, kept + 1), job.push({0: 1}, 0, 1)
@@ -421,7 +421,7 @@ def test_of_requests_under_way_only_those_for_lost_keys_fail():
 
 
 def test_a_loss_does_not_affect_a_namespace_without_lost_keys():
-    job = Job(3, copies=0)
+    job = Job(3, replicas=0)
     job.kill(job.chain(0)[0])
     job.send_view(job.group.on_namespace_opened(NamespaceSpec("later", 100, 10)))
     number, outgoing = job.client.push("later", {}, 0, 100)
@@ -432,7 +432,7 @@ def test_a_loss_does_not_affect_a_namespace_without_lost_keys():
 
 def test_a_namespace_that_is_reset_begins_empty_on_all_its_servers():
     """Also on a server that was being filled with lost values."""
-    job = Job(3, copies=1)
+    job = Job(3, replicas=1)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
     master, last = job.chain(5)
@@ -457,7 +457,7 @@ def test_a_namespace_that_is_reset_begins_empty_on_all_its_servers():
 
 
 def test_a_namespace_opened_with_reset_before_any_loss_restarts_at_once():
-    job = Job(2, copies=0)
+    job = Job(2, replicas=0)
     assert job.group.on_namespace_opened(SPACE, "reset") is None
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
@@ -468,7 +468,7 @@ def test_a_namespace_opened_with_reset_before_any_loss_restarts_at_once():
 
 
 def test_a_request_waits_for_the_servers_that_have_not_answered_and_no_others():
-    job = Job(3, copies=0)
+    job = Job(3, replicas=0)
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     masters = {job.chain(key)[0] for key in range(100)}
     assert job.client.unanswered_servers("w", 0, 100) == sorted(masters) == [0, 1, 2]
@@ -480,9 +480,9 @@ def test_a_request_waits_for_the_servers_that_have_not_answered_and_no_others():
 
 
 def test_a_restarted_manager_keeps_the_lost_keys():
-    job = Job(2, copies=0)
+    job = Job(2, replicas=0)
     job.kill(0)
-    again = ServerGroup(2, copies=0, virtual_nodes=2)
+    again = ServerGroup(2, replicas=0, virtual_nodes=2)
     again.load_state_dict(json.loads(json.dumps(job.group.state_dict())))
     assert again.view.lost == job.group.view.lost != ()
     assert again.view.lost_arcs_dropped == job.group.view.lost_arcs_dropped != ()
@@ -494,7 +494,7 @@ def test_a_restarted_manager_continues():
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
     job.kill(2)
-    again = ServerGroup(4, copies=2, virtual_nodes=2)
+    again = ServerGroup(4, replicas=2, virtual_nodes=2)
     again.load_state_dict(json.loads(json.dumps(job.group.state_dict())))
     assert again.state_dict() == job.group.state_dict()
     assert again.view.ring.moves(job.group.view.ring) == []

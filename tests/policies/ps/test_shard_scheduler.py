@@ -110,7 +110,7 @@ def spread(ranges: tuple[tuple[int, int], ...]) -> list[int]:
     return [shard for first, last in ranges for shard in range(first, last + 1)]
 
 
-def viewed(actions: list[Action]) -> WorkerGroupView:
+def cluster_view(actions: list[Action]) -> WorkerGroupView:
     """The one view among the actions, which is for all workers."""
     (found,) = [action for action in actions if isinstance(action, WorkerGroupView)]
     assert found.node == ""
@@ -125,7 +125,7 @@ def test_the_first_worker_gets_all_shards_and_later_ones_take_parts_from_neighbo
     assert group.owned() == {0: [*range(12)]}
     group.join(1)
     assert group.owned() == {0: [*range(6)], 1: [*range(6, 12)]}
-    view = viewed(group.join(2))
+    view = cluster_view(group.join(2))
     assert group.owned() == {0: [0, 1, 2, 3], 1: [6, 7, 8, 9], 2: [4, 5, 10, 11]}
     assert [one.shards for one in view.workers] == [((0, 3),), ((6, 9),), ((4, 5), (10, 11))]
     assert view.reason == "client-2 has joined"
@@ -146,7 +146,7 @@ def test_a_shard_in_a_task_moves_when_that_is_done():
     task = group.task(0, shards_max=4)
     group.join(1)
     assert group.owned() == {0: [0, 1, 2, 3], 1: []}
-    viewed(group.done(0, task.task))
+    cluster_view(group.done(0, task.task))
     assert group.owned() == {0: [0, 1], 1: [2, 3]}
 
 
@@ -162,7 +162,7 @@ def test_the_shards_of_a_leaving_worker_move_to_the_others_under_every_loss_poli
 def test_a_worker_that_leaves_receives_a_group_without_it():
     group = Group(6, "replace", 0, 1)
     announced, answer = group.leave(1)
-    assert [one.node for one in viewed([announced]).workers] == ["client-0"]
+    assert [one.node for one in cluster_view([announced]).workers] == ["client-0"]
     assert isinstance(answer, WorkerGroupView)
     assert answer.node == "client-1"
     (again,) = group.leave(1)
@@ -196,10 +196,10 @@ def test_when_all_workers_are_lost_a_newcomer_continues_where_they_were():
 def test_a_lost_workers_shards_wait_for_a_newcomer_that_takes_over_all_of_them():
     group = Group(9, "replace", 0, 1, 2)
     before = group.owned()
-    view = viewed(group.lose(1))
+    view = cluster_view(group.lose(1))
     assert spread(view.unassigned) == before[1]
     assert view.reason == "client-1 was lost: it was silent"
-    viewed(group.join(3))
+    cluster_view(group.join(3))
     assert group.owned() == {0: before[0], 2: before[2], 3: before[1]}
 
 
@@ -218,7 +218,7 @@ def test_after_the_timeout_the_others_share_the_waiting_shards():
     group = Group(9, "replace", 0, 1, 2)
     group.lose(1)
     assert group.tick(PATIENCE_S - 0.25) == []
-    view = viewed(group.tick(0.25))
+    view = cluster_view(group.tick(0.25))
     assert view.unassigned == ()
     assert view.reason == "no worker has joined for 10 s"
     assert sorted(map(len, group.owned().values())) == [4, 5]
@@ -227,7 +227,7 @@ def test_after_the_timeout_the_others_share_the_waiting_shards():
 def test_with_on_loss_continue_the_others_proceed_and_a_newcomer_begins_at_their_pass():
     group = Group(4, "continue", 0, 1)
     group.set_tau(0, 0)
-    view = viewed(group.lose(1))
+    view = cluster_view(group.lose(1))
     assert (view.lost, view.unassigned) == (((2, 3),), ())
     assert group.tick(1e9) == []
     for pass_number in range(3):

@@ -46,7 +46,9 @@ def joined(worker, now_s=0.0):
     )
 
 
-def taken(worker, epoch=0, now_s=0.0, digest="same", is_current=True, samples=100, evaluators=1, terms=""):
+def taken(
+    worker, epoch=0, now_s=0.0, digest="same", is_current=True, samples=100, evaluators=1, decision_rule=""
+):
     return SnapshotTaken(
         now_s=now_s,
         worker=worker,
@@ -56,7 +58,7 @@ def taken(worker, epoch=0, now_s=0.0, digest="same", is_current=True, samples=10
         samples=samples,
         evaluators=evaluators,
         part_deadline_s=DEADLINE_S,
-        decision_rule=terms,
+        decision_rule=decision_rule,
     )
 
 
@@ -417,7 +419,7 @@ def test_impossible_messages_are_refused():
     with pytest.raises(ProtocolError, match="100 samples on worker 0 and 99 samples on worker 1"):
         policy.handle(taken(1, samples=99))
     with pytest.raises(ProtocolError, match="got lag, no monitor on worker 5 and sync on worker 6"):
-        started(2, taken(5, terms="lag, no monitor"), taken(6, terms="sync"))
+        started(2, taken(5, decision_rule="lag, no monitor"), taken(6, decision_rule="sync"))
     with pytest.raises(ProtocolError, match="one snapshot of epoch 0 from worker 0, got a second one"):
         policy.handle(taken(0))
     with pytest.raises(ProtocolError, match="expected at least one of each"):

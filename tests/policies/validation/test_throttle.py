@@ -13,10 +13,10 @@ CALLS = 100
 
 def climbed(threads_max, calls_per_s):
     """The numbers of threads that are tried, where `n` make `calls_per_s(n)`; the last one is kept."""
-    climb, tried = ThreadSearch(threads_max), [1]
-    while not climb.is_settled:
-        climb.add(int(CALLS * calls_per_s(climb.threads)), CALLS)
-        tried += [climb.threads] if climb.threads != tried[-1] else []
+    search, tried = ThreadSearch(threads_max), [1]
+    while not search.is_settled:
+        search.add(int(CALLS * calls_per_s(search.threads)), CALLS)
+        tried += [search.threads] if search.threads != tried[-1] else []
     return tried
 
 
@@ -46,32 +46,32 @@ def test_any_measurements_end_with_a_number_of_threads_that_was_tried(threads_ma
 
 
 def test_few_calls_or_little_time_decide_nothing():
-    climb = ThreadSearch(4)
-    climb.add(19, 1000.0)
-    assert climb.threads == 1
-    climb.add(1, 0.0)
-    assert climb.threads == 2
-    climb.add(10**6, 0.49)
-    assert climb.threads == 2
-    climb.add(1, 0.02)
-    assert climb.threads == 4
+    search = ThreadSearch(4)
+    search.add(19, 1000.0)
+    assert search.threads == 1
+    search.add(1, 0.0)
+    assert search.threads == 2
+    search.add(10**6, 0.49)
+    assert search.threads == 2
+    search.add(1, 0.02)
+    assert search.threads == 4
 
 
 class World:
     """Threads that evaluate: the `n` that may proceed make `rate(n)` calls a second in all."""
 
     def __init__(self, threads, pace=None):
-        self.pacing, self.turns, self.now_s = Throttle(threads, pace), [], 100.0
+        self.throttle, self.turns, self.now_s = Throttle(threads, pace), [], 100.0
 
     def begin(self, count=1):
         for _ in range(count):
-            self.turns.append(self.pacing.begin_part(self.now_s))
+            self.turns.append(self.throttle.begin_part(self.now_s))
 
     def end(self, number):
-        self.pacing.end_part(self.turns.pop(number), self.now_s)
+        self.throttle.end_part(self.turns.pop(number), self.now_s)
 
     def wait(self, more):
-        self.pacing.add_waiting(more, self.now_s)
+        self.throttle.add_waiting(more, self.now_s)
 
     def run(self, spent_s, rate, silent=None):
         """Time passes."""
@@ -80,8 +80,8 @@ class World:
             for turn in (turn for turn in allowed if turn is not silent):
                 turn.calls += round(rate(len(allowed)) / 10 / len(allowed))
             self.now_s += 0.1
-            if self.now_s >= self.pacing.next_check_s:
-                self.pacing.check_rate(self.now_s)
+            if self.now_s >= self.throttle.next_check_s:
+                self.throttle.check_rate(self.now_s)
 
     @property
     def allowed(self):
@@ -114,7 +114,7 @@ def test_one_serialized_thread_proceeds_in_the_end_and_the_next_one_takes_its_pl
     world.end(0)
     world.begin()
     assert world.allowed == [True, False, False, False]
-    assert world.pacing.next_check_s == float("inf"), "no check is left"
+    assert world.throttle.next_check_s == float("inf"), "no check is left"
 
 
 def test_time_with_fewer_evaluating_threads_than_allowed_decides_nothing():
@@ -122,14 +122,14 @@ def test_time_with_fewer_evaluating_threads_than_allowed_decides_nothing():
     world = World(2)
     world.begin()
     world.run(1.0, waits)
-    assert not world.pacing._during_training.is_settled
+    assert not world.throttle._during_training.is_settled
     world.run(10.0, serialized)
-    assert not world.pacing._during_training.is_settled
+    assert not world.throttle._during_training.is_settled
     world.begin()
     world.run(5.0, serialized, silent=world.turns[1])  # it may proceed, but has made no call
-    assert not world.pacing._during_training.is_settled
+    assert not world.throttle._during_training.is_settled
     world.run(5.0, waits)
-    assert world.pacing._during_training.is_settled
+    assert world.throttle._during_training.is_settled
     assert world.allowed == [True, True]
 
 
@@ -151,7 +151,7 @@ def test_several_may_wait_at_once():
     world = World(1, MinimumRate(check_after_s=1.0, calls_per_s_min=2000.0, rest_s=60.0))
     world.begin()
     world.run(2.0, serialized)
-    assert world.pacing.is_slow
+    assert world.throttle.is_slow
     world.wait(1)
     world.wait(1)
     world.wait(-1)
@@ -165,13 +165,13 @@ def test_no_thread_evaluates_during_training_where_one_alone_is_too_slow(calls_p
     world = World(2, MinimumRate(check_after_s=1.0, calls_per_s_min=calls_per_s_min, rest_s=60.0))
     world.begin(2)
     world.run(0.9, serialized)
-    assert not world.pacing.is_slow
+    assert not world.throttle.is_slow
     assert any(world.allowed)
     world.run(0.3, serialized)
-    assert world.pacing.is_slow == is_slow
+    assert world.throttle.is_slow == is_slow
     assert any(world.allowed) != is_slow
     world.run(10.0, lambda n: 0.0)
-    assert world.pacing.is_slow == is_slow, "the rate is checked once"
+    assert world.throttle.is_slow == is_slow, "the rate is checked once"
 
 
 def test_parts_that_are_over_count_too():
@@ -180,15 +180,15 @@ def test_parts_that_are_over_count_too():
         world.begin()
         world.run(0.8, serialized)
         world.end(0)
-    assert world.pacing.calls == 2400
-    assert world.pacing.next_check_s == float("inf"), "the rate was checked"
-    assert not world.pacing.is_slow
+    assert world.throttle.calls == 2400
+    assert world.throttle.next_check_s == float("inf"), "the rate was checked"
+    assert not world.throttle.is_slow
 
 
 def test_a_thread_that_was_freed_continues_with_the_others_until_its_turn_ends():
     world = World(3)
     world.begin(3)
-    world.pacing.force(world.turns[2])
+    world.throttle.force(world.turns[2])
     assert world.allowed == [True, False, True]
     world.begin()
     assert world.allowed == [True, False, True, False]
@@ -200,7 +200,7 @@ def test_all_threads_proceed_once_the_limit_is_lifted():
     world = World(3, MinimumRate(check_after_s=1.0, calls_per_s_min=1e9, rest_s=60.0))
     world.begin(3)
     world.run(2.0, serialized)
-    assert world.pacing.is_slow
-    world.pacing.lift_limit(world.now_s)
+    assert world.throttle.is_slow
+    world.throttle.lift_limit(world.now_s)
     world.begin()
     assert world.allowed == [True] * 4

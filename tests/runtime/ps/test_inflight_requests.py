@@ -150,7 +150,7 @@ def test_a_push_larger_than_the_bound_is_sent_alone(stopped):
 
 
 def test_a_master_keeps_at_most_the_bound_when_a_replica_does_not_answer():
-    cluster = start_manager(2, host="127.0.0.1", copies=1, silent_s=600.0)
+    cluster = start_manager(2, host="127.0.0.1", replicas=1, silent_s=600.0)
     with contextlib.ExitStack() as stack:
         replica = start_server(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=1))
         stack.callback(replica.wait)
@@ -200,7 +200,7 @@ def kept_bytes(server):
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("what", ["push", "pull"])
 def test_a_wait_for_room_that_times_out_names_the_server_that_has_not_answered_and_nothing_is_sent(what):
-    with offbeat.PS.local(servers=2, copies=0, silent_s=600.0) as ps:
+    with offbeat.PS.local(servers=2, replicas=0, silent_s=600.0) as ps:
         w = ps.namespace("w", keys=20 * COUNT)
         w.push(np.zeros(20 * COUNT)).result()
         stop(ps.local_servers.processes[0])

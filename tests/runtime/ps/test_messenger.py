@@ -71,7 +71,7 @@ class Writer:
             self._note,
             place=lambda node, message, array: None,
             gather=lambda: None,
-            share=lambda node, message, array, shown: False,
+            share=lambda node, message, array, shared: False,
         )
 
     def knows(self, peer: str, *addresses: str) -> None:

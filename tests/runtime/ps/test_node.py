@@ -200,7 +200,7 @@ def test_a_killed_server_is_no_longer_reported_as_unreachable(mark, tmp_path):
 
 
 def test_keys_without_a_living_server_raise_an_error_until_they_are_reset(mark):
-    with PS.local(servers=2, copies=1) as ps:
+    with PS.local(servers=2, replicas=1) as ps:
         w = ps.namespace("w", keys=KEYS)
         ones = np.ones(KEYS, np.float32)
         w.push(ones).result()
@@ -222,7 +222,7 @@ def test_keys_without_a_living_server_raise_an_error_until_they_are_reset(mark):
 
 @pytest.mark.long
 def test_a_request_that_times_out_names_only_the_server_that_has_not_answered(mark):
-    with PS.local(servers=3, copies=0) as ps:
+    with PS.local(servers=3, replicas=0) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=1)
         w.push(np.ones(KEYS, np.float32)).result()
         ps.local_servers.processes[1].send_signal(signal.SIGSTOP)
@@ -238,7 +238,7 @@ def test_a_request_that_times_out_names_only_the_server_that_has_not_answered(ma
 
 @pytest.mark.long
 def test_a_client_logs_the_outage_of_a_server_and_its_end(mark, caplog):
-    with PS.local(servers=3, copies=0) as ps:
+    with PS.local(servers=3, replicas=0) as ps:
         w = ps.namespace("w", keys=KEYS, block_keys=1)
         w.push(np.ones(KEYS, np.float32)).result()
         server = ps.local_servers.processes[1]

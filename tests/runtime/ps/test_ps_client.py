@@ -838,7 +838,7 @@ def test_pushes_of_all_clients_at_one_time_are_one_step_of_the_mean(ps, name):
     late.push(np.ones(100)).result()  # no other client takes part any more
     assert late.pull().result().tolist() == [steps[-1] - 1] * 100
     late.leave_aggregation()
-    with pytest.raises(OffbeatError, match="has not withdrawn"):
+    with pytest.raises(OffbeatError, match="this client has not left"):
         late.push(np.ones(100)).result()
     with pytest.raises(OffbeatError, match="expected a namespace that aggregates"):
         ps.namespace(f"{name}, but not so", keys=10).join_aggregation()
@@ -940,17 +940,17 @@ def test_weights_that_kkt_conditions_hold_at_zero_are_not_pushed(ps, name):
         return w.filter_report()["push"]["KKT"]
 
     assert np.array_equal(step()[:, 1], gradients)
-    assert w.active_keys(keys).all()
+    assert w.is_active(keys).all()
     w.set_margin(0.1)
     assert np.array_equal(step()[:, 0] == 0, keys < 50)
-    assert w.active_keys(keys).tolist() == (keys >= 50).tolist()
+    assert w.is_active(keys).tolist() == (keys >= 50).tolist()
     before = passed()
     gradients[:] = 3.0
     found = step()
     assert passed().in_bytes - before.in_bytes == 2 * (passed().out_bytes - before.out_bytes) == 20 * 24
     assert np.array_equal(found[:, 1] == 3.0, keys >= 50)  # the pushes to other keys were skipped
     w.set_margin(math.inf)
-    assert w.active_keys(keys).all()
+    assert w.is_active(keys).all()
     assert (step()[:, 0] != 0).all()
 
 
@@ -969,14 +969,14 @@ def test_an_answer_repeated_after_its_pull_is_done_skips_no_keys(ps, name):
         ps._requests._on_message(server, rows)
 
     ps.when_done([], receive).result()
-    assert w.active_keys(keys).all()
+    assert w.is_active(keys).all()
     w.pull(keys=keys).result()
-    assert not w.active_keys(keys).any()
+    assert not w.is_active(keys).any()
 
 
 def test_only_a_namespace_with_a_kkt_filter_has_a_margin(ps, name):
     w = ps.namespace(name, keys=10)
-    for ask in (lambda: w.set_margin(0.1), lambda: w.active_keys([1])):
+    for ask in (lambda: w.set_margin(0.1), lambda: w.is_active([1])):
         with pytest.raises(ValueError, match="expected a namespace with a KKT filter"):
             ask()
 

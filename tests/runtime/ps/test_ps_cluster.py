@@ -48,7 +48,7 @@ def running(tmp_path):
     """Four servers with two replicas of everything, and three clients that push."""
     stop = tmp_path / "stop"
     with (
-        offbeat.PS.local(servers=4, copies=2, run_log=str(tmp_path / "log.jsonl"), silent_s=4.0) as ps,
+        offbeat.PS.local(servers=4, replicas=2, run_log=str(tmp_path / "log.jsonl"), silent_s=4.0) as ps,
         start(pusher, 3, ps.cluster, stop) as clients,
     ):
         for rank in range(3):
@@ -133,7 +133,7 @@ def test_pulled_values_stay_within_the_threshold_when_servers_change():
     chance, keys = np.random.default_rng(1), np.arange(0, 3000, 3)
     values = np.zeros(3000)
     remembering = [FilterSpec("SignificantlyModified", {"threshold": 0.5})]
-    with offbeat.PS.local(servers=3, copies=2) as ps:
+    with offbeat.PS.local(servers=3, replicas=2) as ps:
         w = ps.namespace("w", keys=3000, dtype="float64", pull_filters=remembering)
         changes = (
             lambda: None,

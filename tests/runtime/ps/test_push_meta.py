@@ -117,7 +117,7 @@ def test_with_aggregate_each_pushes_are_applied_in_client_order_on_all_replicas(
 
         return program
 
-    with offbeat.PS.local(servers=2, copies=1) as own:
+    with offbeat.PS.local(servers=2, replicas=1) as own:
         signs = [sign for _, sign in sorted(as_clients(own, pushing(1), pushing(-2)))]
         expected, states = np.zeros(60), {state: np.zeros(60) for state in Adam(0.1).states}
         for step in range(1, 4):
@@ -151,7 +151,7 @@ def test_an_invalid_weight_is_rejected(ps, name, weight):
 
 def test_settings_apply_to_one_push_and_equally_on_replicas(ps, name):
     """A schedule of learning rates: values and states equal those of Adam with these rates in turn."""
-    with offbeat.PS.local(servers=2, copies=1) as own:
+    with offbeat.PS.local(servers=2, replicas=1) as own:
         w = own.namespace(name, keys=50, update=Adam(0.1), dtype="float64", block_keys=7)
         expected = np.zeros(50)
         states = {state: np.zeros(50) for state in Adam(0.1).states}
@@ -215,7 +215,7 @@ def test_a_function_takes_no_settings(ps):
 
 
 def test_a_put_is_applied_between_earlier_and_later_pushes_on_every_replica(ps, name):
-    with offbeat.PS.local(servers=2, copies=1) as own:
+    with offbeat.PS.local(servers=2, replicas=1) as own:
         update = SGD(1.0, momentum=0.5)
         w = own.namespace(name, keys=50, update=update, width=2, block_keys=7)
         rows = np.arange(60, dtype=np.float32).reshape(30, 2)

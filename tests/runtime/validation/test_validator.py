@@ -1010,8 +1010,8 @@ def test_one_thread_evaluates_until_rates_are_known_and_the_next_when_it_ends():
     rest = threading.Thread(target=lambda: seen.extend(one_after_the_other(throttle, 3, lambda called: None)))
     with throttle.evaluating_part():
         rest.start()
-        wait_until(lambda: len(throttle._pacing._turns) == 4, "three that rest")
-        turns = [*throttle._pacing._turns]
+        wait_until(lambda: len(throttle._throttle._turns) == 4, "three that rest")
+        turns = [*throttle._throttle._turns]
         assert [turn.may_run for turn in turns] == [True, False, False, False]
     rest.join(60)
     assert seen == [1, 1, 1]
@@ -1035,7 +1035,7 @@ def test_a_failed_thread_lets_the_next_one_run():
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             fail()
-        assert not throttle._pacing._turns, "the failed thread still counts as one that evaluates"
+        assert not throttle._throttle._turns, "the failed thread still counts as one that evaluates"
 
 
 def test_a_resting_thread_resumes_after_its_maximum_rest_and_does_not_rest_again():
@@ -1044,7 +1044,7 @@ def test_a_resting_thread_resumes_after_its_maximum_rest_and_does_not_rest_again
 
     def evaluate():
         with throttle.evaluating_part() as called:
-            (turn,) = throttle._pacing._turns
+            (turn,) = throttle._throttle._turns
             states.put((turn.may_run, turn.is_forced))
             while not throttle.is_slow:
                 called()  # the last one rests, and nothing but the time limit ends that

@@ -16,7 +16,7 @@ SEEDS = range(150)
 def test_a_job_with_faults_ends_with_one_model_and_each_sample_used_once(seed):
     cluster = run_case(seed)
     assert cluster.averagings
-    assert cluster.is_dismissed or cluster.stopped or not cluster.running_workers()
+    assert cluster.is_job_complete or cluster.stopped or not cluster.running_workers()
 
 
 def test_the_seeds_hold_the_faults_that_matter():

@@ -77,7 +77,7 @@ class Counting(PsManager):
 class GivesUpTheLastCopy(PsManager):
     """Declares every node lost that has been silent for long enough, even with a last copy."""
 
-    def _may_lose(self, node):
+    def _is_replicated(self, node):
         return True
 
 

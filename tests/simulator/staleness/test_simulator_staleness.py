@@ -226,8 +226,8 @@ def test_a_warm_start_with_several_workers_is_found():
     ],
 )
 def test_a_directory_that_breaks_the_rules_is_found(broken, message, first_seed):
-    def directory(threads, terms):
-        return broken(threads, is_versioned=terms.is_versioned, clears_threads=terms.clears_thread_cache)
+    def directory(threads, options):
+        return broken(threads, is_versioned=options.is_versioned, clears_threads=options.clears_thread_cache)
 
     with pytest.raises(ViolationError, match=message):
         find("ssp:s=2", directory=directory, first_seed=first_seed)
@@ -255,8 +255,10 @@ def test_missing_local_steps_under_a_bound_that_rises_are_found():
 
     def find_it() -> None:
         for seed in range(SEEDS):
-            terms = replace(strategy.ps_options(), applies_local_steps=False)
-            campaign.run_case(campaign.draw_case(seed, terms, strategy.staleness_arguments()), f"seed {seed}")
+            options = replace(strategy.ps_options(), applies_local_steps=False)
+            campaign.run_case(
+                campaign.draw_case(seed, options, strategy.staleness_arguments()), f"seed {seed}"
+            )
 
     with pytest.raises(ViolationError, match="of its own"):
         find_it()
@@ -275,15 +277,15 @@ def run(
 ) -> SimulatedPsCluster:
     """A cluster without faults."""
     parsed: Any = parse_strategy(strategy)
-    terms, arguments = parsed.ps_options(), parsed.staleness_arguments()
+    options, arguments = parsed.ps_options(), parsed.staleness_arguments()
     samples = (
         SampleSetting(epoch_samples=world * 100, batch_size=1, epochs=steps // 100)
-        if terms.assigns_samples
+        if options.assigns_samples
         else None
     )
     setting = SimulationSetting(
         world=world,
-        steps=None if terms.assigns_samples else steps,
+        steps=None if options.assigns_samples else steps,
         samples=samples,
         times=times,
         slow=tuple(map(rule, slow)),
@@ -292,21 +294,21 @@ def run(
 
     def build() -> list[Policy]:
         return [
-            Assembly(world, accepts_late_joiners=terms.assigns_samples),
+            Assembly(world, accepts_late_joiners=options.assigns_samples),
             BoundedStaleness(world, **arguments),
         ]
 
-    served = ps_setting(terms, arguments, halves_after=halves_after)
+    served = ps_setting(options, arguments, halves_after=halves_after)
     cluster = SimulatedPsCluster(setting, build, served, keeps_log=True)
     cluster.run()
-    assert cluster.is_dismissed
+    assert cluster.is_job_complete
     return cluster
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("shards", ["equal", "dynamic"])
 @pytest.mark.parametrize(
-    ("strategy", "other"), [("ssp:s=0", "ps-bsp:copies=2"), (f"dtssp:limit={math.inf}", "ssp:s=3")]
+    ("strategy", "other"), [("ssp:s=0", "ps-bsp:replicas=2"), (f"dtssp:limit={math.inf}", "ssp:s=3")]
 )
 def test_at_its_strict_setting_a_strategy_is_another_one(strategy, other, shards):
     """Specification 9.2: SSP with s = 0 is BSP, and DTSSP with an infinite limit is SSP."""
@@ -343,12 +345,12 @@ def test_the_bound_of_dtssp_goes_through_its_whole_range_where_losses_only_vary(
 
 def took_s(times: ComputeTimes, *slow: str, shards: str) -> dict[str, float]:
     """Total times by strategy, as shares of that of BSP."""
-    names = ["ps-bsp:copies=2", "ssp:s=3", "dtssp:s=3", "ssp:s=10", "asp:copies=2"]
+    names = ["ps-bsp:replicas=2", "ssp:s=3", "dtssp:s=3", "ssp:s=10", "asp:replicas=2"]
     all_s = {
         name.partition(",")[0]: run(f"{name},shards={shards}", times, *slow, steps=600).progress_s
         for name in names
     }
-    return {name: time_s / all_s["ps-bsp:copies=2"] for name, time_s in all_s.items()}
+    return {name: time_s / all_s["ps-bsp:replicas=2"] for name, time_s in all_s.items()}
 
 
 @pytest.mark.long
@@ -368,7 +370,7 @@ def test_with_assigned_samples_and_lasting_differences_every_bound_gains():
 def test_with_bursts_a_larger_bound_gains_more_and_dtssp_is_between():
     """Specification 2.5: bursts of 5 times: SSP(3) < DTSSP < SSP(10) < ASP in what they gain over BSP."""
     shares = took_s(BurstyTimes(), shards="equal")
-    order = ["ps-bsp:copies=2", "ssp:s=3", "dtssp:s=3", "ssp:s=10", "asp:copies=2"]
+    order = ["ps-bsp:replicas=2", "ssp:s=3", "dtssp:s=3", "ssp:s=10", "asp:replicas=2"]
     assert all(shares[one] > shares[another] + 0.005 for one, another in itertools.pairwise(order))
     assert shares["ssp:s=10"] < 0.85
 

@@ -62,7 +62,7 @@ class WorkingSet:
         return cls(content.key_array(), content.values.copy())
 
     def __len__(self) -> int:
-        """The number of keys."""
+        """Return the number of keys."""
         return len(self.keys)
 
     def entries(self) -> Entries:

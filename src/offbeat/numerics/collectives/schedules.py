@@ -354,7 +354,7 @@ def chain_broadcast(workers: int, rank: int, root: int, parts: int = 16) -> Sche
 
 
 def _masks(workers: int) -> list[int]:
-    """The distances 1, 2, 4, … below the largest power of two of at most `workers`."""
+    """Return the distances 1, 2, 4, … below the largest power of two of at most `workers`."""
     return [1 << bit for bit in range(workers.bit_length() - 1)]
 
 

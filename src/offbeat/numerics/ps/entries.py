@@ -71,8 +71,8 @@ class Entries:
         else:
             begin, places = first, key_slice(self.keys, first, last)
             keys = self.keys[places]
-        terms = None if self.meta is None else self.meta.row_slice(places)
-        return Entries(begin, self.values[places], keys, terms)
+        meta = None if self.meta is None else self.meta.row_slice(places)
+        return Entries(begin, self.values[places], keys, meta)
 
     @property
     def is_replacement(self) -> bool:
@@ -86,7 +86,7 @@ class Entries:
         return np.arange(self.first, self.first + len(self.values), dtype=np.int64)
 
     def __len__(self) -> int:
-        """The number of keys."""
+        """Return the number of keys."""
         return len(self.values)
 
 

@@ -728,14 +728,14 @@ class KKT:
         if not is_found.all():
             self._skipped = np.insert(self._skipped, positions[~is_found], found[~is_found])
 
-    def active(self, keys: Keys) -> Mask:
+    def is_active(self, keys: Keys) -> Mask:
         """Return a mask of the keys that are not skipped, (K,)."""
         _, is_found = _find(self._skipped, keys)
         return ~is_found
 
     def encode(self, message: FilterMessage) -> FilterMessage:
         """See `Filter.encode`."""
-        return _keep_only(message, self.active(message.entries.key_array()))
+        return _keep_only(message, self.is_active(message.entries.key_array()))
 
     def decode(self, message: FilterMessage) -> FilterMessage:
         """Return the message unchanged: keys that are not listed keep their values."""

@@ -270,7 +270,7 @@ class ArrayTable:
         if self._aggregate == "mean":
             total.values /= weight
         every = [one.meta or DEFAULT_PUSH_META for one in contents]
-        settings = next(terms.settings for terms in every if terms.weight)
+        settings = next(meta.settings for meta in every if meta.weight)
         total.meta = None if settings is None else PushMeta(settings=settings)
         return total
 
@@ -283,8 +283,8 @@ class ArrayTable:
         rows = {name: self._read(first, count, keys, name).values for name in names}
         scratch = _BlockRun(first, last, rows, keys)
         for one in contents:
-            terms = one.meta or DEFAULT_PUSH_META
-            scratch.apply(self._update_for(terms), Entries(one.first, one.values / terms.weight, one.keys))
+            meta = one.meta or DEFAULT_PUSH_META
+            scratch.apply(self._update_for(meta), Entries(one.first, one.values / meta.weight, one.keys))
         return Entries(first, rows.pop("values"), keys, PushMeta(states=rows))
 
     def export_block(self, first: int, last: int) -> BlockContents | None:
@@ -303,17 +303,17 @@ class ArrayTable:
         """Remove the block of keys `first` to `last` - 1."""
         self._remove_block(first // self._block_keys)
 
-    def _update_for(self, terms: PushMeta) -> Update:
+    def _update_for(self, meta: PushMeta) -> Update:
         """Return the update with the settings of a push.
 
         Raises:
             ValueError: it does not accept them.
         """
-        if terms.settings is None:
+        if meta.settings is None:
             return self._update
         if self._may_fail:
             raise ValueError("expected no settings for a user-defined function")
-        return with_settings(self._update, terms.settings)
+        return with_settings(self._update, meta.settings)
 
     def _run_of(self, number: int) -> _BlockRun:
         """Return the run that contains a block, which is created if needed."""

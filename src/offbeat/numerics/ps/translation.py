@@ -142,7 +142,7 @@ def _group_of(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, Any
 
 
 def _names(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, str]:
-    """The state of a parameter that its update has: torch's names to the update's."""
+    """Return the state of a parameter that its update has: torch's names to the update's."""
     update_states = update_for_group(_group_of(optimizer, parameter), type(optimizer)).states
     return {
         torch_name: update_name

@@ -42,7 +42,7 @@ class BlockAssigner:
         self._checkpoint_queries[event.worker] = event.round
 
     def _begin_epoch(self, event: SamplesRequested) -> bool:
-        """Move a worker to an epoch; return whether it has no untaken blocks."""
+        """Move a worker to an epoch; return whether it has no queued blocks."""
         worker, scheduler = event.worker, self._scheduler
         if event.abandons_previous and worker in self._epochs_of_workers:
             scheduler.discard_blocks(worker)
@@ -69,8 +69,8 @@ class BlockAssigner:
     ) -> AssignBlocks:
         epoch, samples = self._epochs_of_workers[worker]
         is_open = epoch in self._scheduler.epochs.numbers()
-        reasons = [f"there is nothing for it, and {self._awaited_reason}"] * is_awaited
-        reasons += ["its earlier blocks are not its own any more"] * (worker in self._reset_workers)
+        reasons = [f"no block is left for this worker, and {self._awaited_reason}"] * is_awaited
+        reasons += ["this worker's earlier blocks were reassigned"] * (worker in self._reset_workers)
         reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
         return AssignBlocks(
             worker=worker,

@@ -8,8 +8,8 @@ to it what the workers do.
 *pool*. `assign` cuts a *block* from the pool (a batch's worth of positions) and assigns it to a member. From
 there on a block is in one of these states:
 
-- *untaken*: assigned, and not yet handed to the worker's training loop;
-- *taken*: handed to the loop (`mark_started`), its gradient not yet contributed;
+- *queued*: assigned, and not yet handed to the worker's training loop;
+- *started*: handed to the loop (`mark_started`), its gradient not yet contributed;
 - *contributed*: its gradient is part of an open round (`contribute`);
 - *used*: the round is completed (`complete_round`). This is final. An epoch with every position used is
   finished.
@@ -19,9 +19,9 @@ to a member that has received its gradient. An adopted block is contributed like
 
 Ways back:
 
-- to the pool: untaken blocks of a worker that leaves the group (`set_members`), all blocks of a worker that
+- to the pool: queued blocks of a worker that leaves the group (`set_members`), all blocks of a worker that
   is revoked or lost, and what a lost worker contributed to a round that is abandoned;
-- to *taken*: what a living worker contributed to a round that is abandoned (`abandon_round`), or to a round
+- to *started*: what a living worker contributed to a round that is abandoned (`abandon_round`), or to a round
   in which it takes no part after all (`withdraw`).
 
 Ways to *used* without a round: the worker gives its blocks up (`discard_blocks`), its loop has ended
@@ -30,7 +30,7 @@ Ways to *used* without a round: the worker gives its blocks up (`discard_blocks`
 Parts. `OpenEpochs` has the pools and what is used, `OpenRounds` what is contributed, and `ServingOrder`
 chooses the next workers and the sizes of their blocks; the scheduler knows which worker has which block.
 `assign` repeats two actions: `_update_levels` updates which workers can be served and which have nothing left
-of their epoch; `_serve_hand` cuts blocks for the next ones from the oldest epoch with a pool.
+of their epoch; `_serve_next` cuts blocks for the next ones from the oldest epoch with a pool.
 
 Invariants: each position of an open epoch is in exactly one place (pool, one worker, one open round, used);
 block ids are never reused; only members are in the order; an operation that raises has changed nothing.
@@ -67,31 +67,31 @@ class _WorkerBlocks:
     epoch: int | None = None  # the last that it began
     hold: bool = False
     over: bool = False  # the end of its epoch was announced to it
-    ahead: int = 0  # untaken blocks that it has at most
-    untaken: dict[int, Block] = field(default_factory=dict)
-    taken: dict[int, Block] = field(default_factory=dict)
+    ahead: int = 0  # queued blocks that it has at most
+    queued: dict[int, Block] = field(default_factory=dict)
+    started: dict[int, Block] = field(default_factory=dict)
     adopted: dict[int, Block] = field(default_factory=dict)  # another worker computed their gradients
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self.taken or block_id in self.untaken or block_id in self.adopted
+        return block_id in self.started or block_id in self.queued or block_id in self.adopted
 
     def blocks(self) -> list[Block]:
-        return [*self.taken.values(), *self.untaken.values(), *self.adopted.values()]
+        return [*self.started.values(), *self.queued.values(), *self.adopted.values()]
 
     def pop(self, block_id: int) -> Block:
-        if block_id in self.taken:
-            return self.taken.pop(block_id)
-        return (self.untaken if block_id in self.untaken else self.adopted).pop(block_id)
+        if block_id in self.started:
+            return self.started.pop(block_id)
+        return (self.queued if block_id in self.queued else self.adopted).pop(block_id)
 
-    def take_until(self, block_id: int) -> None:
-        """Mark the untaken blocks up to this one as taken."""
-        for earlier in list(self.untaken):
-            self.taken[earlier] = self.untaken.pop(earlier)
+    def start_until(self, block_id: int) -> None:
+        """Mark the queued blocks up to this one as started."""
+        for earlier in list(self.queued):
+            self.started[earlier] = self.queued.pop(earlier)
             if earlier == block_id:
                 break
 
     def drop(self) -> None:
-        self.taken, self.untaken, self.adopted = {}, {}, {}
+        self.started, self.queued, self.adopted = {}, {}, {}
 
     def to_plain(self, worker: int) -> dict[str, Any]:
         return {
@@ -100,34 +100,34 @@ class _WorkerBlocks:
             "hold": self.hold,
             "over": self.over,
             "ahead": self.ahead,
-            "untaken": blocks_to_plain(self.untaken.values()),
-            "taken": blocks_to_plain(self.taken.values()),
+            "queued": blocks_to_plain(self.queued.values()),
+            "started": blocks_to_plain(self.started.values()),
             "adopted": blocks_to_plain(self.adopted.values()),
         }
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> _WorkerBlocks:
-        blocks = (blocks_from_plain(plain[kind]) for kind in ("untaken", "taken", "adopted"))
+        blocks = (blocks_from_plain(plain[kind]) for kind in ("queued", "started", "adopted"))
         return cls(plain["epoch"], plain["hold"], plain["over"], plain["ahead"], *blocks)
 
 
 class BlockScheduler:
     """Assigns blocks so that each position of an epoch is used once, whichever workers are slow, die or join.
 
-    A position is always in one place: in its epoch's pool, with one worker (untaken, then taken), in one open
+    A position is always in one place: in its epoch's pool, with one worker (queued, then started), in an open
     round, or used. Only `complete_round` uses; `set_members`, `revoke`, `remove_worker` and `abandon_round`
     give back. Positions that came back are assigned first. An operation on an unknown worker raises a
     ProtocolError.
 
-    Members are served in hands (`offbeat.policies.data.serving_order`). Blocks hold `batch_size` positions
-    until two hands or less are left, which are cut into equal parts. With `drop_last` nothing is cut: the
+    Blocks are assigned in servings (`offbeat.policies.data.serving_order`). They hold `batch_size` positions
+    until two servings or less are left, which are cut into equal parts. With `drop_last` nothing is cut: the
     last positions, which do not fill a block, are dropped when the epoch is opened, and count as used. A
     joining worker gets as many blocks as the other members have. With fewer than two positions per member, or
     fewer blocks than members, some members get none; they go on to the next epoch, and a round may mix the
     two epochs.
 
     Args:
-        ahead: untaken blocks that a member has at most, if it does not ask for more, at least 1. Two, so that
+        ahead: queued blocks that a member has at most, if it does not ask for more, at least 1. Two, so that
             one can be loaded while another is computed and the next is under way. With fewer than a round
             takes, the first member in a round is served before the others, and members may end an epoch in
             different rounds.
@@ -153,7 +153,7 @@ class BlockScheduler:
         self._order = ServingOrder()  # of the members that can be assigned blocks
         self._workers: dict[int, _WorkerBlocks] = {}
         self._members: set[int] = set()
-        self._lent: set[int] = set()  # workers outside the group that have a block
+        self._late_workers: set[int] = set()  # workers outside the group that have a block
         self._changed: set[int] = set()  # workers to be checked before the next assignment
 
     # Queries ---------------------------------------------------------------------------------------------
@@ -182,15 +182,15 @@ class BlockScheduler:
     def assigned_ids(self, worker: int) -> tuple[int, ...]:
         """Return the ids of the blocks that a worker has and has not contributed, in the order of use."""
         record = self._blocks_of_worker(worker)
-        return (*record.taken, *record.untaken)
+        return (*record.started, *record.queued)
 
     def adopted_ids(self, worker: int) -> tuple[int, ...]:
         """Return the ids of the blocks that a worker has adopted, in that order."""
         return tuple(self._blocks_of_worker(worker).adopted)
 
     def started_count(self, worker: int) -> int:
-        """Return how many blocks of a worker are known to be taken; 0 for an unknown worker."""
-        return len(self._workers[worker].taken) if worker in self._workers else 0
+        """Return how many blocks of a worker are known to be started; 0 for an unknown worker."""
+        return len(self._workers[worker].started) if worker in self._workers else 0
 
     def holders(self, epoch: int) -> tuple[int, ...]:
         """Return the workers that have blocks of the epoch, contributed ones excluded; O(workers)."""
@@ -229,7 +229,7 @@ class BlockScheduler:
             holds_until_used: announce the end of the epoch to the worker only when every position is used.
                 For the last epoch: otherwise no worker would be left for the blocks of one that dies at the
                 very end.
-            ahead: untaken blocks that the worker can use at once, if more than the scheduler's `ahead`.
+            ahead: queued blocks that the worker can use at once, if more than the scheduler's `ahead`.
             ends_previous_early: the worker has not waited for the end of the epoch before.
             used_ranges: ranges of positions, ascending, that an earlier job has used; not assigned again.
             drop_last: all blocks hold `batch_size` positions; the last, which do not fill one, are dropped.
@@ -259,19 +259,19 @@ class BlockScheduler:
     def set_members(self, members: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """Set the workers that are assigned blocks.
 
-        A worker that is no longer a member keeps what it has taken, until `revoke`, and what it contributed.
+        A worker that is no longer a member keeps the blocks that it started, until `revoke`, and contributed.
 
         Returns:
-            The ids of the untaken blocks that went back into the pool, by worker.
+            The ids of the queued blocks that went back into the pool, by worker.
         """
         members = set(members)
         returned = {}
         for worker in sorted(self._members - members):
             record = self._workers[worker]
             self._order.leave(worker)
-            if record.untaken:
-                returned[worker] = list(record.untaken.values())
-                record.untaken = {}
+            if record.queued:
+                returned[worker] = list(record.queued.values())
+                record.queued = {}
         for worker in members - self._members:
             self._workers.setdefault(worker, _WorkerBlocks())
         self._changed |= self._members ^ members
@@ -287,27 +287,27 @@ class BlockScheduler:
         oldest unfinished one, it is over only when all of these are finished. The worker is served again when
         it begins another epoch.
         """
-        dealt: dict[int, list[Block]] = {}
+        blocks: dict[int, list[Block]] = {}
         over: set[int] = set()
         self._update_levels(over)
-        while self._serve_hand(dealt):
+        while self._serve_next(blocks):
             self._update_levels(over)
         for worker in over:
-            dealt.setdefault(worker, [])
-        return [BlockAssignment(worker, tuple(dealt[worker]), worker in over) for worker in sorted(dealt)]
+            blocks.setdefault(worker, [])
+        return [BlockAssignment(worker, tuple(blocks[worker]), worker in over) for worker in sorted(blocks)]
 
     def assign_late(self, worker: int) -> Block | None:
         """Assign one block to a worker that is no member and has none.
 
-        None if only the last two hands are left of its epoch and earlier ones: members finish these sooner.
+        None if only two servings are left of its epoch and earlier ones: members finish these sooner.
 
         Raises:
             ProtocolError: a member, or one that has a block.
         """
         record = self._blocks_of_worker(worker)
         if worker in self._members:
-            raise ProtocolError(f"expected to lend to a worker outside the group, got member {worker}")
-        if record.untaken or record.taken:
+            raise ProtocolError(f"expected a worker outside the group for a late block, got member {worker}")
+        if record.queued or record.started:
             raise ProtocolError(
                 f"expected worker {worker} to have no block, it has {self._held_count(worker)}"
             )
@@ -318,8 +318,8 @@ class BlockScheduler:
         if epoch.pooled - epoch.batch_size < 2 * len(self._members) * epoch.batch_size:
             return None
         block = self.epochs.cut_block(number, epoch.batch_size)
-        record.untaken[block.id] = block
-        self._lent.add(worker)
+        record.queued[block.id] = block
+        self._late_workers.add(worker)
         return block
 
     def adopt(self, worker: int, block_id: int, late_worker: int) -> bool:
@@ -329,33 +329,33 @@ class BlockScheduler:
         have the block any more, or if the member's loop has nothing left to do.
         """
         member, outsider = self._blocks_of_worker(worker), self._blocks_of_worker(late_worker)
-        if block_id not in outsider.untaken or member.epoch is None or (member.over and member.hold):
+        if block_id not in outsider.queued or member.epoch is None or (member.over and member.hold):
             return False
-        member.adopted[block_id] = outsider.untaken.pop(block_id)
-        self._clear_lent(late_worker)
+        member.adopted[block_id] = outsider.queued.pop(block_id)
+        self._clear_late_worker(late_worker)
         return True
 
     def mark_started(self, worker: int, block_id: int) -> bool:
-        """Mark a worker's blocks as taken up to this one; return whether the worker (still) has it.
+        """Mark a worker's blocks as started up to this one; return whether the worker (still) has it.
 
-        Blocks are taken in the order in which they were assigned. A block may be contributed without this.
+        Blocks are started in the order in which they were assigned. A block may be contributed without this.
 
         Raises:
             ProtocolError: a block that was not assigned yet.
         """
         record = self._blocks_of_worker(worker)
-        if block_id in record.taken:
+        if block_id in record.started:
             return True
-        if block_id not in record.untaken:
+        if block_id not in record.queued:
             self.epochs.check_assigned(worker, [block_id])
             return False
-        record.take_until(block_id)
+        record.start_until(block_id)
         self._note_room(worker, record)
         return True
 
     def mark_all_started(self, worker: int) -> None:
-        """Mark all blocks of a worker as taken."""
-        for block_id in list(self._blocks_of_worker(worker).untaken):
+        """Mark all blocks of a worker as started."""
+        for block_id in list(self._blocks_of_worker(worker).queued):
             self.mark_started(worker, block_id)
 
     def contribute(self, worker: int, round_: int, block_ids: Sequence[int]) -> bool:
@@ -381,9 +381,9 @@ class BlockScheduler:
         return True
 
     def withdraw(self, worker: int, round_: int) -> None:
-        """Remove a worker's contribution from a round; the worker has the blocks again, as taken."""
+        """Remove a worker's contribution from a round; the worker has the blocks again, as started."""
         for block in self.rounds.withdraw(worker, round_):
-            self._blocks_of_worker(worker).taken[block.id] = block
+            self._blocks_of_worker(worker).started[block.id] = block
 
     def complete_round(self, round_: int) -> None:
         """Count the contributions to a round as used: its mean is applied.
@@ -398,7 +398,7 @@ class BlockScheduler:
         record = self._blocks_of_worker(worker)
         self.epochs.use(record.blocks())
         record.drop()
-        self._clear_lent(worker)
+        self._clear_late_worker(worker)
         self._note_room(worker, record)
 
     def retire(self, worker: int) -> None:
@@ -418,7 +418,7 @@ class BlockScheduler:
         pool.
 
         Returns:
-            The ids that each living contributor has again, as taken: it can contribute them as they are.
+            The ids that each living contributor has again, as started: it can contribute them as they are.
 
         Raises:
             ProtocolError: the round is completed.
@@ -430,13 +430,13 @@ class BlockScheduler:
             if record is None:
                 orphaned += blocks
                 continue
-            record.taken |= {block.id: block for block in blocks}
+            record.started |= {block.id: block for block in blocks}
             returned[worker] = tuple(block.id for block in blocks)
         self.epochs.put(orphaned)
         return returned
 
     def revoke(self, worker: int) -> tuple[int, ...]:
-        """Return all blocks of a worker to the pool, taken ones too; contributed later, they do not count.
+        """Return all blocks of a worker to the pool, started ones too; contributed later, they do not count.
 
         What it contributed to an open round stays there. A member is assigned new blocks.
 
@@ -446,7 +446,7 @@ class BlockScheduler:
         record = self._blocks_of_worker(worker)
         blocks = record.blocks()
         record.drop()
-        self._clear_lent(worker)
+        self._clear_late_worker(worker)
         self._order.leave(worker)  # it enters again, with as many blocks as the other members
         self._changed.add(worker)
         self.epochs.put(blocks)
@@ -469,7 +469,7 @@ class BlockScheduler:
             "order": self._order.state_dict(),
             "workers": [record.to_plain(worker) for worker, record in sorted(self._workers.items())],
             "members": sorted(self._members),
-            "lent": sorted(self._lent),
+            "late_workers": sorted(self._late_workers),
             "changed": sorted(self._changed),
         }
 
@@ -479,7 +479,7 @@ class BlockScheduler:
         self.rounds.load_state_dict(state["rounds"])
         self._order.load_state_dict(state["order"])
         self._workers = {plain["worker"]: _WorkerBlocks.from_plain(plain) for plain in state["workers"]}
-        self._members, self._lent = set(state["members"]), set(state["lent"])
+        self._members, self._late_workers = set(state["members"]), set(state["late_workers"])
         self._changed = set(state["changed"])
         for worker, record in self._workers.items():
             self._note_room(worker, record)
@@ -522,38 +522,38 @@ class BlockScheduler:
             return True
         return worker in self._members and not record.hold and self.epochs.may_follow(epoch)
 
-    def _serve_hand(self, dealt: dict[int, list[Block]]) -> bool:
-        """Assign the next hand, a block for each worker in it; return whether there was one to serve."""
+    def _serve_next(self, assigned: dict[int, list[Block]]) -> bool:
+        """Assign the next serving, a block for each worker in it; return whether there was one to serve."""
         number, count = self.epochs.source, len(self._order)
         if number is None or not count:
             return False
         absent = len(self._members) - count  # they have not begun yet
-        workers, sizes = self._order.next_hand(self.epochs[number], absent, self._held_count)
+        workers, sizes = self._order.next_serving(self.epochs[number], absent, self._held_count)
         if not workers:
             return False
         has_room: dict[int, bool] = {}
         for worker, size in zip(workers, sizes, strict=False):
             record = self._workers[worker]
             block = self.epochs.cut_block(number, size)
-            record.untaken[block.id] = block
-            if worker in dealt:
-                dealt[worker].append(block)
+            record.queued[block.id] = block
+            if worker in assigned:
+                assigned[worker].append(block)
             else:
-                dealt[worker] = [block]
-            has_room[worker] = len(record.untaken) < max(self._ahead, record.ahead)
+                assigned[worker] = [block]
+            has_room[worker] = len(record.queued) < max(self._ahead, record.ahead)
         self._order.on_served(has_room)
         return True
 
     def _held_count(self, worker: int) -> int:
         record = self._workers[worker]
-        return len(record.untaken) + len(record.taken)
+        return len(record.queued) + len(record.started)
 
     def _note_room(self, worker: int, record: _WorkerBlocks) -> None:
-        self._order.note_room(worker, len(record.untaken), max(self._ahead, record.ahead))
+        self._order.note_room(worker, len(record.queued), max(self._ahead, record.ahead))
 
-    def _clear_lent(self, worker: int) -> None:
-        if worker in self._lent:
-            self._lent.discard(worker)
+    def _clear_late_worker(self, worker: int) -> None:
+        if worker in self._late_workers:
+            self._late_workers.discard(worker)
             self._changed.update(self._workers)  # another one may have waited for the block
 
     def _blocks_of_worker(self, worker: int) -> _WorkerBlocks:

@@ -86,7 +86,7 @@ class GroupBlockAssigner(BlockAssigner):
     def __init__(self, staleness_steps_max: int | None = None) -> None:
         super().__init__()
         self.is_active = False
-        self._lending = (
+        self._late_blocks = (
             None if staleness_steps_max is None else LateBlockAssigner(self._scheduler, staleness_steps_max)
         )
         self._members: frozenset[int] = frozenset()
@@ -116,8 +116,8 @@ class GroupBlockAssigner(BlockAssigner):
             ProtocolError: an impossible epoch, size or block.
         """
         worker = event.worker
-        if event.abandons_previous and self._lending is not None:
-            self._lending.revoke(worker, f"worker {worker} leaves the epoch")
+        if event.abandons_previous and self._late_blocks is not None:
+            self._late_blocks.revoke(worker, f"worker {worker} leaves the epoch")
         has_nothing = self._begin_epoch(event)
         if not self.is_active:
             self.is_active = True
@@ -127,8 +127,8 @@ class GroupBlockAssigner(BlockAssigner):
             if has_nothing:
                 self._waiting[worker] = event.round
             self._note_rounds_done(worker, event.round)
-        elif self._lending is not None:
-            self._lending.on_idle(worker)
+        elif self._late_blocks is not None:
+            self._late_blocks.on_idle(worker)
             self._progress_due.add(worker)
 
     def on_ready(self, event: Ready) -> None:
@@ -167,13 +167,13 @@ class GroupBlockAssigner(BlockAssigner):
 
     def on_late_gradient(self, event: LateGradientArrived, step: int) -> None:
         """Process a late gradient that a member has received; `step` is the last that a member has begun."""
-        if self._lending is not None:
-            self._lending.on_late_gradient(event, step)
+        if self._late_blocks is not None:
+            self._late_blocks.on_late_gradient(event, step)
 
     def on_finished(self, worker: int) -> None:
         """Retire a worker whose training loop has ended; its blocks count as used."""
-        if self._lending is not None:
-            self._lending.on_gone(worker)
+        if self._late_blocks is not None:
+            self._late_blocks.on_gone(worker)
         if worker in self._scheduler:
             self._scheduler.retire(worker)
         self._waiting.pop(worker, None)
@@ -189,8 +189,8 @@ class GroupBlockAssigner(BlockAssigner):
             worker: the worker's id.
             has_reported_all: it has announced this itself, so that all its earlier reports have arrived.
         """
-        if self._lending is not None:
-            self._lending.on_gone(worker)
+        if self._late_blocks is not None:
+            self._late_blocks.on_gone(worker)
         is_asked = worker in self._members or worker in self._leaving
         self._members -= {worker}
         self._behind.discard(worker)
@@ -309,8 +309,8 @@ class GroupBlockAssigner(BlockAssigner):
             rounds_ahead_of_steps if self._rounds_ahead_of_steps is None else self._rounds_ahead_of_steps
         )
         members = frozenset(members)
-        if self._lending is not None:
-            self._lending.change_group(members, joining)
+        if self._late_blocks is not None:
+            self._late_blocks.change_group(members, joining)
         for worker in self._members - members:
             if not self.is_active:
                 continue
@@ -335,8 +335,8 @@ class GroupBlockAssigner(BlockAssigner):
     def repeat_round(self, members: Iterable[int], round_: int, step: int) -> None:
         """Change the group at once; its members have finished all rounds before `round_` and repeat it."""
         members = frozenset(members)
-        if self._lending is not None:
-            self._lending.change_group(members, ())
+        if self._late_blocks is not None:
+            self._late_blocks.change_group(members, ())
         self._joining.clear()
         if self.is_active:
             for other in self._scheduler.rounds.numbers():
@@ -365,15 +365,15 @@ class GroupBlockAssigner(BlockAssigner):
         """Note that a worker knows that it is outside: its blocks, unless late ones, go to other workers."""
         for known in (self._leaving, self._last_rounds, self._last_contributed, self._unreported):
             known.pop(worker, None)
-        is_lent = self._lending is not None and worker in self._lending
-        if worker in self._scheduler and not is_lent and self._scheduler.revoke(worker):
+        has_late_block = self._late_blocks is not None and worker in self._late_blocks
+        if worker in self._scheduler and not has_late_block and self._scheduler.revoke(worker):
             self._reset_workers.add(worker)
         self._complete_rounds()
 
     def on_idle(self, worker: int) -> None:
         """Note that a worker outside the group can compute a late block."""
-        if self._lending is not None and self.is_active:
-            self._lending.on_idle(worker)
+        if self._late_blocks is not None and self.is_active:
+            self._late_blocks.on_idle(worker)
 
     def on_tick(self, now_s: float, patience_s: float) -> None:
         """Stop waiting for workers that left the group and have sent nothing for `patience_s` since then."""
@@ -427,16 +427,16 @@ class GroupBlockAssigner(BlockAssigner):
 
     def pop_actions(self) -> list[Action]:
         """Return the actions to send now: first of late blocks, then the assignments, ascending by worker."""
-        dealt: dict[int, tuple[tuple[Block, ...], bool]] = {}
-        self._assign_into(dealt)
+        assigned: dict[int, tuple[tuple[Block, ...], bool]] = {}
+        self._assign_into(assigned)
         actions: list[Action] = []
-        if self._lending is not None:
+        if self._late_blocks is not None:
             is_waited_for = self._waiting and self._scheduler.epochs.is_drained()
-            if self._lending.revoke_overdue(
+            if self._late_blocks.revoke_overdue(
                 None if is_waited_for else self._scheduler.epochs.last_half_assigned()
             ):
-                self._assign_into(dealt)
-            actions, freed_workers = self._lending.assign()
+                self._assign_into(assigned)
+            actions, freed_workers = self._late_blocks.assign()
             self._reset_workers |= freed_workers
         awaited = [
             worker
@@ -445,9 +445,9 @@ class GroupBlockAssigner(BlockAssigner):
         ]
         for worker in awaited:
             del self._waiting[worker]
-        recipients = sorted({*dealt, *awaited, *self._reset_workers, *self._progress_due})
+        recipients = sorted({*assigned, *awaited, *self._reset_workers, *self._progress_due})
         deals = [
-            self._assignment(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
+            self._assignment(worker, *assigned.get(worker, ((), False)), is_awaited=worker in awaited)
             for worker in recipients
             if worker in self._epochs_of_workers
         ]
@@ -474,10 +474,10 @@ class GroupBlockAssigner(BlockAssigner):
             answers.append(self._consumed_samples(worker, round_, used, is_current=is_current))
         return answers
 
-    def _assign_into(self, dealt: dict[int, tuple[tuple[Block, ...], bool]]) -> None:
+    def _assign_into(self, assigned: dict[int, tuple[tuple[Block, ...], bool]]) -> None:
         for worker, blocks, over in self._scheduler.assign():
-            before, was_over = dealt.get(worker, ((), False))
-            dealt[worker] = ((*before, *blocks), over or was_over)
+            before, was_over = assigned.get(worker, ((), False))
+            assigned[worker] = ((*before, *blocks), over or was_over)
             if blocks or over:
                 self._waiting.pop(worker, None)
 
@@ -506,7 +506,7 @@ class GroupBlockAssigner(BlockAssigner):
             "reset_workers": sorted(self._reset_workers),
             "progress_due": sorted(self._progress_due),
             "checkpoint_queries": [list(entry) for entry in self._checkpoint_queries.items()],
-            "lending": None if self._lending is None else self._lending.state_dict(),
+            "late_blocks": None if self._late_blocks is None else self._late_blocks.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -535,5 +535,5 @@ class GroupBlockAssigner(BlockAssigner):
         }
         self._reset_workers, self._progress_due = set(state["reset_workers"]), set(state["progress_due"])
         self._checkpoint_queries = dict(state["checkpoint_queries"])
-        if self._lending is not None:
-            self._lending.load_state_dict(state["lending"])
+        if self._late_blocks is not None:
+            self._late_blocks.load_state_dict(state["late_blocks"])

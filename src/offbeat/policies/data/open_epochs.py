@@ -1,6 +1,6 @@
 """The positions of epochs that are not used up: which are left, which are in blocks, which are used.
 
-A part of `offbeat.policies.data.block_scheduler`, which decides who gets a block.
+A part of `offbeat.policies.data.block_scheduler`, which decides which worker gets a block.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class OpenEpochs:
 
         Args:
             blocks: all that are assigned and not used, and any that are to count as unused.
-            sizes: positions in the epochs of the latter.
+            sizes: positions in the epochs of blocks that are to count as unused.
         """
         usual = max(sizes.values(), default=0)  # for a finished epoch of unknown size
         used: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -283,7 +283,7 @@ class OpenEpochs:
         early: bool,
         drop_last: bool,
     ) -> None:
-        batches = describe_batches(batch_size, drop_last)
+        batches = describe_batch_size(batch_size, drop_last)
         description = f"worker {worker} begins epoch {epoch} with {samples} samples in batches of {batches}"
         if samples < 1 or batch_size < 1:
             raise ProtocolError(f"expected at least 1 sample in batches of at least 1, {description}")
@@ -298,10 +298,10 @@ class OpenEpochs:
             opened.batch_size,
             opened.drop_last,
         ):
-            batches = describe_batches(opened.batch_size, opened.drop_last)
+            batches = describe_batch_size(opened.batch_size, opened.drop_last)
             raise ProtocolError(
-                f"worker {opened.opened_by} began it with {opened.samples} samples in batches of {batches}, "
-                f"but {description}: give every worker the same data set, batch size and drop_last"
+                f"worker {opened.opened_by} began epoch {epoch} with {opened.samples} samples in batches of "
+                f"{batches}, but {description}: give every worker the same data set, batch size and drop_last"
             )
         oldest = next(iter(self._epochs), epoch)
         if epoch >= max(oldest + self._open_max, self._next) and not early:
@@ -370,8 +370,8 @@ class OpenEpochs:
         self._next_id, self.has_changed = state["next_id"], state["has_changed"]
 
 
-def describe_batches(batch_size: int, drop_last: bool) -> str:
-    """Describe the batches of an epoch, for a message."""
+def describe_batch_size(batch_size: int, drop_last: bool) -> str:
+    """Return the batch size, and whether the rest is dropped, as words that follow "in batches of"."""
     return f"{batch_size}, the rest dropped" if drop_last else str(batch_size)
 
 

@@ -1,6 +1,6 @@
 """The order in which workers are assigned blocks, and how large the blocks at the end of an epoch are.
 
-A part of `offbeat.policies.data.block_scheduler`, which knows who can be assigned blocks and cuts them.
+A part of `offbeat.policies.data.block_scheduler`, which cuts the blocks.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from offbeat.policies.data.open_epochs import Epoch
 
 
 class ServingOrder:
-    """Serves workers in hands, so that members that take equally many blocks end the epoch in the same round.
+    """Chooses the next workers to serve, so that members that use equally many blocks end an epoch together.
 
-    A hand is one block for each worker that has had the fewest; a worker's *level* is the number of hands
-    that it has had. A worker that enters late gets the level of the others, less the blocks that they hold. A
-    worker without blocks is served first, because other workers may wait for it. Blocks hold a batch until
-    two hands or less are left; these are cut into equal parts (sizes differ by one at most), so that the
-    epoch ends after as few rounds as possible, and no part is much less than half a batch unless the epoch
-    is. With `drop_last` nothing is cut.
+    A *serving* is one block for each worker that has had the fewest; a worker's *level* is the number of
+    servings that it has had. A worker that enters late gets the level of the others, less the blocks that
+    they hold. A worker without blocks is served first, because other workers may wait for it. Blocks hold a
+    batch until two servings or less are left; these are cut into equal parts (sizes differ by one at most),
+    so that the epoch ends after as few rounds as possible, and no part is much less than half a batch unless
+    the epoch is. With `drop_last` nothing is cut.
 
     Source: self-scheduling with chunks of a fixed size. Compared with C. D. Polychronopoulos and D. J. Kuck,
     "Guided self-scheduling: a practical scheduling scheme for parallel supercomputers", IEEE Transactions on
     Computers C-36(12), 1987, which assigns 1/P of what is left to each worker that asks, so that P workers
     that start at different times end together. Deviation: members of a round keep step already, and the batch
-    size is given, so blocks do not shrink with what is left; only the last two hands are cut, into equal
+    size is given, so blocks do not shrink with what is left; only the last two servings are cut, into equal
     parts. What is assigned at once is bounded by the owner, so that little has to be taken back.
     """
 
@@ -36,7 +36,7 @@ class ServingOrder:
         # Indexes that save a scan of all workers: by level, their count, and those with room for a block.
         self._count_at: dict[int, int] = {}
         self._with_room: dict[int, set[int]] = {}
-        self._starving: set[int] = set()  # workers without an untaken block
+        self._starving: set[int] = set()  # workers without a queued block
 
     def __contains__(self, worker: int) -> bool:
         return worker in self._levels
@@ -79,23 +79,23 @@ class ServingOrder:
             self._count_at[level] -= 1
             self._with_room[level].discard(worker)
 
-    def note_room(self, worker: int, untaken: int, ahead: int) -> None:
-        """Note that a worker has fewer untaken blocks than before, of `ahead` at most."""
+    def note_room(self, worker: int, queued: int, ahead: int) -> None:
+        """Note that a worker has fewer queued blocks than before, of `ahead` at most."""
         level = self._levels.get(worker)
         if level is None:
             return
-        if untaken < ahead:
+        if queued < ahead:
             self._with_room[level].add(worker)
-        if not untaken:
+        if not queued:
             self._starving.add(worker)
 
-    def next_hand(
+    def next_serving(
         self, epoch: Epoch, absent: int, held_count: Callable[[int], int]
     ) -> tuple[list[int], list[int]]:
         """Return the workers to serve next, and the sizes of their blocks, from this epoch's pool.
 
-        The workers are those at the lowest level, else those without an untaken block. A size is a batch, or
-        an equal part of what is left if that suffices for this hand and the next at most, but not a single
+        The workers are those at the lowest level, else those without a queued block. A size is a batch, or
+        an equal part of what is left if that suffices for this serving and the next at most, but not a single
         position: layers that normalise over a batch need more than one sample.
 
         Args:
@@ -105,17 +105,17 @@ class ServingOrder:
         """
         while self._lowest not in self._count_at:
             self._lowest += 1
-        hands_missed = self._lowest - min(self._lowest, self.entry_level(held_count)) if absent else 0
+        servings_missed = self._lowest - min(self._lowest, self.entry_level(held_count)) if absent else 0
         lowest = self._count_at[self._lowest]
-        this_hand = lowest + absent * (hands_missed + 1)
-        next_hand = this_hand + lowest + self._count_at.get(self._lowest + 1, 0) + absent
+        this_serving = lowest + absent * (servings_missed + 1)
+        next_serving = this_serving + lowest + self._count_at.get(self._lowest + 1, 0) + absent
         turn, extra = self._with_room[self._lowest], 0
-        if not turn or epoch.pooled <= absent * hands_missed * epoch.batch_size:
+        if not turn or epoch.pooled <= absent * servings_missed * epoch.batch_size:
             turn, extra = self._starving, len(self._starving)
         workers = sorted(turn)
         if epoch.drop_last:
             return workers, [epoch.batch_size] * min(epoch.pooled // epoch.batch_size, len(workers))
-        for parts in (extra + this_hand, extra + next_hand):
+        for parts in (extra + this_serving, extra + next_serving):
             if epoch.pooled <= parts * epoch.batch_size:
                 parts = min(parts, max(1, epoch.pooled // min(2, epoch.batch_size)))
                 least, larger = divmod(epoch.pooled, parts)

@@ -115,13 +115,13 @@ class SoloBlockAssigner(BlockAssigner):
 
     def pop_actions(self) -> list[Action]:
         """Return the actions to send now, ascending by worker."""
-        dealt = {worker: (blocks, over) for worker, blocks, over in self._scheduler.assign()}
-        self._waiting -= {worker for worker, (blocks, over) in dealt.items() if blocks or over}
+        assigned = {worker: (blocks, over) for worker, blocks, over in self._scheduler.assign()}
+        self._waiting -= {worker for worker, (blocks, over) in assigned.items() if blocks or over}
         awaited = {worker for worker in self._waiting if self._scheduler.started_count(worker)}
         self._waiting -= awaited
         actions: list[Action] = [
-            self._assignment(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
-            for worker in sorted({*dealt, *awaited, *self._reset_workers})
+            self._assignment(worker, *assigned.get(worker, ((), False)), is_awaited=worker in awaited)
+            for worker in sorted({*assigned, *awaited, *self._reset_workers})
         ]
         self._reset_workers.clear()
         return actions + self._checkpoint_answers()

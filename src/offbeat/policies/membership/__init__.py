@@ -1,1 +1,1 @@
-"""Who takes part in a job and in its groups."""
+"""Which workers take part in a job and in its groups."""

@@ -11,7 +11,7 @@ from offbeat.events import Group
 
 
 class CurrentGroup:
-    """The group that was sent last, and who may still be in a step of the one before.
+    """The group that was sent last, and the members that may still be in a step of the previous one.
 
     Attributes:
         members: of the group, ascending.
@@ -23,7 +23,7 @@ class CurrentGroup:
         step: the first of the group.
         begun_step: the highest for which a member was Ready.
         ended_after: members that left or finished: steps that they finished.
-        overtaken: those of them whose last step another member has gone past.
+        overtaken: workers in `ended_after` whose last step another member has gone past.
     """
 
     def __init__(self) -> None:
@@ -57,9 +57,9 @@ class CurrentGroup:
             joining: those of them that have no current state.
             before: workers that may still exchange in an earlier group; none if this is in force at once.
             generation: of the new group.
-            step: its first.
-            exchange_id: its first, unless those of the group before were higher.
-            reason: why it changes.
+            step: first step of the new group.
+            exchange_id: first exchange id of the new group.
+            reason: why the group changes.
         """
         self._set_members(members, before)
         self._not_switched = set(members).intersection(before).difference(joining)

@@ -80,8 +80,8 @@ class GroupChanger:
     Args:
         workers: the workers, of which it sets `can_join` and `is_late` when the group changes.
         group: the group, which only this object changes.
-        stragglers: says which workers are left out.
-        outages: says whether anything may be decided; receives the workers that only a lacking state admits.
+        stragglers: returns which workers are excluded.
+        outages: returns whether anything may be decided; readmits workers when no other has the state.
         rounds: receives new groups.
         assigner: receives new groups.
         halt_timeout_s: time in which a member has to answer a Halt, in seconds.
@@ -113,8 +113,8 @@ class GroupChanger:
         """Whether a change is under way."""
         return self._pending is not None
 
-    def on_counted_again(self) -> None:
-        """Review again: a worker counts that was excluded as hung, late or unreachable."""
+    def on_reachability_changed(self) -> None:
+        """Review again, and find again whose answers are awaited: which workers respond has changed."""
         self.is_settled = False
         if self._pending is not None:
             self._pending.awaited = None
@@ -157,7 +157,7 @@ class GroupChanger:
             return self._halt(now_s, abandon=True, workers=broken)
         wanted = self._target_members()
         if wanted == group.members and self._workers.all_have_finished():
-            return self._dismiss()
+            return self._complete_job()
         has_ended = bool(group.ended_after) or self._workers.all_have_finished()
         if wanted == group.members or (group.previous_members and not has_ended):
             return []
@@ -203,7 +203,7 @@ class GroupChanger:
         statuses = self._workers.statuses
         return not any(statuses[member].has_finished for member in self._group.members if member in statuses)
 
-    def _dismiss(self) -> list[Action]:
+    def _complete_job(self) -> list[Action]:
         return [JobComplete(reason="all workers have finished")]
 
     # Answers ---------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class GroupChanger:
         group = self._change_group(answers, tuple(members), joining, before, step, reason, now_s)
         ahead = min(answer.round - answer.step for answer in answers if answer.has_state)
         self._assigner.change_group(group.members, joining, step, ahead)
-        return [group, *self._dismiss()] if self._workers.all_have_finished() else [group]
+        return [group, *self._complete_job()] if self._workers.all_have_finished() else [group]
 
     def _repeat_step(self, answers: list[Halted], now_s: float) -> list[Action]:
         """Continue with the members that have finished most; the rest return with the next change."""

@@ -103,7 +103,7 @@ class GroupMembership:
         return self.group.joining
 
     def on_halt(self, halt: Halt, now_s: float = 0.0) -> Halted | None:
-        """Applies a Halt; returns the answer, None for an outdated Halt."""
+        """Apply a Halt; return the answer, None for an outdated Halt."""
         last_group = self._latest_group
         latest = last_group.generation if last_group else 0
         if halt.generation <= (self._halt.generation if self._halt else latest):
@@ -125,7 +125,7 @@ class GroupMembership:
         )
 
     def on_group(self, group: Group) -> None:
-        """Applies or queues the next Group; one that a later Halt supersedes is ignored."""
+        """Apply or queue the next Group; one that a later Halt supersedes is ignored."""
         if self._halt is not None and group.generation < self._halt.generation:
             return
         last_group = self._latest_group
@@ -136,7 +136,7 @@ class GroupMembership:
         self._adopt()
 
     def begin_exchange(self) -> ExchangeDecision:
-        """Decides what to do with gradients; after EXCHANGE the worker has begun its step's exchange.
+        """Decide what to do with gradients; after EXCHANGE the worker has begun its step's exchange.
 
         This is the commit point of the protocol. A Halt that arrives before it prevents the exchange. After
         it, the exchange finishes, unless the Halt has `abandon` set.
@@ -156,7 +156,7 @@ class GroupMembership:
         return ExchangeDecision.EXCHANGE
 
     def on_state_received(self, *, round: int) -> None:
-        """Adopts the state received from the donor, which is that before step `group.step`."""
+        """Adopt the state received from the donor, which is that before step `group.step`."""
         assert self.group is not None
         self.step, self.round = self.group.step, round
         self._contributions.clear()
@@ -164,7 +164,7 @@ class GroupMembership:
         self._followed_generation = self.group.generation
 
     def finish_round(self, contributions: Sequence[tuple[int, int]] = ()) -> bool:
-        """Counts an exchange as finished; returns False, and counts nothing, if it was abandoned.
+        """Count an exchange as finished; return False, and count nothing, if it was abandoned.
 
         Args:
             contributions: for each member in order, the number of blocks in its gradients: its own, and those
@@ -177,33 +177,33 @@ class GroupMembership:
         self.round += 1
         return True
 
-    def on_contribution_query(self, recall: ContributionQuery, now_s: float = 0.0) -> ContributionReport:
-        """Reports what another worker contributed to the rounds that this one has finished."""
+    def on_contribution_query(self, query: ContributionQuery, now_s: float = 0.0) -> ContributionReport:
+        """Report what another worker contributed to the rounds that this one has finished."""
         since = self.round - len(self._contributions)
         rounds = []
         for round_, (members, contributions) in enumerate(self._contributions, since):
-            if round_ > recall.after_round and contributions and recall.lost_worker in members:
-                own, late = contributions[members.index(recall.lost_worker)]
+            if round_ > query.after_round and contributions and query.lost_worker in members:
+                own, late = contributions[members.index(query.lost_worker)]
                 if own or late:
                     rounds.append((round_, own, late))
         return ContributionReport(
             now_s=now_s,
             worker=self.worker,
-            lost_worker=recall.lost_worker,
+            lost_worker=query.lost_worker,
             first_round=since,
             end_round=self.round,
             contributions=tuple(rounds),
         )
 
     def finish_step(self) -> None:
-        """Counts an optimizer step, if this worker is a member."""
+        """Count an optimizer step, if this worker is a member."""
         if self.is_member:
             self.step += 1
             self._has_begun = False
             self._adopt()
 
     def _adopt(self) -> None:
-        """Puts queued groups in force once their step has come, or at once for a worker that is no member."""
+        """Switch to queued groups when their step has come; at once if outside or after an abort."""
         while self._queued_groups:
             if self.is_member and not self._is_aborted and self.step < self._queued_groups[0].step:
                 return

@@ -198,7 +198,7 @@ class Lockstep:
 
     def _handle_ready(self, event: Ready) -> list[Action]:
         self._check_next(event)
-        if (stop := self._stop_uneven(event)) is not None:
+        if (stop := self._stop_if_other_finished(event)) is not None:
             return stop
         first = _OpenRound(event.worker, event.step, event.epoch, event.batches_fetched, event.now_s, 0)
         open_ = self._open_rounds.get(event.round, first)
@@ -216,7 +216,7 @@ class Lockstep:
 
     def _handle_left_out(self, event: BatchesSkipped) -> list[Action]:
         self._check_next(event)
-        if (stop := self._stop_uneven(event)) is not None:
+        if (stop := self._stop_if_other_finished(event)) is not None:
             return stop
         self._asking[event.worker] = event
         return self._answer_asking(event.round)
@@ -245,11 +245,11 @@ class Lockstep:
             )
         return answers
 
-    def _stop_uneven(self, event: Ready | BatchesSkipped) -> list[Action] | None:
+    def _stop_if_other_finished(self, event: Ready | BatchesSkipped) -> list[Action] | None:
         """Stop if a worker begins a round in which another one, which has finished, takes no part."""
         for other, steps in (self._left_after | self._finished_after).items():
             if self._rounds[other] <= event.round:
-                return self._uneven(other, steps, event.worker, event.step)
+                return self._stop_for_finished(other, steps, event.worker, event.step)
         return None
 
     def _out_of_step(self, first: _OpenRound | BatchesSkipped, event: Ready | BatchesSkipped) -> list[Action]:
@@ -356,9 +356,9 @@ class Lockstep:
             return []
         self._check_known(event)
         self._finished_after[event.worker] = event.step
-        return self._stop_if_others_continue(event.worker, event.step) or self._dismiss()
+        return self._stop_if_others_continue(event.worker, event.step) or self._complete_job()
 
-    def _dismiss(self) -> list[Action]:
+    def _complete_job(self) -> list[Action]:
         """Dismiss the workers that stay until all have finished, once all have."""
         if not self._finished_after or len(self._left_after | self._finished_after) < self._world:
             return []
@@ -369,7 +369,11 @@ class Lockstep:
             return []
         self._check_known(event)
         was_done = self._leave(event.worker, event.step)
-        return [] if was_done else self._stop_if_others_continue(event.worker, event.step) or self._dismiss()
+        return (
+            []
+            if was_done
+            else self._stop_if_others_continue(event.worker, event.step) or self._complete_job()
+        )
 
     def _leave(self, worker: int, step: int) -> bool:
         """Record that a worker has left; return whether it had reported before that it has finished."""
@@ -383,7 +387,7 @@ class Lockstep:
             if rounds > self._rounds[gone]:
                 steps = self._steps[other]
                 assert steps is not None
-                return self._uneven(gone, gone_steps, other, steps)
+                return self._stop_for_finished(gone, gone_steps, other, steps)
         return []
 
     def _handle_gone(self, event: Lost | Failed) -> list[Action]:
@@ -428,12 +432,12 @@ class Lockstep:
         ]
         return max(step, self._steps_finished[worker], *further)
 
-    def _uneven(self, gone: int, gone_steps: int, other: int, other_steps: int) -> list[Action]:
+    def _stop_for_finished(self, gone: int, gone_steps: int, other: int, other_steps: int) -> list[Action]:
         return self._stop(
             None,
             None,
             f"worker {gone} has finished after {_steps(gone_steps)}; "
-            f"worker {other} wants step {other_steps + 1}: give every worker the same number of batches",
+            f"worker {other} begins step {other_steps + 1}: give every worker the same number of batches",
         )
 
     def _stop(self, worker: int | None, step: int | None, reason: str) -> list[Action]:

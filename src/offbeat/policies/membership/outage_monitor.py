@@ -25,7 +25,7 @@ class OutageMonitor:
     silent members are lost.
 
     Args:
-        workers: the workers, of which it sets `unreachable` and `is_missed`.
+        workers: the workers, of which it sets `unreachable` and `is_silent_since_exclusion`.
         group: the group.
 
     Attributes:
@@ -80,7 +80,7 @@ class OutageMonitor:
         members = self._settled_members()
         out = self._reachability.exclusions(members, self._workers.statuses.keys() - members)
         for worker in out.keys() & self._group.halt_recipients:
-            self._workers.statuses[worker].is_missed = True
+            self._workers.statuses[worker].is_silent_since_exclusion = True
         return self._workers.set_unreachable(set(out), out)
 
     def readmit(self, workers: Iterable[int], now_s: float) -> None:
@@ -108,7 +108,9 @@ class OutageMonitor:
         silent, statuses = self._reachability.silent_workers, self._workers.statuses
         if not silent:
             return False
-        missed = {worker for worker in silent if worker in statuses and statuses[worker].is_missed}
+        missed = {
+            worker for worker in silent if worker in statuses and statuses[worker].is_silent_since_exclusion
+        }
         present = {member for member in self._group.members if member in statuses} | missed
         return 2 * len(present & silent) > len(present)
 

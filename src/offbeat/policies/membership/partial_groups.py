@@ -7,7 +7,7 @@ This module moves no tensor. The worker's side of the protocol is
 
 **Theory of operation.** Every event updates what is known of its worker, and then the group is reviewed:
 
-- `WorkerTable` and `CurrentGroup` hold the facts: who is here, responds and has finished; who is a member;
+- `WorkerTable` and `CurrentGroup` hold the facts: which workers live, respond, have finished and are members;
 - `RoundMonitor` finds members that are late and decides when to probe, `OutageMonitor` excludes workers that
   cannot reach the members, `StragglerMonitor` classifies by compute time;
 - `GroupChanger` compares the group with the workers that should be in it, sends a Halt if they differ, and
@@ -65,7 +65,7 @@ from offbeat.policies.stragglers.monitor import MonitoringMode, StragglerMonitor
 class PartialGroups:
     """Groups of the workers that are not stragglers, are alive, and respond.
 
-    Source: the first paper's dynamic worker classification, section 4, and DPAR (with `threshold_s` in
+    Source: the dynamic worker classification (DWC) paper, section 4, and DPAR (with `threshold_s` in
     `detector`). Deviations: those of `StragglerClassifier`; a worker that returns receives the state; crashes
     and hangs, which the papers leave out.
 
@@ -229,28 +229,28 @@ class PartialGroups:
         """Process a Ready; with many workers, most calls of this policy end here."""
         worker, group = event.worker, self._group
         status = self._status_of(event)
-        status.is_missed = False
+        status.is_silent_since_exclusion = False
         if status.is_hung or status.is_late:
             status.is_hung = status.is_late = False
-            self._changer.on_counted_again()
+            self._changer.on_reachability_changed()
         is_asked = worker in group.halt_recipients
         ended: list[Action] = []
         if event.epoch >= self._epochs_ended and is_asked:
             ended = self._end_epochs(event.epoch)
-        is_even = True
+        is_in_step = True
         if not is_asked:
             self._ready_outside(event, status)
         elif event.generation == group.generation and worker in group.member_set:
             if group.on_switched(worker):
                 self._changer.is_settled = False
                 self._assigner.on_group_in_force(event.now_s)
-            is_even = self._ready_inside(event, status)
+            is_in_step = self._ready_inside(event, status)
         elif worker not in group.joining and event.generation != group.generation:
-            is_even = self._ready_inside(event, status)  # still in a step of the group before
+            is_in_step = self._ready_inside(event, status)  # still in a step of the group before
         else:
             self._ready_outside(event, status)
-        if not is_even:
-            return _stop_uneven(event)
+        if not is_in_step:
+            return _stop_out_of_step(event)
         if self._changer.is_settled:
             return ended
         # The workers that have to answer a Halt may have become fewer.
@@ -291,8 +291,13 @@ class PartialGroups:
     def _handle_finished(self, event: Finished) -> list[Action]:
         worker, group, status = event.worker, self._group, self._status_of(event)
         if status.is_hung or status.is_late:
-            self._changer.on_counted_again()
-        status.has_finished, status.is_hung, status.is_late, status.is_missed = True, False, False, False
+            self._changer.on_reachability_changed()
+        status.has_finished, status.is_hung, status.is_late, status.is_silent_since_exclusion = (
+            True,
+            False,
+            False,
+            False,
+        )
         self._assigner.on_finished(worker)
         status.can_join = worker not in group.halt_recipients
         self._changer.is_settled = False
@@ -320,10 +325,10 @@ class PartialGroups:
         status.is_new &= not event.has_state
         # A new worker that waits for a state has no gradients with which it could be Ready.
         is_new = not event.has_state and status.round < 0 and status.epoch < 0
-        if status.is_hung or status.is_missed or (status.is_late and is_new):  # it is alive
-            status.is_hung = status.is_missed = False
+        if status.is_hung or status.is_silent_since_exclusion or (status.is_late and is_new):  # it is alive
+            status.is_hung = status.is_silent_since_exclusion = False
             status.is_late &= not is_new
-            self._changer.on_counted_again()
+            self._changer.on_reachability_changed()
             status.can_join = event.worker not in self._group.halt_recipients and not status.has_finished
         return self._changer.on_halted(event)
 
@@ -368,7 +373,7 @@ class PartialGroups:
     def _update_outages(self, now_s: float) -> None:
         was_isolated = self._outages.is_isolated
         if self._outages.update():
-            self._changer.on_counted_again()
+            self._changer.on_reachability_changed()
         if was_isolated and not self._outages.is_isolated:
             self._rounds.restart_timeouts(now_s)
             self._changer.restart_timeout(now_s)
@@ -378,7 +383,7 @@ class PartialGroups:
             return []
         if self._outages.is_exclusion_due(now_s):
             if self._outages.exclude():
-                self._changer.on_counted_again()
+                self._changer.on_reachability_changed()
             actions = self._changer.proceed(now_s)
             if actions:
                 return actions
@@ -423,7 +428,7 @@ class PartialGroups:
         return status
 
 
-def _stop_uneven(event: Ready) -> list[Action]:
+def _stop_out_of_step(event: Ready) -> list[Action]:
     """Stop the job: replicas differ once their steps consist of different rounds."""
     return [
         AbortJob(

@@ -51,7 +51,7 @@ class Roster:
         return min(self._peers.keys() - self.without_state, default=None)
 
     def peer_of(self, worker: int) -> str:
-        """The link name of a worker."""
+        """Return the link name of a worker."""
         return self._peers[worker]
 
     def add(self, event: Joined) -> bool:

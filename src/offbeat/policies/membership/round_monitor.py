@@ -1,4 +1,4 @@
-"""Progress of the rounds of a group: who is late, and whether nobody responds; a component of group policies.
+"""Progress of the rounds of a group: late members, and whether none responds; a component of group policies.
 
 It excludes no one.
 """
@@ -77,12 +77,12 @@ class RoundMonitor:
     def _count_ready(self, before: int, event: Ready) -> bool:
         """Count a member as Ready for all rounds after `before`; close a round with all members Ready."""
         round_, members = event.round, self._group.members
-        is_open, is_even = False, True
+        is_open, is_in_step = False, True
         for other in tuple(self._open_rounds):
             if before < other <= round_:
                 since_s, count, step = self._open_rounds[other]
                 if other == round_:
-                    is_open, is_even = True, step in (_UNKNOWN, event.step)
+                    is_open, is_in_step = True, step in (_UNKNOWN, event.step)
                     step = event.step
                 if count + 1 == len(members):
                     del self._open_rounds[other]
@@ -90,7 +90,7 @@ class RoundMonitor:
                     self._open_rounds[other] = (since_s if count else event.now_s, count + 1, step)
         if not is_open:
             self._open_round(round_, event.now_s, event.step)
-        return is_even
+        return is_in_step
 
     def _open_round(self, round_: int, now_s: float, step: int = _UNKNOWN) -> None:
         statuses, members = self._workers.statuses, self._group.members

@@ -22,7 +22,7 @@ class WorkerStatus:
         is_late: the group has waited for it for too long, and it has not been Ready since.
         has_finished: its training loop has ended.
         is_new: it joined while the job ran and has had no state yet; the end of the job does not wait for it.
-        is_missed: it was excluded as unreachable, and nothing has been received from it since.
+        is_silent_since_exclusion: it was excluded as unreachable, and has sent nothing since.
         round: of its last Ready as a member.
         epoch: of its last Ready.
         iteration: Readys in that epoch while it was outside the group.
@@ -33,14 +33,14 @@ class WorkerStatus:
     is_late: bool = False
     has_finished: bool = False
     is_new: bool = False
-    is_missed: bool = False
+    is_silent_since_exclusion: bool = False
     round: int = -1
     epoch: int = -1
     iteration: int = 0
 
 
 class WorkerTable:
-    """Who is here, who of them keeps up, and why that last changed for each.
+    """The living workers: whether each keeps up, and why that last changed.
 
     Attributes:
         statuses: of all workers that have joined and are not gone.

@@ -21,7 +21,7 @@ class FirstReadyGroups:
     unconnected part, and waits for one if there is none, but for no longer than `hold_timeout_s`.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
-    (P-Reduce), section 4; specification 1.6 (the rule for windows is rebuilt from the paper's idea).
+    (P-Reduce), section 4. Deviation: the rule for windows is rebuilt from the paper's idea.
 
     Args:
         size: workers in a group, at least 2.

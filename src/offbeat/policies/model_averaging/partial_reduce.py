@@ -95,7 +95,7 @@ class PartialReduce:
     each averaging preserves the sum of the models.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
-    (P-Reduce, constant); specification 1.6. Deviations: workers join, leave and are lost; samples are
+    (P-Reduce, constant). Deviations: workers join, leave and are lost; samples are
     assigned as they are needed; the last group has fewer members where fewer workers train; all models are
     averaged at the end; the default window is twice the specification's, which costs a sixth of the time.
 

@@ -54,7 +54,7 @@ class ModelAveragingProtocol:
         return []
 
     def finish(self, *, has_mean: bool) -> ModelsAveraged:
-        """Ends the averaging; returns the event that reports it.
+        """End the averaging; return the event that reports it.
 
         Args:
             has_mean: the worker's model is the mean, or the state that it has received.

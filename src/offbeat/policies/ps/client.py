@@ -161,8 +161,8 @@ class PsClient:
         self._chosen_times: dict[str, int] = {}  # the latest that was chosen
         self._clocks: dict[str, RangeVectorClock] = {}
         self._view: PlacementView | None = None
-        self._enlist_sent: set[str] = set()
-        self._withdrawn: set[str] = set()
+        self._join_sent: set[str] = set()
+        self._left: set[str] = set()
         self._reported_losses: dict[str, int] = {}  # by namespace: the latest loss that a request failed for
         self._spans: dict[tuple[str, int, int], list[KeySpan]] = {}  # of this epoch, cached
         self._output: list[SendMessage | RequestDone | RequestFailed] = []
@@ -185,10 +185,10 @@ class PsClient:
             wants_values: also pull all keys of the range, with this push applied.
 
         Raises:
-            ProtocolError: this client has withdrawn from the namespace.
+            ProtocolError: this client has left the namespace.
             ValueError: there was a push of that time, or of a later one.
         """
-        self._check_not_withdrawn(namespace)
+        self._check_not_left(namespace)
         request = self._new(namespace, content, first, last, is_push=True)
         request.wants_values = wants_values
         if time is not None:
@@ -227,10 +227,10 @@ class PsClient:
         `first_time`.
 
         Raises:
-            ProtocolError: this client has withdrawn from the namespace.
+            ProtocolError: this client has left the namespace.
         """
-        self._check_not_withdrawn(namespace)
-        self._enlist(namespace)
+        self._check_not_left(namespace)
+        self._send_join(namespace)
         return self._drain_output()
 
     def leave_aggregation(self, namespace: str) -> list[SendMessage | RequestDone | RequestFailed]:
@@ -240,8 +240,8 @@ class PsClient:
             ProtocolError: a push to it is not done.
         """
         if any(request.is_push and request.namespace == namespace for request in self._pending.values()):
-            raise ProtocolError(f"expected all pushes to {namespace} to be done before withdrawing from it")
-        self._withdrawn.add(namespace)
+            raise ProtocolError(f"expected all pushes to {namespace} to be done before leaving it")
+        self._left.add(namespace)
         self._output.append(SendMessage(MANAGER, LeaveAggregation(client=self.client, namespace=namespace)))
         return self._drain_output()
 
@@ -332,18 +332,16 @@ class PsClient:
                 return True
         return False
 
-    def _enlist(self, namespace: str) -> None:
-        if namespace not in self._enlist_sent:
-            self._enlist_sent.add(namespace)
+    def _send_join(self, namespace: str) -> None:
+        if namespace not in self._join_sent:
+            self._join_sent.add(namespace)
             self._output.append(
                 SendMessage(MANAGER, JoinAggregation(client=self.client, namespace=namespace))
             )
 
-    def _check_not_withdrawn(self, namespace: str) -> None:
-        if namespace in self._withdrawn:
-            raise ProtocolError(
-                f"expected a namespace from which this client has not withdrawn, got {namespace}"
-            )
+    def _check_not_left(self, namespace: str) -> None:
+        if namespace in self._left:
+            raise ProtocolError(f"expected a namespace that this client has not left, got {namespace}")
 
     def _report_pause(self, namespace: str, pause: int) -> None:
         time = self._times.get(namespace, 0)
@@ -400,7 +398,7 @@ class PsClient:
         namespace, begins = request.namespace, 1
         if view.spaces[namespace].aggregates:
             if self.client not in view.participants.get(namespace, {}):
-                self._enlist(namespace)
+                self._send_join(namespace)
                 return False
             if namespace in view.paused:
                 return False

@@ -26,8 +26,8 @@ class FailureDetector:
       `silence_timeout_s`, one is lost: the one that cannot reach more servers, else the one with the higher
       id.
     - No server is lost by these rules while it holds the last copy of something; of two that cannot reach
-      each other, the other one is lost then, if it has no last copy either. The first one *stands*: requests
-      for what it holds wait for it.
+      each other, the other one is lost then, if it has no last copy either. The first one stays in the
+      view, and requests for its data wait for it.
     - While more than half of the servers are silent, the coordinator assumes that it is isolated itself, and
       no node is lost. Silences count from the end of that time.
 
@@ -131,22 +131,22 @@ class FailureDetector:
         self._counts_from_s = float("-inf") if counts_from_s is None else counts_from_s
 
     def _next_silent(
-        self, now_s: float, servers: Collection[str], may_lose: Callable[[str], bool]
+        self, now_s: float, servers: Collection[str], is_replicated: Callable[[str], bool]
     ) -> NodeLoss | None:
         for node, since_s in self._silent.items():
-            if self._is_overdue(now_s, since_s) and (node not in servers or may_lose(node)):
+            if self._is_overdue(now_s, since_s) and (node not in servers or is_replicated(node)):
                 return NodeLoss(node, f"nothing was received from it for {now_s - since_s:.1f} s")
         return None
 
     def _next_apart(
-        self, now_s: float, servers: Collection[str], may_lose: Callable[[str], bool]
+        self, now_s: float, servers: Collection[str], is_replicated: Callable[[str], bool]
     ) -> NodeLoss | None:
         pairs = self._overdue_pairs(now_s, servers)
         counts = self._counts(servers)
         for pair in sorted(pairs, key=lambda pair: max(counts[server] for server in pair), reverse=True):
             server, other = sorted(pair, key=lambda server: (counts[server], _id(server)))
             for lost, stays in ((other, server), (server, other)):
-                if may_lose(lost):
+                if is_replicated(lost):
                     since_s, cause = pairs[pair]
                     how_long = f"have not reached each other for {now_s - since_s:.1f} s"
                     which = (

@@ -70,7 +70,7 @@ class PsManager:
 
     Args:
         servers: how many there are at the start, at least 1.
-        virtual_nodes, copies: of the ring.
+        virtual_nodes, replicas: of the ring.
         silent_s: of the failure detector.
 
     Raises:
@@ -78,12 +78,12 @@ class PsManager:
     """
 
     def __init__(
-        self, servers: int, *, virtual_nodes: int = 16, copies: int = 2, silent_s: float = SILENCE_TIMEOUT_S
+        self, servers: int, *, virtual_nodes: int = 16, replicas: int = 2, silent_s: float = SILENCE_TIMEOUT_S
     ) -> None:
         self._detector = FailureDetector(silent_s)
         self._waited_for: dict[str, str] = {}  # servers that are waited for, with the published reason
-        self._group = ServerGroup(servers, virtual_nodes=virtual_nodes, copies=copies)
-        self._virtual_nodes, self._copies = virtual_nodes, copies
+        self._group = ServerGroup(servers, virtual_nodes=virtual_nodes, replicas=replicas)
+        self._virtual_nodes, self._replicas = virtual_nodes, replicas
         self._workers = WorkerGroups()
         self._addresses: dict[int, tuple[str, ...]] = {}
         self._functions: dict[int, tuple[str, ...]] = {}
@@ -194,7 +194,7 @@ class PsManager:
     def _detect_losses(self, now_s: float) -> list[Action]:
         """Remove nodes that are lost by now, and publish which silent servers are waited for."""
         actions: list[Action] = []
-        while (lost := self._detector.next_loss(now_s, self._servers(), self._may_lose)) is not None:
+        while (lost := self._detector.next_loss(now_s, self._servers(), self._is_replicated)) is not None:
             actions += self._lose(now_s, lost.node, lost.cause)
         standing = self._detector.retained_servers(now_s, self._servers())
         if standing != self._waited_for:
@@ -210,10 +210,10 @@ class PsManager:
     def _silent(self) -> list[int]:
         return [one for one in self._group.servers if self._detector.is_silent(f"{_SERVER}{one}")]
 
-    def _may_lose(self, node: str) -> bool:
+    def _is_replicated(self, node: str) -> bool:
         server = server_id(node)
         assert server is not None
-        return self._group.has_other_copies(server, self._silent())
+        return self._group.has_other_replicas(server, self._silent())
 
     def _lose(self, now_s: float, node: str, cause: str) -> list[Action]:
         """Remove a node that may be alive, and notify it."""
@@ -283,13 +283,13 @@ class PsManager:
     def _publish(self, view: PlacementView | None, reason: str, *, node: str = "") -> list[Action]:
         if view is None:
             return []
-        viewed = ClusterView(
+        action = ClusterView(
             node=node,
             version=view.version,
             epoch=view.epoch,
             ring=view.ring.servers,
             virtual_nodes=self._virtual_nodes,
-            copies=self._copies,
+            replicas=self._replicas,
             next_ring=() if view.target is None else view.target.servers,
             transfers=tuple(
                 ServerTransfer(server=server, start=arc.first, stop=arc.last)
@@ -314,7 +314,7 @@ class PsManager:
             lost_arcs_dropped=tuple((arc.first, arc.last) for arc in view.lost_arcs_dropped),
             silent_servers=view.silent_servers,
         )
-        return [viewed]
+        return [action]
 
 
 def event_from_message(node: str, message: object) -> Event:
@@ -333,34 +333,34 @@ def event_from_message(node: str, message: object) -> Event:
     raise AssertionError(f"a node sends no {type(message).__name__} to the manager")
 
 
-def view_from_action(viewed: ClusterView) -> PlacementView:
+def view_from_action(action: ClusterView) -> PlacementView:
     """Return the view that a manager has published."""
     filling: dict[int, tuple[RingArc, ...]] = {}
-    for one in viewed.transfers:
+    for one in action.transfers:
         filling[one.server] = (*filling.get(one.server, ()), RingArc(first=one.start, last=one.stop))
 
     participants: dict[str, dict[int, int]] = {}
-    for participant in viewed.participants:
+    for participant in action.participants:
         participants.setdefault(participant.namespace, {})[participant.client] = participant.first_time
 
     def ring_of(servers: tuple[int, ...]) -> HashRing:
-        return HashRing(servers, virtual_nodes=viewed.virtual_nodes, replicas=viewed.copies)
+        return HashRing(servers, virtual_nodes=action.virtual_nodes, replicas=action.replicas)
 
     return PlacementView(
-        version=viewed.version,
-        epoch=viewed.epoch,
-        ring=ring_of(viewed.ring),
+        version=action.version,
+        epoch=action.epoch,
+        ring=ring_of(action.ring),
         spaces={
             space.name: NamespaceSpec(space.name, space.keys, space.block_keys, space.spec, space.aggregates)
-            for space in viewed.namespaces
+            for space in action.namespaces
         },
         filling=filling,
-        target=ring_of(viewed.next_ring) if viewed.next_ring else None,
+        target=ring_of(action.next_ring) if action.next_ring else None,
         participants=participants,
-        paused={pause.namespace: pause.view for pause in viewed.paused},
-        lost=viewed.lost,
-        lost_arcs_dropped=tuple(RingArc(first=first, last=last) for first, last in viewed.lost_arcs_dropped),
-        silent_servers=viewed.silent_servers,
+        paused={pause.namespace: pause.view for pause in action.paused},
+        lost=action.lost,
+        lost_arcs_dropped=tuple(RingArc(first=first, last=last) for first, last in action.lost_arcs_dropped),
+        silent_servers=action.silent_servers,
     )
 
 

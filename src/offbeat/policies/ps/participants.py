@@ -14,7 +14,7 @@ class AggregationParticipants:
     A client begins at time 1 if no other client takes part, or no servers are there yet. Otherwise the
     namespace is paused: every participant reports the latest time that it has sent, and sends none after it
     until a view ends the pause; in that view the newcomer begins at the time after the latest. Clients that
-    are to begin together join before the first of them pushes. A client that has withdrawn or is lost does
+    are to begin together join before the first of them pushes. A client that has left or is lost does
     not come back.
     """
 
@@ -26,7 +26,7 @@ class AggregationParticipants:
         self._gone: set[int] = set()
 
     def join(self, client: int, namespace: str, view: int | None) -> bool:
-        """A client asks to take part; return whether a new view is needed.
+        """Add a client that asks to take part; return whether a new view is needed.
 
         Args:
             view: the number of the view that would publish it, None if there is no view yet.
@@ -45,14 +45,14 @@ class AggregationParticipants:
         return True
 
     def on_pause_reached(self, client: int, namespace: str, pause: int, time: int) -> bool:
-        """A participant sends nothing after `time` in this pause; return whether all have paused."""
+        """Note that a participant sends nothing after `time` in this pause; return whether all paused."""
         if self.pauses.get(namespace) != pause or client not in self.first_times[namespace]:
             return False
         self._reached[namespace][client] = time
         return self._end_pause(namespace)
 
     def leave(self, client: int, namespace: str) -> bool:
-        """A client stops taking part; return whether a new view is needed."""
+        """Remove a client that stops taking part; return whether a new view is needed."""
         if namespace not in self.first_times:
             return False
         took_part = self.first_times[namespace].pop(client, None) is not None
@@ -62,7 +62,7 @@ class AggregationParticipants:
         return self._end_pause(namespace) or took_part
 
     def on_client_lost(self, client: int) -> bool:
-        """A client is permanently lost; return whether a new view is needed."""
+        """Remove a client that is permanently lost; return whether a new view is needed."""
         self._gone.add(client)
         changed = [self.leave(client, namespace) for namespace in self.first_times]
         return any(changed)

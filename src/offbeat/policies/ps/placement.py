@@ -98,7 +98,7 @@ class Placement:
         return chain
 
     def _gainers_at(self, point: int) -> tuple[int, ...]:
-        """The servers of the chain that are being filled."""
+        """Return the servers of the chain that are being filled."""
         view = self.view
         holders = view.ring.holders_at(point)
         return tuple(

@@ -41,7 +41,7 @@ class ServerGroup:
 
     Args:
         servers: how many there are at the start, at least 1.
-        virtual_nodes, copies: of the ring.
+        virtual_nodes, replicas: of the ring.
 
     Attributes:
         view: the one in force, None before the first.
@@ -51,11 +51,11 @@ class ServerGroup:
         ValueError: no server, or arguments that `HashRing` rejects.
     """
 
-    def __init__(self, servers: int, *, virtual_nodes: int = 16, copies: int = 2) -> None:
+    def __init__(self, servers: int, *, virtual_nodes: int = 16, replicas: int = 2) -> None:
         if servers < 1:
             raise ValueError(f"expected at least 1 server at the start, got {servers}")
         self._expected = servers
-        self._virtual_nodes, self._copies = virtual_nodes, copies
+        self._virtual_nodes, self._replicas = virtual_nodes, replicas
         self._make_ring(())
         self.view: PlacementView | None = None
         self.data_losses = 0
@@ -75,7 +75,7 @@ class ServerGroup:
         return self._alive
 
     def on_namespace_opened(self, space: NamespaceSpec, on_loss: str = "") -> PlacementView | None:
-        """A client opens a namespace; return the next view if it is new, or lost keys of it are reset.
+        """Open a namespace for a client; return the next view if it is new, or lost keys of it are reset.
 
         Args:
             space: its definition.
@@ -109,35 +109,37 @@ class ServerGroup:
         before, self._lost = self._lost, [arc for arc in self._lost if arc.namespace != namespace]
         return before != self._lost
 
-    def on_join_aggregation(self, enlist: JoinAggregation) -> PlacementView | None:
-        """A client asks to take part in a namespace that aggregates; return the next view, if there is one.
+    def on_join_aggregation(self, message: JoinAggregation) -> PlacementView | None:
+        """Let a client take part in a namespace that aggregates; return the next view, if there is one.
 
         Raises:
             ProtocolError: there is no such namespace, or it does not aggregate.
         """
-        space = self._spaces.get(enlist.namespace)
+        space = self._spaces.get(message.namespace)
         if space is None or not space.aggregates:
-            raise ProtocolError(f"expected a namespace that aggregates, got {space or enlist.namespace}")
+            raise ProtocolError(f"expected a namespace that aggregates, got {space or message.namespace}")
         number = None if self.view is None else self.view.version + 1
-        is_new = self._participants.join(enlist.client, enlist.namespace, number)
+        is_new = self._participants.join(message.client, message.namespace, number)
         return self._next_epoch() if is_new else None
 
-    def on_pause_reached(self, said: PauseReached) -> PlacementView | None:
-        """A participant has paused; return the next view, if all have."""
-        is_over = self._participants.on_pause_reached(said.client, said.namespace, said.pause, said.time)
+    def on_pause_reached(self, message: PauseReached) -> PlacementView | None:
+        """Note that a participant has paused; return the next view, if all have."""
+        is_over = self._participants.on_pause_reached(
+            message.client, message.namespace, message.pause, message.time
+        )
         return self._next_epoch() if is_over else None
 
-    def on_leave_aggregation(self, withdraw: LeaveAggregation) -> PlacementView | None:
-        """A client withdraws from a namespace; return the next view, if there is one."""
-        is_new = self._participants.leave(withdraw.client, withdraw.namespace)
+    def on_leave_aggregation(self, message: LeaveAggregation) -> PlacementView | None:
+        """Remove a client from a namespace's aggregation; return the next view, if there is one."""
+        is_new = self._participants.leave(message.client, message.namespace)
         return self._next_epoch() if is_new else None
 
     def on_client_gone(self, client: int) -> PlacementView | None:
-        """A client is lost, or has left; return the next view, if there is one."""
+        """Remove a client that is lost or has left; return the next view, if there is one."""
         return self._next_epoch() if self._participants.on_client_lost(client) else None
 
     def on_joined(self, server: int) -> PlacementView | None:
-        """A server joins; return the next view, if there is one.
+        """Add a server; return the next view, if there is one.
 
         Raises:
             ProtocolError: a server with this id is or was there.
@@ -152,14 +154,14 @@ class ServerGroup:
         return self._prepare(self.view)
 
     def on_leaving(self, server: int) -> PlacementView | None:
-        """A server asks to leave; return the next view. It may go once a view does not contain it."""
+        """Let a server leave; return the next view. The server may end once a view does not contain it."""
         if server not in self._alive or self.view is None:
             return None
         self._leaving.add(server)
         return self._prepare(self.view)
 
     def on_lost(self, server: int) -> PlacementView | None:
-        """A server is lost; return the next view, if that changes anything."""
+        """Remove a lost server; return the next view, if that changes anything."""
         if server not in self._alive:
             return None
         self._alive.discard(server)
@@ -177,7 +179,7 @@ class ServerGroup:
             epoch=view.version + 1, ring=ring, filling=filling, target=self._target(ring), emptied=emptied
         )
 
-    def has_other_copies(self, server: int, silent: Collection[int] = ()) -> bool:
+    def has_other_replicas(self, server: int, silent: Collection[int] = ()) -> bool:
         """Whether another server, and one that is not silent, has all that a server has."""
         view = self.view
         if view is None:
@@ -193,12 +195,12 @@ class ServerGroup:
         if self.view is not None:
             self.view = replace(self.view, silent_servers=self._silent)
 
-    def on_filled(self, said: ServerFillDone) -> PlacementView | None:
-        """A server reports that it has been filled; reports about older views are ignored."""
+    def on_filled(self, message: ServerFillDone) -> PlacementView | None:
+        """Note that a server has been filled; ignore reports about older views."""
         view = self.view
-        if view is None or said.view != view.version or said.server not in self._alive:
+        if view is None or message.view != view.version or message.server not in self._alive:
             return None
-        self._filled.add(said.server)
+        self._filled.add(message.server)
         gaining = set(view.filling)
         if view.target is not None:
             gaining.update(
@@ -307,10 +309,10 @@ class ServerGroup:
         return self.view
 
     def _make_ring(self, servers: Iterable[int]) -> HashRing:
-        return HashRing(servers, virtual_nodes=self._virtual_nodes, replicas=self._copies)
+        return HashRing(servers, virtual_nodes=self._virtual_nodes, replicas=self._replicas)
 
     def _target(self, ring: HashRing) -> HashRing | None:
-        """The ring to prepare, None if it is the one in force."""
+        """Return the ring to prepare, None if it is the one in force."""
         wanted = tuple(sorted(self._alive - self._leaving)) or ring.servers
         return None if wanted == ring.servers else self._make_ring(wanted)
 

@@ -100,8 +100,8 @@ class ShardScheduler:
     is dropped for being slow go to the remaining ones. The bounded delay of section 3.5 is one of passes
     here.
 
-    `policies/work.py` assigns samples to groups whose members finish rounds together; here no worker waits
-    for a round, and data stay with the worker that has loaded them.
+    `offbeat.policies.data.group_assigner` assigns samples to groups whose members finish rounds together;
+    here no worker waits for a round, and data stay with the worker that has loaded them.
 
     Args:
         name: of the group.
@@ -144,22 +144,22 @@ class ShardScheduler:
     # Events ----------------------------------------------------------------------------------------------
 
     def on_joined(self, node: str, now_s: float) -> list[Action]:
-        """A worker joins that is not a member."""
+        """Add a worker that is not a member."""
         self._members[node] = _Member()
         self._has_changed = True
         return self._settle(now_s, f"{node} has joined")
 
     def on_left(self, node: str, now_s: float) -> list[Action]:
-        """A member leaves in order."""
+        """Remove a member that leaves in order."""
         return self._remove(node, now_s, now_s, f"{node} has left")
 
     def on_lost(self, node: str, now_s: float, reason: str) -> list[Action]:
-        """A member is lost."""
+        """Remove a lost member."""
         due_s = {"replace": now_s + self.patience_s, "continue": None, "drop_slowest": now_s}[self.on_loss]
         return self._remove(node, due_s, now_s, reason)
 
     def on_task_requested(self, node: str, passes_max: int, shards_max: int, now_s: float) -> list[Action]:
-        """A member requests a task of at most `shards_max` shards, in the first `passes` passes.
+        """Assign a member a task of at most `shards_max` shards, in the first `passes_max` passes.
 
         Raises:
             ProtocolError: `shards_max` is below 1.
@@ -171,7 +171,7 @@ class ShardScheduler:
         return self._serve([node])
 
     def on_task_done(self, node: str, number: int, now_s: float) -> list[Action]:
-        """A member has done a task.
+        """Record that a member has done a task.
 
         Raises:
             ProtocolError: it has no such task.
@@ -236,7 +236,7 @@ class ShardScheduler:
                 ]
                 for name, member in self._members.items()
             ],
-            "task_requests": [[name, *want] for name, want in self._task_requests.items()],
+            "task_requests": [[name, *request] for name, request in self._task_requests.items()],
             "free": [[due_s, list(shards)] for due_s, shards in self._free],
             "next": self._next,
         }
@@ -249,7 +249,7 @@ class ShardScheduler:
         for name, shards, tasks, done in state["members"]:
             held = {number: _Task(number, at, tuple(task_shards)) for number, at, task_shards in tasks}
             self._members[name] = _Member(set(shards), held, done)
-        self._task_requests = {name: _TaskRequest(*want) for name, *want in state["task_requests"]}
+        self._task_requests = {name: _TaskRequest(*request) for name, *request in state["task_requests"]}
         lost = {shard for due_s, shards in self._free if due_s is None for shard in shards}
         self._count = Counter(found for shard, found in enumerate(self._passes) if shard not in lost)
 
@@ -327,8 +327,8 @@ class ShardScheduler:
         """Drop the slowest member if one with shards and no task is overdue; then none for as long again."""
         overdue = [
             name
-            for name, want in self._task_requests.items()
-            if now_s - want.since_s >= self.patience_s
+            for name, request in self._task_requests.items()
+            if now_s - request.since_s >= self.patience_s
             and self._members[name].shards
             and not self._members[name].tasks
         ]
@@ -341,7 +341,7 @@ class ShardScheduler:
             return []
         slowest = min(behind, key=lambda name: behind[name].done)
         self._task_requests = {
-            name: want._replace(since_s=now_s) for name, want in self._task_requests.items()
+            name: request._replace(since_s=now_s) for name, request in self._task_requests.items()
         }
         reason = f"{slowest} was dropped: it kept {overdue[0]} waiting for {self.patience_s:g} s"
         refused = WorkerGroupRejected(node=slowest, group=self.name, reason=reason)
@@ -353,25 +353,27 @@ class ShardScheduler:
         """Answer the waiting requests of these members."""
         actions: list[Action] = []
         for node in nodes:
-            want = self._task_requests.get(node)
-            answer = None if want is None else self._next_task(node, self._members[node], want)
+            request = self._task_requests.get(node)
+            answer = None if request is None else self._next_task(node, self._members[node], request)
             if answer is not None:
                 del self._task_requests[node]
                 actions.append(answer)
         return actions
 
-    def _next_task(self, node: str, member: _Member, want: _TaskRequest) -> AssignTask | PassesEnded | None:
-        if self.completed_passes >= want.passes:
+    def _next_task(
+        self, node: str, member: _Member, request: _TaskRequest
+    ) -> AssignTask | PassesEnded | None:
+        if self.completed_passes >= request.passes:
             reason = f"all shards have completed {self.completed_passes} passes"
             return PassesEnded(node=node, group=self.name, passes=self.completed_passes, reason=reason)
         idle = member.idle()
-        pass_number = min((self._passes[shard] for shard in idle), default=want.passes)
-        if pass_number >= want.passes or (
+        pass_number = min((self._passes[shard] for shard in idle), default=request.passes)
+        if pass_number >= request.passes or (
             self.tau is not None and pass_number - self.completed_passes > self.tau
         ):
             return None
         shards = [shard for shard in idle if self._passes[shard] == pass_number]
-        task = _Task(self._next, pass_number, tuple(shards[: want.shards_max]))
+        task = _Task(self._next, pass_number, tuple(shards[: request.shards_max]))
         member.tasks[task.number] = task
         self._next += 1
         return AssignTask(
@@ -393,7 +395,7 @@ class ShardScheduler:
 
 
 def _ranges(shards: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """The first and last of each run of consecutive shards, ascending."""
+    """Return the first and last of each run of consecutive shards, ascending."""
     found: list[tuple[int, int]] = []
     for shard in sorted(shards):
         if found and found[-1][1] == shard - 1:

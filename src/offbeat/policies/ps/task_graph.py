@@ -156,7 +156,7 @@ class TaskGraph:
         return self._run(task)
 
     def on_started(self, number: int, callee: str) -> None:
-        """A task has begun to run at a callee; ignored if it was dropped or withdrawn.
+        """Note that a task runs at a callee; ignored if it was dropped or withdrawn.
 
         Raises:
             ProtocolError: it was not ready there.
@@ -166,7 +166,7 @@ class TaskGraph:
             call.state = CallState.RUNNING
 
     def on_returned(self, number: int, callee: str) -> list[TaskAction]:
-        """A call has returned; return the actions that follow. Ignored if it was dropped or withdrawn.
+        """Finish a call that has returned; return the actions that follow, none if it was withdrawn.
 
         Raises:
             ProtocolError: it was not running there.
@@ -178,7 +178,7 @@ class TaskGraph:
         return self._settle(TaskRun(number, callee))
 
     def on_node_lost(self, node: str) -> list[TaskAction]:
-        """A node is permanently lost; return tasks to issue again, withdrawn tasks and resulting actions.
+        """Remove a lost node; return tasks to issue again, withdrawn tasks and resulting actions.
 
         What the node has finished stays finished.
         """

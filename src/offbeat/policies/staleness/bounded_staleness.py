@@ -432,7 +432,7 @@ class BoundedStaleness:
     def _proceed(self, event: StepFinished | SamplesRequested | None = None) -> list[Action]:
         """Assign samples and permit steps (see the theory of operation)."""
         assignments = [] if self._assigner is None else self._assigner.pop_actions()
-        affected = {deal.worker for deal in assignments if isinstance(deal, AssignBlocks)}
+        affected = {assignment.worker for assignment in assignments if isinstance(assignment, AssignBlocks)}
         notified = set()
         if event is not None:
             affected.add(event.worker)
@@ -466,7 +466,7 @@ class BoundedStaleness:
         return self._assigner is None or self._assigner.has_work(worker)
 
     def _choose_warm_worker(self) -> int | None:
-        """The worker that takes the steps of the warm start now; None once that is over."""
+        """Return the worker that takes the steps of the warm start now; None once that is over."""
         if not self._warm_steps:
             return None
         first = min((worker for worker in self._workers if worker in self._gate), default=None)

@@ -108,7 +108,7 @@ class CacheDirectory:
     none of its threads can add to it any more; otherwise every gradient is a push, and times count these.
 
     Source: W. Dai et al., "High-performance distributed ML at scale through parameter server consistency
-    models", AAAI 2015 (Petuum's process and thread caches); the second paper's figure 5; specification 2.4.
+    models", AAAI 2015 (Petuum's process and thread caches); the DTSSP paper (Kim and Rhee 2019), figure 5.
     Deviations: a version is that of the whole model, not of single rows; a thread's copy is kept while it is
     fresh enough, and not for one clock (`clears_threads`); a row states up to which of the process's own
     pushes it holds which keys, so that replaying is right whatever happens between a push and a pull.

@@ -290,7 +290,7 @@ class ConsistencyGate:
         return self._stragglers if self._running.keys() - self._stragglers else frozenset()
 
     def _least_clock(self) -> int:
-        """The least clock of a running worker that is no straggler."""
+        """Return the least clock of a running worker that is no straggler."""
         if not self._stragglers:
             return self._version
         tolerated = self._tolerated()

@@ -11,7 +11,7 @@ MonitoringMode: TypeAlias = Literal["continuous", "epoch_window"]
 
 
 class StragglerMonitor:
-    """Gives the classifier each worker's place in its epoch, and says who may be left out now.
+    """Gives the classifier each worker's place in its epoch, and returns which workers may be excluded now.
 
     A member's iteration is its round since the first one of the epoch. A worker outside the group has no
     rounds, and counts its iterations itself.

@@ -97,7 +97,7 @@ class ValidationScheduler:
         return tuple(epoch for epoch, pending in self._pending.items() if pending.results is not None)
 
     def missing_parts(self, epoch: int) -> tuple[int, ...]:
-        """The parts of an epoch that have not been evaluated, by number; empty where the epoch is over."""
+        """Return the parts of an epoch that are not evaluated yet, by number; none if the epoch is over."""
         pending = self._pending.get(epoch)
         if pending is None or pending.results is None:
             return ()

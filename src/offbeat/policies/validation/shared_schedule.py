@@ -80,7 +80,7 @@ class _EpochState:
     """
 
     samples: int
-    terms: str
+    decision_rule: str
     timeout_s: float
     offers: dict[int, _Offer] = field(default_factory=dict)
     owner: int | None = None
@@ -205,14 +205,14 @@ class SharedValidation:
         state = self._epochs.get(event.epoch)
         if state is None:
             state = _EpochState(
-                samples=event.samples, terms=event.decision_rule, timeout_s=event.part_deadline_s
+                samples=event.samples, decision_rule=event.decision_rule, timeout_s=event.part_deadline_s
             )
             self._epochs[event.epoch] = state
             reason = f"worker {event.worker} has finished the epoch"
             started.append(ValidationStarted(worker=None, epoch=event.epoch, reason=reason))
         for what, expected, got in (
             ("validation set", f"{state.samples} samples", f"{event.samples} samples"),
-            ("decisions on metrics", state.terms, event.decision_rule),
+            ("decisions on metrics", state.decision_rule, event.decision_rule),
         ):
             if got != expected:
                 others = ", ".join(map(str, state.offers)) or "another one"

@@ -159,20 +159,20 @@ class Throttle:
 
     def check_rate(self, now_s: float) -> None:
         """Measure the rate of calls, and adjust the number of threads."""
-        before = self._climb.threads
+        before = self._search.threads
         self._record(now_s)
         if self._pace is not None and not self._waiting_for:
             self._check_rate(self._pace, now_s)
-        if self.is_slow or self._climb.threads != before:
+        if self.is_slow or self._search.threads != before:
             self._allow(now_s)
 
     @property
-    def _climb(self) -> ThreadSearch:
+    def _search(self) -> ThreadSearch:
         return self._while_waiting if self._waiting_for else self._during_training
 
     def _allow(self, now_s: float) -> None:
         """Let the allowed threads go on."""
-        allowed = self._climb.threads
+        allowed = self._search.threads
         if self._is_unlimited:
             allowed = len(self._turns)
         elif self.is_slow and not self._waiting_for:
@@ -194,16 +194,16 @@ class Throttle:
         """Add what was done since the last time."""
         calls = self.calls
         if self._is_measuring:
-            self._climb.add(calls - self._recorded_calls, now_s - self._recorded_s)
+            self._search.add(calls - self._recorded_calls, now_s - self._recorded_s)
         self._recorded_s, self._recorded_calls = now_s, calls
         self._schedule(now_s)
 
     def _schedule(self, now_s: float) -> None:
         """Decide whether to measure now (all allowed threads have made a call), and when to look."""
-        climb = self._climb
+        search = self._search
         running = [turn for turn in self._turns if turn.may_run]
-        self._is_measuring = len(running) == climb.threads and all(
+        self._is_measuring = len(running) == search.threads and all(
             turn.calls > turn.calls_at_start for turn in running
         )
-        is_over = climb.is_settled and (self._pace is None or self._waiting_for > 0)
+        is_over = search.is_settled and (self._pace is None or self._waiting_for > 0)
         self.next_check_s = math.inf if is_over else now_s + _CHECK_INTERVAL_S

@@ -84,7 +84,7 @@ class BucketSet:
         return [GradientBucket(bucket, shapes, len(self._parameters), zeros) for bucket in plan]
 
     def bind(self, group: GroupHandle) -> None:
-        """Binds the round under way to a group, and makes room for its members in the trailer."""
+        """Bind the round under way to a group, and make room for its members in the trailer."""
         self.group = group
         size = group.size
         capacity = self._workers if size <= self._workers else 1 << (size - 1).bit_length()
@@ -92,7 +92,7 @@ class BucketSet:
             self._resize_trailer(capacity)
 
     def _resize_trailer(self, capacity: int) -> None:
-        """Makes buckets for another group size, and copies the packed gradients into them."""
+        """Make buckets for another group size, and copy the packed gradients into them."""
         old_buckets, old_location_of = self._buckets, self._location_of
         factor = self._trailer.capacity / capacity
         self._make_buckets(capacity)
@@ -110,7 +110,7 @@ class BucketSet:
     # Packing -------------------------------------------------------------------------------------------
 
     def add_gradient(self, entry: int, weight: float) -> None:
-        """Packs a gradient during the backward pass, and sends the buckets that this completes.
+        """Pack a gradient during the backward pass, and send the buckets that this completes.
 
         Args:
             entry: the parameter, whose memory for the gradient is freed for the next layer's.
@@ -133,7 +133,7 @@ class BucketSet:
             self._launch_next()
 
     def _fix_scale(self, weight: float) -> float:
-        """This worker's weight in the mean, rounded to the trailer's dtype.
+        """Return this worker's weight in the mean, rounded to the trailer's dtype.
 
         Dividing before the sum avoids overflow in half precision. The divisor is not the group's size: then
         members that packed before and after a change of the group would be weighted differently.
@@ -147,7 +147,7 @@ class BucketSet:
         return self.scale
 
     def _pack_gradient(self, entry: int, *, add: bool = False) -> None:
-        """Writes or adds a scaled gradient to its bucket."""
+        """Write or add a scaled gradient to its bucket."""
         assert self._binding is not None
         index, position = self._location_of[entry]
         view = self._buckets[index].contribution.views[position]
@@ -164,7 +164,7 @@ class BucketSet:
                     view.add_(late.gradients[entry], alpha=late.weight / self._trailer.capacity)
 
     def fill_trailer(self, *, weight: float, writes: int, is_preempted: bool, offset_s: float) -> None:
-        """Writes this worker's numbers, except its blocks, which `launch_last` gets: see `RoundSums`."""
+        """Write this worker's numbers, except its blocks, which `launch_last` gets: see `RoundSums`."""
         assert self.group is not None
         assert self._binding is not None
         late = self._binding.late_gradients.active
@@ -189,12 +189,12 @@ class BucketSet:
     # The exchange --------------------------------------------------------------------------------------
 
     def launch_all_but_last(self) -> None:
-        """Sends all buckets but the one with the trailer."""
+        """Send all buckets but the one with the trailer."""
         while self.launched < len(self._buckets) - 1:
             self._launch_next()
 
     def launch_last(self, blocks: tuple[int, int]) -> None:
-        """Sends the last bucket.
+        """Send the last bucket.
 
         Args:
             blocks: behind this worker's gradients: its own, other workers' for it.
@@ -221,7 +221,7 @@ class BucketSet:
         self.launched += 1
 
     def _pack_rest(self, bucket: GradientBucket) -> None:
-        """Packs what no hook has: gradients, and on the first member buffers."""
+        """Pack what no hook has: gradients, and on the first member buffers."""
         assert self.group is not None
         buffers = self.buffers.tensors() if len(bucket.entries) > bucket.gradient_count else []
         for entry, view in zip(bucket.entries, bucket.contribution.views, strict=True):
@@ -235,7 +235,7 @@ class BucketSet:
                     view.zero_()
 
     def wait(self, timeout_s: float) -> RoundSums:
-        """Waits for all buckets, and returns the sums of the trailers.
+        """Wait for all buckets, and return the sums of the trailers.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange in time.
@@ -249,7 +249,7 @@ class BucketSet:
         return self._trailer.decode(self._buckets[-1].output.views[-1].tolist(), self.group.size)
 
     def unpack(self, sums: RoundSums, set_gradient: Callable[[int, torch.Tensor], None]) -> None:
-        """Turns the received sums into means, and copies the first member's buffers.
+        """Turn the received sums into means, and copy the first member's buffers.
 
         Args:
             sums: what `wait` has returned.
@@ -273,11 +273,11 @@ class BucketSet:
     # A round begins again, or is over ------------------------------------------------------------------
 
     def relaunch(self) -> None:
-        """Lets all buckets be sent again, as a member had changed a gradient after it sent its bucket."""
+        """Let all buckets be sent again, as a member had changed a gradient after it sent its bucket."""
         self.launched, self._is_stale = 0, False
 
     def abandon(self) -> None:
-        """Lets the round be repeated in the next group, with the same gradients."""
+        """Let the round be repeated in the next group, with the same gradients."""
         assert self._binding is not None
         self.group = self._exchange_id = None
         self.launched = 0
@@ -285,19 +285,19 @@ class BucketSet:
             bucket.replace_read_buffers(self._binding.memory.may_be_read)
 
     def discard_gradients(self) -> None:
-        """Forgets the packed gradients of a worker that contributes with weight 0."""
+        """Forget the packed gradients of a worker that contributes with weight 0."""
         self._ready_entries.clear()
         self.scale = 0.0
 
     def forget_pass(self) -> None:
-        """Forgets what was packed in a backward pass that failed; its buckets are sent again."""
+        """Forget what was packed in a backward pass that failed; its buckets are sent again."""
         self._ready_entries.clear()
         self.scale = None
         self._is_stale = self.launched > 0
         self._expect_all()
 
     def end_round(self) -> None:
-        """Ends a round; prepares memory, so that other members can begin the next before this worker does."""
+        """End a round; prepare memory, so that other members can begin the next before this worker does."""
         self.relaunch()
         self._ready_entries.clear()
         self._expect_all()

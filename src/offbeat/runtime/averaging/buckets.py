@@ -128,25 +128,27 @@ class GradientBucket:
         self.gradient_elements = sum(shapes[entry].numel() for entry in bucket.entries[: self.gradient_count])
         self.missing_count = self.gradient_count
         self.pending: PendingExchange | None = None
-        self._bank_arguments = bucket, shapes, zeros
-        self.contribution, self.output, self._spare = (BucketBuffer(*self._bank_arguments) for _ in range(3))
+        self._buffer_arguments = bucket, shapes, zeros
+        self.contribution, self.output, self._spare = (
+            BucketBuffer(*self._buffer_arguments) for _ in range(3)
+        )
 
     def replace_read_buffers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
-        """Replaces memory that another worker may still read (`TensorMemory.may_be_read`).
+        """Replace memory that another worker may still read (`TensorMemory.may_be_read`).
 
         To be called after an exchange was abandoned, before anything is written. This worker's contribution
         keeps its values.
         """
         if is_read(self.contribution.flat):
-            before, self.contribution = self.contribution, BucketBuffer(*self._bank_arguments)
+            before, self.contribution = self.contribution, BucketBuffer(*self._buffer_arguments)
             self.contribution.flat.copy_(before.flat)
         if is_read(self.output.flat):
-            self.output = BucketBuffer(*self._bank_arguments)
+            self.output = BucketBuffer(*self._buffer_arguments)
         if is_read(self._spare.flat):
-            self._spare = BucketBuffer(*self._bank_arguments)
+            self._spare = BucketBuffer(*self._buffer_arguments)
 
     def swap_output(self) -> None:
-        """Switches to the other memory for sums: the current one holds the gradients now."""
+        """Switch to the other memory for sums: the current one holds the gradients now."""
         self.output, self._spare = self._spare, self.output
         if self.output.is_referenced():
-            self.output = BucketBuffer(*self._bank_arguments)
+            self.output = BucketBuffer(*self._buffer_arguments)

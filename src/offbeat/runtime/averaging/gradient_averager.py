@@ -113,7 +113,7 @@ class GradientAverager:
         self.is_outside = self.is_preempted = False
 
     def attach(self) -> None:
-        """Registers the hooks on the model."""
+        """Register the hooks on the model."""
         for entry, parameter in enumerate(self._parameters):
             hook = SessionHook(partial(self._gradient_ready, entry))
             self._hook_handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -125,7 +125,7 @@ class GradientAverager:
         self._observers = GradientObservers(self._model, self._parameters)
 
     def detach(self) -> None:
-        """Removes all hooks from the model."""
+        """Remove all hooks from the model."""
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles.clear()
@@ -140,7 +140,7 @@ class GradientAverager:
             self._skips_exchange = before
 
     def set_batch_weight(self, batches: float) -> None:
-        """Sets the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
+        """Set the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
         self._batch_weight = batches
         self._saved_gradients.forget()
         if not batches:
@@ -163,14 +163,14 @@ class GradientAverager:
             self._backward.begin()
 
     def _forget_failed_pass(self) -> None:
-        """Resets after a backward pass that raised, and so never ends; its buckets are sent again."""
+        """Reset after a backward pass that raised, and so never ends; its buckets are sent again."""
         if not self._backward.has_failed:
             return
         self._backward.cancel()
         self._buckets.forget_pass()
 
     def _bind_group(self, *, wait: bool) -> bool:
-        """Binds the round under way to a group; returns whether there is one."""
+        """Bind the round under way to a group; return whether there is one."""
         assert self._binding is not None
         if self._buckets.group is None:
             group = self._binding.acquire(wait=wait, may_replace_state=not self.rounds_since_step)
@@ -200,7 +200,7 @@ class GradientAverager:
         self._context.timer.switch("compute")
 
     def _pack_early(self, entry: int) -> None:
-        """Packs a gradient during the backward pass, and launches the buckets that this completes."""
+        """Pack a gradient during the backward pass, and launch the buckets that this completes."""
         self._accept_late_gradients()
         self._buckets.add_gradient(entry, self._unsent_weight + self._batch_weight)
 
@@ -217,7 +217,7 @@ class GradientAverager:
     # The exchange --------------------------------------------------------------------------------------
 
     def exchange(self) -> None:
-        """Averages the gradients computed since the last round; every member has to call it.
+        """Average the gradients computed since the last round; every member has to call it.
 
         Gradients that were set by hand count as one batch. A member without new gradients contributes with
         weight zero.
@@ -277,13 +277,13 @@ class GradientAverager:
         """See `Averager.flush`: nothing is deferred."""
 
     def drop_gradients(self) -> None:
-        """Discards this worker's gradients."""
+        """Discard this worker's gradients."""
         self._clear_late_gradients()
         for parameter in self._parameters:
             parameter.grad = None
 
     def _accept_late_gradients(self) -> None:
-        """Adds gradients that other workers computed for this one, in the first round of a step."""
+        """Add gradients that other workers computed for this one, in the first round of a step."""
         if self._binding is not None and self._buckets.scale is None and not self.rounds_since_step:
             self._binding.late_gradients.activate_accepted()
 
@@ -292,7 +292,7 @@ class GradientAverager:
             self._binding.late_gradients.clear_active()
 
     def _exchange_until_success(self, offset_s: float, compute_s: float) -> RoundSums | None:
-        """Exchanges until a round succeeds; returns its sums, or None where this worker is in no group."""
+        """Exchange until a round succeeds; return its sums, or None where this worker is in no group."""
         assert self._binding is not None
         is_announced = False
         while True:
@@ -316,7 +316,7 @@ class GradientAverager:
             self._buckets.abandon()
 
     def _discard_replaced(self) -> None:
-        """Discards gradients of replaced parameters; this worker contributes with weight zero."""
+        """Discard gradients of replaced parameters; this worker contributes with weight zero."""
         assert self._binding is not None
         self._binding.was_state_replaced = False
         self.drop_gradients()
@@ -332,7 +332,7 @@ class GradientAverager:
         )
 
     def _exchange_buckets(self, offset_s: float, compute_s: float | None) -> RoundSums:
-        """Launches the remaining buckets, waits for all of them and returns the trailer's sums."""
+        """Launch the remaining buckets, wait for all of them and return the trailer's sums."""
         self._buckets.fill_trailer(
             weight=self._unsent_weight,
             writes=len(self._written),
@@ -347,7 +347,7 @@ class GradientAverager:
 
     @torch.no_grad()
     def _apply_means(self, sums: RoundSums) -> None:
-        """Sets the gradients to the means, and the buffers to the first member's."""
+        """Set the gradients to the means, and the buffers to the first member's."""
         group = self._buckets.group
         assert group is not None
         if group.generation == self._generation:  # else a new member has got the writes with the state

@@ -81,7 +81,7 @@ class GroupBinding:
     Where the new group has joining workers, it also transfers the state from the donor to them.
 
     Args:
-        member: the connection to the coordinator; its protocol is a `GroupProtocol`.
+        client: the connection to the coordinator; its protocol is a `GroupProtocol`.
         open_exchange: makes an exchange over a list of workers.
         copy_state: copies the state of an exchange's first member to all other members, blocking; gets the
             exchange, this worker's position in it, the first of `StateCopier.EXCHANGE_IDS` exchange ids and,
@@ -97,14 +97,14 @@ class GroupBinding:
 
     def __init__(
         self,
-        member: CoordinatorClient,
+        client: CoordinatorClient,
         open_exchange: Callable[[Sequence[int]], Exchange],
         copy_state: Callable[[Exchange, int, int, int], int],
         timeout_s: float,
     ) -> None:
-        assert isinstance(member.protocol, GroupProtocol)
-        self._member, self.protocol = member, member.protocol
-        self._follower: GroupMembership = member.protocol.membership
+        assert isinstance(client.protocol, GroupProtocol)
+        self._client, self.protocol = client, client.protocol
+        self._membership: GroupMembership = client.protocol.membership
         self._open_exchange = open_exchange
         self._copy_state = copy_state
         self._timeout_s = timeout_s
@@ -113,19 +113,19 @@ class GroupBinding:
         self._exchange_id = 0  # the first unused one of this handle
         self._transfer: Exchange | None = None
         self._transfer_thread: threading.Thread | None = None
-        self.memory = TensorMemory(member.endpoint)
+        self.memory = TensorMemory(client.endpoint)
         self.was_state_replaced = False
-        self.late_gradients = LateGradients(member, member.protocol)
-        member.on_action = self._on_action
+        self.late_gradients = LateGradients(client, client.protocol)
+        client.on_action = self._on_action
 
     def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
         """See `CoordinatorClient.start_thread`."""
-        return self._member.start_thread(name, run)
+        return self._client.start_thread(name, run)
 
     @property
     def membership(self) -> GroupMembership:
         """The state of the group protocol, to be read; `finish_round` and `finish_step` here advance it."""
-        return self._follower
+        return self._membership
 
     def acquire(self, *, wait: bool, may_replace_state: bool = False) -> GroupHandle | None:
         """Return this worker's handle for the next exchange, or None if no group has this worker.
@@ -139,11 +139,11 @@ class GroupBinding:
             WorkerError: the job failed, or no group was named within the deadline.
         """
         while True:
-            with self._member.lock:
-                turn, group = self._follower.begin_exchange(), self._follower.group
+            with self._client.lock:
+                turn, group = self._membership.begin_exchange(), self._membership.group
             if turn is ExchangeDecision.WAIT and wait:
-                self._member.wait_for(
-                    lambda: self._follower.begin_exchange() is not ExchangeDecision.WAIT,
+                self._client.wait_for(
+                    lambda: self._membership.begin_exchange() is not ExchangeDecision.WAIT,
                     self._timeout_s,
                     "the next group",
                 )
@@ -162,8 +162,8 @@ class GroupBinding:
             WorkerError: the job failed, or no group was named within the deadline.
         """
         handle = self.acquire(wait=True)
-        with self._member.lock:
-            group = self._follower.group
+        with self._client.lock:
+            group = self._membership.group
         is_complete = group is not None and group.members[:world] == tuple(range(world))
         return handle if is_complete else None
 
@@ -175,20 +175,20 @@ class GroupBinding:
         """
 
         def is_accepted() -> bool:
-            return self._follower.begin_exchange() in (
+            return self._membership.begin_exchange() in (
                 ExchangeDecision.FETCH_STATE,
                 ExchangeDecision.EXCHANGE,
             )
 
         while True:
-            self._member.wait_for(
-                lambda: is_accepted() or self._member.is_job_complete,
+            self._client.wait_for(
+                lambda: is_accepted() or self._client.is_job_complete,
                 self._timeout_s,
                 "a group that accepts it",
             )
-            with self._member.lock:
+            with self._client.lock:
                 if not is_accepted():
-                    worker = self._follower.worker
+                    worker = self._membership.worker
                     raise WorkerError(f"worker {worker} joined too late: the job has ended without it")
             handle = self.acquire(wait=True, may_replace_state=True)
             if handle is not None:
@@ -200,10 +200,10 @@ class GroupBinding:
         If the group has changed since this handle was opened, its exchanges are abandoned. Then the id is an
         unused one, not one of the new group.
         """
-        with self._member.lock:
+        with self._client.lock:
             if self._is_current():
-                self._follower.exchange_id += 1
-                self._exchange_id = self._follower.exchange_id
+                self._membership.exchange_id += 1
+                self._exchange_id = self._membership.exchange_id
             else:
                 self._exchange_id += 1
             return self._exchange_id - 1
@@ -211,42 +211,42 @@ class GroupBinding:
     @property
     def is_stable(self) -> bool:
         """Whether no change of the group is known before the next exchange."""
-        with self._member.lock:
-            return self._is_current() and not self._follower.is_change_pending
+        with self._client.lock:
+            return self._is_current() and not self._membership.is_change_pending
 
     def finish_round(self, contributions: Sequence[tuple[int, int]]) -> bool:
-        """Counts an exchange as finished; returns False if it was abandoned and has to be repeated.
+        """Count an exchange as finished; return False if it was abandoned and has to be repeated.
 
         Args:
             contributions: see `GroupMembership.finish_round`.
         """
-        with self._member.lock:
-            return self._is_current() and self._follower.finish_round(contributions)
+        with self._client.lock:
+            return self._is_current() and self._membership.finish_round(contributions)
 
     def finish_step(self) -> None:
-        """Counts an optimizer step, and opens the exchange of a new group that is in force from here on.
+        """Count an optimizer step, and open the exchange of a new group that is in force from here on.
 
         If this worker is the donor, it first starts to send its state to the joining workers, in the
         background.
         """
-        with self._member.lock:
-            self._follower.finish_step()
+        with self._client.lock:
+            self._membership.finish_step()
         self.late_gradients.finish_step()
-        with self._member.lock:
-            group = self._follower.group
-            if not self._follower.is_member or self._is_current():
+        with self._client.lock:
+            group = self._membership.group
+            if not self._membership.is_member or self._is_current():
                 return
         assert group is not None
         self._enter(group)
 
     def transfer_final_state(self) -> None:
-        """Sends or receives the final state if the last group requires it, and waits until that is done."""
+        """Send or receive the final state if the last group requires it, and wait until that is done."""
         self.acquire(wait=True, may_replace_state=True)
         if self._transfer_thread is not None:
             self._transfer_thread.join(self._timeout_s)
 
     def abandon(self, error: WorkerError) -> None:
-        """Fails all exchanges with `error`; thread-safe."""
+        """Fail all exchanges with `error`; thread-safe."""
         for exchange in (self._handle.exchange if self._handle else None, self._transfer):
             if exchange is not None:
                 exchange.abandon(error)
@@ -255,17 +255,17 @@ class GroupBinding:
 
     def _is_current(self) -> bool:
         """Whether the handle is one of the current generation."""
-        return self._handle_generation == self._follower.generation
+        return self._handle_generation == self._membership.generation
 
     def _enter(self, group: Group) -> GroupHandle:
-        """Returns the handle of a group read under the lock just before; opens it if it is new."""
+        """Return the handle of a group read under the lock just before; open it if it is new."""
         if group.generation != self._handle_generation:
             self._close_handle()
             joiners: tuple[int, ...] = ()
-            with self._member.lock:
-                if self._follower.group is group:
-                    self._follower.exchange_id += StateCopier.EXCHANGE_IDS
-                    joiners = self._follower.state_recipients
+            with self._client.lock:
+                if self._membership.group is group:
+                    self._membership.exchange_id += StateCopier.EXCHANGE_IDS
+                    joiners = self._membership.state_recipients
             if joiners:
                 self._send_state(group)
             self._open_handle(group)
@@ -273,7 +273,7 @@ class GroupBinding:
         return self._handle
 
     def _open_handle(self, group: Group) -> None:
-        position = group.members.index(self._follower.worker)
+        position = group.members.index(self._membership.worker)
         size = len(group.members)
         exchange = self._open_exchange(group.members)
         weight = group.weights[position] * size
@@ -290,12 +290,12 @@ class GroupBinding:
             self._handle = None
 
     def _send_state(self, group: Group) -> None:
-        """Sends the state in the background; it cannot change before the joining workers have received it."""
-        exchange = self._open_exchange([self._follower.worker, *group.joining])
+        """Send the state in the background; it cannot change before the joining workers have received it."""
+        exchange = self._open_exchange([self._membership.worker, *group.joining])
         self._transfer = exchange
         self._fail_if_job_failed(exchange)
         self._fail_if_superseded(exchange, group)
-        round_ = self._follower.round
+        round_ = self._membership.round
 
         def send() -> None:
             with suppress(WorkerError, LinkError):  # the next group handles losses
@@ -304,44 +304,44 @@ class GroupBinding:
         self._transfer_thread = self.start_thread("offbeat-state", send)
 
     def _receive_state(self) -> None:
-        """Receives the donor's state; returns early if the group changes in that time."""
-        with self._member.lock:
-            group = self._follower.group
+        """Receive the donor's state; return early if the group changes in that time."""
+        with self._client.lock:
+            group = self._membership.group
             assert group is not None
-            donor = self._follower.donor
+            donor = self._membership.donor
         exchange = self._open_exchange([donor, *group.joining])
         self._transfer = exchange
         self._fail_if_job_failed(exchange)
         self._fail_if_superseded(exchange, group)
-        position = 1 + group.joining.index(self._follower.worker)
+        position = 1 + group.joining.index(self._membership.worker)
         with suppress(GroupChangedError):
             round_ = self._copy_state(exchange, position, group.exchange_id, 0)
-            with self._member.lock:
-                if self._follower.group is group:
-                    self._follower.on_state_received(round=round_)
+            with self._client.lock:
+                if self._membership.group is group:
+                    self._membership.on_state_received(round=round_)
                     self.was_state_replaced = True
         self._transfer = None
 
     def _fail_if_job_failed(self, exchange: Exchange) -> None:
-        """Fails a new exchange if the job failed before the exchange was registered."""
-        if self._member.failure is not None:
-            exchange.abandon(self._member.failure)
+        """Fail a new exchange if the job failed before the exchange was registered."""
+        if self._client.failure is not None:
+            exchange.abandon(self._client.failure)
 
     def _fail_if_superseded(self, exchange: Exchange, group: Group) -> None:
-        """Fails a new exchange if its group was abandoned before the exchange was registered."""
-        with self._member.lock:
-            has_changed = self._follower.is_aborted or self._follower.group is not group
+        """Fail a new exchange if its group was abandoned before the exchange was registered."""
+        with self._client.lock:
+            has_changed = self._membership.is_aborted or self._membership.group is not group
         if has_changed:
             exchange.abandon(_regrouped_error())
 
     def _on_action(self, action: Action) -> None:
-        """Carries out what follows from an action; called in the links' thread."""
+        """Carry out what follows from an action; called in the I/O thread."""
         match action:
-            case Halt() if self._follower.is_aborted:
+            case Halt() if self._membership.is_aborted:
                 self.abandon(_regrouped_error())
             case AssignLateBlock() | ResolveLateBlock():
                 self.late_gradients.on_action(action)
-            case AssignBlocks() if action.replaces_queue or not self._follower.is_member:
+            case AssignBlocks() if action.replaces_queue or not self._membership.is_member:
                 self.late_gradients.on_action(action)
 
 

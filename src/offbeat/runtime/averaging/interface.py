@@ -39,25 +39,25 @@ class AveragerContext(Protocol):
         """Whether this worker knows of a preemption signal, its own or another worker's."""
 
     def raise_if_failed(self) -> None:
-        """Raises an error if the job has failed."""
+        """Raise an error if the job has failed."""
 
     def on_computed(self, compute_s: float) -> None:
-        """Reports the compute time of a forward and backward pass; may block to inject slowness."""
+        """Report the compute time of a forward and backward pass; may block to inject slowness."""
 
     def announce_gradients(self, compute_s: float) -> tuple[int, int]:
-        """Announces this worker's gradients, before it waits for any other member.
+        """Announce this worker's gradients, before it waits for any other member.
 
         Returns:
             The numbers of assigned blocks behind them: its own, and those that other workers computed for it.
         """
 
     def hyperparameters(self) -> list[float]:
-        """This worker's hyperparameters; all members have equally many, and all use the first member's."""
+        """Return this worker's hyperparameters; each member has as many, and all use the first member's."""
 
     def apply_hyperparameters(
         self, values: list[float], groups: Sequence[dict[str, Any]] | None = None
     ) -> None:
-        """Applies the first member's values to `groups`, by default the optimizer's parameter groups."""
+        """Apply the first member's values to `groups`, by default the optimizer's parameter groups."""
 
 
 class Averager(Protocol):
@@ -76,48 +76,48 @@ class Averager(Protocol):
         """Whether a round that all members have finished reported a preemption signal."""
 
     def attach(self) -> None:
-        """Registers the hooks on the model."""
+        """Register the hooks on the model."""
 
     def detach(self) -> None:
-        """Removes all hooks from the model."""
+        """Remove all hooks from the model."""
 
     def set_batch_weight(self, batches: float) -> None:
-        """Sets the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
+        """Set the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate without an exchange, which follows the next one outside."""
 
     def before_step(self, *, has_closure: bool) -> None:
-        """Prepares an optimizer's step; with `has_closure`, a closure computes its gradients."""
+        """Prepare an optimizer's step; with `has_closure`, a closure computes its gradients."""
 
     def after_step(self) -> None:
-        """Ends a step, in which one or several optimizers have stepped."""
+        """End a step, in which one or several optimizers have stepped."""
 
     @property
     def has_deferred_step(self) -> bool:
         """Whether the last step is still to be applied to some parameters."""
 
     def apply_deferred_step(self) -> None:
-        """Applies the deferred part of the last step."""
+        """Apply the deferred part of the last step."""
 
     def flush(self) -> None:
-        """Completes all outstanding work at the end of the loop."""
+        """Complete all outstanding work at the end of the loop."""
 
 
 def split_float64(values: Sequence[float]) -> list[float]:
-    """Splits float64 values into `FLOAT32_PER_FLOAT64` float32 numbers each, whose sum is the value to its
+    """Split float64 values into `FLOAT32_PER_FLOAT64` float32 numbers each, whose sum is the value to its
     last bit.
     """
-    lanes = []
+    parts = []
     for value in values:
         for _ in range(FLOAT32_PER_FLOAT64):
-            lanes.append(float(torch.tensor(value, dtype=torch.float32, device="cpu")))
-            value -= lanes[-1]
-    return lanes
+            parts.append(float(torch.tensor(value, dtype=torch.float32, device="cpu")))
+            value -= parts[-1]
+    return parts
 
 
 def join_float64(parts: Sequence[float]) -> list[float]:
-    """Joins what `split_float64` split: sums each `FLOAT32_PER_FLOAT64` numbers in float64."""
+    """Join what `split_float64` split: sum each `FLOAT32_PER_FLOAT64` numbers in float64."""
     return [
-        sum(parts[lane : lane + FLOAT32_PER_FLOAT64]) for lane in range(0, len(parts), FLOAT32_PER_FLOAT64)
+        sum(parts[start : start + FLOAT32_PER_FLOAT64]) for start in range(0, len(parts), FLOAT32_PER_FLOAT64)
     ]

@@ -65,9 +65,9 @@ class GroupSynchronizer:
     ) -> None:
         self._loop, self._trained = loop, trained
         self._make_averager, self._timeout_s = make_averager, timeout_s
-        self._survives, self._is_dealt = survives_worker_loss, assigns_samples
-        self._member: CoordinatorClient | None = None
-        self._meeting: RendezvousInfo | None = None
+        self._survives, self._assigns_samples = survives_worker_loss, assigns_samples
+        self._client: CoordinatorClient | None = None
+        self._rendezvous: RendezvousInfo | None = None
         self._nccl: dist.ProcessGroup | None = None
         self._has_position = self._is_state_checked = False
         self._blocks_per_round = 0
@@ -101,7 +101,7 @@ class GroupSynchronizer:
     @property
     def assigns_samples(self) -> bool:
         """See `Synchronizer.assigns_samples`."""
-        return self.binding is not None and self._is_dealt
+        return self.binding is not None and self._assigns_samples
 
     @property
     def step(self) -> int | None:
@@ -166,18 +166,18 @@ class GroupSynchronizer:
 
     # Joining and leaving -------------------------------------------------------------------------------
 
-    def join_job(self, member: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
+    def join_job(self, client: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
         """See `Synchronizer.join_job`."""
-        self._member, self._meeting = member, rendezvous
+        self._client, self._rendezvous = client, rendezvous
         # Before numbers that a scheduler has added are read:
         self._shared_numbers = find_numbers(self._trained.groups)
-        if self._loop.world > 1 and member is not None:
-            self._join_group(member)
+        if self._loop.world > 1 and client is not None:
+            self._join_group(client)
         self.averager = self._make_averager(self.binding, self)
-        self._meeting = None
+        self._rendezvous = None
 
-    def _join_group(self, member: CoordinatorClient) -> None:
-        self.binding = GroupBinding(member, self._open_exchange, self._copy_state, self._timeout_s)
+    def _join_group(self, client: CoordinatorClient) -> None:
+        self.binding = GroupBinding(client, self._open_exchange, self._copy_state, self._timeout_s)
         if self._loop.is_newcomer:
             self.binding.acquire_as_newcomer()
             self.binding.was_state_replaced = False
@@ -188,7 +188,7 @@ class GroupSynchronizer:
             if handle is not None:
                 self._copy_state(handle.exchange, handle.position, 0, 0)
                 return
-        with member.lock:
+        with client.lock:
             reason = self.binding.membership.change_reason
         raise WorkerError(
             f"worker {self._loop.worker} could not receive the initial state before the first step: "
@@ -196,12 +196,12 @@ class GroupSynchronizer:
         )
 
     def _open_exchange(self, workers: Sequence[int]) -> Exchange:
-        assert self._member is not None
+        assert self._client is not None
         worker, world = self._loop.worker, self._loop.world
         device = self._trained.device
         if device.type == "cpu":
-            names = [self._member.link_name(one) for one in workers]
-            return LinkExchange(self._member.endpoint, names, workers.index(worker))
+            names = [self._client.link_name(one) for one in workers]
+            return LinkExchange(self._client.endpoint, names, workers.index(worker))
         if device.type != "cuda" or not dist.is_nccl_available():
             raise OffbeatError(
                 f"the model lies on {device}; expected the CPU, or CUDA with NCCL, "
@@ -212,14 +212,14 @@ class GroupSynchronizer:
                 f"the model lies on {device}, where groups cannot change yet: use the strategy bsp, "
                 "or train on the CPU"
             )
-        assert self._meeting is not None
+        assert self._rendezvous is not None
         torch.cuda.set_device(device)
         if dist.is_initialized():
             self._nccl = dist.new_group(backend="nccl")
         else:
             deadline = datetime.timedelta(seconds=self._timeout_s)
             dist.init_process_group(
-                "nccl", store=self._meeting.store, rank=worker, world_size=world, timeout=deadline
+                "nccl", store=self._rendezvous.store, rank=worker, world_size=world, timeout=deadline
             )
             self._nccl = dist.group.WORLD
         assert self._nccl is not None
@@ -290,7 +290,7 @@ class GroupSynchronizer:
 
     def agree_on_batch(self, batch: int, skipped: int) -> int:
         """See `Synchronizer.agree_on_batch`: asks the coordinator where all are in every round."""
-        if self._member is None or self.binding is None or self._survives:
+        if self._client is None or self.binding is None or self._survives:
             return batch
         protocol = self.binding.protocol
         round_, protocol.round_batch = self.averager.round, None
@@ -307,7 +307,7 @@ class GroupSynchronizer:
         )
         what = f"the batch of round {round_}, after it left out {skipped} batches"
         timeout_s = self._timeout_s + COORDINATOR_MARGIN_S
-        self._member.wait_for(lambda: protocol.round_batch is not None, timeout_s, what)
+        self._client.wait_for(lambda: protocol.round_batch is not None, timeout_s, what)
         answer = protocol.round_batch
         assert answer is not None
         return answer.batch
@@ -347,11 +347,11 @@ class GroupSynchronizer:
             self.binding.late_gradients.drop_all()
 
     def announce_gradients(self, compute_s: float) -> tuple[int, int]:
-        """Announces this worker's gradients to the coordinator; see `AveragerContext`."""
+        """Announce this worker's gradients to the coordinator; see `AveragerContext`."""
         blocks: tuple[int, ...] = ()
         own_blocks = 0
-        if self.assigns_samples and self._member is not None and self.binding is not None:
-            with self._member.lock:
+        if self.assigns_samples and self._client is not None and self.binding is not None:
+            with self._client.lock:
                 own_blocks = len(self.binding.protocol.block_queue.started)
                 is_member = self.binding.membership.is_member
                 blocks = self.binding.protocol.block_queue.pop_contribution(is_member)
@@ -374,7 +374,7 @@ class GroupSynchronizer:
         return own_blocks, len(blocks) - own_blocks
 
     def hyperparameters(self) -> list[float]:
-        """The numbers in the optimizers' parameter groups, such as learning rates; see `AveragerContext`.
+        """Return the numbers in the optimizers' groups, such as learning rates; see `AveragerContext`.
 
         Each worker has its own schedulers, and those of an excluded worker lag behind.
         """
@@ -383,5 +383,5 @@ class GroupSynchronizer:
     def apply_hyperparameters(
         self, values: list[float], groups: Sequence[ParameterGroup] | None = None
     ) -> None:
-        """Applies the first member's hyperparameters; see `AveragerContext`."""
+        """Apply the first member's hyperparameters; see `AveragerContext`."""
         write_numbers(self._trained.groups if groups is None else groups, self._shared_numbers, values)

@@ -24,7 +24,7 @@ class RoundSums:
         writes: of the program, on all members.
         preempted: members that know of a preemption signal.
         offsets_s: by member, when it began the round, in seconds since its previous round.
-        contributions: by member, numbers of blocks behind its gradients: its own, other workers' for it.
+        contributions: by member, numbers of blocks in its gradients: its own, late ones.
         used: by parameter, not 0 if a member has a gradient.
     """
 
@@ -78,10 +78,10 @@ class TrailerLayout:
         has_gradient: Sequence[bool],
         hyperparameters: Sequence[float],
     ) -> list[float]:
-        """Returns the contribution of the member at a position, without its blocks (see `RoundSums`).
+        """Return the contribution of the member at a position, without its blocks (see `RoundSums`).
 
         Args:
-            position: the first member's hyperparameters count.
+            position: the member's position; only position 0 contributes hyperparameters.
         """
         values = [0.0] * self.length
         values[:_FLAGS] = weight, float(is_stale), float(writes), float(is_preempted)
@@ -93,12 +93,12 @@ class TrailerLayout:
         return values
 
     def block_indices(self, position: int) -> tuple[int, int]:
-        """Returns where the member at a position states its own blocks, and other workers' for it."""
+        """Return the indices of a member's count of own blocks and of its count of late blocks."""
         own = _FLAGS + self.capacity + position
         return own, own + self.capacity
 
     def decode(self, values: Sequence[float], size: int) -> RoundSums:
-        """Returns the sums over a group of this size."""
+        """Return the sums over a group of this size."""
         indices = [self.block_indices(position) for position in range(size)]
         first = self._used_start
         weight, stale, writes, preempted = values[:_FLAGS]

@@ -27,7 +27,7 @@ class PendingExchange(Protocol):
     ended_s: float | None
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until the result is in the output tensor and the memory may be written again.
+        """Block until the result is in the output tensor and the memory may be written again.
 
         Args:
             timeout_s: the longest wait from now on, in seconds.
@@ -51,7 +51,7 @@ class Exchange(Protocol):
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
     ) -> PendingExchange:
-        """Sums the 1-D tensor `flat` over the members, into a tensor of the same shape and dtype.
+        """Sum the 1-D tensor `flat` over the members, into a tensor of the same shape and dtype.
 
         `flat` is only read, except where `external` replaces its elements, so that the call can be repeated
         with the same values if it fails.
@@ -75,7 +75,7 @@ class Exchange(Protocol):
     def prepare(
         self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
     ) -> None:
-        """Announces an `all_reduce` into this tensor with this id, index and algorithm.
+        """Announce an `all_reduce` into this tensor with this id, index and algorithm.
 
         Data from faster members is then received into the tensor; otherwise it is buffered and copied later.
         """
@@ -83,10 +83,10 @@ class Exchange(Protocol):
     def broadcast(
         self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0
     ) -> PendingExchange:
-        """Copies the 1-D tensor `flat` of the member at position `root` to all other members, in place."""
+        """Copy the 1-D tensor `flat` of the member at position `root` to all other members, in place."""
 
     def abandon(self, error: WorkerError) -> None:
-        """Fails all pending and later exchanges with `error`; thread-safe."""
+        """Fail all pending and later exchanges with `error`; thread-safe."""
 
 
 class TensorMemory:

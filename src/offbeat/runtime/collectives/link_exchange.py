@@ -1,6 +1,6 @@
 """Collectives over links: runs the schedules of `offbeat.numerics.collectives.schedules`, piece by piece.
 
-`LinkExchange` is called from a worker's threads, and its schedules run in the links' thread. This module
+`LinkExchange` is called from a worker's threads, and its schedules run in the I/O thread. This module
 decides neither on membership nor on the algorithm.
 """
 
@@ -30,7 +30,7 @@ from offbeat.runtime.transport.endpoint import Endpoint
 
 _STEP_BITS = 12
 _ID_SHIFT = _STEP_BITS + 20
-_SETTLE_BYTES_MAX = 1 << 21  # per callback: about a millisecond of the links' thread
+_SETTLE_BYTES_MAX = 1 << 21  # per callback: about a millisecond of the I/O thread
 
 
 class LinkExchange:
@@ -90,7 +90,7 @@ class LinkExchange:
         return self._begin(self._new_run(flat, root, exchange_id, index), Contribution(flat), 0)
 
     def abandon(self, error: WorkerError) -> None:
-        """Fails all pending and later exchanges; see `Exchange.abandon`."""
+        """Fail all pending and later exchanges; see `Exchange.abandon`."""
         with self._lock:
             self._error = self._error or error
             pending, self._pending = self._pending, set()
@@ -276,7 +276,7 @@ def _tag(exchange_id: int, index: int) -> int:
 
 
 class _ScheduleRun:
-    """One execution of a schedule; every method runs in the links' thread.
+    """One execution of a schedule; every method runs in the I/O thread.
 
     Data may arrive before this worker's own contribution, and before the values that are added to it.
     """
@@ -304,7 +304,7 @@ class _ScheduleRun:
         self._pending: _LinkPending
 
     def prepare(self) -> None:
-        """Registers the memory that all steps receive into."""
+        """Register the memory that all steps receive into."""
         self._is_prepared = True
         for number, step in enumerate(self._plan.steps):
             start, stop = self._plan.spans[number]
@@ -314,7 +314,7 @@ class _ScheduleRun:
                 self._endpoint.post_receive(peer, tag, self._bytes(number, start, stop), on_data, on_shared)
 
     def begin(self, own: Contribution, priority: int, pending: _LinkPending) -> None:
-        """Adds and sends this worker's own contribution; `pending` is finished at the end."""
+        """Add and send this worker's own contribution; `pending` is finished at the end."""
         self._priority, self._pending = priority, pending
         if self._plan.adds_to_sent or not self._plan.steps:
             own.materialize()
@@ -329,7 +329,7 @@ class _ScheduleRun:
         self._finish_if_done()
 
     def _send_own(self, own: Contribution, forwards: list[_Forward]) -> None:
-        """Sends own elements, last entry first; yields to other callbacks while it settles large ones."""
+        """Send own elements, last entry first; yield to other callbacks while it settles large ones."""
         size = self._itemsize
         whole = memory_of(own.flat)
         step = max(1, _SETTLE_BYTES_MAX // size)
@@ -345,7 +345,7 @@ class _ScheduleRun:
                 return
 
     def _on_data(self, number: int, offset: int, length: int) -> None:
-        """Data of a step has been received into its memory."""
+        """Note that data of a step has been received into its memory."""
         first, last = self._elements(number, offset, length)
         if self._own is None:
             self._early.append((number, first, last))
@@ -353,7 +353,7 @@ class _ScheduleRun:
             self._add_previous(number, first, last)
 
     def _on_shared(self, number: int, offset: int, source: memoryview) -> None:
-        """Data of a step can be read in the sender's memory: adds it from there, or copies it."""
+        """Add data of a step that can be read in the sender's memory, or copy it."""
         first, last = self._elements(number, offset, len(source))
         values = torch.frombuffer(source, dtype=self._into.dtype)
         addends = self._plan.addends[number]
@@ -381,7 +381,7 @@ class _ScheduleRun:
         return memory[(begin + first) * self._itemsize : (begin + last) * self._itemsize]
 
     def _add_previous(self, number: int, first: int, last: int) -> None:
-        """Adds previous values to received elements where these are complete; the rest follows later."""
+        """Add previous values to received elements where these are complete; the rest follows later."""
         assert self._own is not None
         self._received[number].append((first, last))
         addends = self._plan.addends[number]
@@ -401,7 +401,7 @@ class _ScheduleRun:
                 self._on_complete(number, low, high)
 
     def _on_complete(self, number: int, first: int, last: int) -> None:
-        """Forwards elements that a step has completed, and adds them to data that later steps received."""
+        """Forward elements that a step has completed, and add them to data that later steps received."""
         due = [(number, first, last)]
         for number, first, last in due:  # grows in the loop
             self._complete[number].append((first, last))
@@ -440,7 +440,7 @@ class _ScheduleRun:
 
 
 def _overlaps(runs: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """Clips runs of elements to `first` to `last`, without empty ones."""
+    """Clip runs of elements to `first` to `last`, without empty ones."""
     return [
         (max(first, start), min(last, stop)) for start, stop in runs if max(first, start) < min(last, stop)
     ]

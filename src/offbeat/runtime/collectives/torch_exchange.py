@@ -89,7 +89,7 @@ class TorchExchange:
         return self._is_nccl
 
     def explain(self, error: RuntimeError) -> WorkerError:
-        """Returns the error of `abandon`, waiting for it briefly, or else one with torch's message."""
+        """Return the error of `abandon`, waiting for it briefly, or else one with torch's message."""
         self._abandoned.wait(_REASON_TIMEOUT_S)
         message = (str(error).splitlines() or [type(error).__name__])[0]
         return self._error or WorkerError(f"a torch.distributed exchange failed: {message}")

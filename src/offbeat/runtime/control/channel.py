@@ -83,7 +83,7 @@ def decode_sequence_ack(data: bytes) -> SequenceAck | None:
     try:
         return _decoder.decode(data)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"expected a tally: {error}") from None
+        raise ProtocolError(f"expected a sequence acknowledgement: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class ControlChannel:
         endpoint: this worker's links.
         peer: the coordinator's name.
         addresses: where the coordinator listens, also after a restart.
-        on_coordinator_gone: called once with the cause, in the links' thread, when the coordinator is gone
+        on_coordinator_gone: called once with the cause, in the I/O thread, when the coordinator is gone
             and will not return.
     """
 
@@ -130,7 +130,7 @@ class ControlChannel:
         self._caught_up_at: int | None = (
             None  # count of received actions at which resynchronization is complete
         )
-        self._tally_requested = False  # send a SequenceAck after the queued events
+        self._ack_requested = False  # send a SequenceAck after the queued events
         self._loss_cause = ""
         endpoint.add_peer(peer, self._addresses, has_fixed_addresses=True)
 
@@ -140,7 +140,7 @@ class ControlChannel:
         return self._is_open
 
     def send(self, *events: Event, is_last: bool = False) -> None:
-        """Sends events to the coordinator, now or after a reconnect; never blocks. Any thread may call it.
+        """Send events to the coordinator, now or after a reconnect; never blocks. Any thread may call it.
 
         Args:
             events: dropped if another thread has sent the last ones.
@@ -157,9 +157,9 @@ class ControlChannel:
         self._endpoint.call_soon(self._send_queued)  # in queue order, whichever thread called
 
     def wait_until_acked(self, timeout_s: float) -> None:
-        """Waits until the coordinator has recorded all events sent, is gone, or `timeout_s` has passed."""
+        """Wait until the coordinator has recorded all events sent, is gone, or `timeout_s` has passed."""
         until_s = time.monotonic() + timeout_s
-        self._endpoint.call_soon(self._request_tally)
+        self._endpoint.call_soon(self._request_ack)
         with self._changed:
             while not (self._is_gone or self._acked == self._sent):
                 left_s = until_s - time.monotonic()
@@ -167,30 +167,30 @@ class ControlChannel:
                     return
                 self._changed.wait(left_s)
 
-    # In the links' thread --------------------------------------------------------------------------------
+    # In the I/O thread --------------------------------------------------------------------------------
 
     def receive(self, payload: bytes) -> list[Action]:
-        """Processes a message from the coordinator; returns its actions, each exactly once.
+        """Process a message from the coordinator; return its actions, each exactly once.
 
         Raises:
             ProtocolError: the message is not one that a coordinator sends.
         """
-        tally = decode_sequence_ack(payload)
-        if tally is not None:
-            if tally.connection == self._connection:
-                self._on_tally(tally)
+        ack = decode_sequence_ack(payload)
+        if ack is not None:
+            if ack.connection == self._connection:
+                self._on_sequence_ack(ack)
             return []
         if not self._is_open:
             return []  # of an earlier connection; the coordinator sends it again
         actions = decode_actions(payload)
         self._received += len(actions)
         if self._received - self._reported_received >= SEQUENCE_ACK_INTERVAL:
-            self._request_tally()
+            self._request_ack()
         self._confirm_resync()
         return actions
 
     def on_connection_lost(self, error: LinkError) -> None:
-        """Reconnects after a lost connection; gives up if the coordinator could not be reached."""
+        """Reconnect after a lost connection; give up if the coordinator could not be reached."""
         if self._is_gone:
             return
         if not error.was_open:
@@ -205,15 +205,15 @@ class ControlChannel:
             self._unsent.extendleft(reversed(self._unacked))
             self._unacked.clear()
         self._endpoint.add_peer(self._peer, self._addresses, has_fixed_addresses=True)
-        self._send_tally()
+        self._send_ack()
 
     def on_peer_closed(self) -> None:
-        """The coordinator has closed its end in order: it will not be restarted."""
+        """Note that the coordinator has closed its end in order: it will not be restarted."""
         if not self._is_gone:
             self._give_up("it ended before the job did; see the output of rank 0")
 
     def fail(self) -> None:
-        """Stops waiting for acknowledgements: the links have failed. Any thread may call it."""
+        """Stop waiting for acknowledgements: the links have failed. Any thread may call it."""
         with self._changed:
             self._is_gone = True
             self._changed.notify_all()
@@ -222,37 +222,37 @@ class ControlChannel:
         self.fail()
         self._on_gone(cause)
 
-    def _on_tally(self, tally: SequenceAck) -> None:
+    def _on_sequence_ack(self, ack: SequenceAck) -> None:
         with self._changed:
-            if not self._acked <= tally.received <= self._sent:
+            if not self._acked <= ack.received <= self._sent:
                 raise ProtocolError(
                     f"expected an acknowledgement of between {self._acked} and {self._sent} events, "
-                    f"got {tally.received}"
+                    f"got {ack.received}"
                 )
-            self._acked = tally.received
+            self._acked = ack.received
             for queue in (self._unacked, self._unsent):
-                while queue and queue[0].last <= tally.received:
+                while queue and queue[0].last <= ack.received:
                     queue.popleft()
-            if not self._is_open and self._unsent and self._unsent[0].first < tally.received:
+            if not self._is_open and self._unsent and self._unsent[0].first < ack.received:
                 partial = self._unsent.popleft()
-                rest = partial.events[tally.received - partial.first :]
-                self._unsent.appendleft(_EventBatch(tally.received, rest, encode_events(rest)))
+                rest = partial.events[ack.received - partial.first :]
+                self._unsent.appendleft(_EventBatch(ack.received, rest, encode_events(rest)))
             self._changed.notify_all()
         if not self._is_open:
             self._is_open = True
             self._loss_cause = ""
-            self._caught_up_at = tally.sent
+            self._caught_up_at = ack.sent
             self._confirm_resync()
             self._endpoint.call_soon(self._send_queued)
 
     def _confirm_resync(self) -> None:
-        """Sends a SequenceAck, after the replies to missed actions, once all of these have been received."""
+        """Send a SequenceAck, after the replies to missed actions, once all of these have been received."""
         if self._caught_up_at is not None and self._received >= self._caught_up_at:
             self._caught_up_at = None
-            self._request_tally()
+            self._request_ack()
 
-    def _request_tally(self) -> None:
-        self._tally_requested = True
+    def _request_ack(self) -> None:
+        self._ack_requested = True
         self._endpoint.call_soon(self._send_queued)
 
     def _send_queued(self) -> None:
@@ -265,11 +265,11 @@ class ControlChannel:
                 message = self._unsent.popleft()
                 self._unacked.append(message)
             self._endpoint.send(self._peer, message.payload)
-        if self._tally_requested or self._sent - self._reported_sent >= SEQUENCE_ACK_INTERVAL:
-            self._tally_requested = False
-            self._send_tally()
+        if self._ack_requested or self._sent - self._reported_sent >= SEQUENCE_ACK_INTERVAL:
+            self._ack_requested = False
+            self._send_ack()
 
-    def _send_tally(self) -> None:
+    def _send_ack(self) -> None:
         self._reported_received, self._reported_sent = self._received, self._sent
-        tally = SequenceAck(self._connection, self._received, self._sent)
-        self._endpoint.send(self._peer, encode_sequence_ack(tally))
+        ack = SequenceAck(self._connection, self._received, self._sent)
+        self._endpoint.send(self._peer, encode_sequence_ack(ack))

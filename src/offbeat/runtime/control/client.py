@@ -1,20 +1,20 @@
 """A worker's client of the coordinator: sends events, applies the actions that come back.
 
 Theory of operation. An `Endpoint` holds the connections to the coordinator and to other workers and serves
-them in one thread, the links' thread. A `ControlChannel` makes the connections to the coordinator one
+them in one thread, the I/O thread. A `ControlChannel` makes the connections to the coordinator one
 reliable channel. `WorkerPeers` knows the other workers' links. A `CoordinatorClient` holds the state that
 actions change, and on which the training loop waits.
 
 Threads. The training loop calls `send_event`, `raise_if_failed`, `pause` and `wait_for`, which touch no
-socket. Messages and lost connections are processed in the links' thread, which notifies all waiting threads
+socket. Messages and lost connections are processed in the I/O thread, which notifies all waiting threads
 after every message. `protocol` is the strategy's `WorkerProtocol`, an object without I/O; both threads use it
-under `lock` only. The `on_*` callbacks run in the links' thread, outside the lock; all links wait while they
+under `lock` only. The `on_*` callbacks run in the I/O thread, outside the lock; all links wait while they
 run.
 
-Actions. This client applies those that every job has: who takes part, how far an epoch or the job is, what a
-checkpoint holds, validations. All others belong to the strategy: `protocol` applies them, its answers are
-sent, and `on_action` lets the synchronizer carry out what follows. An action that neither knows fails the
-job.
+Actions. This client applies those that every job has: which workers take part, how far an epoch or the job
+is, what a checkpoint holds, validations. All others belong to the strategy: `protocol` applies them, its
+answers are sent, and `on_action` lets the synchronizer carry out what follows. An action that neither knows
+fails the job.
 
 Exactly once. Events and actions are counted at both ends. The coordinator appends an event to its journal
 before it sends any action that follows from it, and acknowledges events by their count in the journal. An
@@ -112,8 +112,8 @@ class CoordinatorClient:
         consumed_samples: the last ConsumedSamples received: which samples the state has consumed.
         preempt: the last Preempt received, which names the worker about to be preempted; None before.
         is_job_complete: all workers have finished.
-        on_action: called, in the links' thread, with every action that `protocol` has applied.
-        on_validation_action: called, in the links' thread, with every action about validations.
+        on_action: called, in the I/O thread, with every action that `protocol` has applied.
+        on_validation_action: called, in the I/O thread, with every action about validations.
         validation_results: by epoch, the result of its validation, None while that is under way.
         failure: why the job has failed; None while it has not.
         is_failure_reported: the coordinator has reported the failure itself, or is gone.
@@ -149,7 +149,7 @@ class CoordinatorClient:
         self._on_failure, self._step = on_failure, steps_finished
         self._changed = SignalSafeCondition()
         self._start: PeerList | None = None
-        self._start_s, self._meeting_failure = rendezvous.start_s, rendezvous.published_failure
+        self._start_s, self._published_failure = rendezvous.start_s, rendezvous.published_failure
         self.endpoint = Endpoint(
             f"worker-{worker}.{secrets.token_hex(2)}",
             job=rendezvous.job,
@@ -172,7 +172,7 @@ class CoordinatorClient:
         )
 
     def join(self, *, world: int, location: str, model: tuple[str, ...], strategy: str) -> PeerList:
-        """Joins the job and waits until all workers have joined.
+        """Join the job and wait until all workers have joined.
 
         Args:
             world: number of workers at the start.
@@ -201,7 +201,7 @@ class CoordinatorClient:
         timeout_s = self._start_s + _ANSWER_MARGIN_S
         limit_s = time.monotonic() + timeout_s
         while not self._wait_for_start(min(_POLL_S, limit_s - time.monotonic())):
-            if (cause := self._meeting_failure()) is not None:
+            if (cause := self._published_failure()) is not None:
                 raise WorkerError(cause)
             if time.monotonic() > limit_s:
                 what = "the coordinator to start the job"
@@ -210,7 +210,7 @@ class CoordinatorClient:
         return self._start
 
     def _wait_for_start(self, wait_s: float) -> bool:
-        """Waits up to `wait_s` seconds for the start; returns whether the job has started."""
+        """Wait up to `wait_s` seconds for the start; return whether the job has started."""
         with self._changed:
             self._changed.wait_for(lambda: self._start is not None or self.failure is not None, wait_s)
         self.raise_if_failed()
@@ -222,15 +222,15 @@ class CoordinatorClient:
         return self._changed
 
     def link_name(self, worker: int) -> str:
-        """The link name of a worker that has joined."""
+        """Return the link name of a worker that has joined."""
         return self._peers.link_name(worker)
 
     def send_event(self, *events: Event) -> None:
-        """Sends events to the coordinator, which sets their time; never blocks."""
+        """Send events to the coordinator, which sets their time; never blocks."""
         self._channel.send(*events)
 
     def send_end(self, error: BaseException | None, *events_before: Event) -> None:
-        """Sends the coordinator, once, that this worker has finished, or the error with which it ends.
+        """Send the coordinator, once, that this worker has finished, or the error with which it ends.
 
         Any thread may call it. Events that other threads send after it are dropped. Nothing is sent if
         `is_failure_reported`.
@@ -253,7 +253,7 @@ class CoordinatorClient:
             self._channel.send(*events_before, end, is_last=True)
 
     def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
-        """Starts a thread of this worker whose exceptions fail the job, as those of the training loop do.
+        """Start a thread of this worker whose exceptions fail the job, as those of the training loop do.
 
         The training loop ends with a WorkerError that names the thread and the error. The coordinator is
         informed at once, whatever the loop is doing.
@@ -261,7 +261,7 @@ class CoordinatorClient:
         return start_thread(name, run, partial(self.on_thread_failed, name))
 
     def on_thread_failed(self, thread: str, error: BaseException) -> None:
-        """Fails the job with the error that ended a thread of this worker; see `start_thread`."""
+        """Fail the job with the error that ended a thread of this worker; see `start_thread`."""
         self.send_end(error)
         failure = WorkerError(
             f"worker {self.worker} failed in its thread {thread!r}: {one_line_error(error)}",
@@ -272,7 +272,7 @@ class CoordinatorClient:
         self._fail(failure)
 
     def raise_if_failed(self) -> None:
-        """Raises the job's failure, if there is one.
+        """Raise the job's failure, if there is one.
 
         Raises:
             OffbeatError: this is not the worker's process but one that was forked from it.
@@ -286,7 +286,7 @@ class CoordinatorClient:
             )
 
     def pause(self, duration_s: float) -> None:
-        """Waits for `duration_s` seconds, or until the job fails.
+        """Wait for `duration_s` seconds, or until the job fails.
 
         Raises:
             WorkerError: the job failed.
@@ -296,7 +296,7 @@ class CoordinatorClient:
         self.raise_if_failed()
 
     def close(self) -> None:
-        """Sends what is queued, unless `is_failure_reported`, and closes every link in order."""
+        """Send what is queued, unless `is_failure_reported`, and close every link in order."""
         self._is_closing = True
         self._peers.stop()
         if not self.is_failure_reported:
@@ -310,7 +310,7 @@ class CoordinatorClient:
         return self.failure is not None and self.failure.__traceback__ is not None
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Waits until actions received make the condition true.
+        """Wait until actions received make the condition true.
 
         Args:
             condition: evaluated under `lock`.
@@ -343,7 +343,7 @@ class CoordinatorClient:
             self._changed.notify_all()
 
     def _apply(self, action: Action) -> None:
-        """Applies an action, in the links' thread.
+        """Apply an action, in the I/O thread.
 
         Raises:
             ProtocolError: the strategy has no such action.
@@ -402,7 +402,7 @@ class CoordinatorClient:
                 self._fail_soon(failure)
 
     def _fail_soon(self, error: WorkerError) -> None:
-        """Fails unless the coordinator reports the cause first; waits while that restarts."""
+        """Fail unless the coordinator reports the cause first; wait while it restarts."""
 
         def fail() -> None:
             if self._channel.is_connected:
@@ -413,7 +413,7 @@ class CoordinatorClient:
         self.endpoint.call_later(_COORDINATOR_REPORT_S, fail)
 
     def _on_left(self, peer: str) -> None:
-        """Handles a link closed in order; the coordinator closes before its workers only if it fails."""
+        """Handle a link closed in order; the coordinator closes before its workers only if it fails."""
         if peer == COORDINATOR:
             self._channel.on_peer_closed()
         else:
@@ -439,7 +439,7 @@ class CoordinatorClient:
 
 
 def one_line_error(error: BaseException) -> str:
-    """Returns the type of an error and the first line of its message, to send to other workers."""
+    """Return the type of an error and the first line of its message, to send to other workers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])[:_ERROR_CHARACTERS_MAX]
 

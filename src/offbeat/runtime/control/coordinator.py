@@ -148,7 +148,7 @@ class Coordinator:
         self.addresses = tuple(address for _, address in self._listeners)
 
     def serve(self) -> None:
-        """Serves until all workers have gone, or, before the start, none is waited for any more.
+        """Serve until all workers have gone, or, before the start, none is waited for any more.
 
         An exception of the coordinator ends the job: it is sent to every worker and then raised.
 
@@ -200,7 +200,7 @@ class Coordinator:
     # Receiving events ------------------------------------------------------------------------------------
 
     def _next(self) -> Iterator[tuple[Event, str]]:
-        """Yields the next events, each with the peer that it concerns ("" where there is none)."""
+        """Yield the next events, each with the peer that it concerns ("" where there is none)."""
         wait_s = self._last_tick_s + self._configuration.tick_s - time.monotonic()
         try:
             if wait_s <= 0:  # ticks are due also while messages never stop
@@ -213,9 +213,9 @@ class Coordinator:
         match item:
             case _Received() if item.peer not in self._rejected:
                 try:
-                    tally = decode_sequence_ack(item.payload)
-                    if tally is not None:
-                        self._on_tally(item.peer, tally)
+                    ack = decode_sequence_ack(item.payload)
+                    if ack is not None:
+                        self._on_sequence_ack(item.peer, ack)
                         return
                     for event in decode_events(item.payload, time.monotonic()):
                         if self._accept(event, item.peer):
@@ -237,7 +237,7 @@ class Coordinator:
                 raise item
 
     def _tick(self) -> Iterator[tuple[Event, str]]:
-        """Yields the loss of peers that did not reconnect in time, and a Tick once none is reconnecting."""
+        """Yield the loss of peers that did not reconnect in time, and a Tick once none is reconnecting."""
         self._check_for_stall()
         now_s = time.monotonic()
         if now_s - self._last_tick_s < self._configuration.tick_s:
@@ -250,7 +250,7 @@ class Coordinator:
             yield Tick(now_s=now_s), ""
 
     def _check_for_stall(self) -> None:
-        """Detects that this process was stalled: silence of peers is then not held against them."""
+        """Detect that this process was stalled: silence of peers is then not held against them."""
         now_s = time.monotonic()
         gap_s, self._last_turn_s = now_s - self._last_turn_s, now_s
         if gap_s > 4 * self._configuration.tick_s:
@@ -259,7 +259,7 @@ class Coordinator:
             self._stalled_s = now_s
 
     def _accept(self, event: Event, peer: str) -> bool:
-        """Accepts an event of a peer; rejects the peer if the event violates the protocol."""
+        """Accept an event of a peer; reject the peer if the event violates the protocol."""
         known = self._peers.get(peer)
         if peer in self._rejected or (known is not None and known.is_refused):
             return False
@@ -296,7 +296,7 @@ class Coordinator:
         return Lost(now_s=time.monotonic(), worker=sender, cause=f"{cause} (noticed by the coordinator)")
 
     def _silence_event(self, peer: str, cause: str) -> Event:
-        """The event for the policies about a peer that has fallen silent or sends again."""
+        """Return the event for the policies about a peer that has fallen silent or sends again."""
         now_s, sender = time.monotonic(), self._peers[peer].sender
         if isinstance(sender, str):
             if cause:
@@ -307,7 +307,7 @@ class Coordinator:
         return PeerReachable(now_s=now_s, worker=None, peer=sender)
 
     def _reject(self, peer: str, reason: str) -> None:
-        """Refuses a peer that broke the protocol; one that takes part in the job counts as lost."""
+        """Refuse a peer that broke the protocol; one that takes part in the job counts as lost."""
         if peer in self._present:
             self._handle(self._lost_event(peer, f"it broke the protocol: {reason}"), peer)
         elif peer not in self._peers:
@@ -367,7 +367,7 @@ class Coordinator:
     # Sending actions -------------------------------------------------------------------------------------
 
     def _outgoing(self, event: Event, peer: str, actions: list[Action]) -> list[Action]:
-        """The actions to send after an event: those decided, and the news of a lost worker or node.
+        """Return the actions to send after an event: those decided, and the news of a lost worker or node.
 
         A lost worker receives a RejectPeer, the remaining workers an AnnounceWorkerLost unless the job stops.
         """
@@ -389,7 +389,7 @@ class Coordinator:
         return AnnounceWorkerLost(worker=event.worker, reason=reason)
 
     def _dispatch(self, actions: Sequence[Action]) -> bool:
-        """Sends each peer the actions that are for it; returns whether there are any actions."""
+        """Send each peer the actions that are for it; return whether there are any actions."""
         if not actions:
             return False
         for action in actions:
@@ -420,7 +420,7 @@ class Coordinator:
         return is_reachable and action.is_for(Recipient(peer, self._peers[peer].sender))
 
     def _send(self, peer: str, payload: bytes) -> None:
-        """Sends a message, after flushing the journal; sends nothing during a replay."""
+        """Send a message, after flushing the journal; send nothing during a replay."""
         if self._endpoint is not None:
             self.journal.flush()
             self._endpoint.send(peer, payload)
@@ -428,7 +428,7 @@ class Coordinator:
     # Reconnecting ----------------------------------------------------------------------------------------
 
     def _reconnect(self, peer: str) -> None:
-        """Dials a peer that may be alive and is not connected; the links report it if that fails."""
+        """Dial a peer that may be alive and is not connected; the links report it if that fails."""
         assert self._endpoint is not None
         self._reconnecting[peer] = time.monotonic() + _RECONNECT_S
         self._introduce(peer)
@@ -436,15 +436,15 @@ class Coordinator:
         self._send(peer, encode_sequence_ack(SequenceAck(0, worker.recorded, worker.sent)))
 
     def _introduce(self, peer: str) -> None:
-        """Lets the links connect to a peer that has joined; a policy, not the links, judges a silent node."""
+        """Let the links connect to a peer that has joined; a policy, not the links, judges a silent node."""
         member = self._peers[peer]
         if self._endpoint is not None:
             silent_s = math.inf if isinstance(member.sender, str) else None
             with suppress(ValueError):  # invalid addresses: the peer has to connect by itself
                 self._endpoint.add_peer(peer, member.addresses, has_fixed_addresses=True, silent_s=silent_s)
 
-    def _on_tally(self, peer: str, tally: SequenceAck) -> None:
-        """Acknowledges recorded events of a peer; on a new connection also sends the actions that it missed.
+    def _on_sequence_ack(self, peer: str, ack: SequenceAck) -> None:
+        """Acknowledge recorded events of a peer; on a new connection also sends the actions that it missed.
 
         Raises:
             ProtocolError: the peer acknowledges actions that were not sent, or fewer than before.
@@ -452,19 +452,19 @@ class Coordinator:
         worker = self._peers.get(peer)
         recorded, sent = (worker.recorded, worker.sent) if worker is not None else (0, 0)
         unacked = worker.unacked if worker is not None else deque[Action]()
-        if not sent - len(unacked) <= tally.received <= sent:
+        if not sent - len(unacked) <= ack.received <= sent:
             raise ProtocolError(
                 f"expected an acknowledgement of between {sent - len(unacked)} and {sent} actions, "
-                f"got {tally.received}"
+                f"got {ack.received}"
             )
-        while len(unacked) > sent - tally.received:
+        while len(unacked) > sent - ack.received:
             unacked.popleft()
         before = self._connections.get(peer, 0)
-        if tally.connection < before:
+        if ack.connection < before:
             return
-        self._connections[peer] = tally.connection
-        self._send(peer, encode_sequence_ack(SequenceAck(tally.connection, recorded, sent)))
-        if tally.connection > before:
+        self._connections[peer] = ack.connection
+        self._send(peer, encode_sequence_ack(SequenceAck(ack.connection, recorded, sent)))
+        if ack.connection > before:
             for action in unacked:
                 self._send(peer, encode_actions([action]))
         elif self._reconnecting.pop(peer, None) is not None:
@@ -472,7 +472,7 @@ class Coordinator:
             self._inbox.put(_SilenceChange(peer, ""))  # an earlier coordinator may have reported it silent
 
     def _restore(self) -> None:
-        """Replays the journal of an earlier coordinator of this job that was killed, if there was one."""
+        """Replay the journal of an earlier coordinator of this job that was killed, if there was one."""
         snapshot, records = self.journal.read()
         if snapshot or records:
             log_place = self._load(snapshot) if snapshot else self._log_start
@@ -495,7 +495,7 @@ class Coordinator:
         self._flush()
 
     def _compact(self) -> None:
-        """Replaces the journal by a snapshot of the state, and begins a new part of the log if one is due."""
+        """Replace the journal by a snapshot of the state, and begin a new part of the log if one is due."""
         self._flush()
         policies = [policy.state_dict() for policy in self._policies]
         if self._log.is_part_due:
@@ -518,7 +518,7 @@ class Coordinator:
         self.journal.replace_by_snapshot(msgspec.msgpack.encode(state))
 
     def _load(self, snapshot: bytes) -> LogPosition | None:
-        """Restores the snapshot that `_compact` wrote; returns the position of the run log at that time."""
+        """Restore the snapshot that `_compact` wrote; return the position of the run log at that time."""
         state = msgspec.msgpack.decode(snapshot)
         for plain in state["workers"]:
             peer, addresses, unacked = plain.pop("peer"), plain.pop("addresses"), plain.pop("unacked")
@@ -548,7 +548,7 @@ class Coordinator:
         self.journal.flush()
 
     def _write(self, event: Event, actions: Sequence[Action]) -> None:
-        """Adds to the log, which must not get ahead of the journal."""
+        """Add to the log, which must not get ahead of the journal."""
         if self._log.is_buffer_full:
             self.journal.flush()
         self._log.write_event(event, actions)
@@ -569,7 +569,7 @@ def _is_observed(event: Event) -> bool:
 
 
 def _sender(event: Event) -> int | str:
-    """The worker or the node that has sent an event."""
+    """Return the worker or the node that has sent an event."""
     sender = event.worker if hasattr(event, "worker") else event.node  # type: ignore[union-attr]
     assert sender is not None  # only events that the coordinator observes have none
     return sender
@@ -588,7 +588,7 @@ def _list_workers(ids: list[int]) -> str:
 
 
 def _texts(event: Event) -> Iterator[str]:
-    """Yields every text in an event; reasons may quote them."""
+    """Yield every text in an event; reasons may quote them."""
     for value in vars(event).values():
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str):
@@ -596,7 +596,7 @@ def _texts(event: Event) -> Iterator[str]:
 
 
 def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
-    """Reads the configuration, answers with addresses or an error, and serves, restarted if killed."""
+    """Read the configuration, answers with addresses or an error, and serves, restarted if killed."""
     try:
         coordinator = Coordinator(read_configuration(source, CoordinatorConfiguration))
     except (OffbeatError, ValueError, OSError) as error:

@@ -65,7 +65,7 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Reads the variables set by torchrun, Ray Train, Slurm's torch launchers or Kubeflow.
+    """Read the variables set by torchrun, Ray Train, Slurm's torch launchers or Kubeflow.
 
     With neither RANK nor WORLD_SIZE set it is a world of one. With OFFBEAT_NEWCOMER=1 it is a worker that
     joins the job whose store is at MASTER_ADDR and MASTER_PORT, whatever RANK may be; only a RANK that is

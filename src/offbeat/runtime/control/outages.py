@@ -21,7 +21,7 @@ class OutageLog:
     """
 
     def __init__(self, node: str, call_later: Callable[[float, Callable[[], None]], None]) -> None:
-        self._speaker, self._later = node, call_later
+        self._node, self._later = node, call_later
         self._unreachable: dict[str, str] = {}  # cause by peer
         self._written: set[str] = set()  # peers reported as unreachable
         self._is_due = False
@@ -52,9 +52,9 @@ class OutageLog:
         back = self._written - self._unreachable.keys()
         if new:
             cause = self._unreachable[new[0]]
-            _log.warning(f"{self._speaker} cannot reach {_listed(new)}: {cause}; it keeps trying")
+            _log.warning(f"{self._node} cannot reach {_listed(new)}: {cause}; it keeps trying")
         if back:
-            _log.warning(f"{self._speaker} can reach {_listed(sorted(back))} again")
+            _log.warning(f"{self._node} can reach {_listed(sorted(back))} again")
         self._written = set(self._unreachable)
 
 

@@ -23,7 +23,7 @@ class WorkerPeers:
 
     Every worker that has not left the job can be connected to. Of each that is unreachable the coordinator
     receives one PeerUnreachable, and one PeerReachable when that is over; the log has the outages of the
-    coordinator too. All methods but `link_name` are called in the links' thread.
+    coordinator too. All methods but `link_name` are called in the I/O thread.
 
     Args:
         endpoint: this worker's links.
@@ -53,15 +53,15 @@ class WorkerPeers:
         self._outages = OutageLog(f"worker {worker}", endpoint.call_later)
 
     def link_name(self, worker: int) -> str:
-        """The link name of a worker that has joined; any thread may call it."""
+        """Return the link name of a worker that has joined; any thread may call it."""
         return self._name_of_worker[worker]
 
     def worker_of(self, peer: str) -> int | None:
-        """The worker at a link; None if no worker has joined with that name."""
+        """Return the worker at a link; None if no worker has joined with that name."""
         return self._worker_of_peer.get(peer)
 
     def add(self, peers: tuple[Peer, ...]) -> None:
-        """Adds workers that have joined."""
+        """Add workers that have joined."""
         for peer in peers:
             if peer.name in self._worker_of_peer:
                 continue
@@ -72,17 +72,17 @@ class WorkerPeers:
                 self._introduce(peer.name)
 
     def forget_worker(self, worker: int) -> None:
-        """Forgets a worker that the coordinator has excluded; see `forget`."""
+        """Forget a worker that the coordinator has excluded; see `forget`."""
         self.forget(self._name_of_worker.get(worker, ""))
 
     def forget(self, peer: str) -> None:
-        """Forgets a worker that has left the job: no connection to it is opened again."""
+        """Forget a worker that has left the job: no connection to it is opened again."""
         self._addresses.pop(peer, None)
         self._reported_unreachable.discard(peer)
         self._outages.on_gone(self._display_name(peer))
 
     def on_unreachable(self, peer: str, cause: str) -> None:
-        """Logs that a peer is unreachable; reports it to the coordinator if the peer is a worker."""
+        """Log that a peer is unreachable; report it to the coordinator if the peer is a worker."""
         cause = f"{cause}, in step {self._step()}"
         if not self._is_stopped and (peer == COORDINATOR or peer in self._addresses):
             self._outages.on_unreachable(self._display_name(peer), cause)
@@ -93,29 +93,29 @@ class WorkerPeers:
             )
 
     def on_reachable(self, peer: str) -> None:
-        """Logs that a peer can be reached again; reports it to the coordinator if it knows of the outage."""
+        """Log that a peer can be reached again; report it to the coordinator if it knows of the outage."""
         self._outages.on_reachable(self._display_name(peer))
         if peer in self._reported_unreachable:
             self._reported_unreachable.remove(peer)
             self._send_event(PeerReachable(now_s=0.0, worker=self._worker, peer=self._worker_of_peer[peer]))
 
     def on_lost(self, error: LinkError) -> None:
-        """Reports a lost connection to a worker, and dials it every second until it leaves the job."""
+        """Report a lost connection to a worker, and dial it every second until it leaves the job."""
         if error.peer in self._addresses:
             self.on_unreachable(error.peer, str(error))
             self._endpoint.call_later(_RECONNECT_S, partial(self._reconnect, error.peer))
 
     def stop(self) -> None:
-        """Reconnects no more and logs no further outages: this worker leaves the job."""
+        """Reconnect no more and log no further outages: this worker leaves the job."""
         self._is_stopped = True
 
     def _introduce(self, peer: str) -> None:
-        """Lets the links connect to another worker; the coordinator is the first to declare it lost."""
+        """Let the links connect to another worker; the coordinator is the first to declare it lost."""
         silent_s = _PEER_SILENCE_FACTOR * self._silent_s
         self._endpoint.add_peer(peer, self._addresses[peer], has_fixed_addresses=True, silent_s=silent_s)
 
     def _reconnect(self, peer: str) -> None:
-        """Dials a worker again, unless it has left the job."""
+        """Dial a worker again, unless it has left the job."""
         if peer in self._addresses and not self._is_stopped:
             self._introduce(peer)
             self._endpoint.connect(peer)

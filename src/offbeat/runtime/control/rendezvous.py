@@ -38,7 +38,7 @@ from offbeat.runtime.transport.addresses import own_address
 from offbeat.runtime.transport.descriptors import is_out_of_descriptors
 from offbeat.torch_compat import default_store
 
-_COORDINATOR = "meeting"
+_COORDINATOR = "coordinator"
 _FAILED = "failed"  # why a worker that has reached the store cannot join
 _ARRIVALS = "workers"
 _JOBS = "offbeat/jobs"  # how many jobs have been opened here; followed by a number, the name of each
@@ -88,7 +88,7 @@ class RendezvousInfo:
     job_name: str | None = None
 
     def publish_coordinator(self) -> None:
-        """Publishes the coordinator's address of the started job, for newcomers."""
+        """Publish the coordinator's address of the started job, for newcomers."""
         if self.store is not None:
             place = {
                 "job": self.job,
@@ -100,7 +100,7 @@ class RendezvousInfo:
                 _root(self.store).set(key, json.dumps(place))
 
     def publish_failure(self, error: BaseException) -> None:
-        """Publishes why this worker cannot join, for workers that wait (see `published_failure`)."""
+        """Publish why this worker cannot join, for workers that wait (see `published_failure`)."""
         if self.store is not None:
             _set_failed(self.store, self.worker, error)
 
@@ -113,7 +113,7 @@ class RendezvousInfo:
         return None
 
     def wait_for_late_workers(self) -> None:
-        """Waits until every worker knows the coordinator, if this process hosts the store.
+        """Wait until every worker knows the coordinator, if this process hosts the store.
 
         Rank 0 does this before it fails, so that workers that come later learn from the coordinator why the
         job cannot start, instead of finding no store.
@@ -125,7 +125,7 @@ class RendezvousInfo:
 def rendezvous(
     environment: Environment, make_configuration: Callable[[str, str, str], CoordinatorConfiguration]
 ) -> RendezvousInfo:
-    """Finds the coordinator of a worker's job; rank 0 starts it first.
+    """Find the coordinator of a worker's job; rank 0 starts it first.
 
     Args:
         environment: rank, world and addresses of this worker.
@@ -182,7 +182,7 @@ def rendezvous(
 
 
 def _check_files(environment: Environment, limit_s: float) -> None:
-    """Checks, before any file is opened, that this worker may open as many as its start needs.
+    """Check, before any file is opened, that this worker may open as many as its start needs.
 
     Raises:
         OffbeatError: it may not; the reason is published in the store, if that can be reached.
@@ -202,7 +202,7 @@ def _check_files(environment: Environment, limit_s: float) -> None:
 
 
 def _descriptors_needed(environment: Environment) -> int:
-    """Number of files that this process, or one that it starts, has to open for a start."""
+    """Return the number of files that this process, or one that it starts, has to open for a start."""
     world, threads = environment.world, len(environment.threads)
     # As a member of a group; or with servers, which it starts before it opens its client.
     rest = max(
@@ -222,7 +222,7 @@ def _descriptors_needed(environment: Environment) -> int:
 
 
 def _files_of_store(environment: Environment) -> int:
-    """Number of files that this process has to open for the job's store."""
+    """Return the number of files that this process has to open for the job's store."""
     is_hosted = _hosts_store(environment) and len(environment.threads) < environment.world
     return descriptors.STORE_DESCRIPTORS + (
         descriptors.HOSTED_STORE_DESCRIPTORS + environment.world if is_hosted else 0
@@ -244,7 +244,7 @@ def as_offbeat_error(error: Exception) -> OffbeatError:
 
 
 def open_store(host: str, port: int, *, is_host: bool, timeout_s: float = Environment.start_s) -> Store:
-    """Connects to a job's store, or hosts it; each operation on it times out after `timeout_s` seconds."""
+    """Connect to a job's store, or host it; each operation on it times out after `timeout_s` seconds."""
     return TCPStore(
         host,
         port,
@@ -261,12 +261,12 @@ def has_job_started(store: Store) -> bool:
 
 
 def draw_newcomer_id(store: Store, world: int) -> int:
-    """Draws an id for a newcomer, unique within this store."""
+    """Draw an id for a newcomer, unique within this store."""
     return world + int(store.add(_NEWCOMERS, 1)) - 1
 
 
 def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -> RendezvousInfo:
-    """Finds the running job, the number of workers that it started with, and an id for this worker.
+    """Find the running job, the number of workers that it started with, and an id for this worker.
 
     Without a job's name it joins the job started last.
 
@@ -305,7 +305,7 @@ def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -
 
 
 def _root(store: Store) -> Store:
-    """Returns the store without its prefixes."""
+    """Return the store without its prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
@@ -345,7 +345,7 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
 
 
 def _wait_for_coordinator(store: Store, environment: Environment, limit_s: float) -> dict[str, Any]:
-    """Waits for what rank 0 publishes in the store, and returns it."""
+    """Wait for what rank 0 publishes in the store, and return it."""
 
     def wait() -> dict[str, Any]:
         found = _wait_for(store, _COORDINATOR, environment, limit_s)
@@ -368,7 +368,7 @@ def _wait_for_coordinator(store: Store, environment: Environment, limit_s: float
 
 
 def _publish_failure(store: Store, environment: Environment, error: OffbeatError, limit_s: float) -> None:
-    """Publishes in the store why this worker cannot join."""
+    """Publish in the store why this worker cannot join."""
     if environment.rank:
         _set_failed(store, environment.rank, error)
     with suppress(RuntimeError):  # the store is lost, which other workers notice themselves
@@ -385,7 +385,7 @@ def _set_failed(store: Store, worker: int, error: BaseException) -> None:
 
 
 def _list_job(store: Store, environment: Environment, hosts_store: bool) -> None:
-    """Lists this job's name in the store, once, and whether the job hosts the store itself."""
+    """List this job's name in the store, once, and whether the job hosts the store itself."""
     root = _root(store)
     if root.add(f"{_JOBS}/of/{_url_quoted(environment.job_name)}", 1) > 1:
         return
@@ -394,7 +394,7 @@ def _list_job(store: Store, environment: Environment, hosts_store: bool) -> None
 
 
 def _wait_for(store: Store, key: str, environment: Environment, limit_s: float) -> dict[str, Any]:
-    """Waits for what the worker's job publishes under a key, and returns it.
+    """Wait for what the worker's job publishes under a key, and return it.
 
     Raises:
         OffbeatError: the store belongs to another job, or only other jobs were opened in time.
@@ -421,7 +421,7 @@ def _wait_for(store: Store, key: str, environment: Environment, limit_s: float) 
 
 
 def _is_set_in_time(store: Store, key: str, limit_s: float) -> bool:
-    """Waits for a key; returns whether it was set in time.
+    """Wait for a key; return whether it was set in time.
 
     Raises:
         RuntimeError: the store was lost.
@@ -434,7 +434,7 @@ def _is_set_in_time(store: Store, key: str, limit_s: float) -> bool:
 
 
 def _why_port_unusable(environment: Environment, limit_s: float) -> str:
-    """Returns why rank 0 cannot listen, from what answers at its port."""
+    """Return why rank 0 cannot listen, from what answers at its port."""
 
     def look() -> str | None:
         root = _reach_store(environment, hosts_it=False)
@@ -481,13 +481,13 @@ def _store_address(environment: Environment) -> str:
 
 
 def _record_arrival(store: Store, environment: Environment) -> None:
-    """Records that one more worker knows the coordinator, and the world size that it expects."""
+    """Record that one more worker knows the coordinator, and the world size that it expects."""
     place = store.add(_ARRIVALS, 1)
     store.set(f"{_ARRIVALS}/{place}", str(environment.world))
 
 
 def _wait_for_all_workers(store: Store, limit_s: float, start_s: float) -> None:
-    """Waits until as many workers are recorded as the largest world size that one of them expects."""
+    """Wait until as many workers are recorded as the largest world size that one of them expects."""
 
     def wait() -> None:
         arrived, world = 0, 1
@@ -502,7 +502,7 @@ def _wait_for_all_workers(store: Store, limit_s: float, start_s: float) -> None:
 
 
 def _run_with_deadline(function: Callable[[], _T], limit_s: float) -> _T:
-    """Runs a call that ignores Ctrl-C and may exceed its own timeout, in a thread that may be abandoned.
+    """Run a call that ignores Ctrl-C and may exceed its own timeout, in a thread that may be abandoned.
 
     A TCPStore that connects to a foreign server that sends nothing waits without a limit (torch 2.13); one
     that finds no server, twice its timeout. The thread is left running then.

@@ -15,7 +15,7 @@ event being written stay within the limit. Each part begins with the state of th
 replayed alone. The journal, too, is replaced by that state; the coordinator does both together, so that all
 events that a successor replays from its journal belong to the newest part.
 
-A successor continues at the position in the journal (`place`): number of the part, length, events. A new part
+A successor continues at the `LogPosition` in the journal: number of the part, length, events. A new part
 is complete under a temporary name before the old one is renamed, and the journal is updated afterwards. So
 if the coordinator is killed between any two steps, the part that the journal names has either still the log's
 name or its number already; in the second case it is renamed back.
@@ -206,19 +206,19 @@ class RunLog:
             events=self._writer.events,
         )
 
-    def resume(self, place: LogPosition | None) -> None:
+    def resume(self, position: LogPosition | None) -> None:
         """Continue at an earlier coordinator's position; what follows it in the file is dropped."""
-        if place is None:
+        if position is None:
             self._writer = None
             return
-        self._part, self._events_before = place.part, place.events_before
+        self._part, self._events_before = position.part, position.events_before
 
         def cut(writer: LogWriter) -> None:
-            writer.events = place.events
+            writer.events = position.events
             if self._bytes_max is not None:
                 self._rename_back()
                 writer.reopen(self._path)
-            writer.truncate(place.size_bytes, place.events)
+            writer.truncate(position.size_bytes, position.events)
 
         self._attempt(cut, "at least ")  # if it cannot be cut, it has more
 

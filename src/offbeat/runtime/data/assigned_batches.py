@@ -4,20 +4,20 @@ Theory of operation: the life of a block, as a worker sees it. A block is one ba
 an epoch, with an id that is never used again.
 
 1. Requested. `_request` sends SamplesRequested: the epoch, how many blocks this worker can hold at once, and
-   the ids that it has taken since it last announced a contribution. It is sent as the epoch begins, and when
-   there is nothing to yield; once, until a batch has been yielded.
-2. Assigned. An AssignBlocks appends blocks to the `BlockQueue`, in the links' thread. If its `replaces_queue`
+   the ids that it has started since it last announced a contribution. It is sent as the epoch begins, and
+   when there is nothing to yield; once, until a batch has been yielded.
+2. Assigned. An AssignBlocks appends blocks to the `BlockQueue`, in the I/O thread. If its `replaces_queue`
    is set, the blocks queued before are not this worker's any more.
 3. Loaded. The sampler of a DataLoader fetches the next block that is not being loaded yet and turns its
    positions into samples. The loader's processes work ahead of the loop. A loader cannot wait for samples
    without holding back those that it has loaded, so where no block is queued it gets an empty item.
-4. Taken. The loaded batch is yielded if its block still heads the queue, else dropped: it was withdrawn
-   while it was loading. The id is now among those taken.
+4. Started. The loaded batch is yielded if its block still heads the queue, else dropped: it was withdrawn
+   while it was loading. The id is now among those started.
 5. Contributed. When a gradient is ready, the synchronizer calls `BlockQueue.pop_contribution` and sends the
    ids to the coordinator, which counts the blocks as used once the contribution is final. If the worker is
    lost before that, the positions go to another worker, as a block with another id.
 
-What is yielded where no block is at hand, by `_choose`:
+What is yielded where no block is queued, by `_choose`:
 - A placeholder, with 0 samples: the batch yielded last, or the first of the data set. This worker is excluded
   from the group and computes only to be timed; or others wait for its part in a round; or only a round of
   its own can count a gradient that another worker has computed for it.
@@ -68,7 +68,7 @@ class AssignedBatches:
     `LateGradients`) do count.
 
     Args:
-        coordinator: this worker's client of the coordinator.
+        client: this worker's client of the coordinator.
         order: maps an epoch to the samples at its positions, int64.
         dataset: map-style.
         batch_size: most samples in a batch.
@@ -90,7 +90,7 @@ class AssignedBatches:
 
     def __init__(
         self,
-        coordinator: CoordinatorClient,
+        client: CoordinatorClient,
         order: Callable[[int], Tensor],
         dataset: Dataset[Any],
         batch_size: int,
@@ -108,7 +108,7 @@ class AssignedBatches:
         timeout_s: float,
     ) -> None:
         check_loader_options(loader_options)
-        self._member, self._hand = coordinator, coordinator.protocol.block_queue
+        self._client, self._block_queue = client, client.protocol.block_queue
         self._order = order
         self._orders: dict[int, Tensor] = {}
         self._batch_size, self._drop_last, self._epoch = batch_size, drop_last, epoch
@@ -126,8 +126,8 @@ class AssignedBatches:
         self._has_requested = False
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        with self._member.lock:
-            self._hand.begin_epoch(self._epoch)
+        with self._client.lock:
+            self._block_queue.begin_epoch(self._epoch)
         self._request()
         # A local, so that it ends with this generator: processes of a DataLoader that the garbage collector
         # has to end, in a cycle with their sampler, do not get its message to stop; each then costs 5 s.
@@ -154,19 +154,19 @@ class AssignedBatches:
                     yield self._last_batch, samples
                 continue
             block_id, samples, batch = next(loaded)
-            with self._member.lock:
-                is_mine = block_id is not None and self._hand.start(block_id)
+            with self._client.lock:
+                is_mine = block_id is not None and self._block_queue.start(block_id)
             if is_mine:
                 self._has_requested = False
                 self._last_batch = batch
                 yield batch, samples
 
     def _wait_for_next(self) -> _Source:
-        """Waits until there is something to yield, or nothing is left; returns which."""
+        """Wait until there is something to yield, or nothing is left; return which."""
         source = self._choose()
         if source is None and self._is_excluded:
             limit_s = time.monotonic() + _PARAMETERS_S
-            self._member.wait_for(
+            self._client.wait_for(
                 lambda: self._choose() is not None or time.monotonic() >= limit_s,
                 2 * _PARAMETERS_S,
                 "parameters",
@@ -175,11 +175,11 @@ class AssignedBatches:
         if source is None:
             self._request()
             what = f"samples of epoch {self._epoch}"
-            self._member.wait_for(lambda: self._choose() is not None, self._timeout_s, what)
+            self._client.wait_for(lambda: self._choose() is not None, self._timeout_s, what)
             source = self._choose()
             assert source is not None
         if source is _Source.PLACEHOLDER:
-            self._hand.is_awaited = False
+            self._block_queue.is_awaited = False
         return source
 
     @property
@@ -187,52 +187,52 @@ class AssignedBatches:
         return self._late is not None and self._late.is_excluded
 
     def _choose(self) -> _Source | None:
-        with self._member.lock:
+        with self._client.lock:
             if (
                 self._late is not None and self._is_excluded
             ):  # blocks of its own follow once it has the members' state
-                is_over = self._is_over() or self._member.epochs_ended > self._epoch
+                is_over = self._is_over() or self._client.epochs_ended > self._epoch
                 if is_over or not self._is_clear():
                     return _Source.END if is_over else _Source.PLACEHOLDER
                 if self._late.is_expecting:
                     return None
                 return _Source.LATE_BLOCK if self._late.has_block else _Source.PLACEHOLDER
-            if len(self._hand):
+            if len(self._block_queue):
                 return _Source.BLOCK
-            has_brought = self._late is not None and self._late.has_accepted
-            if has_brought and (self._is_last or not self._hand.is_exhausted):
+            has_late_gradient = self._late is not None and self._late.has_accepted
+            if has_late_gradient and (self._is_last or not self._block_queue.is_exhausted):
                 return _Source.PLACEHOLDER
             if self._is_over():
                 return _Source.END
-            return _Source.PLACEHOLDER if self._hand.is_awaited else None
+            return _Source.PLACEHOLDER if self._block_queue.is_awaited else None
 
     def _is_over(self) -> bool:
         """Whether no more of the epoch will be assigned: it is used up, or all workers have finished."""
-        return self._hand.is_exhausted or self._member.is_job_complete
+        return self._block_queue.is_exhausted or self._client.is_job_complete
 
     def _request(self) -> None:
-        """Requests blocks of the epoch, unless a request is open: nothing has been yielded since.
+        """Request blocks of the epoch, unless a request is open: nothing has been yielded since.
 
         Called at the epoch's beginning, and when there is nothing to yield.
         """
         if self._has_requested:
             return
         self._has_requested = True
-        with self._member.lock:
-            taken, round_ = self._hand.started, self._member.protocol.round
+        with self._client.lock:
+            started, round_ = self._block_queue.started, self._client.protocol.round
             if self._late is not None and self._is_excluded:
                 self._late.on_samples_requested()
-        self._member.send_event(
+        self._client.send_event(
             SamplesRequested(
                 now_s=0.0,
-                worker=self._member.worker,
+                worker=self._client.worker,
                 epoch=self._epoch,
                 samples=self._samples,
                 batch_size=self._batch_size,
                 is_last=self._is_last,
                 abandons_previous=self._skips,
                 blocks_max=self._ahead,
-                started_blocks=taken,
+                started_blocks=started,
                 round=round_,
                 consumed_ranges=self._used,
                 drop_last=self._drop_last,
@@ -241,10 +241,10 @@ class AssignedBatches:
         self._skips = False
 
     def _blocks_to_load(self) -> Iterator[tuple[int | None, list[int]]]:
-        """Yields ids and samples of blocks, and (None, []) where no block is assigned."""
+        """Yield ids and samples of blocks, and (None, []) where no block is assigned."""
         while True:
-            with self._member.lock:
-                block = self._hand.next_to_load()
+            with self._client.lock:
+                block = self._block_queue.next_to_load()
             if block is None:
                 yield None, []
                 continue

@@ -61,7 +61,7 @@ class EqualShards:
         return len(self._sizes())
 
     def batches(self, worker: int) -> list[list[int]]:
-        """The sample indices of each of the worker's batches, in order."""
+        """Return the sample indices of each of the worker's batches, in order."""
         order = epoch_order(self.samples, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         sizes = self._sizes()
         batches = []
@@ -71,7 +71,7 @@ class EqualShards:
         return batches
 
     def _sizes(self) -> list[int]:
-        """Samples of all workers together, per step."""
+        """Return the samples of all workers together, per step."""
         stride, least = self.workers * self.batch_size, self.workers * min(2, self.batch_size)
         whole, left = divmod(self.samples, stride)
         if self.drop_last or not left:
@@ -83,7 +83,7 @@ class EqualShards:
 
 
 def epoch_order(samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """Returns the sample at each position of an epoch, int64 (samples,)."""
+    """Return the sample at each position of an epoch, int64 (samples,)."""
     if not shuffle:
         return torch.arange(samples, device="cpu")
     generator = torch.Generator().manual_seed(_mixed(seed, epoch))
@@ -91,7 +91,7 @@ def epoch_order(samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor
 
 
 def _mixed(*numbers: int) -> int:
-    """Combines several numbers into one seed."""
+    """Combine several numbers into one seed."""
     mixed = 0
     for number in numbers:
         mixed = (mixed * 1_000_003 + number) % 2**63
@@ -101,7 +101,7 @@ def _mixed(*numbers: int) -> int:
 def load_batches(
     dataset: Dataset[Any], batches: list[list[int]], *, seed: tuple[int, ...], loader_options: dict[str, Any]
 ) -> Iterator[Any]:
-    """Yields the batches of `dataset` at the given indices.
+    """Yield the batches of `dataset` at the given indices.
 
     A TensorDataset without loader options is indexed directly; anything else is loaded by a torch DataLoader
     with the given options (`num_workers`, `collate_fn`, `pin_memory`, …), whose processes are seeded by
@@ -119,7 +119,7 @@ def load_batches(
 
 
 def check_loader_options(loader_options: dict[str, Any]) -> None:
-    """Refuses options of a DataLoader that the session sets itself.
+    """Refuse options of a DataLoader that the session sets itself.
 
     Raises:
         OffbeatError: names such an option.
@@ -130,5 +130,5 @@ def check_loader_options(loader_options: dict[str, Any]) -> None:
 
 
 def loader_generator(seed: tuple[int, ...]) -> torch.Generator:
-    """Returns the generator that seeds a DataLoader's processes, instead of the global one."""
+    """Return the generator that seeds a DataLoader's processes, instead of the global one."""
     return torch.Generator().manual_seed(_mixed(*seed))

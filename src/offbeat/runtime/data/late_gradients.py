@@ -52,7 +52,7 @@ class _TensorMessage:
         self._missing = len(self.memory)
 
     def add_received(self, length: int) -> bool:
-        """Counts received bytes; returns whether these were the last."""
+        """Count received bytes; return whether these were the last."""
         self._missing -= length
         return not self._missing
 
@@ -67,14 +67,14 @@ class _LateGradient:
         gradients: one per parameter.
     """
 
-    def __init__(self, lend: AssignLateBlock, message: _TensorMessage) -> None:
-        self.number, self.block, self.message = lend.assignment, lend.block.id, message
+    def __init__(self, assigned: AssignLateBlock, message: _TensorMessage) -> None:
+        self.number, self.block, self.message = assigned.assignment, assigned.block.id, message
         self.is_due = True
         self.gradients = message.tensors
         self.weight, self.has = 0.0, [False] * len(message.tensors)
 
     def open(self) -> None:
-        """Reads weight and flags from the received message."""
+        """Read weight and flags from the received message."""
         _, self.weight, *has = self.message.numbers_N.tolist()
         self.has = [bool(one) for one in has]
 
@@ -90,7 +90,7 @@ class _LateBlock:
         is_sent: its gradient has been sent.
     """
 
-    lend: AssignLateBlock
+    assigned: AssignLateBlock
     message: _TensorMessage
     is_here: bool = False
     is_begun: bool = False
@@ -106,15 +106,15 @@ class LateGradients:
     assignment, so that a revoked one can be dropped at any time.
 
     Args:
-        member: the control side; its lock guards this object.
+        client: the control side; its lock guards this object.
         protocol: this worker's side of the group protocol.
 
     Attributes:
         active: the late gradients that count in the round under way.
     """
 
-    def __init__(self, member: CoordinatorClient, protocol: GroupProtocol) -> None:
-        self._member, self._membership, self._block_queue = member, protocol.membership, protocol.block_queue
+    def __init__(self, client: CoordinatorClient, protocol: GroupProtocol) -> None:
+        self._client, self._membership, self._block_queue = client, protocol.membership, protocol.block_queue
         self._parameters: list[torch.Tensor] = []
         self._get_buffers: Callable[[], list[torch.Tensor]] = list
         self._late_block: _LateBlock | None = None
@@ -132,16 +132,16 @@ class LateGradients:
     def set_tensors(
         self, parameters: Sequence[torch.Tensor], get_buffers: Callable[[], list[torch.Tensor]]
     ) -> None:
-        """Sets the tensors to send: the same, in the same order, on every worker."""
+        """Set the tensors to send: the same, in the same order, on every worker."""
         self._parameters, self._get_buffers = list(parameters), get_buffers
 
-    # Actions of the coordinator, in the links' thread ---------------------------------------------------
+    # Actions of the coordinator, in the I/O thread ---------------------------------------------------
 
     def on_action(self, action: AssignLateBlock | ResolveLateBlock | AssignBlocks) -> None:
-        """Carries out an action about late blocks or, in a worker outside the group, about its samples."""
-        with self._member.lock:
+        """Carry out an action about late blocks or, in a worker outside the group, about its samples."""
+        with self._client.lock:
             match action:
-                case AssignLateBlock() if action.worker == self._member.worker:
+                case AssignLateBlock() if action.worker == self._client.worker:
                     self._accept_block(action)
                 case AssignLateBlock():
                     self._expect_gradient(action)
@@ -154,60 +154,60 @@ class LateGradients:
                 case AssignBlocks():
                     self._is_requesting = False
 
-    def _accept_block(self, lend: AssignLateBlock) -> None:
+    def _accept_block(self, assigned: AssignLateBlock) -> None:
         self._has_had_late_block, self._is_requesting = True, False
-        self._forget(lend.worker, lend.assignment)
+        self._forget(assigned.worker, assigned.assignment)
         if self._block_queue.ignores_assignments:
             self._late_block = None
             return
         message = _TensorMessage(1, [*self._parameters, *self._get_buffers()])
-        late_block = self._late_block = _LateBlock(lend, message)
+        late_block = self._late_block = _LateBlock(assigned, message)
 
         def on_data(_: int, length: int) -> None:
             if message.add_received(length):
-                with self._member.lock:
+                with self._client.lock:
                     late_block.is_here = True
-                    self._member.lock.notify_all()
+                    self._client.lock.notify_all()
 
-        self._expect(lend.proxy, _tag(lend.worker, lend.assignment), message, on_data)
+        self._expect(assigned.proxy, _tag(assigned.worker, assigned.assignment), message, on_data)
 
-    def _expect_gradient(self, lend: AssignLateBlock) -> None:
-        self._forget(lend.worker, lend.assignment)
+    def _expect_gradient(self, assigned: AssignLateBlock) -> None:
+        self._forget(assigned.worker, assigned.assignment)
         message = _TensorMessage(2 + len(self._parameters), self._parameters)
-        self._awaited[lend.worker] = _LateGradient(lend, message)
+        self._awaited[assigned.worker] = _LateGradient(assigned, message)
 
         def on_data(_: int, length: int) -> None:
             if message.add_received(length):
-                self._member.send_event(
+                self._client.send_event(
                     LateGradientArrived(
                         now_s=0.0,
-                        worker=self._member.worker,
-                        late_worker=lend.worker,
-                        assignment=lend.assignment,
+                        worker=self._client.worker,
+                        late_worker=assigned.worker,
+                        assignment=assigned.assignment,
                         step=int(message.numbers_N[0]),
                     )
                 )
 
-        self._expect(lend.worker, _tag(lend.worker, lend.assignment) + 1, message, on_data)
+        self._expect(assigned.worker, _tag(assigned.worker, assigned.assignment) + 1, message, on_data)
 
-    def _resolve(self, settle: ResolveLateBlock) -> None:
-        late_gradient = self._awaited.get(settle.late_worker)
-        if late_gradient is None or late_gradient.number != settle.assignment:
+    def _resolve(self, resolved: ResolveLateBlock) -> None:
+        late_gradient = self._awaited.get(resolved.late_worker)
+        if late_gradient is None or late_gradient.number != resolved.assignment:
             return
-        del self._awaited[settle.late_worker]
-        self._forget(settle.late_worker, settle.assignment + 1)
-        if settle.is_contributed and not self._block_queue.ignores_assignments:
+        del self._awaited[resolved.late_worker]
+        self._forget(resolved.late_worker, resolved.assignment + 1)
+        if resolved.is_contributed and not self._block_queue.ignores_assignments:
             late_gradient.open()
             self._accepted.append(late_gradient)
 
     def _expect(
         self, worker: int, tag: int, message: _TensorMessage, on_data: Callable[[int, int], None]
     ) -> None:
-        self._member.endpoint.post_receive(self._member.link_name(worker), tag, message.memory, on_data)
+        self._client.endpoint.post_receive(self._client.link_name(worker), tag, message.memory, on_data)
 
     def _forget(self, worker: int, number: int) -> None:
-        """Discards messages of a worker's assignments before this one."""
-        self._member.endpoint.cancel(_tag(worker, 0), _tag(worker, number))
+        """Discard messages of a worker's assignments before this one."""
+        self._client.endpoint.cancel(_tag(worker, 0), _tag(worker, number))
 
     # On the worker outside -------------------------------------------------------------------------------
 
@@ -225,13 +225,13 @@ class LateGradients:
         return late_block.is_sent if late_block.is_begun else not late_block.is_here
 
     def on_samples_requested(self) -> None:
-        """Records that samples were requested; the coordinator answers a worker with late blocks."""
+        """Record that samples were requested; the coordinator answers a worker with late blocks."""
         self._is_requesting = self._has_had_late_block
 
     @torch.no_grad()
     def begin_block(self) -> Block | None:
-        """Loads the received parameters; returns the block to compute, or None if it was revoked."""
-        with self._member.lock:
+        """Load the received parameters; return the block to compute, or None if it was revoked."""
+        with self._client.lock:
             late_block = self._late_block
             if late_block is None or not self.has_block or self._membership.is_member:
                 return None
@@ -239,12 +239,12 @@ class LateGradients:
         targets = [*self._parameters, *self._get_buffers()]
         for tensor, value in zip(targets, late_block.message.tensors, strict=True):
             tensor.data.copy_(value)
-        return late_block.lend.block
+        return late_block.assigned.block
 
     @torch.no_grad()
     def send_gradient(self, weight: float) -> None:
-        """Sends the gradients of the late block, if any, to the proxy."""
-        with self._member.lock:
+        """Send the gradients of the late block, if any, to the proxy."""
+        with self._client.lock:
             late_block = self._late_block
             if late_block is None or not late_block.is_begun or late_block.is_sent:
                 return
@@ -260,8 +260,8 @@ class LateGradients:
         for tensor, gradient in zip(message.tensors, gradients, strict=True):
             if gradient is not None:
                 tensor.copy_(gradient)
-        lend = late_block.lend
-        self._send(lend.proxy, _tag(lend.worker, lend.assignment) + 1, message)
+        assigned = late_block.assigned
+        self._send(assigned.proxy, _tag(assigned.worker, assigned.assignment) + 1, message)
 
     # On the proxy ----------------------------------------------------------------------------------------
 
@@ -271,10 +271,10 @@ class LateGradients:
         return bool(self._accepted)
 
     def finish_step(self) -> None:
-        """Sends a copy of the parameters, after a step, to workers that wait for it."""
+        """Send a copy of the parameters, after a step, to workers that wait for it."""
         if not self._awaited:
             return
-        with self._member.lock:
+        with self._client.lock:
             due = [
                 (worker, late_gradient)
                 for worker, late_gradient in self._awaited.items()
@@ -295,29 +295,29 @@ class LateGradients:
             self._send(worker, _tag(worker, late_gradient.number), message)
 
     def activate_accepted(self) -> None:
-        """Adds the accepted late gradients to the round that begins."""
+        """Add the accepted late gradients to the round that begins."""
         if not self._accepted:
             return
-        with self._member.lock:
+        with self._client.lock:
             self.active += self._accepted
             for late_gradient in self._accepted:
                 self._block_queue.adopt(late_gradient.block)
             self._accepted = []
 
     def clear_active(self) -> None:
-        """Drops the round's late gradients: it is over, or this worker is not part of it."""
+        """Drop the round's late gradients: it is over, or this worker is not part of it."""
         if self.active:
             self.active = []
 
     def drop_all(self) -> None:
-        """Drops the late block and the accepted late gradients: the loop has left its epoch early."""
+        """Drop the late block and the accepted late gradients: the loop has left its epoch early."""
         self._late_block = None
         self._accepted = []
 
     def _send(self, worker: int, tag: int, message: _TensorMessage) -> None:
         with suppress(LinkError):  # then the job has failed, which is reported elsewhere
-            self._member.endpoint.send_tensor(
-                self._member.link_name(worker),
+            self._client.endpoint.send_tensor(
+                self._client.link_name(worker),
                 tag,
                 message.memory,
                 priority=_LOW_PRIORITY,
@@ -326,9 +326,9 @@ class LateGradients:
 
 
 def _tag(worker: int, number: int) -> int:
-    """The tag of an assignment's parameters; its gradients have the next one."""
+    """Return the tag of an assignment's parameters; its gradients have the next one."""
     return _FIRST_TAG | worker << _WORKER_SHIFT | number << _NUMBER_SHIFT
 
 
 def _keep_alive(_: _TensorMessage) -> None:
-    """Keeps a message alive until it has been sent."""
+    """Keep a message alive until it has been sent."""

@@ -43,16 +43,16 @@ class BucketPlanner:
         self._ready_s, self._ended_s = [0.0] * len(parameters), 0.0
 
     def on_gradient(self, entry: int) -> float:
-        """Records that a gradient is computed; returns the time, in seconds."""
+        """Record that a gradient is computed; return the time, in seconds."""
         now_s = self._ready_s[entry] = time.perf_counter()
         return now_s
 
     def on_pass_ended(self) -> None:
-        """Records that a backward pass has ended."""
+        """Record that a backward pass has ended."""
         self._ended_s = time.perf_counter()
 
     def make_plan(self) -> BucketPlan:
-        """Makes the plan for all members from this worker's measurements."""
+        """Make the plan for all members from this worker's measurements."""
         return plan_by_layer(
             self._parameters,
             self.uses.use_order,

@@ -48,7 +48,7 @@ _JOIN_TIMEOUT_S = 1.0  # if the job has failed, the thread may still wait for an
 
 
 class DeferredStep:
-    """The step with the means of one round, as of now.
+    """The optimizer step with one round's means and the hyperparameters at construction.
 
     Args:
         steps: applies the optimizer's steps in parts.
@@ -72,7 +72,7 @@ class DeferredStep:
         self._parameters = rounds.parameters
         self.round = gradient_round
         gradient_round.settings = steps.settings()
-        # By parameter, its version now, and after its step then:
+        # By parameter: its version when the step was deferred, and once the step is applied, after it.
         self._versions = [parameter._version for parameter in self._parameters]
         self._is_applied = [False] * len(rounds.buckets)  # by bucket
         self._is_reached = [False] * len(rounds.buckets)  # by bucket, whether it was waited for
@@ -85,7 +85,7 @@ class DeferredStep:
         return self._is_reached[index]
 
     def wait_and_apply(self, index: int) -> None:
-        """Waits for a bucket that the loop needs, and applies the step to it if the thread has not.
+        """Wait for a bucket that the loop needs, and apply the step to it if the thread has not.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
@@ -103,12 +103,12 @@ class DeferredStep:
         self._is_reached[index] = True
 
     def wait_and_apply_all(self) -> None:
-        """Calls `wait_and_apply` for every bucket of gradients."""
+        """Call `wait_and_apply` for every bucket of gradients."""
         for index in range(self._rounds.layout.gradient_buckets):
             self.wait_and_apply(index)
 
     def stop_ahead(self) -> list[int]:
-        """Stops the thread's work on this step; returns stepped parameters that the loop has not reached."""
+        """Stop the thread's work on this step; return stepped parameters that the loop has not reached."""
         with self._apply_lock:
             self.is_ahead = False
         return [
@@ -119,7 +119,7 @@ class DeferredStep:
         ]
 
     def apply_ahead(self) -> None:
-        """Applies the step to buckets as they arrive, until `stop_ahead`; runs in the thread."""
+        """Apply the step to buckets as they arrive, until `stop_ahead`; run in the thread."""
         for index in range(self._rounds.layout.gradient_buckets):
             if not self.round.wait_for_bucket(index):
                 return  # the loop gets the error when it waits for it
@@ -139,7 +139,7 @@ class DeferredStep:
                 self._rounds.context.tracer.add_span("steps ahead", name, began_s, time.perf_counter())
 
     def _apply(self, index: int) -> None:
-        """Applies the step to a bucket that has arrived, if that has not been done."""
+        """Apply the step to a bucket that has arrived, if that has not been done."""
         entries = self._entries(index)
         for entry in entries:
             if self._parameters[entry]._version != self._versions[entry]:
@@ -161,7 +161,7 @@ class DeferredStep:
         self._is_applied[index] = True
 
     def _entries(self, index: int) -> list[int]:
-        """The parameters of a bucket that are stepped."""
+        """Return the parameters of a bucket that are stepped."""
         entries = self._rounds.buckets[index].entries
         return [entry for entry in entries if self.round.used[entry] and self._is_held[entry]]
 
@@ -178,12 +178,12 @@ class DeferredStepThread:
         self._thread = start("offbeat steps ahead", self._run)
 
     def begin(self, step: DeferredStep) -> None:
-        """Lets the thread apply a step until `DeferredStep.stop_ahead`."""
+        """Let the thread apply a step until `DeferredStep.stop_ahead`."""
         step.is_ahead = True
         self._queue.put(step)
 
     def stop(self) -> None:
-        """Ends the thread; the step under way must have got `stop_ahead`."""
+        """End the thread; the step under way must have got `stop_ahead`."""
         self._queue.put(None)
         self._thread.join(_JOIN_TIMEOUT_S)
 

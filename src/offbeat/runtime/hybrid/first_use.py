@@ -60,7 +60,7 @@ class FirstUseTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Discards all observations."""
+        """Discard all observations."""
         self.first_modules: list[nn.Module] = [self._model] * self._count
         self.first_use_s = [0.0] * self._count
         self._used_order: list[int] = []
@@ -73,7 +73,7 @@ class FirstUseTracker:
         return [index for index in range(self._count) if index not in used] + self._used_order
 
     def attach(self) -> None:
-        """Registers the hooks that observe."""
+        """Register the hooks that observe."""
         for module in self._model.modules():
             self._handles.append(
                 module.register_forward_pre_hook(SessionForwardHook(partial(self._enter, module)))
@@ -83,7 +83,7 @@ class FirstUseTracker:
             )
 
     def detach(self) -> None:
-        """Removes the hooks; the last observations stay."""
+        """Remove the hooks; the last observations stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -60,7 +60,7 @@ class LayerAverager:
     Source: the layer-overlapping hybrid all-reduce paper, sections 3.1 and 3.2. Deviations: gradients are
     sent in the order in which they are needed, not in which they are computed (`order`); the first module
     that uses a parameter waits for it, whichever module owns it; buffers are copied from the first member, as
-    in DistributedDataParallel. Lazy all-reduce (specification 3.7) keeps all gradients as views of one pool
+    in DistributedDataParallel. Lazy all-reduce keeps all gradients as views of one pool
     and sends it in slices; here the slices are buckets, equally fixed. A gradient would be added into a view,
     which moves more bytes than copying it into its bucket; one of 128 KB or more is not even copied.
 
@@ -130,7 +130,7 @@ class LayerAverager:
     # The plan ------------------------------------------------------------------------------------------
 
     def _adopt_shared_plan(self) -> None:
-        """Replaces the initial plan by that of the first member."""
+        """Replace the initial plan by that of the first member."""
         plan = self._rounds.broadcast_plan(self._planner.make_plan)
         self._planner.uses.detach()
         self._rounds.apply_plan(plan)
@@ -141,7 +141,7 @@ class LayerAverager:
     # Hooks ---------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Registers the hooks on the model."""
+        """Register the hooks on the model."""
         for entry, parameter in enumerate(self._parameters):
             self._hook_handles.append(
                 parameter.register_hook(SessionHook(partial(self._before_accumulate, entry)))
@@ -153,7 +153,7 @@ class LayerAverager:
         for one in stateful:
             self._hook_handles.append(one.register_state_dict_pre_hook(drain))
             self._hook_handles.append(one.register_load_state_dict_pre_hook(drain))
-        before = SessionForwardHook(self._before_forward, self._on_shown)
+        before = SessionForwardHook(self._before_forward, self._on_traced)
         self._hook_handles.append(self._model.register_forward_pre_hook(before))
         after = SessionForwardHook(self._after_forward)
         self._hook_handles.append(self._model.register_forward_hook(after, always_call=True))
@@ -167,7 +167,7 @@ class LayerAverager:
         self.apply_deferred_step()
 
     def detach(self) -> None:
-        """Removes all hooks from the model."""
+        """Remove all hooks from the model."""
         self._deferral.stop()
         self._planner.uses.detach()
         if _drains.pop(self._model, None) is not None:
@@ -180,12 +180,12 @@ class LayerAverager:
         self._hook_handles.clear()
 
     def _hook_modules(self) -> None:
-        """Makes each module wait for its own tensors and the parameters that it is the first to use."""
+        """Make each module wait for its own tensors and the parameters that it is the first to use."""
         needs = self._rounds.layout.buckets_needed(
             self._model, self._parameters, self._planner.uses.first_modules
         )
         for module, indices in needs.items():
-            hook = SessionForwardHook(partial(self._before_module, indices), self._on_shown)
+            hook = SessionForwardHook(partial(self._before_module, indices), self._on_traced)
             self._hook_handles.append(module.register_forward_pre_hook(hook))
         self._deferral.start()
 
@@ -201,7 +201,7 @@ class LayerAverager:
             self._skips_exchange = before
 
     def set_batch_weight(self, batches: float) -> None:
-        """Sets the weight of the next backward passes, 1 for a whole batch."""
+        """Set the weight of the next backward passes, 1 for a whole batch."""
         self._batch_weight = batches
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
@@ -213,8 +213,8 @@ class LayerAverager:
         else:
             self.apply_deferred_step()
 
-    def _on_shown(self) -> None:
-        """Raises an error if a tool records the forward pass while a step is deferred."""
+    def _on_traced(self) -> None:
+        """Raise an error if a tool records the forward pass while a step is deferred."""
         if self.has_deferred_step:
             raise OffbeatError(
                 "the model is traced or exported while the last step is deferred, so its parameters are "
@@ -222,7 +222,7 @@ class LayerAverager:
             )
 
     def _before_module(self, indices: Sequence[int], *_: Any) -> None:
-        """Applies the deferred step to the buckets that a module needs, before its forward pass."""
+        """Apply the deferred step to the buckets that a module needs, before its forward pass."""
         if self._context.tracer is not None:
             now_s = time.perf_counter()
             for index in [one for one in indices if one < self._rounds.layout.gradient_buckets]:
@@ -231,7 +231,7 @@ class LayerAverager:
         self._deferral.wait_and_apply(indices)
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Ends the forward pass; one that raised has no output."""
+        """End the forward pass; one that raised has no output."""
         on_output_gradient(output, self._backward_begins)
         passed = {id(self._parameters[entry]): entry for entry in self._deferral.end_forward()}
         if passed:
@@ -243,7 +243,7 @@ class LayerAverager:
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        """Begins a backward pass unless one is under way; nested ones belong to it."""
+        """Begin a backward pass unless one is under way; nested ones belong to it."""
         self._forget_failed_pass()
         if self._backward.is_under_way:
             return
@@ -252,13 +252,13 @@ class LayerAverager:
             self._begin_round(self._unsent_weight + self._batch_weight)
 
     def _begin_round(self, weight: float) -> None:
-        """Begins the next round; completes the previous one if no step with it is deferred."""
-        if not self._deferral.is_with(self._round):
+        """Begin the next round; complete the previous one if no step with it is deferred."""
+        if not self._deferral.has_step_of(self._round):
             self._complete_means(self._round)
         self._round = GradientRound(self._rounds, weight / self._workers, self._steps_taken)
 
     def _forget_failed_pass(self) -> None:
-        """Resets after a backward pass that raised, and so never ends."""
+        """Reset after a backward pass that raised, and so never ends."""
         if not self._backward.has_failed:
             return
         self._backward.cancel()
@@ -308,7 +308,7 @@ class LayerAverager:
         )
 
     def _pack_early(self, entry: int) -> None:
-        """Packs a gradient during the backward pass, and launches the bucket that this completes."""
+        """Pack a gradient during the backward pass, and launch the bucket that this completes."""
         assert self._round is not None
         bucket_index = self._round.add_gradient(entry)
         self._parameters[entry].grad = None  # its memory can hold the next layer's gradient
@@ -337,7 +337,7 @@ class LayerAverager:
         return not self._unsent_weight and not self._rounds_since_step
 
     def _exchange_now(self) -> None:
-        """Averages gradients that were accumulated or set by hand; every member has to call it."""
+        """Average gradients that were accumulated or set by hand; every member has to call it."""
         self._forms.check()
         weight = self._unsent_weight
         if not weight and any(parameter.grad is not None for parameter in self._parameters):
@@ -349,7 +349,7 @@ class LayerAverager:
         self._complete_means(self._round)
 
     def _send_round(self) -> None:
-        """Sends the remaining buckets after the backward pass, and makes the gradients pending."""
+        """Send the remaining buckets after the backward pass, and make the gradients pending."""
         round_, timer = self._round, self._context.timer
         assert round_ is not None
         compute_s = self._passes.compute_s
@@ -369,7 +369,7 @@ class LayerAverager:
         timer.switch("other")
 
     def _set_pending_gradients(self, round_: GradientRound) -> None:
-        """Sets the gradients to pending ones, before the means have arrived."""
+        """Set the gradients to pending ones, before the means have arrived."""
         used = round_.wait_for_used()
         for entry, parameter in enumerate(self._parameters):
             self._pending_gradients[entry] = parameter.grad = None
@@ -380,13 +380,13 @@ class LayerAverager:
                 )
 
     def _complete_means(self, round_: GradientRound | None) -> None:
-        """Waits for all means of a round, one of which the program reads.
+        """Wait for all means of a round, one of which the program reads.
 
         A deferred step with them is applied first, as the program may also write them.
         """
         if round_ is None or round_.was_read or not round_.is_sent:
             return
-        if self._deferral.is_with(round_):
+        if self._deferral.has_step_of(round_):
             self.apply_deferred_step()
         part = self._context.timer.part
         for index in range(self._rounds.layout.gradient_buckets):
@@ -396,7 +396,7 @@ class LayerAverager:
         round_.was_read = True
 
     def _resolve_gradient(self, entry: int) -> None:
-        """Replaces a pending gradient by a plain tensor; waits for it."""
+        """Replace a pending gradient by a plain tensor; wait for it."""
         pending, self._pending_gradients[entry] = self._pending_gradients[entry], None
         parameter = self._parameters[entry]
         if pending is not None and parameter.grad is pending:
@@ -405,7 +405,7 @@ class LayerAverager:
     # The step ------------------------------------------------------------------------------------------
 
     def before_step(self, *, has_closure: bool) -> None:
-        """Prepares an optimizer's step: defers it where possible, otherwise waits for all means.
+        """Prepare an optimizer's step: defers it where possible, otherwise waits for all means.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
@@ -439,9 +439,9 @@ class LayerAverager:
         )
 
     def after_step(self) -> None:
-        """Ends a step."""
+        """End a step."""
         self._rounds_since_step = 0
-        if self._deferral.is_with(self._round):
+        if self._deferral.has_step_of(self._round):
             for parameter, pending, is_held in zip(
                 self._parameters, self._pending_gradients, self._deferral.is_held, strict=True
             ):
@@ -465,7 +465,7 @@ class LayerAverager:
         return self._deferral.step is not None
 
     def apply_deferred_step(self) -> None:
-        """Applies the rest of the deferred step.
+        """Apply the rest of the deferred step.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
@@ -479,7 +479,7 @@ class LayerAverager:
             self._context.timer.switch(part)
 
     def flush(self) -> None:
-        """Applies the last step at the end of the loop, and makes pending gradients plain tensors.
+        """Apply the last step at the end of the loop, and make pending gradients plain tensors.
 
         Raises:
             WorkerError: a member was lost, which has not been raised here before.
@@ -494,7 +494,7 @@ _drains: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.Weak
 
 
 def train(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Replaces `module.train`, and so `eval`, in a session: applies a deferred step first.
+    """Replace `module.train`, and so `eval`, in a session: apply a deferred step first.
 
     Copies and scripts find a method by its name, hence `train`; in a copy, only the original is called.
     """

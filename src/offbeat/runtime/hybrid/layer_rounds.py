@@ -42,8 +42,8 @@ class LayerRounds:
     Args:
         model: its buffers are exchanged too.
         parameters: the parameters whose gradients are averaged.
-        grouping: the binding to the group, which has more than one member.
-        host: the session.
+        binding: the binding to the group, which has more than one member.
+        context: the session.
         order: see `BucketLayout`.
         timeout_s: the longest duration of an exchange, in seconds.
 
@@ -65,22 +65,22 @@ class LayerRounds:
         self,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        grouping: GroupBinding,
-        host: AveragerContext,
+        binding: GroupBinding,
+        context: AveragerContext,
         *,
         order: SendOrder,
         timeout_s: float,
     ) -> None:
-        self.parameters, self.binding, self.context = parameters, grouping, host
+        self.parameters, self.binding, self.context = parameters, binding, context
         self._order: SendOrder = order
         self.exchange_timeout_s = timeout_s + COORDINATOR_MARGIN_S
-        handle = grouping.acquire(wait=True)
+        handle = binding.acquire(wait=True)
         assert handle is not None  # the group is complete
         self.exchange, self.position, self.size = handle.exchange, handle.position, handle.size
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         self.names = [name_of[id(parameter)] for parameter in parameters]
         self.buffers = ModelBuffers(model)
-        self._zeros = partial(grouping.memory.zeros, device=torch.device("cpu"))
+        self._zeros = partial(binding.memory.zeros, device=torch.device("cpu"))
         self.layout: BucketLayout
         self.buckets: list[GradientBucket] = []
         self.gradients_per_pass = [0] * len(parameters)
@@ -88,10 +88,14 @@ class LayerRounds:
         self.preemption_step: int | None = None
 
     def apply_plan(self, plan: BucketPlan) -> None:
-        """Allocates the buckets of a plan; while no round is under way, and on all members at once."""
-        lanes = FLOAT32_PER_FLOAT64 * len(self.context.hyperparameters())
+        """Allocate the buckets of a plan; while no round is under way, and on all members at once."""
+        hyperparameter_length = FLOAT32_PER_FLOAT64 * len(self.context.hyperparameters())
         self.layout = BucketLayout(
-            plan, self.parameters, self.buffers.tensors(), hyperparameter_length=lanes, order=self._order
+            plan,
+            self.parameters,
+            self.buffers.tensors(),
+            hyperparameter_length=hyperparameter_length,
+            order=self._order,
         )
         self.buckets = []  # frees their memory
         for bucket in self.layout.buckets:
@@ -137,7 +141,7 @@ class LayerRounds:
         self.wait(self.exchange.broadcast(flat, root=0, exchange_id=exchange_id))
 
     def wait(self, pending: PendingExchange) -> None:
-        """Waits for an exchange.
+        """Wait for an exchange.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
@@ -161,16 +165,16 @@ class LayerRounds:
             raise
 
     def swap_buffers(self, *, prepare_next: bool) -> None:
-        """Switches to the other memory for sums: that of the last round holds its means.
+        """Switch to the other memory for sums: that of the last round holds its means.
 
         Args:
             prepare_next: the next round has the same layout, so other members may send for it already.
         """
-        for index, slot in enumerate(self.buckets):
-            slot.swap_output()
+        for index, bucket in enumerate(self.buckets):
+            bucket.swap_output()
             if prepare_next:
                 self.exchange.prepare(
-                    slot.output.flat,
+                    bucket.output.flat,
                     exchange_id=self.binding.membership.exchange_id,
                     index=index,
                     algorithm=self.layout.algorithms[index],
@@ -196,17 +200,17 @@ class GradientRound:
 
     def __init__(self, rounds: LayerRounds, scale: float, step: int) -> None:
         self._rounds, self._scale, self._step = rounds, scale, step
-        slots = rounds.buckets
+        buckets = rounds.buckets
         self._exchange_id: int | None = None  # None before anything is sent
-        self._outputs = [slot.output for slot in slots]  # memory of the means
+        self._outputs = [bucket.output for bucket in buckets]  # memory of the means
         self._external: list[dict[int, ExternalElements]] = [
-            {} for _ in slots
+            {} for _ in buckets
         ]  # gradients sent without a copy, by entry
-        self._missing = [len(slot.entries) for slot in slots]  # gradients still to be computed
-        self._pending: list[PendingExchange | None] = [None] * len(slots)
-        self._launched_s = [0.0] * len(slots)
-        self._has_arrived = [False] * len(slots)
-        self._is_final = [False] * len(slots)
+        self._missing = [len(bucket.entries) for bucket in buckets]  # gradients still to be computed
+        self._pending: list[PendingExchange | None] = [None] * len(buckets)
+        self._launched_s = [0.0] * len(buckets)
+        self._has_arrived = [False] * len(buckets)
+        self._is_final = [False] * len(buckets)
         self._written: list[str] = []  # by the program, since the last round
         self._has_gradient: list[bool] = []  # by parameter, whether this worker has a gradient
         self._copies: dict[int, torch.Tensor] = {}  # of means whose strides differ from their parameters'
@@ -226,7 +230,7 @@ class GradientRound:
         return any(pending is not None for pending in self._pending)
 
     def add_gradient(self, entry: int) -> int | None:
-        """Packs a parameter's new gradient, or keeps it in place to be sent from there.
+        """Pack a parameter's new gradient, or keep it in place to be sent from there.
 
         Returns:
             Its bucket, if this gradient completes it.
@@ -252,17 +256,17 @@ class GradientRound:
         return None if self._missing[index] else index
 
     def count_gradient(self, entry: int) -> None:
-        """Counts a new gradient, which stays in `param.grad` until `send_rest`."""
+        """Count a new gradient, which stays in `param.grad` until `send_rest`."""
         self.gradient_counts[entry] += 1
 
     def _leave_external(self, entry: int) -> bool:
-        """Leaves a large gradient outside the bucket, if it is computed once per pass and contiguous."""
+        """Leave a large gradient outside the bucket, if it is computed once per pass and contiguous."""
         rounds = self._rounds
         gradient, (index, position) = rounds.parameters[entry].grad, rounds.layout.location_of[entry]
         assert gradient is not None
-        slot, external = rounds.buckets[index], self._external[index]
+        bucket, external = rounds.buckets[index], self._external[index]
         if entry in external:  # computed more often than in the first steps
-            Contribution(slot.contribution.flat, [external.pop(entry)]).materialize()
+            Contribution(bucket.contribution.flat, [external.pop(entry)]).materialize()
         stays_external = (
             rounds.gradients_per_pass[entry] == 1
             and not self._is_packed[entry]
@@ -272,12 +276,12 @@ class GradientRound:
         )
         if stays_external:
             external[entry] = ExternalElements(
-                slot.offsets[position], gradient.detach().view(-1), self._scale
+                bucket.offsets[position], gradient.detach().view(-1), self._scale
             )
         return stays_external
 
     def _pack(self, entry: int, *, add: bool = False) -> None:
-        """Writes or adds a scaled gradient to its bucket.
+        """Write or add a scaled gradient to its bucket.
 
         Dividing before the sum avoids overflow in half precision.
         """
@@ -295,14 +299,14 @@ class GradientRound:
             torch.mul(gradient, self._scale, out=view)
 
     def launch(self, index: int) -> None:
-        """Starts the all-reduce of a bucket."""
-        rounds, slot = self._rounds, self._rounds.buckets[index]
+        """Start the all-reduce of a bucket."""
+        rounds, bucket = self._rounds, self._rounds.buckets[index]
         if self._exchange_id is None:
             self._exchange_id = rounds.binding.next_exchange_id()
         self._launched_s[index] = time.perf_counter()
         self._pending[index] = rounds.exchange.all_reduce(
-            slot.contribution.flat,
-            slot.output.flat,
+            bucket.contribution.flat,
+            bucket.output.flat,
             exchange_id=self._exchange_id,
             index=index,
             algorithm=rounds.layout.algorithms[index],
@@ -312,7 +316,7 @@ class GradientRound:
         self._external[index].clear()
 
     def send_rest(self, compute_s: float) -> None:
-        """Launches the remaining buckets, with gradients as they are now, and notifies the session.
+        """Launch the remaining buckets, with gradients as they are now, and notify the session.
 
         Args:
             compute_s: this worker's compute time for the round, in seconds.
@@ -336,15 +340,15 @@ class GradientRound:
         rounds.binding.finish_round([])
 
     def _send_auxiliary(self) -> None:
-        """Launches the auxiliary buckets: buffers, zero on all but the first member, and the trailer."""
+        """Launch the auxiliary buckets: buffers, zero on all but the first member, and the trailer."""
         rounds = self._rounds
         buffers, count = rounds.buffers.tensors(), len(rounds.parameters)
         for index in range(rounds.layout.gradient_buckets, len(rounds.buckets)):
-            slot = rounds.buckets[index]
-            for entry, view in zip(slot.entries, slot.contribution.views, strict=True):
+            bucket = rounds.buckets[index]
+            for entry, view in zip(bucket.entries, bucket.contribution.views, strict=True):
                 if entry == count + len(buffers):
-                    lanes = split_float64(rounds.context.hyperparameters())
-                    shared = [0.0] * len(lanes) if rounds.position else lanes
+                    parts = split_float64(rounds.context.hyperparameters())
+                    shared = [0.0] * len(parts) if rounds.position else parts
                     flags = [self._scale, len(self._written), rounds.context.has_preemption_signal]
                     view.copy_(
                         torch.tensor([*flags, *self._has_gradient, *shared], dtype=view.dtype, device="cpu")
@@ -358,7 +362,7 @@ class GradientRound:
     # Receiving -----------------------------------------------------------------------------------------
 
     def wait(self, index: int) -> None:
-        """Waits for a bucket's sum, and before that for the auxiliary buckets.
+        """Wait for a bucket's sum, and before that for the auxiliary buckets.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
@@ -373,7 +377,7 @@ class GradientRound:
             self._has_arrived[index] = True
 
     def wait_for_bucket(self, index: int) -> bool:
-        """Waits for a bucket's sum; returns False where that failed. Thread-safe."""
+        """Wait for a bucket's sum; return False where that failed. Thread-safe."""
         pending = self._pending[index]
         assert pending is not None
         try:
@@ -383,7 +387,7 @@ class GradientRound:
         return True
 
     def finalize(self, index: int) -> None:
-        """Turns a bucket's sum, once it has arrived, into means."""
+        """Turn a bucket's sum, once it has arrived, into means."""
         if self._is_final[index]:
             return
         assert self.weight is not None
@@ -425,7 +429,7 @@ class GradientRound:
             self._apply_auxiliary(index)
 
     def _apply_auxiliary(self, index: int) -> None:
-        """Waits for an auxiliary bucket (see `BucketLayout`) and applies what it holds, once.
+        """Wait for an auxiliary bucket (see `BucketLayout`) and apply what it holds, once.
 
         Every member takes the weight and the flags from the trailer; all but the first also take the first
         member's hyperparameters and buffers.
@@ -451,14 +455,14 @@ class GradientRound:
                     buffers[entry - count].data.copy_(view)
 
     def _wait(self, index: int) -> None:
-        """Waits for a bucket's exchange, and records its duration in the trace."""
+        """Wait for a bucket's exchange, and record its duration in the trace."""
         rounds, pending = self._rounds, self._pending[index]
         assert pending is not None
         rounds.wait(pending)
         if rounds.context.tracer is not None and pending.ended_s is not None:
             what = "buffers and trailer"
             if index < rounds.layout.gradient_buckets:
-                slot = rounds.buckets[index]
-                size = f"{slot.contribution.flat.nbytes / 1e6:.2f} MB"
-                what = f"{rounds.names[slot.entries[0]]}, {size} by {rounds.layout.algorithms[index]}"
+                bucket = rounds.buckets[index]
+                size = f"{bucket.contribution.flat.nbytes / 1e6:.2f} MB"
+                what = f"{rounds.names[bucket.entries[0]]}, {size} by {rounds.layout.algorithms[index]}"
             rounds.context.tracer.add_span(what, what, self._launched_s[index], pending.ended_s)

@@ -27,9 +27,9 @@ class PendingGradient(torch.Tensor):
         Args:
             wait: waits for the mean; called by every operation.
         """
-        promise = mean.as_subclass(cls)
-        promise._wait = wait
-        return promise
+        pending = mean.as_subclass(cls)
+        pending._wait = wait
+        return pending
 
     @classmethod
     def __torch_function__(

@@ -37,11 +37,11 @@ class StepDeferral:
         self._is_in_forward = False
 
     def start(self) -> None:
-        """Begins to defer steps, with the buckets that there are now."""
+        """Begin to defer steps, with the buckets that there are now."""
         self._thread = DeferredStepThread(self._rounds.binding.start_thread)
 
     def stop(self) -> None:
-        """Ends the thread; the deferred step is not applied any further."""
+        """End the thread; the deferred step is not applied any further."""
         if self.step is not None:
             self.step.stop_ahead()
         if self._thread is not None:
@@ -53,24 +53,24 @@ class StepDeferral:
         return self._thread is not None and self._optimizer.is_possible
 
     def defer(self, round_: GradientRound) -> None:
-        """Defers the step with the means of a round, which are not awaited."""
+        """Record the step with the means of a round as the deferred step, without waiting for the means."""
         self.step = DeferredStep(self._optimizer, self._rounds, round_, self.is_held)
 
-    def is_with(self, round_: GradientRound | None) -> bool:
+    def has_step_of(self, round_: GradientRound | None) -> bool:
         """Whether the step with a round's means is still to be applied to some parameters."""
         return self.step is not None and self.step.round is round_
 
     def begin_forward(self) -> None:
-        """Allows the step to be applied ahead, as the program changes nothing during a forward pass."""
+        """Allow the step to be applied ahead, as the program changes nothing during a forward pass."""
         self._is_in_forward = True
 
     def end_forward(self) -> list[int]:
-        """Ends applying ahead; returns stepped parameters that the forward pass has not reached by a hook."""
+        """End applying ahead; return stepped parameters that the forward pass has not reached by a hook."""
         self._is_in_forward = False
         return self.step.stop_ahead() if self.step is not None and self.step.is_ahead else []
 
     def wait_and_apply(self, indices: Sequence[int]) -> None:
-        """Applies the step to buckets that the loop needs; waits for their means."""
+        """Apply the step to buckets that the loop needs; wait for their means."""
         step, timer = self.step, self._rounds.context.timer
         if step is not None:
             part = timer.part
@@ -83,7 +83,7 @@ class StepDeferral:
                 self._thread.begin(step)
 
     def apply_all(self) -> None:
-        """Applies the rest of the step.
+        """Apply the rest of the step.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.

@@ -46,7 +46,7 @@ class FlatTensors:
 
     @torch.no_grad()
     def pack(self, weight: float, *, is_first: bool) -> None:
-        """Fills `contributions` with the tensors times `weight`; integers are taken as they are or left out.
+        """Fill `contributions` with the tensors times `weight`; integers are taken as they are or left out.
 
         Memory that another worker may still read, because an exchange was abandoned, is replaced before.
         """
@@ -64,7 +64,7 @@ class FlatTensors:
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Copies `outputs` into the tensors."""
+        """Copy `outputs` into the tensors."""
         for tensor, part in self._parts(self.outputs):
             tensor.copy_(part)
 

@@ -146,16 +146,16 @@ class ModelAveragingSynchronizer:
 
     # Joining and leaving ---------------------------------------------------------------------------------
 
-    def join_job(self, member: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
+    def join_job(self, client: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
         """See `Synchronizer.join_job`."""
-        if member is None:
+        if client is None:
             return
-        assert isinstance(member.protocol, ModelAveragingProtocol)
-        self._client, self._protocol = member, member.protocol
-        self._memory = TensorMemory(member.endpoint)
+        assert isinstance(client.protocol, ModelAveragingProtocol)
+        self._client, self._protocol = client, client.protocol
+        self._memory = TensorMemory(client.endpoint)
         parameters = [one for one in self._trained.model.parameters() if one.requires_grad]
         self._parameters = FlatTensors(lambda: parameters, self._memory, self._trained.device)
-        member.on_action = self._on_action
+        client.on_action = self._on_action
         while not self._average("the state of the other workers"):
             pass
 
@@ -214,7 +214,7 @@ class ModelAveragingSynchronizer:
             self._saved_gradients.save(self._trained.model.parameters())
 
     def _restore_gradients(self) -> None:
-        """Removes the gradients of a backward pass that does not count."""
+        """Remove the gradients of a backward pass that does not count."""
         self._saved_gradients.put_back()
         self._saved_gradients.forget()
 
@@ -278,7 +278,7 @@ class ModelAveragingSynchronizer:
     # An averaging ----------------------------------------------------------------------------------------
 
     def _average(self, what: str) -> bool:
-        """Waits for an averaging, takes part in it and reports its end; returns whether it was not cancelled.
+        """Wait for an averaging, take part in it and report its end; return whether it was not cancelled.
 
         Args:
             what: what is waited for, for the error message.
@@ -339,7 +339,7 @@ class ModelAveragingSynchronizer:
         self._exchange = None
 
     def _copy_state(self, averaging: AverageModels, workers: Sequence[int]) -> None:
-        """Copies the state of the first of these workers to the others."""
+        """Copy the state of the first of these workers to the others."""
         exchange = self._open_exchange(workers)
         copier = StateCopier(
             exchange,
@@ -355,7 +355,7 @@ class ModelAveragingSynchronizer:
         self._exchange = None
 
     def _open_exchange(self, workers: Sequence[int]) -> Exchange:
-        """Opens an exchange over some workers; it fails at once if the averaging is cancelled already."""
+        """Open an exchange over some workers; it fails at once if the averaging is cancelled already."""
         client = self._client
         assert client is not None
         names = [client.link_name(worker) for worker in workers]
@@ -370,7 +370,7 @@ class ModelAveragingSynchronizer:
         return exchange
 
     def _on_action(self, action: Action) -> None:
-        """Fails the exchange of an averaging that is cancelled; called in the links' thread."""
+        """Fail the exchange of an averaging that is cancelled; called in the I/O thread."""
         if isinstance(action, CancelAveraging) and self._protocol.is_cancelled:
             self.abandon(_cancelled_error())
 

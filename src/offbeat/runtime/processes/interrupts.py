@@ -97,7 +97,7 @@ class DeferredSignals:
 
 
 def check_between_steps(what: str, worker: int, step: int) -> None:
-    """Refuses a call of the session in the middle of a step, as from a signal handler or a hook.
+    """Refuse a call of the session in the middle of a step, as from a signal handler or a hook.
 
     The stack below the caller's frame shows what was interrupted: a forward or backward pass, an optimizer's
     step, or this library, which may hold a lock, wait for peers, or have left state half-changed.

@@ -35,7 +35,7 @@ class PreemptionSignals:
         self._is_restored = self._is_taken = False
 
     def install(self) -> None:
-        """Installs the handlers; does nothing outside the main thread, where no handler runs.
+        """Install the handlers; do nothing outside the main thread, where no handler runs.
 
         Repeated calls have no effect.
         """
@@ -48,13 +48,13 @@ class PreemptionSignals:
                 signal.signal(number, self._on_signal)
 
     def take(self) -> str | None:
-        """Returns `signal_name` once, to be reported, and None after that."""
+        """Return `signal_name` once, to be reported, and None after that."""
         name = None if self._is_taken else self.signal_name
         self._is_taken |= name is not None
         return name
 
     def restore(self) -> None:
-        """Restores the program's handlers, except where it has installed others since."""
+        """Restore the program's handlers, except where it has installed others since."""
         self._is_restored = True
         for number, before in self._before.items():
             if signal.getsignal(number) == self._on_signal:

@@ -37,7 +37,7 @@ DEATHS_MAX: Final = 10  # in a row without progress; a job that is killed on pur
 
 
 def supervise(serve: Callable[[], None], progress: Callable[[], object], *, name: str) -> int:
-    """Runs `serve` in a child process, and in another one whenever that is killed by a signal.
+    """Run `serve` in a child process, and in another one whenever that is killed by a signal.
 
     Returns in the supervisor and, once `serve` has returned, in the child: the caller ends either process
     with the returned code. A child that raises has ended by itself and is not restarted: its error would only

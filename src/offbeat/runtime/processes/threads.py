@@ -13,7 +13,7 @@ from collections.abc import Callable
 def start_thread(
     name: str, run: Callable[[], object], on_failure: Callable[[BaseException], object]
 ) -> threading.Thread:
-    """Starts a daemon thread and returns it.
+    """Start a daemon thread and return it.
 
     Args:
         name: of the thread, for debuggers and error messages.

@@ -105,7 +105,7 @@ class PS:
         cls,
         servers: int = 2,
         *,
-        copies: int = 2,
+        replicas: int = 2,
         functions: Sequence[str] = (),
         run_log: str | None = None,
         silent_s: float = SILENT_S_DEFAULT,
@@ -114,7 +114,7 @@ class PS:
 
         Args:
             servers: how many processes.
-            copies: how many replicas each block has, as far as there are servers.
+            replicas: how many replicas each block has, as far as there are servers.
             functions: import paths of user-defined updates.
             run_log: path of the file to which the manager writes its run log.
             silent_s: a node from which the manager receives nothing for so many seconds, more than 2, is
@@ -124,7 +124,9 @@ class PS:
             ValueError: an argument out of range.
             OffbeatError: it does not start.
         """
-        owned = LocalServers(servers, copies=copies, functions=functions, run_log=run_log, silent_s=silent_s)
+        owned = LocalServers(
+            servers, replicas=replicas, functions=functions, run_log=run_log, silent_s=silent_s
+        )
         try:
             ps = cls(owned.cluster, host="127.0.0.1")
         except BaseException:
@@ -427,7 +429,7 @@ class PS:
         combines = not (space.aggregates or has_push_filters or isinstance(update, UserFunction))
         return Namespace(self._requests, space, update or Sum(), width=width, dtype=dtype, combines=combines)
 
-    # In the links' thread --------------------------------------------------------------------------------
+    # In the I/O thread --------------------------------------------------------------------------------
 
     def _on_group(self, action: WorkerGroupAction) -> None:
         group = self._groups.get(action.group)

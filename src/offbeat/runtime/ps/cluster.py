@@ -45,7 +45,7 @@ class LocalServers:
         self,
         servers: int,
         *,
-        copies: int,
+        replicas: int,
         functions: Sequence[str],
         run_log: str | None = None,
         silent_s: float = SILENT_S_DEFAULT,
@@ -55,7 +55,7 @@ class LocalServers:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._functions = tuple(functions)
         self.cluster = start_manager(
-            servers, host="127.0.0.1", copies=copies, run_log=run_log, silent_s=silent_s
+            servers, host="127.0.0.1", replicas=replicas, run_log=run_log, silent_s=silent_s
         )
         # Its thread runs as long as the servers: the kernel ends them with the thread that started them.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="offbeat servers")
@@ -90,7 +90,7 @@ def start_manager(
     servers: int,
     *,
     host: str,
-    copies: int = 2,
+    replicas: int = 2,
     run_log: str | None = None,
     silent_s: float = SILENT_S_DEFAULT,
 ) -> ClusterFile:
@@ -106,7 +106,7 @@ def start_manager(
     if not silent_s > _SILENT_S_MIN:
         raise ValueError(f"expected silent_s to be more than {_SILENT_S_MIN:g} s, got {silent_s:g} s")
     job, token = new_job_id_and_token()
-    arguments = {"servers": servers, "copies": copies, "silent_s": silent_s}
+    arguments = {"servers": servers, "replicas": replicas, "silent_s": silent_s}
     addresses = start_coordinator(
         CoordinatorConfiguration(
             job=job,

@@ -105,7 +105,7 @@ class ClusterState:
         with self._changed:
             self._refused.pop(name, None)
 
-    # In the links' thread --------------------------------------------------------------------------------
+    # In the I/O thread --------------------------------------------------------------------------------
 
     def set_view(self, view: PlacementView) -> None:
         """Store a new view."""
@@ -120,7 +120,7 @@ class ClusterState:
             self._changed.notify_all()
 
     def set_failure(self, cause: str) -> bool:
-        """This client is disconnected from the parameter server; return whether that is new."""
+        """Note that this client is disconnected from the parameter server; return whether that is new."""
         with self._changed:
             if self.failure is not None:
                 return False

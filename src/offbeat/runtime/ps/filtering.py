@@ -179,10 +179,11 @@ class NodeFilters:
     def _encode_values(
         self, node: str, kind: str, part: Push | Operation, time: int
     ) -> EncodedValues | Entries:
+        """Encode values for a node; a replacement (`put`) is sent unchanged and ends the filters' chain."""
         key = node, part.namespace, kind
         content: Entries = part.content
         if content.is_replacement:
-            if key in self._chains:  # the receiver no longer has part its filters count as sent
+            if key in self._chains:  # it removes values that the filters count as sent
                 self._end(key)
             return content
         encoded = self._encode(

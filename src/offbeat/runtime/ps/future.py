@@ -37,7 +37,7 @@ class Future:
         is_sent_push: it is a push that has been sent, or is about to be.
         is_done: there is a result, or an error.
         error: why there is no result.
-        callbacks: called in the links' thread when it is done.
+        callbacks: called in the I/O thread when it is done.
     """
 
     __slots__ = (
@@ -113,7 +113,7 @@ class Future:
         return self._unanswered() if self.span is None else self._unanswered(*self.span)
 
     def set_result(self, value: Any, error: Exception | None = None) -> None:
-        """Set the result or the error, and call the followers; in the links' thread."""
+        """Set the result or the error, and call the followers; in the I/O thread."""
         if not self.is_done:
             self._value, self.error = value, error
             self.is_done = True

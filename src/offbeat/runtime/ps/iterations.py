@@ -46,8 +46,8 @@ class Iterations:
 
     Args:
         endpoint: the client's links.
-        cluster_state: says whether the client is still connected.
-        waiting: futures that fail when it no longer is: that of an iteration's beginning is one.
+        cluster_state: knows whether the client is still connected.
+        waiting: futures that fail when the client is disconnected, those of iterations' beginnings included.
 
     Attributes:
         tau: the latest value given to `set_tau`; None at first.
@@ -93,7 +93,7 @@ class Iterations:
             return None  # the waiting thread is running the links, for requests of other threads
         return iteration
 
-    # In the links' thread --------------------------------------------------------------------------------
+    # In the I/O thread --------------------------------------------------------------------------------
 
     def add(self, iteration: Iteration, future: Future) -> None:
         """Add a request to an iteration, which is not finished before it is done."""

@@ -4,7 +4,7 @@ Messages to the same node are sent in batches, which also carry acknowledgements
 sent separately, from memory to memory, and a message is delivered when all of its arrays have arrived. When
 a connection breaks, everything that may have been lost is sent again.
 
-Everything here runs in the links' thread.
+Everything here runs in the I/O thread.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Messenger:
         place: (node, message, array): replaces an array of the message that is to be received by one of the
             same shape and type, and returns that; None to leave it.
         gather: called right before queued messages are written; may send more.
-        share: (node, message, array, shown): replaces the array to be received by one in the sender's
+        share: (node, message, array, shared): replaces the array to be received by one in the sender's
             memory, which may be read until the message has been delivered; returns whether it does, otherwise
             the data are copied.
     """
@@ -137,7 +137,7 @@ class Messenger:
         self._delivery_limit_s = PROCESSING_SLICE_S
 
     def send(self, to: str, message: Any) -> None:
-        """Queue a message; it is sent in a batch when the links' thread has nothing else to do."""
+        """Queue a message; it is sent in a batch when the I/O thread has nothing else to do."""
         state = self._peer_state(to)
         if not state.outgoing:
             self._write_soon(to)
@@ -183,7 +183,7 @@ class Messenger:
             self._deliver(peer, state)
 
     def on_lost(self, peer: str) -> None:
-        """A connection broke; incomplete batches on it will be received again."""
+        """Forget incomplete batches of a broken connection; they will be received again."""
         self._staging.on_peer_lost(peer)
         state = self._peers.get(peer)
         if state is not None:
@@ -260,7 +260,7 @@ class Messenger:
             self._endpoint.send_tensor(peer, tag, data, on_done=done, uses_long_frames=True)
 
     def _on_written(self, peer: str, state: _PeerState, tag: int) -> None:
-        """An array has been written."""
+        """Count an array that has been written."""
         state.announced_bytes -= state.announced.pop(tag, 0)
         if state.outgoing and state.announced_bytes < _ANNOUNCED_BYTES_MAX:
             self._write_soon(peer)
@@ -297,11 +297,11 @@ class Messenger:
         for array in arrays:
             incoming.missing_bytes += array.nbytes
             incoming.size_bytes += array.nbytes
-        shown = partial(self._shown, peer, state, incoming, arrays[0]) if len(arrays) == 1 else None
-        for place, array in enumerate(arrays, tag):
-            self._expect(peer, place, memoryview(array), on_data, shown)  # type: ignore[arg-type]
+        shared = partial(self._on_shared, peer, state, incoming, arrays[0]) if len(arrays) == 1 else None
+        for array_tag, array in enumerate(arrays, tag):
+            self._expect(peer, array_tag, memoryview(array), on_data, shared)  # type: ignore[arg-type]
 
-    def _shown(
+    def _on_shared(
         self,
         peer: str,
         state: _PeerState,
@@ -310,7 +310,7 @@ class Messenger:
         offset: int,
         source: memoryview,
     ) -> None:
-        """The one array of a batch, or a part of it, can be read in the sender's memory for now."""
+        """Receive the only array of a batch, or a part of it, from the sender's memory, readable for now."""
         incoming.missing_bytes -= len(source)
         is_first = bool(state.incoming) and state.incoming[0] is incoming
         is_next = is_first and not state.due and len(source) == array.nbytes  # so it is delivered right here
@@ -323,10 +323,10 @@ class Messenger:
             self._deliver(peer, state, at_once=is_next)
 
     def _expect(
-        self, peer: str, tag: int, into: memoryview, on_data: OnData, shown: OnShared | None = None
+        self, peer: str, tag: int, into: memoryview, on_data: OnData, shared: OnShared | None = None
     ) -> None:
         try:
-            self._endpoint.post_receive(peer, tag, into, on_data, shown)
+            self._endpoint.post_receive(peer, tag, into, on_data, shared)
         except ValueError as error:  # the tag was chosen by the peer
             raise ProtocolError(str(error)) from None
 

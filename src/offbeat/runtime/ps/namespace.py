@@ -134,7 +134,7 @@ class Namespace:
         if problem:
             raise ValueError(problem)
         if weight != 1.0 or settings is not None:
-            content.meta = self._terms(weight, settings)
+            content.meta = self._push_meta(weight, settings)
         return self._push(content, begin, end, time, after, may_wait=may_wait)
 
     def put(
@@ -261,7 +261,7 @@ class Namespace:
         """
         self._requests.call_in_order(lambda: self._requests.node.filtering.kkt(self.name).set_margin(margin))
 
-    def active_keys(self, keys: ArrayLike) -> NDArray[np.bool_]:
+    def is_active(self, keys: ArrayLike) -> NDArray[np.bool_]:
         """Return a mask of shape (K,), True for keys that the KKT filter does not skip in pushes.
 
         The other keys need no computation. Keys that are not pushed at all do not count as skipped in the
@@ -276,7 +276,7 @@ class Namespace:
         """
         listed = self._listed(keys)
         found: NDArray[np.bool_] = self._requests.call_in_order(
-            lambda: self._requests.node.filtering.kkt(self.name).active(listed)
+            lambda: self._requests.node.filtering.kkt(self.name).is_active(listed)
         )
         return found
 
@@ -291,7 +291,7 @@ class Namespace:
             than those of all pushes of other clients.
 
         Raises:
-            OffbeatError: the namespace does not aggregate, this client has withdrawn, or there were fewer
+            OffbeatError: the namespace does not aggregate, this client has left it, or there were fewer
                 participants after `timeout_s` seconds.
         """
         requests, views, name = self._requests, self._requests.cluster_state, self.name
@@ -330,17 +330,18 @@ class Namespace:
             raise OffbeatError(f"{error}; participants left: {left or 'none'}") from None
 
     def leave_aggregation(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Stop pushing to a namespace that aggregates, so that its sums no longer wait for this client.
+        """Leave a namespace that aggregates, so that its sums no longer wait for this client.
 
-        It cannot take part again.
+        Returns when the manager has been asked. This client cannot take part again. To wait for pushes first,
+        see `leave_aggregation_after`.
 
         Raises:
-            OffbeatError: pushes to it are not done.
+            OffbeatError: pushes of this client to the namespace are not done.
         """
         self._requests.leave_aggregation(self.name).result(timeout_s)
 
     def leave_aggregation_after(self, requests: Iterable[Future]) -> Future:
-        """Withdraw once these requests are done, without blocking; the future fails if one of them fails."""
+        """Leave once these requests are done, without blocking; the future fails if one of them fails."""
         return self._requests.leave_aggregation(self.name, requests)
 
     def _push(
@@ -374,7 +375,7 @@ class Namespace:
             raise ValueError(f"expected rows of shape {self._shape}, got values of {rows.shape}")
         return rows
 
-    def _terms(self, weight: float, settings: UpdateSettings | None) -> PushMeta:
+    def _push_meta(self, weight: float, settings: UpdateSettings | None) -> PushMeta:
         check_weight(weight)
         if weight != 1.0 and not self._aggregates:
             raise ValueError(f"expected no weight where pushes are not aggregated, got {weight}")

@@ -1,4 +1,4 @@
-"""A node of a parameter server, server or client: its links, its line to the manager, its messages to others.
+"""A node of a parameter server, server or client: its links, control connection and messages.
 
 This module never decides which server holds what: the manager's views do.
 """
@@ -100,7 +100,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
 class PsNode:
     """A server or a client.
 
-    All callbacks run in the links' thread, and all methods except `close` must be called there.
+    All callbacks run in the I/O thread, and all methods except `close` must be called there.
 
     Args:
         name: "server-3" or "client-7".
@@ -127,11 +127,11 @@ class PsNode:
         on_message: Callable[[str, Any], None],
         on_gone: Callable[[str], None],
         on_refused: Callable[[RejectNamespace], None] = lambda refused: None,
-        on_group: Callable[[WorkerGroupAction], None] = lambda said: None,
+        on_group: Callable[[WorkerGroupAction], None] = lambda action: None,
         on_close: Callable[[], None] = lambda: None,
         place: PlaceArray = lambda node, message, array: None,
         gather: Callable[[], None] = lambda: None,
-        share: ShareArray = lambda node, message, array, shown: False,
+        share: ShareArray = lambda node, message, array, shared: False,
         functions: tuple[str, ...] = (),
         unix: bool = True,
     ) -> None:
@@ -197,7 +197,7 @@ class PsNode:
             self._control.wait_until_acked(_GOODBYE_S)
         self.endpoint.close()
 
-    # In the links' thread --------------------------------------------------------------------------------
+    # In the I/O thread --------------------------------------------------------------------------------
 
     def _allocate(self, size_bytes: int) -> Buffer:
         if size_bytes < MIN_STAGED_BYTES:
@@ -229,8 +229,8 @@ class PsNode:
                 case _:
                     raise ProtocolError(f"{self.name} cannot use the action {type(action).__name__}")
 
-    def _on_view_action(self, viewed: ClusterView) -> None:
-        servers = {f"server-{one.server}": one.addresses for one in viewed.servers}
+    def _on_view_action(self, action: ClusterView) -> None:
+        servers = {f"server-{one.server}": one.addresses for one in action.servers}
         for name in self._addresses.keys() - servers.keys():
             self._gone.add(name)
             self._reachable(name)
@@ -244,7 +244,7 @@ class PsNode:
             if name != self.name:
                 self.endpoint.add_peer(name, servers[name], has_fixed_addresses=True, silent_s=inf)
         self._addresses = servers
-        view = view_from_action(viewed)
+        view = view_from_action(action)
         self.filtering.add_namespaces(view.spaces)
         self._on_view(view)
 

@@ -62,9 +62,9 @@ class EncodedValues:
         values: Array | None,
         body: bytes | None,
         notes: Mapping[str, Mapping[str, Any]],
-        terms: PushMeta | None = None,
+        meta: PushMeta | None = None,
     ) -> None:
-        self.keys, self.values, self.body, self.notes, self.meta = keys, values, body, notes, terms
+        self.keys, self.values, self.body, self.notes, self.meta = keys, values, body, notes, meta
 
 
 class Packed(NamedTuple):
@@ -111,7 +111,7 @@ class Packer:
                 self._append_array(value.keys, pieces)
             self._append_array(value.values, pieces)
             entries = Ext(_ENTRIES, b"".join(pieces))
-            return entries if value.meta is None else self._with_terms(entries, value.meta)
+            return entries if value.meta is None else self._with_meta(entries, value.meta)
         if isinstance(value, np.ndarray):
             pieces = []
             self._append_array(value, pieces)
@@ -119,11 +119,11 @@ class Packer:
         if isinstance(value, EncodedValues):
             plain = (value.keys, value.values, value.body, value.notes)
             encoded = Ext(_ENCODED, self._encoder.encode(plain))
-            return encoded if value.meta is None else self._with_terms(encoded, value.meta)
+            return encoded if value.meta is None else self._with_meta(encoded, value.meta)
         raise TypeError(f"expected plain data, arrays and Entries, got {type(value).__name__}")
 
-    def _with_terms(self, content: Ext, terms: PushMeta) -> Ext:
-        plain = (content, terms.weight, terms.settings, terms.states)
+    def _with_meta(self, content: Ext, meta: PushMeta) -> Ext:
+        plain = (content, meta.weight, meta.settings, meta.states)
         return Ext(_WITH_TERMS, self._encoder.encode(plain))
 
     def _append_array(self, array: Array, pieces: list[Any]) -> None:
@@ -155,7 +155,7 @@ class Unpacker:
         self._encoded = msgspec.msgpack.Decoder(
             tuple[Any, Any, bytes | None, dict[str, dict[str, Any]]], ext_hook=self._extend
         )
-        self._with_terms_decoder = msgspec.msgpack.Decoder(
+        self._with_meta_decoder = msgspec.msgpack.Decoder(
             tuple[Any, float, dict[str, float | list[float]] | None, dict[str, Any] | None],
             ext_hook=self._extend,
         )
@@ -198,7 +198,7 @@ class Unpacker:
                 )
             return EncodedValues(keys, values, body, notes)
         if code == _WITH_TERMS:
-            return self._decode_with_terms(data)
+            return self._decode_with_meta(data)
         if code != _ENTRIES:
             raise ValueError(f"expected an array or Entries, got extension {code}")
         first, is_listed = _FIRST.unpack_from(data)
@@ -208,10 +208,10 @@ class Unpacker:
             raise ValueError(f"expected Entries in {end} bytes, got {len(data)}")
         return Entries(first, values, keys)
 
-    def _decode_with_terms(self, data: memoryview) -> Entries | EncodedValues:
-        content, weight, settings, states = self._with_terms_decoder.decode(data)
+    def _decode_with_meta(self, data: memoryview) -> Entries | EncodedValues:
+        content, weight, settings, states = self._with_meta_decoder.decode(data)
         if not isinstance(content, Entries | EncodedValues) or content.meta is not None:
-            raise ValueError("expected values with the terms of a push, got another object")
+            raise ValueError("expected values with the options of a push, got another object")
         if not all(isinstance(rows, np.ndarray) for rows in (states or {}).values()):
             raise ValueError("expected arrays as states")
         content.meta = PushMeta(weight, settings, states)

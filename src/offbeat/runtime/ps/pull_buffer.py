@@ -16,7 +16,7 @@ _LAND_BYTES_MIN: Final = 64 * 1024
 
 
 class PullBuffer:
-    """The result of one pull while it arrives; used in the links' thread only.
+    """The result of one pull while it arrives; used in the I/O thread only.
 
     Args:
         first, last: the range of the pull, keys `first` to `last` - 1.

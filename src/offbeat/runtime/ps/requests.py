@@ -1,8 +1,8 @@
 """The requests of a parameter server's client that are not done: queued, sent, completed, failed.
 
-`policies.client` decides which server receives which part of a request, and when it is done. Of a namespace,
-this module knows the name and the size of the pieces in which its rows travel; it does not check keys or rows
-against the namespace.
+`offbeat.policies.ps.client` decides which server receives which part of a request, and when it is done. Of a
+namespace, this module knows the name and the size of the pieces in which its rows travel; it does not check
+keys or rows against the namespace.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class InflightRequests:
         client_id: the client's.
         cluster, host: see `PsNode`.
         start_s: how many seconds to wait for the cluster's servers.
-        on_group: the manager has sent an action for a group of workers; called in the links' thread.
+        on_group: the manager has sent an action for a group of workers; called in the I/O thread.
         on_end: this client is disconnected from the parameter server, with the cause; called once, before
             its requests fail.
 
     Attributes:
         client_id: as given.
-        node: its links and its line to the manager.
+        node: its links and its control connection to the manager.
         cluster_state: what the manager has published.
         row_pieces: how neighbouring rows travel.
         iterations: of its requests.
@@ -125,7 +125,7 @@ class InflightRequests:
     ) -> Future:
         """Push what `content` has for keys `first` to `last` - 1 of a namespace.
 
-        While too many pushed bytes are not acknowledged, this waits for room; but not in the links' thread,
+        While too many pushed bytes are not acknowledged, this waits for room; but not in the I/O thread,
         nor for the requests in `after`.
 
         Args:
@@ -236,7 +236,7 @@ class InflightRequests:
         return future
 
     def call_in_order(self, function: Callable[[], Any]) -> Any:
-        """Call a function in the links' thread, after all requests made before; return its result.
+        """Call a function in the I/O thread, after all requests made before; return its result.
 
         Args:
             function: must not block.
@@ -269,7 +269,7 @@ class InflightRequests:
         span: NamespaceRange,
         after: Iterable[Future],
         room: Room,
-        answer: PullBuffer | None = None,
+        buffer: PullBuffer | None = None,
         part: Entries | None = None,
         *,
         may_wait: bool = True,
@@ -279,7 +279,7 @@ class InflightRequests:
         future = Future(what, self._unanswered, self._run_until, span)
         iteration = self.iterations.current
         before = list(after) if iteration is None else [*after, iteration.begins]
-        request = QueuedRequest(make, future, iteration, before, answer, part, room=room)
+        request = QueuedRequest(make, future, iteration, before, buffer, part, room=room)
         if may_wait and not self.node.endpoint.is_io_thread:
             window, account, size_bytes = room  # else, it might overtake one that waits for room
             if all(one.is_done for one in before) and window.admit(account, size_bytes):
@@ -296,11 +296,12 @@ class InflightRequests:
         Raises:
             OffbeatError: there was no room in time; the request will not be sent.
         """
-        request.no_wait = no_wait = Future(f"room for {request.future.label}", lambda: "", self._run_until)
-        request.future.callbacks.append(partial(no_wait.set_result, None))
+        wait_ended = Future(f"room for {request.future.label}", lambda: "", self._run_until)
+        request.wait_ended = wait_ended
+        request.future.callbacks.append(partial(wait_ended.set_result, None))
         self._call(self._admit, request)
         try:
-            no_wait.result(self._room_timeout_s)
+            wait_ended.result(self._room_timeout_s)
         except OffbeatError:
             error = self.call_in_order(partial(self._give_up, request))
             if error is not None:
@@ -309,7 +310,7 @@ class InflightRequests:
             self._call(self._give_up, request)
             raise
 
-    # In the links' thread --------------------------------------------------------------------------------
+    # In the I/O thread --------------------------------------------------------------------------------
 
     def _admit(self, request: QueuedRequest) -> None:
         iteration = request.iteration
@@ -319,8 +320,8 @@ class InflightRequests:
             request.future.set_result(None, OffbeatError(self.cluster_state.failure))
         else:
             self._advance(request)
-        if request.no_wait is not None and not request.is_held:
-            request.no_wait.set_result(None)
+        if request.wait_ended is not None and not request.is_held:
+            request.wait_ended.set_result(None)
 
     def _release(self, room: Room, count: int = 1) -> None:
         """Release the room of requests that have been answered, or will not be sent."""
@@ -332,8 +333,8 @@ class InflightRequests:
         """Send the requests for which there is room now."""
         for request in window.admit_held():
             request.is_held, request.is_admitted = False, True
-            if request.no_wait is not None:
-                request.no_wait.set_result(None)
+            if request.wait_ended is not None:
+                request.wait_ended.set_result(None)
             self._advance(request)
 
     def _give_up(self, request: QueuedRequest) -> OffbeatError | None:
@@ -401,12 +402,12 @@ class InflightRequests:
         self._send_combined()
         try:
             number, actions = request.make()
-        except (ProtocolError, ValueError) as error:  # the client has withdrawn, or the time is over
+        except (ProtocolError, ValueError) as error:  # the client has left, or the time is over
             self._fail(request, error)
             return
-        future.is_sent_push = request.answer is None
+        future.is_sent_push = request.buffer is None
         assert request.room is not None
-        self._sent.add(number, SentRequest((future,), request.room, request.answer, behind))
+        self._sent.add(number, SentRequest((future,), request.room, request.buffer, behind))
         self._emit(actions)
 
     def _fail(self, request: QueuedRequest, error: Exception) -> None:
@@ -451,10 +452,10 @@ class InflightRequests:
         behind, self._pulls_behind = self._pulls_behind, []
         pulls, rest = _split_covering((name, content.first, last), behind)
         self._waiting.difference_update(pull.future for pull in pulls)
-        answer = _joint_answer(pulls, content.first, last) if pulls else None
+        buffer = _buffer_for(pulls, content.first, last) if pulls else None
         number, actions = self._client.push(name, content, content.first, last, wants_values=bool(pulls))
         room = Room(self._pushed, _SHARED_ACCOUNT, content.values.nbytes + len(futures) * REQUEST_BYTES)
-        self._sent.add(number, SentRequest(futures, room, answer, pulls=pulls))
+        self._sent.add(number, SentRequest(futures, room, buffer, pulls=pulls))
         self._emit(actions)
         for request in rest:
             self._advance(request)
@@ -502,7 +503,7 @@ def _describe_first(requests: Sequence[Future]) -> str:
 
 def _would_contain(request: QueuedRequest, push: Future, state: ClusterState) -> bool:
     """Whether the result of a request, if it is sent now, contains a push that is not done."""
-    if request.answer is None or not push.is_sent_push:
+    if request.buffer is None or not push.is_sent_push:
         return False
     assert request.future.span is not None
     assert push.span is not None
@@ -516,13 +517,13 @@ def _split_covering(
 ) -> tuple[list[QueuedRequest], list[QueuedRequest]]:
     """Split requests: pulls, ascending, that cover each key of a span exactly once, and all the rest.
 
-    If the pulls within the span do not cover it so, there are none of the former.
+    If the pulls within the span do not cover it exactly once, no pull is returned as covering.
     """
     name, end, last = span
     inside: list[tuple[int, int, QueuedRequest]] = []
     rest: list[QueuedRequest] = []
     for request in requests:
-        if request.future.span is not None and request.answer is not None and request.answer.is_whole_range:
+        if request.future.span is not None and request.buffer is not None and request.buffer.is_whole_range:
             of, begin, stop = request.future.span
             if of == name and end <= begin and stop <= last:
                 inside.append((begin, stop, request))
@@ -536,11 +537,11 @@ def _split_covering(
     return ([pull for _, _, pull in inside], rest) if end == last else ([], requests)
 
 
-def _joint_answer(pulls: list[QueuedRequest], first: int, last: int) -> PullBuffer:
-    """The answer of pulls that cover each of these keys exactly once."""
-    answer = pulls[0].answer
-    assert answer is not None
-    return answer if len(pulls) == 1 else answer.for_range(first, last)
+def _buffer_for(pulls: list[QueuedRequest], first: int, last: int) -> PullBuffer:
+    """Return the buffer for the rows of pulls that cover these keys: a lone pull's own, or one for all."""
+    buffer = pulls[0].buffer
+    assert buffer is not None
+    return buffer if len(pulls) == 1 else buffer.for_range(first, last)
 
 
 def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:
@@ -552,7 +553,7 @@ def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:
 
 
 def _size_bytes(content: Entries) -> int:
-    """Bytes of the keys, rows and states of a push."""
+    """Return the bytes of the keys, rows and states of a push."""
     states = {} if content.meta is None else content.meta.states or {}
     arrays = [content.values, *states.values()] if content.keys is None else [content.values, content.keys]
     return sum(array.nbytes for array in arrays)

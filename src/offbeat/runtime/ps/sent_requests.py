@@ -37,25 +37,25 @@ class QueuedRequest:
         make: creates it in the client; None if there is nothing to send.
         finish: returns the result of the future if there is nothing to send.
         before: futures that have to be done before, including the beginning of its iteration.
-        answer: of a pull.
+        buffer: of a pull.
         part: content of a push that may be merged with others.
         room: that it needs; None if there is nothing to send.
         is_admitted: it has its room.
         is_held: it waits for nothing but its room.
-        no_wait: done once it does not wait for room; None if no thread waits for that.
+        wait_ended: done once it does not wait for room; None if no thread waits for that.
     """
 
     make: Callable[[], tuple[int, list[SendMessage | RequestDone | RequestFailed]]] | None
     future: Future
     iteration: Iteration | None
     before: list[Future]
-    answer: PullBuffer | None = None
+    buffer: PullBuffer | None = None
     part: Entries | None = None
     finish: Callable[[], Any] = lambda: None
     room: Room | None = None
     is_admitted: bool = False
     is_held: bool = False
-    no_wait: Future | None = None
+    wait_ended: Future | None = None
 
 
 class SentRequest(NamedTuple):
@@ -64,14 +64,14 @@ class SentRequest(NamedTuple):
     Attributes:
         futures: that it completes.
         room: that it occupies, for each future.
-        answer: of a pull, or of a push that wants values.
+        buffer: of a pull, or of a push that wants values.
         behind: pushes that a pull's result contains; they have to be done before it is.
         pulls: that are answered with parts of the values of a push.
     """
 
     futures: Sequence[Future]
     room: Room
-    answer: PullBuffer | None = None
+    buffer: PullBuffer | None = None
     behind: Sequence[Future] = ()
     pulls: Sequence[QueuedRequest] = ()
 
@@ -79,7 +79,7 @@ class SentRequest(NamedTuple):
 class SentRequests:
     """Every request that was sent gives back its room once, and its futures end with its result or error.
 
-    Methods are called in the links' thread.
+    Methods are called in the I/O thread.
 
     Args:
         release: gives back the room of so many requests.
@@ -107,9 +107,9 @@ class SentRequests:
         if not isinstance(message, PullResult) or not isinstance(message.content, Entries):
             return None
         sent = self._sent.get(message.request)
-        if sent is None or sent.answer is None:
+        if sent is None or sent.buffer is None:
             return None
-        place = sent.answer.place_for(message.first, message.last, coming)
+        place = sent.buffer.place_for(message.first, message.last, coming)
         if place is not None:
             message.content = Entries(message.first, place, None, message.content.meta)
         return place
@@ -117,28 +117,28 @@ class SentRequests:
     def on_received(self, result: PullResult) -> bool:
         """Note rows that were received; return False if they are a duplicate."""
         sent = self._sent.get(result.request)
-        if sent is None or sent.answer is None:
+        if sent is None or sent.buffer is None:
             return False
-        sent.answer.on_received(result.first, result.last, result.content.values)
+        sent.buffer.on_received(result.first, result.last, result.content.values)
         return True
 
     def complete(self, done: RequestDone) -> None:
         """Complete a request that has been answered."""
-        futures, room, answer, behind, pulls = self._sent.pop(done.request)
+        futures, room, buffer, behind, pulls = self._sent.pop(done.request)
         self._release(room, len(futures))
-        if answer is None or pulls:
+        if buffer is None or pulls:
             for future in futures:
                 future.set_result(None)
-        if pulls and answer is not None:
-            rows = answer.rows(done.parts)
+        if pulls and buffer is not None:
+            rows = buffer.rows(done.parts)
             for pull in pulls:
                 assert pull.room is not None
                 assert pull.future.span is not None
                 self._release(pull.room, 1)
                 _, first, last = pull.future.span
-                self._complete_behind(pull.future, answer.rows_of(rows, first, last), pull.before)
-        elif answer is not None:
-            self._complete_behind(futures[0], answer.result(done.parts, done.times), behind)
+                self._complete_behind(pull.future, buffer.rows_of(rows, first, last), pull.before)
+        elif buffer is not None:
+            self._complete_behind(futures[0], buffer.result(done.parts, done.times), behind)
 
     def fail(self, failed: RequestFailed) -> Sequence[QueuedRequest]:
         """Fail a request; return the pulls that travelled with it, which may be sent alone."""

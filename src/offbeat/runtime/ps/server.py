@@ -148,7 +148,7 @@ class ServerProcess:
             self._is_leaving = True
             self._changed.notify_all()
 
-    # In the links' thread --------------------------------------------------------------------------------
+    # In the I/O thread --------------------------------------------------------------------------------
 
     def _on_view(self, view: PlacementView) -> None:
         self._emit(self._core.on_view(view))
@@ -195,7 +195,7 @@ class ServerProcess:
         number = message.epoch if isinstance(message, CLIENT_REQUESTS) else message.view
         return self._core.view is None or number > self._core.view.version
 
-    def _share(self, peer: str, message: Any, array: Array, shown: Array) -> bool:
+    def _share(self, peer: str, message: Any, array: Array, shared: Array) -> bool:
         """Let a push be read in the sender's memory, if it is read once and nothing of it is kept."""
         if not isinstance(message, Push) or not isinstance(message.content, Entries):
             return False
@@ -206,7 +206,7 @@ class ServerProcess:
             or not self._core.can_apply_in_place(message)
         ):
             return False
-        message.content = Entries(content.first, shown, content.keys, content.meta)
+        message.content = Entries(content.first, shared, content.keys, content.meta)
         return True
 
     def _emit(self, actions: Sequence[SendMessage]) -> None:

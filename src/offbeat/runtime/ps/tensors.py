@@ -70,7 +70,7 @@ class PsTensors:
         return self._requests.when_done(pulls, write)
 
     def _ranges(self, tensors: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """The ranges of keys of these tensors, ascending; adjacent ranges are merged."""
+        """Return the ranges of keys of these tensors, ascending; adjacent ranges are merged."""
         found: list[tuple[int, int]] = []
         for first, last in sorted(self.offsets.key_range_of(name) for name in tensors):
             if found and found[-1][1] == first:

@@ -297,7 +297,7 @@ class WorkerGroup:
                 f"{self.node} in the group {self.name}: timed out after {timeout_s:g} s waiting for {what}"
             )
 
-    # In the links' thread --------------------------------------------------------------------------------
+    # In the I/O thread --------------------------------------------------------------------------------
 
     def on_action(self, action: WorkerGroupAction) -> None:
         """Process an action of the manager for this group."""

@@ -27,7 +27,7 @@ from offbeat.runtime.staleness.shared_model import SharedModel
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.state_copy import TrainingPosition
 
-_PLACE_FIELDS: Final = ("round", "epoch", "seed", "samples", "batch_size")  # whole numbers
+_POSITION_FIELDS: Final = ("round", "epoch", "seed", "samples", "batch_size")  # whole numbers
 _POLL_S: Final = 0.05
 _WORD_BYTES: Final = 8  # all but parameters is stored on servers as float64 words, whatever the bits mean
 _processes: dict[str, ServedProcess] = {}  # by job
@@ -39,7 +39,7 @@ class ServedProcess:
 
     Args:
         loop: the training loop of one of its workers.
-        meeting: the rendezvous of the job.
+        rendezvous: the rendezvous of the job.
         timeout_s: how long the first worker may take to store its parameters on the servers, in seconds.
 
     Attributes:
@@ -48,21 +48,21 @@ class ServedProcess:
         model: the parameters that its threads push and pull.
     """
 
-    def __init__(self, loop: TrainingLoop, meeting: RendezvousInfo, timeout_s: float) -> None:
+    def __init__(self, loop: TrainingLoop, rendezvous: RendezvousInfo, timeout_s: float) -> None:
         self.threads = loop.local_workers
         self._timeout_s = timeout_s
         self.model: SharedModel
-        self._job, self._thread_count = meeting.job, 0
+        self._job, self._thread_count = rendezvous.job, 0
         self._lock = threading.Lock()
         self._has_model = self._has_begun = False
         first = self.threads[0]
-        cluster = ClusterFile(job=meeting.job, token=meeting.token, manager=meeting.coordinator)
+        cluster = ClusterFile(job=rendezvous.job, token=rendezvous.token, manager=rendezvous.coordinator)
         if not loop.is_newcomer:
             processes = loop.world // len(self.threads)
             for server in range(first // len(self.threads), loop.servers, processes):
-                configuration = ServerConfiguration(cluster=cluster, host=meeting.host, server=server)
+                configuration = ServerConfiguration(cluster=cluster, host=rendezvous.host, server=server)
                 start_server(configuration, is_detached=True)
-        self.ps = PS(cluster, host=meeting.host, client_id=first)
+        self.ps = PS(cluster, host=rendezvous.host, client_id=first)
         self._namespace = cache(
             partial(self.ps.namespace, update=Assign(), dtype="float64")
         )  # opens each once
@@ -71,7 +71,7 @@ class ServedProcess:
     def open_or_get(
         cls,
         loop: TrainingLoop,
-        meeting: RendezvousInfo,
+        rendezvous: RendezvousInfo,
         timeout_s: float,
         open_model: Callable[[ServedProcess], SharedModel],
     ) -> ServedProcess:
@@ -81,9 +81,9 @@ class ServedProcess:
             OffbeatError: a server did not start, or the parameter server cannot be reached.
         """
         with _processes_lock:
-            found = _processes.get(meeting.job)
+            found = _processes.get(rendezvous.job)
             if found is None:
-                found = _processes[meeting.job] = cls(loop, meeting, timeout_s)
+                found = _processes[rendezvous.job] = cls(loop, rendezvous, timeout_s)
             found._thread_count += 1
         try:
             with found._lock:
@@ -125,13 +125,13 @@ class ServedProcess:
     def publish_position(self, loop: TrainingLoop) -> None:
         """Publish epoch, seed and sampling settings on the servers, in each epoch, for newcomers."""
         place = loop.position(0)
-        numbers = [float(getattr(place, name)) for name in _PLACE_FIELDS]
-        self._place_namespace().push([1.0, float(place.drop_last), *numbers])
+        numbers = [float(getattr(place, name)) for name in _POSITION_FIELDS]
+        self._position_namespace().push([1.0, float(place.drop_last), *numbers])
 
     def restore_position(self, loop: TrainingLoop) -> None:
         """Let a newcomer start at the position of the training."""
         drop_last, *numbers = self._wait_for_place(loop)
-        whole = dict(zip(_PLACE_FIELDS, map(int, numbers), strict=True))
+        whole = dict(zip(_POSITION_FIELDS, map(int, numbers), strict=True))
         loop.restore_position(TrainingPosition(**whole, drop_last=bool(drop_last)))
 
     def _wait_for_place(self, loop: TrainingLoop) -> list[float]:
@@ -139,7 +139,7 @@ class ServedProcess:
         limit_s = time.monotonic() + self._timeout_s
         while True:
             is_published, *numbers = self.model.wait_for(
-                self._place_namespace().pull(), "the first parameters", loop.raise_if_failed
+                self._position_namespace().pull(), "the first parameters", loop.raise_if_failed
             )
             if is_published:
                 return list(numbers)
@@ -159,12 +159,12 @@ class ServedProcess:
                 bits, left = left[: tensor.nbytes], left[tensor.nbytes :]
                 tensor.copy_(bits.clone().view(tensor.dtype).view(tensor.shape))
 
-    def _place_namespace(self) -> Namespace:
-        """The namespace of the position: is it published, `drop_last`, the integers of `_PLACE_FIELDS`."""
-        return self._namespace("place", 2 + len(_PLACE_FIELDS))
+    def _position_namespace(self) -> Namespace:
+        """Return the namespace of the position: a published flag, `drop_last`, `_POSITION_FIELDS`."""
+        return self._namespace("position", 2 + len(_POSITION_FIELDS))
 
     def _unserved_namespace(self, unserved: Sequence[torch.Tensor]) -> Namespace | None:
-        """The namespace of the bits of these tensors; None if there are none."""
+        """Return the namespace of the bits of these tensors; None if there are none."""
         size_bytes = sum(tensor.nbytes for tensor in unserved)
         return self._namespace("unserved", -(-size_bytes // _WORD_BYTES)) if size_bytes else None
 

@@ -105,7 +105,7 @@ class SharedModel:
     its threads' gradients, when none of them can add another one; where they had none, the push is empty.
     Otherwise each gradient is a push and a step by itself, and times count a process's pushes.
 
-    Source: the second paper's figure 5, and Petuum's process and thread caches (specification 2.4).
+    Source: the DTSSP paper (Kim and Rhee 2019), figure 5, and Petuum's process and thread caches.
     Deviation: a version is that of the whole model, not of single rows.
 
     Args:

@@ -41,7 +41,7 @@ from offbeat.runtime.training.writes import WriteDetector
 class ServerSynchronizer:
     """A worker that trains on a parameter server; see `Synchronizer`.
 
-    Source: the second paper, section 3 (SSP and its caches); specification 2.1 to 2.6. Deviations: buffers
+    Source: the DTSSP paper (Kim and Rhee 2019), section 3 (SSP and its caches). Deviations: buffers
     and frozen parameters are the worker's own, initially those of the first worker. Where the servers make
     one step with the mean, a local step is nevertheless a whole one: until the servers have made theirs, it
     stands for the other workers' contributions as well. (Scaled to this worker's share of the mean it leaves
@@ -57,7 +57,7 @@ class ServerSynchronizer:
     """
 
     def __init__(self, loop: TrainingLoop, trained: TrainingState, *, options: PsOptions) -> None:
-        self._loop, self._trained, self._terms = loop, trained, options
+        self._loop, self._trained, self._options = loop, trained, options
         self._parameters = ServedParameters(trained)
         self._gradient = StepGradient(trained, self._parameters, keeps_gradients=options.applies_local_steps)
         self._writes = WriteDetector(trained)
@@ -86,7 +86,7 @@ class ServerSynchronizer:
     @property
     def assigns_samples(self) -> bool:
         """See `Synchronizer.assigns_samples`."""
-        return self._terms.assigns_samples
+        return self._options.assigns_samples
 
     @property
     def step(self) -> int | None:
@@ -106,8 +106,8 @@ class ServerSynchronizer:
     @property
     def is_leader(self) -> bool:
         """See `Synchronizer.is_leader`."""
-        grant = self._protocol.permit
-        return self._loop.worker == 0 if grant is None else grant.is_leader
+        permit = self._protocol.permit
+        return self._loop.worker == 0 if permit is None else permit.is_leader
 
     @property
     def has_current_state(self) -> bool:
@@ -122,8 +122,8 @@ class ServerSynchronizer:
     @property
     def is_preempted(self) -> bool:
         """See `Synchronizer.is_preempted`."""
-        grant = self._protocol.permit
-        return grant is not None and grant.is_preempted
+        permit = self._protocol.permit
+        return permit is not None and permit.is_preempted
 
     @property
     def late_gradients(self) -> LateGradients | None:
@@ -163,21 +163,21 @@ class ServerSynchronizer:
 
     # Joining and leaving ---------------------------------------------------------------------------------
 
-    def join_job(self, member: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
+    def join_job(self, client: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
         """See `Synchronizer.join_job`."""
-        assert member is not None
+        assert client is not None
         assert rendezvous is not None
-        assert isinstance(member.protocol, ClockProtocol)
-        self._member, self._protocol = member, member.protocol
-        member.on_action = self._on_action
+        assert isinstance(client.protocol, ClockProtocol)
+        self._client, self._protocol = client, client.protocol
+        client.on_action = self._on_action
         self._process = ServedProcess.open_or_get(
-            self._loop, rendezvous, self._terms.timeout_s, self._open_model
+            self._loop, rendezvous, self._options.timeout_s, self._open_model
         )
         self._cache = ThreadCache(
             self._loop.worker,
             self._parameters,
             self._served,
-            self._terms,
+            self._options,
             self._loop.timer,
             self._loop.raise_if_failed,
         )
@@ -187,13 +187,13 @@ class ServerSynchronizer:
 
     def _open_model(self, process: ServedProcess) -> SharedModel:
         """Open the model that the threads of a process share; the first thread calls it."""
-        aggregate: Aggregate = "each" if self._terms.steps_per_process else "mean"
+        aggregate: Aggregate = "each" if self._options.steps_per_process else "mean"
         tensors = [
             process.ps.tensors(
                 f"parameters-{number}",
                 group.items(),
                 update=update,
-                aggregate=aggregate if self._terms.is_versioned else None,
+                aggregate=aggregate if self._options.is_versioned else None,
             )
             for number, (group, update) in enumerate(
                 zip(self._parameters.groups, self._parameters.updates, strict=True)
@@ -204,10 +204,10 @@ class ServerSynchronizer:
             tensors,
             CacheDirectory(
                 process.threads,
-                is_versioned=self._terms.is_versioned,
-                clears_threads=self._terms.clears_thread_cache,
+                is_versioned=self._options.is_versioned,
+                clears_threads=self._options.clears_thread_cache,
             ),
-            timeout_s=self._terms.timeout_s,
+            timeout_s=self._options.timeout_s,
         )
 
     @property
@@ -264,7 +264,7 @@ class ServerSynchronizer:
         """See `Synchronizer.flush`: where each gradient counts by itself, all of them have arrived."""
         if self._unpushed and self._clock is not None:
             self._push(self._clock)
-        if not self._terms.is_versioned and self._last_push is not None:
+        if not self._options.is_versioned and self._last_push is not None:
             self._served.wait_for(
                 self._last_push, "the last gradients to be applied", self._loop.raise_if_failed
             )
@@ -309,23 +309,23 @@ class ServerSynchronizer:
             self._report(None, self._begin(), None, 0.0, ())
         elif not self._may_start():
             timer.switch("wait")
-        grant = self._last_permit()
+        permit = self._last_permit()
         while not self._may_start():  # each permit shows that the other workers go on
-            self._member.wait_for(
-                lambda last=grant: self._may_start() or self._last_permit() is not last,  # type: ignore[misc]
-                self._terms.timeout_s,
+            self._client.wait_for(
+                lambda last=permit: self._may_start() or self._last_permit() is not last,  # type: ignore[misc]
+                self._options.timeout_s,
                 "the gate to open",
             )
-            grant = self._last_permit()
+            permit = self._last_permit()
         if self._clock is None and self._loop.worker:
             self._process.fetch_unserved(self._parameters.tensors_not_served())
         if self._loop.epoch > self._reported_epoch:
             self._reported_epoch = self._loop.epoch
             timer.switch("report")
             self._process.publish_position(self._loop)
-        self._cache.read(grant, self._steps)
+        self._cache.read(permit, self._steps)
         self._writes.mark()
-        self._clock = grant.clock
+        self._clock = permit.clock
         self._is_open = True
         self._compute_mark_s, self._compute_s = timer.total_s("compute"), 0.0
 
@@ -346,13 +346,13 @@ class ServerSynchronizer:
             raise WorkerError(f"worker {self._loop.worker} could not begin: {error}") from error
 
     def _may_start(self) -> bool:
-        grant = self._protocol.permit
-        return grant is not None and grant.may_start
+        permit = self._protocol.permit
+        return permit is not None and permit.may_start
 
     def _last_permit(self) -> StepPermit:
-        grant = self._protocol.permit
-        assert grant is not None
-        return grant
+        permit = self._protocol.permit
+        assert permit is not None
+        return permit
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """See `Synchronizer.before_step`."""
@@ -374,7 +374,7 @@ class ServerSynchronizer:
         timer.switch("push")
         self._compute_s += timer.total_s("compute") - self._compute_mark_s
         self._compute_mark_s = timer.total_s("compute")
-        if self._terms.applies_local_steps:
+        if self._options.applies_local_steps:
             self._cache.begin_update()
         for number, entry in enumerate(self._parameters.optimizers):
             if entry is optimizer:
@@ -393,12 +393,12 @@ class ServerSynchronizer:
         self._is_open = False
         self._writes.mark()
         timer.switch("push")
-        if len(self._unpushed) >= self._terms.push_every:
+        if len(self._unpushed) >= self._options.push_every:
             self._push(clock)
         timer.switch("report")
         blocks: tuple[int, ...] = ()
-        if self._terms.assigns_samples:
-            with self._member.lock:
+        if self._options.assigns_samples:
+            with self._client.lock:
                 blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
         self._report(clock, self._cache.read_version, self._loop.pop_mean_loss(), self._compute_s, blocks)
         timer.switch("push")
@@ -415,7 +415,7 @@ class ServerSynchronizer:
         time, push = self._served.add_gradient(self._loop.worker, clock, total)
         if deltas:
             self._cache.log_update(time, deltas)
-        awaited = push if self._terms.is_bounded else self._last_push
+        awaited = push if self._options.is_bounded else self._last_push
         self._last_push = push
         if awaited is not None:
             self._served.wait_for(awaited, "gradients to be applied", self._loop.raise_if_failed)
@@ -441,7 +441,7 @@ class ServerSynchronizer:
             )
         )
         what = "the coordinator to name the next clock"
-        self._member.wait_for(lambda: self._protocol.permit is not None, self._terms.timeout_s, what)
+        self._client.wait_for(lambda: self._protocol.permit is not None, self._options.timeout_s, what)
         self._is_reporting = False
         if clock is None:
             self._served.finish_clocks(loop.worker, self._last_permit().clock)
@@ -450,7 +450,7 @@ class ServerSynchronizer:
         if isinstance(action, StepPermit):
             self._on_permit(action)
 
-    def _on_permit(self, grant: StepPermit) -> None:
-        """Process a permit, in the links' thread: clocks pass even while the worker waits for samples."""
+    def _on_permit(self, permit: StepPermit) -> None:
+        """Process a permit, in the I/O thread: clocks pass even while the worker waits for samples."""
         if self._has_begun and not self._is_open and not self._is_reporting:
-            self._served.finish_clocks(self._loop.worker, grant.clock)
+            self._served.finish_clocks(self._loop.worker, permit.clock)

@@ -55,19 +55,19 @@ class BackwardPass:
         return self._task_id is not None and self._callback() is None
 
     def begin(self) -> None:
-        """Requests a call of `on_end` at the end of the pass that autograd runs now."""
+        """Request a call of `on_end` at the end of the pass that autograd runs now."""
         self._task_id = backward_pass_id()
         callback = partial(self._finish, self._task_id)
         call_at_end_of_backward(callback)
         self._callback = weakref.ref(callback)
 
     def add_gradient(self) -> bool:
-        """Records that the pass has set a `param.grad`; returns whether it is the first."""
+        """Record that the pass has set a `param.grad`; return whether it is the first."""
         had_gradient, self._has_gradient = self._has_gradient, True
         return not had_gradient
 
     def cancel(self) -> None:
-        """Cancels the call of `on_end`."""
+        """Cancel the call of `on_end`."""
         self._task_id, self._has_gradient = None, False
 
     def _finish(self, task_id: int) -> None:
@@ -103,7 +103,7 @@ class GradientObservers:
 
 
 def on_output_gradient(output: Any, callback: Callable[[torch.Tensor], None]) -> None:
-    """Calls `callback` with the gradient of each tensor in a model's output, when it is computed."""
+    """Call `callback` with the gradient of each tensor in a model's output, when it is computed."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             leaf.register_hook(callback)

@@ -15,7 +15,7 @@ from offbeat.events import CheckpointQuery
 from offbeat.runtime.data.assigned_batches import AssignedBatches
 from offbeat.runtime.data.equal_shards import EqualShards, epoch_order, load_batches
 from offbeat.runtime.data.pairing import RoundPairing
-from offbeat.runtime.training.data_position import DataPosition, Ranges, outdated_state
+from offbeat.runtime.training.data_position import DataPosition, Ranges, outdated_state_error
 from offbeat.runtime.training.interface import Synchronizer
 from offbeat.runtime.training.job_connection import JobConnection
 from offbeat.runtime.training.timing import PartTimer
@@ -63,7 +63,7 @@ class BatchSource:
         return self._pairing.batch
 
     def epochs(self, count: int, should_stop: Callable[[], bool]) -> Iterator[int]:
-        """Yields the epochs from the first unfinished one to `count` - 1, or until `should_stop`."""
+        """Yield the epochs from the first unfinished one to `count` - 1, or until `should_stop`."""
         position = self._position
         self._last_epoch = count - 1
         while position.epoch < count and not should_stop():
@@ -139,7 +139,7 @@ class BatchSource:
     def _equal_batches(
         self, dataset: Dataset[Any], shards: EqualShards, loader_options: dict[str, Any]
     ) -> Iterator[tuple[Any, int]]:
-        """Yields the batches of this worker's equal shard, with their sizes."""
+        """Yield the batches of this worker's equal shard, with their sizes."""
         worker, coordinator = self._job.worker, self._job.coordinator
         indices = shards.batches(worker)[self._pairing.batches_taken :]
         seed = (self._position.seed, self._position.epoch, worker)
@@ -152,7 +152,7 @@ class BatchSource:
     def _assigned_batches(
         self, dataset: Dataset[Any], shards: EqualShards, loader_options: dict[str, Any]
     ) -> Iterator[tuple[Any, int]]:
-        """Yields the batches assigned to this worker, with their sizes."""
+        """Yield the batches assigned to this worker, with their sizes."""
         assert self._job.coordinator is not None
         position, synchronizer = self._position, self._synchronizer
         assigned = AssignedBatches(
@@ -178,7 +178,7 @@ class BatchSource:
         return iter(assigned)
 
     def _drop_rest_of_epoch(self) -> None:
-        """Drops the rest of the epoch, which the loop has left early."""
+        """Drop the rest of the epoch, which the loop has left early."""
         if self._synchronizer.assigns_samples and self._job.coordinator is not None:
             self._has_left_epoch_early = True
             with self._job.coordinator.lock:
@@ -188,17 +188,17 @@ class BatchSource:
     # What becomes of a batch ----------------------------------------------------------------------------
 
     def on_forward(self) -> None:
-        """Lets the current batch stand in for a skipped one, with weight 0, if the next round is for that."""
+        """Let the current batch stand in for a skipped one, with weight 0, if the next round is for that."""
         if self._is_iterating and self._pairing.try_stand_in():
             self.samples = 0
             self._synchronizer.set_batch_weight(0)
 
     def on_computed(self) -> None:
-        """Marks the current batch as used."""
+        """Mark the current batch as used."""
         self._pairing.is_batch_used = True
 
     def on_step_end(self) -> None:
-        """Counts the batches up to the current one as used by the step that ends."""
+        """Count the batches up to the current one as used by the step that ends."""
         self._pairing.is_batch_used = True
         self._position.batches_used = self._pairing.batch
         self.samples = 0
@@ -214,7 +214,7 @@ class BatchSource:
     # Checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the data, as plain data; may wait for the coordinator to report it.
+        """Return the position in the data, as plain data; may wait for the coordinator to report it.
 
         Raises:
             OffbeatError: other workers have gone on without this one.
@@ -224,7 +224,7 @@ class BatchSource:
         return self._position.state_dict(self._job.world, assigned)
 
     def _query_consumed(self) -> tuple[int, dict[int, Ranges]]:
-        """Returns the state's epoch, and the positions that it has consumed of that and later epochs."""
+        """Return the state's epoch, and the positions that it has consumed of that and later epochs."""
         client, round_ = self._job.coordinator, self._synchronizer.round
         assert client is not None
         if client.protocol.block_queue.epoch < 0:  # nothing since the start
@@ -238,10 +238,10 @@ class BatchSource:
         )
         assert client.consumed_samples is not None
         if not client.consumed_samples.is_current:
-            raise outdated_state(self._job.worker)
+            raise outdated_state_error(self._job.worker)
         return client.consumed_samples.epoch, dict(client.consumed_samples.consumed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues at the position in the data at which `state` was saved."""
+        """Continue at the position in the data at which `state` was saved."""
         self._position.load_state_dict(state)
         self._pairing.begin_epoch(self._position.batches_used)

@@ -21,7 +21,7 @@ _DESCRIPTION_CHARACTERS_MAX = 256 * 1024
 
 
 def check_arguments(model: object, optimizers: object, strategy: object) -> None:
-    """Refuses arguments of `join` that are of another kind than it expects.
+    """Refuse arguments of `join` that are of another kind than it expects.
 
     Raises:
         OffbeatError: says what was expected and what was given.
@@ -48,7 +48,7 @@ def _kind_of(value: object) -> str:
 
 
 def check_trainable(trained: TrainingState) -> None:
-    """Refuses a model or optimizers whose replicas could not be kept equal.
+    """Refuse a model or optimizers whose replicas could not be kept equal.
 
     Raises:
         OffbeatError: names what was found and says what to do.
@@ -142,7 +142,7 @@ def _check_optimizers(trained: TrainingState) -> None:
 
 
 def check_all_in_optimizers(trained: TrainingState) -> None:
-    """Refuses parameters that require a gradient and are in no optimizer.
+    """Refuse parameters that require a gradient and are in no optimizer.
 
     An optimizer unknown to the session would step them by this worker's own gradients, or have a state that
     a returning or new worker would lack.
@@ -160,7 +160,7 @@ def check_all_in_optimizers(trained: TrainingState) -> None:
 
 
 def check_no_overlap(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuses parameters, by name, that may overlap in memory, with themselves or one another.
+    """Refuse parameters, by name, that may overlap in memory, with themselves or one another.
 
     Raises:
         OffbeatError: names them.
@@ -203,7 +203,7 @@ class ParameterFormCheck:
         self._remember()
 
     def check(self) -> None:
-        """Raises OffbeatError, with the parameter's name, if one has changed."""
+        """Raise OffbeatError, with the parameter's name, if one has changed."""
         if self._identities() == self._known_identities:
             return
         for name, parameter, was in zip(self._names, self._parameters, self._descriptions, strict=True):
@@ -238,7 +238,7 @@ class ParameterSetCheck:
         self._remember()
 
     def check(self) -> None:
-        """Raises OffbeatError if parameters were unfrozen, or added to model or optimizer, since join."""
+        """Raise OffbeatError if parameters were unfrozen, or added to model or optimizer, since join."""
         if self._part_ids() != self._known_part_ids:
             self._check_known()
             self._remember()
@@ -280,7 +280,7 @@ class ParameterSetCheck:
 
 
 def describe_training(trained: TrainingState) -> tuple[str, ...]:
-    """Returns one line per parameter, buffer and optimizer group, which must be equal on all workers.
+    """Return one line per parameter, buffer and optimizer group, which must be equal on all workers.
 
     If these take more than 256 KiB, the remaining lines are replaced by one with their digest.
     """

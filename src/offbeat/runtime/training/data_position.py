@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from offbeat.errors import OffbeatError
-from offbeat.policies.data.open_epochs import describe_batches
+from offbeat.policies.data.open_epochs import describe_batch_size
 from offbeat.runtime.training.state_copy import TrainingPosition
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -48,7 +48,7 @@ class DataPosition:
     def begin_batches(
         self, worker: int, batches_in_epoch: int, samples: int, batch_size: int, drop_last: bool
     ) -> None:
-        """Records the data of the epoch under way, before any are announced.
+        """Record the data of the epoch under way, before any are announced.
 
         Raises:
             OffbeatError: they differ from those of the state to continue from.
@@ -58,14 +58,14 @@ class DataPosition:
                 f"the state was saved within an epoch of {self._samples_loaded} samples, and the "
                 f"data set has {samples}: use the same data set, or a state from an epoch's end"
             )
-        place, self._joined_at = self._joined_at, None
-        if place is not None and place.samples and place.epoch == self.epoch:
-            _check_same_data(place, worker, samples, batch_size, drop_last)
+        position, self._joined_at = self._joined_at, None
+        if position is not None and position.samples and position.epoch == self.epoch:
+            _check_same_data(position, worker, samples, batch_size, drop_last)
         self.batches_in_epoch, self.samples = batches_in_epoch, samples
         self._batch_size, self._drop_last = batch_size, drop_last
 
     def finish_epoch(self) -> None:
-        """Goes on to the next epoch."""
+        """Go on to the next epoch."""
         self.epoch += 1
         self.batches_used = 0
         self.batches_in_epoch = None
@@ -79,7 +79,7 @@ class DataPosition:
     # Newcomers ------------------------------------------------------------------------------------------
 
     def training_position(self, round_: int) -> TrainingPosition:
-        """Returns this position, after `round_` rounds, to be copied to other workers."""
+        """Return this position, after `round_` rounds, to be copied to other workers."""
         return TrainingPosition(
             round=round_,
             epoch=self.epoch,
@@ -89,15 +89,15 @@ class DataPosition:
             drop_last=self._drop_last,
         )
 
-    def restore(self, place: TrainingPosition) -> None:
-        """Continues at the position of another worker."""
-        self.epoch, self.seed = place.epoch, place.seed
-        self._joined_at = place
+    def restore(self, position: TrainingPosition) -> None:
+        """Continue at the position of another worker."""
+        self.epoch, self.seed = position.epoch, position.seed
+        self._joined_at = position
 
     # Checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self, world: int, assigned: tuple[int, dict[int, Ranges]] | None) -> dict[str, Any]:
-        """Returns the position as plain data.
+        """Return the position as plain data.
 
         Args:
             world: number of workers among which equal shards are split.
@@ -119,7 +119,7 @@ class DataPosition:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was saved; see `check_state`."""
+        """Continue where `state` was saved; see `check_state`."""
         self.epoch, self.seed = state["epoch"], state["seed"]
         self.batches_used = state["batches_taken"]
         self.consumed = {
@@ -130,7 +130,7 @@ class DataPosition:
 
 
 def check_state(state: dict[str, Any], world: int, *, assigns_samples: bool) -> None:
-    """Refuses the state of a `DataPosition` from which a job cannot continue.
+    """Refuse the state of a `DataPosition` from which a job cannot continue.
 
     Args:
         state: as `DataPosition.state_dict` returned it.
@@ -155,20 +155,20 @@ def check_state(state: dict[str, Any], world: int, *, assigns_samples: bool) -> 
 
 
 def _check_same_data(
-    place: TrainingPosition, worker: int, samples: int, batch_size: int, drop_last: bool
+    position: TrainingPosition, worker: int, samples: int, batch_size: int, drop_last: bool
 ) -> None:
-    if (samples, batch_size, drop_last) != (place.samples, place.batch_size, place.drop_last):
-        job_batches = describe_batches(place.batch_size, place.drop_last)
-        own_batches = describe_batches(batch_size, drop_last)
+    if (samples, batch_size, drop_last) != (position.samples, position.batch_size, position.drop_last):
+        job_batches = describe_batch_size(position.batch_size, position.drop_last)
+        own_batches = describe_batch_size(batch_size, drop_last)
         raise OffbeatError(
-            f"expected the data of the job that worker {worker} joins, {place.samples} samples in "
+            f"expected the data of the job that worker {worker} joins, {position.samples} samples in "
             f"batches of {job_batches}, got {samples} in batches of {own_batches}: start "
             "newcomers with the same data set, batch size and drop_last"
         )
 
 
-def outdated_state(worker: int) -> OffbeatError:
-    """The error of saving on a worker that other workers have left behind."""
+def outdated_state_error(worker: int) -> OffbeatError:
+    """Return the error for saving a state on a worker whose parameters are outdated."""
     return OffbeatError(
         f"worker {worker} is excluded from the group, and its parameters are outdated: save on the "
         "worker on which session.is_leader is true"

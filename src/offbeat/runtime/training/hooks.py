@@ -67,22 +67,22 @@ class SessionHook:
 
 
 class SessionForwardHook(SessionHook):
-    """A session's hook on a forward pass; does nothing in one that only shows a tool what the model does.
+    """A session's hook on a forward pass; does nothing while a tool traces or exports the model.
 
     Args:
         call: the session's callback.
-        on_shown: called instead in such a pass.
+        on_traced: called instead in such a pass.
     """
 
-    def __init__(self, call: Callable[..., None], on_shown: Callable[[], None] = do_nothing) -> None:
+    def __init__(self, call: Callable[..., None], on_traced: Callable[[], None] = do_nothing) -> None:
         super().__init__(call)
-        self._shown = on_shown  # is traced itself, where it runs operations
+        self._traced = on_traced  # is traced itself, where it runs operations
 
     def __call__(self, *arguments: Any) -> None:
-        """Call the session's callback, or `on_shown` in a pass that only shows what the model does."""
+        """Call the session's callback, or `on_traced` while a tool traces or exports the model."""
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
-                self._shown()
+                self._traced()
             else:
                 _call_uncompiled(self._call_hidden, arguments)
         elif is_observed_by_tool():
@@ -93,7 +93,7 @@ class SessionForwardHook(SessionHook):
     def _call_hidden(self, *arguments: Any) -> None:
         """Call while a tool processes the forward pass, hidden from that tool."""
         if is_traced_by_jit() or is_traced_by_proxies():
-            self._shown()
+            self._traced()
             return
         with without_transformations():
             self._call(*arguments)

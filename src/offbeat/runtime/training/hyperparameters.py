@@ -23,7 +23,7 @@ _NOT_SETTINGS = ("params", "param_names")
 
 
 def plain_settings(group: Mapping[str, Any]) -> dict[str, PlainValue | list[PlainValue]]:
-    """Returns a group's hyperparameters by name, sorted by name, with tensors as numbers.
+    """Return a group's hyperparameters by name, sorted by name, with tensors as numbers.
 
     Raises:
         OffbeatError: names a hyperparameter that is neither a number nor plain data.
@@ -38,7 +38,7 @@ def plain_settings(group: Mapping[str, Any]) -> dict[str, PlainValue | list[Plai
 
 
 def apply_settings(group: ParameterGroup, settings: Mapping[str, PlainValue | list[PlainValue]]) -> None:
-    """Sets a group's hyperparameters to those that `plain_settings` returned on another worker."""
+    """Set a group's hyperparameters to those that `plain_settings` returned on another worker."""
     for name, value in settings.items():
         if isinstance(value, list):
             before = group.get(name, ())
@@ -57,7 +57,7 @@ class NumberLocation(NamedTuple):
 
 
 def find_numbers(groups: Sequence[Mapping[str, Any]]) -> list[NumberLocation]:
-    """Returns the places of all numbers in the groups, in an order that is the same on every worker."""
+    """Return the places of all numbers in the groups, in an order that is the same on every worker."""
     return [
         NumberLocation(number, name, index)
         for number, group in enumerate(groups)
@@ -66,14 +66,14 @@ def find_numbers(groups: Sequence[Mapping[str, Any]]) -> list[NumberLocation]:
 
 
 def read_numbers(groups: Sequence[Mapping[str, Any]], places: Sequence[NumberLocation]) -> list[float]:
-    """Returns the numbers at these places."""
+    """Return the numbers at these places."""
     return [float(_number_at(groups[place.group], place)) for place in places]
 
 
 def write_numbers(
     groups: Sequence[ParameterGroup], places: Sequence[NumberLocation], values: Sequence[float]
 ) -> None:
-    """Writes numbers to these places; tensors are changed in place, and equal values are not written."""
+    """Write numbers to these places; tensors are changed in place, and equal values are not written."""
     for place, value in zip(places, values, strict=True):
         group = groups[place.group]
         before = _number_at(group, place)
@@ -123,7 +123,7 @@ def _plain_value(name: str, value: Any) -> PlainValue:
 
 
 def _in_form_of(before: Any, value: PlainValue) -> Any:
-    """Returns a value in the form of the old one: in the same tensor, or the old dtype, else as it is."""
+    """Return a value in the form of the old one: in the same tensor, or the old dtype, else as it is."""
     if isinstance(before, torch.Tensor) and isinstance(value, int | float):
         with torch.no_grad():
             return before.fill_(value)

@@ -54,7 +54,7 @@ class Strategy(Protocol):
         """Whether a job of one worker needs a coordinator, too."""
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
-        """The policies that the coordinator runs, in order.
+        """Return the policies that the coordinator runs, in order.
 
         Args:
             world: number of workers with which the job starts.
@@ -63,10 +63,10 @@ class Strategy(Protocol):
         """
 
     def make_worker_protocol(self, worker: int) -> WorkerProtocol:
-        """Makes the object that applies the policies' actions in a worker, and answers them."""
+        """Make the object that applies the policies' actions in a worker, and answers them."""
 
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> Synchronizer:
-        """Makes the object that keeps this worker's model in step with those of other workers."""
+        """Make the object that keeps this worker's model in step with those of other workers."""
 
 
 class TrainingLoop(Protocol):
@@ -111,22 +111,22 @@ class TrainingLoop(Protocol):
         """Number of batches of the epoch taken from the session so far."""
 
     def raise_if_failed(self) -> None:
-        """Raises an error if the job has failed."""
+        """Raise an error if the job has failed."""
 
     def on_computed(self, compute_s: float) -> None:
-        """Reports the compute time of a forward and backward pass; may block to inject slowness."""
+        """Report the compute time of a forward and backward pass; may block to inject slowness."""
 
     def send_event(self, event: Event) -> None:
-        """Sends an event to the coordinator."""
+        """Send an event to the coordinator."""
 
     def pop_mean_loss(self) -> float | None:
-        """Returns the mean of the losses that the program reported since the last call, or None."""
+        """Return the mean of the losses that the program reported since the last call, or None."""
 
     def position(self, round_: int) -> TrainingPosition:
-        """Returns the training position of this worker's state."""
+        """Return the training position of this worker's state."""
 
-    def restore_position(self, place: TrainingPosition) -> None:
-        """Continues at the training position of another worker's state."""
+    def restore_position(self, position: TrainingPosition) -> None:
+        """Continue at the training position of another worker's state."""
 
 
 class Synchronizer(Protocol):
@@ -180,24 +180,24 @@ class Synchronizer(Protocol):
     def has_no_pending_gradient(self) -> bool:
         """Whether no gradient has been computed since the last optimizer step."""
 
-    def join_job(self, member: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
-        """Joins the started job; in a world of one, `member` and `rendezvous` may be None.
+    def join_job(self, client: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
+        """Join the started job; in a world of one, `member` and `rendezvous` may be None.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def attach(self) -> None:
-        """Registers hooks on the model."""
+        """Register hooks on the model."""
 
     def detach(self) -> None:
-        """Removes the hooks and releases all resources."""
+        """Remove the hooks and release all resources."""
 
     def set_batch_weight(self, batches: float) -> None:
-        """Sets the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
+        """Set the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
 
     def agree_on_batch(self, batch: int, skipped: int) -> int:
-        """Returns the batch of the epoch that the next round is for: `batch`, or one skipped before it.
+        """Return the batch of the epoch that the next round is for: `batch`, or one skipped before it.
 
         Args:
             batch: the batch that this worker computes next, counted from 1.
@@ -211,56 +211,56 @@ class Synchronizer(Protocol):
         """Backward passes inside accumulate without an exchange."""
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Prepares an optimizer's step; with `has_closure`, a closure computes its gradients.
+        """Prepare an optimizer's step; with `has_closure`, a closure computes its gradients.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def after_step(self) -> None:
-        """Ends a step, in which one or several optimizers have stepped.
+        """End a step, in which one or several optimizers have stepped.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def on_state_loaded(self, step: int) -> None:
-        """Continues from a loaded state of `step` finished steps.
+        """Continue from a loaded state of `step` finished steps.
 
         Raises:
             OffbeatError: training has begun already.
         """
 
     def complete_state(self) -> None:
-        """Completes model and optimizer, so that they can be saved.
+        """Complete model and optimizer, so that they can be saved.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def on_epoch_left_early(self) -> None:
-        """Drops work for the rest of the epoch, which the loop has left early."""
+        """Drop work for the rest of the epoch, which the loop has left early."""
 
     def flush(self) -> None:
-        """Completes this worker's outstanding work at the end of the loop, which needs no other worker.
+        """Complete this worker's outstanding work at the end of the loop, which needs no other worker.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def finish(self) -> None:
-        """Completes all outstanding work, after the coordinator was notified of the loop's end.
+        """Complete all outstanding work, after the coordinator was notified of the loop's end.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def receive_final_state(self) -> None:
-        """Receives the final state where it is missing, after all workers have finished.
+        """Receive the final state where it is missing, after all workers have finished.
 
         Raises:
             WorkerError: it is not available.
         """
 
     def abandon(self, error: Exception) -> None:
-        """Fails all waiting calls with `error`; thread-safe."""
+        """Fail all waiting calls with `error`; thread-safe."""

@@ -61,7 +61,7 @@ class JobConnection:
         on_failure: Callable[[WorkerError], None],
         steps_finished: Callable[[], int],
     ) -> None:
-        """Joins the job and waits until all workers have joined; rank 0 starts the coordinator first.
+        """Join the job and wait until all workers have joined; rank 0 starts the coordinator first.
 
         Args:
             trained: what this worker trains; the same on every worker.
@@ -102,23 +102,23 @@ class JobConnection:
             found.publish_coordinator()
 
     def send_event(self, event: Event) -> None:
-        """Sends an event to the coordinator, after the times of the steps since the last one."""
+        """Send an event to the coordinator, after the times of the steps since the last one."""
         if self.coordinator is not None:
             self.coordinator.send_event(*self._timed, event)
             self._timed.clear()
 
     def queue_times(self, timed: StepTimed) -> None:
-        """Sends the times of a step with the next event."""
+        """Send the times of a step with the next event."""
         if self.coordinator is not None:
             self._timed.append(timed)
 
     def raise_if_failed(self) -> None:
-        """Raises the job's failure, if there is one."""
+        """Raise the job's failure, if there is one."""
         if self.coordinator is not None:
             self.coordinator.raise_if_failed()
 
     def pause(self, duration_s: float) -> None:
-        """Waits for `duration_s` seconds, or until the job fails.
+        """Wait for `duration_s` seconds, or until the job fails.
 
         Raises:
             WorkerError: the job failed.
@@ -129,7 +129,7 @@ class JobConnection:
             time.sleep(duration_s)
 
     def record_bytes_sent(self, tracer: Tracer) -> None:
-        """Records in the trace, as long as it is on, how many bytes this worker has sent."""
+        """Record in the trace, as long as it is on, how many bytes this worker has sent."""
         if self.coordinator is None:
             return
         endpoint = self.coordinator.endpoint
@@ -147,7 +147,7 @@ class JobConnection:
         return self.coordinator is not None and self.coordinator.is_job_complete
 
     def wait_until_complete(self) -> None:
-        """Waits until all workers have finished.
+        """Wait until all workers have finished.
 
         Where the loss of a worker ends the job, none needs this one any more; the wait is short then, for a
         worker that had fewer batches than others to learn of it.
@@ -164,17 +164,17 @@ class JobConnection:
         self.coordinator.wait_for(lambda: self.is_complete or time.monotonic() >= limit_s, 2 * _STAY_S, what)
 
     def send_end(self, error: BaseException | None) -> None:
-        """Sends that this worker has left, or the error with which it fails."""
+        """Send that this worker has left, or the error with which it fails."""
         if self.coordinator is not None:
             self.coordinator.send_end(error, *self._timed)
 
     def wait_for_late_workers(self) -> None:
-        """Waits, where the job cannot start, until workers that come later can learn why."""
+        """Wait, where the job cannot start, until workers that come later can learn why."""
         if self.rendezvous is not None:
             self.rendezvous.wait_for_late_workers()
 
     def close(self) -> None:
-        """Sends what is queued, and closes all connections."""
+        """Send what is queued, and close all connections."""
         if self.coordinator is not None:
             self.coordinator.close()
 

@@ -26,12 +26,12 @@ class PassTimer:
         return self._timer.total_s("compute") - self._round_mark_s
 
     def end_pass(self) -> None:
-        """Ends a backward pass, and reports its compute time; the timer goes on with "compute"."""
+        """End a backward pass, and report its compute time; the timer continues with "compute"."""
         self._timer.switch("compute")
         self._on_computed(self._timer.total_s("compute") - self._pass_mark_s)
         self._timer.switch("compute")
         self._pass_mark_s = self._timer.total_s("compute")
 
     def end_round(self) -> None:
-        """Ends a round, in which the timer is not in "compute"."""
+        """End a round, in which the timer is not in "compute"."""
         self._round_mark_s = self._timer.total_s("compute")

@@ -14,7 +14,7 @@ class SavedGradients:
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # by parameter
 
     def save(self, parameters: Iterable[torch.Tensor], *, are_outdated: bool = False) -> None:
-        """Saves copies of the gradients of these parameters, and forgets all others.
+        """Save copies of the gradients of these parameters, and forget all others.
 
         Args:
             are_outdated: the gradients are those of the last step, and count as none.
@@ -24,7 +24,7 @@ class SavedGradients:
         }
 
     def put_back(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Sets the gradients of these parameters that are saved, by default of all; they stay saved.
+        """Set the gradients of these parameters that are saved, by default of all; they stay saved.
 
         Gets copies, to which another backward pass may add.
         """
@@ -35,7 +35,7 @@ class SavedGradients:
                     parameter.grad = None if saved is None else saved.clone()
 
     def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Forgets the gradients of these parameters, by default of all."""
+        """Forget the gradients of these parameters, by default of all."""
         if parameters is None:
             self._gradients = {}
         else:

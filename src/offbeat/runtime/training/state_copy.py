@@ -56,7 +56,7 @@ class _StateEntry(msgspec.Struct, frozen=True):
 
 
 class _StateDescription(msgspec.Struct, frozen=True, kw_only=True):
-    place: TrainingPosition
+    position: TrainingPosition
     rows: list[_StateEntry]
     settings: list[dict[str, Any]]
     marks: list[_TensorInfo]
@@ -93,7 +93,7 @@ class StateCopier:
 
     @torch.no_grad()
     def copy(self, position: TrainingPosition) -> TrainingPosition:
-        """Makes parameters, buffers, optimizer state and hyperparameters equal to the root's.
+        """Make parameters, buffers, optimizer state and hyperparameters equal to the root's.
 
         Args:
             position: the position of the root's state; ignored on other members.
@@ -122,16 +122,16 @@ class StateCopier:
                 for tensor, piece in zip(group, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
 
-    def _copy_optimizer_state(self, place: TrainingPosition) -> TrainingPosition:
+    def _copy_optimizer_state(self, position: TrainingPosition) -> TrainingPosition:
         tensors: list[torch.Tensor] = []
         plain = b""
         if self._is_root:
-            described, tensors = _describe_state(self._trained, place)
+            described, tensors = _describe_state(self._trained, position)
             plain = msgspec.msgpack.encode(described)
         plain = self._broadcast_bytes(plain)
         if self._is_root:
             self._copy_tensors(tensors, self._exchange_id + 3)
-            return place
+            return position
         described = msgspec.msgpack.decode(plain, type=_StateDescription)
         tensors = [
             torch.empty(
@@ -143,10 +143,10 @@ class StateCopier:
         ]
         self._copy_tensors(tensors, self._exchange_id + 3)
         self._restore(described, tensors)
-        return described.place
+        return described.position
 
     def _restore(self, described: _StateDescription, tensors: list[torch.Tensor]) -> None:
-        """Restores the optimizers' state and hyperparameters from a description."""
+        """Restore the optimizers' state and hyperparameters from a description."""
         optimizers = self._trained.optimizers
         parameters = dict(self._trained.model.named_parameters())
         for optimizer in optimizers:
@@ -174,7 +174,7 @@ class StateCopier:
 
 
 def _describe_state(
-    trained: TrainingState, place: TrainingPosition
+    trained: TrainingState, position: TrainingPosition
 ) -> tuple[_StateDescription, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
     rows: list[_StateEntry] = []
@@ -190,11 +190,11 @@ def _describe_state(
         for t in tensors
     ]
     settings = [plain_settings(group) for group in trained.groups]
-    return _StateDescription(place=place, rows=rows, settings=settings, marks=marks), tensors
+    return _StateDescription(position=position, rows=rows, settings=settings, marks=marks), tensors
 
 
 def _encode(name: str, value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """Encodes a value for `_decode`; its tensors are appended to `tensors`."""
+    """Encode a value for `_decode`; its tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -230,9 +230,9 @@ def check_can_copy(trained: TrainingState) -> None:
     Raises:
         OffbeatError: the state has a value of an unsupported type, which the message names.
     """
-    place = TrainingPosition(round=0, epoch=0, seed=0, samples=0, batch_size=0, drop_last=False)
+    position = TrainingPosition(round=0, epoch=0, seed=0, samples=0, batch_size=0, drop_last=False)
     try:
-        described, _ = _describe_state(trained, place)
+        described, _ = _describe_state(trained, position)
         msgspec.msgpack.encode(described)
     except (OffbeatError, TypeError) as error:
         raise OffbeatError(

@@ -55,7 +55,7 @@ class StepHooks:
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Registers these hooks and the synchronizer's, after the initial state has been received."""
+        """Register these hooks and the synchronizer's, after the initial state has been received."""
         self._parameters = ParameterSetCheck(self._trained)
         hook = SessionForwardHook(self._before_forward)  # before the synchronizer's hooks, which begin a step
         self._handles.append(self._trained.model.register_forward_pre_hook(hook))
@@ -67,13 +67,13 @@ class StepHooks:
             ]
 
     def remove(self) -> None:
-        """Removes these hooks; the synchronizer removes its own."""
+        """Remove these hooks; the synchronizer removes its own."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def end_step(self) -> None:
-        """Ends the current step, if an optimizer has stepped."""
+        """End the current step, if an optimizer has stepped."""
         if self._stepped:
             self._stepped.clear()
             self._on_step_end()

@@ -47,7 +47,7 @@ class PartTimer:
         return self._part
 
     def switch(self, part: TimerPart) -> float:
-        """Ends the running part, begins `part` and returns the time of the change, in seconds."""
+        """End the running part, begin `part` and return the time of the change, in seconds."""
         now_s = self._clock()
         self._totals_s[self._part] += now_s - self._part_began_s
         if self.on_part is not None:
@@ -56,7 +56,7 @@ class PartTimer:
         return now_s
 
     def move(self, source: TimerPart, target: TimerPart, amount_s: float) -> None:
-        """Moves up to `amount_s` seconds of this lap from `source` to `target`; the sum stays the same."""
+        """Move up to `amount_s` seconds of this lap from `source` to `target`; the sum stays the same."""
         available_s = self._totals_s[source] - self._lap_totals_s[source]
         amount_s = max(0.0, min(amount_s, available_s))
         self._totals_s[source] -= amount_s
@@ -67,7 +67,7 @@ class PartTimer:
         return self._totals_s[part]
 
     def lap(self) -> tuple[float, dict[TimerPart, float]]:
-        """Ends a step: returns its wall time and its parts in seconds, and starts the next one."""
+        """End a step: return its wall time and its parts in seconds, and start the next one."""
         now_s = self.switch(self._part)
         wall_s = now_s - self._lap_began_s
         parts_s = {part: self._totals_s[part] - self._lap_totals_s[part] for part in TIMER_PARTS}

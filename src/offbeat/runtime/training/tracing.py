@@ -64,7 +64,7 @@ class Tracer:
         self.is_on = False
 
     def on_step_start(self, step: int) -> bool:
-        """Starts or ends the trace at the begin of a step; returns whether it has started."""
+        """Start or end the trace at the begin of a step; return whether it has started."""
         was_on = self.is_on
         if step >= self._first_step + TRACED_STEPS:
             self.close()
@@ -73,19 +73,19 @@ class Tracer:
         return self.is_on and not was_on
 
     def close(self) -> None:
-        """Writes the trace of steps that the loop has not ended."""
+        """Write the trace of steps that the loop has not ended."""
         if self.is_on:
             self.is_on = False
             self._write()
 
     def add_span(self, track: str, name: str, begin_s: float, end_s: float) -> None:
-        """Records an activity; its begin and end are times of the performance counter."""
+        """Record an activity; its begin and end are times of the performance counter."""
         if self.is_on:
             with self._lock:
                 self._spans.append(TraceSpan(track, name, begin_s + self._offset_s, end_s + self._offset_s))
 
     def record_bytes_sent(self, bytes_sent: int) -> None:
-        """Records how many bytes have been sent so far."""
+        """Record how many bytes have been sent so far."""
         if self.is_on:
             with self._lock:
                 self._bytes_sent.append((time.perf_counter() + self._offset_s, bytes_sent))

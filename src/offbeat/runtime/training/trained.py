@@ -46,16 +46,16 @@ class TrainingState:
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """Returns a parameter's name in the model; None if it is not the model's."""
+        """Return a parameter's name in the model; None if it is not the model's."""
         return self._names.get(id(parameter))
 
     def parameters_of(self, group: ParameterGroup) -> dict[str, torch.Tensor]:
-        """Returns the parameters of a group by name, in the model's order, whatever order the group has."""
+        """Return the parameters of a group by name, in the model's order, whatever order the group has."""
         held = {id(parameter): parameter for parameter in group["params"]}
         return {name: held[number] for number, name in self._names.items() if number in held}
 
     def names_without_optimizer(self) -> list[str]:
-        """Returns the names of the parameters that require a gradient and are in no group."""
+        """Return the names of the parameters that require a gradient and are in no group."""
         held = {id(parameter) for group in self.groups for parameter in group["params"]}
         return [
             name
@@ -66,11 +66,11 @@ class TrainingState:
     # Checkpoints ---------------------------------------------------------------------------------------
 
     def optimizer_states(self) -> list[dict[str, Any]]:
-        """Returns each optimizer's `state_dict()`, with parameters' names in place of their numbers."""
+        """Return each optimizer's `state_dict()`, with parameters' names in place of their numbers."""
         return [self._named_state(optimizer) for optimizer in self.optimizers]
 
     def load_optimizer_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restores what `optimizer_states` returned; parameters are matched by name.
+        """Restore what `optimizer_states` returned; parameters are matched by name.
 
         Raises:
             OffbeatError: the number of optimizers or the parameters in their groups differ.
@@ -119,12 +119,12 @@ class TrainingState:
         return {**state, "state": rows, "param_groups": groups}
 
     def _names_in_order(self, optimizer: Optimizer) -> list[str]:
-        """Returns the names of an optimizer's parameters in the order of its numbering."""
+        """Return the names of an optimizer's parameters in the order of its numbering."""
         return [self._names[id(one)] for group in optimizer.param_groups for one in group["params"]]
 
 
 def _first_difference(saved_names: Sequence[Sequence[str]], current_names: Sequence[Sequence[str]]) -> str:
-    """Describes the first group and parameter in which two lists of groups differ."""
+    """Describe the first group and parameter in which two lists of groups differ."""
     if len(saved_names) != len(current_names):
         return f"it has {len(saved_names)} groups, the optimizer has {len(current_names)}"
     number, (before, now) = next(

@@ -39,7 +39,7 @@ class WriteDetector:
         self.mark()
 
     def collect(self, optimizer: Optimizer | None = None) -> None:
-        """Keeps what has been written since the last `mark`, for `pop`; see `written_since_mark`."""
+        """Keep what has been written since the last `mark`, for `pop`; see `written_since_mark`."""
         now = self._now()
         self._collected += self._changed(now, optimizer)
         for place, (_, _, owner) in enumerate(self._watched):
@@ -47,17 +47,17 @@ class WriteDetector:
                 self._marks[place] = now[place]
 
     def pop(self) -> list[str]:
-        """Returns what has been written since the last call of this method."""
+        """Return what has been written since the last call of this method."""
         self.collect()
         taken, self._collected = self._collected, []
         return taken
 
     def mark(self) -> None:
-        """Records the current values as the results of training."""
+        """Record the current values as the results of training."""
         self._marks = self._now()
 
     def written_since_mark(self, optimizer: Optimizer | None = None) -> list[str]:
-        """Returns what has been written since `mark`: "0.weight", or "the optimizer's state of 0.weight".
+        """Return what has been written since `mark`: "0.weight", or "the optimizer's state of 0.weight".
 
         Args:
             optimizer: restricts the check to its parameters; another optimizer may have stepped its own.
@@ -80,7 +80,7 @@ class WriteDetector:
 
 
 def check_all_wrote(written: Sequence[str], total: float, workers: int) -> None:
-    """Rejects writes that this worker has made and others have not, since replicas would differ.
+    """Reject writes that this worker has made and others have not, since replicas would differ.
 
     Args:
         written: by this worker, as `WriteDetector.pop` returned it.

@@ -133,7 +133,9 @@ def listen(host: str | None, port: int = 0, *, unix: bool = True) -> list[tuple[
 
 
 def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
-    """Listen on `host`, the address that peers connect to; port 0 means any free one.
+    """Listen on `host`, the address that peers connect to; return the socket and its `tcp://` address.
+
+    Port 0 means any free one.
 
     Raises:
         ValueError: `host` is a wildcard address, to which no peer can connect.

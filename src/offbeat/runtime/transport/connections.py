@@ -187,11 +187,11 @@ def receive_available(link: Connection) -> int:
         ProtocolError: more descriptors arrived than one frame can need.
     """
     assert link.sock is not None
-    buffers, borrowed = link.reader.buffers(), link.imported
-    if borrowed is not None:
+    buffers, imported = link.reader.buffers(), link.imported
+    if imported is not None:
         n, ancillary, flags, _ = link.sock.recvmsg_into(buffers, ANCILLARY_BYTES, _CLOSE_ON_EXEC)
         if ancillary or flags & _CONTROL_TRUNCATED:
-            borrowed.on_descriptors(ancillary, truncated=bool(flags & _CONTROL_TRUNCATED))
+            imported.on_descriptors(ancillary, truncated=bool(flags & _CONTROL_TRUNCATED))
         return n
     if len(buffers) == 1:
         return link.sock.recv_into(buffers[0])

@@ -276,7 +276,7 @@ class Endpoint:
                 f"expected bytes within a message and a tag of 64 bits, got bytes {offset} to {end} "
                 f"of {total} and tag {tag:#x}"
             )
-        lent = self._regions.find(view) if len(view) >= MIN_SHARED_BYTES else None
+        exported = self._regions.find(view) if len(view) >= MIN_SHARED_BYTES else None
         key = (1, priority, next(self._sequence))
         item = QueuedMessage(
             _DATA,
@@ -286,7 +286,7 @@ class Endpoint:
             offset=offset,
             total=total,
             on_done=on_done,
-            exported=lent,
+            exported=exported,
             uses_long_frames=uses_long_frames,
         )
         if total and not len(view):

@@ -23,7 +23,7 @@ MAGIC = b"ob"
 VERSION = 5
 HEADER = struct.Struct("!2sBBIQQQ")  # magic, version, kind, payload length, tag, offset, total
 HEADER_BYTES = HEADER.size
-SHARED_PAYLOAD = struct.Struct("!QQQ")  # region, place in it, length: the payload of a SHARED frame
+SHARED_PAYLOAD = struct.Struct("!QQQ")  # region, offset in it, length: the payload of a SHARED frame
 SHARED_PAYLOAD_BYTES = SHARED_PAYLOAD.size
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_DATA_BYTES = 1 << 20  # in a DATA frame
@@ -99,20 +99,20 @@ def encode_frame(kind: FrameKind, payload: bytes = b"") -> bytes:
 
 
 def shared_slice(frame: Frame) -> tuple[int, int, int]:
-    """Return the region, the place in it and the length of a SHARED frame's bytes.
+    """Return the region, the offset in it and the length of a SHARED frame's bytes.
 
     Raises:
         ProtocolError: the bytes would not lie within the message.
     """
     assert frame.payload is not None
-    region, place, length = SHARED_PAYLOAD.unpack(frame.payload)
+    region, offset, length = SHARED_PAYLOAD.unpack(frame.payload)
     if length > MAX_SHARED_BYTES:
         raise ProtocolError(f"expected a SHARED frame of at most {MAX_SHARED_BYTES} bytes, got {length}")
     if not length or frame.offset + length > frame.total:
         raise ProtocolError(
             f"expected bytes within a message of {frame.total}, got {length} bytes from offset {frame.offset}"
         )
-    return region, place, length
+    return region, offset, length
 
 
 class FrameReader:

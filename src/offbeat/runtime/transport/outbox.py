@@ -343,7 +343,7 @@ class Outbox:
         if kind == _SHARED:
             assert item.exported is not None
             length = min(length, MAX_SHARED_BYTES if item.uses_long_frames else MAX_DATA_BYTES)
-            region, place = item.exported
+            region, offset = item.exported
             HEADER.pack_into(
                 header,
                 0,
@@ -355,7 +355,7 @@ class Outbox:
                 item.offset + sent,
                 item.total,
             )
-            SHARED_PAYLOAD.pack_into(header, HEADER_BYTES, region.number, place + sent, length)
+            SHARED_PAYLOAD.pack_into(header, HEADER_BYTES, region.number, offset + sent, length)
             return length
         if kind == _DATA:
             share = (

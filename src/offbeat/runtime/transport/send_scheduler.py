@@ -117,11 +117,11 @@ class SendScheduler:
 
     def acknowledge_reads(self, peer: RemoteNode, link: Connection) -> None:
         """Acknowledge the pieces of the peer's memory that have been read."""
-        borrowed = link.imported
-        if borrowed is not None and borrowed.unacked_reads and peer.link is link:
+        imported = link.imported
+        if imported is not None and imported.unacked_reads and peer.link is link:
             key = (0, 0, next(self._sequence))
-            peer.outbox.add(QueuedMessage(_TAKEN, key, _EMPTY, total=borrowed.unacked_reads))
-            borrowed.on_acked()
+            peer.outbox.add(QueuedMessage(_TAKEN, key, _EMPTY, total=imported.unacked_reads))
+            imported.on_acked()
             self.schedule(peer)
 
     def send_heartbeat(self, peer: RemoteNode) -> None:
@@ -168,7 +168,7 @@ class SendScheduler:
 
 
 def call_done(items: list[QueuedMessage]) -> None:
-    """Call back for messages that were delivered, or accepted by the kernel where nothing can be lost."""
+    """Call `on_done` of messages that were acknowledged, or that the kernel accepted and cannot lose."""
     for item in items:
         if item.on_done is not None:
             item.on_done()

@@ -436,16 +436,16 @@ class PeerSessions:
             self._on_shared_frame(peer, link, frame)
 
     def _on_shared_frame(self, peer: RemoteNode, link: Connection, frame: Frame) -> None:
-        borrowed = link.imported
-        if borrowed is None:
+        imported = link.imported
+        if imported is None:
             raise ProtocolError(f"expected no {FrameKind(frame.kind).name} frame from another host")
         if frame.kind == _SHARED:
-            source = borrowed.view(*shared_slice(frame))
+            source = imported.view(*shared_slice(frame))
             peer.inbox.on_shared_frame(frame.tag, frame.offset, frame.total, source)
         elif frame.kind == _REGION:
-            borrowed.map(frame.tag, frame.total)
+            imported.map(frame.tag, frame.total)
         elif frame.kind == _WITHDRAW:
-            borrowed.unmap(frame.tag)
+            imported.unmap(frame.tag)
 
     def _resume_reading(self, peer: RemoteNode) -> None:
         link = peer.link

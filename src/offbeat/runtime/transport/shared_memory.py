@@ -13,7 +13,7 @@ Protocol, over a Unix socket, since only that carries descriptors:
 1. The owner sends REGION once per region and connection, with the region's descriptor. The reader (an
    `ImportedRegions`, one per connection) checks seals, size and page size with the kernel, maps the region
    for reading, and closes the descriptor.
-2. Instead of bytes, the owner sends SHARED: region, place and length. The reader copies or processes the
+2. Instead of bytes, the owner sends SHARED: region, offset and length. The reader copies or processes the
    bytes before it handles the next frame.
 3. The reader acknowledges with SHARED_ACK how many SHARED frames it has read, in order. Until then the owner
    must not write these bytes; `Region.unacked_frames` counts such frames. How many bytes may be announced and
@@ -154,10 +154,10 @@ class RegionAllocator:
         if not i:
             return None
         region = regions[i - 1]
-        place = address - region.start
-        if place + len(view) > region.size or not region.is_alive:
+        offset = address - region.start
+        if offset + len(view) > region.size or not region.is_alive:
             return None
-        return region, place
+        return region, offset
 
     def remove(self, region: Region) -> None:
         """Remove a region whose memory is gone."""
@@ -237,7 +237,7 @@ class ImportedRegions:
         finally:
             os.close(descriptor)
 
-    def view(self, number: int, place: int, length: int) -> memoryview:
+    def view(self, number: int, offset: int, length: int) -> memoryview:
         """Return `length` bytes of a region. They belong to the peer: never write to them.
 
         Raises:
@@ -246,15 +246,15 @@ class ImportedRegions:
         region = self._regions.get(number)
         if region is None:
             raise ProtocolError(f"expected a region that was announced, got {number}")
-        if place + length > len(region):
+        if offset + length > len(region):
             raise ProtocolError(
-                f"expected bytes within a region of {len(region)}, got {length} bytes from place {place}"
+                f"expected bytes within a region of {len(region)}, got {length} bytes from offset {offset}"
             )
         self._read_bytes += length
         if self._read_bytes >= MAX_UNACKED_BYTES + MAX_SHARED_BYTES:
             raise ProtocolError(f"expected at most {MAX_UNACKED_BYTES} announced bytes at a time, got more")
         self.unacked_reads += 1
-        return memoryview(region).cast("B")[place : place + length]
+        return memoryview(region).cast("B")[offset : offset + length]
 
     def on_acked(self) -> None:
         """Reset `unacked_reads`: all pieces read so far are acknowledged."""

@@ -36,7 +36,7 @@ class _Job:
 
 
 class SlabSender:
-    """The slabs of one node.
+    """Sends arrays through slabs: blocks of shared memory, reused once the peer has read them.
 
     Args:
         endpoint: sends the slabs, and allocates their memory.
@@ -95,10 +95,10 @@ class SlabSender:
         return self._endpoint.allocate(_SLAB_BYTES)
 
     def _on_read(self, number: int, size: int) -> None:
-        lent = self._slabs_in_use.pop(number, None)
-        if lent is None:  # its connection broke
+        in_use = self._slabs_in_use.pop(number, None)
+        if in_use is None:  # its connection broke
             return
-        job, slab = lent
+        job, slab = in_use
         self._free_slabs.append(slab)
         job.read += size
         if job.read == len(job.data):

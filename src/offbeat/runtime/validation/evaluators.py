@@ -130,7 +130,7 @@ class ThreadEvaluator:
         has_stream: bool,
         throttle: ThreadThrottle | None = None,
     ) -> None:
-        self._evaluate, self._data, self._device, self._pacer = evaluate, data, device, throttle
+        self._evaluate, self._data, self._device, self._throttle = evaluate, data, device, throttle
         self.calls = 0
         self._stream = torch.cuda.Stream(device) if has_stream else None
 
@@ -144,8 +144,8 @@ class ThreadEvaluator:
                 raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
 
         turn: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
-        if self._pacer is not None:
-            turn = self._pacer.evaluating_part()
+        if self._throttle is not None:
+            turn = self._throttle.evaluating_part()
         with turn as on_call, self._on_device():
             for event in part.snapshot.ready:
                 event.wait()
@@ -168,8 +168,8 @@ class ThreadEvaluator:
 
     def close(self) -> None:
         """Let paused threads go on; there is nothing to release."""
-        if self._pacer is not None:
-            self._pacer.lift_limit()
+        if self._throttle is not None:
+            self._throttle.lift_limit()
 
 
 class EvaluatorPool(Generic[ModelSnapshot]):

@@ -15,10 +15,10 @@ class IndexedSamples(Protocol):
     """Samples by position, from 0 on."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, position: int, /) -> Any:
-        """The sample at a position."""
+        """Return the sample at a position."""
 
 
 ValidationData: TypeAlias = "IndexedSamples | Dataset[Any] | DataLoader[Any]"

@@ -43,7 +43,7 @@ _SHARED_MEMORY: Final = "shared memory"  # part of torch's error when it cannot 
 class _PartRequest:
     """A part as it is sent; `blocks` is None where the process has these blocks already."""
 
-    slot: int
+    snapshot_id: int
     blocks: Mapping[torch.device, ExportedBlock | torch.Tensor] | None  # received as `DeviceBlocks`
     places: list[TensorPlace]
     structure: bytes
@@ -153,7 +153,7 @@ class ProcessEvaluator:
             name=name,
             daemon=True,
         )
-        self._known_rooms: dict[int, int] = {}  # by slot: the room that the process knows
+        self._known_layouts: dict[int, int] = {}  # by snapshot_id: the layout_id that the process knows
         self._is_ready = False
         try:
             self._process.start()
@@ -203,11 +203,11 @@ class ProcessEvaluator:
 
     def _make_request(self, part: ValidationPart[Snapshot]) -> _PartRequest:
         snapshot = part.snapshot
-        slot, room = id(snapshot), snapshot.layout_id
-        is_known = self._known_rooms.get(slot) == room
-        self._known_rooms[slot] = room
+        snapshot_id, layout_id = id(snapshot), snapshot.layout_id
+        is_known = self._known_layouts.get(snapshot_id) == layout_id
+        self._known_layouts[snapshot_id] = layout_id
         return _PartRequest(
-            slot=slot,
+            snapshot_id=snapshot_id,
             blocks=None if is_known else snapshot.exported,
             places=snapshot.places,
             structure=snapshot.structure,
@@ -247,7 +247,7 @@ class ProcessEvaluator:
 
 
 def _serve(connection: Connection, evaluate: Evaluate, data: ValidationData, threads: int) -> None:
-    """Evaluates parts on request until the parent process is gone."""
+    """Evaluate parts on request until the parent process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     start_thread("offbeat parent", _exit_with_parent, lambda _: os._exit(1))
     torch.set_num_threads(threads)
@@ -259,8 +259,8 @@ def _serve(connection: Connection, evaluate: Evaluate, data: ValidationData, thr
         except (EOFError, OSError):
             return
         if request.blocks is not None:
-            known[request.slot] = cast(DeviceBlocks, request.blocks)
-        connection.send(_evaluate_request(evaluate, data, request, known[request.slot]))
+            known[request.snapshot_id] = cast(DeviceBlocks, request.blocks)
+        connection.send(_evaluate_request(evaluate, data, request, known[request.snapshot_id]))
 
 
 def _evaluate_request(

@@ -104,14 +104,14 @@ class SharedParts:
     """The parts of the job's validations that a worker is assigned, and its reports on them.
 
     Attributes:
-        member: the worker's line to the coordinator.
+        client: the worker's client of the coordinator.
         ledger: of the validations under way here; each has one part, the set.
         samples: in the set.
         timeout_s: the longest time that the transfer of a snapshot may take.
         pool: evaluates the assigned parts.
     """
 
-    member: CoordinatorClient
+    client: CoordinatorClient
     ledger: ValidationLedger
     samples: int
     timeout_s: float
@@ -120,23 +120,23 @@ class SharedParts:
     _changed: SignalSafeCondition = field(default_factory=SignalSafeCondition)
 
     def offer_snapshot(
-        self, epoch: int, moment: EpochState, *, is_current: bool, evaluators: int, terms: str
+        self, epoch: int, moment: EpochState, *, is_current: bool, evaluators: int, decision_rule: str
     ) -> None:
         """Offer to evaluate parts of an epoch."""
         digest = moment.snapshot.digest()
         if self.track_epoch(epoch, moment, digest):
             return
-        self.member.send_event(
+        self.client.send_event(
             SnapshotTaken(
                 now_s=0.0,
-                worker=self.member.worker,
+                worker=self.client.worker,
                 epoch=epoch,
                 digest=digest,
                 is_current=is_current,
                 samples=self.samples,
                 evaluators=evaluators,
                 part_deadline_s=self.timeout_s,
-                decision_rule=terms,
+                decision_rule=decision_rule,
             )
         )
 
@@ -146,7 +146,7 @@ class SharedParts:
             self._held[epoch] = _HeldSnapshot(
                 snapshot=moment.snapshot, cancelled=moment.cancelled, digest=digest, wanted=digest
             )
-        outcome = self.member.validation_results.get(epoch)
+        outcome = self.client.validation_results.get(epoch)
         if outcome is not None:
             self._end(outcome)
         return outcome is not None
@@ -171,13 +171,13 @@ class SharedParts:
         with self._changed:
             under_way = self._held[epoch].under_way if epoch in self._held else 0
         if under_way:
-            return f"this worker, {self.member.worker}, has {under_way} parts that it has not evaluated"
+            return f"this worker, {self.client.worker}, has {under_way} parts that it has not evaluated"
         return (
-            f"worker {self.member.worker} has evaluated all its parts, and waits for other workers, which "
+            f"worker {self.client.worker} has evaluated all its parts, and waits for other workers, which "
             "have the other parts or are not yet at the end of that epoch"
         )
 
-    # Actions, in the links' thread -----------------------------------------------------------------------
+    # Actions, in the I/O thread -----------------------------------------------------------------------
 
     def on_action(self, action: SendSnapshot | EvaluatePart | MergeStates | ValidationFinished) -> None:
         """Carry out an action of the coordinator."""
@@ -188,7 +188,7 @@ class SharedParts:
                 self._on_part(action)
             case MergeStates():
                 self._on_merge(action)
-            case SendSnapshot() if action.receiver == self.member.worker:
+            case SendSnapshot() if action.receiver == self.client.worker:
                 self._receive_snapshot(action)
             case SendSnapshot():
                 self._send_snapshot(action)
@@ -238,7 +238,7 @@ class SharedParts:
         with self._changed:
             held = self._held.get(transfer.epoch)
             if held is None:
-                self.member.endpoint.cancel(
+                self.client.endpoint.cancel(
                     _FIRST_TAG + transfer.transfer, _FIRST_TAG + transfer.transfer + 1
                 )
                 return
@@ -259,8 +259,8 @@ class SharedParts:
                         held.digest = transfer.digest
                 self._changed.notify_all()
 
-        owner = self.member.link_name(transfer.worker)
-        self.member.endpoint.post_receive(
+        owner = self.client.link_name(transfer.worker)
+        self.client.endpoint.post_receive(
             owner, _FIRST_TAG + transfer.transfer, _memory_of(incoming), on_bytes
         )
 
@@ -269,8 +269,8 @@ class SharedParts:
         if held is None or held.digest != transfer.digest:
             return  # it is over, and the receiver knows that
         values = held.outgoing = held.snapshot.to_bytes() if held.outgoing is None else held.outgoing
-        self.member.endpoint.send_tensor(
-            self.member.link_name(transfer.receiver),
+        self.client.endpoint.send_tensor(
+            self.client.link_name(transfer.receiver),
             _FIRST_TAG + transfer.transfer,
             _memory_of(values),
             priority=_LOW_PRIORITY,
@@ -322,7 +322,7 @@ class SharedParts:
                 remaining_s = end_s - time.monotonic()
                 if remaining_s <= 0:
                     raise OffbeatError(
-                        f"worker {self.member.worker}: timed out waiting for another worker's snapshot of "
+                        f"worker {self.client.worker}: timed out waiting for another worker's snapshot of "
                         f"epoch {part.epoch} after {self.timeout_s:g} s"
                     )
                 self._changed.wait(remaining_s)
@@ -355,20 +355,20 @@ class SharedParts:
             if part.cancelled.is_set():
                 warnings.warn(
                     f"evaluating part {part.number} of epoch {part.epoch} failed on worker "
-                    f"{self.member.worker}, after another one had succeeded: {type(error).__name__}: {error}",
+                    f"{self.client.worker}, after another one had succeeded: {type(error).__name__}: {error}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
             self.ledger.on_part_done(part, error)
             return
         with suppress(LinkError):  # then the job has failed, and the error is raised elsewhere
-            self.member.send_event(message)
+            self.client.send_event(message)
 
     def _states_merged(self, part: _MergeTask, metrics: dict[str, MetricValue]) -> StatesMerged:
         means, counts = _means_and_counts(metrics)
         return StatesMerged(
             now_s=0.0,
-            worker=self.member.worker,
+            worker=self.client.worker,
             epoch=part.epoch,
             digest=part.digest,
             means=means,
@@ -387,7 +387,7 @@ class SharedParts:
                     held.first = merged
         message = PartEvaluated(
             now_s=0.0,
-            worker=self.member.worker,
+            worker=self.client.worker,
             epoch=part.epoch,
             digest=part.digest,
             part=part.number,

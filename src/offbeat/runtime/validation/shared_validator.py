@@ -41,7 +41,7 @@ class SharedValidator(Validator):
 
     Args:
         model, evaluate, data: see `Validator`.
-        member: this worker's line to the coordinator.
+        client: this worker's client of the coordinator.
         is_current: whether this worker's model is one to validate with.
         can_roll_back: whether the strategy permits "rollback".
         has_learning_rates: a worker that joins later receives the learning rates with the state.
@@ -59,7 +59,7 @@ class SharedValidator(Validator):
         evaluate: Evaluate,
         data: ValidationData,
         *,
-        member: CoordinatorClient,
+        client: CoordinatorClient,
         is_current: Callable[[], bool],
         can_roll_back: bool,
         has_learning_rates: bool,
@@ -67,7 +67,7 @@ class SharedValidator(Validator):
         **options: Any,
     ) -> None:
         _check_options(options, goes_back=can_roll_back)
-        self._member, self._is_current, self._has_rates = member, is_current, has_learning_rates
+        self._client, self._is_current, self._has_rates = client, is_current, has_learning_rates
         self._max_pending: int = options.get("max_pending", PENDING_MAX)
         self._evaluators: int = options.get("workers", 1)
         self._is_ending = False
@@ -79,13 +79,13 @@ class SharedValidator(Validator):
         # If other threads train too, a rehearsal would attribute their draws to evaluate.
         self._backend.is_rehearsed = not is_only_thread
         self._ledger.describe_missing = self._shares.describe_missing
-        self._member.on_validation_action = self._shares.on_action
+        self._client.on_validation_action = self._shares.on_action
 
     def _pool_factory(self, samples: int, timeout_s: float) -> MakePool:
         self._shares = shares = SharedParts(
-            member=self._member, ledger=self._ledger, samples=samples, timeout_s=timeout_s
+            client=self._client, ledger=self._ledger, samples=samples, timeout_s=timeout_s
         )
-        on_failure = partial(self._member.on_thread_failed, "offbeat validation")
+        on_failure = partial(self._client.on_thread_failed, "offbeat validation")
 
         def make_pool(evaluators: Sequence[Evaluator[Snapshot]]) -> EvaluatorPool[Snapshot]:
             awaiting = [SnapshotAwaitingEvaluator(evaluator, shares) for evaluator in evaluators]
@@ -118,7 +118,7 @@ class SharedValidator(Validator):
                 group["lr"] = rate
 
     def _act_on_earlier(self, epoch: int) -> None:
-        for earlier in sorted(one for one in self._member.validation_results if one < epoch):
+        for earlier in sorted(one for one in self._client.validation_results if one < epoch):
             self._last_epoch = earlier
             self._apply_finished()
             self._ledger.on_epoch_ended(earlier, self._current_parts())
@@ -141,20 +141,22 @@ class SharedValidator(Validator):
             moment,
             is_current=self._is_current(),
             evaluators=self._evaluators,
-            terms=self._terms(),
+            decision_rule=self._decision_rule(),
         )
         self._state.copy_s += time.perf_counter() - start_s
 
-    def _terms(self) -> str:
+    def _decision_rule(self) -> str:
         """Return the rules for acting on metrics as text; workers with different rules would diverge."""
-        terms = f"decision={self._decision!r}, max_pending={self._max_pending}, monitor={self._monitor!r}"
+        decision_rule = (
+            f"decision={self._decision!r}, max_pending={self._max_pending}, monitor={self._monitor!r}"
+        )
         if self._plateau is not None:
-            terms += f", plateau={ ({name: getattr(self._plateau, name) for name in _PLATEAU}) }"
-        return terms
+            decision_rule += f", plateau={ ({name: getattr(self._plateau, name) for name in _PLATEAU}) }"
+        return decision_rule
 
     def _roll_back(self, epoch: int, moment: EpochState) -> None:
         super()._roll_back(epoch, moment)
-        self._member.send_event(RolledBack(now_s=0.0, worker=self._member.worker, epoch=epoch))
+        self._client.send_event(RolledBack(now_s=0.0, worker=self._client.worker, epoch=epoch))
 
     def _apply_finished(self) -> None:
         """Act on the metrics that all workers act on at this point; wait for them."""
@@ -167,7 +169,7 @@ class SharedValidator(Validator):
             self._raise_errors()  # other workers wait for this one: the job must fail
 
     def _act(self, epoch: int, metrics: Mapping[str, float], moment: EpochState) -> None:
-        digest, outcome = self._shares.digest_of(epoch), self._member.validation_results[epoch]
+        digest, outcome = self._shares.digest_of(epoch), self._client.validation_results[epoch]
         assert outcome is not None
         if self._shares.is_read(epoch):
             self._read.add(moment.snapshot)
@@ -199,7 +201,7 @@ class SharedValidator(Validator):
         if self._best is None and self._best_owner is not None:
             raise OffbeatError(
                 f"the best snapshot is worker {self._best_owner}'s, and this is worker "
-                f"{self._member.worker}: save it where session.validator.has_best is true"
+                f"{self._client.worker}: save it where session.validator.has_best is true"
             )
         return super().best_state_dict()
 

@@ -26,13 +26,13 @@ class ThreadThrottle:
 
     def __init__(self, threads: int, minimum_rate: MinimumRate | None) -> None:
         self._rest_max_s = _STUCK_S if minimum_rate is None else minimum_rate.rest_s
-        self._pacing = Throttle(threads, minimum_rate)
+        self._throttle = Throttle(threads, minimum_rate)
         self._changed = SignalSafeCondition()
 
     @property
     def is_slow(self) -> bool:
         """Whether the threads were too slow during training."""
-        return self._pacing.is_slow
+        return self._throttle.is_slow
 
     @contextmanager
     def evaluating_part(self) -> Iterator[Callable[[], None]]:
@@ -42,13 +42,13 @@ class ThreadThrottle:
             A function to call before every call of torch, in which the thread may pause.
         """
         with self._changed:
-            turn = self._pacing.begin_part(time.perf_counter())
+            turn = self._throttle.begin_part(time.perf_counter())
         try:
             self._wait_for_turn(turn)
             yield lambda: self._on_call(turn)
         finally:
             with self._changed:
-                self._pacing.end_part(turn, time.perf_counter())
+                self._throttle.end_part(turn, time.perf_counter())
                 self._changed.notify_all()
 
     @contextmanager
@@ -63,20 +63,20 @@ class ThreadThrottle:
     def lift_limit(self) -> None:
         """Let all threads go on from now on."""
         with self._changed:
-            self._pacing.lift_limit(time.perf_counter())
+            self._throttle.lift_limit(time.perf_counter())
             self._changed.notify_all()
 
     def _add_waiting(self, more: int) -> None:
         with self._changed:
-            self._pacing.add_waiting(more, time.perf_counter())
+            self._throttle.add_waiting(more, time.perf_counter())
             self._changed.notify_all()
 
     def _on_call(self, turn: EvaluatorTurn) -> None:
         turn.calls += 1
         now_s = time.perf_counter()
-        if now_s >= self._pacing.next_check_s:
+        if now_s >= self._throttle.next_check_s:
             with self._changed:
-                self._pacing.check_rate(now_s)
+                self._throttle.check_rate(now_s)
                 self._changed.notify_all()
         if not turn.may_run:
             self._wait_for_turn(turn)
@@ -84,8 +84,8 @@ class ThreadThrottle:
     def _wait_for_turn(self, turn: EvaluatorTurn) -> None:
         with self._changed:
             while not turn.may_run:
-                calls = self._pacing.calls
-                timeout_s = self._rest_max_s if self._pacing.is_slow else _STUCK_S
+                calls = self._throttle.calls
+                timeout_s = self._rest_max_s if self._throttle.is_slow else _STUCK_S
                 may_go_on = self._changed.wait_for(lambda: turn.may_run, timeout_s)
-                if not may_go_on and calls == self._pacing.calls:
-                    self._pacing.force(turn)
+                if not may_go_on and calls == self._throttle.calls:
+                    self._throttle.force(turn)

@@ -3,10 +3,10 @@
 A fault of the network separates nodes for a while: two nodes, in one direction or both, or some nodes and all
 remaining ones. It has three consequences, all implemented here.
 
-Messages under way between separated nodes stall, and are sent again once the line is used again: none is lost
-and none arrives twice, for sessions outlive their connections. A mended line is used at the latest
-`REDIAL_S_MAX` after it was mended. Where only one direction is cut, the other one works until the connection
-is replaced by a fresh dial, which needs both.
+Messages under way between separated nodes stall, and are sent again once the connection is used again: none
+is lost and none arrives twice, because sessions outlive connections. A repaired connection is used at the
+latest `REDIAL_S_MAX` after its repair. Where only one direction is cut, the other one works until the
+connection is replaced by a fresh dial, which needs both.
 
 A node that has received nothing for `UNREACHABLE_S` from a node with which it has a session reports it, and
 reports again when it receives something. A worker has a session with every member of a group with which it
@@ -46,7 +46,7 @@ class Outage:
         nodes: the nodes whose messages are lost.
         peers: the receivers of these messages; None for all remaining nodes.
         is_one_way: messages of `peers` are not lost.
-        until_s: when the lines between them are used again.
+        until_s: when their connections are used again.
         is_replaced: the connections have been given up, and fresh dials need both directions.
     """
 
@@ -80,7 +80,7 @@ class Outage:
 
 
 class ConnectedWorker(Protocol):
-    """A worker, as far as its control connection needs it.
+    """What control connections require of a worker.
 
     Attributes:
         worker: its id.
@@ -93,8 +93,8 @@ class ConnectedWorker(Protocol):
     downlink_s: float
 
 
-class Cluster(Protocol):
-    """A cluster, as far as its connections need it.
+class ConnectedCluster(Protocol):
+    """What connections require of a cluster.
 
     Attributes:
         engine: the calendar.
@@ -154,7 +154,7 @@ class NetworkOutages:
         outages: the current ones.
     """
 
-    def __init__(self, cluster: Cluster, *, lost_after_s: float) -> None:
+    def __init__(self, cluster: ConnectedCluster, *, lost_after_s: float) -> None:
         self._cluster, self._lost_after_s = cluster, lost_after_s
         self.outages: list[Outage] = []
         self._silent_s: dict[tuple[int, int], float] = {}  # by receiver and sender: begin of the silence

@@ -139,7 +139,7 @@ class SimulatedModelCluster(SimulatedCluster):
         if self.stopped is not None:
             return
         workers = [cast(AveragingWorker, worker) for worker in self._workers.values()]
-        if not self.is_dismissed:
+        if not self.is_job_complete:
             alive = [f"{worker.worker} {worker.activity}" for worker in workers if worker.is_alive]
             if alive:
                 self.fail_invariant(f"the job does not end: {', '.join(alive)}")

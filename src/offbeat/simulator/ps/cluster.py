@@ -89,7 +89,7 @@ class CountTable:
         self.values.update(content)
 
     def read(self, first: int, last: int, keys: Payload | None, states: bool = False) -> Payload:
-        """See `ServerTable.read`."""
+        """See `ServerTable.read`; simulated clients list no keys and request no states."""
         return slice_content(self.values, first, last)
 
     def key_range(self, content: Payload, first: int, last: int) -> Payload:
@@ -184,7 +184,7 @@ class PsSimulation:
         self._recovery_s = 2 * _RECOVERY_S if trial.loss_share else _RECOVERY_S
         self._states.joined.update(f"client-{client}" for client in self._clients)
         self._withdrawn: set[tuple[str, int]] = set()  # namespaces, and clients that have withdrawn from them
-        self._ledger = RequestLedger(self._violated, may_repeat_sums=bool(trial.faults))
+        self._ledger = RequestLedger(self._fail_invariant, may_repeat_sums=bool(trial.faults))
         for client in self._clients:
             self._ledger.add_client(client)
 
@@ -210,7 +210,9 @@ class PsSimulation:
 
     def _make_manager(self) -> PsManager:
         trial = self.trial
-        return self._manager_factory(trial.servers, virtual_nodes=trial.virtual_nodes, copies=trial.replicas)
+        return self._manager_factory(
+            trial.servers, virtual_nodes=trial.virtual_nodes, replicas=trial.replicas
+        )
 
     def _space_opened(self, space: NamespaceSpec) -> NamespaceRequested:
         now_s = self._engine.now_s
@@ -304,7 +306,7 @@ class PsSimulation:
         }
         shaky = {server for server in self._nodes if f"server-{server}" in cut_off} | self._states.doomed
         vanished = len(self._states.vanished.intersection(servers)) + (kind == "vanish")
-        return self._manager._group.has_other_copies(server, shaky) and 2 * vanished <= len(servers)
+        return self._manager._group.has_other_replicas(server, shaky) and 2 * vanished <= len(servers)
 
     def _disturb(self, kind: str, names: Sequence[str]) -> None:
         """Disturb the network between two of these nodes, or between some of them and the rest."""
@@ -554,7 +556,7 @@ class PsSimulation:
             if isinstance(output, RequestDone):
                 self._done(_number(name), output)
             elif isinstance(output, RequestFailed):
-                self._violated(f"{name} was refused a request: {output.reason}")
+                self._fail_invariant(f"{name} was refused a request: {output.reason}")
             else:
                 if isinstance(output.message, Push):
                     self._ledger.on_push_sent(output.message)
@@ -571,7 +573,7 @@ class PsSimulation:
 
     # Checks ----------------------------------------------------------------------------------------------
 
-    def _violated(self, text: str) -> None:
+    def _fail_invariant(self, text: str) -> None:
         raise ViolationError(
             f"after {self._engine.now_s:.4f} s: {text} ({self.trial}); "
             f"again: offbeat simulate ps --seeds 1 --seed {self.trial.seed}"
@@ -585,7 +587,7 @@ class PsSimulation:
             is_there = f"client-{client}" not in self._states.forgotten | self._states.dead
             is_alone = space is not None and not space.aggregates
             if is_alone and is_there and request.made_s < limit_s:
-                self._violated(
+                self._fail_invariant(
                     f"request {number} of client {client} is open {self._recovery_s} s after the faults"
                 )
 
@@ -593,19 +595,19 @@ class PsSimulation:
         """Check the invariants that hold at the end of a run."""
         view = self._manager._group.view
         if view is None:
-            self._violated("the servers never formed a cluster")
+            self._fail_invariant("the servers never formed a cluster")
             return
         if not view.ring.servers:
-            self._violated("no server is left")
+            self._fail_invariant("no server is left")
         if self._manager._group.data_losses:
-            self._violated(f"{len(view.lost)} arcs are lost")
+            self._fail_invariant(f"{len(view.lost)} arcs are lost")
         for client, number in self._ledger.open:
             if f"client-{client}" not in self._states.forgotten:
-                self._violated(f"request {number} of client {client} is not done")
+                self._fail_invariant(f"request {number} of client {client} is not done")
         if view.filling or view.target is not None:
-            self._violated(f"the change to view {view.version} has not ended")
+            self._fail_invariant(f"the change to view {view.version} has not ended")
         if view.paused:
-            self._violated(f"the pauses of {list(view.paused)} have not ended")
+            self._fail_invariant(f"the pauses of {list(view.paused)} have not ended")
         known = self._ledger.acknowledged_by_any()
         for space in view.spaces.values():
             for key in range(space.keys):
@@ -621,7 +623,7 @@ class PsSimulation:
         for holder in holders[1:]:
             value = self._stores[holder].table(space).values[key]
             if value != master or self._nodes[holder].push_times(*place) != own:
-                self._violated(f"{place} is {master} on server {holders[0]} and {value} on {holder}")
+                self._fail_invariant(f"{place} is {master} on server {holders[0]} and {value} on {holder}")
 
 
 def _number(name: str) -> int:

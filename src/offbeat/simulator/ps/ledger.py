@@ -49,7 +49,7 @@ class RequestLedger:
     """Every acknowledged push is in all later answers, and no answer contains what was not pushed.
 
     Args:
-        violated: is called with what is wrong, and raises.
+        fail_invariant: is called with what is wrong, and raises.
         may_repeat_sums: whether a sum may be sent down its chain again in one view.
 
     Attributes:
@@ -58,11 +58,11 @@ class RequestLedger:
         total_pushed: all that was pushed.
     """
 
-    def __init__(self, violated: Callable[[str], None], *, may_repeat_sums: bool) -> None:
+    def __init__(self, fail_invariant: Callable[[str], None], *, may_repeat_sums: bool) -> None:
         self.requests: dict[tuple[int, int], SimulatedRequest] = {}
         self.open: dict[tuple[int, int], SimulatedRequest] = {}
         self.total_pushed: Counter[PushCounter] = Counter()
-        self._violated, self._may_repeat_sums = violated, may_repeat_sums
+        self._fail_invariant, self._may_repeat_sums = fail_invariant, may_repeat_sums
         # What each client knows to be on all replicas; of sums, that is what all clients had pushed.
         self._acknowledged: dict[int, Counter[PushCounter]] = {}
         self._masters: dict[tuple[int, KeyPlace], int] = {}  # the server that answered, by epoch and block
@@ -166,9 +166,9 @@ class RequestLedger:
                 other = self._masters.setdefault((view.epoch, place), node.server)
                 if other != node.server:
                     both = f"servers {other} and {node.server}"
-                    self._violated(f"block {place} is served by {both} in epoch {view.epoch}")
+                    self._fail_invariant(f"block {place} is served by {both} in epoch {view.epoch}")
         if node.sequence_gaps:
-            self._violated(f"server {node.server} has missed a push")
+            self._fail_invariant(f"server {node.server} has missed a push")
 
     def check_value(self, place: KeyPlace, value: int, known: Counter[PushCounter], what: str) -> None:
         """Check that a key's value has all known pushes of each client, and no more than were made."""
@@ -176,7 +176,7 @@ class RequestLedger:
             counted = (*place, client)
             count, pushed = _pushes_of(client, value), self.total_pushed[counted]
             if not known[counted] <= count <= pushed:
-                self._violated(
+                self._fail_invariant(
                     f"{what} of {place} has {count} pushes of client {client}, which had "
                     f"{known[counted]} of {pushed} acknowledged"
                 )
@@ -204,7 +204,9 @@ class RequestLedger:
                 continue
             pushed = self._pushed_at.get((name, other), {})
             if max(pushed, default=0) < time:
-                self._violated(f"client {client} was acknowledged time {time} of {name} without {other}")
+                self._fail_invariant(
+                    f"client {client} was acknowledged time {time} of {name} without {other}"
+                )
             self._acknowledged[client].update(pushed.get(time, Counter()))  # empty if it skipped the time
 
     def _check_sum(self, copy: Replicate, view: PlacementView | None) -> None:
@@ -218,7 +220,7 @@ class RequestLedger:
             at = copy.view, operation.namespace, operation.stamps[0].time, key
             is_repeated = at in self._sums and not self._may_repeat_sums
             if is_repeated or self._sums.setdefault(at, clients) != clients:
-                self._violated(f"key {key} has sums of {self._sums[at]} and {clients} at time {at[2]}")
+                self._fail_invariant(f"key {key} has sums of {self._sums[at]} and {clients} at time {at[2]}")
 
     def _check_own(
         self, client: int, request: SimulatedRequest, values: dict[int, int], times: tuple[ClockRange, ...]
@@ -231,7 +233,7 @@ class RequestLedger:
             expected = sum((name, key, client) in content for time, content in pushed.items() if time <= upto)
             count = _pushes_of(client, values.get(key, 0))
             if count != expected:
-                self._violated(
+                self._fail_invariant(
                     f"client {client} pulled {count} of its own pushes of {(name, key)}, expected "
                     f"{expected} by its times"
                 )

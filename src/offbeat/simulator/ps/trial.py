@@ -96,7 +96,7 @@ class Workload:
 
     def next_keys(self, client: PsClient, space: NamespaceSpec) -> tuple[int, int] | None:
         """Return the range that every client pushes next; None while this one does not know its time."""
-        if self._is_whole(space):
+        if self._pushes_all_keys(space):
             return 0, space.keys
         begins = client.first_time(space.name)
         if begins is None:
@@ -111,7 +111,7 @@ class Workload:
         """
         begins = client.first_time(space.name) if space.aggregates else 1
         step = self._option_chance.choice((0, 1, 3))
-        if space.aggregates and not self._is_whole(space):
+        if space.aggregates and not self._pushes_all_keys(space):
             step = min(step, 1)
         passed = space.name, client.client
         if begins is None or not step:
@@ -120,6 +120,6 @@ class Workload:
         self._passed[passed] += step
         return begins - 1 + self._passed[passed]
 
-    def _is_whole(self, space: NamespaceSpec) -> bool:
-        """Whether every push of a namespace has all keys."""
+    def _pushes_all_keys(self, space: NamespaceSpec) -> bool:
+        """Whether every push of a namespace has all keys: drawn from the seed, true for half of them."""
         return random.Random(f"{self._trial.seed} {space.name}").random() < 0.5

@@ -31,8 +31,8 @@ from offbeat.simulator.core.faults import (
     WorkerHang,
     format_fault,
 )
-from offbeat.simulator.core.lines import REDIAL_S_MAX
 from offbeat.simulator.core.network import NetworkCosts
+from offbeat.simulator.core.network_outages import REDIAL_S_MAX
 from offbeat.simulator.core.times import (
     BurstyTimes,
     ComputeTimes,
@@ -79,22 +79,22 @@ class StalenessFaultCase:
         return f"{self.setting.world} workers, {self.ps_setting.threads} a process, {faults}"
 
 
-def draw_case(seed: int, terms: PsOptions, arguments: Mapping[str, Any]) -> StalenessFaultCase:
+def draw_case(seed: int, options: PsOptions, arguments: Mapping[str, Any]) -> StalenessFaultCase:
     """Draw a cluster; deterministic for a seed.
 
     Args:
         seed: seed of all random numbers.
-        terms: the strategy's.
+        options: the strategy's.
         arguments: of its `BoundedStaleness`, without the world.
     """
     chance = random.Random(f"staleness {seed}")
     threads = chance.choice([1, 1, 2, 3])
     world = threads * chance.randint(1, 4) if threads > 1 else chance.randint(1, 8)
     lost_after_s = chance.choice([3.0, 5.0])
-    is_dealt = arguments["shards"] == "dynamic"
+    assigns_samples = arguments["shards"] == "dynamic"
     faults: list[Fault] = []
     if chance.random() < 0.7:
-        faults += _faults(chance, world, threads, lost_after_s, is_open=is_dealt)
+        faults += _faults(chance, world, threads, lost_after_s, is_open=assigns_samples)
     faults += _cuts_from_servers(random.Random(f"apart {seed}"), world, threads, is_alone=not faults)
     batch_size = chance.randint(1, 4)
     samples = SampleSetting(
@@ -105,8 +105,8 @@ def draw_case(seed: int, terms: PsOptions, arguments: Mapping[str, Any]) -> Stal
     )
     setting = SimulationSetting(
         world=world,
-        steps=None if is_dealt else chance.randint(1, 80),
-        samples=samples if is_dealt else None,
+        steps=None if assigns_samples else chance.randint(1, 80),
+        samples=samples if assigns_samples else None,
         until_s=_UNTIL_S,
         times=_times(chance),
         slow=tuple(_slow(chance, world)),
@@ -126,7 +126,9 @@ def draw_case(seed: int, terms: PsOptions, arguments: Mapping[str, Any]) -> Stal
     halves_after = chance.choice([5.0, 50.0, 1e9])
     return StalenessFaultCase(
         setting=setting,
-        ps_setting=ps_setting(terms, arguments, threads=threads, servers=servers, halves_after=halves_after),
+        ps_setting=ps_setting(
+            options, arguments, threads=threads, servers=servers, halves_after=halves_after
+        ),
         arguments={**arguments, "timeout_s": chance.choice([1.2, 10.0, 10.0])},
     )
 

@@ -34,7 +34,7 @@ from offbeat.events import (
 from offbeat.policies import Policy
 from offbeat.policies.staleness.caches import CacheDirectory, PsOptions
 from offbeat.simulator.core.faults import SERVERS, Fault, LinkCut, Partition, WorkerDeath, WorkerHang
-from offbeat.simulator.core.lines import UNREACHABLE_S
+from offbeat.simulator.core.network_outages import UNREACHABLE_S
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.staleness.process import PsWorkerProcess, PsWorkerThread
 from offbeat.simulator.staleness.servers import PulledRow, PushedStep, SimulatedServers
@@ -52,7 +52,7 @@ class PsSetting:
     """Parameters of a simulated run that concern the parameter server.
 
     Attributes:
-        terms: how the strategy uses the parameter server.
+        ps_options: how the strategy uses the parameter server.
         bounds: the minimum and maximum staleness that the policy may allow, in clocks; None for no bound.
         bound_step: maximum change of the bound from one version to the next.
         threads: workers in a process, among those that are there at the start.
@@ -61,7 +61,7 @@ class PsSetting:
         warm_start: steps that one worker takes alone.
     """
 
-    terms: PsOptions
+    ps_options: PsOptions
     bounds: tuple[int, int] | None
     bound_step: int = 0
     threads: int = 1
@@ -70,21 +70,25 @@ class PsSetting:
     warm_start: int = 0
 
 
-def ps_setting(terms: PsOptions, arguments: Mapping[str, Any], **options: Any) -> PsSetting:
+def ps_setting(ps_options: PsOptions, arguments: Mapping[str, Any], **options: Any) -> PsSetting:
     """Return the `PsSetting` for these arguments of `BoundedStaleness`."""
     s, dynamic = arguments["s"], arguments.get("dynamic")
     if s is None or dynamic is None:
         warm_start = arguments.get("warm_start", 0)
-        return PsSetting(terms=terms, bounds=None if s is None else (s, s), warm_start=warm_start, **options)
+        return PsSetting(
+            ps_options=ps_options, bounds=None if s is None else (s, s), warm_start=warm_start, **options
+        )
     bounds = (dynamic.get("s_min", 3), dynamic.get("s_max", 10))
     has_stragglers = arguments.get("detector") is not None  # for stragglers the maximum applies at once
     step = bounds[1] if has_stragglers else dynamic.get("step", 1)
-    return PsSetting(terms=terms, bounds=bounds, bound_step=step, **options)
+    return PsSetting(ps_options=ps_options, bounds=bounds, bound_step=step, **options)
 
 
-def make_directory(threads: Sequence[int], terms: PsOptions) -> CacheDirectory:
+def make_directory(threads: Sequence[int], ps_options: PsOptions) -> CacheDirectory:
     """Return the cache directory of a process."""
-    return CacheDirectory(threads, is_versioned=terms.is_versioned, clears_threads=terms.clears_thread_cache)
+    return CacheDirectory(
+        threads, is_versioned=ps_options.is_versioned, clears_threads=ps_options.clears_thread_cache
+    )
 
 
 class SimulatedPsCluster(SimulatedCluster):
@@ -95,8 +99,6 @@ class SimulatedPsCluster(SimulatedCluster):
     the bound requires, and all its own steps once; with a bound of 0, nothing else; every clock's sum is of
     that clock's steps; no step is lost or counted twice; no worker waits at a gate without a bound, except
     during a warm start, in which one worker is alone; each sample is used once.
-
-    Source: the invariants of the specification's sections 2.4 and 2.5.
 
     Args:
         setting: parameters of the run.
@@ -124,9 +126,9 @@ class SimulatedPsCluster(SimulatedCluster):
         keeps_log: bool = False,
     ) -> None:
         super().__init__(setting, policies, keeps_log=keeps_log, one_by_one=True)
-        self.ps_setting, self.terms = served, served.terms
+        self.ps_setting, self.ps_options = served, served.ps_options
         self.servers = SimulatedServers(
-            self, self.lines, self.complete_clock, served.servers, is_versioned=self.terms.is_versioned
+            self, self.lines, self.complete_clock, served.servers, is_versioned=self.ps_options.is_versioned
         )
         self.processes: dict[int, PsWorkerProcess] = {}
         self.epoch = 0
@@ -157,7 +159,7 @@ class SimulatedPsCluster(SimulatedCluster):
         }
 
     def loss(self, clock: int) -> float:
-        """The loss that all workers report at a clock: it decreases, with fluctuations of 3 %."""
+        """Return the loss that all workers report at a clock: it decreases, with fluctuations of 3 %."""
         chance = random.Random(f"loss {self.setting.seed} {clock}")
         falls = 0.5 ** (clock / self.ps_setting.halves_after)
         return float(falls * math.exp(chance.gauss(0.0, _NOISE)))
@@ -167,7 +169,7 @@ class SimulatedPsCluster(SimulatedCluster):
         process = self.processes.get(number)
         if process is None:
             last = worker + 1 if is_new else min(number + self.ps_setting.threads, self.setting.world)
-            directory = self._make_directory(range(number, last), self.terms)
+            directory = self._make_directory(range(number, last), self.ps_options)
             process = self.processes[number] = PsWorkerProcess(self, number, directory)
         self.clocks_by_worker[worker] = []
         return PsWorkerThread(self, worker, stopwatch, process, is_new=is_new)
@@ -264,7 +266,7 @@ class SimulatedPsCluster(SimulatedCluster):
         """See `SimulatedCluster.handle_event`."""
         if isinstance(event, Left | Lost | Finished):
             self._clocks.pop(event.worker, None)
-        if isinstance(event, Left) and not self.is_dismissed:
+        if isinstance(event, Left) and not self.is_job_complete:
             self._has_lost = True
         if isinstance(event, StepFinished) and event.clock is not None:
             self._used[event.worker, event.step] = event.blocks
@@ -283,7 +285,7 @@ class SimulatedPsCluster(SimulatedCluster):
             match action:
                 case StepPermit() | AssignBlocks():
                     if isinstance(action, StepPermit):
-                        self._check_grant(action)
+                        self._check_permit(action)
                     self._send(action.worker, (action,))
                 case RejectPeer():
                     worker = int(action.peer.removeprefix("worker-"))
@@ -292,7 +294,7 @@ class SimulatedPsCluster(SimulatedCluster):
                     self._clocks.pop(worker, None)
                     self._send(worker, (action,))
                 case PeerList() | JobComplete() | AbortJob():
-                    self.is_dismissed |= isinstance(action, JobComplete)
+                    self.is_job_complete |= isinstance(action, JobComplete)
                     self.stopped = action if isinstance(action, AbortJob) else self.stopped
                     for worker in sorted(self.coordinator.joined):
                         self._send(worker, (action,))
@@ -303,42 +305,49 @@ class SimulatedPsCluster(SimulatedCluster):
 
     # Invariants ------------------------------------------------------------------------------------------
 
-    def _note_clock(self, grant: StepPermit) -> None:
-        before = self._clocks.get(grant.worker, 0)
-        if grant.clock < before:
-            self.fail_invariant(f"worker {grant.worker}: its clock goes back from {before} to {grant.clock}")
-        self._clocks[grant.worker] = grant.clock
+    def _note_clock(self, permit: StepPermit) -> None:
+        before = self._clocks.get(permit.worker, 0)
+        if permit.clock < before:
+            self.fail_invariant(
+                f"worker {permit.worker}: its clock goes back from {before} to {permit.clock}"
+            )
+        self._clocks[permit.worker] = permit.clock
 
-    def _check_grant(self, grant: StepPermit) -> None:
-        bounds, worker = self.ps_setting.bounds, grant.worker
+    def _check_permit(self, permit: StepPermit) -> None:
+        bounds, worker = self.ps_setting.bounds, permit.worker
         is_warming = len(self._used) < self.ps_setting.warm_start
-        if is_warming and grant.may_start and not self.terms.assigns_samples and worker != min(self._clocks):
+        if (
+            is_warming
+            and permit.may_start
+            and not self.ps_options.assigns_samples
+            and worker != min(self._clocks)
+        ):
             self.fail_invariant(f"worker {worker} may start while another takes its first steps alone")
-        if not grant.may_start:
-            is_expected = grant.reason in ("it has no samples", "not all workers have joined yet")
+        if not permit.may_start:
+            is_expected = permit.reason in ("it has no samples", "not all workers have joined yet")
             if bounds is None and not is_expected and not is_warming:
-                self.fail_invariant(f"worker {worker} has to wait though there is no bound: {grant.reason}")
+                self.fail_invariant(f"worker {worker} has to wait though there is no bound: {permit.reason}")
             return
-        if bounds is None or grant.staleness_bound is None:
-            if (bounds is None) != (grant.staleness_bound is None):
+        if bounds is None or permit.staleness_bound is None:
+            if (bounds is None) != (permit.staleness_bound is None):
                 self.fail_invariant(
-                    f"worker {worker} may start with an unexpected bound of {grant.staleness_bound}"
+                    f"worker {worker} may start with an unexpected bound of {permit.staleness_bound}"
                 )
             return
         least = min(self._clocks.values())
         if (
-            grant.clock - least > grant.staleness_bound
-            or grant.clock - grant.version_min > grant.staleness_bound
+            permit.clock - least > permit.staleness_bound
+            or permit.clock - permit.version_min > permit.staleness_bound
         ):
             self.fail_invariant(
-                f"worker {worker} may start at clock {grant.clock} with version {grant.version_min} and a "
-                f"bound of {grant.staleness_bound}, and the slowest is at {least}"
+                f"worker {worker} may start at clock {permit.clock} with version {permit.version_min} and a "
+                f"bound of {permit.staleness_bound}, and the slowest is at {least}"
             )
-        if not bounds[0] <= grant.staleness_bound <= bounds[1]:
+        if not bounds[0] <= permit.staleness_bound <= bounds[1]:
             self.fail_invariant(
-                f"worker {worker} has a bound of {grant.staleness_bound}, expected one in {bounds}"
+                f"worker {worker} has a bound of {permit.staleness_bound}, expected one in {bounds}"
             )
-        self._check_change(grant.staleness_bound, least)
+        self._check_change(permit.staleness_bound, least)
 
     def _check_change(self, bound: int, version: int) -> None:
         before = bound if self.last_bound is None else self.last_bound
@@ -361,30 +370,30 @@ class SimulatedPsCluster(SimulatedCluster):
     def check_step(self, step: PushedStep) -> None:
         """Record a step, and check that its clock is not over."""
         self.clocks_by_worker[step.worker].append(step.clock)
-        is_over = self.terms.is_versioned and self.servers.version > step.clock
+        is_over = self.ps_options.is_versioned and self.servers.version > step.clock
         if is_over and step.worker not in self._ended:
             self.fail_invariant(f"worker {step.worker} takes a step at clock {step.clock}, which is over")
 
     def check_read(
-        self, worker: PsWorkerThread, grant: StepPermit, row: PulledRow, visible: Sequence[int]
+        self, worker: PsWorkerThread, permit: StepPermit, row: PulledRow, visible: Sequence[int]
     ) -> None:
         """Check that what a worker reads contains the required steps, and its own steps once."""
-        reader = f"worker {worker.worker} at clock {grant.clock}"
-        if self.terms.push_every == 1 and any(count != worker.steps_finished for count in visible):
+        reader = f"worker {worker.worker} at clock {permit.clock}"
+        if self.ps_options.push_every == 1 and any(count != worker.steps_finished for count in visible):
             self.fail_invariant(
                 f"{reader} has taken {worker.steps_finished} steps and sees {list(visible)} of its own"
             )
-        if grant.staleness_bound is None:
+        if permit.staleness_bound is None:
             return
-        required = max(0, grant.clock - grant.staleness_bound)
+        required = max(0, permit.clock - permit.staleness_bound)
         complete = min(piece.complete_clock for piece in row.pieces)
         if complete < required:
             self.fail_invariant(
                 f"{reader} reads values that lack steps of clock {complete}; it needs version {required}"
             )
-        if grant.staleness_bound == 0 and self.terms.is_versioned:
+        if permit.staleness_bound == 0 and self.ps_options.is_versioned:
             for other, clocks in self.clocks_by_worker.items():
-                if any(piece.steps[other] > bisect_left(clocks, grant.clock) for piece in row.pieces):
+                if any(piece.steps[other] > bisect_left(clocks, permit.clock) for piece in row.pieces):
                     self.fail_invariant(f"{reader} sees steps of worker {other} that are not before it")
 
     def _check_end(self) -> None:
@@ -399,7 +408,7 @@ class SimulatedPsCluster(SimulatedCluster):
             for (epoch, position), count in uses.items():
                 if count > 1:
                     self.fail_invariant(f"position {position} of epoch {epoch} was used {count} times")
-        if not self.is_dismissed:
+        if not self.is_job_complete:
             return
         expected = 0 if samples is None or self._has_lost else (samples.epochs or 0) * samples.epoch_samples
         if len(uses) < expected:

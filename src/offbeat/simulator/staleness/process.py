@@ -48,16 +48,16 @@ BEGINNING, PULLING, PUSHING, REPORTING = "beginning", "pulling", "pushing", "rep
 
 
 class PsSimulation(Simulation, Protocol):
-    """A simulated run on a parameter server, as far as its workers need it.
+    """What workers require of a simulated run on a parameter server.
 
     Attributes:
         servers: the parameter servers.
-        terms: how the strategy uses the parameter server.
+        ps_options: how the strategy uses the parameter server.
         epoch: the latest one in which a worker has started a step.
     """
 
     servers: SimulatedServers
-    terms: PsOptions
+    ps_options: PsOptions
     epoch: int
 
     def loss(self, clock: int) -> float:
@@ -67,7 +67,7 @@ class PsSimulation(Simulation, Protocol):
         """Record a step, and check that its clock is not over."""
 
     def check_read(
-        self, worker: PsWorkerThread, grant: StepPermit, row: PulledRow, visible: Sequence[int]
+        self, worker: PsWorkerThread, permit: StepPermit, row: PulledRow, visible: Sequence[int]
     ) -> None:
         """Check that what a worker reads contains the required steps, and its own steps once."""
 
@@ -109,7 +109,7 @@ class PsWorkerProcess:
         self._is_beginning = True
         cluster = self.cluster
         first = cluster.servers.join(self.process)
-        if not is_new or not cluster.terms.is_versioned:
+        if not is_new or not cluster.ps_options.is_versioned:
             self.directory.start_at(first, push_time(-1))
             takes_s = cluster.network.transfer_s(cluster.setting.size_bytes)
             cluster.engine.schedule(cluster.engine.now_s + takes_s, self._begun, first)
@@ -131,7 +131,7 @@ class PsWorkerProcess:
     ) -> tuple[int, SimulatedPush | None]:
         """Accept a thread's gradients of these steps; return their time, and the push if it was sent."""
         time = self.directory.add_gradient(step.worker, step.clock)
-        if self.cluster.terms.is_versioned:
+        if self.cluster.ps_options.is_versioned:
             self._unpushed_steps.setdefault(step.clock, []).extend(pushed)
             return time, None
         return time, self._push(time, pushed)
@@ -199,7 +199,7 @@ class PsWorkerProcess:
                 self._waiting_readers.popleft()
                 reader.on_row(row)
                 continue
-            if self.cluster.terms.is_versioned and not self._has_applied(version):
+            if self.cluster.ps_options.is_versioned and not self._has_applied(version):
                 return
             self._is_pulling = True
             self.pulls += 1
@@ -352,7 +352,7 @@ class PsWorkerThread(SimulatedWorker):
                     self.process.join(self._is_newcomer)
                     self.on_begun()
             case JobComplete():
-                self._is_dismissed = True
+                self._is_job_complete = True
                 self.leave_if_done()
             case AbortJob() | RejectPeer():
                 self.cluster.end_process(self.process)
@@ -415,7 +415,7 @@ class PsWorkerThread(SimulatedWorker):
 
     def leave_if_done(self) -> None:
         """Leave if all workers have finished and all pushes of the process are applied."""
-        if self.activity == FINISHED and self._is_dismissed and self.process.is_settled:
+        if self.activity == FINISHED and self._is_job_complete and self.process.is_settled:
             self._send_left()
 
     def _send_left(self) -> None:
@@ -427,8 +427,8 @@ class PsWorkerThread(SimulatedWorker):
             Left(now_s=cluster.arrival_s(self.worker), worker=self.worker, step=self.steps_finished),
         )
 
-    def _send_request(self, wants: SamplesRequested) -> None:
-        self._send(wants)
+    def _send_request(self, request: SamplesRequested) -> None:
+        self._send(request)
 
     def _send(self, event: Event) -> None:
         self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
@@ -437,9 +437,9 @@ class PsWorkerThread(SimulatedWorker):
 
     def _proceed(self) -> None:
         """Continue if the message that it waits for is there."""
-        grant = self.clock_protocol.permit
-        if self.activity == REPORTING and grant is not None:
-            self.process.advance_clock(self.worker, grant.clock)
+        permit = self.clock_protocol.permit
+        if self.activity == REPORTING and permit is not None:
+            self.process.advance_clock(self.worker, permit.clock)
             if self.is_leaving:
                 self.process.remove_thread(self.worker)
                 self._send_left()
@@ -447,8 +447,8 @@ class PsWorkerThread(SimulatedWorker):
                 self._compute()
         elif self.activity == REQUESTING:
             self._compute()
-        elif self.activity == WAITING and grant is not None and grant.may_start:
-            self._start(grant)
+        elif self.activity == WAITING and permit is not None and permit.may_start:
+            self._start(permit)
 
     def _compute(self) -> None:
         """Continue the loop: another batch, the end of a step, or the end."""
@@ -475,19 +475,19 @@ class PsWorkerThread(SimulatedWorker):
             self.activity = WAITING
             self._proceed()
 
-    def _start(self, grant: StepPermit) -> None:
+    def _start(self, permit: StepPermit) -> None:
         """Read parameters that are fresh enough."""
-        cluster, terms, directory = self.cluster, self.cluster.terms, self.process.directory
-        self._step.clock = grant.clock
+        cluster, ps_options, directory = self.cluster, self.cluster.ps_options, self.process.directory
+        self._step.clock = permit.clock
         self._step.is_permitted = True
         self.activity = PULLING
-        self.process.advance_clock(self.worker, grant.clock)
+        self.process.advance_clock(self.worker, permit.clock)
         if self.loop is not None:
             cluster.epoch = max(cluster.epoch, self.loop.epoch)
-        if terms.fetch_every is not None:
-            self._read_fetched(terms.fetch_every)
+        if ps_options.fetch_every is not None:
+            self._read_fetched(ps_options.fetch_every)
             return
-        source = directory.read_source(self.worker, grant.version_min) if terms.is_bounded else "server"
+        source = directory.read_source(self.worker, permit.version_min) if ps_options.is_bounded else "server"
         self.reads_by_source[source] += 1
         if source == "thread":
             self._begin_to_compute()
@@ -495,7 +495,7 @@ class PsWorkerThread(SimulatedWorker):
             assert self.process.row is not None
             self.on_row(self.process.row)
         else:
-            self.process.pull(self, grant.version_min, fresh=not terms.is_bounded)
+            self.process.pull(self, permit.version_min, fresh=not ps_options.is_bounded)
 
     def on_row(self, row: PulledRow) -> None:
         """Install a row that is fresh enough, and compute."""
@@ -523,14 +523,14 @@ class PsWorkerThread(SimulatedWorker):
         self._cache.fetched, self._cache.is_fetching = row, False
 
     def _begin_to_compute(self) -> None:
-        cluster, grant = self.cluster, self.clock_protocol.permit
-        assert grant is not None
+        cluster, permit = self.cluster, self.clock_protocol.permit
+        assert permit is not None
         assert self._cache.row is not None
         if self.activity == PULLING:
-            cluster.check_read(self, grant, self._cache.row, self._cache.own_steps)
-            self._step.read_version = max(grant.version_min, self.process.directory.version(self.worker))
-            if cluster.terms.is_versioned:
-                self.reads_by_staleness[grant.clock - min(grant.clock, self._step.read_version)] += 1
+            cluster.check_read(self, permit, self._cache.row, self._cache.own_steps)
+            self._step.read_version = max(permit.version_min, self.process.directory.version(self.worker))
+            if cluster.ps_options.is_versioned:
+                self.reads_by_staleness[permit.clock - min(permit.clock, self._step.read_version)] += 1
         self.activity = COMPUTING
         epoch, step = divmod(self.steps_finished, cluster.setting.epoch_steps)
         if self.loop is not None:
@@ -555,24 +555,24 @@ class PsWorkerThread(SimulatedWorker):
 
     def _apply(self) -> None:
         """Apply its own step locally, and hand over its gradients."""
-        cluster, terms = self.cluster, self.cluster.terms
+        cluster, ps_options = self.cluster, self.cluster.ps_options
         step = PushedStep(self.worker, self.steps_finished, self._step.clock)
         cluster.check_step(step)
         self.steps_finished += 1
-        if terms.applies_local_steps:
+        if ps_options.applies_local_steps:
             self._cache.apply_own_step()
         self._pushes.unpushed.append(step)
         self.activity = PUSHING
-        if len(self._pushes.unpushed) >= terms.push_every:
+        if len(self._pushes.unpushed) >= ps_options.push_every:
             self._push()
         self.on_pushed()
 
     def _push(self) -> None:
         steps, self._pushes.unpushed = self._pushes.unpushed, []
         time, push = self.process.add_gradients(steps[-1], steps)
-        if self.cluster.terms.applies_local_steps:
+        if self.cluster.ps_options.applies_local_steps:
             self._cache.log_update(time, steps)
-        self._pushes.awaited = push if self.cluster.terms.is_bounded else self._pushes.last
+        self._pushes.awaited = push if self.cluster.ps_options.is_bounded else self._pushes.last
         self._pushes.last = push
 
     def on_pushed(self) -> None:

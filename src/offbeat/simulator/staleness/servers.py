@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from offbeat.policies.staleness.caches import push_clock, push_time
 from offbeat.simulator.core.faults import SERVERS
-from offbeat.simulator.core.lines import NetworkOutages
+from offbeat.simulator.core.network_outages import NetworkOutages
 from offbeat.simulator.training.interface import Simulation
 
 

@@ -17,7 +17,7 @@ class ThreadCache:
     Args:
         directory: the cache directory of the process.
         worker: the thread's worker.
-        violated: is called with what is wrong, and raises.
+        fail_invariant: is called with what is wrong, and raises.
 
     Attributes:
         row: the installed row, None before the first.
@@ -26,12 +26,14 @@ class ThreadCache:
         is_fetching: a row is on its way in the background.
     """
 
-    def __init__(self, directory: CacheDirectory, worker: int, violated: Callable[[str], object]) -> None:
+    def __init__(
+        self, directory: CacheDirectory, worker: int, fail_invariant: Callable[[str], object]
+    ) -> None:
         self.row: PulledRow | None = None
         self.own_steps: list[int] = []
         self.fetched: PulledRow | None = None
         self.is_fetching = False
-        self._directory, self._worker, self._violated = directory, worker, violated
+        self._directory, self._worker, self._fail_invariant = directory, worker, fail_invariant
         self._logged: list[tuple[int, ...]] = []  # numbers of the steps in each push of the log
 
     def apply_own_step(self) -> None:
@@ -55,7 +57,7 @@ class ThreadCache:
             ]
             seen = piece.steps[worker]
             if replayed != list(range(seen, seen + len(replayed))):
-                self._violated(
+                self._fail_invariant(
                     f"worker {worker} replays its steps {replayed} on top of {seen} that the row has"
                 )
             self.own_steps.append(seen + len(replayed))

@@ -29,8 +29,8 @@ from offbeat.simulator.core.faults import (
     WorkerHang,
     format_fault,
 )
-from offbeat.simulator.core.lines import REDIAL_S_MAX
 from offbeat.simulator.core.network import NetworkCosts
+from offbeat.simulator.core.network_outages import REDIAL_S_MAX
 from offbeat.simulator.core.times import (
     BurstyTimes,
     ComputeTimes,
@@ -328,9 +328,9 @@ def check_lockstep(case: FaultCase, cluster: SimulatedCluster) -> None:
             cluster.fail_invariant(f"a pause was taken for a death: {stopped.reason}")
         return
     for simulated in cluster.workers.values():
-        if not simulated.has_left or simulated.follower.step != setting.steps:
+        if not simulated.has_left or simulated.membership.step != setting.steps:
             cluster.fail_invariant(
-                f"worker {simulated.worker} is {simulated.activity} after {simulated.follower.step} steps"
+                f"worker {simulated.worker} is {simulated.activity} after {simulated.membership.step} steps"
             )
         if not cluster.problem.states_equal(simulated.state, cluster.workers[0].state):
             cluster.fail_invariant(f"workers 0 and {simulated.worker} ended with different states")
@@ -383,10 +383,9 @@ def check_run(case: FaultCase, cluster: SimulatedCluster) -> None:
             cluster.fail_invariant(
                 f"worker {simulated.worker} has been {simulated.activity} since {simulated.active_s:.3f} s"
             )
-        is_heard = (
-            simulated.active_s > cluster.membership_changed_s
-        )  # since the last change, which excluded it
-        if is_heard and not (is_changing or simulated.worker in stragglers or simulated.worker in members):
+        # Since the last change, which excluded it.
+        was_active = simulated.active_s > cluster.membership_changed_s
+        if was_active and not (is_changing or simulated.worker in stragglers or simulated.worker in members):
             cluster.fail_invariant(
                 f"worker {simulated.worker} lives, is not slow, and is not among {members}"
             )

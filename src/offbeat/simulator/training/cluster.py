@@ -87,7 +87,7 @@ from offbeat.simulator.core.faults import (
     WorkerHang,
     format_fault,
 )
-from offbeat.simulator.core.lines import COORDINATOR, UNREACHABLE_S, NetworkOutages, Outage
+from offbeat.simulator.core.network_outages import COORDINATOR, UNREACHABLE_S, NetworkOutages, Outage
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.training.coordinator import SimulatedCoordinator
 from offbeat.simulator.training.exchange import BlockableExchange, SimulatedExchange
@@ -128,7 +128,7 @@ class SimulatedCluster:
     Attributes:
         coordinator: the policies, their log, and the connections to workers.
         stopped: the AbortJob that ended the job, if any.
-        is_dismissed: the job has completed.
+        is_job_complete: the job has completed.
         progress_s: when a worker last finished a step, or earlier while there is a vectorized group.
         vectorized_group: the members of the group, while their rounds are computed together.
         received_early: workers whose last Ready the coordinator has already received, during `dissolve`.
@@ -171,7 +171,7 @@ class SimulatedCluster:
         self.hung_at_s: dict[int, float] = {}
         self.progress_s = self.membership_changed_s = 0.0
         self.stopped: AbortJob | None = None
-        self.is_dismissed = False
+        self.is_job_complete = False
         self.groups: list[tuple[float, Group]] = []
         self._hung_until_s: dict[int, float] = {}
         self.lines = NetworkOutages(self, lost_after_s=setting.lost_after_s)
@@ -233,7 +233,7 @@ class SimulatedCluster:
     def step(self) -> int:
         """Steps finished by the furthest worker, or one less while there is a vectorized group."""
         return max(
-            self.vectorized_group.step, max(simulated.follower.step for simulated in self._workers.values())
+            self.vectorized_group.step, max(simulated.membership.step for simulated in self._workers.values())
         )
 
     @property
@@ -296,9 +296,10 @@ class SimulatedCluster:
 
     def _waits_for_the_last_donor(self, simulated: SimulatedWorker) -> bool:
         """Whether the worker waits for the final state from a donor that it cannot reach."""
-        is_last = self.is_dismissed and simulated.activity == RECEIVING_STATE
+        is_last = self.is_job_complete and simulated.activity == RECEIVING_STATE
         return (
-            is_last and self.lines.reachable_s(simulated.follower.donor, simulated.worker) > self.engine.now_s
+            is_last
+            and self.lines.reachable_s(simulated.membership.donor, simulated.worker) > self.engine.now_s
         )
 
     # Control messages ----------------------------------------------------------------------------------
@@ -365,7 +366,7 @@ class SimulatedCluster:
         if type(event) is Joined:
             if worker in self.coordinator.joined:
                 return
-            if self.stopped is not None or self.is_dismissed:
+            if self.stopped is not None or self.is_job_complete:
                 self.workers[worker].end()
                 return
             self.coordinator.joined.add(worker)
@@ -420,7 +421,7 @@ class SimulatedCluster:
             case ConsumedSamples():
                 self._check_saved(action)
             case JobComplete():
-                self.is_dismissed = True
+                self.is_job_complete = True
 
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
         number = 0
@@ -466,7 +467,7 @@ class SimulatedCluster:
         group = self.groups[-1][1]
         for worker in sorted(self.coordinator.joined.intersection(group.members)):
             simulated = self.workers[worker]
-            if simulated.is_alive and simulated.follower.is_member and not simulated.has_left:
+            if simulated.is_alive and simulated.membership.is_member and not simulated.has_left:
                 self.fail_invariant(
                     f"the job was stopped though worker {worker} has the state: {stop.reason}"
                 )
@@ -480,24 +481,24 @@ class SimulatedCluster:
                 uses = self.problem.sample_uses(simulated.state)
                 self._check(repeated_use(simulated.worker, uses))
         members = self.groups[-1][1].members if self.groups else ()
-        if self.is_dismissed:
+        if self.is_job_complete:
             final = [simulated for simulated in workers if simulated.has_left and not simulated.is_leaving]
         else:
             final = [
                 simulated
                 for simulated in workers
-                if simulated.worker in members and simulated.follower.is_member
+                if simulated.worker in members and simulated.membership.is_member
             ]
             final = [simulated for simulated in final if simulated.is_alive and not simulated.is_hung]
         if self.stopped is not None or not final or samples.break_after_rounds is not None:
             return
-        uses = self.problem.sample_uses(max(final, key=lambda simulated: simulated.follower.round).state)
+        uses = self.problem.sample_uses(max(final, key=lambda simulated: simulated.membership.round).state)
         for policy in self.coordinator.policies:
             state = policy.state_dict()
             if "assigner" in state:
                 scheduler = BlockScheduler()
                 scheduler.load_state_dict(state["assigner"]["scheduler"])
-                self._check(count_violation(scheduler, uses, samples, is_complete=self.is_dismissed))
+                self._check(count_violation(scheduler, uses, samples, is_complete=self.is_job_complete))
 
     def _check_saved(self, answer: ConsumedSamples) -> None:
         """Check that a saved state contains exactly the samples that the policies attribute to it."""
@@ -514,14 +515,14 @@ class SimulatedCluster:
     def exchange(self, worker: int) -> None:
         """Enter a worker into its next exchange."""
         simulated = self._workers[worker]
-        follower = simulated.follower
-        group = follower.group
+        membership = simulated.membership
+        group = membership.group
         assert group is not None
-        exchange_id = follower.exchange_id
-        follower.exchange_id += 1
+        exchange_id = membership.exchange_id
+        membership.exchange_id += 1
         exchange = cast(SimulatedExchange | None, self.exchanges.get(exchange_id))
         if exchange is None:
-            exchange = self.open_exchange(group, exchange_id, follower.step, follower.round)
+            exchange = self.open_exchange(group, exchange_id, membership.step, membership.round)
         simulated.exchange = exchange
         exchange.arrive(simulated)
 

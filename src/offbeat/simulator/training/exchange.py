@@ -75,20 +75,20 @@ class BlockableExchange(ABC):
         ):
             self._begin()  # else a member has abandoned it or is dead, and it never ends
 
-    def block(self, what: Any) -> None:
-        """Keep members from ending; `what` is a worker that hangs or is dead, or an outage."""
+    def block(self, cause: Any) -> None:
+        """Keep members from ending; `cause` is a worker that hangs or is dead, or an outage."""
         cluster = self._cluster
         now_s = cluster.engine.now_s
         if not self._blocked:
             self._blocked_s = now_s
             self._ends_until_s = now_s + cluster.chance.random() * max(0.0, self.all_ended_s - now_s)
-        self._blocked.add(what)
+        self._blocked.add(cause)
 
-    def unblock(self, what: Any) -> None:
+    def unblock(self, cause: Any) -> None:
         """Remove a cause; when none is left, the held members end."""
-        if what not in self._blocked:
+        if cause not in self._blocked:
             return
-        self._blocked.discard(what)
+        self._blocked.discard(cause)
         if self._blocked:
             return
         engine = self._cluster.engine
@@ -108,7 +108,7 @@ class BlockableExchange(ABC):
         cluster.engine.schedule(self.begin_s, self.on_begun)
 
     def on_begun(self, _: Any) -> None:
-        """Called once all members have arrived and the result is known."""
+        """Finish: all members have arrived and the result is known."""
         self.schedule_ends()
 
     def draw_ends(self) -> None:
@@ -180,17 +180,17 @@ class SimulatedExchange(BlockableExchange):
 
     def check_member(self, worker: SimulatedWorker) -> None:
         """See `BlockableExchange.check_member`."""
-        follower, group = worker.follower, self.group
+        membership, group = worker.membership, self.group
         if (
-            (follower.group is not group and follower.group != group)
-            or follower.step != self.step
-            or follower.round != self.round
+            (membership.group is not group and membership.group != group)
+            or membership.step != self.step
+            or membership.round != self.round
         ):
             self._cluster.fail_invariant(
                 f"exchange {self.exchange_id} is of generation {group.generation}, step {self.step} and "
                 f"round {self.round} for worker {self._workers[0].worker}, "
-                f"of generation {follower.generation}, "
-                f"step {follower.step} and round {follower.round} for worker {worker.worker}"
+                f"of generation {membership.generation}, "
+                f"step {membership.step} and round {membership.round} for worker {worker.worker}"
             )
 
     def combine(self) -> None:

@@ -25,7 +25,7 @@ class StateTransfer(NamedTuple):
 
 
 class Simulation(Protocol):
-    """A simulated run, as far as its workers, exchanges and vectorized group need it.
+    """What workers, exchanges and the vectorized group require of a simulated run.
 
     Attributes:
         engine: the calendar; another one while a vectorized group is dissolved.

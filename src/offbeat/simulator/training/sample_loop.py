@@ -92,7 +92,7 @@ class SimulatedLoop:
         self.samples, self.block_queue = samples, block_queue
         self.epoch = self.epochs_ended = 0
         self.blocks: tuple[Block, ...] = ()
-        self._taker, self._send = worker, send_request
+        self._worker, self._send = worker, send_request
         self._batches = 0  # in the round under way
         self._rounds = 0  # in this epoch
         self._blocks_per_round = 0
@@ -115,17 +115,17 @@ class SimulatedLoop:
                 if self.epoch == self.samples.epochs:
                     return LoopActivity.OVER
                 self._enter()
-            is_member, hand = self._taker.is_member, self.block_queue
+            is_member, queue = self._worker.is_member, self.block_queue
             if self._has_ended or self._is_at_the_end():
                 self._has_ended = True
                 if self._batches:
                     return LoopActivity.ROUND
                 self._leave()
-            elif is_member and not len(hand) and not hand.is_awaited:
+            elif is_member and not len(queue) and not queue.is_awaited:
                 self._ask()
                 return LoopActivity.WAIT
             else:  # a worker outside the group keeps its assigned blocks until it has the members' state
-                self._consume(hand.next_to_load() if is_member else None)
+                self._consume(queue.next_to_load() if is_member else None)
                 return LoopActivity.BATCH
 
     def is_round_complete(self) -> bool:
@@ -134,7 +134,7 @@ class SimulatedLoop:
 
     def contribute(self) -> tuple[int, ...]:
         """Return the ids of the blocks behind the gradients, for the worker's Ready."""
-        ids = self.block_queue.pop_contribution(self._taker.is_member)
+        ids = self.block_queue.pop_contribution(self._worker.is_member)
         self._blocks_per_round = max(self._blocks_per_round, len(ids))
         return ids
 
@@ -149,17 +149,19 @@ class SimulatedLoop:
             self._leave()
 
     def _consume(self, block: Block | None) -> None:
-        hand = self.block_queue
+        queue = self.block_queue
         if block is None:
-            hand.is_awaited = False
+            queue.is_awaited = False
         else:
-            hand.start(block.id)
+            queue.start(block.id)
             self.blocks += (block,)
         self._batches += 1
         self._has_asked = False
 
     def _is_at_the_end(self) -> bool:
-        return self.block_queue.is_exhausted or (not self._taker.is_member and self.epochs_ended > self.epoch)
+        return self.block_queue.is_exhausted or (
+            not self._worker.is_member and self.epochs_ended > self.epoch
+        )
 
     def _enter(self) -> None:
         self._is_in_epoch, self._has_ended = True, False
@@ -181,7 +183,7 @@ class SimulatedLoop:
         self._send(
             SamplesRequested(
                 now_s=0.0,
-                worker=self._taker.worker,
+                worker=self._worker.worker,
                 epoch=self.epoch,
                 samples=samples.epoch_samples,
                 batch_size=samples.batch_size,
@@ -189,7 +191,7 @@ class SimulatedLoop:
                 abandons_previous=self._has_skipped,
                 blocks_max=together + 1 if together > 1 else 0,
                 started_blocks=self.block_queue.started,
-                round=self._taker.round,
+                round=self._worker.round,
                 consumed_ranges=(),
             )
         )

@@ -67,7 +67,9 @@ class SimulationSetting:
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"expected at least 1 step, got {self.steps}")
         if self.samples is not None and (self.steps is not None or self.rounds_per_step > 1):
-            raise ValueError("expected epochs instead of steps, and one round a step with dealt samples")
+            raise ValueError(
+                "expected epochs instead of steps, and one round a step where samples are assigned in blocks"
+            )
         has_end = self.steps is not None or (self.samples is not None and self.samples.epochs is not None)
         if not has_end and self.until_s == math.inf:
             raise ValueError("expected steps or until_s, got neither: the run would not end")

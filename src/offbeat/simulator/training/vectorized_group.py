@@ -46,7 +46,7 @@ class VectorizedGroup:
         self, cluster: Simulation, open_exchange: Callable[[Group, int, int, int], SimulatedExchange]
     ) -> None:
         self._cluster, self._open_exchange = cluster, open_exchange
-        self._exchange: SimulatedExchange | None = None  # the last that has begun; None without a cohort
+        self._exchange: SimulatedExchange | None = None  # the last that has begun; None at first
         self._members: list[SimulatedWorker] = []
         self._ids = np.zeros(0, np.int64)
         self._workers: list[int] = []  # the members' ids

@@ -58,15 +58,15 @@ class ExchangeUnderWay(Protocol):
     members: tuple[int, ...]
     exchange_id: int
 
-    def block(self, what: object) -> None:
-        """Keep members from ending; `what` is a worker that hangs or is dead, or an outage."""
+    def block(self, cause: object) -> None:
+        """Keep members from ending; `cause` is a worker that hangs or is dead, or an outage."""
 
-    def unblock(self, what: object) -> None:
+    def unblock(self, cause: object) -> None:
         """Remove a cause; when none is left, the held members end."""
 
 
 class Exchange(ExchangeUnderWay, Protocol):
-    """An exchange of gradients, as far as its members need it.
+    """What members require of an exchange of gradients.
 
     Attributes:
         mean: the result for every member.
@@ -112,7 +112,7 @@ class SimulatedWorker:
         self.worker = worker
         protocol = GroupProtocol(worker)
         self.protocol: WorkerProtocol = protocol
-        self.follower = protocol.membership
+        self.membership = protocol.membership
         self.activity = JOINING
         self.state: Any = None if is_new else cluster.problem.initial_state()
         self.gradient: Any = None
@@ -129,14 +129,14 @@ class SimulatedWorker:
         self.last_halted: Halted | None = None
         self.has_started = self.has_left = False
         self.last_finished: Finished | None = None
-        self._is_dismissed = False
+        self._is_job_complete = False
         self._is_new = is_new
         self.stopwatch = stopwatch
         samples = cluster.setting.samples
         self.loop = (
             None
             if samples is None
-            else SimulatedLoop(samples, self.protocol.block_queue, self.follower, self._send_request)
+            else SimulatedLoop(samples, self.protocol.block_queue, self.membership, self._send_request)
         )
         self.saved_states: dict[int, Any] = {}
         self.sent_events: list[Event] = []
@@ -201,7 +201,7 @@ class SimulatedWorker:
             case EndEpoch():
                 self._end_epoch(action.epoch)
             case JobComplete():
-                self._is_dismissed = True
+                self._is_job_complete = True
                 self._leave()
             case AbortJob() | RejectPeer():
                 self.end()
@@ -235,7 +235,7 @@ class SimulatedWorker:
             return
         if self._received is None or self._received.generation < transfer.generation:
             self._received = transfer
-        if self._is_dismissed:
+        if self._is_job_complete:
             self._leave()
         elif self.activity in (RECEIVING_STATE, JOINING):
             self._continue()
@@ -249,7 +249,7 @@ class SimulatedWorker:
             return
         cluster = self.cluster
         self.exchange = None
-        if not self.follower.finish_round(exchange.contributions):
+        if not self.membership.finish_round(exchange.contributions):
             cluster.fail_invariant(f"worker {self.worker} continues an exchange that it had abandoned")
         self._means.append(exchange.mean)
         if len(self._means) < cluster.setting.rounds_per_step:
@@ -298,12 +298,12 @@ class SimulatedWorker:
 
     def can_vectorize(self, exchange: Exchange) -> bool:
         """Whether it has begun this exchange, and the next one follows if nothing else happens."""
-        cluster, follower = self.cluster, self.follower
+        cluster, membership = self.cluster, self.membership
         return (
             self.exchange is exchange
-            and follower.group is self._donated_to
-            and not follower.is_change_pending
-            and follower.step + 1 < cluster.setting.steps_max
+            and membership.group is self._donated_to
+            and not membership.is_change_pending
+            and membership.step + 1 < cluster.setting.steps_max
             and self.weight == 1.0
             and not self.is_leaving
             and self.uplink_s <= cluster.engine.now_s + cluster.network.latency_s
@@ -329,9 +329,9 @@ class SimulatedWorker:
             done_s: when it had computed the gradient.
             ready: the Ready that it sent then.
         """
-        follower = self.follower
-        follower.step, follower.round = ready.step, ready.round
-        follower.exchange_id = exchange.exchange_id + 1
+        membership = self.membership
+        membership.step, membership.round = ready.step, ready.round
+        membership.exchange_id = exchange.exchange_id + 1
         self.exchange = exchange
         self.state, self.gradient = state, gradient
         self.steps_taken += rounds
@@ -356,7 +356,7 @@ class SimulatedWorker:
                 self._send_ready()
                 return
         self.activity = COMPUTING
-        step = self.follower.step + self.steps_outside
+        step = self.membership.step + self.steps_outside
         epoch, step_in_epoch = divmod(step, cluster.setting.epoch_steps)
         if self.loop is not None:
             epoch, step_in_epoch = self.loop.epoch, int(self.loop.epoch_share * cluster.setting.epoch_steps)
@@ -383,14 +383,14 @@ class SimulatedWorker:
             self._compute()
 
     def _send_ready(self) -> None:
-        cluster, follower, loop = self.cluster, self.follower, self.loop
+        cluster, membership, loop = self.cluster, self.membership, self.loop
         self.active_s = cluster.engine.now_s
         self.weight = 1.0
         if loop is None:
             self.gradient = cluster.problem.gradient(self.state, self.worker, self.gradients_computed - 1)
-            epoch = (follower.step + self.steps_outside) // cluster.setting.epoch_steps
+            epoch = (membership.step + self.steps_outside) // cluster.setting.epoch_steps
             cluster.send_ready(
-                self.worker, follower.generation, epoch, follower.step, follower.round, self._compute_s
+                self.worker, membership.generation, epoch, membership.step, membership.round, self._compute_s
             )
         else:
             self.gradient = cluster.problem.gradient(
@@ -403,10 +403,10 @@ class SimulatedWorker:
             self.last_ready = Ready(
                 now_s=cluster.arrival_s(self.worker),
                 worker=self.worker,
-                generation=follower.generation,
+                generation=membership.generation,
                 epoch=loop.epoch,
-                step=follower.step,
-                round=follower.round,
+                step=membership.step,
+                round=membership.round,
                 compute_s=self._compute_s,
                 samples=samples,
                 blocks=blocks,
@@ -415,14 +415,14 @@ class SimulatedWorker:
         self._compute_s = 0.0
         self._continue()
 
-    def _send_request(self, wants: SamplesRequested) -> None:
-        self.cluster.send_event(self.worker, replace(wants, now_s=self.cluster.arrival_s(self.worker)))
+    def _send_request(self, request: SamplesRequested) -> None:
+        self.cluster.send_event(self.worker, replace(request, now_s=self.cluster.arrival_s(self.worker)))
 
     def _continue(self) -> None:
         """Decide what to do with the gradients or, in a newcomer, whether to receive a state."""
-        cluster, follower = self.cluster, self.follower
-        turn = follower.begin_exchange()
-        if follower.group is not self._donated_to:
+        cluster, membership = self.cluster, self.membership
+        turn = membership.begin_exchange()
+        if membership.group is not self._donated_to:
             self._donate_state()
         if turn in (ExchangeDecision.EXCHANGE, ExchangeDecision.FETCH_STATE):
             self._open_sessions()
@@ -444,19 +444,19 @@ class SimulatedWorker:
 
     def _open_sessions(self) -> None:
         """Open sessions with all members of the group."""
-        group = self.follower.group
+        group = self.membership.group
         assert group is not None
         if group.members not in self.session_groups:
             self.session_groups.add(group.members)
             self.cluster.on_new_sessions()
 
     def _adopt_state(self) -> None:
-        received, follower = self._received, self.follower
-        if received is None or follower.group is None or received.generation != follower.group.generation:
+        received, membership = self._received, self.membership
+        if received is None or membership.group is None or received.generation != membership.group.generation:
             self.activity = RECEIVING_STATE
             return
         self.state, self._received = received.state, None
-        follower.on_state_received(round=received.round)
+        membership.on_state_received(round=received.round)
         self.weight, self.contributed_blocks = 0.0, 0
         self.steps_outside = 0
         self._means.clear()
@@ -468,34 +468,34 @@ class SimulatedWorker:
             self._continue()
 
     def _apply(self) -> None:
-        cluster, follower = self.cluster, self.follower
+        cluster, membership = self.cluster, self.membership
         for mean in self._means:
             self.state = cluster.problem.step(self.state, mean)
         self._means.clear()
-        follower.finish_step()
+        membership.finish_step()
         self.steps_taken += 1
         cluster.progress_s = self.active_s = cluster.engine.now_s
-        if follower.group is not self._donated_to:
+        if membership.group is not self._donated_to:
             self._donate_state()
         self._count_step()
 
     def _count_step(self) -> None:
         """Compute the next step, unless this worker has finished or leaves."""
-        cluster, follower = self.cluster, self.follower
+        cluster, membership = self.cluster, self.membership
         if self.loop is not None:
             self.loop.end_round()
-            if follower.is_member and follower.step % _SAVES_EVERY == self.worker % _SAVES_EVERY:
+            if membership.is_member and membership.step % _SAVES_EVERY == self.worker % _SAVES_EVERY:
                 self._save_state()
-        if self.is_leaving or (cluster.is_lockstep and follower.step >= cluster.setting.steps_max):
+        if self.is_leaving or (cluster.is_lockstep and membership.step >= cluster.setting.steps_max):
             self._send_left()
-        elif follower.step + self.steps_outside >= cluster.setting.steps_max:
-            self._finish((follower.step + self.steps_outside - 1) // cluster.setting.epoch_steps)
+        elif membership.step + self.steps_outside >= cluster.setting.steps_max:
+            self._finish((membership.step + self.steps_outside - 1) // cluster.setting.epoch_steps)
         else:
             self._compute()
 
     def _save_state(self) -> None:
         """Save its state, and continue without waiting for the samples that it contains."""
-        cluster, round_ = self.cluster, self.follower.round
+        cluster, round_ = self.cluster, self.membership.round
         self.saved_states[round_] = self.state
         cluster.send_event(
             self.worker,
@@ -506,27 +506,31 @@ class SimulatedWorker:
         cluster = self.cluster
         self.activity = FINISHED
         self.last_finished = Finished(
-            now_s=cluster.arrival_s(self.worker), worker=self.worker, epoch=epoch, step=self.follower.step
+            now_s=cluster.arrival_s(self.worker), worker=self.worker, epoch=epoch, step=self.membership.step
         )
         cluster.send_event(self.worker, self.last_finished)
 
     def _leave(self) -> None:
         """Adopt the final state if the last group requires it, and leave."""
-        follower = self.follower
-        if follower.group is not None and self.worker in follower.group.joining and not follower.is_member:
+        membership = self.membership
+        if (
+            membership.group is not None
+            and self.worker in membership.group.joining
+            and not membership.is_member
+        ):
             received = self._received
-            if received is None or received.generation != follower.group.generation:
+            if received is None or received.generation != membership.group.generation:
                 self.activity = RECEIVING_STATE
                 return
             self.state = received.state
-            follower.on_state_received(round=received.round)
+            membership.on_state_received(round=received.round)
         self._send_left()
 
     def _send_left(self) -> None:
         cluster = self.cluster
         cluster.send_event(
             self.worker,
-            Left(now_s=cluster.arrival_s(self.worker), worker=self.worker, step=self.follower.step),
+            Left(now_s=cluster.arrival_s(self.worker), worker=self.worker, step=self.membership.step),
         )
         self.has_left = True
         if not cluster.is_exactly_once:
@@ -539,15 +543,15 @@ class SimulatedWorker:
         if self.loop is not None:
             self.loop.epochs_ended = max(self.loop.epochs_ended, epoch + 1)
             return
-        if not self.follower.is_member and self.state is not None:
+        if not self.membership.is_member and self.state is not None:
             begins = (epoch + 1) * self.cluster.setting.epoch_steps
-            self.steps_outside = max(self.steps_outside, begins - self.follower.step - 1)
+            self.steps_outside = max(self.steps_outside, begins - self.membership.step - 1)
 
     # Changes -------------------------------------------------------------------------------------------
 
     def _on_halt(self, halt: Halt) -> None:
         if halt.abandon and self.exchange is not None:
-            if self.follower.finish_round():
+            if self.membership.finish_round():
                 self.cluster.fail_invariant(f"worker {self.worker} counts an exchange that it has abandoned")
             self.exchange = None
             self._continue()
@@ -562,12 +566,12 @@ class SimulatedWorker:
 
     def _donate_state(self) -> None:
         """Send the state to the joiners, once for each group."""
-        follower = self.follower
-        group = follower.group
+        membership = self.membership
+        group = membership.group
         if group is None or group is self._donated_to:
             return
         self._donated_to = group
-        for place, joiner in enumerate(follower.state_recipients):
+        for place, joiner in enumerate(membership.state_recipients):
             epoch = 0 if self.loop is None else self.loop.epoch
-            transfer = StateTransfer(group.generation, self.state, follower.round, epoch)
+            transfer = StateTransfer(group.generation, self.state, membership.round, epoch)
             self.cluster.send_state(self.worker, joiner, place, transfer)
