@@ -7,14 +7,20 @@ import struct
 
 import pytest
 
+from offbeat.errors import OffbeatError
 from offbeat.runtime.control.journal import Journal
 
+HEAD_BYTES, RECORD_HEAD_BYTES = 16, 8
 RECORDS = [random.Random(number).randbytes(number % 50) for number in range(200)]
 
 
-def written_elsewhere(write):
-    """Writes a journal in another process and returns it."""
-    journal = Journal()
+@pytest.fixture(params=["anonymous", "in a folder"])
+def journal(request, tmp_path):
+    return Journal(None if request.param == "anonymous" else tmp_path / "state")
+
+
+def written_elsewhere(journal, write):
+    """Writes to a journal in another process, and returns it."""
     child = os.fork()
     if not child:
         try:
@@ -25,17 +31,17 @@ def written_elsewhere(write):
     return journal
 
 
-def test_flushed_records_are_found_and_unflushed_ones_are_not():
+def test_flushed_records_are_found_and_unflushed_ones_are_not(journal):
     def write(journal):
         for record in RECORDS[:20]:
             journal.append(record)
         journal.flush()
         journal.append(b"not flushed")
 
-    assert written_elsewhere(write).read() == (b"", RECORDS[:20])
+    assert written_elsewhere(journal, write).read() == (b"", RECORDS[:20])
 
 
-def test_a_snapshot_replaces_all_records_before_it():
+def test_a_snapshot_replaces_all_records_before_it(journal):
     def write(journal):
         for number, record in enumerate(RECORDS):
             journal.append(record)
@@ -43,15 +49,15 @@ def test_a_snapshot_replaces_all_records_before_it():
                 journal.replace_by_snapshot(b"snapshot %d" % number)
         journal.flush()
 
-    journal = written_elsewhere(write)
+    written_elsewhere(journal, write)
     assert journal.read() == (b"snapshot 179", RECORDS[180:])
     assert journal.records_since_snapshot == 20
 
 
 @pytest.mark.parametrize("snapshot", [b"", b"a snapshot"])
 def test_a_truncated_journal_keeps_its_whole_records_and_accepts_further_ones(snapshot):
-    begin = 16 + len(snapshot)
-    lengths = [4 + len(record) for record in RECORDS[:4]]
+    begin = HEAD_BYTES + len(snapshot)
+    lengths = [RECORD_HEAD_BYTES + len(record) for record in RECORDS[:4]]
     for length in range(begin, begin + sum(lengths) + 1):
         journal = Journal()
         journal.replace_by_snapshot(snapshot)
@@ -66,15 +72,38 @@ def test_a_truncated_journal_keeps_its_whole_records_and_accepts_further_ones(sn
         assert journal.read() == (snapshot, [*RECORDS[:whole], b"and on"])
 
 
-def test_an_incomplete_snapshot_is_ignored():
-    journal = Journal()
+def test_an_incomplete_snapshot_is_ignored(journal):
     journal.replace_by_snapshot(b"the first")
     journal.append(b"a record")
     journal.flush()
-    os.pwrite(journal._files[1 - journal._active], b"half a snapsh", 16)
+    os.pwrite(journal._files[1 - journal._active], b"half a snapsh", HEAD_BYTES)
     assert journal.read() == (b"the first", [b"a record"])
     journal.replace_by_snapshot(b"the second")
     assert journal.read() == (b"the second", [])
+
+
+def test_a_record_of_which_the_disk_has_lost_bytes_is_ignored_with_all_after_it(journal):
+    for record in RECORDS[1:4]:
+        journal.append(record)
+    journal.flush()
+    second = HEAD_BYTES + RECORD_HEAD_BYTES + len(RECORDS[1]) + RECORD_HEAD_BYTES
+    os.pwrite(journal._files[0], bytes(len(RECORDS[2])), second)
+    assert journal.read() == (b"", RECORDS[1:2])
+    journal.append(b"and on")
+    journal.flush()
+    assert journal.read() == (b"", [*RECORDS[1:2], b"and on"])
+
+
+def test_a_journal_in_a_folder_is_found_again_and_one_at_a_time_uses_it(tmp_path):
+    first = Journal(tmp_path / "a" / "b")
+    first.replace_by_snapshot(b"a snapshot")
+    first.append(b"a record")
+    first.flush()
+    with pytest.raises(OffbeatError, match=r"no other coordinator uses, got .*/a/b"):
+        Journal(tmp_path / "a" / "b")
+    for file in first._files:
+        os.close(file)
+    assert Journal(tmp_path / "a" / "b").read() == (b"a snapshot", [b"a record"])
 
 
 def test_a_writer_killed_at_any_time_leaves_all_flushed_records():

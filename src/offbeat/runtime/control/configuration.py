@@ -21,6 +21,8 @@ class CoordinatorConfiguration(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: the address on which it listens and is reached.
+        policies: the job's policies, in order; none where the first worker brings them (see
+            `offbeat.runtime.control.service`).
         log_path: path of the run log, None for no log.
         log_bytes_max: size limit of the log in bytes, all parts together; None for one file without a limit.
         log_header: further plain data for the log's header.

@@ -3,15 +3,19 @@
 It holds no tensor and never imports torch. All decisions are the policies'; all events and actions are
 recorded. Run as `python -m offbeat.runtime.control.coordinator`: it reads its configuration, one JSON object,
 from standard input, answers with its addresses on standard output and then serves until the job is over.
+`offbeat.runtime.control.service` runs it as a service that no worker has started.
 
 An event is written to a journal before any action that follows from it is sent, so that a coordinator that
-is killed can be restarted (see `offbeat.runtime.processes.supervisor`) and continue in the same state.
+is killed can be restarted (see `offbeat.runtime.processes.supervisor`) and continue in the same state. Its
+clock continues from the last event in the journal, so a policy never notices how long no coordinator ran, nor
+that the next one runs on another host.
 """
 
 from __future__ import annotations
 
 import math
 import queue
+import socket
 import sys
 import time
 from collections import deque
@@ -117,6 +121,9 @@ class Coordinator:
 
     Args:
         configuration: see `CoordinatorConfiguration`.
+        listeners: sockets that listen already, with their addresses; None to listen on the configuration's
+            host.
+        journal: of an earlier coordinator, or empty; None for a new one.
 
     Attributes:
         addresses: where workers reach it, best first.
@@ -127,7 +134,13 @@ class Coordinator:
         OSError: it cannot listen on the host, or cannot begin the log.
     """
 
-    def __init__(self, configuration: CoordinatorConfiguration) -> None:
+    def __init__(
+        self,
+        configuration: CoordinatorConfiguration,
+        *,
+        listeners: list[tuple[socket.socket, str]] | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         self._configuration = configuration
         self._policies = [build_policy(spec.path, spec.arguments) for spec in configuration.policies]
         self._inbox: queue.SimpleQueue[_Received | _SilenceChange | BaseException] = queue.SimpleQueue()
@@ -138,13 +151,14 @@ class Coordinator:
         self._reconnecting: dict[str, float] = {}  # present peers, and until when they must reconnect
         self._expected_workers = 0  # workers; the largest world that a worker has announced
         self._has_started = False
+        self._clock_offset_s = 0.0
         self._opened_s = self._last_tick_s = self._last_turn_s = time.monotonic()
         self._stalled_s = float("-inf")
         self._endpoint: Endpoint | None = None
-        self.journal = Journal()
+        self.journal = Journal() if journal is None else journal
         self._log = self._open_log()
         self._log_start = self._log.position
-        self._listeners = places.listen(configuration.host)
+        self._listeners = places.listen(configuration.host) if listeners is None else listeners
         self.addresses = tuple(address for _, address in self._listeners)
 
     def serve(self) -> None:
@@ -217,7 +231,9 @@ class Coordinator:
                     if ack is not None:
                         self._on_sequence_ack(item.peer, ack)
                         return
-                    for event in decode_events(item.payload, time.monotonic()):
+                    if self._answer_request(item.peer, item.payload):
+                        return
+                    for event in decode_events(item.payload, self._now_s()):
                         if self._accept(event, item.peer):
                             yield event, item.peer
                 except ProtocolError as error:
@@ -246,8 +262,16 @@ class Coordinator:
         self._flush()
         for peer in [peer for peer, until_s in self._reconnecting.items() if now_s > until_s]:
             yield self._lost_event(peer, f"it did not reconnect within {_RECONNECT_S:g} s"), peer
-        if not self._reconnecting:
-            yield Tick(now_s=now_s), ""
+        if not self._reconnecting and self._policies:
+            yield Tick(now_s=self._now_s()), ""
+
+    def _now_s(self) -> float:
+        """Return the time of the job's clock, which stands still while no coordinator runs."""
+        return time.monotonic() + self._clock_offset_s
+
+    def _answer_request(self, peer: str, payload: bytes) -> bool:
+        """Answer a message that is a request and no event; return whether it was one."""
+        return False
 
     def _check_for_stall(self) -> None:
         """Detect that this process was stalled: silence of peers is then not held against them."""
@@ -292,12 +316,12 @@ class Coordinator:
     def _lost_event(self, peer: str, cause: str) -> Lost | NodeLost:
         sender = self._peers[peer].sender
         if isinstance(sender, str):
-            return NodeLost(now_s=time.monotonic(), node=sender, cause=cause)
-        return Lost(now_s=time.monotonic(), worker=sender, cause=f"{cause} (noticed by the coordinator)")
+            return NodeLost(now_s=self._now_s(), node=sender, cause=cause)
+        return Lost(now_s=self._now_s(), worker=sender, cause=f"{cause} (noticed by the coordinator)")
 
     def _silence_event(self, peer: str, cause: str) -> Event:
         """Return the event for the policies about a peer that has fallen silent or sends again."""
-        now_s, sender = time.monotonic(), self._peers[peer].sender
+        now_s, sender = self._now_s(), self._peers[peer].sender
         if isinstance(sender, str):
             if cause:
                 return NodeSilent(now_s=now_s, node=sender, silent_s=UNREACHABLE_S)
@@ -474,14 +498,17 @@ class Coordinator:
     def _restore(self) -> None:
         """Replay the journal of an earlier coordinator of this job that was killed, if there was one."""
         snapshot, records = self.journal.read()
+        last_s = -math.inf
         if snapshot or records:
-            log_place = self._load(snapshot) if snapshot else self._log_start
-            self._log.resume(None if _LOG_ENDED in records else log_place)
+            last_s = self._load(snapshot, has_log_ended=_LOG_ENDED in records)
         for record in records:
             if record == _LOG_ENDED:
                 continue
             peer, plain, answers = msgspec.msgpack.decode(record, type=tuple[str, dict[str, Any], bytes])
+            if self._replay_request(plain):
+                continue
             event = cast(Event, from_plain(plain))
+            last_s = event.now_s
             actions = self._decide(event, peer)
             if (
                 encode_actions(actions) if actions else b""
@@ -492,14 +519,23 @@ class Coordinator:
                 )
             self._write(event, actions)
             self._dispatch(self._outgoing(event, peer, actions))
+        if last_s > -math.inf:
+            self._clock_offset_s = last_s - time.monotonic()
         self._flush()
+
+    def _replay_request(self, plain: dict[str, Any]) -> bool:
+        """Repeat what a request in the journal has changed; return whether the record is one."""
+        return False
 
     def _compact(self) -> None:
         """Replace the journal by a snapshot of the state, and begin a new part of the log if one is due."""
         self._flush()
-        policies = [policy.state_dict() for policy in self._policies]
         if self._log.is_part_due:
-            self._log.begin_part(policies)
+            self._log.begin_part([policy.state_dict() for policy in self._policies])
+        self.journal.replace_by_snapshot(msgspec.msgpack.encode(self._state()))
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state that a snapshot holds, as plain data."""
         workers = [
             {
                 **vars(worker),
@@ -508,18 +544,29 @@ class Coordinator:
             }
             for peer, worker in self._peers.items()
         ]
-        state = {
+        return {
             "workers": workers,
             "expected": self._expected_workers,
             "has_started": self._has_started,
-            "policies": policies,
+            "policies": [policy.state_dict() for policy in self._policies],
             "log": self._log.position,
+            "now_s": self._now_s(),
         }
-        self.journal.replace_by_snapshot(msgspec.msgpack.encode(state))
 
-    def _load(self, snapshot: bytes) -> LogPosition | None:
-        """Restore the snapshot that `_compact` wrote; return the position of the run log at that time."""
+    def _load(self, snapshot: bytes, *, has_log_ended: bool) -> float:
+        """Restore a snapshot, and the run log at that time; return the time of the job's clock then."""
+        if not snapshot:
+            self._log.resume(None if has_log_ended else self._log_start)
+            return -math.inf
         state = msgspec.msgpack.decode(snapshot)
+        self._load_state(state)
+        log = state["log"]
+        self._log.resume(None if has_log_ended or log is None else LogPosition(*log))
+        now_s: float = state["now_s"]
+        return now_s
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `_state` returned, except for the run log and the clock."""
         for plain in state["workers"]:
             peer, addresses, unacked = plain.pop("peer"), plain.pop("addresses"), plain.pop("unacked")
             actions = [action for payload in unacked for action in decode_actions(payload)]
@@ -528,7 +575,6 @@ class Coordinator:
         self._expected_workers, self._has_started = state["expected"], state["has_started"]
         for policy, state_dict in zip(self._policies, state["policies"], strict=True):
             policy.load_state_dict(state_dict)
-        return None if state["log"] is None else LogPosition(*state["log"])
 
     # The run log -----------------------------------------------------------------------------------------
 

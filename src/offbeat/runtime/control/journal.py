@@ -1,13 +1,18 @@
-"""Journal of a coordinator's events and answers, in memory that outlives its process.
+"""Journal of a coordinator's events and answers, which outlives its process, and on disk its host.
 
-Two anonymous files, of which one is valid:
+Two files, of which one is valid:
 
-    serial (8 bytes), length of the snapshot (8 bytes), snapshot, then records: length (4 bytes), record
+    serial (8 bytes), length of the snapshot (8 bytes), snapshot, then records: length, CRC-32 (4 bytes each),
+    record
 
 A record is complete or ignored. A new snapshot is written to the other file; its serial, the higher one, is
 written last and makes it valid. So a process may be killed between any two bytes, and the journal stays small
-however long a job runs. The files belong to the kernel, not to the process that writes: nothing is synced,
-because the journal has to survive the end of a process, not of its host.
+however long a job runs.
+
+Without a folder the files are anonymous: they belong to the kernel, not to the process that writes, and
+nothing is synced, because the journal has to survive the end of a process, not of its host. In a folder,
+every flush waits until the disk has the data, and a snapshot is on the disk before it becomes valid; one
+coordinator at a time may use the folder, which a lock ensures.
 `offbeat.runtime.processes.supervisor` has the whole procedure.
 
 This module never interprets a snapshot or a record.
@@ -15,28 +20,41 @@ This module never interprets a snapshot or a record.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
 import tempfile
+import zlib
+from pathlib import Path
 from typing import Final
 
+from offbeat.errors import OffbeatError
+
 _HEAD: Final = struct.Struct("<QQ")
-_LENGTH: Final = struct.Struct("<I")
+_RECORD: Final = struct.Struct("<II")
 _BUFFER_BYTES_MAX: Final = 16 * 1024
 
 
 class Journal:
     """A snapshot, and the records since; for one thread of one process at a time.
 
+    Args:
+        folder: holds the files, and is made if it does not exist; what an earlier journal left there is
+            continued. None for files that end with the last process that has this journal.
+
     Raises:
-        OSError: there is no memory for it; also from every method.
+        OSError: there is no memory or no disk space for it; also from every method.
+        OffbeatError: another process uses the folder.
     """
 
-    def __init__(self) -> None:
-        self._files = (_anonymous_file(), _anonymous_file())
+    def __init__(self, folder: Path | None = None) -> None:
+        self._is_synced = folder is not None
+        self._files = (_anonymous_file(), _anonymous_file()) if folder is None else _open_files(folder)
         self._buffer = bytearray()
         self._active = 0
-        os.pwrite(self._files[0], _HEAD.pack(1, 0), 0)
+        if not any(self.file_sizes_bytes):
+            os.pwrite(self._files[0], _HEAD.pack(1, 0), 0)
+            self._sync(self._files[0])
         self._serial, self._end = 1, _HEAD.size
         self._records = 0
 
@@ -52,29 +70,30 @@ class Journal:
 
     def read(self) -> tuple[bytes, list[bytes]]:
         """Return the last snapshot, b"" before the first, and the records since; `append` continues after."""
-        heads = [_HEAD.unpack(os.pread(file, _HEAD.size, 0) or bytes(_HEAD.size)) for file in self._files]
+        heads = [_read_head(file) for file in self._files]
         self._active = max((0, 1), key=lambda which: heads[which])
         self._serial, length = heads[self._active]
         file = self._files[self._active]
         data = memoryview(_read_all(file))
         snapshot = bytes(data[_HEAD.size : _HEAD.size + length])
         records: list[bytes] = []
-        place = _HEAD.size + length
-        while place + _LENGTH.size <= len(data):
-            begin = place + _LENGTH.size
-            (length,) = _LENGTH.unpack_from(data, place)
-            if begin + length > len(data):
-                break  # its writer was killed
-            records.append(bytes(data[begin : begin + length]))
-            place = begin + length
+        end = _HEAD.size + length
+        while end + _RECORD.size <= len(data):
+            begin = end + _RECORD.size
+            length, checksum = _RECORD.unpack_from(data, end)
+            record = bytes(data[begin : begin + length])
+            if len(record) < length or zlib.crc32(record) != checksum:
+                break  # its writer was killed, or the host lost power
+            records.append(record)
+            end = begin + length
         self._buffer.clear()
-        self._end, self._records = place, len(records)
-        os.ftruncate(file, place)
+        self._end, self._records = end, len(records)
+        os.ftruncate(file, end)
         return snapshot, records
 
     def append(self, record: bytes) -> None:
         """Add a record; it outlives this process from the next `flush` on."""
-        self._buffer += _LENGTH.pack(len(record))
+        self._buffer += _RECORD.pack(len(record), zlib.crc32(record))
         self._buffer += record
         self._records += 1
         if len(self._buffer) > _BUFFER_BYTES_MAX:
@@ -82,26 +101,60 @@ class Journal:
 
     def flush(self) -> None:
         """Write every record to the file."""
+        if not self._buffer:
+            return
+        file = self._files[self._active]
         while self._buffer:
-            written = os.pwrite(self._files[self._active], self._buffer, self._end)
+            written = os.pwrite(file, self._buffer, self._end)
             self._end += written
             del self._buffer[:written]
+        self._sync(file)
 
     def replace_by_snapshot(self, snapshot: bytes) -> None:
         """Replace the whole journal by a snapshot."""
         old, new = self._files[self._active], self._files[1 - self._active]
         os.ftruncate(new, 0)
-        place = _HEAD.size
+        end = _HEAD.size
         view = memoryview(snapshot)
         while view:
-            written = os.pwrite(new, view, place)
-            place += written
+            written = os.pwrite(new, view, end)
+            end += written
             view = view[written:]
+        self._sync(new)
         os.pwrite(new, _HEAD.pack(self._serial + 1, len(snapshot)), 0)
+        self._sync(new)
         self._buffer.clear()
         self._active, self._serial = 1 - self._active, self._serial + 1
-        self._end, self._records = place, 0
+        self._end, self._records = end, 0
         os.ftruncate(old, 0)
+
+    def _sync(self, file: int) -> None:
+        if self._is_synced:
+            os.fdatasync(file)
+
+
+def _open_files(folder: Path) -> tuple[int, int]:
+    """Open the journal's files in a folder, locked as long as a process has them open."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first, second = (
+        os.open(folder / f"journal.{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        for number in range(2)
+    )
+    try:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(first)
+        os.close(second)
+        raise OffbeatError(
+            f"expected a folder that no other coordinator uses, got {folder}: end that coordinator, or give "
+            "this one another folder"
+        ) from None
+    directory = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)  # the names of new files
+    finally:
+        os.close(directory)
+    return first, second
 
 
 def _anonymous_file() -> int:
@@ -110,6 +163,13 @@ def _anonymous_file() -> int:
         return os.memfd_create("offbeat-journal")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def _read_head(file: int) -> tuple[int, int]:
+    """Return the serial and the length of the snapshot; zeros for a file without a whole head."""
+    head = os.pread(file, _HEAD.size, 0)
+    serial, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
+    return serial, length
 
 
 def _read_all(file: int) -> bytes:
