@@ -50,7 +50,7 @@ def count_steps(
                 session.refresh()
                 kept = model.counts_W.tolist()
                 clock, _, counts = reads[-1]
-                is_versioned = synchronizer._terms.is_versioned
+                is_versioned = synchronizer._options.is_versioned
                 own = (clock + 1) * every / world if is_versioned else counts[worker] + every
                 assert kept[worker] == own
                 assert not is_versioned or min(kept) >= own  # what the others have done up to this clock, too

@@ -283,6 +283,39 @@ def serve(
 
 
 @app.command()
+def coordinator(
+    bind: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address to listen on; 0.0.0.0 or [::] as HOST for all addresses of this host.",
+            show_default=False,
+        ),
+    ],
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for the job's state, on a disk that outlives this process. A coordinator that is "
+            "started again with this folder, here or on another host, continues the job.",
+        ),
+    ] = None,
+) -> None:
+    """Run the coordinator of one job apart from its workers, until all workers have finished.
+
+    Workers find it by OFFBEAT_COORDINATOR=HOST:PORT, and then need no MASTER_ADDR: none of them, and none of
+    their hosts, is needed by the others any more. OFFBEAT_JOB (the job's name), OFFBEAT_TOKEN_FILE (a file
+    with the job's secret), OFFBEAT_RUN_LOG and OFFBEAT_RUN_LOG_BYTES_MAX are read here as in a worker.
+    """
+    from offbeat.runtime.control.environment import read_environment
+    from offbeat.runtime.control.service import run_service
+
+    place = ("RANK", "WORLD_SIZE")  # of a worker, which this process is not
+    environ = {name: value for name, value in os.environ.items() if name not in place}
+    raise typer.Exit(run_service(bind, read_environment(environ), state=state))
+
+
+@app.command()
 def trace(
     run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN", show_default=False)],
     out: Annotated[

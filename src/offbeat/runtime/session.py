@@ -215,9 +215,10 @@ class Session:
     def _enter(self, environment: Environment) -> None:
         job = self._job
         job.join(self._trained, self._abandon, steps_finished=lambda: self.step)
-        self.worker, self.world = job.worker, job.world
+        self.worker, self.world, self.is_newcomer = job.worker, job.world, job.is_newcomer
         if self.is_newcomer:
             self.local_workers = (self.worker,)
+            self._slowness = None  # rules cannot name it
         self._synchronizer.join_job(job.coordinator, job.rendezvous)
         if self.is_newcomer:
             self._steps_taken = self.step
@@ -369,8 +370,7 @@ class Session:
         workers had different numbers of batches; a worker that had fewer learns of it during a short wait.
         """
         coordinator, survives = self._job.coordinator, self._strategy.survives_worker_loss
-        is_alone = self.world == 1 and not self._strategy.always_needs_coordinator
-        if is_alone or coordinator is None:
+        if self._job.is_alone or coordinator is None:
             return
         if coordinator.is_failure_raised and not survives:
             return  # the program caught the failure and leaves in order

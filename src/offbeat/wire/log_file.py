@@ -9,6 +9,7 @@ part can be replayed without the parts before it.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -43,7 +44,8 @@ class LogWriter:
     Args:
         path: the file; an existing one is replaced.
         header: plain data for the first line, among them "policies": a list of {"path": "module:Class",
-            "arguments": {…}} in the order in which they handle events.
+            "arguments": {…}} in the order in which they handle events. None to continue the log in the file,
+            from where `truncate` then says.
 
     Attributes:
         events: events that have reached the file, each with its actions.
@@ -53,12 +55,14 @@ class LogWriter:
             ends with a whole event wherever it can still be truncated.
     """
 
-    def __init__(self, path: str | Path, header: dict[str, Any]) -> None:
+    def __init__(self, path: str | Path, header: dict[str, Any] | None) -> None:
         self.events = 0
         self._buffer = bytearray()
         self._starts: list[int] = []  # offsets of the events in the buffer
-        append_json({_VERSION_KEY: LOG_VERSION, **header}, self._buffer)
-        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 (open until close)
+        mode = "r+b" if header is None else "wb"
+        if header is not None:
+            append_json({_VERSION_KEY: LOG_VERSION, **header}, self._buffer)
+        self._file = Path(path).open(mode, buffering=0)  # noqa: SIM115 (open until close)
         self.flush()
 
     @property
@@ -95,10 +99,15 @@ class LogWriter:
         Args:
             size_bytes: an earlier `size_bytes` of this file.
             events: the value of `events` at that time.
+
+        Raises:
+            OSError: the file is shorter.
         """
         self._discard_buffer()
         self.events = events
         if self.is_regular_file:
+            if self.size_bytes < size_bytes:
+                raise OSError(errno.EIO, f"it has only {self.size_bytes} of {size_bytes} bytes")
             self._file.truncate(size_bytes)
             self._file.seek(size_bytes)
 

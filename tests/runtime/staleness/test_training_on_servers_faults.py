@@ -21,6 +21,7 @@ from offbeat.runtime.training import job_connection
 from offbeat.strategies import ASP, SSP, Downpour, ServerBSP
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
+from support.coordinator_service import service
 from support.group_training import compute
 from support.jobs import command, job, marked
 from support.newcomer_training import Gate, pass_gate
@@ -293,6 +294,25 @@ def test_a_newcomer_trains_with_the_parameters_and_the_data_order_of_the_others(
     each_once(used, range(16))
     check_rules(gate.log)
     assert sum(isinstance(one, StepFinished) and one.worker == 2 for one in entries_of(gate.log)) > 1
+
+
+def test_a_worker_and_the_coordinator_apart_are_started_again_on_servers(gate, tmp_path):
+    """Worker 1 has one of the two servers; both are killed while there is no coordinator."""
+    with service(tmp_path, log=gate.log) as coordinator:
+        env = {**gate.env, **coordinator.env, "OFFBEAT_SERVERS": "2"}
+        with job(uses, 2, SSP(s=2), 16, env=env) as running:
+            running.receive(0, 1)
+            coordinator.kill()
+            running.signal(1, signal.SIGKILL)
+            coordinator.start()
+            place = {"OFFBEAT_NEWCOMER": "auto", "RANK": "1", "WORLD_SIZE": "2"}
+            running.add(uses, SSP(s=2), 16, env=place)
+            gate.open()
+            ended = running.ends()
+        assert coordinator.ended()[0] == 0
+    del ended[1]
+    each_once(check_equal(ended), range(1, 16))  # what worker 1 had applied in epoch 0 is not known here
+    assert replay(read_log(gate.log)) is None
 
 
 def test_training_continues_with_a_restarted_coordinator(gate):

@@ -171,7 +171,8 @@ class GroupSynchronizer:
         self._client, self._rendezvous = client, rendezvous
         # Before numbers that a scheduler has added are read:
         self._shared_numbers = find_numbers(self._trained.groups)
-        if self._loop.world > 1 and client is not None:
+        may_grow = self._survives and rendezvous is not None and rendezvous.is_service
+        if client is not None and (self._loop.world > 1 or may_grow):
             self._join_group(client)
         self.averager = self._make_averager(self.binding, self)
         self._rendezvous = None

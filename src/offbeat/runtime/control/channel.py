@@ -29,7 +29,7 @@ from typing import Annotated, Final
 import msgspec
 
 from offbeat.errors import LinkError, LinkFailure, ProtocolError
-from offbeat.events import Action, Event
+from offbeat.events import Action, Event, RejectPeer
 from offbeat.runtime.processes.waiting import SignalSafeCondition
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.wire.codec import decode_actions, encode_events
@@ -37,9 +37,12 @@ from offbeat.wire.codec import decode_actions, encode_events
 SEQUENCE_ACK_INTERVAL: Final = (
     256  # events or actions; about as many are kept for retransmission at either end
 )
+OUTAGE_S: Final = 300.0  # in which a person or an orchestrator starts a coordinator again
+_REDIAL_S: Final = 0.5  # after its address has refused a connection
 # Why the coordinator cannot be reached and what to do, by how connecting to it failed.
 _ADVICE: Final[dict[LinkFailure, str]] = {
-    "ended": "its process has ended, because the job is over or because it failed: see the output of rank 0",
+    "ended": "its process has ended, because the job is over or because it failed: see the output of rank 0, "
+    "or of 'offbeat coordinator'",
     "unreachable": "its process may be alive: check that its host is up and that no firewall blocks it",
     "refused": "another process listens on the coordinator's address, so this job is over: start it again",
     "peer has no files": "raise it where rank 0 is started, which starts the coordinator",
@@ -104,6 +107,8 @@ class ControlChannel:
         endpoint: this worker's links.
         peer: the coordinator's name.
         addresses: where the coordinator listens, also after a restart.
+        is_service: the coordinator belongs to no worker: it may be started again, and counts as gone only
+            after `OUTAGE_S`; any other one, as soon as its address refuses a connection.
         on_coordinator_gone: called once with the cause, in the I/O thread, when the coordinator is gone
             and will not return.
     """
@@ -114,8 +119,11 @@ class ControlChannel:
         peer: str,
         addresses: Sequence[str],
         *,
+        is_service: bool = False,
         on_coordinator_gone: Callable[[str], None],
     ) -> None:
+        self._outage_s = OUTAGE_S if is_service else 0.0
+        self._outage_began_s: float | None = None  # no coordinator has listened since
         self._endpoint, self._peer, self._addresses = endpoint, peer, tuple(addresses)
         self._on_gone = on_coordinator_gone
         self._changed = SignalSafeCondition()  # guards what follows
@@ -180,9 +188,9 @@ class ControlChannel:
             if ack.connection == self._connection:
                 self._on_sequence_ack(ack)
             return []
-        if not self._is_open:
-            return []  # of an earlier connection; the coordinator sends it again
         actions = decode_actions(payload)
+        if not self._is_open:  # of an earlier connection; a coordinator that knows this worker sends it again
+            return [action for action in actions if isinstance(action, RejectPeer)]
         self._received += len(actions)
         if self._received - self._reported_received >= SEQUENCE_ACK_INTERVAL:
             self._request_ack()
@@ -193,17 +201,31 @@ class ControlChannel:
         """Reconnect after a lost connection; give up if the coordinator could not be reached."""
         if self._is_gone:
             return
-        if not error.was_open:
+        if not error.was_open and not self._may_be_started_again():
             cause = f"{self._loss_cause}, and {error}" if self._loss_cause else str(error)
             self._give_up(f"{cause}; {_ADVICE[error.failure]}")
             return
-        self._loss_cause = str(error)
-        self._is_open = False
-        self._caught_up_at = None
-        self._connection += 1
-        with self._changed:
-            self._unsent.extendleft(reversed(self._unacked))
-            self._unacked.clear()
+        if error.was_open or self._is_open:
+            self._loss_cause = str(error)
+            self._is_open = False
+            self._caught_up_at = None
+            self._connection += 1
+            with self._changed:
+                self._unsent.extendleft(reversed(self._unacked))
+                self._unacked.clear()
+        if error.was_open:
+            self._dial()
+        else:
+            self._endpoint.call_later(_REDIAL_S, self._dial)
+
+    def _may_be_started_again(self) -> bool:
+        """Whether to wait longer for a coordinator that is not there."""
+        now_s = time.monotonic()
+        if self._outage_began_s is None:
+            self._outage_began_s = now_s
+        return now_s - self._outage_began_s < self._outage_s
+
+    def _dial(self) -> None:
         self._endpoint.add_peer(self._peer, self._addresses, has_fixed_addresses=True)
         self._send_ack()
 
@@ -240,7 +262,7 @@ class ControlChannel:
             self._changed.notify_all()
         if not self._is_open:
             self._is_open = True
-            self._loss_cause = ""
+            self._loss_cause, self._outage_began_s = "", None
             self._caught_up_at = ack.sent
             self._confirm_resync()
             self._endpoint.call_soon(self._send_queued)

@@ -168,6 +168,7 @@ class CoordinatorClient:
             self.endpoint,
             COORDINATOR,
             rendezvous.coordinator,
+            is_service=rendezvous.is_service,
             on_coordinator_gone=self._on_coordinator_gone,
         )
 

@@ -132,6 +132,9 @@ class Coordinator:
     Raises:
         ValueError: the configuration is invalid.
         OSError: it cannot listen on the host, or cannot begin the log.
+
+    Size: an event is received, decided on, recorded in journal and log, and answered, in this order and
+    before the next one; all of it reads and writes what is known of the peers.
     """
 
     def __init__(
@@ -476,6 +479,11 @@ class Coordinator:
         worker = self._peers.get(peer)
         recorded, sent = (worker.recorded, worker.sent) if worker is not None else (0, 0)
         unacked = worker.unacked if worker is not None else deque[Action]()
+        if worker is None and ack.received:
+            raise ProtocolError(
+                f"the coordinator does not know {peer}: the job was begun again, or the coordinator was "
+                "started again without its state"
+            )
         if not sent - len(unacked) <= ack.received <= sent:
             raise ProtocolError(
                 f"expected an acknowledgement of between {sent - len(unacked)} and {sent} actions, "
@@ -578,7 +586,7 @@ class Coordinator:
 
     # The run log -----------------------------------------------------------------------------------------
 
-    def _open_log(self) -> RunLog:
+    def _open_log(self, *, is_continued: bool = False) -> RunLog:
         configuration = self._configuration
         header = {
             "job": configuration.job,
@@ -586,7 +594,11 @@ class Coordinator:
             **configuration.log_header,
         }
         return RunLog(
-            configuration.log_path, header, bytes_max=configuration.log_bytes_max, on_end=self._end_log
+            configuration.log_path,
+            header,
+            bytes_max=configuration.log_bytes_max,
+            on_end=self._end_log,
+            is_continued=is_continued,
         )
 
     def _end_log(self) -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, describe_os_error
 
 SLOW_VARIABLE = "OFFBEAT_SLOW"
 RUN_LOG_VARIABLE = "OFFBEAT_RUN_LOG"
 RUN_LOG_BYTES_MAX_VARIABLE = "OFFBEAT_RUN_LOG_BYTES_MAX"
 SEED_VARIABLE = "OFFBEAT_SEED"
 NEWCOMER_VARIABLE = "OFFBEAT_NEWCOMER"
+COORDINATOR_VARIABLE = "OFFBEAT_COORDINATOR"
+TOKEN_FILE_VARIABLE = "OFFBEAT_TOKEN_FILE"
+ATTEMPT_VARIABLE = "OFFBEAT_ATTEMPT"
 JOB_VARIABLE = "OFFBEAT_JOB"
 START_S_VARIABLE = "OFFBEAT_START_S"
 SERVERS_VARIABLE = "OFFBEAT_SERVERS"
 TRACE_VARIABLE = "OFFBEAT_TRACE"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
+_ATTEMPTS = (ATTEMPT_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # the first that is set
+DEFAULT_JOB = "job"  # the name of a job without one, where no worker starts the coordinator
+_OPEN_TOKEN = "offbeat"  # of a job without a secret
 _NO_RUN_ID = "none"  # torchrun's id of every job without a --rdzv-id
 
 
@@ -29,13 +37,16 @@ class Environment:
         rank: 0 <= rank < world; of a newcomer, its id, or -1 where that is still to be drawn.
         world: workers in all; a newcomer gets the number from the job.
         is_newcomer: this process joins a running job.
+        may_return: a process whose rank has been used in the running job joins it as a newcomer.
+        coordinator: HOST:PORT of a coordinator that no worker starts; None where rank 0 starts one.
+        token_file: the file with the secret of a job with such a coordinator; None for a job without one.
         master_addr: the host of the job's TCPStore.
         master_port: its port, 0 in a world of one.
         agent_hosts_store: the launcher hosts the TCPStore, not rank 0.
         threads: the ids of the workers of this process; several where it has several worker threads.
         servers: how many the parameter server begins with, where the strategy has one; the first processes
             start one each, or several where there are more servers than processes.
-        attempt: how often the launcher has restarted the workers.
+        attempt: how often the launcher has started the whole job again.
         job_name: distinguishes the job from others at the same address; None where it has no name.
         slowdowns: slowdowns to inject, in the syntax of `--slow`.
         run_log: where the run log goes, None for no log.
@@ -49,6 +60,9 @@ class Environment:
     rank: int = 0
     world: int = 1
     is_newcomer: bool = False
+    may_return: bool = True
+    coordinator: str | None = None
+    token_file: str | None = None
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     agent_hosts_store: bool = False
@@ -67,10 +81,12 @@ class Environment:
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Read the variables set by torchrun, Ray Train, Slurm's torch launchers or Kubeflow.
 
-    With neither RANK nor WORLD_SIZE set it is a world of one. With OFFBEAT_NEWCOMER=1 it is a worker that
-    joins the job whose store is at MASTER_ADDR and MASTER_PORT, whatever RANK may be; only a RANK that is
-    not below WORLD_SIZE is a newcomer's own, drawn by its launcher. The job's name is OFFBEAT_JOB, or
-    else the id that torchrun gives every run (`--rdzv-id`).
+    With neither RANK nor WORLD_SIZE set it is a world of one. The coordinator is at OFFBEAT_COORDINATOR, if
+    that is set; otherwise rank 0 starts it, and workers find it in the store at MASTER_ADDR and MASTER_PORT.
+    With OFFBEAT_NEWCOMER=1 it is a worker that joins the running job, whatever RANK may be; only
+    a RANK that is not below WORLD_SIZE is a newcomer's own, drawn by its launcher. By default ("auto") a
+    worker is a newcomer if its RANK was used in the running job before; with 0 it is refused then. The job's
+    name is OFFBEAT_JOB, or else the id that torchrun gives every run (`--rdzv-id`).
 
     Raises:
         OffbeatError: a variable is missing or malformed.
@@ -85,7 +101,11 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     is_newcomer = _is_newcomer(environ)
     if world < 1 or not (0 <= rank < world or is_newcomer):
         raise OffbeatError(f"expected 0 <= RANK < WORLD_SIZE, got RANK={rank} and WORLD_SIZE={world}")
-    if world > 1 or is_newcomer:
+    coordinator = environ.get(COORDINATOR_VARIABLE) or None
+    if coordinator is not None:
+        parse_coordinator(coordinator, COORDINATOR_VARIABLE)
+    needs_store = coordinator is None and (world > 1 or is_newcomer)
+    if needs_store:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in environ:
                 why, what = f"WORLD_SIZE is {world}", "rank 0's address"
@@ -95,7 +115,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
                     f"{name} is not set although {why}: "
                     f"start the script with torchrun or 'offbeat run', or set it to {what}"
                 )
-    port = _int(environ, "MASTER_PORT", 0) if world > 1 or is_newcomer else 0
+    port = _int(environ, "MASTER_PORT", 0) if needs_store else 0
     if not 0 <= port < 65536:
         raise OffbeatError(f"MASTER_PORT must be a port from 1 to 65535, got {port}")
     rank = -1 if is_newcomer and not ("RANK" in environ and rank >= world) else rank
@@ -104,11 +124,14 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         world=world,
         threads=(rank,),
         is_newcomer=is_newcomer,
+        may_return=environ.get(NEWCOMER_VARIABLE) != "0",
+        coordinator=coordinator,
+        token_file=environ.get(TOKEN_FILE_VARIABLE) or None,
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         servers=_servers(environ),
-        attempt=_int(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=next((_count(environ, name) for name in _ATTEMPTS if environ.get(name)), 0),
         job_name=_job_name(environ),
         slowdowns=tuple(text for text in environ.get(SLOW_VARIABLE, "").split(";") if text),
         run_log=environ.get(RUN_LOG_VARIABLE) or None,
@@ -148,10 +171,56 @@ def environment_of_thread(environment: Environment, thread: int, threads: int) -
 
 
 def _is_newcomer(environ: Mapping[str, str]) -> bool:
-    text = environ.get(NEWCOMER_VARIABLE, "0")
-    if text not in ("", "0", "1"):
-        raise OffbeatError(f"{NEWCOMER_VARIABLE} must be 1 or unset, got {text!r}")
+    text = environ.get(NEWCOMER_VARIABLE, "auto")
+    if text not in ("", "auto", "0", "1"):
+        raise OffbeatError(f"{NEWCOMER_VARIABLE} must be auto, 0 or 1, got {text!r}")
     return text == "1"
+
+
+def parse_coordinator(text: str, name: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT or [HOST]:PORT.
+
+    Args:
+        text: to parse.
+        name: of the setting, for errors.
+
+    Raises:
+        OffbeatError: it is neither.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise OffbeatError(f"{name} must be HOST:PORT with a port from 1 to 65535, got {text!r}")
+    return host, int(port)
+
+
+def read_token(path: str | None) -> str:
+    """Return the secret of a job whose coordinator no worker starts, from the content of a file.
+
+    Raises:
+        OffbeatError: the file cannot be read, or is empty.
+    """
+    if path is None:
+        return _OPEN_TOKEN
+    try:
+        content = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise OffbeatError(
+            f"cannot read the job's secret from {path} ({TOKEN_FILE_VARIABLE}): {describe_os_error(error)}"
+        ) from error
+    if not content:
+        raise OffbeatError(
+            f"expected the job's secret in {path} ({TOKEN_FILE_VARIABLE}), found an empty file: write random "
+            "bytes to it, the same for all processes of the job"
+        )
+    return hashlib.sha256(content).hexdigest()
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    count = _int(environ, name, 0)
+    if count < 0:
+        raise OffbeatError(f"{name} must not be negative, got {count}")
+    return count
 
 
 def _job_name(environ: Mapping[str, str]) -> str | None:

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
@@ -29,8 +29,17 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.runtime.control.admission import JobRequest
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
-from offbeat.runtime.control.environment import Environment
+from offbeat.runtime.control.environment import (
+    COORDINATOR_VARIABLE,
+    DEFAULT_JOB,
+    NEWCOMER_VARIABLE,
+    Environment,
+    parse_coordinator,
+    read_token,
+)
+from offbeat.runtime.control.requesting import request_id
 from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.transport import descriptors
@@ -41,6 +50,7 @@ from offbeat.torch_compat import default_store
 _COORDINATOR = "coordinator"
 _FAILED = "failed"  # why a worker that has reached the store cannot join
 _ARRIVALS = "workers"
+_RANKS = "ranks"  # followed by a rank: how many processes had it
 _JOBS = "offbeat/jobs"  # how many jobs have been opened here; followed by a number, the name of each
 # Coordinator of the job started last; followed by a job's name, of that job. Without the prefix of a join,
 # which newcomers do not know.
@@ -72,6 +82,9 @@ class RendezvousInfo:
         hosts_store: this process hosts the store, which ends with it.
         start_s: how long the start may take, in seconds.
         deadline_s: until when workers may still join, on the monotonic clock.
+        attempt: how often the launcher has started the whole job again.
+        is_newcomer: this worker joins a running job.
+        is_service: the coordinator belongs to no worker, and may be started again on another host.
         job_name: the job's name in the store, None where it has none.
     """
 
@@ -85,6 +98,9 @@ class RendezvousInfo:
     hosts_store: bool
     start_s: float
     deadline_s: float
+    attempt: int = 0
+    is_newcomer: bool = False
+    is_service: bool = False
     job_name: str | None = None
 
     def publish_coordinator(self) -> None:
@@ -95,6 +111,7 @@ class RendezvousInfo:
                 "token": self.token,
                 "coordinator": self.coordinator,
                 "world": self.world,
+                "attempt": self.attempt,
             }
             for key in {_RUNNING, _running_key(self.job_name)}:
                 _root(self.store).set(key, json.dumps(place))
@@ -136,10 +153,16 @@ def rendezvous(
     """
     limit_s = time.monotonic() + environment.start_s
     _check_files(environment, limit_s)
+    if environment.coordinator is not None:
+        return _ask_coordinator(environment, make_configuration, limit_s)
     if environment.is_newcomer:
         return _find_job_as_newcomer(environment, own_address(environment.master_addr), limit_s)
     hosts_store = _hosts_store(environment)
     store = None if environment.world == 1 else _open_store(environment, hosts_store, limit_s)
+    if store is not None and _returns(store, environment):
+        return _find_job_as_newcomer(
+            replace(environment, rank=-1, is_newcomer=True), own_address(environment.master_addr), limit_s
+        )
     found: dict[str, Any] = {}
     try:
         if environment.rank == 0 and store is not None:
@@ -177,8 +200,71 @@ def rendezvous(
         hosts_store=hosts_store,
         start_s=environment.start_s,
         deadline_s=limit_s,
+        attempt=environment.attempt,
         job_name=environment.job_name,
     )
+
+
+def _ask_coordinator(
+    environment: Environment,
+    make_configuration: Callable[[str, str, str], CoordinatorConfiguration],
+    limit_s: float,
+) -> RendezvousInfo:
+    """Get this worker's id from a coordinator that no worker has started.
+
+    Raises:
+        OffbeatError: the coordinator was not reached or did not answer in time, or refuses this worker.
+    """
+    assert environment.coordinator is not None
+    name, _ = parse_coordinator(environment.coordinator, COORDINATOR_VARIABLE)
+    address = f"tcp://{environment.coordinator}"
+    job, token = environment.job_name or DEFAULT_JOB, read_token(environment.token_file)
+    host = own_address(name)
+    configuration = make_configuration(job, token, host)
+    request = JobRequest(
+        rank=environment.rank,
+        world=environment.world,
+        attempt=environment.attempt,
+        is_newcomer=environment.is_newcomer,
+        policies=configuration.policies,
+        log_header=configuration.log_header,
+        silent_s=configuration.silent_s,
+        start_s=environment.start_s,
+    )
+    answer = request_id(address, request, job=job, token=token, timeout_s=limit_s - time.monotonic())
+    if answer.is_newcomer and not (environment.is_newcomer or environment.may_return):
+        raise OffbeatError(
+            f"rank {environment.rank} has been used in the running job: set {NEWCOMER_VARIABLE}=auto to let "
+            "this process join as a newcomer"
+        )
+    if answer.is_newcomer and len(environment.threads) > 1:
+        threads = len(environment.threads)
+        raise OffbeatError(f"the job runs already, and a newcomer must have one worker thread, got {threads}")
+    return RendezvousInfo(
+        worker=answer.worker,
+        world=answer.world,
+        job=job,
+        token=token,
+        host=host,
+        coordinator=(address,),
+        store=None,
+        hosts_store=False,
+        start_s=environment.start_s,
+        deadline_s=limit_s,
+        attempt=environment.attempt,
+        is_newcomer=answer.is_newcomer,
+        is_service=True,
+        job_name=environment.job_name,
+    )
+
+
+def _returns(store: Store, environment: Environment) -> bool:
+    """Whether a process with this worker's rank has been in the job before, and the job has started."""
+    is_first = store.add(f"{_RANKS}/{environment.rank}", 1) == 1
+    if is_first or not environment.may_return or len(environment.threads) > 1:
+        return False
+    root, key = _root(store), _running_key(environment.job_name)
+    return bool(root.check([key])) and json.loads(root.get(key))["attempt"] == environment.attempt
 
 
 def _check_files(environment: Environment, limit_s: float) -> None:
@@ -223,6 +309,8 @@ def _descriptors_needed(environment: Environment) -> int:
 
 def _files_of_store(environment: Environment) -> int:
     """Return the number of files that this process has to open for the job's store."""
+    if environment.coordinator is not None:
+        return 0
     is_hosted = _hosts_store(environment) and len(environment.threads) < environment.world
     return descriptors.STORE_DESCRIPTORS + (
         descriptors.HOSTED_STORE_DESCRIPTORS + environment.world if is_hosted else 0
@@ -300,6 +388,8 @@ def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -
         hosts_store=False,
         start_s=environment.start_s,
         deadline_s=limit_s,
+        attempt=environment.attempt,
+        is_newcomer=True,
         job_name=environment.job_name,
     )
 

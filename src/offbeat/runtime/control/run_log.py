@@ -66,6 +66,8 @@ class RunLog:
         bytes_max: size limit in bytes of all parts together, at least `LOG_BYTES_MIN`; None for one file
             without a limit. Kept as long as no event with its actions takes a sixteenth of it.
         on_end: called when the log cannot be written any more.
+        is_continued: the file has a log already, which `resume` continues; if it does not exist, there is no
+            log any more.
 
     Raises:
         OSError: the file cannot be written; the message names the file.
@@ -79,6 +81,7 @@ class RunLog:
         *,
         bytes_max: int | None = None,
         on_end: Callable[[], None],
+        is_continued: bool = False,
     ) -> None:
         if bytes_max is not None:
             check_log_bytes_max(bytes_max)
@@ -89,7 +92,17 @@ class RunLog:
         if path is not None:
             # The parts of a log behind a link lie where the log does.
             self._path = Path(path if bytes_max is None else os.path.realpath(path))
-            self._writer = self._create(path)
+            self._writer = self._find() if is_continued else self._create(path)
+
+    def _find(self) -> LogWriter | None:
+        try:
+            return LogWriter(self._path, None)
+        except OSError as error:
+            _print_error(
+                f"the run log {self._path} cannot be continued ({error.strerror or error}): "
+                "the job continues without a log"
+            )
+            return None
 
     def _create(self, path: str) -> LogWriter:
         try:

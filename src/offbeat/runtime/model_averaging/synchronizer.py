@@ -77,7 +77,7 @@ class ModelAveragingSynchronizer:
         self._saved_gradients = SavedGradients()
         self._compute_s = self._compute_mark_s = 0.0
         self._steps = 0
-        self._has_position = not loop.is_newcomer
+        self._has_position = True
         self._is_state_checked = self._is_preempted = False
 
     # Properties that a session reads ---------------------------------------------------------------------
@@ -151,6 +151,7 @@ class ModelAveragingSynchronizer:
         if client is None:
             return
         assert isinstance(client.protocol, ModelAveragingProtocol)
+        self._has_position = not self._loop.is_newcomer
         self._client, self._protocol = client, client.protocol
         self._memory = TensorMemory(client.endpoint)
         parameters = [one for one in self._trained.model.parameters() if one.requires_grad]

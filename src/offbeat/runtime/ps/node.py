@@ -64,11 +64,13 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
         job: its id.
         token: its secret.
         manager: the manager's addresses, best first.
+        is_service: the manager is the coordinator of a training job that belongs to no worker.
     """
 
     job: str
     token: str
     manager: tuple[str, ...]
+    is_service: bool = False
 
     @classmethod
     def read(cls, path: str | Path) -> ClusterFile:
@@ -165,7 +167,11 @@ class PsNode:
         self.filtering = NodeFilters(crc32(name.encode()))
         self._buffers = BufferPool(self._allocate, lambda buffer: self.endpoint.has_readers(buffer.data))
         self._control = ControlChannel(
-            self.endpoint, COORDINATOR, cluster.manager, on_coordinator_gone=self._disconnect
+            self.endpoint,
+            COORDINATOR,
+            cluster.manager,
+            is_service=cluster.is_service,
+            on_coordinator_gone=self._disconnect,
         )
         self._functions = functions
 

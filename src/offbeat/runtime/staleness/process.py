@@ -56,7 +56,12 @@ class ServedProcess:
         self._lock = threading.Lock()
         self._has_model = self._has_begun = False
         first = self.threads[0]
-        cluster = ClusterFile(job=rendezvous.job, token=rendezvous.token, manager=rendezvous.coordinator)
+        cluster = ClusterFile(
+            job=rendezvous.job,
+            token=rendezvous.token,
+            manager=rendezvous.coordinator,
+            is_service=rendezvous.is_service,
+        )
         if not loop.is_newcomer:
             processes = loop.world // len(self.threads)
             for server in range(first // len(self.threads), loop.servers, processes):

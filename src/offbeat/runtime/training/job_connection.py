@@ -44,12 +44,14 @@ class JobConnection:
     Attributes:
         worker, world: this worker's id and the number of workers at the job's start; a newcomer learns them
             in `join`.
+        is_newcomer: this worker joins a running job; known after `join`.
         rendezvous: how this worker has found its coordinator, None if it has not.
         coordinator: the client of the coordinator; None without one, and before `join`.
     """
 
     def __init__(self, environment: Environment, strategy: Strategy) -> None:
         self.worker, self.world = environment.rank, environment.world
+        self.is_newcomer = environment.is_newcomer
         self.rendezvous: RendezvousInfo | None = None
         self.coordinator: CoordinatorClient | None = None
         self._environment, self._strategy = environment, strategy
@@ -71,14 +73,15 @@ class JobConnection:
             WorkerError: the job did not start; names the workers that are missing or what does not match.
         """
         environment, strategy = self._environment, self._strategy
-        needs_coordinator = environment.is_newcomer or strategy.always_needs_coordinator
+        is_alone = not environment.is_newcomer and environment.coordinator is None
+        needs_coordinator = not is_alone or strategy.always_needs_coordinator
         if self.world == 1 and environment.run_log is None and not needs_coordinator:
             return
         silent_s = _SILENT_RETURNING_S if strategy.readmits_workers else _SILENT_S
         model = type(trained.model).__name__
         configure = partial(_coordinator_configuration, environment, strategy, model, silent_s)
         self.rendezvous = found = rendezvous(environment, configure)
-        self.worker, self.world = found.worker, found.world
+        self.worker, self.world, self.is_newcomer = found.worker, found.world, found.is_newcomer
         try:
             self.coordinator = CoordinatorClient(
                 found,
@@ -140,6 +143,13 @@ class JobConnection:
                 endpoint.call_later(_COUNT_EVERY_S, record)
 
         endpoint.call_soon(record)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other worker takes part in the job, or can join it later."""
+        is_service = self.rendezvous is not None and self.rendezvous.is_service
+        may_grow = is_service and self._strategy.survives_worker_loss
+        return self.world == 1 and not (may_grow or self._strategy.always_needs_coordinator)
 
     @property
     def is_complete(self) -> bool:

@@ -143,6 +143,15 @@ def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
     """
     if host in ("", "0.0.0.0", "::"):
         raise ValueError(f"expected the address at which other nodes reach this one, got {host!r}")
+    return listen_at(host, port)
+
+
+def listen_at(host: str, port: int) -> tuple[socket.socket, str]:
+    """Listen with TCP on a host's address, or on all addresses; return the socket and its `tcp://` address.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
     family, where = Address("", host=host, port=port).resolve()
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,0 +1,72 @@
+"""Asks a coordinator that no worker has started for the id of this process in the job.
+
+This module opens one connection, for one question, and closes it.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+
+from offbeat.errors import LinkError, OffbeatError, ProtocolError
+from offbeat.runtime.control.admission import JobAnswer, JobRequest, decode_job_answer, encode_job_message
+from offbeat.runtime.control.configuration import COORDINATOR
+from offbeat.runtime.control.environment import COORDINATOR_VARIABLE, JOB_VARIABLE, TOKEN_FILE_VARIABLE
+from offbeat.runtime.transport.endpoint import Endpoint
+
+_MARGIN_S = 1.0  # in which the endpoint reports that it has not reached the coordinator in time
+
+
+def request_id(address: str, request: JobRequest, *, job: str, token: str, timeout_s: float) -> JobAnswer:
+    """Return the answer of the coordinator to a request for an id in its job.
+
+    Args:
+        address: of the coordinator, as `tcp://HOST:PORT`.
+        request: of this process.
+        job: the job's name.
+        token: the job's secret.
+        timeout_s: how long the coordinator may take to come and to answer, in seconds.
+
+    Raises:
+        OffbeatError: it was not reached or did not answer in time, or this process cannot take part.
+    """
+    answers: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
+    endpoint = Endpoint(
+        f"request-{secrets.token_hex(8)}",
+        job=job,
+        token=token,
+        on_message=lambda peer, payload: answers.put(payload),
+        on_lost=answers.put,
+        on_left=lambda peer: answers.put(None),
+        on_error=answers.put,
+        listeners=[],
+        connect_s=timeout_s,
+    )
+    try:
+        endpoint.add_peer(COORDINATOR, [address])
+        endpoint.send(COORDINATOR, encode_job_message(request))
+        try:
+            item = answers.get(timeout=timeout_s + _MARGIN_S)
+        except queue.Empty:
+            raise OffbeatError(
+                f"the coordinator at {address} did not answer within {timeout_s:.0f} s: a newcomer waits for "
+                "a running job, and a process of a failed job until the other workers have ended"
+            ) from None
+    finally:
+        endpoint.close()
+    if isinstance(item, LinkError):
+        raise OffbeatError(
+            f"the coordinator at {address} ({COORDINATOR_VARIABLE}) cannot be reached: {item}; does 'offbeat "
+            f"coordinator' run there, with this worker's {JOB_VARIABLE} and {TOKEN_FILE_VARIABLE}?"
+        )
+    if isinstance(item, BaseException):
+        raise item
+    if item is None:
+        raise OffbeatError(f"the coordinator at {address} ended before it answered: see its output")
+    try:
+        answer = decode_job_answer(item)
+    except ProtocolError as error:
+        raise OffbeatError(f"the coordinator at {address} does not answer as one: {error}") from error
+    if answer.refusal:
+        raise OffbeatError(f"this process cannot take part in the job: {answer.refusal}")
+    return answer

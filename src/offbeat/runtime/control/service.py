@@ -1,0 +1,240 @@
+"""The coordinator as a service: one process that belongs to no worker, and outlives all of them.
+
+Theory of operation
+-------------------
+
+1. `run_service` opens what must survive: the listening socket at a fixed address and the journal, in a folder
+   if one is given. Then a supervisor runs the coordinator (see `offbeat.runtime.processes.supervisor`).
+2. A process that wants to take part connects and sends a JobRequest. The first one begins the job: it brings
+   the policies. Each gets its id in a JobAnswer (see `offbeat.runtime.control.admission`), and then joins
+   like any worker. Requests are in the journal, with the events.
+3. A worker that loses its connection dials the same address again for minutes. So the service may be killed
+   and started again, with the same folder, on the same host or on another one that the address then leads to.
+   Without a folder, the job ends with the service.
+4. A job that fails is over; the service stays, and the next process begins the job again. Once all workers of
+   a job have finished, the service ends with exit code 0.
+
+The run log is written on the service's host. A service that is started again continues it if the file is
+still there, and otherwise goes on without a log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.events import AbortJob, Action, Event, Failed, JobComplete, Left, Lost
+from offbeat.runtime.control.admission import (
+    Admission,
+    JobAnswer,
+    JobRequest,
+    decode_job_request,
+    encode_job_message,
+)
+from offbeat.runtime.control.configuration import CoordinatorConfiguration
+from offbeat.runtime.control.coordinator import Coordinator
+from offbeat.runtime.control.environment import (
+    COORDINATOR_VARIABLE,
+    DEFAULT_JOB,
+    TOKEN_FILE_VARIABLE,
+    Environment,
+    parse_coordinator,
+    read_token,
+)
+from offbeat.runtime.control.journal import Journal
+from offbeat.runtime.processes.supervisor import supervise
+from offbeat.runtime.transport.addresses import listen_at
+from offbeat.wire.replay import build_policy
+
+_PR_SET_PDEATHSIG = 1
+_REQUEST = "JobRequest"  # the type of a request in the journal
+
+
+class ServiceCoordinator(Coordinator):
+    """A coordinator whose job is begun by the first process that asks for its id.
+
+    Args:
+        configuration: without policies.
+        listeners: the sockets on which it is reached.
+        journal: of an earlier coordinator, or empty.
+    """
+
+    def __init__(
+        self,
+        configuration: CoordinatorConfiguration,
+        *,
+        listeners: list[tuple[socket.socket, str]],
+        journal: Journal,
+    ) -> None:
+        super().__init__(
+            msgspec.structs.replace(configuration, log_path=None), listeners=listeners, journal=journal
+        )
+        self._log_path = configuration.log_path
+        self._admission = Admission()
+        self._deferred: dict[str, JobRequest] = {}  # by peer
+        self._has_finished = False  # the last worker that ended has left in order
+        self._is_complete = False
+
+    def _is_over(self) -> bool:
+        return self._is_complete
+
+    # Requests --------------------------------------------------------------------------------------------
+
+    def _answer_request(self, peer: str, payload: bytes) -> bool:
+        request = decode_job_request(payload)
+        if request is None:
+            return False
+        self._deferred[peer] = request
+        self._answer_deferred()
+        return True
+
+    def _answer_deferred(self) -> None:
+        """Answer every request that need not wait any more."""
+        for peer, request in list(self._deferred.items()):
+            if self._is_complete:
+                answer = JobAnswer(refusal="all workers of the job have finished")
+            elif self._admission.is_deferred(
+                request, has_started=self._has_started, has_workers=bool(self._present)
+            ):
+                continue
+            else:
+                answer = self._admit(request)
+                plain = {"type": _REQUEST, **msgspec.to_builtins(request)}
+                self.journal.append(msgspec.msgpack.encode((peer, plain, b"")))
+            del self._deferred[peer]
+            self._send(peer, encode_job_message(answer))
+
+    def _admit(self, request: JobRequest) -> JobAnswer:
+        """Begin the job with a request, if that is due, and return the answer."""
+        if self._admission.begins_job(request):
+            self._end_attempt(request.attempt)
+            self._admission.begin(request)
+            self._configure(request)
+            self._log = self._open_log()
+        return self._admission.admit(request, has_started=self._has_started)
+
+    def _end_attempt(self, next_attempt: int) -> None:
+        """End the workers of the attempt that another one replaces."""
+        before = self._admission.request
+        if before is not None and self._present:
+            reason = (
+                f"attempt {next_attempt} of the job has begun; this worker is of attempt {before.attempt}"
+            )
+            self._dispatch([AbortJob(worker=None, step=None, reason=reason)])
+        self._peers.clear()
+        self._present.clear()
+        self._reconnecting.clear()
+        self._expected_workers = 0
+        self._has_started = self._has_finished = False
+        self._log.close()
+
+    def _configure(self, request: JobRequest) -> None:
+        """Build the policies of the job that a request describes."""
+        self._configuration = msgspec.structs.replace(
+            self._configuration,
+            policies=request.policies,
+            log_path=self._log_path,
+            log_header=request.log_header,
+            silent_s=request.silent_s,
+        )
+        self._policies = [build_policy(spec.path, spec.arguments) for spec in request.policies]
+
+    # Events ----------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event, peer: str) -> None:
+        super()._handle(event, peer)
+        self._answer_deferred()
+
+    def _decide(self, event: Event, peer: str) -> list[Action]:
+        actions = super()._decide(event, peer)
+        match event:
+            case Left():
+                self._has_finished = True
+            case Lost() | Failed():
+                self._has_finished = False
+        self._has_finished |= any(isinstance(action, JobComplete) for action in actions)
+        is_aborted = any(isinstance(action, AbortJob) for action in actions)
+        self._admission.is_over |= is_aborted
+        if not self._present and self._peers:
+            self._is_complete = self._has_started and self._has_finished and not self._admission.is_over
+            self._admission.is_over = not self._is_complete
+        return actions
+
+    # The journal -----------------------------------------------------------------------------------------
+
+    def _replay_request(self, plain: dict[str, Any]) -> bool:
+        if plain["type"] != _REQUEST:
+            return False
+        self._admit(msgspec.convert({key: plain[key] for key in plain if key != "type"}, JobRequest))
+        return True
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            **super()._state(),
+            "admission": self._admission.state_dict(),
+            "has_finished": self._has_finished,
+        }
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        self._admission.load_state_dict(state["admission"])
+        self._has_finished = state["has_finished"]
+        if self._admission.request is not None:
+            self._configure(self._admission.request)
+            self._log = self._open_log(is_continued=True)
+        super()._load_state(state)
+
+
+def run_service(bind: str, environment: Environment, *, state: Path | None) -> int:
+    """Run the coordinator of a job until all its workers have finished, and return the exit code.
+
+    Args:
+        bind: HOST:PORT on which it listens.
+        environment: has the name and the secret of the job, and where the run log goes.
+        state: folder of the journal; None to keep it in memory.
+
+    Raises:
+        OffbeatError: it cannot listen there, the token cannot be read, or the folder is in use.
+        OSError: the folder cannot be written.
+    """
+    host, port = parse_coordinator(bind, "--bind")
+    job, token = environment.job_name or DEFAULT_JOB, read_token(environment.token_file)
+    journal = Journal(state)
+    try:
+        listeners = [listen_at(host, port)]
+    except OSError as error:
+        raise OffbeatError(f"the coordinator cannot listen on {bind}: {describe_os_error(error)}") from error
+    log = environment.run_log
+    configuration = CoordinatorConfiguration(
+        job=job,
+        token=token,
+        host=host,
+        policies=(),
+        log_path=None if log is None else os.path.abspath(log),
+        log_bytes_max=environment.run_log_bytes_max,
+    )
+    coordinator = ServiceCoordinator(configuration, listeners=listeners, journal=journal)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a folder has all that a successor needs
+        signal.signal(number, signal.SIG_DFL)
+    _report(f"the coordinator of {job!r} listens on {bind}; workers find it by {COORDINATOR_VARIABLE}")
+    if environment.token_file is None:
+        _report(f"anybody who reaches {bind} can join: set {TOKEN_FILE_VARIABLE} here and for the workers")
+    supervisor = os.getpid()
+
+    def serve() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() == supervisor:
+            coordinator.serve()
+
+    return supervise(serve, lambda: journal.file_sizes_bytes, name="the coordinator")
+
+
+def _report(line: str) -> None:
+    print(f"offbeat: {line}", file=sys.stderr, flush=True)

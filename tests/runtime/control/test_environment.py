@@ -1,0 +1,55 @@
+"""What a worker reads from its environment about the coordinator and the attempt."""
+
+import pytest
+
+from offbeat.errors import OffbeatError
+from offbeat.runtime.control.environment import parse_coordinator, read_environment, read_token
+
+PLACE = {"RANK": "1", "WORLD_SIZE": "3"}
+
+
+def test_with_a_coordinator_no_master_is_needed():
+    found = read_environment({**PLACE, "OFFBEAT_COORDINATOR": "head:4321", "OFFBEAT_TOKEN_FILE": "secret"})
+    assert (found.rank, found.world, found.master_port) == (1, 3, 0)
+    assert (found.coordinator, found.token_file, found.may_return) == ("head:4321", "secret", True)
+    with pytest.raises(OffbeatError, match="MASTER_ADDR is not set"):
+        read_environment({**PLACE, "OFFBEAT_COORDINATOR": ""})
+
+
+@pytest.mark.parametrize(
+    ("environ", "attempt"),
+    [
+        ({}, 0),
+        ({"SLURM_RESTART_COUNT": "3"}, 3),
+        ({"SLURM_RESTART_COUNT": "3", "TORCHELASTIC_RESTART_COUNT": "2"}, 2),
+        ({"SLURM_RESTART_COUNT": "3", "TORCHELASTIC_RESTART_COUNT": "2", "OFFBEAT_ATTEMPT": "0"}, 0),
+        ({"OFFBEAT_ATTEMPT": "", "SLURM_RESTART_COUNT": "1"}, 1),
+    ],
+)
+def test_the_attempt_is_the_users_else_the_launchers(environ, attempt):
+    assert read_environment(environ).attempt == attempt
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("head:1", ("head", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535)), ("[::1]:80", ("::1", 80))],
+)
+def test_an_address_has_a_host_and_a_port(text, place):
+    assert parse_coordinator(text, "--bind") == place
+
+
+@pytest.mark.parametrize("text", ["head", "head:", ":80", "head:0", "head:65536", "head:x", ""])
+def test_what_is_no_address_is_refused_with_the_name_of_the_setting(text):
+    with pytest.raises(OffbeatError, match="--bind must be HOST:PORT"):
+        parse_coordinator(text, "--bind")
+
+
+def test_the_secret_is_that_of_the_file_whatever_its_last_line_end(tmp_path):
+    first, second, empty = (tmp_path / name for name in ("first", "second", "empty"))
+    first.write_text("a secret")
+    second.write_text("a secret\n")
+    empty.touch()
+    assert read_token(str(first)) == read_token(str(second)) != read_token(None)
+    for path, words in ((empty, "found an empty file"), (tmp_path / "none", "cannot read the job's secret")):
+        with pytest.raises(OffbeatError, match=words):
+            read_token(str(path))

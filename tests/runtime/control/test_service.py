@@ -1,0 +1,245 @@
+"""Promises of a coordinator that belongs to no worker, with real processes.
+
+Any worker may be killed, rank 0 too, and started again with the same RANK; the coordinator may be killed and
+started again; the others train on. Afterwards all replicas hold the same bits, and each sample was used once
+an epoch.
+"""
+
+import os
+import re
+import signal
+import time
+
+import msgspec
+import pytest
+
+from offbeat.events import Joined, Lost, PeerList, Ready, Tick
+from offbeat.runtime.control.admission import JobRequest
+from offbeat.runtime.control.configuration import CoordinatorConfiguration
+from offbeat.runtime.control.journal import Journal
+from offbeat.runtime.control.service import ServiceCoordinator
+from offbeat.strategies import AllReduce
+from offbeat.wire.codec import to_plain
+from offbeat.wire.log_file import read_log
+from offbeat.wire.replay import replay
+from support.coordinator_service import service
+from support.jobs import job
+from support.newcomer_training import EPOCHS, GATE_STEP, Gate, train
+from support.processes import values
+from support.run_logs import entries_of, wait_for_entry, wait_until
+from support.sample_counting import SAMPLES
+
+RETURNS = {"OFFBEAT_NEWCOMER": "auto", "WORLD_SIZE": "3"}
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path)
+    yield gate
+    gate.open()
+    os.close(gate._lock)
+
+
+@pytest.fixture
+def coordinator(tmp_path, gate):
+    with service(tmp_path, log=gate.log) as running:
+        running.env |= {name: gate.env[name] for name in gate.env if name != "OFFBEAT_RUN_LOG"}
+        yield running
+
+
+def trained_once(ended):
+    results = values(ended)
+    for one in results:
+        assert one.uses == [float(EPOCHS)] * SAMPLES
+        assert (one.buffer, one.momenta, one.step) == (
+            results[0].buffer,
+            results[0].momenta,
+            results[0].step,
+        )
+    return results
+
+
+def all_are_at_the_gate(log, workers):
+    """Waits until every worker has sent the gradients of the last step before the gate."""
+    for worker in workers:
+        wait_for_entry(
+            log,
+            f"worker {worker} at the gate",
+            lambda one, worker=worker: (
+                isinstance(one, Ready) and one.worker == worker and one.step >= GATE_STEP - 1
+            ),
+        )
+
+
+def test_workers_need_no_master_and_the_service_ends_after_the_last_of_them(coordinator, gate):
+    gate.open()
+    with job(
+        train, 3, env={**coordinator.env, "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
+    ) as running:
+        results = trained_once(running.ends())
+    assert [one.worker for one in results] == [0, 1, 2]
+    code, errors = coordinator.ended()
+    assert code == 0
+    assert "listens on" in errors
+    assert "can join" not in errors  # there is a secret
+    assert replay(read_log(gate.log)) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_started_again_with_its_rank_comes_back_by_itself(coordinator, gate, rank):
+    with job(train, 3, env=coordinator.env) as running:
+        all_are_at_the_gate(gate.log, range(3))
+        running.signal(rank, signal.SIGKILL)
+        wait_for_entry(gate.log, "the loss", lambda one: isinstance(one, Lost) and one.worker == rank)
+        again = running.add(train, env={**RETURNS, "RANK": str(rank)})
+        gate.open_for(3)
+        ended = running.ends()
+    assert ended.pop(rank).exitcode == -signal.SIGKILL
+    results = trained_once(ended)
+    assert results[-1].worker == again == 3
+    assert coordinator.ended()[0] == 0
+
+
+def test_two_workers_may_come_back_at_once(coordinator, gate):
+    with job(train, 3, env=coordinator.env) as running:
+        all_are_at_the_gate(gate.log, range(3))
+        for rank in (0, 2):
+            running.signal(rank, signal.SIGKILL)
+        for rank in (0, 2):
+            running.add(train, env={**RETURNS, "RANK": str(rank)})
+        gate.open_for(3, 4)
+        ended = running.ends()
+    assert sorted(one.worker for one in trained_once([ended[1], *ended[3:]])) == [1, 3, 4]
+
+
+def test_a_coordinator_that_is_started_again_with_its_folder_continues_the_job(coordinator, gate):
+    with job(train, 3, env=coordinator.env) as running:
+        for _ in range(2):
+            wait_for_entry(gate.log, "a step", lambda one: isinstance(one, Ready) and one.step >= 1)
+            coordinator.kill()
+            coordinator.start()
+        all_are_at_the_gate(gate.log, range(3))
+        coordinator.kill()
+        running.signal(1, signal.SIGKILL)  # while there is no coordinator
+        coordinator.start()
+        wait_for_entry(gate.log, "the loss", lambda one: isinstance(one, Lost) and one.worker == 1)
+        running.add(train, env={**RETURNS, "RANK": "1"})
+        gate.open_for(3)
+        ended = running.ends()
+    assert ended.pop(1).exitcode == -signal.SIGKILL
+    trained_once(ended)
+    assert coordinator.ended()[0] == 0
+    log = read_log(gate.log)
+    assert replay(log) is None
+    assert sorted(one.worker for one in log.entries if isinstance(one, Joined)) == [0, 1, 2, 3]
+    times_s = [one.now_s for one in log.entries if hasattr(one, "now_s")]
+    assert times_s == sorted(times_s)
+
+
+def test_without_its_state_a_new_coordinator_ends_the_workers_in_words(tmp_path, gate):
+    with service(tmp_path, state=False, log=gate.log) as coordinator:
+        env = {**coordinator.env, "OFFBEAT_TEST_GATE": gate.env["OFFBEAT_TEST_GATE"]}
+        with job(train, 2, env=env) as running:
+            all_are_at_the_gate(gate.log, range(2))
+            coordinator.kill()
+            coordinator.start()
+            gate.open()
+            ended = running.ends()
+    for one in ended:
+        assert one.error_type == "WorkerError"
+        assert "started again without its state" in one.error
+
+
+def test_a_higher_attempt_begins_the_job_again_and_ends_the_workers_of_the_one_before(coordinator, gate):
+    with job(train, 2, env=coordinator.env) as running:
+        all_are_at_the_gate(gate.log, range(2))
+        place = {"OFFBEAT_NEWCOMER": "auto", "WORLD_SIZE": "2", "OFFBEAT_ATTEMPT": "1"}
+        for rank in range(2):
+            running.add(train, env={**place, "RANK": str(rank)})
+        gate.open()
+        ended = running.ends()
+    for one in ended[:2]:
+        assert "attempt 1 of the job has begun; this worker is of attempt 0" in one.error
+    assert [one.worker for one in trained_once(ended[2:])] == [0, 1]
+    assert coordinator.ended()[0] == 0
+
+
+def test_a_process_of_an_earlier_attempt_is_refused(coordinator, gate):
+    with job(train, 2, env={**coordinator.env, "SLURM_RESTART_COUNT": "2"}) as running:
+        wait_until(lambda: bool(entries_of(gate.log, PeerList)), "a start")
+        place = {"OFFBEAT_NEWCOMER": "auto", "WORLD_SIZE": "2"}
+        late = running.add(train, env={**place, "RANK": "0", "OFFBEAT_ATTEMPT": "1"})
+        refused = running.end(late)
+        gate.open()
+        trained_once(running.ends()[:2])
+    assert "attempt 2 of the job has begun, and this process is of attempt 1" in refused.error
+
+
+def fails_once(rank, emit, folder):
+    """Fails at the third step in the first attempt."""
+
+    def before_step(session):
+        if session.step == 3 and session.worker == 1 and not (folder / "failed").exists():
+            (folder / "failed").touch()
+            raise RuntimeError("a fault of the program")
+
+    return train(rank, emit, AllReduce(), before_step=before_step)
+
+
+def test_a_failed_job_is_begun_again_by_workers_that_are_started_again(coordinator, gate, tmp_path):
+    gate.open()
+    with job(fails_once, 2, tmp_path, env=coordinator.env) as running:
+        for rank in range(2):
+            assert "a fault of the program" in running.end(rank).error
+        for rank in range(2):
+            env = {"OFFBEAT_NEWCOMER": "auto", "WORLD_SIZE": "2", "RANK": str(rank)}
+            running.add(fails_once, tmp_path, env=env)
+        results = values([running.end(number) for number in (2, 3)])
+    assert [one.worker for one in results] == [0, 1]
+    assert coordinator.ended()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"OFFBEAT_JOB": "another"}, r"cannot be reached: .*job.* OFFBEAT_JOB"),
+        ({"OFFBEAT_TOKEN_FILE": "/dev/null"}, "found an empty file"),
+        (
+            {"OFFBEAT_TOKEN_FILE": "/etc/hostname"},
+            r"cannot be reached: .*does 'offbeat coordinator' run there",
+        ),
+        ({"OFFBEAT_COORDINATOR": "127.0.0.1:1", "OFFBEAT_START_S": "2"}, r"127.0.0.1:1 .* cannot be reached"),
+        ({"OFFBEAT_COORDINATOR": "127.0.0.1"}, "must be HOST:PORT"),
+        ({"OFFBEAT_ATTEMPT": "-1"}, "OFFBEAT_ATTEMPT must not be negative"),
+        ({"OFFBEAT_NEWCOMER": "yes"}, "must be auto, 0 or 1"),
+    ],
+)
+def test_what_keeps_a_worker_from_its_coordinator_is_named(coordinator, change, words):
+
+    with job(train, 1, env={**coordinator.env, **change}) as running:
+        (ended,) = running.ends()
+    assert ended.error_type == "OffbeatError"
+    assert re.search(words, ended.error), ended.error
+
+
+def test_the_clock_of_the_job_continues_on_a_host_that_has_run_for_less_long(tmp_path):
+    request = JobRequest(
+        rank=0,
+        world=1,
+        attempt=0,
+        is_newcomer=False,
+        policies=AllReduce().policies(1, 30.0, 1),
+        log_header={},
+        silent_s=10.0,
+        start_s=30.0,
+    )
+    journal = Journal(tmp_path)
+    plain = {"type": "JobRequest", **msgspec.to_builtins(request)}
+    journal.append(msgspec.msgpack.encode(("request", plain, b"")))
+    last_s = time.monotonic() + 10**6
+    journal.append(msgspec.msgpack.encode(("", to_plain(Tick(now_s=last_s)), b"")))
+    journal.flush()
+    configuration = CoordinatorConfiguration(job="job", token="secret", host="127.0.0.1", policies=())
+    coordinator = ServiceCoordinator(configuration, listeners=[], journal=journal)
+    coordinator._restore()
+    assert last_s <= coordinator._now_s() < last_s + 100
