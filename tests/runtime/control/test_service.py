@@ -83,6 +83,10 @@ def test_workers_need_no_master_and_the_service_ends_after_the_last_of_them(coor
     assert "listens on" in errors
     assert "can join" not in errors  # there is a secret
     assert replay(read_log(gate.log)) is None
+    coordinator.start()
+    code, errors = coordinator.ended()
+    assert code == 0
+    assert errors.endswith("have finished: a new job needs a new folder\n")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -170,6 +170,11 @@ class ServiceCoordinator(Coordinator):
 
     # The journal -----------------------------------------------------------------------------------------
 
+    def _restore(self) -> None:
+        super()._restore()
+        if self._is_complete:
+            _report("all workers of the job in this folder have finished: a new job needs a new folder")
+
     def _replay_request(self, plain: dict[str, Any]) -> bool:
         if plain["type"] != _REQUEST:
             return False
