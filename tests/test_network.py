@@ -52,6 +52,28 @@ def test_of_two_workers_that_cannot_reach_each_other_one_is_excluded_until_they_
             assert any("can reach" in line and line.endswith("again") for line in lines), lines
 
 
+def test_without_rank_0s_host_the_others_train_on_where_the_coordinator_is_apart(tmp_path):
+    with training(STEADY, 3, tmp_path, has_service=True) as job:
+        broken_s = time.monotonic()
+        cut(job.places[0])
+        job.trains_on([1, 2], together=[(1, 2)])
+        steps = len(job.steps(0))
+        job.trains_on([1, 2], together=[(1, 2)])
+        assert len(job.steps(0)) == steps, "worker 0 trains on as a job of its own"
+        mend(*job.places)
+        mended_s = time.monotonic()
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
+@pytest.mark.parametrize("strategy", [STEADY, AllReduce(), SSP()], ids=lambda one: one.name)
+def test_a_coordinator_apart_that_is_cut_off_for_5_s_loses_no_worker(tmp_path, strategy):
+    with training(strategy, 3, tmp_path, has_service=True) as job:
+        broken_s, mended_s = fault(job, lambda: cut(job.places[-1]), 5.0)
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
 def test_a_host_with_a_worker_and_a_server_that_is_cut_off_for_3_s_loses_neither(tmp_path):
     with training(SSP(), 3, tmp_path) as job:
         broken_s, mended_s = fault(job, lambda: cut(job.places[2]), 3.0)

@@ -40,6 +40,7 @@ STEPS = 10  # so many show that training goes on
 PUSHES = 20  # so many show that pushes succeed
 STEP_S = 0.05  # of computing; leaves the machine to others
 KEYS = 64
+_SERVICE_PORT = 29400
 _WINDOW = 8  # pushes of a client that are not acknowledged
 _CLONE_NEWNET = 0x40000000
 
@@ -208,7 +209,7 @@ def _output(log: str, rank: int) -> str:
 
 
 class Training(Watched):
-    """A job with a worker on each host but the spare ones, the coordinator on the first one.
+    """A job with a worker on each host but the spare ones, the coordinator on the first one or on the last.
 
     Attributes:
         all_workers: the workers that it begins with.
@@ -284,16 +285,27 @@ class Training(Watched):
 
 @contextmanager
 def training(
-    strategy: Any, workers: int, folder: Path, *, spare: int = 0, env: Mapping[str, str] | None = None
+    strategy: Any,
+    workers: int,
+    folder: Path,
+    *,
+    spare: int = 0,
+    has_service: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Training]:
     """A job of so many workers, each on a host, that has begun to train; a server on each, if any.
 
     Args:
         spare: so many hosts more, without a worker.
+        has_service: the coordinator belongs to no worker, and runs on a host of its own, the last one.
     """
     log = folder / "log.jsonl"
     with ExitStack() as stack:
-        places = stack.enter_context(hosts(workers + spare))
+        places = stack.enter_context(hosts(workers + spare + has_service))
+        if has_service:
+            address = f"{places[-1].address}:{_SERVICE_PORT}"
+            stack.enter_context(_coordinating(places[-1], address, folder, log))
+            env = {"OFFBEAT_COORDINATOR": address, **(env or {})}
         variables = {
             "MASTER_ADDR": places[0].address,
             "OFFBEAT_RUN_LOG": str(log),
@@ -310,6 +322,29 @@ def training(
             yield watched
         finally:
             mend(*places)
+
+
+@contextmanager
+def _coordinating(place: Host, address: str, folder: Path, log: Path) -> Iterator[None]:
+    """Run a coordinator that belongs to no worker on a host."""
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat",
+        "coordinator",
+        "--bind",
+        address,
+        "--state",
+        str(folder / "state"),
+    ]
+    variables = {**os.environ, "OFFBEAT_RUN_LOG": str(log)}
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", place.name, *command], env=variables, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        _kill([process])
 
 
 # A parameter server ----------------------------------------------------------------------------------------
