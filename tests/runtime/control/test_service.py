@@ -89,6 +89,7 @@ def test_workers_need_no_master_and_the_service_ends_after_the_last_of_them(coor
     assert errors.endswith("have finished: a new job needs a new folder\n")
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_is_started_again_with_its_rank_comes_back_by_itself(coordinator, gate, rank):
     with job(train, 3, env=coordinator.env) as running:
@@ -203,6 +204,7 @@ def test_a_failed_job_is_begun_again_by_workers_that_are_started_again(coordinat
     assert coordinator.ended()[0] == 0
 
 
+@pytest.mark.long(after=4)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
