@@ -18,7 +18,7 @@ from offbeat.runtime.control.admission import JobRequest
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
 from offbeat.runtime.control.journal import Journal
 from offbeat.runtime.control.service import ServiceCoordinator
-from offbeat.strategies import AllReduce
+from offbeat.strategies import AllReduce, PartialAllReduce
 from offbeat.wire.codec import to_plain
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
@@ -178,6 +178,33 @@ def test_a_process_of_an_earlier_attempt_is_refused(coordinator, gate):
         gate.open()
         trained_once(running.ends()[:2])
     assert "attempt 2 of the job has begun, and this process is of attempt 1" in refused.error
+
+
+class NeedsMore(PartialAllReduce):
+    """A strategy of a newer version, whose policies have arguments that this one lacks."""
+
+    def policies(self, world, start_s, servers):
+        first, *rest = super().policies(world, start_s, servers)
+        return msgspec.structs.replace(first, arguments={**first.arguments, "newer": 1}), *rest
+
+
+def test_a_worker_whose_policies_the_coordinator_cannot_build_is_refused_and_another_begins(
+    coordinator, gate
+):
+    gate.open()
+    with job(train, 1, NeedsMore(limit=10**6), env=coordinator.env) as running:
+        (refused,) = running.ends()
+    assert "its job needs other policies than this coordinator has" in refused.error
+    assert "newer" in refused.error
+    with job(train, 1, env=coordinator.env) as running:
+        trained_once(running.ends())
+
+
+def test_a_run_log_that_cannot_be_written_is_reported_at_the_start(tmp_path):
+    with service(tmp_path, log=tmp_path / "none" / "log") as coordinator:
+        code, errors = coordinator.ended()
+    assert code != 0
+    assert f"{tmp_path}/none/log" in errors
 
 
 def fails_once(rank, emit, folder):

@@ -32,6 +32,7 @@ import msgspec
 
 from offbeat.errors import OffbeatError, describe_os_error
 from offbeat.events import AbortJob, Action, Event, Failed, JobComplete, Left, Lost
+from offbeat.policies import Policy
 from offbeat.runtime.control.admission import (
     Admission,
     JobAnswer,
@@ -115,9 +116,13 @@ class ServiceCoordinator(Coordinator):
     def _admit(self, request: JobRequest) -> JobAnswer:
         """Begin the job with a request, if that is due, and return the answer."""
         if self._admission.begins_job(request):
+            try:
+                policies = _build_policies(request)
+            except ValueError as error:
+                return JobAnswer(refusal=f"its job needs other policies than this coordinator has: {error}")
             self._end_attempt(request.attempt)
             self._admission.begin(request)
-            self._configure(request)
+            self._configure(request, policies)
             self._log = self._open_log()
         return self._admission.admit(request, has_started=self._has_started)
 
@@ -136,8 +141,8 @@ class ServiceCoordinator(Coordinator):
         self._has_started = self._has_finished = False
         self._log.close()
 
-    def _configure(self, request: JobRequest) -> None:
-        """Build the policies of the job that a request describes."""
+    def _configure(self, request: JobRequest, policies: list[Policy]) -> None:
+        """Set the policies, and what else a request says of its job."""
         self._configuration = msgspec.structs.replace(
             self._configuration,
             policies=request.policies,
@@ -145,7 +150,7 @@ class ServiceCoordinator(Coordinator):
             log_header=request.log_header,
             silent_s=request.silent_s,
         )
-        self._policies = [build_policy(spec.path, spec.arguments) for spec in request.policies]
+        self._policies = policies
 
     # Events ----------------------------------------------------------------------------------------------
 
@@ -192,9 +197,13 @@ class ServiceCoordinator(Coordinator):
         self._admission.load_state_dict(state["admission"])
         self._has_finished = state["has_finished"]
         if self._admission.request is not None:
-            self._configure(self._admission.request)
+            self._configure(self._admission.request, _build_policies(self._admission.request))
             self._log = self._open_log(is_continued=True)
         super()._load_state(state)
+
+
+def _build_policies(request: JobRequest) -> list[Policy]:
+    return [build_policy(spec.path, spec.arguments) for spec in request.policies]
 
 
 def run_service(bind: str, environment: Environment, *, state: Path | None) -> int:
@@ -207,7 +216,7 @@ def run_service(bind: str, environment: Environment, *, state: Path | None) -> i
 
     Raises:
         OffbeatError: it cannot listen there, the token cannot be read, or the folder is in use.
-        OSError: the folder cannot be written.
+        OSError: the folder or the run log cannot be written.
     """
     host, port = parse_coordinator(bind, "--bind")
     job, token = environment.job_name or DEFAULT_JOB, read_token(environment.token_file)
@@ -217,6 +226,9 @@ def run_service(bind: str, environment: Environment, *, state: Path | None) -> i
     except OSError as error:
         raise OffbeatError(f"the coordinator cannot listen on {bind}: {describe_os_error(error)}") from error
     log = environment.run_log
+    if log is not None:
+        with open(log, "ab"):  # raises now, and not when the first worker comes
+            pass
     configuration = CoordinatorConfiguration(
         job=job,
         token=token,
