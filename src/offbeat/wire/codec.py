@@ -15,6 +15,7 @@ from typing import (
     Any,
     Final,
     Literal,
+    NamedTuple,
     TypeAlias,
     TypeGuard,
     cast,
@@ -42,6 +43,18 @@ MESSAGE_BYTES_MAX: Final = 1024 * 1024  # maximum size of a control message on a
 _NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]  # JSON has no such numbers; a diverged loss does
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]
+
+
+class ActionMessage(NamedTuple):
+    """A control message to a worker or node.
+
+    Attributes:
+        actions: number of actions in it.
+        payload: the message.
+    """
+
+    actions: int
+    payload: bytes
 
 
 def _struct_of(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
@@ -196,13 +209,27 @@ def encode_actions(actions: Sequence[Action]) -> bytes:
     return _packed([to_plain(action) for action in actions])
 
 
-def split_actions(actions: Sequence[Action]) -> list[bytes]:
+def encode_action(action: Action) -> bytes:
+    """Return one action as it stands in a control message, for `join_actions` and `split_actions`."""
+    plain = to_plain(action)
+    try:
+        return _msgpack.encode(plain)
+    except UnicodeEncodeError:
+        return _msgpack.encode(_escaped(plain))
+
+
+def join_actions(encoded: Sequence[bytes]) -> bytes:
+    """Return a control message with these actions, of `encode_action`, as `encode_actions` does."""
+    return _msgpack.encode([*map(msgspec.Raw, encoded)])
+
+
+def split_actions(encoded: Sequence[bytes]) -> list[ActionMessage]:
     """Return control messages with these actions, in order: several where one would be too long."""
-    whole = encode_actions(actions)
-    if len(whole) <= MESSAGE_BYTES_MAX or len(actions) < 2:
-        return [whole]
-    half = len(actions) // 2
-    return [*split_actions(actions[:half]), *split_actions(actions[half:])]
+    whole = join_actions(encoded)
+    if len(whole) <= MESSAGE_BYTES_MAX or len(encoded) < 2:
+        return [ActionMessage(len(encoded), whole)]
+    half = len(encoded) // 2
+    return [*split_actions(encoded[:half]), *split_actions(encoded[half:])]
 
 
 def decode_actions(data: bytes) -> list[Action]:

@@ -14,10 +14,9 @@ import math
 import queue
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TextIO, cast
 
 import msgspec
@@ -41,7 +40,6 @@ from offbeat.events import (
     PeerList,
     PeerReachable,
     PeerUnreachable,
-    Recipient,
     RejectPeer,
     Tick,
 )
@@ -49,16 +47,21 @@ from offbeat.policies import dispatch_event
 from offbeat.runtime.control.channel import SequenceAck, decode_sequence_ack, encode_sequence_ack
 from offbeat.runtime.control.configuration import COORDINATOR, CoordinatorConfiguration
 from offbeat.runtime.control.journal import Journal
+from offbeat.runtime.control.peer_table import PeerRecord, PeerTable
 from offbeat.runtime.control.run_log import LogPosition, RunLog
 from offbeat.runtime.control.starting import failure_answer, read_configuration, write_answer
+from offbeat.runtime.control.unacked import UnackedActions
 from offbeat.runtime.processes.supervisor import supervise
 from offbeat.runtime.transport import addresses as places
 from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
 from offbeat.wire.codec import (
+    ActionMessage,
     decode_actions,
     decode_events,
+    encode_action,
     encode_actions,
     from_plain,
+    join_actions,
     split_actions,
     to_plain,
 )
@@ -84,31 +87,6 @@ class _SilenceChange:
     cause: str
 
 
-@dataclass
-class _PeerRecord:
-    """A peer that has joined, whether it still takes part or not.
-
-    Attributes:
-        sender: id of the worker, or name of the node, that this peer is.
-        addresses: where it listens.
-        is_present: it has neither left, failed, been lost nor been refused.
-        is_refused: its messages are ignored.
-        is_silent: the policies have been informed that nothing is received from it.
-        recorded: number of events recorded from it.
-        sent: number of actions sent to it.
-        unacked: the last of these, which it has not acknowledged.
-    """
-
-    sender: int | str
-    addresses: tuple[str, ...]
-    is_present: bool = True
-    is_refused: bool = False
-    is_silent: bool = False
-    recorded: int = 0
-    sent: int = 0
-    unacked: deque[Action] = field(default_factory=deque)
-
-
 class Coordinator:
     """Passes received events to the policies and sends the actions that they return.
 
@@ -131,8 +109,7 @@ class Coordinator:
         self._configuration = configuration
         self._policies = [build_policy(spec.path, spec.arguments) for spec in configuration.policies]
         self._inbox: queue.SimpleQueue[_Received | _SilenceChange | BaseException] = queue.SimpleQueue()
-        self._peers: dict[str, _PeerRecord] = {}  # by link name
-        self._present: set[str] = set()
+        self._peers = PeerTable()
         self._rejected: set[str] = set()  # refused before they joined
         self._connections: dict[str, int] = {}  # by peer, the connection of its last SequenceAck
         self._reconnecting: dict[str, float] = {}  # present peers, and until when they must reconnect
@@ -173,10 +150,10 @@ class Coordinator:
             silent_s=configuration.silent_s,
         )
         try:
-            for peer in sorted(self._present):
+            for peer in sorted(self._peers.present):
                 self._reconnect(peer)
             self._last_turn_s = self._last_tick_s = time.monotonic()
-            while self._present or not self._is_over():
+            while self._peers.present or not self._is_over():
                 for event, peer in self._next():
                     self._handle(event, peer)
             self._flush()  # before the links close: closing implies that all events are recorded
@@ -222,10 +199,10 @@ class Coordinator:
                             yield event, item.peer
                 except ProtocolError as error:
                     self._reject(item.peer, str(error))
-            case _SilenceChange() if item.peer in self._present:
+            case _SilenceChange() if item.peer in self._peers.present:
                 if self._peers[item.peer].is_silent == (not item.cause):
                     yield self._silence_event(item.peer, item.cause), item.peer
-            case LinkError() if item.peer in self._present:
+            case LinkError() if item.peer in self._peers.present:
                 # If this process was stalled itself, the peer is given time to reconnect; a peer that
                 # replaces its connection is alive.
                 is_own_fault = time.monotonic() - self._stalled_s < self._configuration.silent_s
@@ -308,7 +285,7 @@ class Coordinator:
 
     def _reject(self, peer: str, reason: str) -> None:
         """Refuse a peer that broke the protocol; one that takes part in the job counts as lost."""
-        if peer in self._present:
+        if peer in self._peers.present:
             self._handle(self._lost_event(peer, f"it broke the protocol: {reason}"), peer)
         elif peer not in self._peers:
             self._rejected.add(peer)
@@ -322,10 +299,10 @@ class Coordinator:
         if isinstance(event, Joined):
             event = replace(event, peer=peer)
         actions = self._decide(event, peer)
-        answers = encode_actions(actions) if actions else b""
-        self.journal.append(msgspec.msgpack.encode((peer, to_plain(event), answers)))
+        encoded = [encode_action(action) for action in actions]
+        self.journal.append(msgspec.msgpack.encode((peer, to_plain(event), _answers(encoded))))
         self._write(event, actions)
-        if self._dispatch(self._outgoing(event, peer, actions)):
+        if self._dispatch(self._outgoing(event, peer, actions), encoded):
             self._flush()
         if (
             self.journal.records_since_snapshot >= self._configuration.journal_events_max
@@ -342,14 +319,10 @@ class Coordinator:
     def _track(self, event: Event, peer: str) -> None:
         match event:
             case Joined():
-                self._peers[peer] = _PeerRecord(event.worker, event.addresses)
-                self._present.add(peer)
-                self._introduce(peer)
+                self._add_peer(peer, PeerRecord(event.worker, event.addresses))
                 self._expected_workers = max(self._expected_workers, event.world)
             case NodeJoined():
-                self._peers[peer] = _PeerRecord(event.node, event.addresses)
-                self._present.add(peer)
-                self._introduce(peer)
+                self._add_peer(peer, PeerRecord(event.node, event.addresses))
             case Left() | Failed() | Lost() | NodeLeft() | NodeLost():
                 self._mark_gone(peer)
             case PeerUnreachable(worker=None) | NodeSilent():
@@ -359,9 +332,12 @@ class Coordinator:
         if not _is_observed(event):
             self._peers[peer].recorded += 1
 
+    def _add_peer(self, peer: str, record: PeerRecord) -> None:
+        self._peers.add(peer, record)
+        self._introduce(peer)
+
     def _mark_gone(self, peer: str) -> None:
-        self._peers[peer].is_present = False
-        self._present.discard(peer)
+        self._peers.mark_gone(peer)
         self._reconnecting.pop(peer, None)
 
     # Sending actions -------------------------------------------------------------------------------------
@@ -383,41 +359,38 @@ class Coordinator:
         cause = (
             event.cause if isinstance(event, Lost) else f"it failed after {event.step} steps: {event.error}"
         )
-        senders = (self._peers[peer].sender for peer in self._present)
+        senders = (self._peers[peer].sender for peer in self._peers.present)
         others = sorted(sender for sender in senders if isinstance(sender, int))
         reason = f"worker {event.worker} was lost: {cause}; training continues with {_list_workers(others)}"
         return AnnounceWorkerLost(worker=event.worker, reason=reason)
 
-    def _dispatch(self, actions: Sequence[Action]) -> bool:
-        """Send each peer the actions that are for it; return whether there are any actions."""
+    def _dispatch(self, actions: Sequence[Action], encoded: Sequence[bytes] = ()) -> bool:
+        """Send each peer the actions that are for it; return whether there are any actions.
+
+        Args:
+            actions: in the order in which each peer receives them.
+            encoded: the first of them, as `encode_action` returns them; the rest is encoded here.
+        """
         if not actions:
             return False
         for action in actions:
             if isinstance(action, RejectPeer) and action.peer in self._peers:
                 self._mark_gone(action.peer)
                 self._peers[action.peer].is_refused = True
-        common: list[Action] = []
-        payloads: list[bytes] = []
-        for peer in sorted(self._peers):
-            mine = [action for action in actions if self._is_addressed_to(action, peer)]
-            if not mine:
-                continue
-            member = self._peers[peer]
-            member.sent += len(mine)
-            member.unacked.extend(mine)
-            if mine != common:
-                common, payloads = mine, split_actions(mine)
-            for payload in payloads:
-                self._send(peer, payload)
+        encoded = [*encoded, *map(encode_action, actions[len(encoded) :])]
+        numbers: dict[str, list[int]] = {}  # by peer, the indexes of its actions
+        for number, action in enumerate(actions):
+            for peer in self._peers.recipients(action):
+                numbers.setdefault(peer, []).append(number)
+        messages: dict[tuple[int, ...], list[ActionMessage]] = {}  # by these indexes: often the same for many
+        for peer in sorted(numbers):
+            mine = tuple(numbers[peer])
+            if mine not in messages:
+                messages[mine] = split_actions([encoded[number] for number in mine])
+            self._peers[peer].actions.add(messages[mine])
+            for message in messages[mine]:
+                self._send(peer, message.payload)
         return True
-
-    def _is_addressed_to(self, action: Action, peer: str) -> bool:
-        """Whether an action is sent to the peer with this link name.
-
-        A peer that is not present receives nothing but its own rejection.
-        """
-        is_reachable = peer in self._present or isinstance(action, RejectPeer)
-        return is_reachable and action.is_for(Recipient(peer, self._peers[peer].sender))
 
     def _send(self, peer: str, payload: bytes) -> None:
         """Send a message, after flushing the journal; send nothing during a replay."""
@@ -433,7 +406,7 @@ class Coordinator:
         self._reconnecting[peer] = time.monotonic() + _RECONNECT_S
         self._introduce(peer)
         worker = self._peers[peer]
-        self._send(peer, encode_sequence_ack(SequenceAck(0, worker.recorded, worker.sent)))
+        self._send(peer, encode_sequence_ack(SequenceAck(0, worker.recorded, worker.actions.sent)))
 
     def _introduce(self, peer: str) -> None:
         """Let the links connect to a peer that has joined; a policy, not the links, judges a silent node."""
@@ -450,23 +423,16 @@ class Coordinator:
             ProtocolError: the peer acknowledges actions that were not sent, or fewer than before.
         """
         worker = self._peers.get(peer)
-        recorded, sent = (worker.recorded, worker.sent) if worker is not None else (0, 0)
-        unacked = worker.unacked if worker is not None else deque[Action]()
-        if not sent - len(unacked) <= ack.received <= sent:
-            raise ProtocolError(
-                f"expected an acknowledgement of between {sent - len(unacked)} and {sent} actions, "
-                f"got {ack.received}"
-            )
-        while len(unacked) > sent - ack.received:
-            unacked.popleft()
+        recorded, actions = (worker.recorded, worker.actions) if worker is not None else (0, UnackedActions())
+        actions.on_acked(ack.received)
         before = self._connections.get(peer, 0)
         if ack.connection < before:
             return
         self._connections[peer] = ack.connection
-        self._send(peer, encode_sequence_ack(SequenceAck(ack.connection, recorded, sent)))
+        self._send(peer, encode_sequence_ack(SequenceAck(ack.connection, recorded, actions.sent)))
         if ack.connection > before:
-            for action in unacked:
-                self._send(peer, encode_actions([action]))
+            for message in actions:
+                self._send(peer, message.payload)
         elif self._reconnecting.pop(peer, None) is not None:
             self._last_tick_s = time.monotonic()
             self._inbox.put(_SilenceChange(peer, ""))  # an earlier coordinator may have reported it silent
@@ -483,15 +449,14 @@ class Coordinator:
             peer, plain, answers = msgspec.msgpack.decode(record, type=tuple[str, dict[str, Any], bytes])
             event = cast(Event, from_plain(plain))
             actions = self._decide(event, peer)
-            if (
-                encode_actions(actions) if actions else b""
-            ) != answers:  # bytes: a NaN is not equal to itself
+            encoded = [encode_action(action) for action in actions]
+            if _answers(encoded) != answers:  # bytes: a NaN is not equal to itself
                 raise OffbeatError(
                     f"the restarted coordinator does not repeat its decisions: for {event} it had returned "
                     f"{decode_actions(answers) if answers else []}, and returns {actions} now"
                 )
             self._write(event, actions)
-            self._dispatch(self._outgoing(event, peer, actions))
+            self._dispatch(self._outgoing(event, peer, actions), encoded)
         self._flush()
 
     def _compact(self) -> None:
@@ -500,16 +465,8 @@ class Coordinator:
         policies = [policy.state_dict() for policy in self._policies]
         if self._log.is_part_due:
             self._log.begin_part(policies)
-        workers = [
-            {
-                **vars(worker),
-                "peer": peer,
-                "unacked": [encode_actions([action]) for action in worker.unacked],
-            }
-            for peer, worker in self._peers.items()
-        ]
         state = {
-            "workers": workers,
+            **self._peers.to_plain(),
             "expected": self._expected_workers,
             "has_started": self._has_started,
             "policies": policies,
@@ -520,11 +477,7 @@ class Coordinator:
     def _load(self, snapshot: bytes) -> LogPosition | None:
         """Restore the snapshot that `_compact` wrote; return the position of the run log at that time."""
         state = msgspec.msgpack.decode(snapshot)
-        for plain in state["workers"]:
-            peer, addresses, unacked = plain.pop("peer"), plain.pop("addresses"), plain.pop("unacked")
-            actions = [action for payload in unacked for action in decode_actions(payload)]
-            self._peers[peer] = _PeerRecord(addresses=tuple(addresses), unacked=deque(actions), **plain)
-        self._present = {peer for peer, worker in self._peers.items() if worker.is_present}
+        self._peers.load_plain(state)
         self._expected_workers, self._has_started = state["expected"], state["has_started"]
         for policy, state_dict in zip(self._policies, state["policies"], strict=True):
             policy.load_state_dict(state_dict)
@@ -556,6 +509,11 @@ class Coordinator:
     def _flush(self) -> None:
         self.journal.flush()
         self._log.flush()
+
+
+def _answers(encoded: Sequence[bytes]) -> bytes:
+    """Return the actions that answer an event, as the journal holds them."""
+    return join_actions(encoded) if encoded else b""
 
 
 def _is_observed(event: Event) -> bool:
