@@ -106,11 +106,22 @@ def _constrained(hint: Any) -> Any:
     return str
 
 
+def _is_same_in_struct(hint: Any) -> bool:
+    """Whether a field has the same value in the struct: it holds no dataclass and no number such as "nan"."""
+    if get_origin(hint) is tuple:
+        return all(_is_same_in_struct(inner) for inner in get_args(hint) if inner is not Ellipsis)
+    return not is_dataclass(hint) and hint not in (float | None, dict[str, float])
+
+
 _EVENTS: Final = {kind.__name__: kind for kind in get_args(Event)}
 _ACTIONS: Final = {kind.__name__: kind for kind in get_args(Action)}
 _KINDS: Final = _EVENTS | _ACTIONS
 _DEFAULTS: Final = {  # of the fields that may be omitted
     kind: [(field.name, field.default) for field in fields(kind) if field.default is not MISSING]
+    for kind in _KINDS.values()
+}
+_CONVERTED: Final = {  # the fields whose value differs from that in the struct, and their types
+    kind: [(name, hint) for name, hint in get_type_hints(kind).items() if not _is_same_in_struct(hint)]
     for kind in _KINDS.values()
 }
 _METRICS: Final = {
@@ -258,10 +269,19 @@ def _unpacked(data: bytes, decoder: msgspec.msgpack.Decoder[Any], what: str) -> 
 
 
 def _build(struct: msgspec.Struct, **clock: float) -> Event | Action:
-    """Build the dataclass of a valid struct; not strict, so that "nan" becomes the number again."""
+    """Build the dataclass of a valid struct.
+
+    Its fields are set at once: the constructor of a frozen dataclass sets each by a call, which takes several
+    times as long for the events of every step.
+    """
     kind = _KINDS[type(struct).__name__]
-    whole = {**msgspec.structs.asdict(struct), **clock}
-    return cast("Event | Action", msgspec.convert(whole, kind, strict=False, from_attributes=True))
+    entry: Event | Action = object.__new__(kind)
+    values = entry.__dict__
+    values.update(msgspec.structs.asdict(struct))
+    values.update(clock)
+    for name, hint in _CONVERTED[kind]:  # not strict, so that "nan" becomes the number again
+        values[name] = msgspec.convert(values[name], hint, strict=False, from_attributes=True)
+    return entry
 
 
 def _plain_metric(value: float) -> float | str:
