@@ -386,7 +386,7 @@ class ProtocolWorkers:
         self._receive_until(lambda one: one.can_step, self._workers)
 
     def step(self, steps: int) -> None:
-        """Take steps with every worker, until the coordinator has processed what was sent last."""
+        """Take so many steps on average with every worker, up to the answers to the last ones."""
         if isinstance(self._workers[0].protocol, ClockProtocol):
             self._step_as_permitted(steps)
         else:
@@ -427,18 +427,15 @@ class ProtocolWorkers:
         self._receive_until(lambda one: one.acked == one.events, [last])
 
     def _step_as_permitted(self, steps: int) -> None:
-        left = dict.fromkeys(range(len(self._workers)), steps)
+        left = steps * len(self._workers)  # of all together: one that stopped early would hold back the rest
         changed: Iterable[ProtocolWorker] = self._workers
         while left:
-            able = [one for one in changed if one.worker in left and one.can_step]
+            able = [one for one in changed if one.can_step][:left]
             for one in able:
                 one.step()
-                left[one.worker] -= 1
-                if not left[one.worker]:
-                    del left[one.worker]
+            left -= len(able)
             self._flush(able)
             changed = self._receive()
-        self._receive_until(lambda one: one.can_step, self._workers)
 
     def _receive_until(
         self, holds: Callable[[ProtocolWorker], bool], workers: Iterable[ProtocolWorker]
