@@ -220,9 +220,8 @@ def encode_actions(actions: Sequence[Action]) -> bytes:
     return _packed([to_plain(action) for action in actions])
 
 
-def encode_action(action: Action) -> bytes:
-    """Return one action as it stands in a control message, for `join_actions` and `split_actions`."""
-    plain = to_plain(action)
+def encode_plain(plain: dict[str, Any]) -> bytes:
+    """Return plain data as in a control message; of actions, for `join_actions` and `split_actions`."""
     try:
         return _msgpack.encode(plain)
     except UnicodeEncodeError:
@@ -230,7 +229,7 @@ def encode_action(action: Action) -> bytes:
 
 
 def join_actions(encoded: Sequence[bytes]) -> bytes:
-    """Return a control message with these actions, of `encode_action`, as `encode_actions` does."""
+    """Return a control message with these actions, of `encode_plain`, as `encode_actions` does."""
     return _msgpack.encode([*map(msgspec.Raw, encoded)])
 
 

@@ -17,7 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TextIO, cast
+from itertools import count
+from typing import Any, Final, TextIO, cast, get_args, get_type_hints
 
 import msgspec
 
@@ -58,8 +59,8 @@ from offbeat.wire.codec import (
     ActionMessage,
     decode_actions,
     decode_events,
-    encode_action,
     encode_actions,
+    encode_plain,
     from_plain,
     join_actions,
     split_actions,
@@ -67,9 +68,19 @@ from offbeat.wire.codec import (
 )
 from offbeat.wire.replay import build_policy
 
+_TURNS_PER_SEND = 64  # while messages never stop, actions are sent after having received so many of them
+# Up to so many peers, a snapshot replaces the journal every `journal_events_max` events; with more, the state
+# is larger and replaces it more rarely, in proportion.
+_PEERS_FEW = 256
 _RECONNECT_S = 15.0  # reaching a worker may take 10 s, and it then has to receive what it has missed
 _NAMED_MAX = 16  # workers
 _TEXT_MAX = 10_000  # characters; a text quoted in a reason must fit into a control message
+_JOINS: Final = (Joined, NodeJoined)
+_ENDS: Final = (Lost, Failed, NodeLost)
+_TEXT_FIELDS: Final = {  # by kind of event, the fields that hold texts
+    kind: [name for name, hint in get_type_hints(kind).items() if hint in (str, tuple[str, ...])]
+    for kind in get_args(Event)
+}
 _LOG_ENDED = b"the run log has ended"  # a record of the journal: a successor does not reopen the log
 
 
@@ -112,6 +123,7 @@ class Coordinator:
         self._peers = PeerTable()
         self._rejected: set[str] = set()  # refused before they joined
         self._connections: dict[str, int] = {}  # by peer, the connection of its last SequenceAck
+        self._unsent: list[tuple[str, bytes]] = []  # peers and messages, in order
         self._reconnecting: dict[str, float] = {}  # present peers, and until when they must reconnect
         self._expected_workers = 0  # workers; the largest world that a worker has announced
         self._has_started = False
@@ -153,14 +165,20 @@ class Coordinator:
             for peer in sorted(self._peers.present):
                 self._reconnect(peer)
             self._last_turn_s = self._last_tick_s = time.monotonic()
-            while self._peers.present or not self._is_over():
+            for turn in count():
+                if self._inbox.empty() or not turn % _TURNS_PER_SEND:
+                    self._send_queued()
+                if not self._peers.present and self._is_over():
+                    break
                 for event, peer in self._next():
                     self._handle(event, peer)
+            self._send_queued()
             self._flush()  # before the links close: closing implies that all events are recorded
         except Exception as error:
             with suppress(LinkError):
                 text = f"the coordinator failed: {type(error).__name__}: {error}"[:_TEXT_MAX]
                 self._dispatch([AbortJob(worker=None, step=None, reason=text)])
+                self._send_queued()
             raise
         finally:
             self._endpoint.close()
@@ -251,7 +269,7 @@ class Coordinator:
             return f"a worker or node must not send {kind}, which only the coordinator observes"
         known = self._peers.get(peer)
         sender = _sender(event)
-        if (known is None) != isinstance(event, Joined | NodeJoined):
+        if (known is None) != isinstance(event, _JOINS):
             expected = "Joined or NodeJoined, once, as its first event"
             return f"expected {expected}, got {kind} from {peer}"
         if isinstance(event, NodeJoined) and event.node != peer:
@@ -261,7 +279,7 @@ class Coordinator:
                 f"{peer} joined as {_display_name(known.sender)} and must not send events of "
                 f"{_display_name(sender)}"
             )
-        longest = max(map(len, _texts(event)), default=0)
+        longest = _longest_text(event)
         if longest > _TEXT_MAX:
             return f"expected texts of at most {_TEXT_MAX} characters, got {longest} in {kind} from {peer}"
         return None
@@ -289,7 +307,7 @@ class Coordinator:
             self._handle(self._lost_event(peer, f"it broke the protocol: {reason}"), peer)
         elif peer not in self._peers:
             self._rejected.add(peer)
-            self._send(peer, encode_actions([RejectPeer(peer=peer, reason=reason)]))
+            self._queue(peer, encode_actions([RejectPeer(peer=peer, reason=reason)]))
         elif not self._peers[peer].is_refused:
             self._dispatch([RejectPeer(peer=peer, reason=reason)])
 
@@ -299,13 +317,15 @@ class Coordinator:
         if isinstance(event, Joined):
             event = replace(event, peer=peer)
         actions = self._decide(event, peer)
-        encoded = [encode_action(action) for action in actions]
-        self.journal.append(msgspec.msgpack.encode((peer, to_plain(event), _answers(encoded))))
-        self._write(event, actions)
-        if self._dispatch(self._outgoing(event, peer, actions), encoded):
-            self._flush()
+        plain, plain_actions = to_plain(event), [*map(to_plain, actions)]
+        encoded = [*map(encode_plain, plain_actions)]
+        self.journal.append(msgspec.msgpack.encode((peer, plain, _answers(encoded))))
+        self._write(plain, plain_actions)
+        if outgoing := self._outgoing(event, peer, actions):
+            self._dispatch(outgoing, encoded)
         if (
-            self.journal.records_since_snapshot >= self._configuration.journal_events_max
+            self.journal.records_since_snapshot * _PEERS_FEW
+            >= self._configuration.journal_events_max * max(_PEERS_FEW, len(self._peers))
             or self._log.is_part_due
         ):
             self._compact()
@@ -313,7 +333,8 @@ class Coordinator:
     def _decide(self, event: Event, peer: str) -> list[Action]:
         self._track(event, peer)
         actions = dispatch_event(self._policies, event)
-        self._has_started |= any(isinstance(action, PeerList | ClusterView) for action in actions)
+        if not self._has_started:
+            self._has_started = any(isinstance(action, PeerList | ClusterView) for action in actions)
         return actions
 
     def _track(self, event: Event, peer: str) -> None:
@@ -347,6 +368,8 @@ class Coordinator:
 
         A lost worker receives a RejectPeer, the remaining workers an AnnounceWorkerLost unless the job stops.
         """
+        if not isinstance(event, _ENDS):
+            return actions
         out = list(actions)
         if isinstance(event, Lost | NodeLost) and not self._peers[peer].is_refused:
             lost = _display_name(self._peers[peer].sender)
@@ -364,20 +387,18 @@ class Coordinator:
         reason = f"worker {event.worker} was lost: {cause}; training continues with {_list_workers(others)}"
         return AnnounceWorkerLost(worker=event.worker, reason=reason)
 
-    def _dispatch(self, actions: Sequence[Action], encoded: Sequence[bytes] = ()) -> bool:
-        """Send each peer the actions that are for it; return whether there are any actions.
+    def _dispatch(self, actions: Sequence[Action], encoded: Sequence[bytes] = ()) -> None:
+        """Send each peer the actions that are for it.
 
         Args:
             actions: in the order in which each peer receives them.
-            encoded: the first of them, as `encode_action` returns them; the rest is encoded here.
+            encoded: the first of them, as they stand in a message; the rest is encoded here.
         """
-        if not actions:
-            return False
         for action in actions:
             if isinstance(action, RejectPeer) and action.peer in self._peers:
                 self._mark_gone(action.peer)
                 self._peers[action.peer].is_refused = True
-        encoded = [*encoded, *map(encode_action, actions[len(encoded) :])]
+        encoded = [*encoded, *(encode_plain(to_plain(action)) for action in actions[len(encoded) :])]
         numbers: dict[str, list[int]] = {}  # by peer, the indexes of its actions
         for number, action in enumerate(actions):
             for peer in self._peers.recipients(action):
@@ -389,14 +410,24 @@ class Coordinator:
                 messages[mine] = split_actions([encoded[number] for number in mine])
             self._peers[peer].actions.add(messages[mine])
             for message in messages[mine]:
-                self._send(peer, message.payload)
-        return True
+                self._queue(peer, message.payload)
+
+    def _queue(self, peer: str, payload: bytes) -> None:
+        """Queue a message for `_send_queued`; queue nothing during a replay."""
+        if self._endpoint is not None:
+            self._unsent.append((peer, payload))
+
+    def _send_queued(self) -> None:
+        """Send the queued messages; the journal is flushed once for all of them."""
+        unsent, self._unsent = self._unsent, []
+        for peer, payload in unsent:
+            self._send(peer, payload)
 
     def _send(self, peer: str, payload: bytes) -> None:
-        """Send a message, after flushing the journal; send nothing during a replay."""
-        if self._endpoint is not None:
-            self.journal.flush()
-            self._endpoint.send(peer, payload)
+        """Send a message, after flushing the journal."""
+        assert self._endpoint is not None
+        self.journal.flush()
+        self._endpoint.send(peer, payload)
 
     # Reconnecting ----------------------------------------------------------------------------------------
 
@@ -406,7 +437,7 @@ class Coordinator:
         self._reconnecting[peer] = time.monotonic() + _RECONNECT_S
         self._introduce(peer)
         worker = self._peers[peer]
-        self._send(peer, encode_sequence_ack(SequenceAck(0, worker.recorded, worker.actions.sent)))
+        self._queue(peer, encode_sequence_ack(SequenceAck(0, worker.recorded, worker.actions.sent)))
 
     def _introduce(self, peer: str) -> None:
         """Let the links connect to a peer that has joined; a policy, not the links, judges a silent node."""
@@ -429,10 +460,10 @@ class Coordinator:
         if ack.connection < before:
             return
         self._connections[peer] = ack.connection
-        self._send(peer, encode_sequence_ack(SequenceAck(ack.connection, recorded, actions.sent)))
+        self._queue(peer, encode_sequence_ack(SequenceAck(ack.connection, recorded, actions.sent)))
         if ack.connection > before:
             for message in actions:
-                self._send(peer, message.payload)
+                self._queue(peer, message.payload)
         elif self._reconnecting.pop(peer, None) is not None:
             self._last_tick_s = time.monotonic()
             self._inbox.put(_SilenceChange(peer, ""))  # an earlier coordinator may have reported it silent
@@ -449,13 +480,14 @@ class Coordinator:
             peer, plain, answers = msgspec.msgpack.decode(record, type=tuple[str, dict[str, Any], bytes])
             event = cast(Event, from_plain(plain))
             actions = self._decide(event, peer)
-            encoded = [encode_action(action) for action in actions]
+            plain_actions = [*map(to_plain, actions)]
+            encoded = [*map(encode_plain, plain_actions)]
             if _answers(encoded) != answers:  # bytes: a NaN is not equal to itself
                 raise OffbeatError(
                     f"the restarted coordinator does not repeat its decisions: for {event} it had returned "
                     f"{decode_actions(answers) if answers else []}, and returns {actions} now"
                 )
-            self._write(event, actions)
+            self._write(plain, plain_actions)
             self._dispatch(self._outgoing(event, peer, actions), encoded)
         self._flush()
 
@@ -500,8 +532,8 @@ class Coordinator:
         self.journal.append(_LOG_ENDED)
         self.journal.flush()
 
-    def _write(self, event: Event, actions: Sequence[Action]) -> None:
-        """Add to the log, which must not get ahead of the journal."""
+    def _write(self, event: dict[str, Any], actions: Sequence[dict[str, Any]]) -> None:
+        """Add plain data to the log, which must not get ahead of the journal."""
         if self._log.is_buffer_full:
             self.journal.flush()
         self._log.write_event(event, actions)
@@ -545,12 +577,13 @@ def _list_workers(ids: list[int]) -> str:
     return f"workers {', '.join(map(str, ids[:-1]))} and {ids[-1]}"
 
 
-def _texts(event: Event) -> Iterator[str]:
-    """Yield every text in an event; reasons may quote them."""
-    for value in vars(event).values():
-        for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str):
-                yield text
+def _longest_text(event: Event) -> int:
+    """Return the length of the longest text in an event; reasons may quote them."""
+    longest = 0
+    for name in _TEXT_FIELDS[type(event)]:
+        value = getattr(event, name)
+        longest = max(longest, *map(len, value if isinstance(value, tuple) else (value,)), 0)
+    return longest
 
 
 def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
