@@ -53,7 +53,7 @@ def joined(worker, world):
 def received(coordinator, peer):
     """The actions sent to a peer so far."""
     messages = coordinator._peers[peer].actions
-    return [action for message in messages for action in decode_actions(message.payload)]
+    return [action for message in messages for action in decode_actions(message)]
 
 
 def test_each_peer_receives_the_actions_that_are_for_it_in_their_order():
@@ -85,10 +85,8 @@ def test_of_two_workers_that_claim_an_id_only_the_one_that_takes_part_receives_w
 
 def test_what_all_receive_is_kept_once_in_memory_and_in_a_snapshot():
     with job(50) as coordinator:
-        messages = [[*record.actions] for record in coordinator._peers.values()]
-        assert {id(message.payload) for sent in messages for message in sent} == {
-            id(message.payload) for message in messages[0]
-        }
+        sent = [[*record.actions] for record in coordinator._peers.values()]
+        assert {id(message) for messages in sent for message in messages} == {*map(id, sent[0])}
         coordinator._compact()
         snapshot, _ = coordinator.journal.read()
         # In the PeerList, in the record of the worker and in the state of Assembly.

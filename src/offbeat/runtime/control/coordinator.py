@@ -10,6 +10,7 @@ is killed can be restarted (see `offbeat.runtime.processes.supervisor`) and cont
 
 from __future__ import annotations
 
+import gc
 import math
 import queue
 import sys
@@ -462,8 +463,8 @@ class Coordinator:
         self._connections[peer] = ack.connection
         self._queue(peer, encode_sequence_ack(SequenceAck(ack.connection, recorded, actions.sent)))
         if ack.connection > before:
-            for message in actions:
-                self._queue(peer, message.payload)
+            for payload in actions:
+                self._queue(peer, payload)
         elif self._reconnecting.pop(peer, None) is not None:
             self._last_tick_s = time.monotonic()
             self._inbox.put(_SilenceChange(peer, ""))  # an earlier coordinator may have reported it silent
@@ -494,17 +495,21 @@ class Coordinator:
     def _compact(self) -> None:
         """Replace the journal by a snapshot of the state, and begin a new part of the log if one is due."""
         self._flush()
-        policies = [policy.state_dict() for policy in self._policies]
-        if self._log.is_part_due:
-            self._log.begin_part(policies)
-        state = {
-            **self._peers.to_plain(),
-            "expected": self._expected_workers,
-            "has_started": self._has_started,
-            "policies": policies,
-            "log": self._log.position,
-        }
-        self.journal.replace_by_snapshot(msgspec.msgpack.encode(state))
+        gc.disable()  # the state has no cycles: collections would only go through all of it while it is built
+        try:
+            policies = [policy.state_dict() for policy in self._policies]
+            if self._log.is_part_due:
+                self._log.begin_part(policies)
+            state = {
+                **self._peers.to_plain(),
+                "expected": self._expected_workers,
+                "has_started": self._has_started,
+                "policies": policies,
+                "log": self._log.position,
+            }
+            self.journal.replace_by_snapshot(msgspec.msgpack.encode(state))
+        finally:
+            gc.enable()
 
     def _load(self, snapshot: bytes) -> LogPosition | None:
         """Restore the snapshot that `_compact` wrote; return the position of the run log at that time."""

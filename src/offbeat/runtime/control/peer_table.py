@@ -74,16 +74,16 @@ class PeerTable(dict[str, PeerRecord]):
 
     def to_plain(self) -> dict[str, Any]:
         """Return all peers as plain data, and the distinct messages that they have not acknowledged."""
-        payloads: dict[bytes, int] = {}
+        numbers: dict[bytes, int] = {}
         peers = [
-            {**vars(record), "peer": peer, "actions": record.actions.to_plain(payloads)}
+            {**vars(record), "peer": peer, "actions": record.actions.to_plain(numbers)}
             for peer, record in self.items()
         ]
-        return {"peers": peers, "payloads": [*payloads]}
+        return {"peers": peers, "messages": [*numbers]}
 
     def load_plain(self, plain: dict[str, Any]) -> None:
         """Add the peers that `to_plain` converted."""
         for entry in plain["peers"]:
             peer, addresses, actions = entry.pop("peer"), entry.pop("addresses"), entry.pop("actions")
-            unacked = UnackedActions.from_plain(actions, plain["payloads"])
+            unacked = UnackedActions.from_plain(actions, plain["messages"])
             self.add(peer, PeerRecord(addresses=tuple(addresses), actions=unacked, **entry))

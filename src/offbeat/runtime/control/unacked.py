@@ -9,8 +9,8 @@ This module never sends a message.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from offbeat.errors import ProtocolError
 from offbeat.wire.codec import ActionMessage
@@ -25,19 +25,22 @@ class UnackedActions:
         sent: number of actions sent.
     """
 
-    def __init__(self, sent: int = 0, messages: Iterable[ActionMessage] = ()) -> None:
-        self.sent = sent
-        self._messages = deque(messages)
-        self._acked = sent - sum(message.actions for message in self._messages)
+    def __init__(self) -> None:
+        self.sent = self._acked = 0
+        # Not one queue of pairs: with a thousand peers, the garbage collector would go through 100,000 pairs.
+        self._counts: deque[int] = deque()
+        self._payloads: deque[bytes] = deque()
 
-    def __iter__(self) -> Iterator[ActionMessage]:
-        return iter(self._messages)
+    def __iter__(self) -> Iterator[bytes]:
+        """Iterate over the messages that are not acknowledged."""
+        return iter(self._payloads)
 
     def add(self, messages: Sequence[ActionMessage]) -> None:
         """Add messages that are sent."""
-        for message in messages:
-            self.sent += message.actions
-            self._messages.append(message)
+        for count, payload in messages:
+            self.sent += count
+            self._counts.append(count)
+            self._payloads.append(payload)
 
     def on_acked(self, received: int) -> None:
         """Forget the messages with the first `received` actions.
@@ -51,28 +54,31 @@ class UnackedActions:
                 f"got {received}"
             )
         while self._acked < received:
-            count = self._messages[0].actions
+            count = self._counts[0]
             if self._acked + count > received:
                 raise ProtocolError(
                     f"expected an acknowledgement of {self._acked} or {self._acked + count} actions, which "
                     f"were sent in one message, got {received}"
                 )
             self._acked += count
-            self._messages.popleft()
+            self._counts.popleft()
+            self._payloads.popleft()
 
-    def to_plain(self, payloads: dict[bytes, int]) -> list[int]:
-        """Return the state as plain data: how many actions were sent, then two numbers for each message.
-
-        These are its count of actions, and the number of its payload.
+    def to_plain(self, numbers: dict[bytes, int]) -> dict[str, Any]:
+        """Return the state as plain data, with numbers in place of the messages.
 
         Args:
-            payloads: the distinct payloads of all peers so far, numbered from 0; new ones are added.
+            numbers: of the distinct messages of all peers so far, from 0; new ones are added.
         """
-        numbered = [(count, payloads.setdefault(payload, len(payloads))) for count, payload in self._messages]
-        return [self.sent, *chain.from_iterable(numbered)]
+        messages = [numbers.setdefault(payload, len(numbers)) for payload in self._payloads]
+        return {"sent": self.sent, "counts": [*self._counts], "messages": messages}
 
     @classmethod
-    def from_plain(cls, plain: Sequence[int], payloads: Sequence[bytes]) -> UnackedActions:
-        """Return what `to_plain` converted; `payloads` are the distinct ones, in order."""
-        messages = zip(plain[1::2], plain[2::2], strict=True)
-        return cls(plain[0], [ActionMessage(count, payloads[number]) for count, number in messages])
+    def from_plain(cls, plain: dict[str, Any], messages: Sequence[bytes]) -> UnackedActions:
+        """Return what `to_plain` converted; `messages` are the distinct ones, in order."""
+        unacked = cls()
+        unacked.sent = plain["sent"]
+        unacked._counts.extend(plain["counts"])
+        unacked._payloads.extend(messages[number] for number in plain["messages"])
+        unacked._acked = unacked.sent - sum(unacked._counts)
+        return unacked
