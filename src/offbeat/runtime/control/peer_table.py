@@ -65,12 +65,12 @@ class PeerTable(dict[str, PeerRecord]):
 
         A peer that is not present receives nothing but its own rejection.
         """
+        named = action.named_recipients
+        if named is not None:
+            return [peer for one in named for peer in self._names.get(one, ()) if peer in self.present]
         if isinstance(action, RejectPeer):
             return [action.peer] if action.peer in self else []
-        named = action.named_recipients
-        if named is None:
-            return [peer for peer in self.present if action.is_for(Recipient(peer, self[peer].sender))]
-        return [peer for one in named for peer in self._names.get(one, ()) if peer in self.present]
+        return [peer for peer in self.present if action.is_for(Recipient(peer, self[peer].sender))]
 
     def to_plain(self) -> dict[str, Any]:
         """Return all peers as plain data, and the distinct messages that they have not acknowledged."""
