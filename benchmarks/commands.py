@@ -189,6 +189,27 @@ class LogOptions:
     seed: Seed = 0
 
 
+@_benchmark("coordinator", minutes=7)
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorOptions:
+    """Processor time, log and journal of the coordinator for a step of a worker; start-up, next to DDP's."""
+
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="By default bsp, partial and ssp; repeatable.")
+    ] = None
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Workers that only report, by default 4, 16, 64, 256, 1024; repeatable."),
+    ] = None
+    steps: Annotated[int, typer.Option(min=1, help="Steps in a case, of all its workers together.")] = 40_000
+    real: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0, help="Real workers that start, by default 4, 8, 16, 32; 0 starts none; repeatable."
+        ),
+    ] = None
+
+
 @_benchmark("quality", minutes=8)
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions:

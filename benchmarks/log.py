@@ -7,7 +7,6 @@ measured: the coordinator's with the log, and the workers' for reporting.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks import runs
 from benchmarks.commands import LogOptions
-from benchmarks.sampling import cpu_times_s
+from benchmarks.sampling import coordinator_pids, total_cpu_s
 from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result
 from offbeat.events import Ready, StepTimed
@@ -73,13 +72,13 @@ def main() -> None:
         join(models[0], optimizers[0], AllReduce(), run_log=settings["log"]) as session,
         join(models[1], optimizers[1], AllReduce()),
     ):
-        coordinators = _coordinators()
+        coordinators = coordinator_pids()
         step_s: dict[str, list[float]] = {"recorded": [], "plain": []}
         coordinator_cpu_s = cpu_s = 0.0
         for block in range(settings["blocks"] + 1):
             for way in (0, 1) if block % 2 else (1, 0):
                 dist.barrier()
-                before_s = _total_cpu_s(coordinators)
+                before_s = total_cpu_s(coordinators)
                 began_cpu_s = time.process_time()
                 for _ in range(settings["steps"]):
                     began_s = time.perf_counter()
@@ -88,7 +87,7 @@ def main() -> None:
                         step_s["plain" if way else "recorded"].append(time.perf_counter() - began_s)
                 if block and not way:
                     cpu_s += time.process_time() - began_cpu_s
-                    coordinator_cpu_s += _total_cpu_s(coordinators) - before_s
+                    coordinator_cpu_s += total_cpu_s(coordinators) - before_s
         steps = settings["blocks"] * settings["steps"]
         report_cpu_s = _report_cpu_s(session)  # in all workers: in lockstep all must have the same rounds
         if session.worker == 0:
@@ -140,26 +139,6 @@ def _report_cpu_s(session: Session) -> float:
         member.send_event(timed)
         member.endpoint.flush(1.0)
     return (time.process_time() - began_s) / _TOLD
-
-
-def _coordinators() -> list[int]:
-    """Return the pids of the coordinators that this process has started, and of their child processes."""
-    found = [
-        pid for pid in _children(os.getpid()) if b"offbeat.runtime.control.coordinator" in _command_of(pid)
-    ]
-    return found + [child for pid in found for child in _children(pid)]
-
-
-def _total_cpu_s(pids: list[int]) -> float:
-    return sum(sum(cpu_times_s(str(pid)).values()) for pid in pids)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 if __name__ == "__main__":

@@ -97,6 +97,27 @@ def cpu_times_s(who: str) -> dict[str, float]:
     return {"user": int(fields[11]) / _TICKS_PER_S, "system": int(fields[12]) / _TICKS_PER_S}
 
 
+def coordinator_pids() -> list[int]:
+    """Return the pids of the coordinators that this process has started, and of their child processes."""
+    found = [
+        pid for pid in _children(os.getpid()) if b"offbeat.runtime.control.coordinator" in _command_of(pid)
+    ]
+    return found + [child for pid in found for child in _children(pid)]
+
+
+def total_cpu_s(pids: list[int]) -> float:
+    """Return the processor time so far of these processes together, in seconds."""
+    return sum(sum(cpu_times_s(str(pid)).values()) for pid in pids)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def _name(frame: FrameType) -> str:
     while frame.f_code.co_filename.startswith("<") and frame.f_back is not None:
         frame = frame.f_back  # from code that the standard library has generated to its caller

@@ -24,6 +24,7 @@ from offbeat.events import (
 from offbeat.events.recipients import Addressed
 from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.policies.staleness.clock_protocol import ClockProtocol
+from support.every_event import ACTIONS as EXAMPLES
 
 WORKERS = [Recipient(f"worker-{worker}.abcd", worker) for worker in range(3)]
 NODES = [Recipient(name, name) for name in ("server-0", "server-1", "client-0", "client-1")]
@@ -98,6 +99,14 @@ def test_a_rejection_is_sent_to_a_link_and_not_to_an_id():
         WORKERS[1]
     ]
     assert not make(RejectPeer, peer="worker-1.ffff").is_for(WORKERS[1])
+
+
+@pytest.mark.parametrize("action", EXAMPLES, ids=lambda action: type(action).__name__)
+def test_an_action_that_names_its_recipients_is_for_them_alone(action):
+    named = action.named_recipients
+    if named is not None:
+        known = {one.sender for one in ALL_RECIPIENTS}
+        assert recipients(action) == known & {*named}
 
 
 def test_an_action_without_recipients_cannot_be_made():

@@ -29,7 +29,9 @@ from offbeat.wire.codec import (
     decode_events,
     encode_actions,
     encode_events,
+    encode_plain,
     from_plain,
+    join_actions,
     split_actions,
     to_plain,
 )
@@ -54,11 +56,19 @@ def test_actions_that_are_too_long_for_one_message_take_several():
         reason="r",
     )
     actions = [replace(one, epoch=epoch) for epoch in range(9)]
-    messages = split_actions(actions)
+    messages = split_actions([encode_plain(to_plain(action)) for action in actions])
     assert 1 < len(messages) < len(actions)
-    assert all(len(message) <= MESSAGE_BYTES_MAX for message in messages)
-    assert [action for message in messages for action in decode_actions(message)] == actions
-    assert split_actions(actions[:1]) == [encode_actions(actions[:1])]
+    assert all(len(message.payload) <= MESSAGE_BYTES_MAX for message in messages)
+    decoded = [decode_actions(message.payload) for message in messages]
+    assert [action for part in decoded for action in part] == actions
+    assert [message.actions for message in messages] == [len(part) for part in decoded]
+    assert split_actions([encode_plain(to_plain(one))]) == [(1, encode_actions([one]))]
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 70_000])
+def test_actions_encoded_one_by_one_join_to_the_same_message(count):
+    actions = [ACTIONS[number % len(ACTIONS)] for number in range(count)]
+    assert join_actions([encode_plain(to_plain(action)) for action in actions]) == encode_actions(actions)
 
 
 def test_the_examples_hold_every_event_and_action():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from offbeat.events.recipients import Addressed, Recipient, ToNode, ToNodeOrAll
+from offbeat.events.recipients import Addressed, Recipient, ToNamed, ToNode, ToNodeOrAll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,7 +364,7 @@ class WorkerGroupMember:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerGroupView(Addressed):
+class WorkerGroupView(ToNamed):
     """The assignment of shards in a group of workers, from now on, and the progress of each worker.
 
     Attributes:
@@ -383,9 +383,10 @@ class WorkerGroupView(Addressed):
     lost: tuple[tuple[int, int], ...]
     reason: str
 
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `Addressed.is_for`."""
-        return recipient.sender in ([self.node] if self.node else [member.node for member in self.workers])
+    @property
+    def named_recipients(self) -> tuple[str, ...]:
+        """See `Addressed.named_recipients`."""
+        return (self.node,) if self.node else tuple(member.node for member in self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)

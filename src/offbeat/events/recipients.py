@@ -31,6 +31,14 @@ class Addressed(ABC):
     def is_for(self, recipient: Recipient) -> bool:
         """Return whether the coordinator sends the action to this worker or node, which is present."""
 
+    @property
+    def named_recipients(self) -> tuple[int | str, ...] | None:
+        """All its recipients, ids of workers and names of nodes; None where it does not name them.
+
+        They save the coordinator from asking `is_for` of every worker.
+        """
+        return None
+
 
 class ToAllWorkers(Addressed):
     """All workers receive the action."""
@@ -40,14 +48,28 @@ class ToAllWorkers(Addressed):
         return recipient.is_worker
 
 
-class ToWorker(Addressed):
+class ToNamed(Addressed):
+    """The workers or nodes that the action names receive it."""
+
+    @property
+    @abstractmethod
+    def named_recipients(self) -> tuple[int | str, ...]:
+        """See `Addressed.named_recipients`."""
+
+    def is_for(self, recipient: Recipient) -> bool:
+        """See `Addressed.is_for`."""
+        return recipient.sender in self.named_recipients
+
+
+class ToWorker(ToNamed):
     """One worker receives the action."""
 
     worker: int
 
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `Addressed.is_for`."""
-        return recipient.sender == self.worker
+    @property
+    def named_recipients(self) -> tuple[int, ...]:
+        """See `Addressed.named_recipients`."""
+        return (self.worker,)
 
 
 class ToWorkerOrAll(Addressed):
@@ -59,25 +81,32 @@ class ToWorkerOrAll(Addressed):
         """See `Addressed.is_for`."""
         return recipient.is_worker and self.worker in (None, recipient.sender)
 
+    @property
+    def named_recipients(self) -> tuple[int, ...] | None:
+        """See `Addressed.named_recipients`."""
+        return None if self.worker is None else (self.worker,)
 
-class ToMembers(Addressed):
+
+class ToMembers(ToNamed):
     """The members of a group receive the action."""
 
     members: tuple[int, ...]
 
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `Addressed.is_for`."""
-        return recipient.sender in self.members
+    @property
+    def named_recipients(self) -> tuple[int, ...]:
+        """See `Addressed.named_recipients`."""
+        return self.members
 
 
-class ToNode(Addressed):
+class ToNode(ToNamed):
     """One node of the parameter server receives the action."""
 
     node: str
 
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `Addressed.is_for`."""
-        return recipient.sender == self.node
+    @property
+    def named_recipients(self) -> tuple[str, ...]:
+        """See `Addressed.named_recipients`."""
+        return (self.node,)
 
 
 class ToNodeOrAll(Addressed):
@@ -88,3 +117,8 @@ class ToNodeOrAll(Addressed):
     def is_for(self, recipient: Recipient) -> bool:
         """See `Addressed.is_for`."""
         return recipient.sender == self.node or (not self.node and not recipient.is_worker)
+
+    @property
+    def named_recipients(self) -> tuple[str, ...] | None:
+        """See `Addressed.named_recipients`."""
+        return (self.node,) if self.node else None

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offbeat.events.recipients import Addressed, Recipient, ToAllWorkers, ToMembers, ToWorker, ToWorkerOrAll
+from offbeat.events.recipients import (
+    Addressed,
+    Recipient,
+    ToAllWorkers,
+    ToMembers,
+    ToNamed,
+    ToWorker,
+    ToWorkerOrAll,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,7 +552,7 @@ class ConsumedSamples(ToWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssignLateBlock(Addressed):
+class AssignLateBlock(ToNamed):
     """A worker outside the group computes a block on behalf of a member; only these two receive it.
 
     The member sends it parameters as of its next step, and receives the gradient. The worker's previous
@@ -562,9 +570,10 @@ class AssignLateBlock(Addressed):
     block: Block
     reason: str
 
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `Addressed.is_for`."""
-        return recipient.sender in (self.worker, self.proxy)
+    @property
+    def named_recipients(self) -> tuple[int, ...]:
+        """See `Addressed.named_recipients`."""
+        return self.worker, self.proxy
 
 
 @dataclass(frozen=True, kw_only=True)

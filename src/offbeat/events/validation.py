@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offbeat.events.recipients import Addressed, Recipient, ToWorker, ToWorkerOrAll
+from offbeat.events.recipients import ToNamed, ToWorker, ToWorkerOrAll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class ValidationStarted(ToWorkerOrAll):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SendSnapshot(Addressed):
+class SendSnapshot(ToNamed):
     """A worker sends its snapshot to another one, which evaluates parts with it; only these two receive it.
 
     Attributes:
@@ -111,9 +111,10 @@ class SendSnapshot(Addressed):
     transfer: int
     reason: str
 
-    def is_for(self, recipient: Recipient) -> bool:
-        """See `Addressed.is_for`."""
-        return recipient.sender in (self.worker, self.receiver)
+    @property
+    def named_recipients(self) -> tuple[int, ...]:
+        """See `Addressed.named_recipients`."""
+        return self.worker, self.receiver
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,8 @@ def dispatch_event(policies: Sequence[Policy], event: Event) -> list[Action]:
     try:
         for policy in policies:
             answers = policy.handle(event)
+            if not answers:
+                continue
             actions += answers
             if isinstance(event, Joined) and any(isinstance(answer, RejectPeer) for answer in answers):
                 break

@@ -15,6 +15,7 @@ from typing import (
     Any,
     Final,
     Literal,
+    NamedTuple,
     TypeAlias,
     TypeGuard,
     cast,
@@ -42,6 +43,18 @@ MESSAGE_BYTES_MAX: Final = 1024 * 1024  # maximum size of a control message on a
 _NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]  # JSON has no such numbers; a diverged loss does
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]
+
+
+class ActionMessage(NamedTuple):
+    """A control message to a worker or node.
+
+    Attributes:
+        actions: number of actions in it.
+        payload: the message.
+    """
+
+    actions: int
+    payload: bytes
 
 
 def _struct_of(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
@@ -93,11 +106,22 @@ def _constrained(hint: Any) -> Any:
     return str
 
 
+def _is_same_in_struct(hint: Any) -> bool:
+    """Whether a field has the same value in the struct: it holds no dataclass and no number such as "nan"."""
+    if get_origin(hint) is tuple:
+        return all(_is_same_in_struct(inner) for inner in get_args(hint) if inner is not Ellipsis)
+    return not is_dataclass(hint) and hint not in (float | None, dict[str, float])
+
+
 _EVENTS: Final = {kind.__name__: kind for kind in get_args(Event)}
 _ACTIONS: Final = {kind.__name__: kind for kind in get_args(Action)}
 _KINDS: Final = _EVENTS | _ACTIONS
 _DEFAULTS: Final = {  # of the fields that may be omitted
     kind: [(field.name, field.default) for field in fields(kind) if field.default is not MISSING]
+    for kind in _KINDS.values()
+}
+_CONVERTED: Final = {  # the fields whose value differs from that in the struct, and their types
+    kind: [(name, hint) for name, hint in get_type_hints(kind).items() if not _is_same_in_struct(hint)]
     for kind in _KINDS.values()
 }
 _METRICS: Final = {
@@ -196,13 +220,26 @@ def encode_actions(actions: Sequence[Action]) -> bytes:
     return _packed([to_plain(action) for action in actions])
 
 
-def split_actions(actions: Sequence[Action]) -> list[bytes]:
+def encode_plain(plain: dict[str, Any]) -> bytes:
+    """Return plain data as in a control message; of actions, for `join_actions` and `split_actions`."""
+    try:
+        return _msgpack.encode(plain)
+    except UnicodeEncodeError:
+        return _msgpack.encode(_escaped(plain))
+
+
+def join_actions(encoded: Sequence[bytes]) -> bytes:
+    """Return a control message with these actions, of `encode_plain`, as `encode_actions` does."""
+    return _msgpack.encode([*map(msgspec.Raw, encoded)])
+
+
+def split_actions(encoded: Sequence[bytes]) -> list[ActionMessage]:
     """Return control messages with these actions, in order: several where one would be too long."""
-    whole = encode_actions(actions)
-    if len(whole) <= MESSAGE_BYTES_MAX or len(actions) < 2:
-        return [whole]
-    half = len(actions) // 2
-    return [*split_actions(actions[:half]), *split_actions(actions[half:])]
+    whole = join_actions(encoded)
+    if len(whole) <= MESSAGE_BYTES_MAX or len(encoded) < 2:
+        return [ActionMessage(len(encoded), whole)]
+    half = len(encoded) // 2
+    return [*split_actions(encoded[:half]), *split_actions(encoded[half:])]
 
 
 def decode_actions(data: bytes) -> list[Action]:
@@ -231,10 +268,19 @@ def _unpacked(data: bytes, decoder: msgspec.msgpack.Decoder[Any], what: str) -> 
 
 
 def _build(struct: msgspec.Struct, **clock: float) -> Event | Action:
-    """Build the dataclass of a valid struct; not strict, so that "nan" becomes the number again."""
+    """Build the dataclass of a valid struct.
+
+    Its fields are set at once: the constructor of a frozen dataclass sets each by a call, which takes several
+    times as long for the events of every step.
+    """
     kind = _KINDS[type(struct).__name__]
-    whole = {**msgspec.structs.asdict(struct), **clock}
-    return cast("Event | Action", msgspec.convert(whole, kind, strict=False, from_attributes=True))
+    entry: Event | Action = object.__new__(kind)
+    values = entry.__dict__
+    values.update(msgspec.structs.asdict(struct))
+    values.update(clock)
+    for name, hint in _CONVERTED[kind]:  # not strict, so that "nan" becomes the number again
+        values[name] = msgspec.convert(values[name], hint, strict=False, from_attributes=True)
+    return entry
 
 
 def _plain_metric(value: float) -> float | str:

@@ -113,16 +113,22 @@ class LogWriter:
 
     def add_event(self, event: Event) -> None:
         """Add an event that the policies handle."""
-        if self.is_buffer_full:
-            self.flush()
-        start = len(self._buffer)
-        append_json(to_plain(event), self._buffer)
-        self._starts.append(start)
+        self.add_plain(to_plain(event))
 
     def add_actions(self, actions: Sequence[Action]) -> None:
         """Add the actions that answer the last event, in their order."""
         for action in actions:
             append_json(to_plain(action), self._buffer)
+
+    def add_plain(self, event: dict[str, Any], actions: Sequence[dict[str, Any]] = ()) -> None:
+        """Add an event and the actions that answer it, all as `to_plain` returns them."""
+        if self.is_buffer_full:
+            self.flush()
+        start = len(self._buffer)
+        append_json(event, self._buffer)
+        self._starts.append(start)
+        for action in actions:
+            append_json(action, self._buffer)
 
     def flush(self) -> None:
         """Write every buffered line to the operating system."""

@@ -13,6 +13,7 @@ from offbeat.events import Event, Left, Ready, StepTimed
 from offbeat.policies import dispatch_event
 from offbeat.runtime.control.run_log import LOG_BYTES_MIN, RunLog
 from offbeat.strategies import AllReduce
+from offbeat.wire.codec import to_plain
 from offbeat.wire.log_file import read_log, read_logs
 from offbeat.wire.replay import build_policies, replay
 from support.coordinator_process import coordinator
@@ -47,7 +48,7 @@ class Written:
             event = joined(number) if number < 2 else self._ready(number - 2)
             actions = dispatch_event(self.policies, event)
             self.wanted.append((event, *actions))
-            self.log.write_event(event, actions)
+            self.log.write_event(to_plain(event), [to_plain(action) for action in actions])
             if self.log.is_part_due:
                 self.begin_part()
 

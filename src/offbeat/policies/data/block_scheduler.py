@@ -525,7 +525,7 @@ class BlockScheduler:
     def _serve_next(self, assigned: dict[int, list[Block]]) -> bool:
         """Assign the next serving, a block for each worker in it; return whether there was one to serve."""
         number, count = self.epochs.source, len(self._order)
-        if number is None or not count:
+        if number is None or not count or self._order.is_served:
             return False
         absent = len(self._members) - count  # they have not begun yet
         workers, sizes = self._order.next_serving(self.epochs[number], absent, self._held_count)

@@ -89,6 +89,11 @@ class ServingOrder:
         if not queued:
             self._starving.add(worker)
 
+    @property
+    def is_served(self) -> bool:
+        """Whether `next_serving` has no worker to serve, whatever is left of an epoch."""
+        return not self._starving and self._lowest in self._count_at and not self._with_room[self._lowest]
+
     def next_serving(
         self, epoch: Epoch, absent: int, held_count: Callable[[int], int]
     ) -> tuple[list[int], list[int]]:

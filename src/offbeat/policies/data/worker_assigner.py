@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, Block, SamplesRequested
 from offbeat.policies.data.assigner import BlockAssigner
-from offbeat.policies.data.open_epochs import blocks_from_plain, blocks_to_plain
+from offbeat.policies.data.open_epochs import blocks_from_plain
 
 _RECENT: Final = 32  # clocks
 
@@ -90,7 +90,8 @@ class SoloBlockAssigner(BlockAssigner):
         An idle worker may have fetched them up to 32 clocks earlier, and may query now which samples they
         hold.
         """
-        if any(clock < version - _RECENT for clock, *_ in self._recent[:1]):
+        # Some more are kept, so that the list is not copied at every version.
+        if self._recent and self._recent[0][0] < version - _RECENT - _RECENT // 4:
             self._recent = [entry for entry in self._recent if entry[0] >= version - _RECENT]
 
     def on_finished(self, worker: int) -> None:
@@ -145,7 +146,11 @@ class SoloBlockAssigner(BlockAssigner):
             "epochs_of_workers": [[worker, *entry] for worker, entry in self._epochs_of_workers.items()],
             "waiting": sorted(self._waiting),
             "steps": self._steps,
-            "recent": [[clock, blocks_to_plain([block]), samples] for clock, block, samples in self._recent],
+            # As `blocks_to_plain` would return them, without copies: these are a thousand for 32 workers.
+            "recent": [
+                (clock, ((block.id, block.epoch, block.ranges),), samples)
+                for clock, block, samples in self._recent
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

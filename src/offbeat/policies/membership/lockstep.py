@@ -7,7 +7,7 @@ without a request. The policy only detects when lockstep cannot continue, and st
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, assert_never
 
 from offbeat.errors import ProtocolError
@@ -33,9 +33,9 @@ from offbeat.events import (
 from offbeat.policies.membership.reachability import Reachability
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _OpenRound:
-    """A round for which some workers are Ready: the fields of the first Ready, and the count."""
+    """A round for which some workers are Ready: the fields of the first Ready, and the count of all."""
 
     worker: int
     step: int
@@ -151,7 +151,7 @@ class Lockstep:
             "steps_finished": list(self._steps_finished),
             "left_after": [list(entry) for entry in self._left_after.items()],
             "finished_after": [list(entry) for entry in self._finished_after.items()],
-            "open_rounds": [[round_, *vars(first).values()] for round_, first in self._open_rounds.items()],
+            "open_rounds": [[round_, *astuple(first)] for round_, first in self._open_rounds.items()],
             "asking": [vars(asked) for asked in self._asking.values()],
             "rounds_complete": self._rounds_complete,
             "reachability": self._reachability.state_dict(),
@@ -200,19 +200,25 @@ class Lockstep:
         self._check_next(event)
         if (stop := self._stop_if_other_finished(event)) is not None:
             return stop
-        first = _OpenRound(event.worker, event.step, event.epoch, event.batches_fetched, event.now_s, 0)
-        open_ = self._open_rounds.get(event.round, first)
-        position = (event.step, event.epoch, event.batches_fetched)
-        if (open_.step, open_.epoch, open_.batches_fetched) != position:
-            return self._out_of_step(open_, event)
+        first = self._open_rounds.get(event.round)
+        if first is None:
+            first = self._open_rounds[event.round] = _OpenRound(
+                event.worker, event.step, event.epoch, event.batches_fetched, event.now_s, 0
+            )
+        elif (first.step, first.epoch, first.batches_fetched) != (
+            event.step,
+            event.epoch,
+            event.batches_fetched,
+        ):
+            return self._out_of_step(first, event)
         self._asking.pop(event.worker, None)
         self._rounds[event.worker] += 1
         self._steps[event.worker] = event.step
-        self._open_rounds[event.round] = replace(open_, count=open_.count + 1)
-        if open_.count + 1 == self._world:
+        first.count += 1
+        if first.count == self._world:
             del self._open_rounds[event.round]
             self._rounds_complete += 1
-        return self._answer_asking(event.round)
+        return self._answer_asking(event.round) if self._asking else []
 
     def _handle_left_out(self, event: BatchesSkipped) -> list[Action]:
         self._check_next(event)
@@ -283,9 +289,8 @@ class Lockstep:
         if event.worker is None and isinstance(event, PeerReachable):
             # Restart the timeouts: its connections to other workers may recover a little later.
             self._reachability.restart_timers(event.peer, event.now_s)
-            self._open_rounds = {
-                round_: replace(first, since_s=event.now_s) for round_, first in self._open_rounds.items()
-            }
+            for first in self._open_rounds.values():
+                first.since_s = event.now_s
             self._asking = {first: replace(asked, now_s=event.now_s) for first, asked in self._asking.items()}
         return []
 

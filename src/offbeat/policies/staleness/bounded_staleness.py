@@ -187,6 +187,7 @@ class BoundedStaleness:
         self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
         self._classifier = None if detector is None else StragglerClassifier(**detector)
         self._workers: dict[int, _WorkerState] = {}
+        self._leader: int | None = None  # the lowest of these ids, where it is known
         self._gone: set[int] = set()
         self._has_started = False
         self._awaited: set[int] = set()  # workers of the start that have not begun
@@ -267,6 +268,7 @@ class BoundedStaleness:
             if part is not None:
                 part.load_state_dict(state[name])
         self._workers = {worker: _WorkerState(**entry) for worker, entry in state["workers"]}
+        self._leader = None
         self._gone, self._awaited = set(state["gone"]), set(state["awaited"])
         self._has_started, self._is_over = state["has_started"], state["is_over"]
         self._holding_since_s = dict(state["holding_since_s"])
@@ -280,6 +282,7 @@ class BoundedStaleness:
         if event.worker in self._workers or event.worker in self._gone:
             return []  # the assembly policy answers it
         self._workers[event.worker] = _WorkerState(peer=event.peer, place=event.location)
+        self._leader = None
         if self._assigner is not None:
             self._assigner.on_joined(event.worker)
         if not self._has_started and len(self._workers) == self._world:
@@ -543,7 +546,9 @@ class BoundedStaleness:
         return self._preempted_clock is not None and clock > self._preempted_clock
 
     def _leads(self, worker: int) -> bool:
-        return worker == min(self._workers)
+        if self._leader not in self._workers:
+            self._leader = min(self._workers)
+        return worker == self._leader
 
     # Workers that keep others waiting --------------------------------------------------------------------
 

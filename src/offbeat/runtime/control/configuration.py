@@ -30,8 +30,9 @@ class CoordinatorConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         silent_s: a worker from which nothing was received for this many seconds is lost.
         linger_s: how long after its start, in seconds, a coordinator that has not started the job stays for
             workers that may still join, to send them the reason; as long as it waits for them.
-        journal_events_max: after this many events the journal is replaced by the state of the policies. At
-            most this many are replayed when the coordinator is restarted (10 000 took 0.2 s on one core).
+        journal_events_max: after this many events the journal is replaced by the state of the policies; with
+            more than 256 peers, after more events in proportion. At most so many are replayed when the
+            coordinator is restarted (10 000 took 0.2 s on one core).
     """
 
     job: str

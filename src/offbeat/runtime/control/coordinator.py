@@ -13,16 +13,17 @@ that the next one runs on another host.
 
 from __future__ import annotations
 
+import gc
 import math
 import queue
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, TextIO, cast
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Final, TextIO, cast, get_args, get_type_hints
 
 import msgspec
 
@@ -45,7 +46,6 @@ from offbeat.events import (
     PeerList,
     PeerReachable,
     PeerUnreachable,
-    Recipient,
     RejectPeer,
     Tick,
 )
@@ -53,24 +53,39 @@ from offbeat.policies import dispatch_event
 from offbeat.runtime.control.channel import SequenceAck, decode_sequence_ack, encode_sequence_ack
 from offbeat.runtime.control.configuration import COORDINATOR, CoordinatorConfiguration
 from offbeat.runtime.control.journal import Journal
+from offbeat.runtime.control.peer_table import PeerRecord, PeerTable
 from offbeat.runtime.control.run_log import LogPosition, RunLog
 from offbeat.runtime.control.starting import failure_answer, read_configuration, write_answer
+from offbeat.runtime.control.unacked import UnackedActions
 from offbeat.runtime.processes.supervisor import supervise
 from offbeat.runtime.transport import addresses as places
 from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
 from offbeat.wire.codec import (
+    ActionMessage,
     decode_actions,
     decode_events,
     encode_actions,
+    encode_plain,
     from_plain,
+    join_actions,
     split_actions,
     to_plain,
 )
 from offbeat.wire.replay import build_policy
 
+_TURNS_PER_SEND = 64  # while messages never stop, actions are sent after having received so many of them
+# Up to so many peers, a snapshot replaces the journal every `journal_events_max` events; with more, the state
+# is larger and replaces it more rarely, in proportion.
+_PEERS_FEW = 256
 _RECONNECT_S = 15.0  # reaching a worker may take 10 s, and it then has to receive what it has missed
 _NAMED_MAX = 16  # workers
 _TEXT_MAX = 10_000  # characters; a text quoted in a reason must fit into a control message
+_JOINS: Final = (Joined, NodeJoined)
+_ENDS: Final = (Lost, Failed, NodeLost)
+_TEXT_FIELDS: Final = {  # by kind of event, the fields that hold texts
+    kind: [name for name, hint in get_type_hints(kind).items() if hint in (str, tuple[str, ...])]
+    for kind in get_args(Event)
+}
 _LOG_ENDED = b"the run log has ended"  # a record of the journal: a successor does not reopen the log
 
 
@@ -86,31 +101,6 @@ class _SilenceChange:
 
     peer: str
     cause: str
-
-
-@dataclass
-class _PeerRecord:
-    """A peer that has joined, whether it still takes part or not.
-
-    Attributes:
-        sender: id of the worker, or name of the node, that this peer is.
-        addresses: where it listens.
-        is_present: it has neither left, failed, been lost nor been refused.
-        is_refused: its messages are ignored.
-        is_silent: the policies have been informed that nothing is received from it.
-        recorded: number of events recorded from it.
-        sent: number of actions sent to it.
-        unacked: the last of these, which it has not acknowledged.
-    """
-
-    sender: int | str
-    addresses: tuple[str, ...]
-    is_present: bool = True
-    is_refused: bool = False
-    is_silent: bool = False
-    recorded: int = 0
-    sent: int = 0
-    unacked: deque[Action] = field(default_factory=deque)
 
 
 class Coordinator:
@@ -147,10 +137,10 @@ class Coordinator:
         self._configuration = configuration
         self._policies = [build_policy(spec.path, spec.arguments) for spec in configuration.policies]
         self._inbox: queue.SimpleQueue[_Received | _SilenceChange | BaseException] = queue.SimpleQueue()
-        self._peers: dict[str, _PeerRecord] = {}  # by link name
-        self._present: set[str] = set()
+        self._peers = PeerTable()
         self._rejected: set[str] = set()  # refused before they joined
         self._connections: dict[str, int] = {}  # by peer, the connection of its last SequenceAck
+        self._unsent: list[tuple[str, bytes]] = []  # peers and messages, in order
         self._reconnecting: dict[str, float] = {}  # present peers, and until when they must reconnect
         self._expected_workers = 0  # workers; the largest world that a worker has announced
         self._has_started = False
@@ -190,17 +180,23 @@ class Coordinator:
             silent_s=configuration.silent_s,
         )
         try:
-            for peer in sorted(self._present):
+            for peer in sorted(self._peers.present):
                 self._reconnect(peer)
             self._last_turn_s = self._last_tick_s = time.monotonic()
-            while self._present or not self._is_over():
+            for turn in count():
+                if self._inbox.empty() or not turn % _TURNS_PER_SEND:
+                    self._send_queued()
+                if not self._peers.present and self._is_over():
+                    break
                 for event, peer in self._next():
                     self._handle(event, peer)
+            self._send_queued()
             self._flush()  # before the links close: closing implies that all events are recorded
         except Exception as error:
             with suppress(LinkError):
                 text = f"the coordinator failed: {type(error).__name__}: {error}"[:_TEXT_MAX]
                 self._dispatch([AbortJob(worker=None, step=None, reason=text)])
+                self._send_queued()
             raise
         finally:
             self._endpoint.close()
@@ -241,10 +237,10 @@ class Coordinator:
                             yield event, item.peer
                 except ProtocolError as error:
                     self._reject(item.peer, str(error))
-            case _SilenceChange() if item.peer in self._present:
+            case _SilenceChange() if item.peer in self._peers.present:
                 if self._peers[item.peer].is_silent == (not item.cause):
                     yield self._silence_event(item.peer, item.cause), item.peer
-            case LinkError() if item.peer in self._present:
+            case LinkError() if item.peer in self._peers.present:
                 # If this process was stalled itself, the peer is given time to reconnect; a peer that
                 # replaces its connection is alive.
                 is_own_fault = time.monotonic() - self._stalled_s < self._configuration.silent_s
@@ -301,7 +297,7 @@ class Coordinator:
             return f"a worker or node must not send {kind}, which only the coordinator observes"
         known = self._peers.get(peer)
         sender = _sender(event)
-        if (known is None) != isinstance(event, Joined | NodeJoined):
+        if (known is None) != isinstance(event, _JOINS):
             expected = "Joined or NodeJoined, once, as its first event"
             return f"expected {expected}, got {kind} from {peer}"
         if isinstance(event, NodeJoined) and event.node != peer:
@@ -311,7 +307,7 @@ class Coordinator:
                 f"{peer} joined as {_display_name(known.sender)} and must not send events of "
                 f"{_display_name(sender)}"
             )
-        longest = max(map(len, _texts(event)), default=0)
+        longest = _longest_text(event)
         if longest > _TEXT_MAX:
             return f"expected texts of at most {_TEXT_MAX} characters, got {longest} in {kind} from {peer}"
         return None
@@ -335,11 +331,11 @@ class Coordinator:
 
     def _reject(self, peer: str, reason: str) -> None:
         """Refuse a peer that broke the protocol; one that takes part in the job counts as lost."""
-        if peer in self._present:
+        if peer in self._peers.present:
             self._handle(self._lost_event(peer, f"it broke the protocol: {reason}"), peer)
         elif peer not in self._peers:
             self._rejected.add(peer)
-            self._send(peer, encode_actions([RejectPeer(peer=peer, reason=reason)]))
+            self._queue(peer, encode_actions([RejectPeer(peer=peer, reason=reason)]))
         elif not self._peers[peer].is_refused:
             self._dispatch([RejectPeer(peer=peer, reason=reason)])
 
@@ -349,13 +345,15 @@ class Coordinator:
         if isinstance(event, Joined):
             event = replace(event, peer=peer)
         actions = self._decide(event, peer)
-        answers = encode_actions(actions) if actions else b""
-        self.journal.append(msgspec.msgpack.encode((peer, to_plain(event), answers)))
-        self._write(event, actions)
-        if self._dispatch(self._outgoing(event, peer, actions)):
-            self._flush()
+        plain, plain_actions = to_plain(event), [*map(to_plain, actions)]
+        encoded = [*map(encode_plain, plain_actions)]
+        self.journal.append(msgspec.msgpack.encode((peer, plain, _answers(encoded))))
+        self._write(plain, plain_actions)
+        if outgoing := self._outgoing(event, peer, actions):
+            self._dispatch(outgoing, encoded)
         if (
-            self.journal.records_since_snapshot >= self._configuration.journal_events_max
+            self.journal.records_since_snapshot * _PEERS_FEW
+            >= self._configuration.journal_events_max * max(_PEERS_FEW, len(self._peers))
             or self._log.is_part_due
         ):
             self._compact()
@@ -363,20 +361,17 @@ class Coordinator:
     def _decide(self, event: Event, peer: str) -> list[Action]:
         self._track(event, peer)
         actions = dispatch_event(self._policies, event)
-        self._has_started |= any(isinstance(action, PeerList | ClusterView) for action in actions)
+        if not self._has_started:
+            self._has_started = any(isinstance(action, PeerList | ClusterView) for action in actions)
         return actions
 
     def _track(self, event: Event, peer: str) -> None:
         match event:
             case Joined():
-                self._peers[peer] = _PeerRecord(event.worker, event.addresses)
-                self._present.add(peer)
-                self._introduce(peer)
+                self._add_peer(peer, PeerRecord(event.worker, event.addresses))
                 self._expected_workers = max(self._expected_workers, event.world)
             case NodeJoined():
-                self._peers[peer] = _PeerRecord(event.node, event.addresses)
-                self._present.add(peer)
-                self._introduce(peer)
+                self._add_peer(peer, PeerRecord(event.node, event.addresses))
             case Left() | Failed() | Lost() | NodeLeft() | NodeLost():
                 self._mark_gone(peer)
             case PeerUnreachable(worker=None) | NodeSilent():
@@ -386,9 +381,12 @@ class Coordinator:
         if not _is_observed(event):
             self._peers[peer].recorded += 1
 
+    def _add_peer(self, peer: str, record: PeerRecord) -> None:
+        self._peers.add(peer, record)
+        self._introduce(peer)
+
     def _mark_gone(self, peer: str) -> None:
-        self._peers[peer].is_present = False
-        self._present.discard(peer)
+        self._peers.mark_gone(peer)
         self._reconnecting.pop(peer, None)
 
     # Sending actions -------------------------------------------------------------------------------------
@@ -398,6 +396,8 @@ class Coordinator:
 
         A lost worker receives a RejectPeer, the remaining workers an AnnounceWorkerLost unless the job stops.
         """
+        if not isinstance(event, _ENDS):
+            return actions
         out = list(actions)
         if isinstance(event, Lost | NodeLost) and not self._peers[peer].is_refused:
             lost = _display_name(self._peers[peer].sender)
@@ -410,47 +410,53 @@ class Coordinator:
         cause = (
             event.cause if isinstance(event, Lost) else f"it failed after {event.step} steps: {event.error}"
         )
-        senders = (self._peers[peer].sender for peer in self._present)
+        senders = (self._peers[peer].sender for peer in self._peers.present)
         others = sorted(sender for sender in senders if isinstance(sender, int))
         reason = f"worker {event.worker} was lost: {cause}; training continues with {_list_workers(others)}"
         return AnnounceWorkerLost(worker=event.worker, reason=reason)
 
-    def _dispatch(self, actions: Sequence[Action]) -> bool:
-        """Send each peer the actions that are for it; return whether there are any actions."""
-        if not actions:
-            return False
+    def _dispatch(self, actions: Sequence[Action], encoded: Sequence[bytes] = ()) -> None:
+        """Send each peer the actions that are for it.
+
+        Args:
+            actions: in the order in which each peer receives them.
+            encoded: the first of them, as they stand in a message; the rest is encoded here.
+        """
         for action in actions:
-            if isinstance(action, RejectPeer) and action.peer in self._peers:
+            # Not isinstance, which takes several times as long for a class with an abstract base.
+            if type(action) is RejectPeer and action.peer in self._peers:
                 self._mark_gone(action.peer)
                 self._peers[action.peer].is_refused = True
-        common: list[Action] = []
-        payloads: list[bytes] = []
-        for peer in sorted(self._peers):
-            mine = [action for action in actions if self._is_addressed_to(action, peer)]
-            if not mine:
-                continue
-            member = self._peers[peer]
-            member.sent += len(mine)
-            member.unacked.extend(mine)
-            if mine != common:
-                common, payloads = mine, split_actions(mine)
-            for payload in payloads:
-                self._send(peer, payload)
-        return True
+        encoded = [*encoded, *(encode_plain(to_plain(action)) for action in actions[len(encoded) :])]
+        numbers: dict[str, list[int]] = {}  # by peer, the indexes of its actions
+        for number, action in enumerate(actions):
+            for peer in self._peers.recipients(action):
+                numbers.setdefault(peer, []).append(number)
+        messages: dict[tuple[int, ...], list[ActionMessage]] = {}  # by these indexes: often the same for many
+        for peer in sorted(numbers):
+            mine = tuple(numbers[peer])
+            if mine not in messages:
+                messages[mine] = split_actions([encoded[number] for number in mine])
+            self._peers[peer].actions.add(messages[mine])
+            for message in messages[mine]:
+                self._queue(peer, message.payload)
 
-    def _is_addressed_to(self, action: Action, peer: str) -> bool:
-        """Whether an action is sent to the peer with this link name.
+    def _queue(self, peer: str, payload: bytes) -> None:
+        """Queue a message for `_send_queued`; queue nothing during a replay."""
+        if self._endpoint is not None:
+            self._unsent.append((peer, payload))
 
-        A peer that is not present receives nothing but its own rejection.
-        """
-        is_reachable = peer in self._present or isinstance(action, RejectPeer)
-        return is_reachable and action.is_for(Recipient(peer, self._peers[peer].sender))
+    def _send_queued(self) -> None:
+        """Send the queued messages; the journal is flushed once for all of them."""
+        unsent, self._unsent = self._unsent, []
+        for peer, payload in unsent:
+            self._send(peer, payload)
 
     def _send(self, peer: str, payload: bytes) -> None:
-        """Send a message, after flushing the journal; send nothing during a replay."""
-        if self._endpoint is not None:
-            self.journal.flush()
-            self._endpoint.send(peer, payload)
+        """Send a message, after flushing the journal."""
+        assert self._endpoint is not None
+        self.journal.flush()
+        self._endpoint.send(peer, payload)
 
     # Reconnecting ----------------------------------------------------------------------------------------
 
@@ -460,7 +466,7 @@ class Coordinator:
         self._reconnecting[peer] = time.monotonic() + _RECONNECT_S
         self._introduce(peer)
         worker = self._peers[peer]
-        self._send(peer, encode_sequence_ack(SequenceAck(0, worker.recorded, worker.sent)))
+        self._queue(peer, encode_sequence_ack(SequenceAck(0, worker.recorded, worker.actions.sent)))
 
     def _introduce(self, peer: str) -> None:
         """Let the links connect to a peer that has joined; a policy, not the links, judges a silent node."""
@@ -477,28 +483,21 @@ class Coordinator:
             ProtocolError: the peer acknowledges actions that were not sent, or fewer than before.
         """
         worker = self._peers.get(peer)
-        recorded, sent = (worker.recorded, worker.sent) if worker is not None else (0, 0)
-        unacked = worker.unacked if worker is not None else deque[Action]()
         if worker is None and ack.received:
             raise ProtocolError(
                 f"the coordinator does not know {peer}: the job was begun again, or the coordinator was "
                 "started again without its state"
             )
-        if not sent - len(unacked) <= ack.received <= sent:
-            raise ProtocolError(
-                f"expected an acknowledgement of between {sent - len(unacked)} and {sent} actions, "
-                f"got {ack.received}"
-            )
-        while len(unacked) > sent - ack.received:
-            unacked.popleft()
+        recorded, actions = (worker.recorded, worker.actions) if worker is not None else (0, UnackedActions())
+        actions.on_acked(ack.received)
         before = self._connections.get(peer, 0)
         if ack.connection < before:
             return
         self._connections[peer] = ack.connection
-        self._send(peer, encode_sequence_ack(SequenceAck(ack.connection, recorded, sent)))
+        self._queue(peer, encode_sequence_ack(SequenceAck(ack.connection, recorded, actions.sent)))
         if ack.connection > before:
-            for action in unacked:
-                self._send(peer, encode_actions([action]))
+            for payload in actions:
+                self._queue(peer, payload)
         elif self._reconnecting.pop(peer, None) is not None:
             self._last_tick_s = time.monotonic()
             self._inbox.put(_SilenceChange(peer, ""))  # an earlier coordinator may have reported it silent
@@ -518,15 +517,15 @@ class Coordinator:
             event = cast(Event, from_plain(plain))
             last_s = event.now_s
             actions = self._decide(event, peer)
-            if (
-                encode_actions(actions) if actions else b""
-            ) != answers:  # bytes: a NaN is not equal to itself
+            plain_actions = [*map(to_plain, actions)]
+            encoded = [*map(encode_plain, plain_actions)]
+            if _answers(encoded) != answers:  # bytes: a NaN is not equal to itself
                 raise OffbeatError(
                     f"the restarted coordinator does not repeat its decisions: for {event} it had returned "
                     f"{decode_actions(answers) if answers else []}, and returns {actions} now"
                 )
-            self._write(event, actions)
-            self._dispatch(self._outgoing(event, peer, actions))
+            self._write(plain, plain_actions)
+            self._dispatch(self._outgoing(event, peer, actions), encoded)
         if last_s > -math.inf:
             self._clock_offset_s = last_s - time.monotonic()
         self._flush()
@@ -538,22 +537,18 @@ class Coordinator:
     def _compact(self) -> None:
         """Replace the journal by a snapshot of the state, and begin a new part of the log if one is due."""
         self._flush()
-        if self._log.is_part_due:
-            self._log.begin_part([policy.state_dict() for policy in self._policies])
-        self.journal.replace_by_snapshot(msgspec.msgpack.encode(self._state()))
+        gc.disable()  # the state has no cycles: collections would only go through all of it while it is built
+        try:
+            if self._log.is_part_due:
+                self._log.begin_part([policy.state_dict() for policy in self._policies])
+            self.journal.replace_by_snapshot(msgspec.msgpack.encode(self._state()))
+        finally:
+            gc.enable()
 
     def _state(self) -> dict[str, Any]:
         """Return the state that a snapshot holds, as plain data."""
-        workers = [
-            {
-                **vars(worker),
-                "peer": peer,
-                "unacked": [encode_actions([action]) for action in worker.unacked],
-            }
-            for peer, worker in self._peers.items()
-        ]
         return {
-            "workers": workers,
+            **self._peers.to_plain(),
             "expected": self._expected_workers,
             "has_started": self._has_started,
             "policies": [policy.state_dict() for policy in self._policies],
@@ -575,11 +570,7 @@ class Coordinator:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         """Restore what `_state` returned, except for the run log and the clock."""
-        for plain in state["workers"]:
-            peer, addresses, unacked = plain.pop("peer"), plain.pop("addresses"), plain.pop("unacked")
-            actions = [action for payload in unacked for action in decode_actions(payload)]
-            self._peers[peer] = _PeerRecord(addresses=tuple(addresses), unacked=deque(actions), **plain)
-        self._present = {peer for peer, worker in self._peers.items() if worker.is_present}
+        self._peers.load_plain(state)
         self._expected_workers, self._has_started = state["expected"], state["has_started"]
         for policy, state_dict in zip(self._policies, state["policies"], strict=True):
             policy.load_state_dict(state_dict)
@@ -605,8 +596,8 @@ class Coordinator:
         self.journal.append(_LOG_ENDED)
         self.journal.flush()
 
-    def _write(self, event: Event, actions: Sequence[Action]) -> None:
-        """Add to the log, which must not get ahead of the journal."""
+    def _write(self, event: dict[str, Any], actions: Sequence[dict[str, Any]]) -> None:
+        """Add plain data to the log, which must not get ahead of the journal."""
         if self._log.is_buffer_full:
             self.journal.flush()
         self._log.write_event(event, actions)
@@ -614,6 +605,11 @@ class Coordinator:
     def _flush(self) -> None:
         self.journal.flush()
         self._log.flush()
+
+
+def _answers(encoded: Sequence[bytes]) -> bytes:
+    """Return the actions that answer an event, as the journal holds them."""
+    return join_actions(encoded) if encoded else b""
 
 
 def _is_observed(event: Event) -> bool:
@@ -645,12 +641,13 @@ def _list_workers(ids: list[int]) -> str:
     return f"workers {', '.join(map(str, ids[:-1]))} and {ids[-1]}"
 
 
-def _texts(event: Event) -> Iterator[str]:
-    """Yield every text in an event; reasons may quote them."""
-    for value in vars(event).values():
-        for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str):
-                yield text
+def _longest_text(event: Event) -> int:
+    """Return the length of the longest text in an event; reasons may quote them."""
+    longest = 0
+    for name in _TEXT_FIELDS[type(event)]:
+        value = getattr(event, name)
+        longest = max(longest, *map(len, value if isinstance(value, tuple) else (value,)), 0)
+    return longest
 
 
 def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:

@@ -33,7 +33,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from offbeat.events import Action, Event
 from offbeat.wire.log_file import EVENTS_BEFORE_KEY, LogWriter, finished_log_parts, log_part_path
 from offbeat.wire.replay import states_header
 
@@ -124,14 +123,9 @@ class RunLog:
         """Whether the next event causes all buffered lines to be written to the file."""
         return self._writer is not None and self._writer.is_buffer_full
 
-    def write_event(self, event: Event, actions: Sequence[Action]) -> None:
-        """Add an event and the actions that the policies returned for it."""
-
-        def add(writer: LogWriter) -> None:
-            writer.add_event(event)
-            writer.add_actions(actions)
-
-        self._attempt(add)
+    def write_event(self, event: dict[str, Any], actions: Sequence[dict[str, Any]]) -> None:
+        """Add an event and the actions that the policies returned for it, all as `to_plain` returns them."""
+        self._attempt(lambda writer: writer.add_plain(event, actions))
 
     def flush(self) -> None:
         """Pass every line to the operating system."""

@@ -51,6 +51,7 @@ from offbeat.runtime.control.environment import (
     read_token,
 )
 from offbeat.runtime.control.journal import Journal
+from offbeat.runtime.control.peer_table import PeerTable
 from offbeat.runtime.processes.supervisor import supervise
 from offbeat.runtime.transport.addresses import listen_at
 from offbeat.wire.replay import build_policy
@@ -103,7 +104,7 @@ class ServiceCoordinator(Coordinator):
             if self._is_complete:
                 answer = JobAnswer(refusal="all workers of the job have finished")
             elif self._admission.is_deferred(
-                request, has_started=self._has_started, has_workers=bool(self._present)
+                request, has_started=self._has_started, has_workers=bool(self._peers.present)
             ):
                 continue
             else:
@@ -111,7 +112,7 @@ class ServiceCoordinator(Coordinator):
                 plain = {"type": _REQUEST, **msgspec.to_builtins(request)}
                 self.journal.append(msgspec.msgpack.encode((peer, plain, b"")))
             del self._deferred[peer]
-            self._send(peer, encode_job_message(answer))
+            self._queue(peer, encode_job_message(answer))
 
     def _admit(self, request: JobRequest) -> JobAnswer:
         """Begin the job with a request, if that is due, and return the answer."""
@@ -129,13 +130,12 @@ class ServiceCoordinator(Coordinator):
     def _end_attempt(self, next_attempt: int) -> None:
         """End the workers of the attempt that another one replaces."""
         before = self._admission.request
-        if before is not None and self._present:
+        if before is not None and self._peers.present:
             reason = (
                 f"attempt {next_attempt} of the job has begun; this worker is of attempt {before.attempt}"
             )
             self._dispatch([AbortJob(worker=None, step=None, reason=reason)])
-        self._peers.clear()
-        self._present.clear()
+        self._peers = PeerTable()
         self._reconnecting.clear()
         self._expected_workers = 0
         self._has_started = self._has_finished = False
@@ -168,7 +168,7 @@ class ServiceCoordinator(Coordinator):
         self._has_finished |= any(isinstance(action, JobComplete) for action in actions)
         is_aborted = any(isinstance(action, AbortJob) for action in actions)
         self._admission.is_over |= is_aborted
-        if not self._present and self._peers:
+        if not self._peers.present and self._peers:
             self._is_complete = self._has_started and self._has_finished and not self._admission.is_over
             self._admission.is_over = not self._is_complete
         return actions
