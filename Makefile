@@ -15,7 +15,7 @@ PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 # Python keeps what it has compiled whatever the environment says: tests start thousands of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-quick test-long test-network test-gpu test-keras bench-quick check format lint types docs package clean
+.PHONY: demo test test-quick test-long test-network test-slurm test-gpu test-keras bench-quick check format lint types docs package clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
@@ -40,6 +40,11 @@ NETWORK_TESTS := OFFBEAT_TEST_NETWORK=1 $(BIN)/python -m pytest tests/test_netwo
 test-network: $(STAMP)
 	$(NETWORK_TESTS) -k 'not busy' --numprocesses 4 --dist worksteal
 	$(NETWORK_TESTS) -k busy
+
+# As root: a Slurm cluster with several nodes on this machine, for each test its own.
+test-slurm: $(STAMP)
+	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; command -v slurmctld >/dev/null || { echo "make test-slurm needs Slurm: as root, apt-get install slurm-wlm munge (Debian, Ubuntu)" >&2; exit 1; }
+	OFFBEAT_TEST_SLURM=1 $(BIN)/python -m pytest tests/test_slurm.py -rA
 
 # The headline figures of the five systems in some five minutes; `python -m benchmarks list` has the whole.
 BENCH := $(BIN)/python -m benchmarks
