@@ -53,7 +53,7 @@ def test_the_description_links_to_no_file(wheel):
 def test_the_source_distribution_holds_a_checkout_and_no_generated_files(files_of_source):
     top = {name.split("/")[0] for name in files_of_source if not name.startswith("src/offbeat.egg-info/")}
     assert top == {
-        *(".ci", "benchmarks", "docs", "examples", "src", "tests"),
+        *(".ci", "benchmarks", "deploy", "docs", "examples", "src", "tests"),
         *("ARCHITECTURE.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in"),
         *("Makefile", "PKG-INFO", "README.md", "SECURITY.md", "constraints.txt", "pyproject.toml"),
         *("setup.cfg", "setup.py"),
