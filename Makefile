@@ -15,7 +15,7 @@ PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 # Python keeps what it has compiled whatever the environment says: tests start thousands of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-quick test-long test-network test-slurm test-gpu test-keras bench-quick check format lint types docs package clean
+.PHONY: demo test test-quick test-long test-network test-slurm test-kubernetes test-gpu test-keras bench-quick check format lint types docs package clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
@@ -45,6 +45,11 @@ test-network: $(STAMP)
 test-slurm: $(STAMP)
 	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; command -v slurmctld >/dev/null || { echo "make test-slurm needs Slurm: as root, apt-get install slurm-wlm munge (Debian, Ubuntu)" >&2; exit 1; }
 	OFFBEAT_TEST_SLURM=1 $(BIN)/python -m pytest tests/test_slurm.py -rA
+
+# The manifests in deploy/kubernetes, without a cluster: against schemas, and their containers as processes.
+test-kubernetes: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt PyYAML kubernetes-validate
+	$(BIN)/python -m pytest tests/test_kubernetes.py -rA
 
 # The headline figures of the five systems in some five minutes; `python -m benchmarks list` has the whole.
 BENCH := $(BIN)/python -m benchmarks

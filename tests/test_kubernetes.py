@@ -18,7 +18,7 @@ from offbeat.events import Joined, Lost, Ready
 from support.run_logs import entries_of
 from support.source_files import ROOT
 
-pytest.importorskip("yaml", reason="needs PyYAML of the extra dev")
+pytest.importorskip("yaml", reason="needs PyYAML: `make test-kubernetes` installs it")
 
 import yaml
 
@@ -111,7 +111,7 @@ def test_there_are_manifests():
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", MANIFESTS, ids=name_of)
 def test_core_resources_and_the_jobs_of_others_follow_the_schemas(path, version):
-    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate of the extra dev")
+    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
     core = [one for one in documents(path) if one["apiVersion"] in ("v1", "batch/v1")]
     for resource in [*core, *jobs_of(path)]:
         validate.validate(resource, version, strict=True)
