@@ -93,7 +93,9 @@ class Trained:
             self.best = {name: value.numpy() for name, value in validator.best_state_dict().items()}
 
 
-def train(rank, emit, strategy, epochs=3, kind="plain", judge=evaluate, compute_s=0.0, **options):
+def train(
+    rank, emit, strategy, epochs=3, kind="plain", judge=evaluate, compute_s=0.0, after_epoch=None, **options
+):
     torch.set_num_threads(1)
     model, ends = a_model(kind), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,6 +106,8 @@ def train(rank, emit, strategy, epochs=3, kind="plain", judge=evaluate, compute_
             train_epoch(model, optimizer, session, compute_s)
             session.validate(judge, VALIDATION, **options)
             ends[epoch] = state_of(model)
+            if after_epoch is not None:
+                after_epoch(epoch)
     return Trained(session, model, ends)
 
 
@@ -435,12 +439,19 @@ def test_a_newcomer_ends_where_early_stopping_ended_the_others(strategy, tmp_pat
 
 
 def emits_when_it_validates(rank, emit, log, loss):
+    has_metrics = threading.Event()
+
     def judge(model, part):
-        if is_worker(0) and entries_of(log, ValidationFinished):
+        if is_worker(0) and has_metrics.is_set():
             emit("evaluating, and the coordinator has sent metrics before")
         return {"loss": loss}
 
-    return train(rank, emit, AllReduce(), 4, judge=judge)
+    def after_epoch(epoch):
+        if epoch == 1 and rank == 0:
+            wait_until(lambda: bool(entries_of(log, ValidationFinished)), "metrics in the log")
+            has_metrics.set()
+
+    return train(rank, emit, AllReduce(), 4, judge=judge, after_epoch=after_epoch)
 
 
 @pytest.mark.long(after=1)

@@ -447,16 +447,14 @@ class Coordinator:
             self._unsent.append((peer, payload))
 
     def _send_queued(self) -> None:
-        """Send the queued messages; the journal is flushed once for all of them."""
+        """Send the queued messages, after what they follow from is in the journal and in the log."""
         unsent, self._unsent = self._unsent, []
-        for peer, payload in unsent:
-            self._send(peer, payload)
-
-    def _send(self, peer: str, payload: bytes) -> None:
-        """Send a message, after flushing the journal."""
+        if not unsent:
+            return
         assert self._endpoint is not None
-        self.journal.flush()
-        self._endpoint.send(peer, payload)
+        self._flush()
+        for peer, payload in unsent:
+            self._endpoint.send(peer, payload)
 
     # Reconnecting ----------------------------------------------------------------------------------------
 
