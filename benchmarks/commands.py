@@ -100,7 +100,7 @@ def _check_compute(compute: str) -> None:
         raise ValueError(f"expected --compute timed or real, got {compute!r}")
 
 
-@_benchmark("overhead", minutes=6)
+@_benchmark("overhead", minutes=9)
 @dataclass(frozen=True, kw_only=True)
 class OverheadOptions:
     """Step time of bsp against PyTorch's DDP on gloo, in alternating blocks, with cnn2 and resnet18."""
