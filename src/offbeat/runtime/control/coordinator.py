@@ -449,12 +449,14 @@ class Coordinator:
     def _send_queued(self) -> None:
         """Send the queued messages, after what they follow from is in the journal and in the log."""
         unsent, self._unsent = self._unsent, []
-        if not unsent:
-            return
-        assert self._endpoint is not None
-        self._flush()
+        if unsent:
+            self._flush()
         for peer, payload in unsent:
-            self._endpoint.send(peer, payload)
+            self._send(peer, payload)
+
+    def _send(self, peer: str, payload: bytes) -> None:
+        assert self._endpoint is not None
+        self._endpoint.send(peer, payload)
 
     # Reconnecting ----------------------------------------------------------------------------------------
 
