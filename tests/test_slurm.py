@@ -25,10 +25,8 @@ pytestmark = [
 
 @pytest.fixture
 def gate(tmp_path):
-    gate = Gate(tmp_path)
-    yield gate
-    gate.open()
-    os.close(gate._lock)
+    with Gate(tmp_path) as gate:
+        yield gate
 
 
 @pytest.fixture

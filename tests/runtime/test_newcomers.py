@@ -48,10 +48,8 @@ from support.sample_counting import BATCH, SAMPLES, Counter
 
 @pytest.fixture
 def gate(tmp_path):
-    gate = Gate(tmp_path)
-    yield gate
-    gate.open()
-    os.close(gate._lock)
+    with Gate(tmp_path) as gate:
+        yield gate
 
 
 def trained_once(ended, epochs=EPOCHS):

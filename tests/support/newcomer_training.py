@@ -32,6 +32,13 @@ class Gate:
         self._lock = os.open(folder / "gate", os.O_CREAT)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.open()
+        os.close(self._lock)
+
     def open(self):
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 

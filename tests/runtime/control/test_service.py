@@ -5,7 +5,6 @@ started again; the others train on. Afterwards all replicas hold the same bits, 
 an epoch.
 """
 
-import os
 import re
 import signal
 import time
@@ -34,10 +33,8 @@ RETURNS = {"OFFBEAT_NEWCOMER": "auto", "WORLD_SIZE": "3"}
 
 @pytest.fixture
 def gate(tmp_path):
-    gate = Gate(tmp_path)
-    yield gate
-    gate.open()
-    os.close(gate._lock)
+    with Gate(tmp_path) as gate:
+        yield gate
 
 
 @pytest.fixture

@@ -44,10 +44,8 @@ SILENT_S = 2.5  # the default is 10 s
 
 @pytest.fixture
 def gate(tmp_path):
-    gate = Gate(tmp_path)
-    yield gate
-    gate.open()
-    os.close(gate._lock)
+    with Gate(tmp_path) as gate:
+        yield gate
 
 
 def counts(rank, emit, strategy):
