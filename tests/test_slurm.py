@@ -117,6 +117,7 @@ def test_a_requeued_job_saves_at_the_signal_and_resumes_as_a_higher_attempt(job,
     assert sorted(saved) == sorted(found) == [0, 1, 2]
     assert {one["preempted"] for one in saved.values()} == {True}
     assert {one["first"] for one in found.values()} == {saved[0]["step"]}
+    assert_used_once_an_epoch(found)
 
 
 def test_several_tasks_of_a_node_are_replaced_one_by_one(cluster, gate, tmp_path):

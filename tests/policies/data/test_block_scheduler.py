@@ -720,15 +720,16 @@ def test_discarded_blocks_count_as_used_and_their_worker_is_assigned_blocks_agai
     assert set(ids(scheduler.assign())) == {0}
 
 
-def test_a_retired_worker_is_assigned_nothing_and_its_blocks_count_as_used():
-    scheduler = running(members=2, samples=16)
-    scheduler.assign()
+def test_a_retired_worker_is_assigned_nothing_and_its_blocks_go_to_the_others():
+    scheduler = running(members=2, samples=100)
+    blocks = {worker: blocks for worker, blocks, _ in scheduler.assign()}
     scheduler.retire(1)
-    assert scheduler.epochs.used_count(0) == 8
+    assert scheduler.used_ranges(0) == {0: ()}
     scheduler.contribute(0, 0, [0, 2])
     scheduler.complete_round(0)
-    assert scheduler.assign() == []
-    assert scheduler.epochs.is_finished(0)
+    ((worker, again, _),) = scheduler.assign()
+    assert worker == 0
+    assert [block.ranges for block in again] == [block.ranges for block in blocks[1]]
 
 
 def test_no_block_of_a_cut_epoch_is_assigned_even_when_it_is_returned():
@@ -1064,7 +1065,7 @@ class Cluster(RuleBasedStateMachine):
         """Its loop is over, so the worker also leaves: these workers begin epochs in any order."""
         worker = self.living(data)
         self.ask("retire", worker)
-        self.use_unused(worker)
+        self.working[worker], self.queues[worker] = [], []
         self.assign_all()
         assert not self.queues[worker]
         self.leave(worker)

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.events import AssignBlocks, Block, ContributionQuery, ContributionReport, Ready, SamplesRequested
+from offbeat.events import (
+    AssignBlocks,
+    Block,
+    CheckpointQuery,
+    ConsumedSamples,
+    ContributionQuery,
+    ContributionReport,
+    Ready,
+    SamplesRequested,
+)
 from offbeat.policies.data.group_assigner import GroupBlockAssigner
 
 SAMPLES, BATCH = 40, 4
@@ -490,8 +499,22 @@ def test_a_leaving_worker_whose_loop_is_over_is_not_waited_for():
     job.round(0, (0, 1))
     job.assigner.change_group((0,), (), 1)
     job.assigner.on_finished(1)
+    theirs = list(job.has[1])
     job.requests(0, 1)
-    assert job.used == 2 * BATCH + len(positions(job.has[1]))  # its blocks count as used
+    assert job.used == 2 * BATCH
+    job.run_rounds((0,), 1)
+    assert job.assigned_positions(theirs) == {2}  # its blocks go to the other
+
+
+def test_a_checkpoint_saved_after_another_worker_has_ended_holds_nothing_of_that_worker_s_queue():
+    job = Job(2)
+    job.round(0, (0, 1))
+    assert job.has[1]
+    job.assigner.on_finished(1)
+    job.assigner.on_checkpoint_query(CheckpointQuery(now_s=0.0, worker=0, round=1))
+    (answer,) = [action for action in job.assigner.pop_actions() if isinstance(action, ConsumedSamples)]
+    ((epoch, ranges),) = answer.consumed
+    assert (epoch, sum(stop - start for start, stop in ranges)) == (0, 2 * BATCH)
 
 
 def test_a_worker_lost_after_its_exclusion_has_finished_its_last_round_and_no_more():

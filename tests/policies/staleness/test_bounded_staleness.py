@@ -629,6 +629,15 @@ def test_a_worker_that_saves_is_informed_of_the_used_positions():
     assert answer.consumed == ((0, ((0, BATCH),)),)
 
 
+def test_a_worker_that_saves_after_another_has_ended_is_informed_of_nothing_that_the_other_only_had_queued():
+    policy, answered = assigning(2)
+    used = blocks(answered, 0)[:1]
+    answers(policy, clocked(0, 0, blocks=tuple(used)), Finished(now_s=0.0, worker=1, epoch=0, step=0))
+    answer = policy.handle(CheckpointQuery(now_s=0.0, worker=0, round=1))[-1]
+    assert isinstance(answer, ConsumedSamples)
+    assert answer.consumed == ((0, ((0, BATCH),)),)
+
+
 def test_a_worker_that_saves_is_informed_of_the_samples_used_at_the_clocks_of_its_state():
     policy, answered = assigning(3, 6 * BATCH, s=3)
     mine, ahead = blocks(answered, 0), blocks(answered, 1)

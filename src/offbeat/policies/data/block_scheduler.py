@@ -20,12 +20,13 @@ to a member that has received its gradient. An adopted block is contributed like
 Ways back:
 
 - to the pool: queued blocks of a worker that leaves the group (`set_members`), all blocks of a worker that
-  is revoked or lost, and what a lost worker contributed to a round that is abandoned;
+  is revoked or lost or whose loop has ended (`retire`), and what a lost worker contributed to a round that is
+  abandoned;
 - to *started*: what a living worker contributed to a round that is abandoned (`abandon_round`), or to a round
   in which it takes no part after all (`withdraw`).
 
-Ways to *used* without a round: the worker gives its blocks up (`discard_blocks`), its loop has ended
-(`retire`), or the rest of the epoch is not wanted (`cut_epoch`, and `drop_last` when the epoch is opened).
+Ways to *used* without a round: the worker gives its blocks up (`discard_blocks`), or the rest of the epoch is
+not wanted (`cut_epoch`, and `drop_last` when the epoch is opened).
 
 Parts. `OpenEpochs` has the pools and what is used, `OpenRounds` what is contributed, and `ServingOrder`
 chooses the next workers and the sizes of their blocks; the scheduler knows which worker has which block.
@@ -402,10 +403,12 @@ class BlockScheduler:
         self._note_room(worker, record)
 
     def retire(self, worker: int) -> None:
-        """Assign nothing more to a worker whose loop has ended, and count what it has as used."""
-        self.discard_blocks(worker)
+        """Return all blocks of a worker whose loop has ended to the pool, and assign nothing more to it.
+
+        No model contains them. A checkpoint that is saved afterwards, at a preemption, must not count them.
+        """
+        self.revoke(worker)
         self._blocks_of_worker(worker).epoch = None
-        self._changed.add(worker)
 
     def cut_epoch(self, epoch: int) -> None:
         """Count the rest of an epoch as used: what is in its pool, and what comes back later."""

@@ -171,7 +171,7 @@ class GroupBlockAssigner(BlockAssigner):
             self._late_blocks.on_late_gradient(event, step)
 
     def on_finished(self, worker: int) -> None:
-        """Retire a worker whose training loop has ended; its blocks count as used."""
+        """Retire a worker whose training loop has ended; its blocks go to other workers."""
         if self._late_blocks is not None:
             self._late_blocks.on_gone(worker)
         if worker in self._scheduler:

@@ -95,7 +95,7 @@ class SoloBlockAssigner(BlockAssigner):
             self._recent = [entry for entry in self._recent if entry[0] >= version - _RECENT]
 
     def on_finished(self, worker: int) -> None:
-        """Retire a worker whose training loop has ended; its blocks count as used."""
+        """Retire a worker whose training loop has ended; its blocks go to other workers."""
         if worker in self._epochs_of_workers:
             self._scheduler.retire(worker)
         self._forget(worker)
