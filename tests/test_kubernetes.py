@@ -14,7 +14,7 @@ from functools import cache
 
 import pytest
 
-from offbeat.events import Joined, Lost, Ready
+from offbeat.events import ClusterView, Joined, Lost, Ready, StepFinished
 from support.run_logs import entries_of
 from support.source_files import ROOT
 
@@ -105,7 +105,12 @@ def jobs_of(path):
 
 
 def test_there_are_manifests():
-    assert [path.stem for path in MANIFESTS] == ["indexed-job", "jobset", "training-runtime"]
+    assert {path.stem for path in MANIFESTS} == {
+        "indexed-job",
+        "jobset",
+        "jobset-servers",
+        "training-runtime",
+    }
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -175,21 +180,28 @@ def test_sigterm_reaches_the_program_and_leaves_it_time(path):
         (container,) = pod["containers"]
         assert container["command"][0] in ("python", "offbeat")
         assert pod["shareProcessNamespace"] is True
-        is_worker = container["command"][0] == "python"
-        assert pod["terminationGracePeriodSeconds"] >= (60 if is_worker else 5)
+        is_coordinator = container["command"][:2] == ["offbeat", "coordinator"]
+        assert pod["terminationGracePeriodSeconds"] >= (5 if is_coordinator else 60)
 
 
-def test_the_number_of_workers_is_the_same_wherever_a_manifest_has_it():
+def test_the_numbers_of_workers_and_servers_are_the_same_wherever_a_manifest_has_it():
     _, _, _, worker = documents(DEPLOY / "kubernetes" / "indexed-job.yaml")
     _, runtime, _ = documents(DEPLOY / "kubernetes" / "training-runtime.yaml")
-    assert {worker["spec"]["parallelism"], worker["spec"]["completions"]} == {int(world_size(worker))}
+    _, on_servers = documents(DEPLOY / "kubernetes" / "jobset-servers.yaml")
+    replicated = {one["name"]: one for one in on_servers["spec"]["replicatedJobs"]}
+    assert replicated["server"]["replicas"] == int(
+        variable(replicated["worker"]["template"], "OFFBEAT_SERVERS_APART")
+    )
+    assert {worker["spec"]["parallelism"], worker["spec"]["completions"]} == {
+        int(variable(worker, "WORLD_SIZE"))
+    }
     (node,) = [one for one in jobs(runtime) if one["metadata"].get("labels")]
-    assert runtime["spec"]["mlPolicy"]["numNodes"] == int(world_size(node))
+    assert runtime["spec"]["mlPolicy"]["numNodes"] == int(variable(node, "WORLD_SIZE"))
 
 
-def world_size(job):
+def variable(job, name):
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    return {one["name"]: one.get("value") for one in container["env"]}["WORLD_SIZE"]
+    return {one["name"]: one.get("value") for one in container["env"]}[name]
 
 
 def test_the_image_is_built_of_files_that_exist_for_the_user_of_the_pods():
@@ -216,6 +228,7 @@ def test_references_to_variables_are_resolved_as_by_a_kubelet():
 
 
 SCRIPT = ROOT / "tests" / "support" / "kubernetes_script.py"
+PARTIAL, ON_SERVERS = "partial:limit=1000000", "ssp:s=2"
 PLACES = {  # by manifest: the Jobs of the coordinator and of each worker, with the index of the pod
     "jobset": (("offbeat-coordinator-0", 0), [(f"offbeat-worker-{rank}", 0) for rank in range(4)]),
     "indexed-job": (("offbeat-coordinator", 0), [("offbeat-worker", rank) for rank in range(4)]),
@@ -235,8 +248,13 @@ class Gate:
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    config_maps = {"offbeat-script": {"train.py": SCRIPT.read_text(), "gate": ""}}
+def strategy():
+    return PARTIAL
+
+
+@pytest.fixture
+def cluster(tmp_path, strategy):
+    config_maps = {"offbeat-script": {"train.py": SCRIPT.read_text(), "gate": "", "strategy": strategy}}
     with Cluster(
         tmp_path, config_maps=config_maps, secrets={"offbeat-token": {"token": "a secret"}}
     ) as running:
@@ -309,3 +327,43 @@ def test_a_job_outlives_a_worker_rank_0_and_the_coordinator(cluster, gate, name)
         assert one["uses"] == [float(EPOCHS)] * SAMPLES
     for one in cluster.job_sets.values():
         assert (one.state, one.restarts) == ("Completed", 0)
+
+
+def is_ring_without(gone):
+    """Whether an entry of the run log is a complete ring of two servers, without those that are gone."""
+    return lambda one: (
+        isinstance(one, ClusterView) and len(one.ring) == 2 and not one.next_ring and not gone & {*one.ring}
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", [ON_SERVERS])
+def test_a_job_outlives_each_of_its_servers_and_the_coordinator(cluster, gate):
+    cluster.apply(DEPLOY / "kubernetes" / "jobset-servers.yaml")
+    servers = ["offbeat-server-0", "offbeat-server-1"]
+    wait_for_entry(cluster, "steps on servers", lambda one: isinstance(one, StepFinished) and one.step >= 5)
+    gone = set()
+    for server in servers:
+        gone.add(server_of(cluster.pod(server)))
+        cluster.pod(server).kill()
+        cluster.wait_until(lambda server=server: cluster.pods_started(server) == 2, f"another {server}")
+        wait_for_entry(cluster, "a ring with its successor", is_ring_without(frozenset(gone)))
+    cluster.pod("offbeat-coordinator-0").kill()
+    cluster.wait_until(lambda: cluster.pods_started("offbeat-coordinator-0") == 2, "another coordinator")
+    gate.open()
+    cluster.wait_until(lambda: is_done(cluster), "an end of the job")
+
+    (job_set,) = cluster.job_sets.values()
+    assert (job_set.state, job_set.restarts) == ("Completed", 0)
+    ended = [cluster.pod(f"offbeat-worker-{rank}") for rank in range(4)]
+    assert [pod.process.poll() for pod in ended] == [0] * 4
+    results = [json.loads(pod.log.read_text().splitlines()[-1]) for pod in ended]
+    assert len({one["digest"] for one in results}) == 1
+    for epoch in range(EPOCHS):
+        used = [number for one in results for number in one["used"].get(str(epoch), [])]
+        assert sorted(used) == list(range(SAMPLES))
+
+
+def server_of(pod):
+    """The id of a server, which it has written when it joined."""
+    return int(re.search(r"^server (\d+) of ", pod.log.read_text(), re.MULTILINE)[1])

@@ -1,7 +1,7 @@
 """A training script for the ConfigMap of the manifests; it counts how often each sample is used.
 
-It uses nothing of the tests. Next to it lies a file that the test has locked: a gate in the middle of the
-training. What the worker holds at the end is one line of JSON.
+It uses nothing of the tests. Next to it lie a file with the strategy, and one that the test has locked: a
+gate in the middle of the training. What the worker holds at the end is one line of JSON.
 """
 
 import fcntl
@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offbeat
-from offbeat.strategies import PartialAllReduce
+from offbeat.strategies import parse_strategy
 
 SAMPLES, BATCH, EPOCHS, GATE_STEP = 101, 4, 10, 40
-GATE = Path(__file__).with_name("gate")
+GATE, STRATEGY = (Path(__file__).with_name(name) for name in ("gate", "strategy"))
 
 
 class Model(nn.Module):
@@ -43,9 +43,9 @@ def main():
     model = Model()
     counts = {"params": [model.uses_N], "lr": 1.0, "momentum": 0.0}
     optimizer = torch.optim.SGD([counts, {"params": model.layer.parameters(), "lr": 0.01, "momentum": 0.9}])
-    has_passed = False
-    with offbeat.join(model, optimizer, PartialAllReduce(limit=10**6)) as session:
-        for _ in session.epochs(EPOCHS):
+    has_passed, used = False, {}
+    with offbeat.join(model, optimizer, parse_strategy(STRATEGY.read_text())) as session:
+        for epoch in session.epochs(EPOCHS):
             for (numbers,) in session.batches(TensorDataset(torch.arange(SAMPLES)), BATCH):
                 if session.step >= GATE_STEP and not has_passed:
                     has_passed = True
@@ -57,7 +57,9 @@ def main():
                 if grad is not None and grad.any():  # samples count alike, however many a round has
                     grad.div_(grad.abs()[grad != 0].min()).round_()
                 optimizer.step()
+                used.setdefault(epoch, []).extend(numbers.tolist())
     result = {"worker": session.worker, "uses": model.uses_N.tolist(), "digest": digest(model, optimizer)}
+    result["used"] = used
     print(json.dumps(result), flush=True)
 
 

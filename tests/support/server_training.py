@@ -1,5 +1,8 @@
 """A training on a parameter server that counts steps, and the rules of bounded staleness for its run log."""
 
+import os
+import signal
+
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -7,6 +10,8 @@ from torch.utils.data import Dataset
 import offbeat
 from offbeat.events import Failed, Finished, Left, Lost, StepFinished, StepPermit
 from support.group_training import compute
+from support.newcomer_training import pass_gate
+from support.processes import values
 
 WORKERS, BATCH = 3, 4
 SAMPLES = 44  # an epoch of four steps, the last of them of batches of 3, 3 and 2
@@ -92,6 +97,46 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor(index), torch.randn(6, generator=torch.Generator().manual_seed(index))
+
+
+def uses(rank, emit, strategy, epochs=6, kills=None, at=2):
+    """Trains, with a pause at its own step `at`.
+
+    Returns the samples that this worker used, by epoch, and the parameters in the end. A worker waits at an
+    epoch's end for the samples that others hold: `at` is a step of the first epoch, however slow it is.
+    """
+    torch.manual_seed(rank)
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    used, steps = {}, 0
+    with offbeat.join(model, optimizer, strategy) as session:
+        for epoch in session.epochs(epochs):
+            for numbers, x in session.batches(Numbers(SAMPLES), BATCH):
+                steps += 1
+                if steps == at and not session.is_newcomer:
+                    emit("now")
+                    pass_gate()
+                    if rank == kills:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                compute(0.005)
+                model(x).square().mean().backward()
+                optimizer.step()
+                used.setdefault(epoch, []).extend(numbers.tolist())
+    return used, torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def check_equal(ended):
+    """Checks that all end with equal parameters; returns the samples that they used."""
+    found = values(ended)
+    assert all(last == found[0][1] for _, last in found)
+    return [used for used, _ in found]
+
+
+def each_once(used, epochs):
+    """Checks that each sample of these epochs was used once over all workers."""
+    for epoch in epochs:
+        assert sorted(number for one in used for number in one.get(epoch, [])) == list(range(SAMPLES))
 
 
 def answered(log):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from offbeat.cli.timesheet import TimeSheet
     from offbeat.cli.training_worker import TrainingSettings
     from offbeat.data import Splits
+    from offbeat.runtime.control.environment import Environment
+    from offbeat.runtime.ps.server import ServerConfiguration
 
 
 app = typer.Typer(
@@ -227,7 +230,14 @@ def run(
 
 @app.command()
 def serve(
-    cluster: Annotated[Path, typer.Argument(help="The cluster file.", metavar="FILE", show_default=False)],
+    cluster: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The cluster file; without one, the server joins the training job at OFFBEAT_COORDINATOR.",
+            metavar="[FILE]",
+            show_default=False,
+        ),
+    ] = None,
     new: Annotated[
         int | None,
         typer.Option(
@@ -258,28 +268,63 @@ def serve(
     On the first host: offbeat serve --new 2 ps.json --host 10.0.0.1. Copy ps.json to the other hosts and run
     there: offbeat serve ps.json. The file grants access: keep it private. Programs connect with
     offbeat.PS("ps.json").
+
+    Without a file the server belongs to the training job whose coordinator is at OFFBEAT_COORDINATOR: it
+    waits until the job has begun, for at most OFFBEAT_START_S seconds, and ends with it. OFFBEAT_JOB,
+    OFFBEAT_TOKEN_FILE and OFFBEAT_ATTEMPT are read as in a worker; the workers need
+    OFFBEAT_SERVERS_APART=N, the number of servers with which the job starts. A server that is stopped before
+    the end of the job ends with exit code 143, so that an orchestrator starts another one.
     """
     from offbeat.runtime.ps.node import ClusterFile
     from offbeat.runtime.ps.server import ServerConfiguration, ServerProcess
     from offbeat.runtime.ps.server import serve as serve_until_stopped
 
-    if new is not None:
-        from offbeat.runtime.ps.cluster import start_manager
-
-        if new < 1:
-            raise ValueError(f"expected at least 1 server to begin with, got {new}")
-        found = start_manager(new, host=host or "127.0.0.1", replicas=replicas)
-        found.write(cluster)
+    if cluster is None:
+        if new is not None or function:
+            raise ValueError("--new and --function need FILE, the cluster file")
+        configuration = _configuration_in_job(host)
     else:
-        with file_errors("read", cluster):
-            found = ClusterFile.read(cluster)
-    configuration = ServerConfiguration(
-        cluster=found, host=host or found.own_host(), functions=tuple(function or ())
-    )
+        if new is not None:
+            from offbeat.runtime.ps.cluster import start_manager
+
+            if new < 1:
+                raise ValueError(f"expected at least 1 server to begin with, got {new}")
+            found = start_manager(new, host=host or "127.0.0.1", replicas=replicas)
+            found.write(cluster)
+        else:
+            with file_errors("read", cluster):
+                found = ClusterFile.read(cluster)
+        configuration = ServerConfiguration(
+            cluster=found, host=host or found.own_host(), functions=tuple(function or ())
+        )
     server = ServerProcess(configuration)
+    name = repr(configuration.cluster.job) if cluster is None else cluster
     serve_until_stopped(
-        server, lambda: print(f"server {server.server} of {cluster}", file=sys.stderr, flush=True)
+        server, lambda: print(f"server {server.server} of {name}", file=sys.stderr, flush=True)
     )
+    if cluster is None and server.has_left_early:  # then whoever started it starts another one
+        raise typer.Exit(128 + signal.SIGTERM)
+
+
+def _configuration_in_job(host: str | None) -> ServerConfiguration:
+    """Return the configuration of a server in the training job at OFFBEAT_COORDINATOR."""
+    from offbeat.runtime.ps.job_server import request_configuration
+
+    environment = _environment_apart()
+    if environment.coordinator is None:
+        raise ValueError(
+            "expected FILE, a cluster file, or OFFBEAT_COORDINATOR=HOST:PORT, where the coordinator of a "
+            "training job listens"
+        )
+    return request_configuration(environment, host)
+
+
+def _environment_apart() -> Environment:
+    """Read the environment of a process that belongs to a job and is no worker."""
+    from offbeat.runtime.control.environment import read_environment
+
+    place = ("RANK", "WORLD_SIZE")
+    return read_environment({name: value for name, value in os.environ.items() if name not in place})
 
 
 @app.command()
@@ -307,12 +352,9 @@ def coordinator(
     their hosts, is needed by the others any more. OFFBEAT_JOB (the job's name), OFFBEAT_TOKEN_FILE (a file
     with the job's secret), OFFBEAT_RUN_LOG and OFFBEAT_RUN_LOG_BYTES_MAX are read here as in a worker.
     """
-    from offbeat.runtime.control.environment import read_environment
     from offbeat.runtime.control.service import run_service
 
-    place = ("RANK", "WORLD_SIZE")  # of a worker, which this process is not
-    environ = {name: value for name, value in os.environ.items() if name not in place}
-    raise typer.Exit(run_service(bind, read_environment(environ), state=state))
+    raise typer.Exit(run_service(bind, _environment_apart(), state=state))
 
 
 @app.command()

@@ -140,7 +140,7 @@ class Session:
         world: how many workers the job started with.
         is_newcomer: this worker joined when the job was running.
         local_workers: the ids of the workers in this process, including this one.
-        servers: number of server processes at the start, where the strategy has a parameter server.
+        servers: number of servers that the workers start, where the strategy has a parameter server.
         timer: splits the wall time into parts.
         tracer: records a timeline of the steps that OFFBEAT_TRACE names.
         validator: runs the validations of `validate`; None before its first call.
@@ -169,7 +169,7 @@ class Session:
             )
         self.worker, self.world = environment.rank, environment.world
         self.is_newcomer, self.local_workers = environment.is_newcomer, environment.threads
-        self.servers = environment.servers
+        self.servers = environment.servers if environment.starts_servers else 0
         self.timer = PartTimer(time.perf_counter)
         self.tracer: Tracer | None = None
         self.validator: Validator | None = None

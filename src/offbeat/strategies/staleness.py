@@ -11,7 +11,7 @@ from offbeat.policies.staleness.adaptive_bound import ProgressSignal
 from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 from offbeat.policies.staleness.caches import PsOptions
 from offbeat.policies.staleness.clock_protocol import ClockProtocol
-from offbeat.runtime.control.configuration import PolicySpec
+from offbeat.runtime.control.configuration import PARAMETER_SERVER_PATH, PolicySpec
 from offbeat.runtime.staleness.synchronizer import ServerSynchronizer
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.trained import TrainingState
@@ -44,7 +44,7 @@ class ServerStrategy(ABC):
                 arguments={"world": world, **self.staleness_arguments()},
             ),
             PolicySpec(
-                path="offbeat.policies.ps.manager:PsManager",
+                path=PARAMETER_SERVER_PATH,
                 arguments={"servers": servers, "replicas": self.replicas},
             ),
         )

@@ -329,12 +329,25 @@ def test_the_job_is_complete_when_all_remaining_workers_have_finished():
     assert "came when all others were done" in refused.reason
 
 
-def test_when_no_worker_is_left_the_servers_are_closed():
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (Lost(now_s=0.0, worker=1, cause="cut"), "cut"),
+        (Failed(now_s=0.0, worker=1, step=2, error="it broke"), "it failed after 2 steps: it broke"),
+    ],
+)
+def test_when_no_worker_is_left_to_complete_it_the_job_fails(end, cause):
     policy = started(2)
     assert answers(policy, Lost(now_s=0.0, worker=0, cause="cut")) == []
-    assert answers(policy, Lost(now_s=0.0, worker=1, cause="cut")) == [
-        CloseServers(reason="all workers are gone")
+    assert answers(policy, end) == [
+        AbortJob(worker=None, step=None, reason=f"worker 1 was lost: {cause}; no worker is left")
     ]
+
+
+def test_when_the_last_worker_leaves_in_order_the_servers_are_closed():
+    policy = started(2)
+    assert answers(policy, Lost(now_s=0.0, worker=0, cause="cut")) == []
+    assert answers(policy, Left(now_s=0.0, worker=1, step=0)) == [CloseServers(reason="all workers are gone")]
 
 
 def test_the_servers_stay_until_the_last_worker_of_a_complete_job_has_left():

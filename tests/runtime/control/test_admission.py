@@ -8,12 +8,13 @@ from offbeat.runtime.control.admission import (
     Admission,
     JobAnswer,
     JobRequest,
+    ServerRequest,
     decode_job_answer,
     decode_job_request,
     encode_job_message,
 )
 from offbeat.runtime.control.channel import SequenceAck, decode_sequence_ack, encode_sequence_ack
-from offbeat.runtime.control.configuration import PolicySpec
+from offbeat.runtime.control.configuration import PARAMETER_SERVER_PATH, PolicySpec
 from offbeat.wire.codec import encode_actions, encode_events
 
 POLICIES = (PolicySpec(path="offbeat.policies.membership.assembly:Assembly", arguments={"world": 3}),)
@@ -96,6 +97,24 @@ def test_a_higher_attempt_begins_the_job_at_once_and_a_lower_one_is_refused():
     assert refusal == "attempt 1 of the job has begun, and this process is of attempt 0"
 
 
+def with_servers(attempt=0):
+    admission = Admission()
+    servers = PolicySpec(path=PARAMETER_SERVER_PATH, arguments={"servers": 2})
+    admission.begin(msgspec.structs.replace(request(attempt=attempt), policies=(*POLICIES, servers)))
+    return admission
+
+
+def test_a_server_waits_for_a_running_job_and_is_admitted_to_one_that_has_servers():
+    assert Admission().admit_server(ServerRequest(attempt=0)) is None
+    admission = with_servers(attempt=1)
+    assert admission.admit_server(ServerRequest(attempt=2)) is None
+    assert admission.admit_server(ServerRequest(attempt=1)) == JobAnswer(world=3)
+    assert "this process is of attempt 0" in admission.admit_server(ServerRequest(attempt=0)).refusal
+    admission.is_over = True
+    assert admission.admit_server(ServerRequest(attempt=1)) is None
+    assert "no parameter server" in begun().admit_server(ServerRequest(attempt=0)).refusal
+
+
 def test_the_state_of_another_gives_the_same_answers():
     admission, other = begun(), Admission()
     admission.admit(request(1), has_started=True)
@@ -108,6 +127,9 @@ def test_the_state_of_another_gives_the_same_answers():
 def test_requests_and_answers_are_distinguished_from_all_other_messages():
     message = encode_job_message(request(2, 5))
     assert decode_job_request(message) == request(2, 5)
+    of_server = ServerRequest(attempt=3)
+    assert decode_job_request(encode_job_message(of_server)) == of_server
+    assert decode_sequence_ack(encode_job_message(of_server)) is None
     assert decode_sequence_ack(message) is None
     answer = JobAnswer(worker=4, world=3, is_newcomer=True)
     assert decode_job_answer(encode_job_message(answer)) == answer

@@ -30,6 +30,20 @@ def test_the_attempt_is_the_users_else_the_launchers(environ, attempt):
     assert read_environment(environ).attempt == attempt
 
 
+def test_servers_are_started_by_workers_or_apart():
+    place = {**PLACE, "OFFBEAT_COORDINATOR": "head:4321"}
+    found = read_environment({**place, "OFFBEAT_SERVERS": "2"})
+    assert (found.servers, found.starts_servers) == (2, True)
+    found = read_environment({**place, "OFFBEAT_SERVERS_APART": "3"})
+    assert (found.servers, found.starts_servers) == (3, False)
+    with pytest.raises(OffbeatError, match="expected OFFBEAT_SERVERS_APART of at least 1, got 0"):
+        read_environment({**place, "OFFBEAT_SERVERS_APART": "0"})
+    with pytest.raises(OffbeatError, match="got both"):
+        read_environment({**place, "OFFBEAT_SERVERS_APART": "3", "OFFBEAT_SERVERS": "3"})
+    with pytest.raises(OffbeatError, match="OFFBEAT_SERVERS_APART needs OFFBEAT_COORDINATOR"):
+        read_environment({"OFFBEAT_SERVERS_APART": "3"})
+
+
 @pytest.mark.parametrize(
     ("text", "place"),
     [("head:1", ("head", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535)), ("[::1]:80", ("::1", 80))],

@@ -33,8 +33,11 @@ from support.server_training import (
     Numbers,
     StepCounter,
     check_eager,
+    check_equal,
     check_versioned,
     count_steps,
+    each_once,
+    uses,
     violations,
 )
 
@@ -93,46 +96,6 @@ def test_the_death_of_a_server_loses_and_duplicates_no_step(gate, strategy, chec
     log = read_log(gate.log)
     assert violations(log) == []
     assert replay(log) is None
-
-
-def uses(rank, emit, strategy, epochs=6, kills=None, at=2):
-    """Trains, with a pause at its own step `at`.
-
-    Returns the samples that this worker used, by epoch, and the parameters in the end. A worker waits at an
-    epoch's end for the samples that others hold: `at` is a step of the first epoch, however slow it is.
-    """
-    torch.manual_seed(rank)
-    model = nn.Linear(6, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    used, steps = {}, 0
-    with offbeat.join(model, optimizer, strategy) as session:
-        for epoch in session.epochs(epochs):
-            for numbers, x in session.batches(Numbers(SAMPLES), BATCH):
-                steps += 1
-                if steps == at and not session.is_newcomer:
-                    emit("now")
-                    pass_gate()
-                    if rank == kills:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                optimizer.zero_grad()
-                compute(0.005)
-                model(x).square().mean().backward()
-                optimizer.step()
-                used.setdefault(epoch, []).extend(numbers.tolist())
-    return used, torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
-
-
-def check_equal(ended):
-    """Checks that all end with equal parameters; returns the samples that they used."""
-    found = values(ended)
-    assert all(last == found[0][1] for _, last in found)
-    return [used for used, _ in found]
-
-
-def each_once(used, epochs):
-    """Checks that each sample of these epochs was used once over all workers."""
-    for epoch in epochs:
-        assert sorted(number for one in used for number in one.get(epoch, [])) == list(range(SAMPLES))
 
 
 def check_rules(log, *lost):

@@ -20,8 +20,8 @@ to a member that has received its gradient. An adopted block is contributed like
 Ways back:
 
 - to the pool: queued blocks of a worker that leaves the group (`set_members`), all blocks of a worker that
-  is revoked or lost or whose loop has ended (`retire`), and what a lost worker contributed to a round that is
-  abandoned;
+  is revoked or lost or whose loop has ended (`retire`: no model contains them, so a checkpoint that is saved
+  afterwards must not count them), and what a lost worker contributed to a round that is abandoned;
 - to *started*: what a living worker contributed to a round that is abandoned (`abandon_round`), or to a round
   in which it takes no part after all (`withdraw`).
 
@@ -403,10 +403,7 @@ class BlockScheduler:
         self._note_room(worker, record)
 
     def retire(self, worker: int) -> None:
-        """Return all blocks of a worker whose loop has ended to the pool, and assign nothing more to it.
-
-        No model contains them. A checkpoint that is saved afterwards, at a preemption, must not count them.
-        """
+        """Return all blocks of a worker whose loop has ended to the pool, and assign nothing more to it."""
         self.revoke(worker)
         self._blocks_of_worker(worker).epoch = None
 

@@ -311,7 +311,14 @@ class BoundedStaleness:
         if self._lacks_initial_parameters([event.worker]) and len(self._workers) > 1:
             return self._stop(_departure_cause(event))
         self._remove(event.worker)
+        if not self._workers and self._has_started and not isinstance(event, Left):
+            return self._fail(f"worker {event.worker} was lost: {_departure_cause(event)}")
         return self._proceed() + self._complete_job()
+
+    def _fail(self, cause: str) -> list[Action]:
+        """End the job, which no worker is left to complete."""
+        self._is_over = True
+        return [AbortJob(worker=None, step=None, reason=f"{cause}; no worker is left")]
 
     def _lacks_initial_parameters(self, going: list[int]) -> bool:
         """Whether the worker whose parameters all start with is among these and has not provided them yet."""
@@ -591,6 +598,8 @@ class BoundedStaleness:
         ]
         for worker in workers:
             self._remove(worker)
+        if not self._workers:
+            return [*refused, *self._fail(reason)]
         return [*refused, *self._proceed(), *self._complete_job()]
 
     def _on_server_reachability(self, event: ServerUnreachable | ServerReachable) -> None:

@@ -10,6 +10,8 @@ the job is: its policies, the number of its workers, the attempt. From then on t
   workers is left, the next process begins the job again, from its checkpoint.
 - A process of a higher attempt begins the job again at once, and the workers of the attempt before end. A
   process of a lower attempt is refused.
+- A server that is started apart from the workers waits until a job has begun. It is refused if that job has
+  no parameter server.
 
 The objects here are pure: no socket, no clock.
 """
@@ -21,7 +23,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from offbeat.errors import ProtocolError
-from offbeat.runtime.control.configuration import PolicySpec
+from offbeat.runtime.control.configuration import PARAMETER_SERVER_PATH, PolicySpec
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
@@ -50,11 +52,21 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     start_s: float
 
 
-class JobAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The answer to a JobRequest.
+class ServerRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a server that no worker has started sends before it joins the job.
 
     Attributes:
-        worker: the id of the process in the job.
+        attempt: as in a JobRequest.
+    """
+
+    attempt: _Count
+
+
+class JobAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to a JobRequest or a ServerRequest.
+
+    Attributes:
+        worker: the id of the process in the job; -1 for a server.
         world: the number of workers with which the job starts, or has started.
         is_newcomer: the job runs already.
         refusal: why the process cannot take part; "" if it can.
@@ -66,27 +78,29 @@ class JobAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     refusal: str = ""
 
 
-_request_decoder: Final = msgspec.msgpack.Decoder(JobRequest)
+# By the first byte: a request begins with the number of its fields, which no other control message has.
+_request_decoders: Final[dict[int, msgspec.msgpack.Decoder[JobRequest | ServerRequest]]] = {
+    0x80 | len(kind.__struct_fields__): msgspec.msgpack.Decoder(kind) for kind in (JobRequest, ServerRequest)
+}
 _answer_decoder: Final = msgspec.msgpack.Decoder(JobAnswer)
-# It begins with the number of its fields, which no other control message has.
-_REQUEST_BYTE: Final = 0x80 | len(JobRequest.__struct_fields__)
 
 
-def encode_job_message(message: JobRequest | JobAnswer) -> bytes:
+def encode_job_message(message: JobRequest | ServerRequest | JobAnswer) -> bytes:
     """Return the control message with this request or answer."""
     return msgspec.msgpack.encode(message)
 
 
-def decode_job_request(data: bytes) -> JobRequest | None:
-    """Return the JobRequest in a control message; None if the message holds something else.
+def decode_job_request(data: bytes) -> JobRequest | ServerRequest | None:
+    """Return the request in a control message; None if the message holds something else.
 
     Raises:
-        ProtocolError: the message begins like a JobRequest and cannot be decoded as one.
+        ProtocolError: the message begins like a request and cannot be decoded as one.
     """
-    if not data or data[0] != _REQUEST_BYTE:
+    decoder = _request_decoders.get(data[0]) if data else None
+    if decoder is None:
         return None
     try:
-        return _request_decoder.decode(data)
+        return decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"expected a request for an id in the job: {error}") from None
 
@@ -154,16 +168,28 @@ class Admission:
         running = self.request
         assert running is not None
         if request.attempt < running.attempt:
-            return JobAnswer(
-                refusal=f"attempt {running.attempt} of the job has begun, and this process is of attempt "
-                f"{request.attempt}"
-            )
+            return _refusal_of_attempt(request.attempt, running.attempt)
         if not has_started:
             return JobAnswer(worker=request.rank, world=request.world)
         if request.is_newcomer and request.rank >= self._next_id:
             self._next_id = request.rank  # its launcher has drawn it
         worker, self._next_id = self._next_id, self._next_id + 1
         return JobAnswer(worker=worker, world=running.world, is_newcomer=True)
+
+    def admit_server(self, request: ServerRequest) -> JobAnswer | None:
+        """Return the answer to a server; None if it has to wait until the job has begun."""
+        running = self.request
+        if running is None or request.attempt > running.attempt:
+            return None
+        if request.attempt < running.attempt:
+            return _refusal_of_attempt(request.attempt, running.attempt)
+        if self.is_over:
+            return None
+        if all(policy.path != PARAMETER_SERVER_PATH for policy in running.policies):
+            return JobAnswer(
+                refusal="its strategy has no parameter server: start no server, or choose another strategy"
+            )
+        return JobAnswer(world=running.world)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data."""
@@ -175,3 +201,9 @@ class Admission:
         request = state["request"]
         self.request = None if request is None else msgspec.convert(request, JobRequest)
         self.is_over, self._next_id = state["is_over"], state["next_id"]
+
+
+def _refusal_of_attempt(attempt: int, running: int) -> JobAnswer:
+    return JobAnswer(
+        refusal=f"attempt {running} of the job has begun, and this process is of attempt {attempt}"
+    )

@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 COORDINATOR: Final = "coordinator"  # the name of its node
+PARAMETER_SERVER_PATH: Final = "offbeat.policies.ps.manager:PsManager"  # the policy of a job that has one
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,7 +51,11 @@ from offbeat.events import (
 )
 from offbeat.policies import dispatch_event
 from offbeat.runtime.control.channel import SequenceAck, decode_sequence_ack, encode_sequence_ack
-from offbeat.runtime.control.configuration import COORDINATOR, CoordinatorConfiguration
+from offbeat.runtime.control.configuration import (
+    COORDINATOR,
+    PARAMETER_SERVER_PATH,
+    CoordinatorConfiguration,
+)
 from offbeat.runtime.control.journal import Journal
 from offbeat.runtime.control.peer_table import PeerRecord, PeerTable
 from offbeat.runtime.control.run_log import LogPosition, RunLog
@@ -362,7 +366,10 @@ class Coordinator:
         self._track(event, peer)
         actions = dispatch_event(self._policies, event)
         if not self._has_started:
-            self._has_started = any(isinstance(action, PeerList | ClusterView) for action in actions)
+            # Servers may form their ring before all workers of a job have joined.
+            has_workers = any(policy.path != PARAMETER_SERVER_PATH for policy in self._configuration.policies)
+            start = PeerList if has_workers else ClusterView
+            self._has_started = any(isinstance(action, start) for action in actions)
         return actions
 
     def _track(self, event: Event, peer: str) -> None:

@@ -21,6 +21,7 @@ ATTEMPT_VARIABLE = "OFFBEAT_ATTEMPT"
 JOB_VARIABLE = "OFFBEAT_JOB"
 START_S_VARIABLE = "OFFBEAT_START_S"
 SERVERS_VARIABLE = "OFFBEAT_SERVERS"
+SERVERS_APART_VARIABLE = "OFFBEAT_SERVERS_APART"
 TRACE_VARIABLE = "OFFBEAT_TRACE"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _ATTEMPTS = (ATTEMPT_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # the first that is set
@@ -44,8 +45,9 @@ class Environment:
         master_port: its port, 0 in a world of one.
         agent_hosts_store: the launcher hosts the TCPStore, not rank 0.
         threads: the ids of the workers of this process; several where it has several worker threads.
-        servers: how many the parameter server begins with, where the strategy has one; the first processes
-            start one each, or several where there are more servers than processes.
+        servers: how many the parameter server begins with, where the strategy has one.
+        starts_servers: the first processes start one server each, or several where there are more servers
+            than processes; otherwise servers are started apart, by 'offbeat serve'.
         attempt: how often the launcher has started the whole job again.
         job_name: distinguishes the job from others at the same address; None where it has no name.
         slowdowns: slowdowns to inject, in the syntax of `--slow`.
@@ -68,6 +70,7 @@ class Environment:
     agent_hosts_store: bool = False
     threads: tuple[int, ...] = (0,)
     servers: int = 1
+    starts_servers: bool = True
     attempt: int = 0
     job_name: str | None = None
     slowdowns: tuple[str, ...] = ()
@@ -130,7 +133,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        servers=_servers(environ),
+        servers=_servers(environ, coordinator),
+        starts_servers=not environ.get(SERVERS_APART_VARIABLE),
         attempt=next((_count(environ, name) for name in _ATTEMPTS if environ.get(name)), 0),
         job_name=_job_name(environ),
         slowdowns=tuple(text for text in environ.get(SLOW_VARIABLE, "").split(";") if text),
@@ -240,10 +244,21 @@ def _trace(environ: Mapping[str, str]) -> tuple[str, int] | None:
     return folder, int(step)
 
 
-def _servers(environ: Mapping[str, str]) -> int:
-    servers = _int(environ, SERVERS_VARIABLE, 1)
+def _servers(environ: Mapping[str, str], coordinator: str | None) -> int:
+    is_apart = bool(environ.get(SERVERS_APART_VARIABLE))
+    if is_apart and environ.get(SERVERS_VARIABLE):
+        raise OffbeatError(
+            f"expected one of {SERVERS_VARIABLE} (servers that workers start) and {SERVERS_APART_VARIABLE} "
+            "(servers that 'offbeat serve' starts), got both"
+        )
+    if is_apart and coordinator is None:
+        raise OffbeatError(
+            f"{SERVERS_APART_VARIABLE} needs {COORDINATOR_VARIABLE}, where servers find the job"
+        )
+    name = SERVERS_APART_VARIABLE if is_apart else SERVERS_VARIABLE
+    servers = _int(environ, name, 1)
     if servers < 1:
-        raise OffbeatError(f"expected {SERVERS_VARIABLE} of at least 1, got {servers}")
+        raise OffbeatError(f"expected {name} of at least 1, got {servers}")
     return servers
 
 

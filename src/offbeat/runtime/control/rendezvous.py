@@ -39,7 +39,7 @@ from offbeat.runtime.control.environment import (
     parse_coordinator,
     read_token,
 )
-from offbeat.runtime.control.requesting import request_id
+from offbeat.runtime.control.requesting import request_admission
 from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.transport import descriptors
@@ -231,7 +231,7 @@ def _ask_coordinator(
         silent_s=configuration.silent_s,
         start_s=environment.start_s,
     )
-    answer = request_id(address, request, job=job, token=token, timeout_s=limit_s - time.monotonic())
+    answer = request_admission(address, request, job=job, token=token, timeout_s=limit_s - time.monotonic())
     if answer.is_newcomer and not (environment.is_newcomer or environment.may_return):
         raise OffbeatError(
             f"rank {environment.rank} has been used in the running job: set {NEWCOMER_VARIABLE}=auto to let "

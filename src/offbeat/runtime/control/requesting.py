@@ -1,4 +1,4 @@
-"""Asks a coordinator that no worker has started for the id of this process in the job.
+"""Asks a coordinator that no worker has started whether this process takes part in the job, and as what.
 
 This module opens one connection, for one question, and closes it.
 """
@@ -9,7 +9,13 @@ import queue
 import secrets
 
 from offbeat.errors import LinkError, OffbeatError, ProtocolError
-from offbeat.runtime.control.admission import JobAnswer, JobRequest, decode_job_answer, encode_job_message
+from offbeat.runtime.control.admission import (
+    JobAnswer,
+    JobRequest,
+    ServerRequest,
+    decode_job_answer,
+    encode_job_message,
+)
 from offbeat.runtime.control.configuration import COORDINATOR
 from offbeat.runtime.control.environment import COORDINATOR_VARIABLE, JOB_VARIABLE, TOKEN_FILE_VARIABLE
 from offbeat.runtime.transport.endpoint import Endpoint
@@ -17,8 +23,10 @@ from offbeat.runtime.transport.endpoint import Endpoint
 _MARGIN_S = 1.0  # in which the endpoint reports that it has not reached the coordinator in time
 
 
-def request_id(address: str, request: JobRequest, *, job: str, token: str, timeout_s: float) -> JobAnswer:
-    """Return the answer of the coordinator to a request for an id in its job.
+def request_admission(
+    address: str, request: JobRequest | ServerRequest, *, job: str, token: str, timeout_s: float
+) -> JobAnswer:
+    """Return the answer of the coordinator to a request to take part in its job.
 
     Args:
         address: of the coordinator, as `tcp://HOST:PORT`.
@@ -49,15 +57,16 @@ def request_id(address: str, request: JobRequest, *, job: str, token: str, timeo
             item = answers.get(timeout=timeout_s + _MARGIN_S)
         except queue.Empty:
             raise OffbeatError(
-                f"the coordinator at {address} did not answer within {timeout_s:.0f} s: a newcomer waits for "
-                "a running job, and a process of a failed job until the other workers have ended"
+                f"the coordinator at {address} did not answer within {timeout_s:.0f} s: a newcomer or a "
+                "server waits for a running job, and a process of a failed job until the other workers have "
+                "ended"
             ) from None
     finally:
         endpoint.close()
     if isinstance(item, LinkError):
         raise OffbeatError(
             f"the coordinator at {address} ({COORDINATOR_VARIABLE}) cannot be reached: {item}; does 'offbeat "
-            f"coordinator' run there, with this worker's {JOB_VARIABLE} and {TOKEN_FILE_VARIABLE}?"
+            f"coordinator' run there, with this process's {JOB_VARIABLE} and {TOKEN_FILE_VARIABLE}?"
         )
     if isinstance(item, BaseException):
         raise item

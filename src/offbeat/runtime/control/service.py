@@ -7,7 +7,8 @@ Theory of operation
    if one is given. Then a supervisor runs the coordinator (see `offbeat.runtime.processes.supervisor`).
 2. A process that wants to take part connects and sends a JobRequest. The first one begins the job: it brings
    the policies. Each gets its id in a JobAnswer (see `offbeat.runtime.control.admission`), and then joins
-   like any worker. Requests are in the journal, with the events.
+   like any worker. Requests are in the journal, with the events. A server that no worker has started sends a
+   ServerRequest, which changes nothing, and is answered once a job has begun.
 3. A worker that loses its connection dials the same address again for minutes. So the service may be killed
    and started again, with the same folder, on the same host or on another one that the address then leads to.
    Without a folder, the job ends with the service.
@@ -37,6 +38,7 @@ from offbeat.runtime.control.admission import (
     Admission,
     JobAnswer,
     JobRequest,
+    ServerRequest,
     decode_job_request,
     encode_job_message,
 )
@@ -81,7 +83,7 @@ class ServiceCoordinator(Coordinator):
         )
         self._log_path = configuration.log_path
         self._admission = Admission()
-        self._deferred: dict[str, JobRequest] = {}  # by peer
+        self._deferred: dict[str, JobRequest | ServerRequest] = {}  # by peer
         self._has_finished = False  # the last worker that ended has left in order
         self._is_complete = False
 
@@ -101,8 +103,13 @@ class ServiceCoordinator(Coordinator):
     def _answer_deferred(self) -> None:
         """Answer every request that need not wait any more."""
         for peer, request in list(self._deferred.items()):
+            answer: JobAnswer | None
             if self._is_complete:
                 answer = JobAnswer(refusal="all workers of the job have finished")
+            elif isinstance(request, ServerRequest):
+                answer = self._admission.admit_server(request)
+                if answer is None:
+                    continue
             elif self._admission.is_deferred(
                 request, has_started=self._has_started, has_workers=bool(self._peers.present)
             ):

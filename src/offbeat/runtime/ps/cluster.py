@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from offbeat.runtime.control.configuration import CoordinatorConfiguration, PolicySpec
+from offbeat.runtime.control.configuration import (
+    PARAMETER_SERVER_PATH,
+    CoordinatorConfiguration,
+    PolicySpec,
+)
 from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator, start_program
 from offbeat.runtime.ps.node import ClusterFile
 from offbeat.runtime.ps.server import ServerConfiguration
@@ -112,7 +116,7 @@ def start_manager(
             job=job,
             token=token,
             host=host,
-            policies=(PolicySpec(path="offbeat.policies.ps.manager:PsManager", arguments=arguments),),
+            policies=(PolicySpec(path=PARAMETER_SERVER_PATH, arguments=arguments),),
             log_path=run_log,
             silent_s=silent_s,
         )

@@ -134,6 +134,11 @@ class ServerProcess:
         finally:
             self._node.close()
 
+    @property
+    def has_left_early(self) -> bool:
+        """Whether it was asked to leave, and has, before its job was over."""
+        return self._is_leaving and not self._is_closed
+
     def leave(self) -> None:
         """Leave as soon as other servers, if there are any, have all data that this one holds.
 

@@ -77,7 +77,7 @@ class TrainingLoop(Protocol):
         world: the number of workers at the job's start.
         is_newcomer: this worker joined a running job.
         local_workers: the ids of the workers in this process, including this one.
-        servers: the number of servers that the parameter server starts with.
+        servers: the number of servers that the workers start.
         timer: splits the worker's wall time into parts.
         tracer: records a timeline in some steps; None in all other steps.
     """
