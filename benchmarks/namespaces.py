@@ -23,7 +23,8 @@ buckets: segments then have 64 KB, as with network cards, and TCP gets 955 Mbit/
 
 Faults on demand: `cut` takes hosts off the switch, `split` puts them on a second switch, `block` drops what
 one host sends to another, `reset` breaks the connections between two hosts, and `mend` repairs all of these
-but the connections. Data on a broken line are lost silently: no connection is notified.
+but the connections. `slow_down` gives a host a slow line for the rest of the run. Data on a broken line are
+lost silently: no connection is notified.
 
 Not emulated: propagation delay and random loss (netem is not in every kernel), and anything about hosts but
 their network: they share cores, memory and the file system. A Unix socket with a path therefore still joins
@@ -205,6 +206,13 @@ def reset(one: Host, other: Host) -> None:
         OffbeatError: `ss` failed; the kernel needs CONFIG_INET_DIAG_DESTROY.
     """
     _command(*one.prefix, "ss", "--kill", "--tcp", "dst", other.address)
+
+
+def slow_down(slowed: Host, rate_bit_per_s: int) -> None:
+    """Give a host that has a line without a limit one of this rate, each way."""
+    burst = _burst_bytes(rate_bit_per_s, _EARLY_S)
+    _shape(slowed.name, INTERFACE, rate_bit_per_s, burst, _CARD_QUEUE_S)
+    _shape(slowed.switch, slowed.port, rate_bit_per_s, burst, _BUFFER_S)
 
 
 def _change_ports(*changed: Host, what: str) -> None:

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from benchmarks.namespaces import cut, mend, missing, reset
+from benchmarks.namespaces import cut, mend, missing, reset, slow_down
 from offbeat.strategies import SSP, AllReduce, PartialAllReduce
 from support.network_faults import fault, part, serving, training
+from support.run_logs import groups_of
 
 pytestmark = [
     pytest.mark.long,
@@ -50,6 +51,27 @@ def test_of_two_workers_that_cannot_reach_each_other_one_is_excluded_until_they_
             lines = [line for line in job.written(worker).splitlines() if f"worker {peer}" in line]
             assert any("cannot reach" in line and ", in step " in line for line in lines), lines
             assert any("can reach" in line and line.endswith("again") for line in lines), lines
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_worker_whose_line_becomes_slow_is_left_out_and_no_other(tmp_path, slow):
+    """528 KB of gradients and 50 ms of computing, on a line of 2 Mbit/s."""
+    with training(PartialAllReduce(), 4, tmp_path, width=2000) as job:
+        others = [worker for worker in job.all_workers if worker != slow]
+        began_s = time.monotonic()
+        slow_down(job.places[slow], 2_000_000)
+        job.wait_for(
+            lambda: any(slow not in group.members for group in groups_of(job.log)),
+            f"a group without worker {slow}",
+            150.0,
+        )
+        job.trains_on(others, together=[tuple(others)])
+        assert {group.members for group in groups_of(job.log)} == {job.all_workers, tuple(others)}
+        (reason,) = {group.reason for group in groups_of(job.log) if slow not in group.members}
+        assert f"worker {slow}: its line is slow" in reason
+        until = [one for one in job.steps(others[0]) if one.now_s > began_s and slow in one.members]
+        assert len(until) <= 20
+        print(job.measures(began_s, None))
 
 
 def test_without_rank_0s_host_the_others_train_on_where_the_coordinator_is_apart(tmp_path):

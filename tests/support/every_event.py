@@ -27,6 +27,7 @@ from offbeat.events import (
     Evaluated,
     EvaluatePart,
     Event,
+    ExchangeUnderWay,
     Failed,
     Finished,
     ForgetClient,
@@ -131,6 +132,7 @@ EXAMPLES = [
     ),
     Ready(now_s=1.0, worker=0, generation=2, epoch=1, step=3, round=3, compute_s=0.25, samples=32, blocks=()),
     BatchesSkipped(now_s=1.0, worker=0, epoch=1, step=3, round=3, batches_fetched=7, skipped=2),
+    ExchangeUnderWay(now_s=1.0, worker=0, round=7, has_moved=True),
     LateGradientArrived(now_s=1.0, worker=0, late_worker=2, assignment=3, step=7),
     SamplesRequested(
         now_s=1.0,

@@ -187,11 +187,11 @@ def _is_telling(line: str) -> bool:
 # Training --------------------------------------------------------------------------------------------------
 
 
-def _train(rank: int, emit: Callable[[Any], None], names: list[str], strategy: Any) -> None:
+def _train(rank: int, emit: Callable[[Any], None], names: list[str], strategy: Any, width: int) -> None:
     enter(names[rank])
     logging.getLogger("offbeat").addHandler(logging.FileHandler(_output(os.environ["OFFBEAT_RUN_LOG"], rank)))
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(64, 400), nn.Tanh(), nn.Linear(400, 1))  # 106 KB
+    model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     data = TensorDataset(torch.randn(50_000, 64, generator=torch.Generator().manual_seed(0)))
     with offbeat.join(model, optimizer, strategy) as session:
@@ -215,9 +215,10 @@ class Training(Watched):
         all_workers: the workers that it begins with.
     """
 
-    def __init__(self, places: list[Host], cluster: Cluster, log: Path, workers: int) -> None:
+    def __init__(self, places: list[Host], cluster: Cluster, log: Path, workers: int, width: int) -> None:
         super().__init__(places, cluster, log)
         self.all_workers = tuple(range(workers))
+        self._width = width
         self._names = [place.name for place in places]
 
     def steps(self, rank: int) -> list[Step]:
@@ -229,7 +230,7 @@ class Training(Watched):
 
     def newcomer(self, strategy: Any) -> int:
         """Start a worker on the first spare host, which joins the job; return the number of its process."""
-        return self.cluster.add(_train, (self._names, strategy), {})
+        return self.cluster.add(_train, (self._names, strategy, self._width), {})
 
     def trains_on(
         self,
@@ -291,6 +292,7 @@ def training(
     *,
     spare: int = 0,
     has_service: bool = False,
+    width: int = 400,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Training]:
     """A job of so many workers, each on a host, that has begun to train; a server on each, if any.
@@ -298,6 +300,7 @@ def training(
     Args:
         spare: so many hosts more, without a worker.
         has_service: the coordinator belongs to no worker, and runs on a host of its own, the last one.
+        width: of the model's hidden layer, each unit of which has 264 bytes of gradients.
     """
     log = folder / "log.jsonl"
     with ExitStack() as stack:
@@ -314,8 +317,8 @@ def training(
             **(env or {}),
         }
         names = [place.name for place in places]
-        cluster = stack.enter_context(start(_train, workers, names, strategy, env=variables))
-        watched = Training(places, cluster, log, workers)
+        cluster = stack.enter_context(start(_train, workers, names, strategy, width, env=variables))
+        watched = Training(places, cluster, log, workers, width)
         stack.callback(watched.close)
         watched.trains_on(watched.all_workers, timeout_s=START_S)
         try:

@@ -71,6 +71,7 @@ from offbeat.events.training import (
     ContributionReport,
     EndEpoch,
     Evaluated,
+    ExchangeUnderWay,
     Failed,
     Finished,
     Group,
@@ -135,6 +136,7 @@ __all__ = [
     "EvaluatePart",
     "Evaluated",
     "Event",
+    "ExchangeUnderWay",
     "Failed",
     "Finished",
     "ForgetClient",
@@ -213,6 +215,7 @@ Event: TypeAlias = (
     | ContributionReport
     | StepFinished
     | LateGradientArrived
+    | ExchangeUnderWay
     | StepTimed
     | Halted
     | Evaluated

@@ -55,6 +55,8 @@ class Ready:
         samples: samples behind the gradients; 0 where the batch was not assigned by the session.
         blocks: ids of the assigned blocks that the gradients come from; empty where the worker is in no
             group.
+        line_s: for each member to which the worker has sent since its last Ready, how long the last bytes of
+            a message were on the way until that member had them, at most, in seconds.
     """
 
     now_s: float
@@ -67,6 +69,24 @@ class Ready:
     samples: int
     blocks: tuple[int, ...]
     batches_fetched: int = 0
+    line_s: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeUnderWay:
+    """A worker has been in an exchange for a while; sent again and again until the exchange ends.
+
+    So it does not count as late: not it, but a line or another worker is slow.
+
+    Attributes:
+        round: the round of the exchange.
+        has_moved: data have passed this worker's links since the last report.
+    """
+
+    now_s: float
+    worker: int
+    round: int
+    has_moved: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from offbeat.events import (
 from offbeat.policies import dispatch_event
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.membership.partial_groups import PartialGroups
+from offbeat.policies.stragglers.lines import RETRY_FIRST_S
 
 
 class Job:
@@ -70,6 +71,7 @@ class Job:
         generation: int = 0,
         compute_s: float = 0.1,
         step: int | None = None,
+        line_s: tuple[tuple[int, float], ...] = (),
     ) -> list[Action]:
         return self.policy.handle(
             Ready(
@@ -82,6 +84,7 @@ class Job:
                 compute_s=compute_s,
                 samples=0,
                 blocks=(),
+                line_s=line_s,
             )
         )
 
@@ -692,3 +695,24 @@ def test_outages_are_part_of_the_state():
     reasons = only(job.tick(5.1), Halt).reason
     assert "worker 0 cannot reach worker 1" in reasons
     assert "the coordinator cannot reach worker 2" in reasons
+
+
+def test_a_member_with_a_slow_line_is_left_out_and_tried_again_later():
+    job = Job(4, detector={"limit": 2})
+    times_s = {0: 0.01, 1: 2.0, 2: 2.0, 3: 0.01}  # of each member to the next one: the line of 2 is slow
+    actions: list[Action] = []
+    for round_ in range(2):
+        for worker, time_s in times_s.items():
+            actions += job.ready(worker, round_, line_s=(((worker + 1) % 4, time_s),))
+    (halt,) = [action for action in actions if isinstance(action, Halt)]
+    assert not halt.abandon
+    assert "worker 2: its line is slow" in halt.reason
+    actions = [action for worker in range(4) for action in job.answer(worker, halt.generation, step=2)]
+    (group,) = [action for action in actions if isinstance(action, Group)]
+    assert group.members == (0, 1, 3)
+    for worker in (0, 1, 3):
+        job.ready(worker, 2, generation=group.generation)
+    job.now_s = RETRY_FIRST_S + 1
+    (halt,) = job.ready(2, 2, generation=group.generation)
+    assert isinstance(halt, Halt)
+    assert "tried again" in halt.reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat.events import Ready
+from offbeat.events import ExchangeUnderWay, Ready
 from offbeat.policies.membership.current_group import CurrentGroup
 from offbeat.policies.membership.round_monitor import RoundMonitor
 from offbeat.policies.membership.worker_table import WorkerStatus, WorkerTable
@@ -46,6 +46,28 @@ def test_a_member_is_late_once_another_one_has_waited_for_longer_than_the_patien
     assert rounds.monitor.late_workers(9.0, 0.2) == []
 
 
+def under_way(worker: int, now_s: float, *, has_moved: bool = True) -> ExchangeUnderWay:
+    return ExchangeUnderWay(now_s=now_s, worker=worker, round=0, has_moved=has_moved)
+
+
+def test_a_member_that_is_still_in_an_exchange_is_not_late():
+    rounds = Rounds()
+    rounds.ready(0, 0, 1.0)
+    rounds.ready(2, 0, 1.0)
+    rounds.monitor.on_exchange_under_way(under_way(1, 2.0, has_moved=False))
+    assert rounds.monitor.late_workers(3.0, 0.2) == []
+    assert rounds.monitor.late_workers(3.1, 0.2) == [1]  # nothing more was heard of it
+
+
+def test_no_probe_is_due_as_long_as_data_flow():
+    rounds = Rounds()
+    for worker in range(3):
+        rounds.ready(worker, 0, 1.0)
+    rounds.monitor.on_exchange_under_way(under_way(1, 3.0))
+    rounds.monitor.on_exchange_under_way(under_way(1, 4.0, has_moved=False))
+    assert [rounds.monitor.begin_probe(now_s, None) for now_s in (5.0, 5.5)] == [None, 2.5]
+
+
 def test_most_members_are_late_only_after_their_silence_would_be_known():
     rounds = Rounds()
     rounds.ready(0, 0, 1.0)
@@ -72,6 +94,7 @@ def test_a_probe_is_due_after_twice_the_patience_and_then_after_twice_as_long():
 def test_a_restored_monitor_goes_on_where_it_was():
     rounds, later = Rounds(), Rounds()
     rounds.ready(0, 0, 1.0)
+    rounds.monitor.on_exchange_under_way(under_way(2, 2.5))
     later.workers.load_state_dict(rounds.workers.state_dict())
     later.monitor.load_state_dict(rounds.monitor.state_dict())
-    assert later.monitor.late_workers(3.1, 0.2) == rounds.monitor.late_workers(3.1, 0.2) == [1, 2]
+    assert later.monitor.late_workers(3.1, 0.2) == rounds.monitor.late_workers(3.1, 0.2) == [1]

@@ -2,6 +2,7 @@
 between real processes."""
 
 import os
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -144,6 +145,35 @@ def test_all_reduce_of_6_to_17_members_gives_bit_identical_sums(size):
                 for flat in sums:
                     assert torch.equal(flat.view(torch.uint8), sums[0].view(torch.uint8)), algorithm
                 assert torch.allclose(sums[0], sum(flats), rtol=0, atol=1e-5)
+
+
+def test_members_measure_their_lines_to_both_neighbours_in_turn():
+    with group(4, unix=False) as four:
+        flats = [vector(rank, 1000) for rank in range(4)]
+        four.new_id()
+        for step in (1, -1, 1):  # the ring goes around in one direction, then in the other
+            four.sum(flats)
+            for rank, member in enumerate(four.members):
+                times_s = member.pop_line_times()
+                assert [*times_s] == [(rank + step) % 4]
+                assert min(times_s.values()) > 0
+                assert member.pop_line_times() == {}
+
+
+def test_a_member_reports_an_exchange_that_takes_long_until_it_ends():
+    with group(3, unix=False) as three:
+        flats = [vector(rank, 1000) for rank in range(3)]
+        reports = queue.SimpleQueue()
+        three.members[0].report_progress(reports.put)
+        begin = [
+            partial(member.all_reduce, flat, torch.empty_like(flat), exchange_id=1)
+            for member, flat in zip(three.members, flats, strict=True)
+        ]
+        pending = [one() for one in begin[:2]]
+        assert isinstance(reports.get(timeout=DEADLINE_S), bool)
+        assert reports.get(timeout=DEADLINE_S) is False  # its data are with member 1, and nothing comes
+        pending.append(begin[2]())
+        wait(pending)
 
 
 @pytest.mark.long(after=4)

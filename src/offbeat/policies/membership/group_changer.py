@@ -130,6 +130,7 @@ class GroupChanger:
         group = self._group.change(tuple(sorted(self._workers.statuses)), reason=reason)
         self.is_settled = False
         self._assigner.change_group(group.members, (), 0)
+        self._stragglers.lines.set_members(group.members)
         return group
 
     def proceed(self, now_s: float) -> list[Action]:
@@ -341,7 +342,7 @@ class GroupChanger:
     def _can_return(self, worker: int) -> bool:
         return not (
             worker in self._group.overtaken
-            or worker in self._stragglers.classifier.stragglers
+            or worker in self._stragglers.stragglers
             or self._workers.statuses[worker].is_late
         )
 
@@ -379,6 +380,7 @@ class GroupChanger:
         for worker in joining:
             statuses[worker].round = -1
         self._rounds.on_group_changed(max(answer.round for answer in answers), now_s)
+        self._stragglers.lines.set_members(group.members)
         return group
 
     # State -----------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from offbeat.events import (
     ContributionReport,
     EndEpoch,
     Event,
+    ExchangeUnderWay,
     Failed,
     Finished,
     Halted,
@@ -176,6 +177,10 @@ class PartialGroups:
             case LateGradientArrived():
                 self._status_of(event)
                 self._assigner.on_late_gradient(event, self._group.begun_step)
+                return []
+            case ExchangeUnderWay():
+                self._status_of(event)
+                self._rounds.on_exchange_under_way(event)
                 return []
             case Halted():
                 return self._handle_halted(event)
@@ -345,7 +350,7 @@ class PartialGroups:
         self._outages.forget(worker)
         self._assigner.on_gone(worker, has_reported_all=not isinstance(event, Lost))
         self._changer.is_settled = False
-        self._note_classes(self._stragglers.classifier.remove(worker))
+        self._note_classes(self._stragglers.remove(worker))
         match event:
             case Left():
                 self._group.on_ended(worker, event.step)
@@ -422,6 +427,7 @@ class PartialGroups:
         | CheckpointQuery
         | ContributionReport
         | LateGradientArrived
+        | ExchangeUnderWay
         | Halted
         | Finished,
     ) -> WorkerStatus:

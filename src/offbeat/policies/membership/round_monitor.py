@@ -5,9 +5,10 @@ It excludes no one.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from offbeat.events import Ready
+from offbeat.events import ExchangeUnderWay, Ready
 from offbeat.policies.membership.current_group import CurrentGroup
 from offbeat.policies.membership.worker_table import WorkerStatus, WorkerTable
 
@@ -22,7 +23,8 @@ class RoundMonitor:
 
     A round is open from the first Ready of a member until all members are Ready for it. A member is late when
     it is not Ready while another one has waited for longer than the patience, a joining one when it is not
-    Ready `join_timeout_s` after its Group. While all members are Ready and the exchange hangs, no event comes
+    Ready `join_timeout_s` after its Group. A member that has reported within the patience that it is still in
+    an exchange is not late. While all members are Ready and the exchange hangs, no event comes
     at all: then a probe is due, after twice the usual time, and after twice as long again each time.
 
     Args:
@@ -53,6 +55,7 @@ class RoundMonitor:
         self._silence_s = 0.0  # longest recent time without a Ready between two rounds
         self._probe_after = _PROBE_FIRST  # multiple of the patience, doubled by each probe
         self._first_finished_s: float | None = None
+        self._exchanging_s: dict[int, float] = {}  # when a worker last reported to be in an exchange
 
     def start(self, now_s: float) -> None:
         """Note that the first Group is sent."""
@@ -98,10 +101,18 @@ class RoundMonitor:
         if count < len(members):
             self._open_rounds[round_] = (now_s, count, step)
 
+    def on_exchange_under_way(self, event: ExchangeUnderWay) -> None:
+        """Note that a member is still in an exchange, and no probe is needed as long as data flow."""
+        if event.worker in self._group.member_set:
+            self._exchanging_s[event.worker] = event.now_s
+            if event.has_moved:
+                self._last_received_s = event.now_s
+
     def on_group_changed(self, first: int, now_s: float) -> None:
         """Open the rounds of a new group; no member of the one before has finished the round `first`."""
         self._group_sent_s = self._last_received_s = now_s
         self._open_rounds.clear()
+        self._exchanging_s.clear()
         rounds = {self._workers.statuses[member].round for member in self._group.members}
         for round_ in sorted({first, *(round_ for round_ in rounds if round_ > first)}):
             self._open_round(round_, now_s)
@@ -146,6 +157,7 @@ class RoundMonitor:
                     and member not in group.joining
                     and not statuses[member].has_finished
                     and statuses[member].round < round_
+                    and now_s - self._exchanging_s.get(member, -math.inf) > patience_s
                 ]
                 if not self._workers.are_most_of(behind, group.members) or now_s - since_s > MOST_SILENT_S:
                     late += behind
@@ -179,6 +191,7 @@ class RoundMonitor:
             "silence_s": self._silence_s,
             "probe_after": self._probe_after,
             "first_finished_s": self._first_finished_s,
+            "exchanging_s": [list(entry) for entry in self._exchanging_s.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -190,3 +203,4 @@ class RoundMonitor:
         self._last_received_s, self._ready_s = state["last_received_s"], state["ready_s"]
         self._silence_s, self._probe_after = state["silence_s"], state["probe_after"]
         self._first_finished_s = state["first_finished_s"]
+        self._exchanging_s = dict(state["exchanging_s"])

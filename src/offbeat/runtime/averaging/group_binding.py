@@ -43,7 +43,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from offbeat.errors import LinkError, WorkerError
-from offbeat.events import Action, AssignBlocks, AssignLateBlock, Group, Halt, ResolveLateBlock
+from offbeat.events import (
+    Action,
+    AssignBlocks,
+    AssignLateBlock,
+    ExchangeUnderWay,
+    Group,
+    Halt,
+    ResolveLateBlock,
+)
 from offbeat.policies.membership.group_membership import ExchangeDecision, GroupMembership
 from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.collectives.interface import Exchange, TensorMemory
@@ -62,6 +70,7 @@ class GroupHandle:
 
     Attributes:
         exchange: over the group's members.
+        members: their ids.
         position: this worker's position among them.
         size: the number of members.
         weight: this worker's weight in the mean, times `size`.
@@ -69,6 +78,7 @@ class GroupHandle:
     """
 
     exchange: Exchange
+    members: tuple[int, ...]
     position: int
     size: int
     weight: float
@@ -87,6 +97,7 @@ class GroupBinding:
             exchange, this worker's position in it, the first of `StateCopier.EXCHANGE_IDS` exchange ids and,
             at position 0, the number of finished exchanges, which it returns on every member.
         timeout_s: the longest time to wait for a group, in seconds.
+        reports_progress: tell the coordinator of exchanges that take long (`ExchangeUnderWay`).
 
     Attributes:
         protocol: the worker's side of the group protocol.
@@ -101,6 +112,8 @@ class GroupBinding:
         open_exchange: Callable[[Sequence[int]], Exchange],
         copy_state: Callable[[Exchange, int, int, int], int],
         timeout_s: float,
+        *,
+        reports_progress: bool,
     ) -> None:
         assert isinstance(client.protocol, GroupProtocol)
         self._client, self.protocol = client, client.protocol
@@ -108,6 +121,7 @@ class GroupBinding:
         self._open_exchange = open_exchange
         self._copy_state = copy_state
         self._timeout_s = timeout_s
+        self._reports_progress = reports_progress
         self._handle: GroupHandle | None = None
         self._handle_generation = -1
         self._exchange_id = 0  # the first unused one of this handle
@@ -208,6 +222,14 @@ class GroupBinding:
                 self._exchange_id += 1
             return self._exchange_id - 1
 
+    def pop_line_times(self) -> tuple[tuple[int, float], ...]:
+        """Return how long data took to other members since the last call: see `Ready.line_s`."""
+        handle = self._handle
+        if handle is None:
+            return ()
+        times_s = handle.exchange.pop_line_times()
+        return tuple((handle.members[position], times_s[position]) for position in sorted(times_s))
+
     @property
     def is_stable(self) -> bool:
         """Whether no change of the group is known before the next exchange."""
@@ -276,13 +298,29 @@ class GroupBinding:
         position = group.members.index(self._membership.worker)
         size = len(group.members)
         exchange = self._open_exchange(group.members)
+        if self._reports_progress:
+            exchange.report_progress(self._send_progress)
         weight = group.weights[position] * size
         self._handle = GroupHandle(
-            exchange=exchange, position=position, size=size, weight=weight, generation=group.generation
+            exchange=exchange,
+            members=group.members,
+            position=position,
+            size=size,
+            weight=weight,
+            generation=group.generation,
         )
         self._handle_generation = group.generation
         self._fail_if_job_failed(exchange)
         self._fail_if_superseded(exchange, group)
+
+    def _send_progress(self, has_moved: bool) -> None:
+        membership = self._membership
+        with suppress(LinkError):
+            self._client.send_event(
+                ExchangeUnderWay(
+                    now_s=0.0, worker=membership.worker, round=membership.round, has_moved=has_moved
+                )
+            )
 
     def _close_handle(self) -> None:
         if self._handle is not None:

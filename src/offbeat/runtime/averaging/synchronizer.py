@@ -178,7 +178,13 @@ class GroupSynchronizer:
         self._rendezvous = None
 
     def _join_group(self, client: CoordinatorClient) -> None:
-        self.binding = GroupBinding(client, self._open_exchange, self._copy_state, self._timeout_s)
+        self.binding = GroupBinding(
+            client,
+            self._open_exchange,
+            self._copy_state,
+            self._timeout_s,
+            reports_progress=self._survives,
+        )
         if self._loop.is_newcomer:
             self.binding.acquire_as_newcomer()
             self.binding.was_state_replaced = False
@@ -370,6 +376,7 @@ class GroupSynchronizer:
                 samples=self._loop.samples,
                 blocks=blocks,
                 batches_fetched=self._loop.batch,
+                line_s=self.binding.pop_line_times() if self._survives and self.binding is not None else (),
             )
         )
         return own_blocks, len(blocks) - own_blocks

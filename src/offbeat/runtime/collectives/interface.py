@@ -7,7 +7,7 @@ imports neither, computes and sends nothing, and never decides on membership.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +84,20 @@ class Exchange(Protocol):
         self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0
     ) -> PendingExchange:
         """Copy the 1-D tensor `flat` of the member at position `root` to all other members, in place."""
+
+    def report_progress(self, on_progress: Callable[[bool], None]) -> None:
+        """Call `on_progress` every 0.2 s while an exchange takes longer than that.
+
+        It is called in the I/O thread, with whether data have passed this worker's links since the call
+        before. `TorchExchange` never calls it.
+        """
+
+    def pop_line_times(self) -> dict[int, float]:
+        """Return how long data took to its receivers, by their positions, since the last call.
+
+        Of each message sent in an exchange, the time in seconds from the queueing of its last bytes until the
+        receiver has them; the longest. `TorchExchange` measures nothing.
+        """
 
     def abandon(self, error: WorkerError) -> None:
         """Fail all pending and later exchanges with `error`; thread-safe."""

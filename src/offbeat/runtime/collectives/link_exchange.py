@@ -30,6 +30,8 @@ from offbeat.runtime.transport.endpoint import Endpoint
 
 _STEP_BITS = 12
 _ID_SHIFT = _STEP_BITS + 20
+_PROGRESS_S = 0.2
+_PROGRESS_BYTES = 2048  # more than the heartbeats of all peers in that time
 _SETTLE_BYTES_MAX = 1 << 21  # per callback: about a millisecond of the I/O thread
 
 
@@ -37,7 +39,9 @@ class LinkExchange:
     """Collectives over links, run piece by piece in the links' own thread.
 
     A segment's pieces are forwarded as they arrive, so that receiving, adding and sending overlap and the
-    line is never idle between two steps of a schedule.
+    line is never idle between two steps of a schedule. The ring of every other exchange goes around in the
+    other direction, so that each member sends to both of its neighbours in turn, and a slow line can be told
+    from a slow neighbour's.
 
     Args:
         endpoint: this worker's links, with every member introduced.
@@ -50,11 +54,14 @@ class LinkExchange:
         self._names = tuple(names)
         self._position = position
         self._first_unused_tag = 0
-        self._plans: dict[tuple[str | int, int], _Plan] = {}
+        self._plans: dict[tuple[str | int, int, bool], _Plan] = {}
+        self._line_s: dict[str, float] = {}  # by link name, since they were taken
         self._prepared: dict[int, _ScheduleRun] = {}
         self._pending: set[_LinkPending] = set()
         self._error: WorkerError | None = None
         self._lock = threading.Lock()
+        self._on_progress: Callable[[bool], None] | None = None
+        self._is_watched = False  # a look at the progress is due
 
     def all_reduce(
         self,
@@ -101,11 +108,22 @@ class LinkExchange:
         for one in pending:
             one.fail(self._error)
 
-    def _plan(self, operation: str | int, length: int) -> _Plan:
+    def pop_line_times(self) -> dict[int, float]:
+        """See `Exchange.pop_line_times`."""
+        line_s, self._line_s = self._line_s, {}
+        return {self._names.index(name): time_s for name, time_s in line_s.items()}
+
+    def _note_line_time(self, name: str, time_s: float) -> None:
+        line_s = self._line_s
+        line_s[name] = max(time_s, line_s.get(name, 0.0))
+
+    def _plan(self, operation: str | int, length: int, *, is_reversed: bool) -> _Plan:
         """Return the plan of an all-reduce, by its algorithm, or of a broadcast, by its root."""
-        plan = self._plans.get((operation, length))
+        plan = self._plans.get((operation, length, is_reversed))
         if plan is None:
             members, position = len(self._names), self._position
+            if is_reversed:
+                position = members - 1 - position
             chosen = (
                 schedule(operation, members, position)
                 if isinstance(operation, str)
@@ -115,7 +133,7 @@ class LinkExchange:
                 raise ValueError(
                     f"expected at most {1 << _STEP_BITS} steps, got {len(chosen.steps)}: too many members"
                 )
-            plan = self._plans[operation, length] = _Plan(chosen, length)
+            plan = self._plans[operation, length, is_reversed] = _Plan(chosen, length)
         return plan
 
     def _new_run(
@@ -124,14 +142,36 @@ class LinkExchange:
         if operation != self._position and self._endpoint.has_readers(memory_of(into)):
             raise ValueError("expected memory that no member reads, got memory that a member may still read")
         self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
-        plan = self._plan(operation, into.numel())
-        return _ScheduleRun(self._endpoint, self._names, plan, into, _tag(exchange_id, index))
+        is_reversed = operation == "ring" and exchange_id % 2 == 1
+        plan = self._plan(operation, into.numel(), is_reversed=is_reversed)
+        names = self._names[::-1] if is_reversed else self._names
+        return _ScheduleRun(self._endpoint, names, plan, into, _tag(exchange_id, index), self._note_line_time)
+
+    def report_progress(self, on_progress: Callable[[bool], None]) -> None:
+        """See `Exchange.report_progress`."""
+        self._on_progress = on_progress
+
+    def _look_at_progress(self, before: set[_LinkPending], bytes_before: int) -> None:
+        """Report exchanges that were under way at the last look already."""
+        with self._lock:
+            pending = set(self._pending)
+            self._is_watched = bool(pending)
+        if not pending:
+            return
+        bytes_now = self._endpoint.bytes_sent + self._endpoint.bytes_received
+        if self._on_progress is not None and pending & before:
+            self._on_progress(bytes_now > bytes_before + _PROGRESS_BYTES)
+        self._endpoint.call_later(_PROGRESS_S, partial(self._look_at_progress, pending, bytes_now))
 
     def _begin(self, run: _ScheduleRun, own: Contribution, priority: int) -> PendingExchange:
         pending = _LinkPending(self._discard)
         with self._lock:
             if self._error is None:
                 self._pending.add(pending)
+            is_watched, self._is_watched = self._is_watched, self._on_progress is not None
+        if not is_watched and self._on_progress is not None:
+            bytes_now = self._endpoint.bytes_sent + self._endpoint.bytes_received
+            self._endpoint.call_later(_PROGRESS_S, partial(self._look_at_progress, {pending}, bytes_now))
         if self._error is not None:
             pending.fail(self._error)
         else:
@@ -282,9 +322,16 @@ class _ScheduleRun:
     """
 
     def __init__(
-        self, endpoint: Endpoint, names: tuple[str, ...], plan: _Plan, into: torch.Tensor, tag: int
+        self,
+        endpoint: Endpoint,
+        names: tuple[str, ...],
+        plan: _Plan,
+        into: torch.Tensor,
+        tag: int,
+        on_line_time: Callable[[str, float], None],
     ) -> None:
         self._endpoint = endpoint
+        self._on_line_time = on_line_time
         self._names = names
         self._plan = plan
         self._into = into
@@ -420,15 +467,26 @@ class _ScheduleRun:
     def _send(self, forward: _Forward, data: memoryview, start: int) -> None:
         receiver = self._plan.steps[forward.step].send_to
         assert receiver is not None
+        name, elements = self._names[receiver], len(data) // self._itemsize
+        offset = forward.offset + start - forward.start
+        total = self._plan.sizes[forward.step]
+        # Its receipt is confirmed at once; that of the others, some time later.
+        ends_message = offset + elements == total
         self._endpoint.send_tensor(
-            self._names[receiver],
+            name,
             self._tag + forward.step,
             data,
-            offset=(forward.offset + start - forward.start) * self._itemsize,
-            total=self._plan.sizes[forward.step] * self._itemsize,
+            offset=offset * self._itemsize,
+            total=total * self._itemsize,
             priority=self._priority,
-            on_done=partial(self._on_sent, len(data) // self._itemsize),
+            on_done=partial(self._on_end_sent, elements, name, time.perf_counter())
+            if ends_message
+            else partial(self._on_sent, elements),
         )
+
+    def _on_end_sent(self, elements: int, name: str, queued_s: float) -> None:
+        self._on_line_time(name, time.perf_counter() - queued_s)
+        self._on_sent(elements)
 
     def _on_sent(self, elements: int) -> None:
         self._to_send -= elements

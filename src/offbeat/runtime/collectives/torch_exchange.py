@@ -63,6 +63,13 @@ class TorchExchange:
         source = dist.get_global_rank(self._group, root)
         return self._run(partial(dist.broadcast, flat, source, group=self._group, async_op=True))
 
+    def report_progress(self, on_progress: Callable[[bool], None]) -> None:
+        """See `Exchange.report_progress`: nothing is reported."""
+
+    def pop_line_times(self) -> dict[int, float]:
+        """See `Exchange.pop_line_times`: nothing is measured."""
+        return {}
+
     def abandon(self, error: WorkerError) -> None:
         """See `Exchange.abandon`; kernels that wait for a lost rank are aborted with their group."""
         self._error = self._error or error
