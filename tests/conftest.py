@@ -6,6 +6,8 @@ background process, or nohup, would pass on that these signals are ignored.
 
 `@pytest.mark.long` marks a test that `make test` leaves to `make test-long`: a whole benchmark, a job of many
 seconds. Of a test with many parameters, `@pytest.mark.long(after=2)` leaves those after the first two to it.
+
+An example of a property test may take as long as it likes: that depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import signal
 from collections import Counter
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch and numpy are imported
@@ -22,6 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+hypothesis.settings.register_profile("any machine", hypothesis.settings(deadline=None))
+hypothesis.settings.load_profile("any machine")
 pytest.register_assert_rewrite("support")  # failed assertions there show values, too
 
 
