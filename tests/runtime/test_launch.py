@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.launch import LaunchedWorkers, WorkerOutcome, find_free_port, launch, outcome_summary
+from offbeat.runtime.launch import LaunchedWorkers, find_free_port, launch
+from offbeat.runtime.launching.outcomes import WorkerOutcome, outcome_summary
 from offbeat.runtime.processes.child import tied_command
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starting workers needs Linux")

@@ -510,7 +510,8 @@ def _launch_locally(arguments: list[str], replacements: int) -> int:
     """Start local workers without torchrun, and replacements for those that die; return the exit code."""
     from torch.distributed.run import determine_local_world_size, parse_args
 
-    from offbeat.runtime.launch import launch, outcome_summary
+    from offbeat.runtime.launch import launch
+    from offbeat.runtime.launching.outcomes import outcome_summary
 
     given, defaults = vars(parse_args(arguments)), vars(parse_args(["script"]))
     supported = {

@@ -30,57 +30,23 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from offbeat.errors import OffbeatError, describe_os_error
 from offbeat.runtime.control.environment import JOB_VARIABLE, NEWCOMER_VARIABLE
+from offbeat.runtime.launching.outcomes import WorkerOutcome
+from offbeat.runtime.launching.worker_output import OutputLines, OutputThread
 from offbeat.runtime.processes.child import start_tied
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeCondition, SignalSafeEvent
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
-
-_TAIL_LINES = 40
-_LINE_BYTES_MAX = 16_384  # a longer line is split, so that a tail is bounded in bytes, too
-_READ_BYTES = 65_536  # what a pipe holds by default
-_DRAIN_READS = 16  # up to 1 MiB, the largest pipe of an unprivileged process
-_QUEUED_LINES_MAX = 10_000  # for an `on_output` that is slower than the workers
-_BATCH_LINES = 100
-_FINISH_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerOutcome:
-    """How one worker ended.
-
-    Attributes:
-        rank: the worker's rank.
-        returncode: its exit code; the negative signal number if a signal ended it.
-        ended_s: when it ended, in seconds after the launch.
-        tail: the last lines of its standard error, oldest first.
-        end_reason: why the launcher ended it; None if the launcher did not.
-        replaced_by: id of the worker that was started in its place, None if there is none.
-    """
-
-    rank: int
-    returncode: int
-    ended_s: float
-    tail: tuple[str, ...]
-    end_reason: str | None = None
-    replaced_by: int | None = None
-
-    @property
-    def has_succeeded(self) -> bool:
-        """Whether the worker ended with exit code 0, and not by the launcher."""
-        return self.returncode == 0 and self.end_reason is None
 
 
 def find_free_port() -> int:
@@ -97,30 +63,6 @@ def find_free_port() -> int:
                 probe.bind(("", port))
                 return port
     raise OffbeatError("expected a free TCP port between 20000 and 32767, found none: pass master_port")
-
-
-def outcome_summary(outcomes: Sequence[WorkerOutcome]) -> str:
-    """Return one line: success, or which worker failed first and the last line of its error."""
-    failed = [outcome for outcome in outcomes if not outcome.has_succeeded and outcome.replaced_by is None]
-    if not failed:
-        good = sum(outcome.has_succeeded for outcome in outcomes)
-        replaced = [
-            f"; worker {outcome.rank} {_end_text(outcome)} and was replaced by worker {outcome.replaced_by}"
-            for outcome in outcomes
-            if outcome.replaced_by is not None
-        ]
-        return f"{good} worker{'s' * (good > 1)} ended well" + "".join(replaced)
-    by_itself = [outcome for outcome in failed if outcome.end_reason is None]
-    first = min(by_itself, key=lambda outcome: outcome.ended_s) if by_itself else failed[0]
-    line = f"worker {first.rank} {_end_text(first)}"
-    error_line = _error_line(first.tail)
-    if error_line:
-        line += f": {error_line}"
-    forced = [str(o.rank) for o in failed if o is not first and o.end_reason is not None]
-    if forced:
-        ended = f"worker{'s' if len(forced) > 1 else ''} {', '.join(forced)}"
-        line += f" (the launcher then had to end {ended})" if by_itself else f" (as {ended})"
-    return line
 
 
 def launch(
@@ -257,8 +199,8 @@ class _WorkerProcess:
     start: _StartCommand
     process: subprocess.Popen[bytes]
     pidfd: int
-    output: _OutputLines
-    errors: _OutputLines
+    output: OutputLines
+    errors: OutputLines
     outcome: WorkerOutcome | None = None
 
     def signal_group(self, number: int) -> None:
@@ -298,9 +240,9 @@ class LaunchedWorkers:
         self._pid = os.getpid()
         self._changed = SignalSafeCondition()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._delivery: _OutputThread | None = None
+        self._delivery: OutputThread | None = None
         if on_output is not None:
-            self._delivery = _OutputThread(on_output, lambda: self._end_at(0.0, "reading its output failed"))
+            self._delivery = OutputThread(on_output, lambda: self._end_at(0.0, "reading its output failed"))
         if timeout_s is not None:
             self._end_at(timeout_s, f"it had not ended {timeout_s:g} s after its start")
         started = SignalSafeEvent()
@@ -445,8 +387,8 @@ class LaunchedWorkers:
             start=start,
             process=process,
             pidfd=os.pidfd_open(process.pid),
-            output=_OutputLines(rank, process.stdout, self._delivery),
-            errors=_OutputLines(rank, process.stderr, self._delivery),
+            output=OutputLines(rank, process.stdout, self._delivery),
+            errors=OutputLines(rank, process.stderr, self._delivery),
         )
         with self._changed:
             self._workers.append(worker)
@@ -487,7 +429,7 @@ class LaunchedWorkers:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
 
-    def _on_readable(self, lines: _OutputLines, selector: selectors.BaseSelector) -> None:
+    def _on_readable(self, lines: OutputLines, selector: selectors.BaseSelector) -> None:
         if not lines.stream.closed and lines.read() == 0:
             selector.unregister(lines.stream)
             lines.stream.close()
@@ -495,10 +437,7 @@ class LaunchedWorkers:
     def _on_ended(self, worker: _WorkerProcess, selector: selectors.BaseSelector) -> None:
         selector.unregister(worker.pidfd)
         for lines in (worker.output, worker.errors):  # all of its output is in the pipes by now
-            for _ in range(_DRAIN_READS):
-                if lines.stream.closed or not lines.read():
-                    break
-            lines.flush()
+            lines.drain()
         returncode = _returncode(worker)
         outcome = WorkerOutcome(
             rank=worker.rank,
@@ -525,105 +464,11 @@ class LaunchedWorkers:
         if rank is None:
             return outcome
         if self._delivery is not None:
-            note = f"(this worker replaces worker {worker.rank}, which {_end_text(outcome)})"
+            note = f"(this worker replaces worker {worker.rank}, which {outcome.end_text})"
             self._delivery.put(rank, note)
         env = worker.start.env | {"RANK": str(rank), NEWCOMER_VARIABLE: "1"}
         self._start(rank, replace(worker.start, env=env), selector)
         return replace(outcome, replaced_by=rank)
-
-
-class _OutputLines:
-    """The lines of one pipe: delivered, and kept as a bounded tail; reading never blocks."""
-
-    def __init__(self, rank: int, stream: IO[bytes], delivery: _OutputThread | None) -> None:
-        self.stream = stream
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._rank = rank
-        self._delivery = delivery
-        self._incomplete = b""  # the line that has not ended yet
-        os.set_blocking(stream.fileno(), False)
-
-    def read(self) -> int | None:
-        """Read what is available; return its size in bytes, 0 at the end of the pipe, None if nothing is."""
-        try:
-            data = os.read(self.stream.fileno(), _READ_BYTES)
-        except BlockingIOError:
-            return None
-        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
-        for line in lines:
-            self._emit(line)
-        if len(self._incomplete) > _LINE_BYTES_MAX:
-            self._emit(self._incomplete)
-            self._incomplete = b""
-        if not data:
-            self.flush()
-        return len(data)
-
-    def flush(self) -> None:
-        """Emit the incomplete line as it is."""
-        if self._incomplete:
-            self._emit(self._incomplete)
-            self._incomplete = b""
-
-    def _emit(self, line: bytes) -> None:
-        for at in range(0, max(len(line), 1), _LINE_BYTES_MAX):
-            text = line[at : at + _LINE_BYTES_MAX].decode(errors="replace").rstrip("\r")
-            self.tail.append(text)
-            if self._delivery is not None:
-                self._delivery.put(self._rank, text)
-
-
-class _OutputThread:
-    """Calls `on_output` in a separate thread, so that a slow one never delays the reading of pipes."""
-
-    def __init__(self, on_output: Callable[[int, str], None], on_error: Callable[[], None]) -> None:
-        self.error: BaseException | None = None
-        self._on_output = on_output
-        self._on_error = on_error
-        self._lines: deque[tuple[int, str]] = deque()
-        self._dropped: Counter[int] = Counter()
-        self._is_finishing = False
-        self._changed = SignalSafeCondition()
-        self._thread = start_thread("offbeat-output", self._run, self._fail)
-
-    def put(self, rank: int, line: str) -> None:
-        """Queue a line; drops the oldest if too many are queued."""
-        with self._changed:
-            if self.error is not None:
-                return
-            if len(self._lines) >= _QUEUED_LINES_MAX:
-                self._dropped[self._lines.popleft()[0]] += 1
-            self._lines.append((rank, line))
-            self._changed.notify_all()
-
-    def finish(self) -> None:
-        """Wait until all lines are delivered, at most 10 s for an `on_output` that hangs."""
-        with self._changed:
-            self._is_finishing = True
-            self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_FINISH_S)
-
-    def _run(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            for rank, line in batch:
-                self._on_output(rank, line)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self.error = error  # raised again by Workers.wait
-            self._lines.clear()
-        self._on_error()
-
-    def _next_batch(self) -> list[tuple[int, str]] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._lines or self._dropped or self._is_finishing)
-            if not self._lines and not self._dropped:
-                return None
-            notes = [(rank, f"({n} lines dropped)") for rank, n in sorted(self._dropped.items())]
-            self._dropped.clear()
-            lines = [self._lines.popleft() for _ in range(min(len(self._lines), _BATCH_LINES))]
-            return notes + lines
 
 
 def _explained(error: BaseException) -> BaseException:
@@ -643,27 +488,3 @@ def _returncode(worker: _WorkerProcess) -> int:
         return worker.process.wait()
     assert ended is not None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
-def _end_text(outcome: WorkerOutcome) -> str:
-    if outcome.end_reason is not None:
-        return f"was ended by the launcher because {outcome.end_reason}"
-    if outcome.returncode >= 0:
-        return f"failed with exit code {outcome.returncode}"
-    try:
-        name = signal.Signals(-outcome.returncode).name
-    except ValueError:
-        name = f"signal {-outcome.returncode}"
-    hint = " (unless a person sent it: by the kernel, out of memory)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
-
-
-def _error_line(tail: Sequence[str]) -> str:
-    """Return the line that names the error: the exception of the last traceback, else the last line."""
-    lines = [line.rstrip() for line in tail if line.strip()]
-    if not lines:
-        return ""
-    tracebacks = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    after = lines[tracebacks[-1] + 1 :] if tracebacks else []
-    error_line = next((line for line in after if not line[0].isspace()), lines[-1])
-    return error_line.strip()
