@@ -263,6 +263,13 @@ def test_a_flood_of_output_never_blocks_a_worker_however_slow_its_reader() -> No
     assert abs(left_out + len(seen) - len(notes) - lines) <= 50  # a long line may be cut at other places
 
 
+def test_a_progress_bar_is_passed_on_line_by_line() -> None:
+    output = Output()
+    code = f"import sys\nfor text in ('\\r1%', '\\r2%', '\\r3%'): sys.stderr.write(text)\n{RUN_FOREVER}"
+    with launch(python(code), 1, on_output=output):
+        assert {(0, "1%"), (0, "2%")} < set(output.await_lines(3))
+
+
 def test_the_last_output_of_a_worker_is_kept_without_a_line_feed() -> None:
     code = (
         "import sys\nfor i in range(100): print(i, file=sys.stderr)\nsys.stderr.write('and out'); sys.exit(2)"

@@ -17,7 +17,7 @@ class WorkerOutcome:
         ended_s: when it ended, in seconds after the launch.
         tail: the last lines of its standard error, oldest first.
         end_reason: why the launcher ended it; None if the launcher did not.
-        replaced_by: id of the worker that was started in its place, None if there is none.
+        is_replaced: the same rank was started again.
     """
 
     rank: int
@@ -25,12 +25,17 @@ class WorkerOutcome:
     ended_s: float
     tail: tuple[str, ...]
     end_reason: str | None = None
-    replaced_by: int | None = None
+    is_replaced: bool = False
 
     @property
     def has_succeeded(self) -> bool:
         """Whether the worker ended with exit code 0, and not by the launcher."""
         return self.returncode == 0 and self.end_reason is None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a signal ended the worker, not sent by the launcher."""
+        return self.returncode < 0 and self.end_reason is None
 
     @property
     def end_text(self) -> str:
@@ -47,17 +52,28 @@ class WorkerOutcome:
         return f"was killed by {name}{hint}"
 
 
+def has_job_succeeded(outcomes: Sequence[WorkerOutcome]) -> bool:
+    """Whether a job ended well that may go on without workers that are killed.
+
+    The launcher does not know the strategy, and does not have to: where a strategy needs every worker, those
+    that are left end with an error when one is killed. So what counts is that some worker ended well and none
+    ended with an error of its own; a worker that was killed by a signal, or replaced, does not count.
+    """
+    ended = [outcome for outcome in outcomes if not (outcome.is_replaced or outcome.is_lost)]
+    return bool(ended) and all(outcome.has_succeeded for outcome in ended)
+
+
 def outcome_summary(outcomes: Sequence[WorkerOutcome]) -> str:
-    """Return one line: success, or which worker failed first and the last line of its error."""
-    failed = [outcome for outcome in outcomes if not outcome.has_succeeded and outcome.replaced_by is None]
-    if not failed:
+    """Return one line: success, with workers that were lost, or which worker failed first, with its error."""
+    if has_job_succeeded(outcomes):
         good = sum(outcome.has_succeeded for outcome in outcomes)
-        replaced = [
-            f"; worker {outcome.rank} {outcome.end_text} and was replaced by worker {outcome.replaced_by}"
+        lost = [
+            f"; worker {outcome.rank} {outcome.end_text}{' and was started again' * outcome.is_replaced}"
             for outcome in outcomes
-            if outcome.replaced_by is not None
+            if not outcome.has_succeeded
         ]
-        return f"{good} worker{'s' * (good > 1)} ended well" + "".join(replaced)
+        return f"{good} worker{'s' * (good > 1)} ended well" + "".join(lost)
+    failed = [outcome for outcome in outcomes if not (outcome.has_succeeded or outcome.is_replaced)]
     by_itself = [outcome for outcome in failed if outcome.end_reason is None]
     first = min(by_itself, key=lambda outcome: outcome.ended_s) if by_itself else failed[0]
     line = f"worker {first.rank} {first.end_text}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import IO
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeCondition
 
+_LINE_END = re.compile(rb"\r?\n|\r(?!\Z)")  # a progress bar ends its lines with a carriage return
 _TAIL_LINES = 40
 _LINE_BYTES_MAX = 16_384  # a longer line is split, so that a tail is bounded in bytes, too
 _READ_BYTES = 65_536  # what a pipe holds by default
@@ -37,7 +39,7 @@ class OutputLines:
             data = os.read(self.stream.fileno(), _READ_BYTES)
         except BlockingIOError:
             return None
-        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
+        *lines, self._incomplete = _LINE_END.split(self._incomplete + data)
         for line in lines:
             self._emit(line)
         if len(self._incomplete) > _LINE_BYTES_MAX:
