@@ -225,6 +225,40 @@ def test_a_worker_may_clean_up_on_sigterm() -> None:
     assert outcomes[0].end_reason == "the launcher closed"
 
 
+def test_sigterm_reaches_the_worker_alone_and_not_processes_that_it_needs_to_end_in_order() -> None:
+    child = "import sys; print('ready', flush=True); sys.exit(len(sys.stdin.read()))"
+    code = (
+        "import signal, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=-1)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(child.communicate(b'1234567') and child.returncode))\n"
+        "print('ready')\n"
+        "while True: signal.pause()"
+    )
+    output = Output()
+    with launch(python(code), 1, term_s=LIMIT_S, on_output=output) as workers:
+        output.await_lines(2)
+        workers.end("the test ends it")
+        (outcome,) = workers.wait(LIMIT_S)
+    assert (outcome.returncode, outcome.end_reason) == (7, "the test ends it")
+
+
+def test_a_second_end_kills_workers_that_ignore_the_first() -> None:
+    code = (
+        "import signal\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('no'))\n"
+        "print('ready')\n"
+        "while True: signal.pause()"
+    )
+    output = Output()
+    with launch(python(code), 1, term_s=1000.0, on_output=output) as workers:
+        output.await_lines(1)
+        workers.end("once")
+        output.await_lines(2)
+        workers.end("twice")
+        (outcome,) = workers.wait(LIMIT_S)
+    assert (outcome.returncode, outcome.end_reason) == (-signal.SIGKILL, "once")
+
+
 def test_a_deadline_from_the_launch_applies_without_a_wait() -> None:
     with launch(python(RUN_FOREVER), 2, timeout_s=0.1) as workers:
         assert all(ended(pid) for pid in workers.pids)
@@ -490,6 +524,8 @@ def test_bad_arguments_are_reported_at_once() -> None:
         launch(["true"], 1, threads_per_worker=0)
     with pytest.raises(ValueError, match="grace_s must not be negative"):
         launch(["true"], 1, grace_s=-1.0)
+    with pytest.raises(ValueError, match="replacements must not be negative, and need a node, got 1"):
+        launch(["true"], 1, replacements=1)
 
 
 def test_on_other_systems_the_error_names_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
