@@ -230,7 +230,8 @@ def test_sigterm_reaches_the_worker_alone_and_not_processes_that_it_needs_to_end
     code = (
         "import signal, subprocess, sys\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=-1)\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(child.communicate(b'1234567') and child.returncode))\n"
+        "def end(*_): child.communicate(b'1234567'); sys.exit(child.returncode)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
         "print('ready')\n"
         "while True: signal.pause()"
     )
