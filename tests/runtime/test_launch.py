@@ -243,23 +243,6 @@ def test_sigterm_reaches_the_worker_alone_and_not_processes_that_it_needs_to_end
     assert (outcome.returncode, outcome.end_reason) == (7, "the test ends it")
 
 
-def test_a_second_end_kills_workers_that_ignore_the_first() -> None:
-    code = (
-        "import signal\n"
-        "signal.signal(signal.SIGTERM, lambda *_: print('no'))\n"
-        "print('ready')\n"
-        "while True: signal.pause()"
-    )
-    output = Output()
-    with launch(python(code), 1, term_s=1000.0, on_output=output) as workers:
-        output.await_lines(1)
-        workers.end("once")
-        output.await_lines(2)
-        workers.end("twice")
-        (outcome,) = workers.wait(LIMIT_S)
-    assert (outcome.returncode, outcome.end_reason) == (-signal.SIGKILL, "once")
-
-
 def test_a_deadline_from_the_launch_applies_without_a_wait() -> None:
     with launch(python(RUN_FOREVER), 2, timeout_s=0.1) as workers:
         assert all(ended(pid) for pid in workers.pids)
