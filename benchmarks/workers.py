@@ -15,7 +15,8 @@ import msgspec
 from offbeat.errors import OffbeatError
 from offbeat.events import Action, Event
 from offbeat.runtime.control import environment
-from offbeat.runtime.launch import launch, outcome_summary
+from offbeat.runtime.launch import launch
+from offbeat.runtime.launching.outcomes import outcome_summary
 from offbeat.runtime.processes import child
 from offbeat.wire.log_file import read_log
 

@@ -38,7 +38,7 @@ def cluster(tmp_path):
 @pytest.fixture
 def job(cluster, gate, tmp_path):
     """Three workers and a spare node; the fifth node is for what is requeued."""
-    return cluster.submit("python", "-m", "support.slurm_training", str(tmp_path), nodes=4, env=gate.env)
+    return cluster.submit("python", "-m", "support.launched_training", str(tmp_path), nodes=4, env=gate.env)
 
 
 def all_are_at_the_gate(job, workers):
@@ -122,7 +122,7 @@ def test_a_requeued_job_saves_at_the_signal_and_resumes_as_a_higher_attempt(job,
 
 def test_several_tasks_of_a_node_are_replaced_one_by_one(cluster, gate, tmp_path):
     job = cluster.submit(
-        "python", "-m", "support.slurm_training", str(tmp_path), nodes=3, tasks_per_node=2, env=gate.env
+        "python", "-m", "support.launched_training", str(tmp_path), nodes=3, tasks_per_node=2, env=gate.env
     )
     all_are_at_the_gate(job, range(4))
     for worker, newcomer in ((2, 4), (3, 5)):

@@ -77,6 +77,7 @@ ROOMS = {
         "transport": ("processes",),
         "control": ("processes", "transport"),
         "collectives": ("processes", "transport"),
+        "launching": ("processes", "control"),
         "data": ("control",),
         "training": ("control", "collectives", "data"),
         "validation": ("processes", "transport", "control"),

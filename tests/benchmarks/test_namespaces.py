@@ -17,7 +17,8 @@ import pytest
 
 from benchmarks.namespaces import Host, block, cut, hosts, mend, missing, remove_stale, reset, split
 from offbeat.errors import OffbeatError
-from offbeat.runtime.launch import launch, outcome_summary
+from offbeat.runtime.launch import launch
+from offbeat.runtime.launching.outcomes import outcome_summary
 
 LIMIT_S = 60.0
 needs_root = pytest.mark.skipif(

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.launch import LaunchedWorkers, WorkerOutcome, find_free_port, launch, outcome_summary
+from offbeat.runtime.launch import LaunchedWorkers, find_free_port, launch
+from offbeat.runtime.launching.outcomes import WorkerOutcome, outcome_summary
 from offbeat.runtime.processes.child import tied_command
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starting workers needs Linux")
@@ -224,6 +225,24 @@ def test_a_worker_may_clean_up_on_sigterm() -> None:
     assert outcomes[0].end_reason == "the launcher closed"
 
 
+def test_sigterm_reaches_the_worker_alone_and_not_processes_that_it_needs_to_end_in_order() -> None:
+    child = "import sys; print('ready', flush=True); sys.exit(len(sys.stdin.read()))"
+    code = (
+        "import signal, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=-1)\n"
+        "def end(*_): child.communicate(b'1234567'); sys.exit(child.returncode)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('ready')\n"
+        "while True: signal.pause()"
+    )
+    output = Output()
+    with launch(python(code), 1, term_s=LIMIT_S, on_output=output) as workers:
+        output.await_lines(2)
+        workers.end("the test ends it")
+        (outcome,) = workers.wait(LIMIT_S)
+    assert (outcome.returncode, outcome.end_reason) == (7, "the test ends it")
+
+
 def test_a_deadline_from_the_launch_applies_without_a_wait() -> None:
     with launch(python(RUN_FOREVER), 2, timeout_s=0.1) as workers:
         assert all(ended(pid) for pid in workers.pids)
@@ -260,6 +279,13 @@ def test_a_flood_of_output_never_blocks_a_worker_however_slow_its_reader() -> No
     left_out = sum(int(line[1:].split()[0]) for line in notes)
     lines = 200_000 + -(-3_000_000 // 16_384) + 1
     assert abs(left_out + len(seen) - len(notes) - lines) <= 50  # a long line may be cut at other places
+
+
+def test_a_progress_bar_is_passed_on_line_by_line() -> None:
+    output = Output()
+    code = f"import sys\nfor text in ('\\r1%', '\\r2%', '\\r3%'): sys.stderr.write(text)\n{RUN_FOREVER}"
+    with launch(python(code), 1, on_output=output):
+        assert {(0, "1%"), (0, "2%")} < set(output.await_lines(3))
 
 
 def test_the_last_output_of_a_worker_is_kept_without_a_line_feed() -> None:
@@ -482,6 +508,8 @@ def test_bad_arguments_are_reported_at_once() -> None:
         launch(["true"], 1, threads_per_worker=0)
     with pytest.raises(ValueError, match="grace_s must not be negative"):
         launch(["true"], 1, grace_s=-1.0)
+    with pytest.raises(ValueError, match="replacements must not be negative, and need a node, got 1"):
+        launch(["true"], 1, replacements=1)
 
 
 def test_on_other_systems_the_error_names_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def job(
 
     Args:
         clean: whether its temporary files must be gone as well.
-        hosts_store: this process has the job's store, as torchrun and `offbeat run --replace` do, not rank 0.
+        hosts_store: this process has the job's store, as torchrun and `offbeat run` do, not rank 0.
     """
     mark = uuid.uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="ob"))

@@ -26,7 +26,8 @@ from offbeat.models import build_model
 from offbeat.policies.stragglers.injection import InjectedSlowness, SlowRule, parse_slow_rule
 from offbeat.runtime.control import environment
 from offbeat.runtime.data.equal_shards import EqualShards
-from offbeat.runtime.launch import launch, outcome_summary
+from offbeat.runtime.launch import launch
+from offbeat.runtime.launching.outcomes import outcome_summary
 from offbeat.runtime.processes import child
 from offbeat.wire.codec import from_plain
 from offbeat.wire.log_file import finished_log_parts

@@ -25,7 +25,7 @@ from rich.text import Text
 import offbeat
 from offbeat.cli import entry, output, simulation
 from offbeat.cli.entry import file_errors
-from offbeat.cli.options import SLOW_HELP, CompareOptions, TrainOptions, expand_options
+from offbeat.cli.options import CompareOptions, RunOptions, TrainOptions, expand_options
 
 if TYPE_CHECKING:
     from offbeat.cli.job import Job
@@ -157,75 +157,26 @@ def compare(options: CompareOptions) -> None:
         "allow_extra_args": True,
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # torchrun's options have both forms
     },
 )
-def run(
-    context: typer.Context,
-    slow: Annotated[list[str] | None, typer.Option(help=f"{SLOW_HELP} May be repeated.")] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Folder for the run log, log.jsonl; by default no log is written.")
-    ] = None,
-    log_bytes_max: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum size of the run log in bytes, at least 1048576: the log is then written in parts, "
-            "and the oldest are removed. By default there is no limit."
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the sample order in session.batches and of random slowness.")
-    ] = None,
-    servers: Annotated[
-        int | None,
-        typer.Option(help="Number of servers, for strategies on a parameter server; by default 1."),
-    ] = None,
-    replace: Annotated[
-        int,
-        typer.Option(
-            help="Start at most this many workers in place of ones that are killed or fail. Each gets a new "
-            "id and copies the state from a peer (strategies partial and dpar)."
-        ),
-    ] = 0,
-) -> None:
-    """Launch a training script with torchrun, with slowness, a run log or a seed.
+@expand_options
+def run(context: typer.Context, options: RunOptions) -> None:
+    """Start a script on this host's workers, which go on when one of them dies if their strategy does.
 
-    Usage: offbeat run OPTIONS TORCHRUN_OPTIONS script.py SCRIPT_OPTIONS
+    Usage: offbeat run OPTIONS script.py SCRIPT_OPTIONS
 
-    All arguments after the options below are passed to torchrun unchanged (see `torchrun --help`), so these
-    options come first. torchrun ends all workers when one fails; --replace therefore starts them itself, on
-    this machine only, and accepts only torchrun's --nproc-per-node, --module and --no-python. Each line of
-    output then begins with the rank of the worker that wrote it.
+    Options have torchrun's names. On several hosts run this once on each, with the same --nnodes,
+    --nproc-per-node and --master-addr, and a --node-rank of its own. Unlike torchrun it ends no worker
+    because another one has failed: under a strategy that survives deaths the others go on, under another one
+    they end with their own error. Each line of output begins with the rank of the worker that wrote it.
+    SIGTERM and Ctrl-C are passed to the workers as SIGTERM; a second one kills them.
+
+    The exit code is 0 if the workers that were left ended well, though others were killed by a signal.
     """
-    from offbeat.cli import job
-    from offbeat.cli.training_worker import SEED_MAX
-    from offbeat.policies.stragglers.injection import parse_slow_rule
-    from offbeat.runtime.control import environment
-    from offbeat.runtime.control.run_log import check_log_bytes_max
+    from offbeat.cli import launcher
 
-    if not context.args:
-        raise ValueError("expected a script to launch, as in: offbeat run --nproc-per-node 4 script.py")
-    for rule in slow or ():
-        parse_slow_rule(rule)
-    if replace < 0:
-        raise ValueError(f"expected at least 0 workers to replace others, got {replace}")
-    if seed is not None and not 0 <= seed <= SEED_MAX:
-        raise ValueError(f"the seed must be from 0 to {SEED_MAX}, got {seed}")
-    if slow:
-        os.environ[environment.SLOW_VARIABLE] = ";".join(slow)
-    if servers is not None:
-        if servers < 1:
-            raise ValueError(f"expected at least 1 server, got {servers}")
-        os.environ[environment.SERVERS_VARIABLE] = str(servers)
-    if seed is not None:
-        os.environ[environment.SEED_VARIABLE] = str(seed)
-    if log_bytes_max is not None:
-        if run_dir is None:
-            raise ValueError("--log-bytes-max limits the run log: name its folder with --run-dir")
-        check_log_bytes_max(log_bytes_max)
-        os.environ[environment.RUN_LOG_BYTES_MAX_VARIABLE] = str(log_bytes_max)
-    if run_dir is not None:
-        os.environ[environment.RUN_LOG_VARIABLE] = str(job.open_run_dir(run_dir) / job.LOG_NAME)
-    raise typer.Exit(_launch_locally(context.args, replace) if replace else _torchrun(context.args))
+    raise typer.Exit(launcher.run(options, context.args))
 
 
 @app.command()
@@ -504,68 +455,3 @@ class _EpochLines:
             line = tables.epoch_line(epoch, sheet.epoch(epoch))
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
             self._printed = epoch + 1
-
-
-def _launch_locally(arguments: list[str], replacements: int) -> int:
-    """Start local workers without torchrun, and replacements for those that die; return the exit code."""
-    from torch.distributed.run import determine_local_world_size, parse_args
-
-    from offbeat.runtime.launch import launch, outcome_summary
-
-    given, defaults = vars(parse_args(arguments)), vars(parse_args(["script"]))
-    supported = {
-        "nproc_per_node",
-        "standalone",
-        "module",
-        "no_python",
-        "training_script",
-        "training_script_args",
-    }
-    unsupported = [name for name in defaults if given[name] != defaults[name] and name not in supported]
-    if unsupported:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in unsupported)
-        raise ValueError(
-            f"{names} cannot be used with --replace, which starts all workers itself, on this machine"
-        )
-    workers = determine_local_world_size(given["nproc_per_node"])
-    if workers < 2:
-        raise ValueError(
-            "--replace needs at least 2 workers (--nproc-per-node): a replacement copies the state of a peer"
-        )
-    command = [given["training_script"], *given["training_script_args"]]
-    if not given["no_python"]:
-        command = [sys.executable, "-u", *(["-m"] if given["module"] else []), *command]
-
-    errors: list[output.OutputError] = []
-
-    def show(rank: int, line: str) -> None:
-        try:
-            print(f"[{rank}] {line}", flush=True)
-        except output.OutputError as error:  # a full disk ends the display, not the workers
-            entry.print_error(f"the workers' output is no longer shown: {error.reason}", entry.FAILED)
-            errors.append(error)
-
-    with launch(command, workers, on_output=show, grace_s=None, replacements=replacements) as running:
-        outcomes = running.wait()
-    if all(outcome.has_succeeded or outcome.replaced_by is not None for outcome in outcomes):
-        print(f"offbeat: {outcome_summary(outcomes)}", file=sys.stderr)
-        return entry.FAILED if errors else 0
-    return entry.print_error(outcome_summary(outcomes), entry.FAILED)
-
-
-def _torchrun(arguments: list[str]) -> int:
-    """Run torchrun in this process and return its exit code."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    try:
-        torchrun(arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode
-        how = f"was killed by {failure.signal_name()}" if code < 0 else f"failed with exit code {code}"
-        return entry.print_error(f"rank {rank} {how}; its output is above", entry.FAILED)
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0

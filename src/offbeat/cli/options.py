@@ -182,3 +182,76 @@ class CompareOptions(TrainingOptions):
         Path | None,
         typer.Option(help="Folder for the run logs, one subfolder per case; by default runs/TIME-compare."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of `offbeat run`; those with an environment variable have torchrun's names."""
+
+    nproc_per_node: Annotated[
+        str,
+        typer.Option(
+            envvar="PET_NPROC_PER_NODE",
+            help="Workers on each host, the same number on all; auto, gpu or cpu to count devices.",
+        ),
+    ] = "1"
+    nnodes: Annotated[str, typer.Option(envvar="PET_NNODES", help="Number of hosts.")] = "1"
+    node_rank: Annotated[
+        int, typer.Option(envvar="PET_NODE_RANK", help="This host's number, from 0 to nnodes - 1.")
+    ] = 0
+    master_addr: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PET_MASTER_ADDR",
+            help="Address of node 0, whose launcher has the job's store; needed with several hosts.",
+        ),
+    ] = None
+    master_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            envvar="PET_MASTER_PORT",
+            help="Port of that store; by default 29500 with several hosts, else a free one.",
+        ),
+    ] = None
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="One host and a free port, which is the default.")
+    ] = False
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="The script is a module, as for python -m.")
+    ] = False
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="The script is a program, not to be started by Python.")
+    ] = False
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that workers get to end after SIGTERM or Ctrl-C, before SIGKILL."),
+    ] = 30.0
+    replace: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="How often a worker of this host that is killed or fails may be started again. It joins the "
+            "running job with a new id and the state of a peer, if the strategy survives deaths.",
+        ),
+    ] = 0
+    slow: Annotated[list[str] | None, typer.Option(help=f"{SLOW_HELP} May be repeated.")] = None
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the run log, log.jsonl, on node 0; by default no log is written."),
+    ] = None
+    log_bytes_max: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum size of the run log in bytes, at least 1048576: the log is then written in parts, "
+            "and the oldest are removed. By default there is no limit."
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the sample order in session.batches and of random slowness.")
+    ] = None
+    servers: Annotated[
+        int | None,
+        typer.Option(help="Number of servers, for strategies on a parameter server; by default 1."),
+    ] = None

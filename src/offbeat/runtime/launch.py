@@ -1,14 +1,13 @@
 """Worker processes on this machine: started together, monitored, never left running.
 
-`offbeat train`, `offbeat compare`, `offbeat run --replace` and the benchmarks start their workers here; other
-scripts are started by torchrun, Ray Train or Slurm, without this module. It sets the environment that
-torchrun would set, with two differences: a launch names its job by OFFBEAT_JOB, and rank 0 hosts the job's
-torch TCPStore itself, unless workers that die are to be replaced. Then this process hosts the store, as
-torchrun does, so that a replacement finds the job whichever worker has died.
+`offbeat run`, `offbeat train`, `offbeat compare` and the benchmarks start their workers here; other scripts
+are started by torchrun, Ray Train or Slurm, without this module. It sets the environment that torchrun would
+set; a launch names its job by OFFBEAT_JOB. Rank 0 hosts the job's torch TCPStore, unless `offbeat run` starts
+the workers: then the launcher does (`launching/nodes.py`).
 
-It never restarts a worker (a replacement is a new worker with a new id), never kills the remaining workers
-at once because one failed (each must end with its own error, which names the peer that it lost), and never
-lets a worker block on its output.
+It never kills the remaining workers at once because one failed (each goes on, or ends with its own error,
+which names the peer that it lost), and never lets a worker block on its output. A worker that is replaced is
+started again with the same command and environment: it joins the running job as a newcomer by itself.
 
 Workers do not outlive the process that launched them, even if that is killed by SIGKILL: each worker asks the
 kernel to be killed when its parent ends (`child.tied_command`). A few lines of Python make that request
@@ -30,57 +29,20 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
 
 from offbeat.errors import OffbeatError, describe_os_error
-from offbeat.runtime.control.environment import JOB_VARIABLE, NEWCOMER_VARIABLE
+from offbeat.runtime.control.environment import COORDINATOR_VARIABLE, JOB_VARIABLE, NEWCOMER_VARIABLE
+from offbeat.runtime.launching.nodes import Node
+from offbeat.runtime.launching.outcomes import WorkerOutcome
+from offbeat.runtime.launching.worker_output import OutputLines, OutputThread
 from offbeat.runtime.processes.child import start_tied
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeCondition, SignalSafeEvent
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
-
-_TAIL_LINES = 40
-_LINE_BYTES_MAX = 16_384  # a longer line is split, so that a tail is bounded in bytes, too
-_READ_BYTES = 65_536  # what a pipe holds by default
-_DRAIN_READS = 16  # up to 1 MiB, the largest pipe of an unprivileged process
-_QUEUED_LINES_MAX = 10_000  # for an `on_output` that is slower than the workers
-_BATCH_LINES = 100
-_FINISH_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerOutcome:
-    """How one worker ended.
-
-    Attributes:
-        rank: the worker's rank.
-        returncode: its exit code; the negative signal number if a signal ended it.
-        ended_s: when it ended, in seconds after the launch.
-        tail: the last lines of its standard error, oldest first.
-        end_reason: why the launcher ended it; None if the launcher did not.
-        replaced_by: id of the worker that was started in its place, None if there is none.
-    """
-
-    rank: int
-    returncode: int
-    ended_s: float
-    tail: tuple[str, ...]
-    end_reason: str | None = None
-    replaced_by: int | None = None
-
-    @property
-    def has_succeeded(self) -> bool:
-        """Whether the worker ended with exit code 0, and not by the launcher."""
-        return self.returncode == 0 and self.end_reason is None
 
 
 def find_free_port() -> int:
@@ -99,30 +61,6 @@ def find_free_port() -> int:
     raise OffbeatError("expected a free TCP port between 20000 and 32767, found none: pass master_port")
 
 
-def outcome_summary(outcomes: Sequence[WorkerOutcome]) -> str:
-    """Return one line: success, or which worker failed first and the last line of its error."""
-    failed = [outcome for outcome in outcomes if not outcome.has_succeeded and outcome.replaced_by is None]
-    if not failed:
-        good = sum(outcome.has_succeeded for outcome in outcomes)
-        replaced = [
-            f"; worker {outcome.rank} {_end_text(outcome)} and was replaced by worker {outcome.replaced_by}"
-            for outcome in outcomes
-            if outcome.replaced_by is not None
-        ]
-        return f"{good} worker{'s' * (good > 1)} ended well" + "".join(replaced)
-    by_itself = [outcome for outcome in failed if outcome.end_reason is None]
-    first = min(by_itself, key=lambda outcome: outcome.ended_s) if by_itself else failed[0]
-    line = f"worker {first.rank} {_end_text(first)}"
-    error_line = _error_line(first.tail)
-    if error_line:
-        line += f": {error_line}"
-    forced = [str(o.rank) for o in failed if o is not first and o.end_reason is not None]
-    if forced:
-        ended = f"worker{'s' if len(forced) > 1 else ''} {', '.join(forced)}"
-        line += f" (the launcher then had to end {ended})" if by_itself else f" (as {ended})"
-    return line
-
-
 def launch(
     command: Sequence[str],
     workers: int,
@@ -136,6 +74,7 @@ def launch(
     timeout_s: float | None = None,
     grace_s: float | None = 10.0,
     term_s: float = 5.0,
+    node: Node | None = None,
     replacements: int = 0,
 ) -> LaunchedWorkers:
     """Start `workers` copies of `command` on this machine, each knowing its rank, and return at once.
@@ -155,8 +94,10 @@ def launch(
         grace_s: how long, in seconds, the remaining workers may run after one failed and is not replaced, to
             end with their own error; None for no limit.
         term_s: how long, in seconds, a worker may take to end after SIGTERM, before SIGKILL.
-        replacements: how many workers may be started in place of workers that a signal or an exit code other
-            than 0 has ended while the job ran; each joins as a newcomer.
+        node: this host's place in a job that may have several; `master_addr` and `master_port` are its own
+            then. None for a job of this host's workers, without replacements.
+        replacements: how often a worker may be started again after a signal or an exit code other than 0 has
+            ended it while the job ran.
 
     Raises:
         ValueError: an invalid argument.
@@ -173,8 +114,8 @@ def launch(
     for name, value in (("timeout_s", timeout_s), ("grace_s", grace_s), ("term_s", term_s)):
         if value is not None and not value >= 0:
             raise ValueError(f"{name} must not be negative, got {value}")
-    if replacements < 0:
-        raise ValueError(f"replacements must not be negative, got {replacements}")
+    if replacements < 0 or (replacements and node is None):
+        raise ValueError(f"replacements must not be negative, and need a node, got {replacements}")
     if not sys.platform.startswith("linux"):
         raise OffbeatError("starting workers here needs Linux: launch the script with torchrun instead")
     prefixes = [tuple(p) for p in prefix or [()] * workers]
@@ -182,25 +123,27 @@ def launch(
     common = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker))
     common.setdefault("PYTHONUNBUFFERED", "1")  # the last output of a killed worker is not lost
-    common.setdefault(JOB_VARIABLE, secrets.token_hex(4))  # two launches may have drawn the same port
+    if COORDINATOR_VARIABLE not in common:  # whose job has a name already, or needs none
+        common.setdefault(JOB_VARIABLE, secrets.token_hex(4))  # two launches may have drawn the same port
     common |= dict(env or {})
-    port = find_free_port() if master_port is None else master_port
-    common |= {"WORLD_SIZE": str(workers), "MASTER_ADDR": master_addr, "MASTER_PORT": str(port)}
-    spares = None
-    if replacements:
-        spares = _Replacements(store=_host_store(master_addr, port), world=workers, left=replacements)
-        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    if node is None:
+        port = find_free_port() if master_port is None else master_port
+        common |= {"WORLD_SIZE": str(workers), "MASTER_ADDR": master_addr, "MASTER_PORT": str(port)}
+    else:
+        common |= node.env
+    first_rank = 0 if node is None else node.rank * workers
     starts = [
         _StartCommand(
-            command=(*prefixes[rank], *command),
+            rank=first_rank + local,
+            command=(*prefixes[local], *command),
             env=common
             | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(prefixes[:rank].count(prefixes[rank])),
-                "LOCAL_WORLD_SIZE": str(prefixes.count(prefixes[rank])),
+                "RANK": str(first_rank + local),
+                "LOCAL_RANK": str(prefixes[:local].count(prefixes[local])),
+                "LOCAL_WORLD_SIZE": str(prefixes.count(prefixes[local])),
             },
         )
-        for rank in range(workers)
+        for local in range(workers)
     ]
     return LaunchedWorkers(
         starts,
@@ -208,58 +151,35 @@ def launch(
         timeout_s=timeout_s,
         grace_s=grace_s,
         term_s=term_s,
-        replacements=spares,
+        node=node,
+        replacements=replacements,
     )
-
-
-def _host_store(master_addr: str, port: int) -> Store:
-    from offbeat.runtime.control.rendezvous import open_store
-
-    try:
-        return open_store(master_addr, port, is_host=True)
-    except RuntimeError as error:
-        raise OffbeatError(f"cannot listen on port {port} for the store of the workers") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class _StartCommand:
+    rank: int
     command: tuple[str, ...]
     env: dict[str, str]
 
 
 @dataclass(kw_only=True)
-class _Replacements:
-    """The replacements that may still be started.
-
-    Attributes:
-        store: the job's store, hosted as long as this object exists.
-        world: number of workers with which the job started.
-        left: how many may still be started.
-    """
-
-    store: Store
-    world: int
-    left: int
-
-    def draw(self) -> int | None:
-        """Draw the id of a replacement; None if none is left, or the job has not started."""
-        from offbeat.runtime.control.rendezvous import draw_newcomer_id, has_job_started
-
-        if not self.left or not has_job_started(self.store):
-            return None
-        self.left -= 1
-        return draw_newcomer_id(self.store, self.world)
-
-
-@dataclass(kw_only=True)
 class _WorkerProcess:
-    rank: int
     start: _StartCommand
     process: subprocess.Popen[bytes]
     pidfd: int
-    output: _OutputLines
-    errors: _OutputLines
+    output: OutputLines
+    errors: OutputLines
     outcome: WorkerOutcome | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.start.rank
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process alone: its own child processes may still be needed to end in order."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
 
     def signal_group(self, number: int) -> None:
         # The worker leads its own process group, whose number is not reused until the worker is reaped.
@@ -271,7 +191,7 @@ class LaunchedWorkers:
     """The running workers of one launch; a context manager that ends all of them.
 
     Each worker is started in its own session and process group, so a Ctrl-C at the terminal reaches this
-    process only, which then closes. Processes that a worker starts belong to its group and end with `close`.
+    process only. Processes that a worker starts belong to its group and end with `close`.
     """
 
     def __init__(
@@ -282,11 +202,13 @@ class LaunchedWorkers:
         timeout_s: float | None,
         grace_s: float | None,
         term_s: float,
-        replacements: _Replacements | None = None,
+        node: Node | None,
+        replacements: int,
     ) -> None:
         self._began_s = time.monotonic()
         self._grace_s = grace_s
-        self._replacements = replacements
+        self._node = node
+        self._replacements_left = replacements
         self._term_s = term_s
         self._deadlines: list[tuple[float, str]] = []  # (monotonic time, why workers are ended then)
         self._ending_because: str | None = None
@@ -298,9 +220,9 @@ class LaunchedWorkers:
         self._pid = os.getpid()
         self._changed = SignalSafeCondition()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._delivery: _OutputThread | None = None
+        self._delivery: OutputThread | None = None
         if on_output is not None:
-            self._delivery = _OutputThread(on_output, lambda: self._end_at(0.0, "reading its output failed"))
+            self._delivery = OutputThread(on_output, lambda: self._end_at(0.0, "reading its output failed"))
         if timeout_s is not None:
             self._end_at(timeout_s, f"it had not ended {timeout_s:g} s after its start")
         started = SignalSafeEvent()
@@ -363,13 +285,22 @@ class LaunchedWorkers:
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to one worker's process (not to its group); no effect if it has ended."""
-        with self._changed, contextlib.suppress(ProcessLookupError):
+        with self._changed:
             if not self._is_closed:
-                pidfd = next(worker.pidfd for worker in self._workers if worker.rank == rank)
-                signal.pidfd_send_signal(pidfd, number)
+                next(worker for worker in reversed(self._workers) if worker.rank == rank).signal(number)
+
+    def end(self, reason: str) -> None:
+        """Send SIGTERM to all running workers, and SIGKILL `term_s` seconds later; at once if called again.
+
+        Returns at once. Outcomes of workers that end from now on have the reason.
+        """
+        with self._changed:
+            if self._ending_because is not None:
+                self._kill_at_s = time.monotonic()
+        self._end_at(0.0, reason)
 
     def close(self) -> None:
-        """End all running workers: SIGTERM, then SIGKILL, to each process group; reap every worker.
+        """End all running workers: SIGTERM to each, then SIGKILL to its process group; reap every worker.
 
         Does nothing in a process forked from the one that started them.
         """
@@ -389,7 +320,7 @@ class LaunchedWorkers:
                 worker.process.wait()
                 os.close(worker.pidfd)
             os.close(self._wake_fd)
-            self._replacements = None  # closes the store, too
+            self._node = None  # closes the store, too
         if self._delivery is not None:
             self._delivery.finish()
         atexit.unregister(self.close)
@@ -414,8 +345,8 @@ class LaunchedWorkers:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
             try:
-                for rank, start in enumerate(starts):
-                    self._start(rank, start, selector)
+                for start in starts:
+                    self._start(start, selector)
                 started.set()
                 self._run_until_all_ended(selector)
             finally:
@@ -436,17 +367,16 @@ class LaunchedWorkers:
             self._changed.notify_all()
         started.set()
 
-    def _start(self, rank: int, start: _StartCommand, selector: selectors.BaseSelector) -> None:
-        process = start_tied(start.command, f"worker {rank}", start.env)
+    def _start(self, start: _StartCommand, selector: selectors.BaseSelector) -> None:
+        process = start_tied(start.command, f"worker {start.rank}", start.env)
         assert process.stdout is not None
         assert process.stderr is not None
         worker = _WorkerProcess(
-            rank=rank,
             start=start,
             process=process,
             pidfd=os.pidfd_open(process.pid),
-            output=_OutputLines(rank, process.stdout, self._delivery),
-            errors=_OutputLines(rank, process.stderr, self._delivery),
+            output=OutputLines(start.rank, process.stdout, self._delivery),
+            errors=OutputLines(start.rank, process.stderr, self._delivery),
         )
         with self._changed:
             self._workers.append(worker)
@@ -477,7 +407,7 @@ class LaunchedWorkers:
                 self._ending_because = due[0]
                 self._kill_at_s = now_s + self._term_s
                 for worker in running:
-                    worker.signal_group(signal.SIGTERM)
+                    worker.signal(signal.SIGTERM)
             elif self._kill_at_s is not None and now_s >= self._kill_at_s:
                 self._kill_at_s = None
                 for worker in running:
@@ -487,7 +417,7 @@ class LaunchedWorkers:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
 
-    def _on_readable(self, lines: _OutputLines, selector: selectors.BaseSelector) -> None:
+    def _on_readable(self, lines: OutputLines, selector: selectors.BaseSelector) -> None:
         if not lines.stream.closed and lines.read() == 0:
             selector.unregister(lines.stream)
             lines.stream.close()
@@ -495,10 +425,7 @@ class LaunchedWorkers:
     def _on_ended(self, worker: _WorkerProcess, selector: selectors.BaseSelector) -> None:
         selector.unregister(worker.pidfd)
         for lines in (worker.output, worker.errors):  # all of its output is in the pipes by now
-            for _ in range(_DRAIN_READS):
-                if lines.stream.closed or not lines.read():
-                    break
-            lines.flush()
+            lines.drain()
         returncode = _returncode(worker)
         outcome = WorkerOutcome(
             rank=worker.rank,
@@ -512,118 +439,25 @@ class LaunchedWorkers:
         with self._changed:
             worker.outcome = outcome
             is_failure = returncode != 0 and self._ending_because is None
-            if is_failure and outcome.replaced_by is None and self._grace_s is not None:
+            if is_failure and not outcome.is_replaced and self._grace_s is not None:
                 reason = f"it had not ended {self._grace_s:g} s after worker {worker.rank} failed"
                 self._deadlines.append((time.monotonic() + self._grace_s, reason))
 
     def _replace(
         self, worker: _WorkerProcess, outcome: WorkerOutcome, selector: selectors.BaseSelector
     ) -> WorkerOutcome:
-        """Start a replacement for a worker that died, if one is left and other workers still run."""
-        others = [other for other in self._workers if other.outcome is None and other is not worker]
-        rank = self._replacements.draw() if self._replacements is not None and others else None
-        if rank is None:
+        """Start a worker that died again, if that is still allowed and the job runs."""
+        others_run = any(other.outcome is None and other is not worker for other in self._workers)
+        node = self._node
+        if not self._replacements_left or node is None or not (others_run or node.count > 1):
             return outcome
+        if not node.can_join_again():
+            return outcome
+        self._replacements_left -= 1
         if self._delivery is not None:
-            note = f"(this worker replaces worker {worker.rank}, which {_end_text(outcome)})"
-            self._delivery.put(rank, note)
-        env = worker.start.env | {"RANK": str(rank), NEWCOMER_VARIABLE: "1"}
-        self._start(rank, replace(worker.start, env=env), selector)
-        return replace(outcome, replaced_by=rank)
-
-
-class _OutputLines:
-    """The lines of one pipe: delivered, and kept as a bounded tail; reading never blocks."""
-
-    def __init__(self, rank: int, stream: IO[bytes], delivery: _OutputThread | None) -> None:
-        self.stream = stream
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._rank = rank
-        self._delivery = delivery
-        self._incomplete = b""  # the line that has not ended yet
-        os.set_blocking(stream.fileno(), False)
-
-    def read(self) -> int | None:
-        """Read what is available; return its size in bytes, 0 at the end of the pipe, None if nothing is."""
-        try:
-            data = os.read(self.stream.fileno(), _READ_BYTES)
-        except BlockingIOError:
-            return None
-        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
-        for line in lines:
-            self._emit(line)
-        if len(self._incomplete) > _LINE_BYTES_MAX:
-            self._emit(self._incomplete)
-            self._incomplete = b""
-        if not data:
-            self.flush()
-        return len(data)
-
-    def flush(self) -> None:
-        """Emit the incomplete line as it is."""
-        if self._incomplete:
-            self._emit(self._incomplete)
-            self._incomplete = b""
-
-    def _emit(self, line: bytes) -> None:
-        for at in range(0, max(len(line), 1), _LINE_BYTES_MAX):
-            text = line[at : at + _LINE_BYTES_MAX].decode(errors="replace").rstrip("\r")
-            self.tail.append(text)
-            if self._delivery is not None:
-                self._delivery.put(self._rank, text)
-
-
-class _OutputThread:
-    """Calls `on_output` in a separate thread, so that a slow one never delays the reading of pipes."""
-
-    def __init__(self, on_output: Callable[[int, str], None], on_error: Callable[[], None]) -> None:
-        self.error: BaseException | None = None
-        self._on_output = on_output
-        self._on_error = on_error
-        self._lines: deque[tuple[int, str]] = deque()
-        self._dropped: Counter[int] = Counter()
-        self._is_finishing = False
-        self._changed = SignalSafeCondition()
-        self._thread = start_thread("offbeat-output", self._run, self._fail)
-
-    def put(self, rank: int, line: str) -> None:
-        """Queue a line; drops the oldest if too many are queued."""
-        with self._changed:
-            if self.error is not None:
-                return
-            if len(self._lines) >= _QUEUED_LINES_MAX:
-                self._dropped[self._lines.popleft()[0]] += 1
-            self._lines.append((rank, line))
-            self._changed.notify_all()
-
-    def finish(self) -> None:
-        """Wait until all lines are delivered, at most 10 s for an `on_output` that hangs."""
-        with self._changed:
-            self._is_finishing = True
-            self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_FINISH_S)
-
-    def _run(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            for rank, line in batch:
-                self._on_output(rank, line)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self.error = error  # raised again by Workers.wait
-            self._lines.clear()
-        self._on_error()
-
-    def _next_batch(self) -> list[tuple[int, str]] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._lines or self._dropped or self._is_finishing)
-            if not self._lines and not self._dropped:
-                return None
-            notes = [(rank, f"({n} lines dropped)") for rank, n in sorted(self._dropped.items())]
-            self._dropped.clear()
-            lines = [self._lines.popleft() for _ in range(min(len(self._lines), _BATCH_LINES))]
-            return notes + lines
+            self._delivery.put(worker.rank, f"(this worker {outcome.end_text}, and is started again)")
+        self._start(worker.start, selector)
+        return replace(outcome, is_replaced=True)
 
 
 def _explained(error: BaseException) -> BaseException:
@@ -643,27 +477,3 @@ def _returncode(worker: _WorkerProcess) -> int:
         return worker.process.wait()
     assert ended is not None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
-def _end_text(outcome: WorkerOutcome) -> str:
-    if outcome.end_reason is not None:
-        return f"was ended by the launcher because {outcome.end_reason}"
-    if outcome.returncode >= 0:
-        return f"failed with exit code {outcome.returncode}"
-    try:
-        name = signal.Signals(-outcome.returncode).name
-    except ValueError:
-        name = f"signal {-outcome.returncode}"
-    hint = " (unless a person sent it: by the kernel, out of memory)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
-
-
-def _error_line(tail: Sequence[str]) -> str:
-    """Return the line that names the error: the exception of the last traceback, else the last line."""
-    lines = [line.rstrip() for line in tail if line.strip()]
-    if not lines:
-        return ""
-    tracebacks = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    after = lines[tracebacks[-1] + 1 :] if tracebacks else []
-    error_line = next((line for line in after if not line[0].isspace()), lines[-1])
-    return error_line.strip()

@@ -8,6 +8,19 @@ from offbeat.runtime.control.environment import parse_coordinator, read_environm
 PLACE = {"RANK": "1", "WORLD_SIZE": "3"}
 
 
+@pytest.mark.parametrize(
+    ("environ", "ends_together"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1"}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"}, False),  # by offbeat run
+        ({}, False),
+    ],
+)
+def test_an_agent_of_several_workers_ends_them_together(environ, ends_together):
+    assert read_environment(environ).ends_together == ends_together
+
+
 def test_with_a_coordinator_no_master_is_needed():
     found = read_environment({**PLACE, "OFFBEAT_COORDINATOR": "head:4321", "OFFBEAT_TOKEN_FILE": "secret"})
     assert (found.rank, found.world, found.master_port) == (1, 3, 0)

@@ -44,6 +44,7 @@ class Environment:
         master_addr: the host of the job's TCPStore.
         master_port: its port, 0 in a world of one.
         agent_hosts_store: the launcher hosts the TCPStore, not rank 0.
+        ends_together: the launcher ends all workers of this host when one of them dies, as torchrun's agent.
         threads: the ids of the workers of this process; several where it has several worker threads.
         servers: how many the parameter server begins with, where the strategy has one.
         starts_servers: the first processes start one server each, or several where there are more servers
@@ -68,6 +69,7 @@ class Environment:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     agent_hosts_store: bool = False
+    ends_together: bool = False
     threads: tuple[int, ...] = (0,)
     servers: int = 1
     starts_servers: bool = True
@@ -133,6 +135,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        ends_together=_RUN_ID in environ and _int(environ, "LOCAL_WORLD_SIZE", 1) > 1,
         servers=_servers(environ, coordinator),
         starts_servers=not environ.get(SERVERS_APART_VARIABLE),
         attempt=next((_count(environ, name) for name in _ATTEMPTS if environ.get(name)), 0),

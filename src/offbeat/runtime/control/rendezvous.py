@@ -16,6 +16,7 @@ import datetime
 import errno
 import json
 import queue
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -63,6 +64,7 @@ _hosted_stores: dict[
     int, Store
 ] = {}  # by port; kept, since workers may already be connected for the next join
 _NAMED_MAX = 8
+_DIAL_EVERY_S = 0.1
 _LOOKUP_S = 5.0  # how long to look up which job uses the port
 _T = TypeVar("_T")
 
@@ -331,7 +333,7 @@ def as_offbeat_error(error: Exception) -> OffbeatError:
     )
 
 
-def open_store(host: str, port: int, *, is_host: bool, timeout_s: float = Environment.start_s) -> Store:
+def open_store(host: str, port: int, *, is_host: bool, timeout_s: float = Environment.start_s) -> TCPStore:
     """Connect to a job's store, or host it; each operation on it times out after `timeout_s` seconds."""
     return TCPStore(
         host,
@@ -343,9 +345,39 @@ def open_store(host: str, port: int, *, is_host: bool, timeout_s: float = Enviro
     )
 
 
-def has_job_started(store: Store) -> bool:
-    """Whether a job that uses this store has started."""
-    return bool(store.check([_RUNNING]))
+def reach_store(host: str, port: int, timeout_s: float, read: Callable[[Store], _T]) -> tuple[Store, _T]:
+    """Connect to a store that another process hosts, or will host soon, and read something from it.
+
+    Raises:
+        TimeoutError: that took longer than `timeout_s` seconds.
+        RuntimeError: the store was lost.
+    """
+    limit_s = time.monotonic() + timeout_s
+
+    def reach() -> tuple[Store, _T]:
+        _wait_for_listener(host, port, limit_s)
+        store = open_store(host, port, is_host=False, timeout_s=max(1.0, limit_s - time.monotonic()))
+        return store, read(store)
+
+    return _run_with_deadline(reach, limit_s)
+
+
+def _wait_for_listener(host: str, port: int, limit_s: float) -> None:
+    """Wait until a process listens: a TCPStore waits longer than it should, and reports each try."""
+    while (left_s := limit_s - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), left_s).close()
+            return
+        except OSError:
+            time.sleep(min(_DIAL_EVERY_S, left_s))
+    raise TimeoutError
+
+
+def has_job_started(store: Store, timeout_s: float) -> bool:
+    """Whether a job that uses this store has started; not if the store does not answer in time."""
+    with suppress(RuntimeError, TimeoutError):
+        return _run_with_deadline(lambda: bool(store.check([_RUNNING])), time.monotonic() + timeout_s)
+    return False
 
 
 def draw_newcomer_id(store: Store, world: int) -> int:

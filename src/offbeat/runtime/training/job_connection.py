@@ -5,6 +5,7 @@ Nothing here touches a tensor, or decides when a worker leaves.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -23,6 +24,7 @@ from offbeat.runtime.training.interface import Strategy
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.runtime.training.trained import TrainingState
 
+_log = logging.getLogger("offbeat")
 _SILENT_S = 10.0
 _SILENT_RETURNING_S = 300.0
 _STAY_S = 10.0  # longest wait for other workers to finish where none of them needs this one
@@ -103,6 +105,11 @@ class JobConnection:
         )
         if self.worker == 0:
             found.publish_coordinator()
+            if environment.ends_together and strategy.survives_worker_loss:
+                _log.warning(
+                    f"{type(strategy).__name__} goes on without dead workers, but torchrun ends all workers "
+                    "of a host when one dies: start the script with 'offbeat run' instead"
+                )
 
     def send_event(self, event: Event) -> None:
         """Send an event to the coordinator, after the times of the steps since the last one."""

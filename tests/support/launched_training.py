@@ -1,6 +1,6 @@
-"""A program that a Slurm job runs: it counts samples, saves checkpoints and stands still at a gate.
+"""A program that launchers start: it counts samples, saves checkpoints and stands still at a gate.
 
-python -m support.slurm_training FOLDER
+python -m support.launched_training FOLDER
 """
 
 import json
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import offbeat
+from offbeat.runtime.control.environment import RUN_LOG_VARIABLE, read_environment
 from support.group_training import compute, digest
 from support.newcomer_training import EPOCHS, GATE_STEP, STEADY, Adding, Counting, pass_gate
 from support.sample_counting import BATCH, SAMPLES, once_each
@@ -20,12 +21,16 @@ from support.sample_counting import BATCH, SAMPLES, once_each
 
 def main():
     folder = Path(sys.argv[1])
+    attempt, rank = read_environment().attempt, os.environ["RANK"]
+    (folder / f"process-{attempt}-{rank}-{os.getpid()}").touch()
+    if attempt and RUN_LOG_VARIABLE in os.environ:  # the log of the attempt before stays
+        os.environ[RUN_LOG_VARIABLE] += f".{attempt}"
     checkpoint = folder / "checkpoint.pt"
     model = Counting()
     optimizer = Adding(model.parameters())
     dataset = TensorDataset(torch.arange(SAMPLES))
     first, has_passed = None, False
-    signal.signal(signal.SIGTERM, lambda *_: (folder / f"signalled-{os.environ['RANK']}").touch())
+    signal.signal(signal.SIGTERM, lambda *_: (folder / f"signalled-{rank}").touch())
     with offbeat.join(model, optimizer, STEADY) as session:
         if checkpoint.exists():
             session.load_state_dict(torch.load(checkpoint))
@@ -47,8 +52,8 @@ def main():
                 (folder / "checkpoint.part").replace(checkpoint)
         result = {
             "worker": session.worker,
-            "node": os.environ["SLURMD_NODENAME"],
-            "attempt": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            "node": os.environ.get("SLURMD_NODENAME"),
+            "attempt": attempt,
             "preempted": session.preempted,
             "first": first,
             "step": session.step,
