@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.namespaces import Host, hosts, missing
+from benchmarks.namespaces import Host, hosts, missing, reset
 from offbeat.runtime.control.rendezvous import open_store
 from offbeat.runtime.launch import find_free_port
 from offbeat.runtime.transport.endpoint import _endpoints
@@ -26,7 +26,7 @@ from offbeat.strategies import SSP, AllReduce, PartialAllReduce
 from support.certificates import Authority, Issued
 from support.coordinator_service import service
 from support.group_training import agree, train
-from support.network_faults import enter, listening
+from support.network_faults import enter, listening, training
 from support.processes import run, start, values
 
 needs_hosts = pytest.mark.skipif(
@@ -87,6 +87,17 @@ def test_a_job_in_groups_and_one_on_servers_train_to_the_end_with_tls(issued: Is
     assert links == {("AF_INET", True), ("AF_UNIX", False)}
     if strategy is STEADY:
         agree(results)
+
+
+@pytest.mark.long
+@needs_hosts
+def test_broken_connections_with_tls_are_opened_again_and_end_no_job_in_lockstep(
+    tmp_path: Path, issued: Issued
+) -> None:
+    with training(AllReduce(), 3, tmp_path, env=issued.env) as job:
+        reset(job.places[0], job.places[1])
+        reset(job.places[1], job.places[2])
+        job.all_train_together()
 
 
 @pytest.mark.long
