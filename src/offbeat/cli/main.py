@@ -186,6 +186,14 @@ def run(
             "id and copies the state from a peer (strategies partial and dpar)."
         ),
     ] = 0,
+    tls: Annotated[
+        bool,
+        typer.Option(
+            "--tls",
+            help="Encrypt the job's TCP connections, with certificates made for it, on this machine only; "
+            "needs the program openssl.",
+        ),
+    ] = False,
 ) -> None:
     """Launch a training script with torchrun, with slowness, a run log or a seed.
 
@@ -201,6 +209,7 @@ def run(
     from offbeat.policies.stragglers.injection import parse_slow_rule
     from offbeat.runtime.control import environment
     from offbeat.runtime.control.run_log import check_log_bytes_max
+    from offbeat.runtime.processes.job_certificates import job_certificates
 
     if not context.args:
         raise ValueError("expected a script to launch, as in: offbeat run --nproc-per-node 4 script.py")
@@ -225,7 +234,10 @@ def run(
         os.environ[environment.RUN_LOG_BYTES_MAX_VARIABLE] = str(log_bytes_max)
     if run_dir is not None:
         os.environ[environment.RUN_LOG_VARIABLE] = str(job.open_run_dir(run_dir) / job.LOG_NAME)
-    raise typer.Exit(_launch_locally(context.args, replace) if replace else _torchrun(context.args))
+    with job_certificates(context.args) if tls else contextlib.nullcontext(()) as paths:
+        os.environ.update(zip(environment.TLS_VARIABLES, paths, strict=tls))
+        code = _launch_locally(context.args, replace) if replace else _torchrun(context.args)
+    raise typer.Exit(code)
 
 
 @app.command()
