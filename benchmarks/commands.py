@@ -122,6 +122,15 @@ class AllreduceOptions:
     seed: Seed = 0
 
 
+@_benchmark("tls", minutes=1, needs="root")
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions:
+    """Throughput and processor time of an encrypted link beside a plain one, on loopback and on a line."""
+
+    rate_mbit: RateMbit = 1000
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of transfers per side and place.")] = 5
+
+
 @_benchmark("hybrid", minutes=40, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class HybridOptions:

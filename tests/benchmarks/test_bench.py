@@ -7,9 +7,9 @@ from typing import get_type_hints
 
 import pytest
 
-from benchmarks import allreduce, overhead
+from benchmarks import allreduce, overhead, tls
 from benchmarks.__main__ import main
-from benchmarks.commands import AllreduceOptions, OverheadOptions, bench, benchmarks
+from benchmarks.commands import AllreduceOptions, OverheadOptions, TlsOptions, bench, benchmarks
 from benchmarks.namespaces import missing
 
 COMMANDS = [command for command in bench.registered_commands if command.name != "list"]
@@ -43,6 +43,23 @@ def test_overhead_gives_a_ratio_for_each_model():
     assert list(result.figures) == ["step_ratio_p50_cnn2"]
     assert [(row["side"], row["steps"]) for row in result.rows] == [("ddp", 60), ("bsp", 60)]
     assert all(row["step_s_p50"] > 0 for row in result.rows)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
+def test_tls_gives_throughput_and_processor_time_of_both_links():
+    result = tls.run(TlsOptions(rate_mbit=4000, blocks=1), command="test")
+    places = ["loopback", "line", "line_one_way"]
+    assert set(result.figures) == {
+        *(
+            f"{figure}_{place}_{side}"
+            for figure in ("mbit_per_s", "cpu_s_per_gb")
+            for place in places
+            for side in ("plain", "tls")
+        ),
+        *(f"tls_to_plain_ratio_{place}" for place in places),
+    }
+    assert all(value > 0 for value in result.figures.values())
 
 
 @pytest.mark.long

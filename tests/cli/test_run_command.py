@@ -1,9 +1,11 @@
 """Promises of `offbeat run`: its options and signals reach the workers, and how they ended comes back."""
 
+import json
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +78,34 @@ def test_a_script_that_trains_leaves_a_log_that_can_be_replayed(tmp_path):
     assert sum(isinstance(entry, StepTimed) for entry in log.entries) == 2 * 2 * 2
     assert {entry.worker for entry in log.entries if isinstance(entry, Left)} == {0, 1}
     assert replay.replay(log) is None
+
+
+SHOW_TLS = """
+import json, os, stat
+from offbeat.runtime.control.environment import TLS_VARIABLES, load_tls
+assert load_tls() is not None
+paths = [os.environ[name] for name in TLS_VARIABLES]
+modes = [stat.S_IMODE(os.stat(path).st_mode) for path in paths]
+json.dump([paths, modes], open(f"tls-{os.environ['RANK']}.json", "w"))
+"""
+
+
+@pytest.mark.long
+def test_with_tls_all_workers_have_the_same_certificates_which_are_gone_at_the_end(tmp_path):
+    (tmp_path / "train.py").write_text(SHOW_TLS + TRAIN)
+    done = run(tmp_path, "--tls", "--nproc-per-node", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+
+    (paths, modes), (others, _) = [json.loads((tmp_path / f"tls-{rank}.json").read_text()) for rank in (0, 1)]
+    assert paths == others
+    assert modes == [0o600] * 3
+    assert not any(Path(path).parent.exists() for path in paths)
+
+
+def test_tls_on_several_hosts_is_refused(tmp_path):
+    done = run(tmp_path, "--tls", "--nnodes", "2", "--master-addr", "127.0.0.1", "train.py")
+    assert done.returncode == 2
+    assert "--tls is for jobs on one host, got --nnodes 2" in done.stderr
 
 
 @pytest.mark.long

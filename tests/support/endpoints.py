@@ -19,6 +19,7 @@ from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.runtime.transport.framing import Frame, FrameReader
 from offbeat.runtime.transport.handshake import DiallerHandshake
 from offbeat.runtime.transport.sessions import PROCESSING_SLICE_S
+from offbeat.runtime.transport.tls import TlsCredentials
 
 DEADLINE_S = 20.0
 KIB = 1024
@@ -63,9 +64,11 @@ class Node:
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Keep the I/O thread from what comes in the block, so that it finds all of it at once."""
-        is_over = threading.Event()
+        has_begun, is_over = threading.Event(), threading.Event()
+        self.links.call_soon(has_begun.set)
         self.links.call_soon(is_over.wait, DEADLINE_S)
         try:
+            assert has_begun.wait(DEADLINE_S)
             yield
         finally:
             is_over.set()
@@ -128,8 +131,16 @@ class Stranger:
     """The other end of a connection to a node, spoken by hand, read only when asked to."""
 
     def __init__(
-        self, name: str, to: Node, *, you: str | None = None, unix: bool = False, **secrets: str
+        self,
+        name: str,
+        to: Node,
+        *,
+        you: str | None = None,
+        unix: bool = False,
+        tls: TlsCredentials | None = None,
+        **secrets: str,
     ) -> None:
+        certificate = b""
         if unix:
             self.sock = socket.socket(socket.AF_UNIX)
             self.sock.settimeout(DEADLINE_S)
@@ -137,9 +148,13 @@ class Stranger:
         else:
             self.sock = socket.create_connection(to.tcp(), timeout=DEADLINE_S)
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)
+            if tls is not None:
+                self.sock = secure = tls.encrypt(self.sock, accepts=False)
+                secure.do_handshake()
+                certificate = secure.peer_certificate_digest()
         self.reader = FrameReader(None)
         claims = {"job": "job", "token": "secret", "node": name, "peer": you or to.links.name} | secrets
-        self.greeting = DiallerHandshake(**claims)
+        self.greeting = DiallerHandshake(**claims, certificate=certificate)
 
     def greet(self) -> Stranger:
         self.sock.sendall(self.greeting.hello())

@@ -18,10 +18,21 @@ class Line:
     Args:
         to: host and port.
         reset_after: how many bytes the next connection carries before it is reset; None for any number.
+        keeps: whether to keep what is carried.
+
+    Attributes:
+        carried: what was carried both ways, if that is kept.
     """
 
-    def __init__(self, to: tuple[str, int], reset_after: Callable[[], int | None] = lambda: None) -> None:
-        self._to, self._reset_after = to, reset_after
+    def __init__(
+        self,
+        to: tuple[str, int],
+        reset_after: Callable[[], int | None] = lambda: None,
+        *,
+        keeps: bool = False,
+    ) -> None:
+        self._to, self._reset_after, self._keeps = to, reset_after, keeps
+        self.carried = bytearray()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
@@ -87,6 +98,8 @@ class Line:
                         continue
                     if not data:
                         return
+                    if self._keeps:
+                        self.carried += data
                     other[sock].sendall(data)
                     if left is not None:
                         left -= len(data)

@@ -41,6 +41,11 @@ def run(options: RunOptions, arguments: Sequence[str]) -> int:
     from offbeat.runtime.launching.outcomes import has_job_succeeded, outcome_summary
 
     _check_arguments(arguments)
+    if options.tls and options.nnodes != "1":
+        raise ValueError(
+            f"--tls is for jobs on one host, got --nnodes {options.nnodes}: make certificates with openssl "
+            "and set OFFBEAT_TLS_CA, OFFBEAT_TLS_CERT and OFFBEAT_TLS_KEY on every host"
+        )
     node = _open_node(options)
     if options.replace and node.world < 2:
         raise ValueError(
@@ -59,18 +64,21 @@ def run(options: RunOptions, arguments: Sequence[str]) -> int:
             entry.print_error(f"the workers' output is no longer shown: {error.reason}", entry.FAILED)
             errors.append(error)
 
-    with launch(
-        command,
-        node.workers,
-        env=env,
-        on_output=show,
-        grace_s=None,  # the others go on, or end with their own error
-        term_s=options.shutdown_timeout,
-        node=node,
-        replacements=options.replace,
-    ) as running:
-        with _forwarded_signals(running) as received:
-            outcomes = running.wait()
+    with (
+        _encryption(options) as certificates,
+        launch(
+            command,
+            node.workers,
+            env=env | certificates,
+            on_output=show,
+            grace_s=None,  # the others go on, or end with their own error
+            term_s=options.shutdown_timeout,
+            node=node,
+            replacements=options.replace,
+        ) as running,
+        _forwarded_signals(running) as received,
+    ):
+        outcomes = running.wait()
     if received:
         good = sum(outcome.returncode == 0 for outcome in outcomes)
         name = signal.Signals(received[0]).name
@@ -157,6 +165,19 @@ def _settings(options: RunOptions) -> dict[str, str]:
         if options.node_rank == 0:  # rank 0 starts the coordinator, which writes the log
             env[environment.RUN_LOG_VARIABLE] = str(job.open_run_dir(options.run_dir) / job.LOG_NAME)
     return env
+
+
+@contextmanager
+def _encryption(options: RunOptions) -> Iterator[dict[str, str]]:
+    """Make certificates, with --tls; yield the variables by which the workers find them."""
+    from offbeat.runtime.control.environment import TLS_VARIABLES
+    from offbeat.runtime.processes.job_certificates import job_certificates
+
+    if not options.tls:
+        yield {}
+        return
+    with job_certificates() as paths:
+        yield dict(zip(TLS_VARIABLES, paths, strict=True))
 
 
 @contextmanager

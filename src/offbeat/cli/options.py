@@ -236,6 +236,14 @@ class RunOptions:
             "running job with a new id and the state of a peer, if the strategy survives deaths.",
         ),
     ] = 0
+    tls: Annotated[
+        bool,
+        typer.Option(
+            "--tls",
+            help="Encrypt the job's TCP connections with certificates made for it, on one host only; needs "
+            "the program openssl.",
+        ),
+    ] = False
     slow: Annotated[list[str] | None, typer.Option(help=f"{SLOW_HELP} May be repeated.")] = None
     run_dir: Annotated[
         Path | None,

@@ -75,6 +75,7 @@ from offbeat.events import (
 from offbeat.policies import WorkerProtocol
 from offbeat.runtime.control.channel import ControlChannel
 from offbeat.runtime.control.configuration import COORDINATOR
+from offbeat.runtime.control.environment import load_tls
 from offbeat.runtime.control.peers import WorkerPeers
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.processes.threads import start_thread
@@ -162,6 +163,7 @@ class CoordinatorClient:
             on_error=self._on_links_failed,
             host=rendezvous.host,
             silent_s=silent_s,
+            tls=load_tls(),
         )
         self._peers = WorkerPeers(self.endpoint, worker, self.send_event, steps_finished, silent_s=silent_s)
         self._channel = ControlChannel(

@@ -56,6 +56,7 @@ from offbeat.runtime.control.configuration import (
     PARAMETER_SERVER_PATH,
     CoordinatorConfiguration,
 )
+from offbeat.runtime.control.environment import load_tls
 from offbeat.runtime.control.journal import Journal
 from offbeat.runtime.control.peer_table import PeerRecord, PeerTable
 from offbeat.runtime.control.run_log import LogPosition, RunLog
@@ -152,6 +153,7 @@ class Coordinator:
         self._opened_s = self._last_tick_s = self._last_turn_s = time.monotonic()
         self._stalled_s = float("-inf")
         self._endpoint: Endpoint | None = None
+        self._tls = load_tls()
         self.journal = Journal() if journal is None else journal
         self._log = self._open_log()
         self._log_start = self._log.position
@@ -182,6 +184,7 @@ class Coordinator:
             on_error=self._inbox.put,
             listeners=self._listeners,
             silent_s=configuration.silent_s,
+            tls=self._tls,
         )
         try:
             for peer in sorted(self._peers.present):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.runtime.transport.tls import TlsCredentials, load_credentials
 
 SLOW_VARIABLE = "OFFBEAT_SLOW"
 RUN_LOG_VARIABLE = "OFFBEAT_RUN_LOG"
@@ -17,6 +18,7 @@ SEED_VARIABLE = "OFFBEAT_SEED"
 NEWCOMER_VARIABLE = "OFFBEAT_NEWCOMER"
 COORDINATOR_VARIABLE = "OFFBEAT_COORDINATOR"
 TOKEN_FILE_VARIABLE = "OFFBEAT_TOKEN_FILE"
+TLS_VARIABLES = ("OFFBEAT_TLS_CA", "OFFBEAT_TLS_CERT", "OFFBEAT_TLS_KEY")
 ATTEMPT_VARIABLE = "OFFBEAT_ATTEMPT"
 JOB_VARIABLE = "OFFBEAT_JOB"
 START_S_VARIABLE = "OFFBEAT_START_S"
@@ -40,7 +42,7 @@ class Environment:
         is_newcomer: this process joins a running job.
         may_return: a process whose rank has been used in the running job joins it as a newcomer.
         coordinator: HOST:PORT of a coordinator that no worker starts; None where rank 0 starts one.
-        token_file: the file with the secret of a job with such a coordinator; None for a job without one.
+        token_file: the file with the job's secret; None where rank 0 draws one, or where there is none.
         master_addr: the host of the job's TCPStore.
         master_port: its port, 0 in a world of one.
         agent_hosts_store: the launcher hosts the TCPStore, not rank 0.
@@ -202,7 +204,7 @@ def parse_coordinator(text: str, name: str) -> tuple[str, int]:
 
 
 def read_token(path: str | None) -> str:
-    """Return the secret of a job whose coordinator no worker starts, from the content of a file.
+    """Return the job's secret, from the content of a file; without a file, that of a job without one.
 
     Raises:
         OffbeatError: the file cannot be read, or is empty.
@@ -221,6 +223,25 @@ def read_token(path: str | None) -> str:
             "bytes to it, the same for all processes of the job"
         )
     return hashlib.sha256(content).hexdigest()
+
+
+def load_tls(environ: Mapping[str, str] = os.environ) -> TlsCredentials | None:
+    """Load what this process needs to encrypt its TCP connections; None where they are plain.
+
+    Raises:
+        OffbeatError: not all of the variables are set, or a file does not hold what it should.
+    """
+    paths = [environ.get(name) or None for name in TLS_VARIABLES]
+    ca, certificate, key = paths
+    if ca and certificate and key:
+        return load_credentials(ca, certificate, key)
+    if any(paths):
+        missing = " and ".join(name for name, path in zip(TLS_VARIABLES, paths, strict=True) if not path)
+        raise OffbeatError(
+            f"{missing} {'is' if paths.count(None) == 1 else 'are'} not set: for TLS, set all of "
+            f"{', '.join(TLS_VARIABLES)}"
+        )
+    return None
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:

@@ -1,8 +1,8 @@
 """Rendezvous of the workers of a job: rank 0 starts the coordinator and publishes its address.
 
 The address is published in the job's torch TCPStore, the one thing that every launcher sets up. The store
-holds that address, the job's name, token and size, the ids given to newcomers, and why a worker could not
-start; nothing else.
+holds that address, the job's name and size, its token unless the workers have that in a file, the ids given
+to newcomers, and why a worker could not start; nothing else.
 
 Several jobs may use one store, by intention (a launcher's store serves them all) or by mistake (two jobs
 were given the same MASTER_PORT). All keys of a job begin with its name, so that its workers find only each
@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import errno
 import json
+import logging
 import queue
 import socket
 import time
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
@@ -36,7 +38,9 @@ from offbeat.runtime.control.environment import (
     COORDINATOR_VARIABLE,
     DEFAULT_JOB,
     NEWCOMER_VARIABLE,
+    TOKEN_FILE_VARIABLE,
     Environment,
+    load_tls,
     parse_coordinator,
     read_token,
 )
@@ -67,6 +71,7 @@ _NAMED_MAX = 8
 _DIAL_EVERY_S = 0.1
 _LOOKUP_S = 5.0  # how long to look up which job uses the port
 _T = TypeVar("_T")
+_log = logging.getLogger("offbeat")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +93,7 @@ class RendezvousInfo:
         is_newcomer: this worker joins a running job.
         is_service: the coordinator belongs to no worker, and may be started again on another host.
         job_name: the job's name in the store, None where it has none.
+        shares_token: newcomers find the token in the store, and not in a file.
     """
 
     worker: int
@@ -104,13 +110,14 @@ class RendezvousInfo:
     is_newcomer: bool = False
     is_service: bool = False
     job_name: str | None = None
+    shares_token: bool = True
 
     def publish_coordinator(self) -> None:
         """Publish the coordinator's address of the started job, for newcomers."""
         if self.store is not None:
             place = {
                 "job": self.job,
-                "token": self.token,
+                "token": self.token if self.shares_token else None,
                 "coordinator": self.coordinator,
                 "world": self.world,
                 "attempt": self.attempt,
@@ -151,7 +158,8 @@ def rendezvous(
         make_configuration: makes the coordinator's configuration from job, token and host.
 
     Raises:
-        OffbeatError: the store or the coordinator could not be reached or started in time.
+        OffbeatError: the store or the coordinator could not be reached or started in time, or a file with a
+            secret is not what it should be.
     """
     limit_s = time.monotonic() + environment.start_s
     _check_files(environment, limit_s)
@@ -169,12 +177,14 @@ def rendezvous(
     try:
         if environment.rank == 0 and store is not None:
             _list_job(store, environment, hosts_store)
+        load_tls()  # raises before anything is started that needs it
         host = own_address(environment.master_addr)
         if environment.rank == 0:
-            job, token = new_job_id_and_token()
+            job, drawn = new_job_id_and_token()
+            token = drawn if environment.token_file is None else read_token(environment.token_file)
             found = {
                 "job": job,
-                "token": token,
+                "token": drawn if environment.token_file is None else None,
                 "coordinator": start_coordinator(make_configuration(job, token, host)),
             }
     except Exception as error:
@@ -186,6 +196,8 @@ def rendezvous(
         if store is not None:
             store.set(_COORDINATOR, json.dumps(found))
             _record_arrival(store, environment)
+            if isinstance(_root(store), TCPStore) and found["token"] and not ip_address(host).is_loopback:
+                _log.warning(_token_travels_message(environment))
     else:
         assert store is not None
         found = _wait_for_coordinator(store, environment, limit_s)
@@ -195,7 +207,7 @@ def rendezvous(
         worker=environment.rank,
         world=environment.world,
         job=found["job"],
-        token=found["token"],
+        token=_token(found, environment),
         host=host,
         coordinator=tuple(found["coordinator"]),
         store=store,
@@ -204,6 +216,32 @@ def rendezvous(
         deadline_s=limit_s,
         attempt=environment.attempt,
         job_name=environment.job_name,
+        shares_token=environment.token_file is None,
+    )
+
+
+def _token(found: dict[str, Any], environment: Environment) -> str:
+    """Return the job's token, from this worker's file or, where no worker has one, from the store.
+
+    Raises:
+        OffbeatError: rank 0 has such a file and this worker not, or the other way round.
+    """
+    has_file = environment.token_file is not None
+    if has_file == bool(found["token"]):
+        here, there = ("is set", "is not") if has_file else ("is not set", "is")
+        raise OffbeatError(
+            f"{TOKEN_FILE_VARIABLE} {here} for this worker and {there} for rank 0: set it for all workers, "
+            "to a file with the same content, or for none"
+        )
+    token: str = read_token(environment.token_file) if has_file else found["token"]
+    return token
+
+
+def _token_travels_message(environment: Environment) -> str:
+    return (
+        f"the job's secret is in the store at {_store_address(environment)}, unencrypted: any process that "
+        f"reaches that port can read it and join; start 'offbeat coordinator' and set {COORDINATOR_VARIABLE}"
+        f", or set {TOKEN_FILE_VARIABLE} for all workers to a file with a secret"
     )
 
 
@@ -413,7 +451,7 @@ def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -
         worker=worker,
         world=found["world"],
         job=found["job"],
-        token=found["token"],
+        token=_token(found, environment),
         host=host,
         coordinator=tuple(found["coordinator"]),
         store=store,
@@ -423,6 +461,7 @@ def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -
         attempt=environment.attempt,
         is_newcomer=True,
         job_name=environment.job_name,
+        shares_token=environment.token_file is None,
     )
 
 

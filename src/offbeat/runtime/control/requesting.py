@@ -17,7 +17,12 @@ from offbeat.runtime.control.admission import (
     encode_job_message,
 )
 from offbeat.runtime.control.configuration import COORDINATOR
-from offbeat.runtime.control.environment import COORDINATOR_VARIABLE, JOB_VARIABLE, TOKEN_FILE_VARIABLE
+from offbeat.runtime.control.environment import (
+    COORDINATOR_VARIABLE,
+    JOB_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    load_tls,
+)
 from offbeat.runtime.transport.endpoint import Endpoint
 
 _MARGIN_S = 1.0  # in which the endpoint reports that it has not reached the coordinator in time
@@ -49,6 +54,7 @@ def request_admission(
         on_error=answers.put,
         listeners=[],
         connect_s=timeout_s,
+        tls=load_tls(),
     )
     try:
         endpoint.add_peer(COORDINATOR, [address])

@@ -39,6 +39,7 @@ from offbeat.policies.ps.manager import view_from_action
 from offbeat.policies.ps.messages import PlacementView
 from offbeat.runtime.control.channel import ControlChannel
 from offbeat.runtime.control.configuration import COORDINATOR
+from offbeat.runtime.control.environment import load_tls
 from offbeat.runtime.control.outages import OutageLog
 from offbeat.runtime.ps.filtering import NodeFilters
 from offbeat.runtime.ps.messenger import Messenger, PlaceArray, ShareArray
@@ -160,6 +161,7 @@ class PsNode:
             silent_s=_MANAGER_SILENT_S,
             busy_polls=is_server,
             unacked_bytes=MAX_UNACKED_BYTES if is_server else UNACKED_BYTES,
+            tls=load_tls(),
         )
         self._notes = OutageLog(name, self.endpoint.call_later)
         kinds = TO_SERVER if is_server else TO_CLIENT

@@ -30,6 +30,7 @@ from offbeat.runtime.transport.connections import (
 from offbeat.runtime.transport.descriptors import is_out_of_descriptors
 from offbeat.runtime.transport.handshake import AcceptorHandshake, encode_refusal
 from offbeat.runtime.transport.io_loop import EPOLL_READ, IoLoop
+from offbeat.runtime.transport.tls import PlainPeerError, TlsCredentials, TlsSocket
 
 MAX_HALF_OPEN = 64
 REFUSAL_REPORT_INTERVAL_S = 1.0  # between two reports of refused connections
@@ -43,6 +44,7 @@ class ConnectionAcceptor:
 
     Args:
         connect_s: how long a client may take to authenticate itself.
+        tls: encrypts TCP connections; None for plain ones.
         on_authenticated: (peer's name, link, handshake): the peer waits for WELCOME.
         on_refused: a connection was refused; the text gives its address and the cause.
     """
@@ -58,7 +60,9 @@ class ConnectionAcceptor:
         connect_s: float,
         on_authenticated: Callable[[str, Connection, AcceptorHandshake], None],
         on_refused: Callable[[str], None],
+        tls: TlsCredentials | None,
     ) -> None:
+        self._tls = tls
         self._loop, self._sockets = loop, sockets
         self._name, self._job, self._token = name, job, token
         self._connect_s = connect_s
@@ -119,11 +123,21 @@ class ConnectionAcceptor:
         link = Connection(sock, client)
         self._sockets.add(sock)
         link.remote_host = where[0] if isinstance(where, tuple) else ""
-        link.handshake = AcceptorHandshake(job=self._job, token=self._token, node=self._name)
+        certificate = b""
+        configure_socket(sock)
+        if self._tls is not None and sock.family != socket.AF_UNIX:
+            certificate = self._tls.certificate_digest
+            try:
+                self._sockets.encrypt(link, self._tls, accepts=True)
+            except OSError:
+                return  # the client is gone
+        assert link.sock is not None
+        link.handshake = AcceptorHandshake(
+            job=self._job, token=self._token, node=self._name, certificate=certificate
+        )
         self._make_room()
         self._half_open[link] = None
-        configure_socket(sock)
-        self._loop.watch(sock, EPOLL_READ, partial(self._on_dialler_frame, link))
+        self._loop.watch(link.sock, EPOLL_READ, partial(self._on_client_ready, link))
         self._loop.call_later(self._connect_s, partial(self._on_handshake_deadline, link))
 
     def _refuse_with_spare(self, listener: socket.socket, error: OSError) -> None:
@@ -133,7 +147,8 @@ class ConnectionAcceptor:
             sock, _ = listener.accept()
             with sock:
                 sock.setblocking(False)
-                sock.send(encode_refusal(explain_socket_error(error), is_out_of_descriptors=True))
+                if self._tls is None or sock.family == socket.AF_UNIX:  # else no frame would be understood
+                    sock.send(encode_refusal(explain_socket_error(error), is_out_of_descriptors=True))
         self._report(f"refused a connection: {explain_socket_error(error)}")
         self._reserve_spare()
 
@@ -177,7 +192,26 @@ class ConnectionAcceptor:
             self._report(f"closed a connection from {link.remote}: {line}")
             self.close(link)
 
-    def _on_dialler_frame(self, link: Connection, _: int) -> None:
+    def _on_client_ready(self, link: Connection, _: int) -> None:
+        """Continue the handshakes with a client: first that of TLS, if any."""
+        if not isinstance(link.sock, TlsSocket) or link.sock.is_secure:
+            self._on_dialler_frame(link)
+            return
+        try:
+            awaited = link.sock.continue_handshake()
+        except ProtocolError as error:
+            if isinstance(error, PlainPeerError):
+                with suppress(OSError):
+                    link.sock.send_plain(encode_refusal("this node uses TLS, and the other one does not"))
+            self._report(f"refused a connection from {link.remote}: {error}")
+            self.close(link)
+        except OSError:
+            self.close(link)  # the client is gone
+        else:
+            watcher = partial(self._on_client_ready, link)
+            self._loop.modify_watch(link.sock, awaited or EPOLL_READ, watcher)
+
+    def _on_dialler_frame(self, link: Connection) -> None:
         """Process the dialler's handshake frames."""
         greeting = link.handshake
         if link.sock is None or not isinstance(greeting, AcceptorHandshake):
@@ -196,6 +230,8 @@ class ConnectionAcceptor:
         if greeting.peer is not None and link in self._half_open:
             self._half_open.pop(link, None)
             self._on_authenticated(greeting.peer, link, greeting)
+        elif link.has_decrypted:
+            self._loop.call(self._on_dialler_frame, link)
 
     def _report(self, line: str) -> None:
         """Report a refused connection, at most once a second."""

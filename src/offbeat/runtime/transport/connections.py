@@ -7,10 +7,12 @@ This module decides nothing; received bytes go where a connection's `FrameReader
 from __future__ import annotations
 
 import socket
+import ssl
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from offbeat.errors import describe_os_error
+from offbeat.errors import ProtocolError, describe_os_error
 from offbeat.runtime.transport.addresses import Address
 from offbeat.runtime.transport.descriptors import is_out_of_descriptors
 from offbeat.runtime.transport.framing import FrameReader
@@ -24,6 +26,7 @@ from offbeat.runtime.transport.inbox import Inbox
 from offbeat.runtime.transport.io_loop import IoLoop
 from offbeat.runtime.transport.outbox import Outbox, SendKey
 from offbeat.runtime.transport.shared_memory import ANCILLARY_BYTES, HAS_SHARED_MEMORY, ImportedRegions
+from offbeat.runtime.transport.tls import MAX_RECORD_BYTES, TlsCredentials, TlsSocket, explain_tls_error
 
 TCP_FRAME_BYTES = 64 * 1024
 LOCAL_FRAME_BYTES = 1024 * 1024
@@ -59,6 +62,16 @@ class Connection:
     has_received: bool = True  # something was received since the last tick
     has_sent: bool = True  # something was sent since the last tick
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes were accepted for sending that the kernel has not accepted; TLS only."""
+        return isinstance(self.sock, TlsSocket) and bool(self.sock.unsent)
+
+    @property
+    def has_decrypted(self) -> bool:
+        """Whether bytes are left that are decrypted already, which epoll does not report; TLS only."""
+        return isinstance(self.sock, TlsSocket) and self.sock.pending() > 0
+
 
 @dataclass(eq=False, slots=True)
 class Dial:
@@ -67,6 +80,7 @@ class Dial:
     deadline_s: float  # infinite for an open session, which ends when the peer has been silent too long
     untried_addresses: list[Address] = field(default_factory=list)
     link: Connection | None = None
+    attempt_limits: int = 0  # time limits set so far; only the last one is in force
     is_hello_sent: bool = False  # the peer may have received our HELLO
     is_hopeless: bool = False  # an address gave an answer that will not change
     failure_reasons: dict[str, str] = field(default_factory=dict)
@@ -124,6 +138,11 @@ class RemoteNode:
     is_gone: bool = False  # lost, or left in order: messages to it are dropped
     scheduled_key: SendKey | None = None  # of its valid entry in the send heap
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether anything is queued, or accepted for sending, that the kernel has not accepted."""
+        return bool(self.outbox) or (self.link is not None and self.link.has_unsent)
+
 
 class OpenSockets:
     """Every open socket of a node, watched or not, so that a forked child can close its copies of all."""
@@ -135,6 +154,18 @@ class OpenSockets:
     def add(self, sock: socket.socket) -> None:
         """Add a socket, at once after it was opened: another thread may fork."""
         self._sockets.add(sock)
+
+    def encrypt(self, link: Connection, tls: TlsCredentials, *, accepts: bool) -> None:
+        """Replace a connection's socket by one that encrypts.
+
+        Raises:
+            OSError: the connection is broken, and closed.
+        """
+        assert link.sock is not None
+        sock, link.sock = link.sock, None
+        self._sockets.discard(sock)
+        link.sock = tls.encrypt(sock, accepts=accepts)
+        self._sockets.add(link.sock)
 
     def close(self, sock: socket.socket) -> None:
         """Stop watching a socket, and close it."""
@@ -188,6 +219,8 @@ def receive_available(link: Connection) -> int:
     """
     assert link.sock is not None
     buffers, imported = link.reader.buffers(), link.imported
+    if isinstance(link.sock, TlsSocket):
+        return link.sock.receive_into(buffers)
     if imported is not None:
         n, ancillary, flags, _ = link.sock.recvmsg_into(buffers, ANCILLARY_BYTES, _CLOSE_ON_EXEC)
         if ancillary or flags & _CONTROL_TRUNCATED:
@@ -198,9 +231,24 @@ def receive_available(link: Connection) -> int:
     return link.sock.recvmsg_into(buffers)[0]
 
 
+def send_views(link: Connection, views: Sequence[memoryview]) -> int:
+    """Send what is accepted of some buffers; return how many bytes.
+
+    Raises:
+        BlockingIOError: nothing is accepted for now.
+        OSError: nothing more can be sent.
+    """
+    assert link.sock is not None
+    return link.sock.send_views(views) if isinstance(link.sock, TlsSocket) else link.sock.sendmsg(views)
+
+
 def delay_wakeups(link: Connection) -> None:
-    """Wake late in the middle of a long frame, and at the first byte of its end."""
-    wake_bytes = TCP_WAKE_BYTES if link.reader.missing_bytes >= TCP_WAKE_BYTES else 1
+    """Wake late in the middle of a long frame, and at the first byte of its end.
+
+    TLS may hold a record in part, whose bytes the kernel does not count any more.
+    """
+    held_bytes = MAX_RECORD_BYTES if isinstance(link.sock, TlsSocket) else 0
+    wake_bytes = TCP_WAKE_BYTES if link.reader.missing_bytes >= TCP_WAKE_BYTES + held_bytes else 1
     if wake_bytes != link.wake_bytes:
         set_wakeup_bytes(link, wake_bytes)
 
@@ -214,7 +262,7 @@ def set_wakeup_bytes(link: Connection, wake_bytes: int) -> None:
 
 
 def configure_socket(sock: socket.socket) -> socket.socket:
-    """Prepare an accepted or connected socket for the loop. The one place where TLS would wrap it."""
+    """Prepare an accepted or connected socket for the loop."""
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
@@ -229,16 +277,22 @@ def send_handshake(link: Connection, frame: bytes) -> None:
     broken and the next receive reports it."""
     if frame and link.sock is not None:
         with suppress(OSError):
-            if link.sock.send(frame) < len(frame):
+            if send_views(link, [memoryview(frame)]) < len(frame) or link.has_unsent:
                 link.sock.shutdown(socket.SHUT_RDWR)
 
 
 def receive_handshake(link: Connection) -> str | None:
-    """Receive available bytes of a handshake; return why no more can come, or None."""
+    """Receive available bytes of a handshake; return why no more can come, or None.
+
+    Raises:
+        ProtocolError: the other end has refused this one while TLS was set up.
+    """
     try:
         n = receive_available(link)
     except BlockingIOError:
         return None
+    except ssl.SSLError as error:
+        raise ProtocolError(explain_tls_error(error)) from error
     except OSError as error:
         return explain_socket_error(error)
     link.reader.on_received(n)

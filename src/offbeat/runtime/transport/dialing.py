@@ -51,6 +51,7 @@ from offbeat.runtime.transport.handshake import (
     SessionPosition,
 )
 from offbeat.runtime.transport.io_loop import EPOLL_READ, EPOLL_WRITE, IoLoop
+from offbeat.runtime.transport.tls import TlsCredentials, TlsSocket
 
 RETRY_S = 0.1
 # An address that does not answer is dialled again after so long: the kernel retries ever more rarely, and
@@ -73,6 +74,7 @@ class ConnectionOpener:
         on_replaced: the peer does not know the session any more.
         on_failed: (peer, text, failure): the peer cannot be reached; the text gives the cause.
         on_refused: a connection was refused; the text gives its address and the cause.
+        tls: encrypts TCP connections; None for plain ones.
 
     Attributes:
         acceptor: accepts the connections that peers dial.
@@ -94,7 +96,9 @@ class ConnectionOpener:
         on_replaced: Callable[[RemoteNode], None],
         on_failed: Callable[[RemoteNode, str, LinkFailure], None],
         on_refused: Callable[[str], None],
+        tls: TlsCredentials | None,
     ) -> None:
+        self._tls = tls
         self._loop = loop
         self._name, self._job, self._token = name, job, token
         self._connect_s = connect_s
@@ -112,6 +116,7 @@ class ConnectionOpener:
             connect_s=connect_s,
             on_authenticated=self._on_authenticated,
             on_refused=on_refused,
+            tls=tls,
         )
 
     def dial(self, peer: RemoteNode) -> None:
@@ -251,11 +256,12 @@ class ConnectionOpener:
     ) -> None:
         """Limit an attempt in time, so that time is left for the peer's further addresses."""
         share_s = (dial.deadline_s - monotonic()) / (len(dial.untried_addresses) + 1)
+        dial.attempt_limits += 1
         if dial.untried_addresses or limit_s < share_s:
-            spoken = dial.is_hello_sent
+            number = dial.attempt_limits
 
             def give_up() -> None:
-                if dial.is_hello_sent == spoken:
+                if dial.attempt_limits == number:
                     self._attempt_failed(peer, dial, link, why)
 
             self._loop.call_later(max(0.0, min(limit_s, share_s)), give_up)
@@ -266,7 +272,37 @@ class ConnectionOpener:
         code = link.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             self._attempt_failed(peer, dial, link, os.strerror(code).lower())
+        elif self._tls is None or link.sock.family == socket.AF_UNIX:
+            self._greet(peer, dial, link)
+        else:
+            self._limit_attempt(peer, dial, link, HANDSHAKE_ATTEMPT_S, "no answer to the TLS handshake")
+            try:
+                self._sockets.encrypt(link, self._tls, accepts=False)
+            except OSError as error:
+                self._attempt_failed(peer, dial, link, explain_socket_error(error))
+            else:
+                self._continue_tls(peer, dial, link)
+
+    def _continue_tls(self, peer: RemoteNode, dial: Dial, link: Connection, _: int = 0) -> None:
+        """Continue the TLS handshake; send HELLO once it is done."""
+        if not isinstance(link.sock, TlsSocket) or link.sock.is_secure or peer.dial is not dial:
             return
+        try:
+            awaited = link.sock.continue_handshake()
+        except ProtocolError as error:
+            dial.is_hopeless = True
+            self._attempt_failed(peer, dial, link, str(error))
+        except OSError as error:
+            self._attempt_failed(peer, dial, link, explain_socket_error(error))
+        else:
+            if awaited:
+                self._loop.modify_watch(link.sock, awaited, partial(self._continue_tls, peer, dial, link))
+            else:
+                self._greet(peer, dial, link, link.sock.peer_certificate_digest())
+
+    def _greet(self, peer: RemoteNode, dial: Dial, link: Connection, certificate: bytes = b"") -> None:
+        """Send HELLO to the acceptor, which has this certificate."""
+        assert link.sock is not None
         if peer.link is not None:
             self._detached(peer)
         if not peer.session.is_resumable:
@@ -278,6 +314,7 @@ class ConnectionOpener:
             peer=peer.name,
             addresses=self._addresses(),
             position=peer.session.position,
+            certificate=certificate,
         )
         self._loop.modify_watch(link.sock, EPOLL_READ, partial(self._on_acceptor_frame, peer, dial, link))
         dial.is_hello_sent = True
@@ -305,6 +342,8 @@ class ConnectionOpener:
         else:
             if greeting.peer_position is not None:
                 self._on_welcome(peer, link, greeting.position.session, greeting.peer_position)
+            elif link.has_decrypted:
+                self._loop.call(self._on_acceptor_frame, peer, dial, link, EPOLL_READ)
 
     def _on_welcome(self, peer: RemoteNode, link: Connection, session: str, theirs: SessionPosition) -> None:
         """Use a connection whose acceptor resumed our session or, if it does not know it, began a new one."""
@@ -330,8 +369,9 @@ class ConnectionOpener:
         if peer.dial is not dial:
             return
         if dial.link is not None:
+            has_connected = dial.is_hello_sent or isinstance(dial.link.sock, TlsSocket)
             dial.failure_reasons[dial.link.remote] = (
-                "no answer to the handshake" if dial.is_hello_sent else "no answer"
+                "no answer to the handshake" if has_connected else "no answer"
             )
         self._fail(peer, dial, self._cannot_reach(peer, dial), "unreachable")
 

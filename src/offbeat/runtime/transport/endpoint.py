@@ -44,6 +44,7 @@ from offbeat.runtime.transport.outbox import QueuedMessage
 from offbeat.runtime.transport.sessions import ALL_TAGS, PeerSessions
 from offbeat.runtime.transport.shared_memory import MAX_UNACKED_BYTES, MIN_SHARED_BYTES, UNACKED_BYTES
 from offbeat.runtime.transport.silence_detector import Timeouts
+from offbeat.runtime.transport.tls import TlsCredentials
 
 UNREACHABLE_S = 1.25
 IO_THREAD_TIMEOUT_S = 10.0  # how long a caller waits for an I/O thread that is busy
@@ -85,6 +86,7 @@ class Endpoint:
         busy_polls: see `IoLoop`.
         unacked_bytes: how many bytes of shared memory may be announced to a peer before it has read them, at
             most 8 MiB.
+        tls: encrypts TCP connections, and refuses peers without a certificate; None for plain ones.
 
     Attributes:
         addresses: where this node can be reached, best first; not valid after `close`.
@@ -117,6 +119,7 @@ class Endpoint:
         connect_s: float = 10.0,
         busy_polls: bool = False,
         unacked_bytes: int = UNACKED_BYTES,
+        tls: TlsCredentials | None = None,
     ) -> None:
         if not token:
             raise ValueError("expected a non-empty token, got an empty string")
@@ -144,6 +147,7 @@ class Endpoint:
                 on_reachable=on_reachable,
                 on_refused=on_refused,
                 on_end=self._on_loop_end,
+                tls=tls,
             )
         self._loop, self._regions = self._sessions.loop, self._sessions.regions
         self.addresses = self._listen(host, port, unix, listeners)
@@ -393,7 +397,7 @@ class Endpoint:
 
     @property
     def bytes_sent(self) -> int:
-        """Over all connections since the start, headers included."""
+        """Over all connections since the start, headers included, as they are before encryption."""
         return self._sessions.scheduler.bytes_sent
 
     @property

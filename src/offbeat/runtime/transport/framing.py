@@ -73,6 +73,7 @@ _LIMITS = {int(kind): MAX_HANDSHAKE_BYTES for kind in _HANDSHAKE} | {
 # Frames that a session counts, and sends again after its connection broke. SHARED_ACK and the like are not
 # among them: connections on which memory is shared are not resumed.
 NUMBERED = frozenset({int(FrameKind.MESSAGE), int(FrameKind.DATA), int(FrameKind.BYE), int(FrameKind.SKIP)})
+_TLS_RECORDS = (b"\x16\x03", b"\x15\x03")  # begin a handshake, an alert
 _DATA, _SHARED = int(FrameKind.DATA), int(FrameKind.SHARED)
 _WITH_TAG = frozenset({FrameKind.REGION, FrameKind.WITHDRAW})
 _WITH_TOTAL = frozenset({FrameKind.REGION, FrameKind.SHARED_ACK, FrameKind.ACK})
@@ -228,6 +229,10 @@ class FrameReader:
     def _header(self) -> tuple[int, int, int, int, int]:
         """Parse and check the header at the start of the read-ahead bytes."""
         magic, version, kind, length, tag, offset, total = HEADER.unpack_from(self._ahead, self._start)
+        if magic in _TLS_RECORDS:
+            raise ProtocolError(
+                "expected a frame, got a TLS record: the other node uses TLS, and this one does not"
+            )
         if magic != MAGIC:
             raise ProtocolError(f"expected a frame that starts with {MAGIC!r}, got {magic!r}")
         if version != VERSION:

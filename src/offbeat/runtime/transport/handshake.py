@@ -9,7 +9,11 @@
 
 At any time the acceptor may answer REFUSE with one line of text instead. Each side proves that it knows the
 job's token by an HMAC-SHA256 over its role and the fields that both have sent; the dialler proves it first.
-The token itself is never sent. Later frames are not encrypted: that is TLS's work.
+The token itself is never sent. To encrypt the connection is the work of `offbeat.runtime.transport.tls`.
+
+On an encrypted connection the proofs also cover the acceptor's certificate: as the acceptor has it, and as
+the dialler has received it. So a man in the middle who shows another certificate, even one of the same
+authority, cannot forward proofs.
 
 Both sides send their position in the session that this connection begins or resumes (`SessionPosition`).
 
@@ -121,6 +125,7 @@ class DiallerHandshake:
     Args:
         addresses: where this node listens, for the acceptor to connect to if the connection breaks.
         position: of this node in the session.
+        certificate: digest of the acceptor's certificate; empty where the connection is not encrypted.
 
     Attributes:
         peer_position: the acceptor's position, once it has proved that it knows the token; None before.
@@ -135,9 +140,10 @@ class DiallerHandshake:
         peer: str,
         addresses: Sequence[str] = (),
         position: SessionPosition | None = None,
+        certificate: bytes = b"",
     ) -> None:
         self.peer_position: SessionPosition | None = None
-        self._token = token
+        self._token, self._certificate = token, certificate
         self.position = SessionPosition(new_session_id()) if position is None else position
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._hello = _Hello(job, node, peer, nonce, tuple(addresses), self.position)
@@ -159,9 +165,10 @@ class DiallerHandshake:
             raise RefusedError(_one_line(refused.line), has_no_files=refused.has_no_files)
         if self._nonce is None:
             self._nonce = _checked_nonce(_expect(frame, FrameKind.CHALLENGE, _Challenge).nonce)
-            return _frame(FrameKind.PROOF, _Proof(_proof(self._token, "dialler", self._hello, self._nonce)))
+            proof = _proof(self._token, self._certificate, "dialler", self._hello, self._nonce)
+            return _frame(FrameKind.PROOF, _Proof(proof))
         answer = _expect(frame, FrameKind.WELCOME, _Welcome)
-        proof = _proof(self._token, "acceptor", self._hello, self._nonce, answer.position)
+        proof = _proof(self._token, self._certificate, "acceptor", self._hello, self._nonce, answer.position)
         if self.peer_position is not None or not hmac.compare_digest(answer.proof, proof):
             raise ProtocolError("it does not prove that it knows the job's token")
         self.peer_position = answer.position
@@ -171,15 +178,19 @@ class DiallerHandshake:
 class AcceptorHandshake:
     """The side that accepted the connection.
 
+    Args:
+        certificate: digest of this node's certificate; empty where the connection is not encrypted.
+
     Attributes:
         peer: the name of the dialler once it has proved that it knows the token, None before.
         has_valid_hello: the dialler has sent HELLO, for this job and this node.
     """
 
-    def __init__(self, *, job: str, token: str, node: str) -> None:
+    def __init__(self, *, job: str, token: str, node: str, certificate: bytes = b"") -> None:
         self.peer: str | None = None
         self.has_valid_hello = False
         self._job, self._token, self._me = job, token, node
+        self._certificate = certificate
         self._hello: _Hello | None = None
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
@@ -196,7 +207,8 @@ class AcceptorHandshake:
         if self.peer is not None:
             raise ProtocolError(f"expected no frame before WELCOME, got {FrameKind(frame.kind).name}")
         answer = _expect(frame, FrameKind.PROOF, _Proof)
-        if not hmac.compare_digest(answer.proof, _proof(self._token, "dialler", self._hello, self._nonce)):
+        proof = _proof(self._token, self._certificate, "dialler", self._hello, self._nonce)
+        if not hmac.compare_digest(answer.proof, proof):
             raise ProtocolError(f"{self._hello.me} does not prove that it knows the token of job {self._job}")
         self.peer = self._hello.me
         return b""
@@ -217,7 +229,7 @@ class AcceptorHandshake:
         """Return the frame that accepts the dialler; only after it has proved that it knows the token."""
         if self.peer is None or self._hello is None:
             raise ProtocolError("expected a proof before WELCOME")
-        proof = _proof(self._token, "acceptor", self._hello, self._nonce, position)
+        proof = _proof(self._token, self._certificate, "acceptor", self._hello, self._nonce, position)
         return _frame(FrameKind.WELCOME, _Welcome(proof, position))
 
     def _checked(self, hello: _Hello) -> _Hello:
@@ -259,9 +271,14 @@ def _checked_nonce(nonce: bytes) -> bytes:
 
 
 def _proof(
-    token: str, role: str, hello: _Hello, nonce: bytes, position: SessionPosition | None = None
+    token: str,
+    certificate: bytes,
+    role: str,
+    hello: _Hello,
+    nonce: bytes,
+    position: SessionPosition | None = None,
 ) -> bytes:
-    transcript = msgspec.msgpack.encode((role, hello, nonce, position))
+    transcript = msgspec.msgpack.encode((role, hello, nonce, position, certificate))
     return hmac.digest(token.encode(), transcript, "sha256")
 
 

@@ -20,10 +20,11 @@ import socket
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
-from offbeat.runtime.transport.connections import Connection, RemoteNode
+from offbeat.runtime.transport.connections import Connection, RemoteNode, send_views
 from offbeat.runtime.transport.framing import FrameKind
 from offbeat.runtime.transport.outbox import QueuedMessage, SendKey
 from offbeat.runtime.transport.shared_memory import Region
+from offbeat.runtime.transport.tls import TlsSocket
 
 WRITES_PER_TURN = 16  # then sockets are polled again
 
@@ -41,7 +42,7 @@ class SendScheduler:
         on_write_failed: (peer, link, error): the socket accepts nothing more.
 
     Attributes:
-        bytes_sent: over all connections since the start, headers included.
+        bytes_sent: over all connections since the start, headers included, as they are before encryption.
         on_idle: called whenever no socket accepts more or nothing is queued; None if nothing waits for that.
     """
 
@@ -84,6 +85,22 @@ class SendScheduler:
         if self.on_idle is not None:
             self.on_idle()
         return False
+
+    def on_writable(self, peer: RemoteNode, link: Connection) -> None:
+        """Go on with a connection whose socket was full."""
+        try:
+            if isinstance(link.sock, TlsSocket):
+                link.sock.send_unsent()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._write_failed(peer, link, error)
+            return
+        link.is_full = False
+        if peer.outbox.next_key is not None:  # it stays watched until nothing is left to send
+            self.schedule(peer)
+        else:  # the queued bytes were forgotten, or wait until the peer has read
+            self._watch(peer, link)
 
     def share_if_possible(self, peer: RemoteNode, link: Connection, item: QueuedMessage) -> None:
         """Send a queued message by reference to shared memory, if the peer can read it in place."""
@@ -145,7 +162,7 @@ class SendScheduler:
         assert link.sock is not None
         try:
             if outbox.descriptor is None:
-                n = link.sock.sendmsg(views)
+                n = send_views(link, views)
             else:
                 n = socket.send_fds(link.sock, views, [outbox.descriptor])
         except BlockingIOError:
@@ -157,7 +174,7 @@ class SendScheduler:
         finished = outbox.on_written(n)
         self.bytes_sent += n
         link.has_sent = True
-        if n < size:
+        if n < size or link.has_unsent:
             link.is_full = True
             self._watch(peer, link)
         elif outbox.next_key is None:  # nothing is left, or the rest waits until the peer has read

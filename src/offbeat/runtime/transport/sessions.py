@@ -14,6 +14,7 @@ Sessions outlive TCP connections: a pause of the network is not a death.
 - A peer is lost if all its addresses refuse connections, since then its process has ended; if another
   process, or one that has dropped the session, answers at its address; if it breaks the protocol; or if
   nothing was received from it for `silent_s` (see `SilenceDetector`).
+- A broken TLS connection is a broken connection like any other: nothing that came was not authentic.
 - A Unix socket joins two processes on one host and no network can break it: where one breaks, the peer at
   its other end is lost.
 
@@ -22,6 +23,7 @@ This module never blocks, and never acquires a lock that another thread holds fo
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
 from time import monotonic
@@ -56,6 +58,7 @@ from offbeat.runtime.transport.outbox import Outbox, QueuedMessage
 from offbeat.runtime.transport.send_scheduler import SendScheduler, call_done
 from offbeat.runtime.transport.shared_memory import Region, RegionAllocator
 from offbeat.runtime.transport.silence_detector import SilenceDetector, Timeouts
+from offbeat.runtime.transport.tls import TlsCredentials, explain_tls_error
 
 ALL_TAGS = 1 << 64
 PROCESSING_SLICE_S = 300e-6  # of processing received frames, after which what they caused is sent
@@ -83,6 +86,7 @@ class PeerSessions:
         unacked_bytes: see `Endpoint`.
         sequence: the order of arrival of the node's messages.
         on_end: see `IoLoop`.
+        tls: encrypts TCP connections; None for plain ones.
 
     Attributes:
         loop: runs all of it; not started yet.
@@ -113,6 +117,7 @@ class PeerSessions:
         on_reachable: Callable[[str], None],
         on_refused: Callable[[str], None],
         on_end: Callable[[BaseException | None], None],
+        tls: TlsCredentials | None,
     ) -> None:
         self._name, self._unacked_bytes = name, unacked_bytes
         self._on_message, self._on_lost, self._on_left = on_message, on_lost, on_left
@@ -142,6 +147,7 @@ class PeerSessions:
             on_replaced=self._on_replaced,
             on_failed=self._on_failed,
             on_refused=on_refused,
+            tls=tls,
         )
         self.acceptor = self._opener.acceptor
         self._detector = SilenceDetector(
@@ -264,7 +270,7 @@ class PeerSessions:
 
     def _on_idle(self) -> None:
         """Nothing more can be sent for now: report what was flushed, and stop once all peers have left."""
-        if self._flush_flags and not any(peer.outbox for peer in self.peers.values()):
+        if self._flush_flags and not any(peer.has_unsent for peer in self.peers.values()):
             for sent in self._flush_flags:
                 sent.set()
             self._flush_flags.clear()
@@ -337,6 +343,7 @@ class PeerSessions:
         if peer.is_unreachable:
             self._report_reachable(peer)
         self._process_frames(peer, link)
+        self._read_decrypted(peer, link)
 
     def _report_reachable(self, peer: RemoteNode) -> None:
         """Report a peer as reachable again, before what was received from it is processed."""
@@ -345,11 +352,7 @@ class PeerSessions:
 
     def _on_ready(self, peer: RemoteNode, link: Connection, events: int) -> None:
         if events & EPOLL_WRITE and link.is_full:
-            link.is_full = False
-            if peer.outbox.next_key is not None:  # it stays watched until nothing is left to send
-                self.scheduler.schedule(peer)
-            else:  # the queued bytes were forgotten, or wait until the peer has read
-                self._watch(peer, link)
+            self.scheduler.on_writable(peer, link)
         if events & EPOLL_READ and peer.link is link:
             self._read(peer, link)
 
@@ -378,6 +381,12 @@ class PeerSessions:
         link.reader.on_received(n)
         self._process_frames(peer, link)
         delay_wakeups(link)
+        self._read_decrypted(peer, link)
+
+    def _read_decrypted(self, peer: RemoteNode, link: Connection) -> None:
+        """Read soon what is decrypted already: epoll does not report it."""
+        if link.has_decrypted and not link.is_paused:
+            self.loop.call(self._on_ready, peer, link, EPOLL_READ)
 
     def _process_frames(self, peer: RemoteNode, link: Connection) -> None:
         """Process every complete frame.
@@ -452,6 +461,7 @@ class PeerSessions:
         if link is not None and link.is_paused and peer.inbox.early_bytes <= MAX_EARLY_BYTES:
             link.is_paused = False
             self._watch(peer, link)
+            self._read_decrypted(peer, link)
 
     # Loss and leave
 
@@ -521,7 +531,9 @@ def _explain_broken(error: OSError) -> str:
     match error:
         case ConnectionResetError():
             return "reset the connection"
-        case BrokenPipeError():
+        case BrokenPipeError() | ssl.SSLEOFError():
             return "closed the connection"
+        case ssl.SSLError():
+            return f"cannot be reached any more: {explain_tls_error(error)}"
         case _:
             return f"cannot be reached any more: {(error.strerror or str(error)).lower()}"
