@@ -15,16 +15,19 @@ class Service:
     """`offbeat coordinator` on this machine.
 
     Attributes:
-        address: HOST:PORT.
+        address: HOST:PORT on which it listens; with port 0, at another one after every start.
         env: for the processes of the job.
         state: its folder; None for none.
     """
 
-    def __init__(self, folder, *, state=True, secret="a secret", log=None):
+    def __init__(self, folder, *, state=True, moves=False, secret="a secret", log=None):
         (folder / "token").write_text(secret)
-        self.address = f"127.0.0.1:{find_free_port()}"
+        self.address = f"127.0.0.1:{0 if moves else find_free_port()}"
         self.state = folder / "state" if state else None
-        self.env = {"OFFBEAT_COORDINATOR": self.address, "OFFBEAT_TOKEN_FILE": str(folder / "token")}
+        self.env = {
+            "OFFBEAT_COORDINATOR": (self.state / "address").as_uri() if moves else self.address,
+            "OFFBEAT_TOKEN_FILE": str(folder / "token"),
+        }
         self._own = {"OFFBEAT_TOKEN_FILE": str(folder / "token")}
         if log is not None:
             self._own["OFFBEAT_RUN_LOG"] = str(log)

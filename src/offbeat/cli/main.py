@@ -284,7 +284,8 @@ def coordinator(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Address to listen on; 0.0.0.0 or [::] as HOST for all addresses of this host.",
+            help="Address to listen on; 0.0.0.0 or [::] as HOST for all addresses of this host, and port 0 "
+            "for any free one.",
             show_default=False,
         ),
     ],
@@ -299,9 +300,10 @@ def coordinator(
 ) -> None:
     """Run the coordinator of one job apart from its workers, until all workers have finished.
 
-    Workers find it by OFFBEAT_COORDINATOR=HOST:PORT, and then need no MASTER_ADDR: none of them, and none of
-    their hosts, is needed by the others any more. OFFBEAT_JOB (the job's name), OFFBEAT_TOKEN_FILE (a file
-    with the job's secret), OFFBEAT_RUN_LOG and OFFBEAT_RUN_LOG_BYTES_MAX are read here as in a worker.
+    Workers find it by OFFBEAT_COORDINATOR=HOST:PORT, or by OFFBEAT_COORDINATOR=file:///DIR/address at
+    whatever address it is, and then need no MASTER_ADDR: none of them, and none of their hosts, is needed by
+    the others any more. OFFBEAT_JOB (the job's name), OFFBEAT_TOKEN_FILE (a file with the job's secret),
+    OFFBEAT_RUN_LOG and OFFBEAT_RUN_LOG_BYTES_MAX are read here as in a worker.
     """
     from offbeat.runtime.control.service import run_service
 

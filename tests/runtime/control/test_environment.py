@@ -3,7 +3,7 @@
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.control.environment import parse_coordinator, read_environment, read_token
+from offbeat.runtime.control.environment import coordinator_address, parse_bind, read_environment, read_token
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "3"}
 
@@ -62,13 +62,28 @@ def test_servers_are_started_by_workers_or_apart():
     [("head:1", ("head", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535)), ("[::1]:80", ("::1", 80))],
 )
 def test_an_address_has_a_host_and_a_port(text, place):
-    assert parse_coordinator(text, "--bind") == place
+    assert parse_bind(text) == place
 
 
-@pytest.mark.parametrize("text", ["head", "head:", ":80", "head:0", "head:65536", "head:x", ""])
+@pytest.mark.parametrize("text", ["head", "head:", ":80", "head:65536", "head:x", ""])
 def test_what_is_no_address_is_refused_with_the_name_of_the_setting(text):
     with pytest.raises(OffbeatError, match="--bind must be HOST:PORT"):
-        parse_coordinator(text, "--bind")
+        parse_bind(text)
+    with pytest.raises(OffbeatError, match="OFFBEAT_COORDINATOR must be HOST:PORT"):
+        coordinator_address(text)
+
+
+@pytest.mark.parametrize("text", ["head:0", "file:", "file:relative", "file://host/path"])
+def test_what_names_no_coordinator_is_refused(text):
+    with pytest.raises(OffbeatError, match="OFFBEAT_COORDINATOR must be HOST:PORT"):
+        coordinator_address(text)
+
+
+def test_a_coordinator_may_be_named_by_a_file():
+    environment = read_environment(
+        {"RANK": "1", "WORLD_SIZE": "3", "OFFBEAT_COORDINATOR": "file:///job/address"}
+    )
+    assert environment.coordinator == "file:///job/address"
 
 
 def test_the_secret_is_that_of_the_file_whatever_its_last_line_end(tmp_path):

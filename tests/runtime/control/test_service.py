@@ -138,6 +138,32 @@ def test_a_coordinator_that_is_started_again_with_its_folder_continues_the_job(c
     assert times_s == sorted(times_s)
 
 
+def test_a_coordinator_that_is_started_again_at_another_address_is_found_by_its_file(tmp_path, gate):
+    with service(tmp_path, moves=True, log=gate.log) as coordinator:
+        env = {**coordinator.env, "OFFBEAT_TEST_GATE": gate.env["OFFBEAT_TEST_GATE"]}
+        with job(train, 3, env=env) as running:
+            all_are_at_the_gate(gate.log, range(3))
+            first = (coordinator.state / "address").read_text()
+            coordinator.kill()
+            coordinator.start()
+            wait_until(lambda: (coordinator.state / "address").read_text() != first, "another address")
+            running.signal(1, signal.SIGKILL)
+            wait_for_entry(gate.log, "the loss", lambda one: isinstance(one, Lost) and one.worker == 1)
+            running.add(train, env={**RETURNS, "RANK": "1"})
+            gate.open_for(3)
+            ended = running.ends()
+        assert ended.pop(1).exitcode == -signal.SIGKILL
+        trained_once(ended)
+        assert coordinator.ended()[0] == 0
+
+
+def test_a_file_that_does_not_name_the_coordinator_in_time_is_named(tmp_path, gate):
+    place = tmp_path / "address"
+    place.write_text("somewhere")
+    with job(train, 1, env={"OFFBEAT_COORDINATOR": place.as_uri(), "OFFBEAT_START_S": "1"}) as running:
+        assert f"{place} (OFFBEAT_COORDINATOR) does not name the coordinator" in running.ends()[0].error
+
+
 def test_without_its_state_a_new_coordinator_ends_the_workers_in_words(tmp_path, gate):
     with service(tmp_path, state=False, log=gate.log) as coordinator:
         env = {**coordinator.env, "OFFBEAT_TEST_GATE": gate.env["OFFBEAT_TEST_GATE"]}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.runtime.transport.addresses import parse_address, split_host_and_port
 from offbeat.runtime.transport.tls import TlsCredentials, load_credentials
 
 SLOW_VARIABLE = "OFFBEAT_SLOW"
@@ -41,7 +42,8 @@ class Environment:
         world: workers in all; a newcomer gets the number from the job.
         is_newcomer: this process joins a running job.
         may_return: a process whose rank has been used in the running job joins it as a newcomer.
-        coordinator: HOST:PORT of a coordinator that no worker starts; None where rank 0 starts one.
+        coordinator: HOST:PORT of a coordinator that no worker starts, or file:///PATH of a file with that;
+            None where rank 0 starts one.
         token_file: the file with the job's secret; None where rank 0 draws one, or where there is none.
         master_addr: the host of the job's TCPStore.
         master_port: its port, 0 in a world of one.
@@ -110,7 +112,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         raise OffbeatError(f"expected 0 <= RANK < WORLD_SIZE, got RANK={rank} and WORLD_SIZE={world}")
     coordinator = environ.get(COORDINATOR_VARIABLE) or None
     if coordinator is not None:
-        parse_coordinator(coordinator, COORDINATOR_VARIABLE)
+        coordinator_address(coordinator)
     needs_store = coordinator is None and (world > 1 or is_newcomer)
     if needs_store:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -186,21 +188,35 @@ def _is_newcomer(environ: Mapping[str, str]) -> bool:
     return text == "1"
 
 
-def parse_coordinator(text: str, name: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT or [HOST]:PORT.
-
-    Args:
-        text: to parse.
-        name: of the setting, for errors.
+def coordinator_address(text: str) -> str:
+    """Return the coordinator's address, for the transport, from OFFBEAT_COORDINATOR.
 
     Raises:
-        OffbeatError: it is neither.
+        OffbeatError: it is neither HOST:PORT nor file:///PATH.
     """
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-        raise OffbeatError(f"{name} must be HOST:PORT with a port from 1 to 65535, got {text!r}")
-    return host, int(port)
+    address = text if text.startswith("file:") else f"tcp://{text}"
+    try:
+        if not text.startswith("file:") and not split_host_and_port(text)[1]:
+            raise ValueError
+        parse_address(address)
+    except ValueError:
+        raise OffbeatError(
+            f"{COORDINATOR_VARIABLE} must be HOST:PORT with a port from 1 to 65535, or file:///PATH of a "
+            f"file with that, got {text!r}"
+        ) from None
+    return address
+
+
+def parse_bind(text: str) -> tuple[str, int]:
+    """Return host and port of the address that a coordinator listens on.
+
+    Raises:
+        OffbeatError: it is not HOST:PORT.
+    """
+    try:
+        return split_host_and_port(text)
+    except ValueError:
+        raise OffbeatError(f"--bind must be HOST:PORT with a port from 0 to 65535, got {text!r}") from None
 
 
 def read_token(path: str | None) -> str:

@@ -40,11 +40,11 @@ from offbeat.runtime.control.environment import (
     NEWCOMER_VARIABLE,
     TOKEN_FILE_VARIABLE,
     Environment,
+    coordinator_address,
     load_tls,
-    parse_coordinator,
     read_token,
 )
-from offbeat.runtime.control.requesting import request_admission
+from offbeat.runtime.control.requesting import find_host, request_admission
 from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.transport import descriptors
@@ -256,10 +256,9 @@ def _ask_coordinator(
         OffbeatError: the coordinator was not reached or did not answer in time, or refuses this worker.
     """
     assert environment.coordinator is not None
-    name, _ = parse_coordinator(environment.coordinator, COORDINATOR_VARIABLE)
-    address = f"tcp://{environment.coordinator}"
+    address = coordinator_address(environment.coordinator)
     job, token = environment.job_name or DEFAULT_JOB, read_token(environment.token_file)
-    host = own_address(name)
+    host = own_address(find_host(address, limit_s))
     configuration = make_configuration(job, token, host)
     request = JobRequest(
         rank=environment.rank,

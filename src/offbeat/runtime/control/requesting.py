@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import queue
 import secrets
+import time
 
-from offbeat.errors import LinkError, OffbeatError, ProtocolError
+from offbeat.errors import LinkError, OffbeatError, ProtocolError, describe_os_error
 from offbeat.runtime.control.admission import (
     JobAnswer,
     JobRequest,
@@ -23,8 +24,10 @@ from offbeat.runtime.control.environment import (
     TOKEN_FILE_VARIABLE,
     load_tls,
 )
+from offbeat.runtime.transport.addresses import parse_address, read_host_and_port
 from offbeat.runtime.transport.endpoint import Endpoint
 
+_FILE_S = 0.1  # between looks at a file that will name the coordinator
 _MARGIN_S = 1.0  # in which the endpoint reports that it has not reached the coordinator in time
 
 
@@ -85,3 +88,24 @@ def request_admission(
     if answer.refusal:
         raise OffbeatError(f"this process cannot take part in the job: {answer.refusal}")
     return answer
+
+
+def find_host(address: str, limit_s: float) -> str:
+    """Return the host of a coordinator; where a file names it, wait for that until `limit_s` (monotonic).
+
+    Raises:
+        OffbeatError: the file could not be read in time, or names no host.
+    """
+    place = parse_address(address)
+    while place.path:
+        try:
+            return read_host_and_port(place.path)[0]
+        except OSError as error:
+            if time.monotonic() >= limit_s:
+                raise OffbeatError(
+                    f"{place.path} ({COORDINATOR_VARIABLE}) does not name the coordinator in time: "
+                    f"{describe_os_error(error)}; does 'offbeat coordinator' run with --state, in a "
+                    "folder that this host reaches?"
+                ) from error
+            time.sleep(_FILE_S)
+    return place.host

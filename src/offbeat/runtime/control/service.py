@@ -3,15 +3,16 @@
 Theory of operation
 -------------------
 
-1. `run_service` opens what must survive: the listening socket at a fixed address and the journal, in a folder
-   if one is given. Then a supervisor runs the coordinator (see `offbeat.runtime.processes.supervisor`).
+1. `run_service` opens what must survive: the listening socket and the journal, in a folder if one is given,
+   which then also gets a file with the address. A supervisor runs the coordinator (see
+   `offbeat.runtime.processes.supervisor`).
 2. A process that wants to take part connects and sends a JobRequest. The first one begins the job: it brings
    the policies. Each gets its id in a JobAnswer (see `offbeat.runtime.control.admission`), and then joins
    like any worker. Requests are in the journal, with the events. A server that no worker has started sends a
    ServerRequest, which changes nothing, and is answered once a job has begun.
-3. A worker that loses its connection dials the same address again for minutes. So the service may be killed
-   and started again, with the same folder, on the same host or on another one that the address then leads to.
-   Without a folder, the job ends with the service.
+3. A worker that loses its connection dials the address again for minutes, or reads it again from the file. So
+   the service may be killed and started again, with the same folder, on the same host or on another one that
+   the address then leads to. Without a folder, the job ends with the service.
 4. A job that fails is over; the service stays, and the next process begins the job again. Once all workers of
    a job have finished, the service ends with exit code 0.
 
@@ -49,16 +50,18 @@ from offbeat.runtime.control.environment import (
     DEFAULT_JOB,
     TOKEN_FILE_VARIABLE,
     Environment,
-    parse_coordinator,
+    parse_bind,
     read_token,
 )
 from offbeat.runtime.control.journal import Journal
 from offbeat.runtime.control.peer_table import PeerTable
 from offbeat.runtime.processes.supervisor import supervise
-from offbeat.runtime.transport.addresses import listen_at
+from offbeat.runtime.transport.addresses import listen_at, own_address, parse_address, write_host_and_port
 from offbeat.wire.replay import build_policy
 
+ADDRESS_FILE = "address"  # in the folder: HOST:PORT at which the coordinator listens
 _PR_SET_PDEATHSIG = 1
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 _REQUEST = "JobRequest"  # the type of a request in the journal
 
 
@@ -217,21 +220,25 @@ def run_service(bind: str, environment: Environment, *, state: Path | None) -> i
     """Run the coordinator of a job until all its workers have finished, and return the exit code.
 
     Args:
-        bind: HOST:PORT on which it listens.
+        bind: HOST:PORT on which it listens; port 0 for any free one.
         environment: has the name and the secret of the job, and where the run log goes.
-        state: folder of the journal; None to keep it in memory.
+        state: folder of the journal, and of a file with the address; None to keep the journal in memory.
 
     Raises:
         OffbeatError: it cannot listen there, the token cannot be read, or the folder is in use.
         OSError: the folder or the run log cannot be written.
     """
-    host, port = parse_coordinator(bind, "--bind")
+    host, port = parse_bind(bind)
     job, token = environment.job_name or DEFAULT_JOB, read_token(environment.token_file)
     journal = Journal(state)
     try:
         listeners = [listen_at(host, port)]
     except OSError as error:
         raise OffbeatError(f"the coordinator cannot listen on {bind}: {describe_os_error(error)}") from error
+    port = parse_address(listeners[0][1]).port
+    if state is not None:
+        reached_at = own_address(socket.gethostname()) if host in _ALL_ADDRESSES else host
+        write_host_and_port(state / ADDRESS_FILE, reached_at, port)
     log = environment.run_log
     if log is not None:
         with open(log, "ab"):  # raises now, and not when the first worker comes
@@ -247,9 +254,10 @@ def run_service(bind: str, environment: Environment, *, state: Path | None) -> i
     coordinator = ServiceCoordinator(configuration, listeners=listeners, journal=journal)
     for number in (signal.SIGINT, signal.SIGTERM):  # a folder has all that a successor needs
         signal.signal(number, signal.SIG_DFL)
-    _report(f"the coordinator of {job!r} listens on {bind}; workers find it by {COORDINATOR_VARIABLE}")
+    bound = listeners[0][1].removeprefix("tcp://")
+    _report(f"the coordinator of {job!r} listens on {bound}; workers find it by {COORDINATOR_VARIABLE}")
     if environment.token_file is None:
-        _report(f"anybody who reaches {bind} can join: set {TOKEN_FILE_VARIABLE} here and for the workers")
+        _report(f"anybody who reaches {bound} can join: set {TOKEN_FILE_VARIABLE} here and for the workers")
     supervisor = os.getpid()
 
     def serve() -> None:

@@ -5,9 +5,11 @@ It finds the job where workers find it, at OFFBEAT_COORDINATOR; this module neve
 
 from __future__ import annotations
 
+import time
+
 from offbeat.runtime.control.admission import ServerRequest
-from offbeat.runtime.control.environment import DEFAULT_JOB, Environment, parse_coordinator, read_token
-from offbeat.runtime.control.requesting import request_admission
+from offbeat.runtime.control.environment import DEFAULT_JOB, Environment, coordinator_address, read_token
+from offbeat.runtime.control.requesting import find_host, request_admission
 from offbeat.runtime.ps.node import ClusterFile
 from offbeat.runtime.ps.server import ServerConfiguration
 from offbeat.runtime.transport.addresses import own_address
@@ -26,15 +28,16 @@ def request_configuration(environment: Environment, host: str | None) -> ServerC
             server.
     """
     assert environment.coordinator is not None
-    address = f"tcp://{environment.coordinator}"
+    limit_s = time.monotonic() + environment.start_s
+    address = coordinator_address(environment.coordinator)
     job, token = environment.job_name or DEFAULT_JOB, read_token(environment.token_file)
+    coordinator_host = find_host(address, limit_s)
     request_admission(
         address,
         ServerRequest(attempt=environment.attempt),
         job=job,
         token=token,
-        timeout_s=environment.start_s,
+        timeout_s=limit_s - time.monotonic(),
     )
-    coordinator_host, _ = parse_coordinator(environment.coordinator, "the coordinator's address")
     cluster = ClusterFile(job=job, token=token, manager=(address,), is_service=True)
     return ServerConfiguration(cluster=cluster, host=host or own_address(coordinator_host))

@@ -1,15 +1,19 @@
-"""Addresses at which nodes listen: `unix:///name?host=…` and `tcp://host:port`.
+"""Addresses at which nodes listen: `unix:///name?host=…`, `tcp://host:port`, and `file:///path`.
 
 A Unix socket here has a name in the kernel's abstract namespace (Linux) and no file: it is gone with its
 process, however that ends, can be reached from its network namespace only, and needs no folder. A file's
 permissions would keep other users from connecting; but the handshake does that, as it does for TCP.
 
-This module never sends or receives a byte and never blocks, except to look up the name of a host in
-`resolve`, `listen`, `listen_tcp` and `own_address`.
+A file holds the HOST:PORT at which a node listens now. It is read at every connection: a node that is started
+again on another host is found there. It is for folders that all hosts share.
+
+This module never sends or receives a byte and never blocks, except to look up the name of a host or to read a
+file in `resolve`, `listen`, `listen_tcp` and `own_address`.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -19,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from ipaddress import ip_address
+from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 from offbeat.errors import OffbeatError, describe_os_error
@@ -34,17 +39,23 @@ SocketAddress = str | tuple[str, int]
 
 @dataclass(frozen=True)
 class Address:
-    """One way to reach a node: the Unix socket `name` on the host `place`, or TCP to `host` and `port`."""
+    """One way to reach a node: the Unix socket `socket_name` of a host, or TCP to `host` and `port`.
+
+    With a `path`, TCP to the host and port that the file there holds at that time.
+    """
 
     text: str
     socket_name: str = ""
     host_id: str = ""
     host: str = ""
     port: int = 0
+    path: str = ""
 
     @property
     def needs_lookup(self) -> bool:
-        """Whether the host is a name that must be looked up, which blocks."""
+        """Whether `resolve` blocks: it looks up a host's name or reads a file."""
+        if self.path:
+            return True
         if self.socket_name:
             return False
         try:
@@ -63,11 +74,12 @@ class Address:
         """Return the address family and the socket address to connect to.
 
         Raises:
-            OSError: the host's name is unknown.
+            OSError: the host's name is unknown, or the file cannot be read or holds no HOST:PORT.
         """
         if self.socket_name:
             return socket.AF_UNIX, f"\0{self.socket_name}"
-        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        host, port = read_host_and_port(self.path) if self.path else (self.host, self.port)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, where = found[0]
         return family, where  # type: ignore[return-value]
 
@@ -76,18 +88,59 @@ def parse_address(text: str) -> Address:
     """Parse an address.
 
     Raises:
-        ValueError: it is neither `unix:///name?host=…` nor `tcp://host:port`.
+        ValueError: it is none of `unix:///name?host=…`, `tcp://host:port` and `file:///path`.
     """
     try:
         url = urlsplit(text)
         if url.scheme == "tcp" and url.hostname and url.port:
             return Address(text, host=url.hostname, port=url.port)
+        if url.scheme == "file" and url.path.startswith("/") and not url.netloc:
+            return Address(text, path=unquote(url.path))
         if url.scheme == "unix" and url.path[1:] and url.query.startswith("host="):
             place = unquote(url.query.removeprefix("host="))
             return Address(text, socket_name=unquote(url.path[1:]), host_id=place)
     except ValueError:
         pass
-    raise ValueError(f"expected an address as tcp://host:port or unix:///name?host=…, got {text!r}")
+    raise ValueError(
+        f"expected an address as tcp://host:port, unix:///name?host=… or file:///path, got {text!r}"
+    )
+
+
+def split_host_and_port(text: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT or [HOST]:PORT.
+
+    Raises:
+        ValueError: it is neither, or the port is above 65535.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and colon and port.isdecimal() and int(port) < 65536):
+        raise ValueError(f"expected HOST:PORT, got {text!r}")
+    return host, int(port)
+
+
+def read_host_and_port(path: str) -> tuple[str, int]:
+    """Return the host and the port that a file holds as HOST:PORT.
+
+    Raises:
+        OSError: it cannot be read, or holds something else.
+    """
+    text = Path(path).read_text(errors="replace").strip()
+    try:
+        return split_host_and_port(text)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"{error} in {path}") from error
+
+
+def write_host_and_port(path: Path, host: str, port: int) -> None:
+    """Write HOST:PORT to a file; a reader finds all of the old text or all of the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    part.write_text(f"{_shown(host)}:{port}\n")
+    part.replace(path)
 
 
 @cache
@@ -161,8 +214,7 @@ def listen_at(host: str, port: int) -> tuple[socket.socket, str]:
     except OSError:
         sock.close()
         raise
-    shown = f"[{host}]" if ":" in host else host
-    return sock, f"tcp://{shown}:{sock.getsockname()[1]}"
+    return sock, f"tcp://{_shown(host)}:{sock.getsockname()[1]}"
 
 
 def listen_unix() -> tuple[socket.socket, str]:
@@ -201,6 +253,10 @@ def _source_address(target: str) -> str:
         probe.connect(where)
         address: str = probe.getsockname()[0]
         return address
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _is_address(text: str) -> bool:

@@ -174,7 +174,7 @@ class ConnectionOpener:
             if why is None:
                 if address.needs_lookup:
                     look_up = partial(self._look_up, peer, dial, address)
-                    name = f"{self._name} looks up {address.host}"
+                    name = f"{self._name} looks up {address.text}"
                     start_thread(name, look_up, partial(self._loop.call, _raise))
                     return
                 why = self._connect(peer, dial, address)
@@ -200,7 +200,7 @@ class ConnectionOpener:
             self._loop.call_later(RETRY_S, partial(self._start_round, peer, dial))
 
     def _look_up(self, peer: RemoteNode, dial: Dial, address: Address) -> None:
-        """Look up a host's name, which blocks, in a thread of its own."""
+        """Look up a host's name or read a file, which blocks, in a thread of its own."""
         try:
             found: tuple[socket.AddressFamily, SocketAddress] | str = address.resolve()
         except OSError as error:
