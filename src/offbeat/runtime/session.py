@@ -39,8 +39,8 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -76,10 +76,37 @@ _STATE_VERSION = 2
 _in_session: weakref.WeakSet[Optimizer | nn.Module] = weakref.WeakSet()
 
 
+@dataclass
+class LaunchedLoop:
+    """A training loop that a launcher runs in a process of its own, as Ray Train does.
+
+    Attributes:
+        strategy: what `join` uses where the loop gives none.
+        session: the one that the loop has joined last; None before.
+    """
+
+    strategy: Strategy
+    session: Session | None = None
+
+
+_launched_loops: list[LaunchedLoop] = []  # the last one is under way
+
+
+@contextmanager
+def launched_loop(strategy: Strategy) -> Iterator[LaunchedLoop]:
+    """Surround a training loop; what the launcher says holds in all threads of this process."""
+    loop = LaunchedLoop(strategy)
+    _launched_loops.append(loop)
+    try:
+        yield loop
+    finally:
+        _launched_loops.remove(loop)
+
+
 def join(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    strategy: Strategy,
+    strategy: Strategy | None = None,
     *,
     run_log: str | os.PathLike[str] | None = None,
     run_log_bytes_max: int | None = None,
@@ -101,7 +128,8 @@ def join(
         model: the model to train; the same architecture on every worker, on one device.
         optimizer: the optimizer of the model's parameters, or several, each for some of them. A step is over
             when each of them has stepped, or when the model is called again after some have.
-        strategy: how the workers synchronize; equal on every worker.
+        strategy: how the workers synchronize; equal on every worker. By default that of the launcher, if it
+            has one, such as `offbeat.ray.OffbeatTrainer`.
         run_log: path of the run log, which rank 0's coordinator writes; by default the launcher's setting.
         run_log_bytes_max: size limit of the log in bytes, at least 1 MiB: the log is then written in parts,
             and the oldest are removed. By default the launcher's setting; without that, one file without
@@ -118,18 +146,24 @@ def join(
             missing or that differ. Or the job does not accept newcomers, or not this one; says why.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    check_arguments(model, optimizers, strategy)
+    loop = _launched_loops[-1] if _launched_loops else None
+    if strategy is None and loop is not None:
+        strategy = loop.strategy
+    strategy = check_arguments(model, optimizers, strategy)
     environment = read_environment()
     if run_log is not None:
         environment = replace(environment, run_log=os.path.abspath(run_log))
     if run_log_bytes_max is not None:
         environment = replace(environment, run_log_bytes_max=run_log_bytes_max)
     with optimizer_step_mode():
-        return Session(
+        session = Session(
             TrainingState(model, list(optimizers)),
             strategy,
             environment_of_thread(environment, thread, threads),
         )
+    if loop is not None:
+        loop.session = session
+    return session
 
 
 class Session:

@@ -15,13 +15,14 @@ from torch.optim import LBFGS, Optimizer
 from offbeat.errors import OffbeatError
 from offbeat.runtime.training.hooks import do_nothing
 from offbeat.runtime.training.hyperparameters import ParameterGroup, plain_settings
+from offbeat.runtime.training.interface import Strategy
 from offbeat.runtime.training.trained import TrainingState
 
 _DESCRIPTION_CHARACTERS_MAX = 256 * 1024
 
 
-def check_arguments(model: object, optimizers: object, strategy: object) -> None:
-    """Refuse arguments of `join` that are of another kind than it expects.
+def check_arguments(model: object, optimizers: object, strategy: Strategy | None) -> Strategy:
+    """Return the strategy; refuse arguments of `join` that are of another kind than it expects.
 
     Raises:
         OffbeatError: says what was expected and what was given.
@@ -32,11 +33,12 @@ def check_arguments(model: object, optimizers: object, strategy: object) -> None
         raise OffbeatError(
             f"expected an optimizer (torch.optim.Optimizer) or a list of them, got {_kind_of(optimizers)}"
         )
-    if isinstance(strategy, type) or not hasattr(strategy, "make_synchronizer"):
+    if strategy is None or isinstance(strategy, type) or not hasattr(strategy, "make_synchronizer"):
         raise OffbeatError(
             f"expected a strategy such as offbeat.strategies.PartialAllReduce(), got {_kind_of(strategy)}; "
             "offbeat.strategies.parse_strategy makes one of its text on the command line"
         )
+    return strategy
 
 
 def _kind_of(value: object) -> str:
