@@ -15,7 +15,7 @@ PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 # Python keeps what it has compiled whatever the environment says: tests start thousands of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-quick test-long test-network test-slurm test-kubernetes test-gpu test-keras bench-quick check format lint types docs package clean
+.PHONY: demo test test-quick test-long test-network test-slurm test-kubernetes test-ray test-gpu test-keras bench-quick check format lint types docs package clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
@@ -50,6 +50,11 @@ test-slurm: $(STAMP)
 test-kubernetes: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt PyYAML kubernetes-validate
 	$(BIN)/python -m pytest tests/test_kubernetes.py -rA
+
+# Ray clusters of several nodes on this machine, for each test its own.
+test-ray: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	OFFBEAT_TEST_RAY=1 $(BIN)/python -m pytest tests/test_ray.py -rA
 
 # The headline figures of the five systems in some five minutes; `python -m benchmarks list` has the whole.
 BENCH := $(BIN)/python -m benchmarks

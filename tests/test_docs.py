@@ -31,6 +31,7 @@ DOORS = {  # modules whose names are public
     "offbeat.strategies": "strategies/__init__.py",
     "offbeat.ps": "ps.py",
     "offbeat.keras": "keras.py",
+    "offbeat.ray": "ray/__init__.py",
     "offbeat.data": "data/__init__.py",
 }
 ENTRY = re.compile(r"^\.\. (?:auto)?(?:class|exception|function|data):: (\w+)$", re.MULTILINE)

@@ -56,6 +56,7 @@ LAYERS = {
     "runtime": ("errors", "events", "policies", "numerics", "wire", "torch_compat", "runtime"),
     "ps": ("numerics", "runtime"),
     "keras": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
+    "ray": ("errors", "ray", "runtime"),  # a door of its own, for loops that Ray Train runs
     "strategies": ("errors", "events", "policies", "numerics", "wire", "runtime", "strategies"),
     "simulator": ("errors", "events", "policies", "numerics", "wire", "simulator"),
 }
@@ -97,7 +98,7 @@ ROOMS = {
 }
 
 # Modules that a program may import; everything else may change with any version.
-PUBLIC = {"", "strategies", "ps", "keras", "data", "apps"}
+PUBLIC = {"", "strategies", "ps", "keras", "ray", "data", "apps"}
 
 # Modules other than strategies that may import strategies, and why.
 STRATEGIES_FOR = {

@@ -24,9 +24,9 @@ def groups_of(log: Path) -> list[Group]:
     return entries_of(log, Group)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
     """Waits until the condition holds, which may read logs, and leaves the machine to who is waited for."""
-    limit_s = time.monotonic() + WAIT_S
+    limit_s = time.monotonic() + wait_s
     while not condition():
         assert time.monotonic() < limit_s, f"there never was {what}"
         time.sleep(0.01)

@@ -1,0 +1,190 @@
+"""Promises of `offbeat.ray`, with real Ray clusters of several nodes on this machine.
+
+`make test-ray` installs Ray and runs this file.
+"""
+
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+
+from ray.train.v2._internal.execution.checkpoint.sync_actor import (
+    SynchronizationBarrierResetError,
+)
+
+from offbeat.events import Joined, Lost
+from offbeat.ray.reports import ReportLedger
+from support.newcomer_training import EPOCHS, Gate
+from support.ray_cluster import ray_cluster, ray_run
+from support.sample_counting import SAMPLES
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("OFFBEAT_TEST_RAY") != "1", reason="set OFFBEAT_TEST_RAY=1, as `make test-ray` does"
+)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    with Gate(tmp_path) as gate:
+        yield gate
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with ray_cluster(tmp_path) as running:
+        yield running
+
+
+def trained_once(run):
+    """Waits for the run's end; returns the results of its last job by worker.
+
+    Checks that all replicas end with the same bits, that each has every sample once an epoch, and that Ray
+    has the last report.
+    """
+    metrics, checkpoint = run.ends()
+    found = run.results()
+    assert len({job for job, _ in found}) == 1
+    assert len({(one["digest"], one["step"]) for one in found.values()}) == 1
+    for one in found.values():
+        assert one["uses"] == [float(EPOCHS)] * SAMPLES
+    assert checkpoint is not None
+    assert metrics["epoch"] == EPOCHS - 1
+    return {worker: one for (_, worker), one in found.items()}
+
+
+def jobs_of(run):
+    return {job for job, _ in run.started()}
+
+
+def test_all_replicas_end_equal_and_the_last_report_arrives(cluster, gate):
+    for _ in range(3):
+        cluster.add_node()
+    with ray_run(cluster, gate) as run:
+        gate.open()
+        found = trained_once(run)
+    assert sorted(found) == [0, 1, 2]
+    assert len({one["node"] for one in found.values()}) == 3
+    assert list(run.folder.glob("run/offbeat-*")) == []
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_killed_worker_comes_back_alone_and_the_others_go_on(cluster, gate, rank):
+    for _ in range(3):
+        cluster.add_node()
+    with ray_run(cluster, gate) as run:
+        run.all_are_at_the_gate(range(3))
+        (job,) = jobs_of(run)
+        before = run.started()
+        os.kill(before[job, rank]["pid"], signal.SIGKILL)
+        run.wait_for_entry("a newcomer", lambda one: isinstance(one, Joined) and one.worker == 3)
+        gate.open()
+        found = trained_once(run)
+    others = {0, 1, 2} - {rank}
+    assert sorted(found) == [*sorted(others), 3]
+    assert found[3]["rank"] == rank
+    assert {found[worker]["pid"] for worker in others} == {before[job, worker]["pid"] for worker in others}
+
+
+def test_a_node_with_a_worker_and_the_coordinator_is_survived_and_a_node_that_comes_is_used(cluster, gate):
+    first = cluster.add_node(coordinator=1)
+    for _ in range(2):
+        cluster.add_node()
+    with ray_run(cluster, gate, coordinator_options={"resources": {"coordinator": 1}}) as run:
+        run.all_are_at_the_gate(range(3))
+        (job,) = jobs_of(run)
+        before = run.started()
+        (lost,) = [worker for (_, worker), one in before.items() if one["node"] == first.node_id]
+        cluster.kill_node(first)
+        second = cluster.add_node(coordinator=1)
+        run.wait_for_entry("the loss", lambda one: isinstance(one, Lost) and one.worker == lost)
+        run.wait_for_entry("a newcomer", lambda one: isinstance(one, Joined) and one.worker == 3)
+        gate.open()
+        found = trained_once(run)
+    others = {0, 1, 2} - {lost}
+    assert sorted(found) == [*sorted(others), 3]
+    assert found[3]["node"] == second.node_id
+    assert {found[worker]["pid"] for worker in others} == {before[job, worker]["pid"] for worker in others}
+
+
+def test_the_others_finish_without_a_node_that_is_gone_and_its_worker_ends_when_it_comes_too_late(
+    cluster, gate
+):
+    first = cluster.add_node()
+    for _ in range(2):
+        cluster.add_node()
+    with ray_run(cluster, gate, env={"OFFBEAT_START_S": "20"}) as run:
+        run.all_are_at_the_gate(range(3))
+        (lost,) = [worker for (_, worker), one in run.started().items() if one["node"] == first.node_id]
+        cluster.kill_node(first)
+        run.wait_for_entry("the loss", lambda one: isinstance(one, Lost) and one.worker == lost)
+        gate.open()
+        run.wait_for("the end of the others", lambda: len(run.results()) == 2)
+        cluster.add_node()
+        run.ends()
+        assert "the others have finished" in run.output()
+    for one in run.results().values():
+        assert one["uses"] == [float(EPOCHS)] * SAMPLES
+
+
+def test_an_elastic_run_begins_again_from_the_checkpoint_with_a_node_that_has_come(cluster, gate):
+    for _ in range(2):
+        cluster.add_node()
+    with ray_run(cluster, gate, workers=[2, 3], monitor_s=1.0) as run:
+        run.all_are_at_the_gate(range(2))
+        (job,) = jobs_of(run)
+        cluster.add_node()
+        run.wait_for("three workers", lambda: len([one for one, _ in run.started() if one != job]) == 3)
+        gate.open()
+        found = trained_once(run)
+    assert sorted(found) == [0, 1, 2]
+    assert min(one["first"] for one in found.values()) > 0
+
+
+def test_all_workers_begin_again_where_the_strategy_survives_no_death(cluster, gate):
+    for _ in range(2):
+        cluster.add_node()
+    with ray_run(cluster, gate, workers=2, strategy="bsp") as run:
+        run.all_are_at_the_gate(range(2))
+        (job,) = jobs_of(run)
+        os.kill(run.started()[job, 1]["pid"], signal.SIGKILL)
+        run.wait_for("another job", lambda: len(run.started()) == 4)
+        gate.open()
+        found = trained_once(run)
+    assert sorted(found) == [0, 1]
+    assert min(one["first"] for one in found.values()) > 0
+
+
+def skips(ledger, rank, report):
+    try:
+        ledger.check(rank, report)
+    except SynchronizationBarrierResetError:
+        return True
+    return False
+
+
+def test_a_report_is_made_by_all_workers_or_by_none():
+    ledger = ReportLedger()
+    assert not skips(ledger, 0, (0, 0))
+    assert not skips(ledger, 1, (0, 0))
+    assert not skips(ledger, 0, (1, 0))
+    ledger.lose(1)
+    assert skips(ledger, 2, (1, 0))  # under way, and dropped by Ray
+    assert skips(ledger, 0, (2, 0))
+    assert skips(ledger, 1, (3, 0))  # its replacement, at its first
+    assert skips(ledger, 2, (2, 0))
+    assert skips(ledger, 0, (3, 0))
+    assert skips(ledger, 2, (3, 0))
+    assert not skips(ledger, 2, (3, 1))
+    assert not skips(ledger, 1, (3, 1))
+
+
+def test_reports_are_skipped_until_all_replacements_are_back():
+    ledger = ReportLedger()
+    ledger.lose(0)
+    ledger.lose(1)
+    assert skips(ledger, 0, (0, 0))
+    assert skips(ledger, 2, (1, 0))
+    assert skips(ledger, 1, (1, 0))
+    assert not skips(ledger, 0, (2, 0))
