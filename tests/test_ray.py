@@ -14,11 +14,12 @@ from ray.train.v2._internal.execution.checkpoint.sync_actor import (
     SynchronizationBarrierResetError,
 )
 
-from offbeat.events import Joined, Lost
+from offbeat.events import Joined, Lost, SamplesRequested
 from offbeat.ray.reports import ReportLedger
 from support.newcomer_training import EPOCHS, Gate
 from support.ray_cluster import ray_cluster, ray_run
 from support.sample_counting import SAMPLES
+from support.server_training import each_once
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("OFFBEAT_TEST_RAY") != "1", reason="set OFFBEAT_TEST_RAY=1, as `make test-ray` does"
@@ -154,6 +155,30 @@ def test_all_workers_begin_again_where_the_strategy_survives_no_death(cluster, g
         found = trained_once(run)
     assert sorted(found) == [0, 1]
     assert min(one["first"] for one in found.values()) > 0
+
+
+def test_a_node_with_a_parameter_server_is_survived_and_another_server_takes_its_place(cluster, gate):
+    for _ in range(2):
+        cluster.add_node()
+    first, _ = [cluster.add_node(server=1) for _ in range(2)]
+    options = {"num_cpus": 0, "resources": {"server": 1}}
+    with ray_run(cluster, gate, workers=2, strategy="ssp", servers=2, server_options=options) as run:
+        for worker in range(2):
+            run.wait_for_entry(
+                f"worker {worker} at work",
+                lambda one, worker=worker: isinstance(one, SamplesRequested) and one.worker == worker,
+            )
+        run.wait_for("two servers", lambda: len(run.ring()) == 2)
+        before = run.ring()
+        cluster.kill_node(first)
+        cluster.add_node(server=1)
+        run.wait_for("another server", lambda: len(run.ring()) == 2 and len(run.ring() & before) == 1)
+        gate.open()
+        run.ends()
+    found = run.results().values()
+    assert len(found) == 2
+    assert len({tuple(one["last"]) for one in found}) == 1
+    each_once([{int(epoch): used for epoch, used in one["used"].items()} for one in found], range(EPOCHS))
 
 
 def skips(ledger, rank, report):

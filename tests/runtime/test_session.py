@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.runtime.data.equal_shards import EqualShards, epoch_order
+from offbeat.runtime.session import launched_loop
 from offbeat.runtime.training.checks import describe_training
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies import AllReduce, PartialAllReduce
@@ -566,6 +567,16 @@ def trained_on_rank_0_only(rank, emit):
         return flat(model).tolist(), {
             index: {name: value.tolist() for name, value in row.items()} for index, row in state.items()
         }
+
+
+def test_a_launcher_gives_the_strategy_and_learns_which_session_the_loop_has_joined():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with launched_loop(AllReduce()) as loop:
+        with offbeat.join(model, optimizer) as session:
+            assert loop.session is session
+    with pytest.raises(OffbeatError, match="expected a strategy"):
+        offbeat.join(model, optimizer)
 
 
 def test_join_copies_rank_0s_parameters_and_optimizer_state_to_all_workers():

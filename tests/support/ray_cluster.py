@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
-from offbeat.events import Ready
+from offbeat.events import ClusterView, Ready
 from support.newcomer_training import GATE_STEP
 from support.run_logs import entries_of, wait_until
 
@@ -100,6 +100,11 @@ class Run:
                     isinstance(one, Ready) and one.worker == worker and one.step >= GATE_STEP - 1
                 ),
             )
+
+    def ring(self):
+        """The parameter servers that have all data, none while that changes."""
+        views = entries_of(self._log, ClusterView)
+        return set(views[-1].ring) if views and not views[-1].next_ring else set()
 
     def started(self):
         """The workers that have joined, by job and id."""

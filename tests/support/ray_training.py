@@ -7,6 +7,7 @@ python -m support.ray_training SETTINGS.json, a file with what a test asks of th
     workers: their number, or the fewest and the most (3).
     strategy: "partial" (the default) or "bsp".
     coordinator_options: of the coordinator's actor.
+    servers, server_options: parameter servers; then the strategy is "ssp".
     monitor_s: how often Ray looks for nodes to be used, in seconds (60).
 """
 
@@ -23,10 +24,13 @@ from torch.utils.data import TensorDataset
 
 import offbeat
 import offbeat.ray
-from offbeat.strategies import AllReduce
+from offbeat.strategies import SSP, AllReduce
 from support.group_training import compute, digest
 from support.newcomer_training import EPOCHS, GATE_STEP, STEADY, Adding, Counting, pass_gate
 from support.sample_counting import BATCH, SAMPLES, once_each
+from support.server_training import uses
+
+STRATEGIES = {"partial": STEADY, "bsp": AllReduce(), "ssp": SSP(s=2)}
 
 
 def train(settings):
@@ -69,6 +73,14 @@ def train(settings):
     )
 
 
+def train_on_servers(settings):
+    """A loop on a parameter server, which notes the samples that it uses."""
+    used, last = uses(ray.train.get_context().get_world_rank(), lambda *_: None, None, EPOCHS)
+    job, rank = os.environ["OFFBEAT_JOB"], ray.train.get_context().get_world_rank()
+    result = {"job": job, "worker": rank, "used": used, "last": last}
+    write(Path(settings["folder"]) / f"result-{job}-{rank}.json", result)
+
+
 def report(session, epoch):
     with tempfile.TemporaryDirectory() as path:
         checkpoint = None
@@ -89,10 +101,12 @@ def main():
     ray.init(settings["address"], runtime_env={"env_vars": settings["env"]})
     workers = settings.get("workers", 3)
     trainer = offbeat.ray.OffbeatTrainer(
-        train,
-        strategy=AllReduce() if settings.get("strategy") == "bsp" else STEADY,
+        train_on_servers if settings.get("servers") else train,
+        strategy=STRATEGIES[settings.get("strategy", "partial")],
         train_loop_config=settings,
         coordinator_options=settings.get("coordinator_options"),
+        servers=settings.get("servers", 0),
+        server_options=settings.get("server_options"),
         scaling_config=ray.train.ScalingConfig(
             num_workers=tuple(workers) if isinstance(workers, list) else workers,
             elastic_resize_monitor_interval_s=settings.get("monitor_s", 60.0),

@@ -17,12 +17,13 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from offbeat.ray.coordinator_actor import CoordinatorActor
+from offbeat.ray.actors import CoordinatorActor, ServerActor
 from offbeat.ray.reports import ReportLedger
 from offbeat.ray.workers import ANSWER_S, Job, enter_job, in_job, storage_folder
 from offbeat.runtime.control.service import ADDRESS_FILE
 from offbeat.runtime.training.interface import Strategy
 
+_RESTARTED: Final = {"max_restarts": -1, "max_task_retries": -1}
 _STOP_S: Final = 10.0  # for the coordinator to end
 _log = logging.getLogger("offbeat")
 
@@ -37,10 +38,15 @@ class OffbeatConfig(BackendConfig):  # type: ignore[misc]
         coordinator_options: Ray's options of the coordinator's actor, such as
             `{"resources": {"on_demand": 0.01}}` for a node that stays. By default it is on the node of Ray's
             controller, without which the run ends in any case, and needs no CPU.
+        servers: with how many parameter servers a job begins, each in an actor that Ray restarts;
+            for strategies that have one. With 0, workers start the server.
+        server_options: Ray's options of the servers' actors; by default each takes one CPU.
     """
 
     strategy: Strategy
     coordinator_options: Mapping[str, Any] = field(default_factory=dict)
+    servers: int = 0
+    server_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def backend_cls(self) -> type[_Backend]:
@@ -54,7 +60,7 @@ class OffbeatConfig(BackendConfig):  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what Ray shows of the configuration."""
-        return {"strategy": str(self.strategy), "coordinator_options": dict(self.coordinator_options)}
+        return {"strategy": str(self.strategy), "servers": self.servers}
 
 
 class OffbeatTrainer(DataParallelTrainer):  # type: ignore[misc]
@@ -67,7 +73,7 @@ class OffbeatTrainer(DataParallelTrainer):  # type: ignore[misc]
         train_loop_per_worker: the loop, with or without an argument for `train_loop_config`.
         strategy: how the workers synchronize.
         train_loop_config: passed to the loop.
-        coordinator_options: see `OffbeatConfig`.
+        coordinator_options, servers, server_options: see `OffbeatConfig`.
         scaling_config: how many workers there are, and what each needs.
         run_config: storage, checkpoints, and how many failures are survived
             (`FailureConfig(max_failures=-1)`: any number; Ray's default is none).
@@ -84,6 +90,8 @@ class OffbeatTrainer(DataParallelTrainer):  # type: ignore[misc]
         strategy: Strategy,
         train_loop_config: dict[str, Any] | None = None,
         coordinator_options: Mapping[str, Any] | None = None,
+        servers: int = 0,
+        server_options: Mapping[str, Any] | None = None,
         scaling_config: Any = None,
         run_config: Any = None,
         datasets: Mapping[str, Any] | None = None,
@@ -93,7 +101,7 @@ class OffbeatTrainer(DataParallelTrainer):  # type: ignore[misc]
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
-            backend_config=OffbeatConfig(strategy, coordinator_options or {}),
+            backend_config=OffbeatConfig(strategy, coordinator_options or {}, servers, server_options or {}),
             scaling_config=scaling_config,
             run_config=run_config,
             datasets=None if datasets is None else dict(datasets),
@@ -113,6 +121,7 @@ class _Backend(Backend):  # type: ignore[misc]
     def __init__(self) -> None:
         self._world = 0
         self._job: Job | None = None
+        self._servers: list[Any] = []
 
     def on_start(self, worker_group: Any, backend_config: OffbeatConfig) -> None:
         """Set up all workers, or one that replaces another."""
@@ -124,6 +133,9 @@ class _Backend(Backend):  # type: ignore[misc]
         else:
             self._world = len(worker_group)
             self._job = _begin_job(worker_group.execute_single(0, storage_folder), backend_config)
+            options = {"num_cpus": 1, **_RESTARTED, **backend_config.server_options}
+            server = ray.remote(**options)(ServerActor)
+            self._servers = [server.remote(self._job) for _ in range(backend_config.servers)]
             worker_group.execute(enter_job, self._job)
 
     def on_shutdown(self, worker_group: Any, backend_config: OffbeatConfig) -> None:
@@ -136,10 +148,10 @@ class _Backend(Backend):  # type: ignore[misc]
             return
         with suppress(RayError):
             ray.get(self._job.coordinator.stop.remote(), timeout=_STOP_S)
-        for actor in (self._job.coordinator, self._job.reports):
+        for actor in (self._job.coordinator, self._job.reports, *self._servers):
             if actor is not None:
                 ray.kill(actor)
-        self._job = None
+        self._job, self._servers = None, []
 
     def _is_one_worker(self, worker_group: Any) -> bool:
         """Whether a group is one worker of the job: Ray replaces all workers together if all have failed."""
@@ -158,8 +170,7 @@ def _begin_job(storage: str | None, config: OffbeatConfig) -> Job:
     folder = None if storage is None else os.path.join(storage, f"offbeat-{name}")
     options = {
         "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": -1,
+        **_RESTARTED,
         "scheduling_strategy": _on_this_node(is_soft=True),
         **config.coordinator_options,
     }
@@ -175,6 +186,7 @@ def _begin_job(storage: str | None, config: OffbeatConfig) -> Job:
         address_file=None if folder is None else os.path.join(folder, ADDRESS_FILE),
         coordinator=coordinator,
         reports=reports,
+        servers=config.servers,
     )
 
 

@@ -21,6 +21,7 @@ from offbeat.runtime.control.environment import (
     ATTEMPT_VARIABLE,
     COORDINATOR_VARIABLE,
     JOB_VARIABLE,
+    SERVERS_APART_VARIABLE,
     TOKEN_FILE_VARIABLE,
 )
 from offbeat.runtime.session import LaunchedLoop, launched_loop
@@ -42,6 +43,7 @@ class Job:
             storage in the file system.
         coordinator: its actor.
         reports: the actor of a ReportLedger; None where no worker is replaced alone.
+        servers: number of the job's parameter servers, 0 where its strategy has none.
         is_replacement: the worker replaces one that was lost.
     """
 
@@ -51,6 +53,7 @@ class Job:
     address_file: str | None
     coordinator: Any
     reports: Any
+    servers: int = 0
     is_replacement: bool = False
 
 
@@ -94,21 +97,29 @@ def enter_job(job: Job) -> None:
     global _worker
     _worker = _Worker(job)
     context = ray.train.get_context()
-    is_visible = job.address_file is not None and os.path.isfile(job.address_file)
-    os.environ |= {
+    os.environ |= variables_of(job) | {
         "RANK": str(context.get_world_rank()),
         "WORLD_SIZE": str(context.get_world_size()),
         "LOCAL_RANK": str(context.get_local_rank()),
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
         "NODE_RANK": str(context.get_node_rank()),
+    }
+    if job.servers:
+        os.environ[SERVERS_APART_VARIABLE] = str(job.servers)
+    if job.reports is not None:
+        inner = get_train_context()
+        inner._sync_checkpoint_dir_name_across_ranks = partial(_worker.name_checkpoint, inner)
+
+
+def variables_of(job: Job) -> dict[str, str]:
+    """Return the variables by which a process on this node finds a job."""
+    is_visible = job.address_file is not None and os.path.isfile(job.address_file)
+    return {
         COORDINATOR_VARIABLE: Path(job.address_file or "").as_uri() if is_visible else job.address,
         JOB_VARIABLE: job.name,
         TOKEN_FILE_VARIABLE: file_in_memory(job.secret),
         ATTEMPT_VARIABLE: "0",  # each start of the whole group is another job
     }
-    if job.reports is not None:
-        inner = get_train_context()
-        inner._sync_checkpoint_dir_name_across_ranks = partial(_worker.name_checkpoint, inner)
 
 
 @contextmanager

@@ -1,0 +1,125 @@
+"""The actors in which a job's coordinator and its parameter servers run, as processes that end with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+import ray
+
+from offbeat.errors import OffbeatError
+from offbeat.ray.workers import Job, file_in_memory, variables_of
+from offbeat.runtime.control.environment import JOB_VARIABLE, TOKEN_FILE_VARIABLE
+from offbeat.runtime.control.service import ADDRESS_FILE
+from offbeat.runtime.processes import child
+from offbeat.runtime.processes.threads import start_thread
+
+_START_S: Final = 60.0  # for the coordinator to start, and for its folder to become free
+_POLL_S: Final = 0.05
+_log = logging.getLogger("offbeat")
+
+
+class ProcessActor:
+    """Runs a command of offbeat as a process.
+
+    The process ends with the actor. The actor ends, and Ray restarts it, when the process ends before the job
+    does, of which its exit code 0 is the sign.
+
+    Args:
+        name: of the process, for errors.
+        arguments: of the command.
+    """
+
+    def __init__(self, name: str, *arguments: str) -> None:
+        self._name, self._arguments = name, arguments
+        self._has_finished = False
+        self._process = self._start()
+        start_thread("offbeat-process", self._end_with_process, self._end)
+
+    def has_finished(self) -> bool:
+        """Return whether all workers of the job have finished."""
+        return self._has_finished
+
+    def stop(self) -> None:
+        """End the process of a job that is over."""
+        self._has_finished = True
+        self._process.kill()
+        self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process.
+
+        The kernel ends it with this thread, which is the main thread of Ray's worker.
+        """
+        command = child.tied_command(child.module_command("offbeat", *self._arguments))
+        return child.start_child(command, self._name)
+
+    def _end_with_process(self) -> None:
+        code = self._process.wait()
+        if code and not self._has_finished:
+            self._end(OffbeatError(f"{self._name} has ended with exit code {code}"))
+        self._has_finished = True
+
+    def _end(self, error: BaseException) -> None:
+        """End this actor, so that Ray starts it again."""
+        _log.error("%s: its actor is started again", error)
+        os._exit(1)
+
+
+class CoordinatorActor(ProcessActor):
+    """Runs `offbeat coordinator`.
+
+    Args:
+        folder: of the job's state, in the run's storage; a folder of this node is used where there is none.
+        name: of the job.
+        secret: of the job's processes.
+
+    Raises:
+        OffbeatError: the coordinator did not start.
+    """
+
+    def __init__(self, folder: str | None, name: str, secret: str) -> None:
+        is_visible = folder is not None and os.path.isdir(os.path.dirname(folder))
+        self._folder = Path(folder or "") if is_visible else Path(tempfile.gettempdir(), f"offbeat-{name}")
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        os.environ |= {JOB_VARIABLE: name, TOKEN_FILE_VARIABLE: file_in_memory(secret)}
+        bind = f"{ray.util.get_node_ip_address()}:0"
+        super().__init__("the coordinator", "coordinator", "--bind", bind, "--state", str(self._folder))
+
+    def address(self) -> str:
+        """Return HOST:PORT at which the coordinator listens."""
+        return (self._folder / ADDRESS_FILE).read_text().strip()
+
+    def stop(self) -> None:
+        """End the coordinator of a job that is over, and remove its folder."""
+        super().stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the coordinator and wait until it listens; wait for a folder that another one still uses."""
+        where = self._folder / ADDRESS_FILE
+        where.unlink(missing_ok=True)  # of the coordinator before
+        limit_s = time.monotonic() + _START_S
+        process = super()._start()
+        while not where.exists():
+            if time.monotonic() >= limit_s:
+                process.kill()
+                raise OffbeatError(f"the coordinator did not start within {_START_S:g} s: see its output")
+            if process.poll() is not None:
+                process = super()._start()
+            time.sleep(_POLL_S)
+        return process
+
+
+class ServerActor(ProcessActor):
+    """Runs `offbeat serve` in a job."""
+
+    def __init__(self, job: Job) -> None:
+        os.environ |= variables_of(job)
+        super().__init__("a parameter server", "serve", "--host", ray.util.get_node_ip_address())
