@@ -196,8 +196,6 @@ def coordinator_address(text: str) -> str:
     """
     address = text if text.startswith("file:") else f"tcp://{text}"
     try:
-        if not text.startswith("file:") and not split_host_and_port(text)[1]:
-            raise ValueError
         parse_address(address)
     except ValueError:
         raise OffbeatError(
