@@ -44,7 +44,7 @@ def total(members, length, dtype=torch.float64):
 class Group:
     """Members in one process, each with its own endpoint."""
 
-    def __init__(self, size, *, unix=True):
+    def __init__(self, size, *, unix=True, alternates=False):
         self.lost = []
         self.endpoints = [
             Endpoint(
@@ -63,7 +63,9 @@ class Group:
                 if one is not other:
                     one.add_peer(other.name, other.addresses)
         names = [one.name for one in self.endpoints]
-        self.members = [LinkExchange(one, names, rank) for rank, one in enumerate(self.endpoints)]
+        self.members = [
+            LinkExchange(one, names, rank, alternates=alternates) for rank, one in enumerate(self.endpoints)
+        ]
         self._next_id = 0
 
     def new_id(self):
@@ -148,7 +150,7 @@ def test_all_reduce_of_6_to_17_members_gives_bit_identical_sums(size):
 
 
 def test_members_measure_their_lines_to_both_neighbours_in_turn():
-    with group(4, unix=False) as four:
+    with group(4, unix=False, alternates=True) as four:
         flats = [vector(rank, 1000) for rank in range(4)]
         four.new_id()
         for step in (1, -1, 1):  # the ring goes around in one direction, then in the other

@@ -39,20 +39,24 @@ class LinkExchange:
     """Collectives over links, run piece by piece in the links' own thread.
 
     A segment's pieces are forwarded as they arrive, so that receiving, adding and sending overlap and the
-    line is never idle between two steps of a schedule. The ring of every other exchange goes around in the
-    other direction, so that each member sends to both of its neighbours in turn, and a slow line can be told
-    from a slow neighbour's.
+    line is never idle between two steps of a schedule.
 
     Args:
         endpoint: this worker's links, with every member introduced.
         names: the link names of the members, in the group's order.
         position: this worker's index in `names`.
+        alternates: the ring of every other exchange goes around in the other direction, so that each member
+            sends to both of its neighbours in turn, and a slow line can be told from a neighbour's. A sum's
+            last bits then depend on the exchange's id.
     """
 
-    def __init__(self, endpoint: Endpoint, names: Sequence[str], position: int) -> None:
+    def __init__(
+        self, endpoint: Endpoint, names: Sequence[str], position: int, *, alternates: bool = False
+    ) -> None:
         self._endpoint = endpoint
         self._names = tuple(names)
         self._position = position
+        self._alternates = alternates
         self._first_unused_tag = 0
         self._plans: dict[tuple[str | int, int, bool], _Plan] = {}
         self._line_s: dict[str, float] = {}  # by link name, since they were taken
@@ -142,7 +146,7 @@ class LinkExchange:
         if operation != self._position and self._endpoint.has_readers(memory_of(into)):
             raise ValueError("expected memory that no member reads, got memory that a member may still read")
         self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
-        is_reversed = operation == "ring" and exchange_id % 2 == 1
+        is_reversed = self._alternates and operation == "ring" and exchange_id % 2 == 1
         plan = self._plan(operation, into.numel(), is_reversed=is_reversed)
         names = self._names[::-1] if is_reversed else self._names
         return _ScheduleRun(self._endpoint, names, plan, into, _tag(exchange_id, index), self._note_line_time)
