@@ -20,7 +20,7 @@ class Service:
         state: its folder; None for none.
     """
 
-    def __init__(self, folder, *, state=True, moves=False, secret="a secret", log=None):
+    def __init__(self, folder, *, state=True, moves=False, secret="a secret", log=None, prefix=()):
         (folder / "token").write_text(secret)
         self.address = f"127.0.0.1:{0 if moves else find_free_port()}"
         self.state = folder / "state" if state else None
@@ -31,11 +31,12 @@ class Service:
         self._own = {"OFFBEAT_TOKEN_FILE": str(folder / "token")}
         if log is not None:
             self._own["OFFBEAT_RUN_LOG"] = str(log)
+        self._prefix = prefix
         self._errors = folder / "errors.txt"
         self.start()
 
     def start(self):
-        command = [sys.executable, "-m", "offbeat", "coordinator", "--bind", self.address]
+        command = [*self._prefix, sys.executable, "-m", "offbeat", "coordinator", "--bind", self.address]
         command += [] if self.state is None else ["--state", str(self.state)]
         with self._errors.open("a") as errors:
             self.process = subprocess.Popen(command, env={**os.environ, **self._own}, stderr=errors)

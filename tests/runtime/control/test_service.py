@@ -102,6 +102,19 @@ def test_a_worker_that_is_started_again_with_its_rank_comes_back_by_itself(coord
     assert coordinator.ended()[0] == 0
 
 
+def test_a_coordinator_that_is_started_to_ignore_a_signal_ignores_it(tmp_path, gate):
+    ignoring = ["env", "--ignore-signal=TERM"]
+    with service(tmp_path, log=gate.log, prefix=ignoring) as running:
+        env = {**gate.env, **running.env}
+        del env["OFFBEAT_RUN_LOG"]
+        with job(train, 3, env=env) as started:
+            all_are_at_the_gate(gate.log, range(3))
+            running.process.send_signal(signal.SIGTERM)
+            gate.open()
+            trained_once(started.ends())
+        assert running.ended()[0] == 0
+
+
 def test_two_workers_may_come_back_at_once(coordinator, gate):
     with job(train, 3, env=coordinator.env) as running:
         all_are_at_the_gate(gate.log, range(3))

@@ -253,7 +253,8 @@ def run_service(bind: str, environment: Environment, *, state: Path | None) -> i
     )
     coordinator = ServiceCoordinator(configuration, listeners=listeners, journal=journal)
     for number in (signal.SIGINT, signal.SIGTERM):  # a folder has all that a successor needs
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     bound = listeners[0][1].removeprefix("tcp://")
     _report(f"the coordinator of {job!r} listens on {bound}; workers find it by {COORDINATOR_VARIABLE}")
     if environment.token_file is None:
