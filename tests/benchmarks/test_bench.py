@@ -7,9 +7,16 @@ from typing import get_type_hints
 
 import pytest
 
-from benchmarks import allreduce, overhead, tls
+from benchmarks import allreduce, overhead, slow_line, tls
 from benchmarks.__main__ import main
-from benchmarks.commands import AllreduceOptions, OverheadOptions, TlsOptions, bench, benchmarks
+from benchmarks.commands import (
+    AllreduceOptions,
+    OverheadOptions,
+    SlowLineOptions,
+    TlsOptions,
+    bench,
+    benchmarks,
+)
 from benchmarks.namespaces import missing
 
 COMMANDS = [command for command in bench.registered_commands if command.name != "list"]
@@ -60,6 +67,17 @@ def test_tls_gives_throughput_and_processor_time_of_both_links():
         *(f"tls_to_plain_ratio_{place}" for place in places),
     }
     assert all(value > 0 for value in result.figures.values())
+
+
+@pytest.mark.long
+@pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
+def test_slow_line_gives_the_pace_before_and_after():
+    options = SlowLineOptions(workers=3, rate_mbit=1.0, kilobytes=50, steps=20, minutes=0.1)
+    result = slow_line.run(options, command="test")
+    paces = {"step_s_before", "step_s_slow", "step_s_after", "after_to_before_ratio"}
+    counts = {"steps_until_left_out", "others_left_out", "times_tried_again"}
+    assert set(result.figures) == paces | counts
+    assert all(result.figures[pace] > 0 for pace in paces)
 
 
 @pytest.mark.long
