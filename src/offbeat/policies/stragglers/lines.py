@@ -59,8 +59,10 @@ class LineMonitor:
     """Classes members as stragglers by their lines, once a round of the group.
 
     A *connection* joins two neighbours of a round's collective, which measure how long the last bytes of each
-    message were on the way until the other had them (`Ready.line_s`). Where connections are equally fast,
-    these times are; bytes that come in slowly from elsewhere and go on at once do not count. A round is
+    message were on the way until the sender knew that the other had them (`Ready.line_s`). Where connections
+    are equally fast, these times are; bytes that come in slowly from elsewhere and go on at once do not
+    count. Data and their receipts share a line, so one that is slow in one direction is slow for both
+    neighbours, unless its queue lets receipts pass. A round is
     *slow* on a connection if computing and that time took more than `k` times as long as computing and the
     time of the fastest connection. The line of a member is slow if all of its connections are, and one of
     these leads to a member that has another connection which is not: so the cause is not there. Where two
@@ -117,13 +119,7 @@ class LineMonitor:
         current.add(event)
         if len(current.compute_s) < len(self._members):
             return []
-        before = self._rounds.get(event.round - 1, current)
-        # Rings go around in one direction, then in the other.
-        times_s = {
-            pair: max(one.times_s.get(pair, 0.0) for one in (before, current))
-            for pair in before.times_s | current.times_s
-        }
-        return self._judge(event, max(current.compute_s.values()), times_s)
+        return self._judge(event, max(current.compute_s.values()), current.times_s)
 
     def observe(self, event: Ready) -> list[ClassChange]:
         """Process a Ready of a worker outside the group: it may be normal again."""

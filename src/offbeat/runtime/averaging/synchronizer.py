@@ -208,8 +208,7 @@ class GroupSynchronizer:
         device = self._trained.device
         if device.type == "cpu":
             names = [self._client.link_name(one) for one in workers]
-            position = workers.index(worker)
-            return LinkExchange(self._client.endpoint, names, position, alternates=self._survives)
+            return LinkExchange(self._client.endpoint, names, workers.index(worker))
         if device.type != "cuda" or not dist.is_nccl_available():
             raise OffbeatError(
                 f"the model lies on {device}; expected the CPU, or CUDA with NCCL, "

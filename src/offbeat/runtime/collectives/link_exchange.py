@@ -45,20 +45,14 @@ class LinkExchange:
         endpoint: this worker's links, with every member introduced.
         names: the link names of the members, in the group's order.
         position: this worker's index in `names`.
-        alternates: the ring of every other exchange goes around in the other direction, so that each member
-            sends to both of its neighbours in turn, and a slow line can be told from a neighbour's. A sum's
-            last bits then depend on the exchange's id.
     """
 
-    def __init__(
-        self, endpoint: Endpoint, names: Sequence[str], position: int, *, alternates: bool = False
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, names: Sequence[str], position: int) -> None:
         self._endpoint = endpoint
         self._names = tuple(names)
         self._position = position
-        self._alternates = alternates
         self._first_unused_tag = 0
-        self._plans: dict[tuple[str | int, int, bool], _Plan] = {}
+        self._plans: dict[tuple[str | int, int], _Plan] = {}
         self._line_s: dict[str, float] = {}  # by link name, since they were taken
         self._prepared: dict[int, _ScheduleRun] = {}
         self._pending: set[_LinkPending] = set()
@@ -121,13 +115,11 @@ class LinkExchange:
         line_s = self._line_s
         line_s[name] = max(time_s, line_s.get(name, 0.0))
 
-    def _plan(self, operation: str | int, length: int, *, is_reversed: bool) -> _Plan:
+    def _plan(self, operation: str | int, length: int) -> _Plan:
         """Return the plan of an all-reduce, by its algorithm, or of a broadcast, by its root."""
-        plan = self._plans.get((operation, length, is_reversed))
+        plan = self._plans.get((operation, length))
         if plan is None:
             members, position = len(self._names), self._position
-            if is_reversed:
-                position = members - 1 - position
             chosen = (
                 schedule(operation, members, position)
                 if isinstance(operation, str)
@@ -137,7 +129,7 @@ class LinkExchange:
                 raise ValueError(
                     f"expected at most {1 << _STEP_BITS} steps, got {len(chosen.steps)}: too many members"
                 )
-            plan = self._plans[operation, length, is_reversed] = _Plan(chosen, length)
+            plan = self._plans[operation, length] = _Plan(chosen, length)
         return plan
 
     def _new_run(
@@ -146,10 +138,9 @@ class LinkExchange:
         if operation != self._position and self._endpoint.has_readers(memory_of(into)):
             raise ValueError("expected memory that no member reads, got memory that a member may still read")
         self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
-        is_reversed = self._alternates and operation == "ring" and exchange_id % 2 == 1
-        plan = self._plan(operation, into.numel(), is_reversed=is_reversed)
-        names = self._names[::-1] if is_reversed else self._names
-        return _ScheduleRun(self._endpoint, names, plan, into, _tag(exchange_id, index), self._note_line_time)
+        plan = self._plan(operation, into.numel())
+        tag = _tag(exchange_id, index)
+        return _ScheduleRun(self._endpoint, self._names, plan, into, tag, self._note_line_time)
 
     def report_progress(self, on_progress: Callable[[bool], None]) -> None:
         """See `Exchange.report_progress`."""
