@@ -1,4 +1,4 @@
-"""`python -m benchmarks slow_line`: a job in which the line of one worker becomes slow.
+"""`python -m benchmarks slow-line`: a job in which the line of one worker becomes slow.
 
 Each worker is on a host of its own (`benchmarks.namespaces`) and waits for the time of a step instead of
 computing, so that two cores can stand for all hosts. What happened is read from the run log.
@@ -135,8 +135,8 @@ def _result(options: SlowLineOptions, command: str, entries: list[Event | Action
             "step_s_slow": mean(slow_s),
             "step_s_after": after_s,
             "after_to_before_ratio": after_s / pace_s,
-            "others_left_out": sum(not others <= {*group.members} for group in groups),
-            "times_tried_again": sum(options.slow in group.joining for group in groups),
+            "others_left_out_count": sum(not others <= {*group.members} for group in groups),
+            "tried_again_count": sum(options.slow in group.joining for group in groups),
         },
     )
 

@@ -75,7 +75,7 @@ def test_slow_line_gives_the_pace_before_and_after():
     options = SlowLineOptions(workers=3, rate_mbit=1.0, kilobytes=50, steps=20, minutes=0.1)
     result = slow_line.run(options, command="test")
     paces = {"step_s_before", "step_s_slow", "step_s_after", "after_to_before_ratio"}
-    counts = {"steps_until_left_out", "others_left_out", "times_tried_again"}
+    counts = {"steps_until_left_out", "others_left_out_count", "tried_again_count"}
     assert set(result.figures) == paces | counts
     assert all(result.figures[pace] > 0 for pace in paces)
 
