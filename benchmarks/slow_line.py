@@ -6,15 +6,15 @@ computing, so that two cores can stand for all hosts. What happened is read from
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,9 +48,8 @@ def run(options: SlowLineOptions, *, command: str) -> Result:
         OffbeatError: the worker was not left out in time, or a worker failed.
     """
     with tempfile.TemporaryDirectory() as name, hosts(options.workers) as places:
-        folder = Path(name)
-        log = folder / "log.jsonl"
-        with _training(options, places, folder, log) as check:
+        log = Path(name) / "log.jsonl"
+        with _training(options, places, log) as check:
             _wait_for(lambda: _steps_done(_entries(log)) >= options.steps, "steps on fast lines", check)
             slowed_s = time.monotonic()
             slow_down(places[options.slow], round(options.rate_mbit * 1e6))
@@ -63,13 +62,15 @@ def run(options: SlowLineOptions, *, command: str) -> Result:
 
 
 @contextmanager
-def _training(options: SlowLineOptions, places: list[Host], folder: Path, log: Path) -> Iterator[Any]:
-    settings = (
-        f'{{"strategy": "{options.strategy}", "step_ms": {options.step_ms}, '
-        f'"units": {max(1, options.kilobytes * 1000 // _BYTES_PER_UNIT)}}}'
-    )
+def _training(options: SlowLineOptions, places: list[Host], log: Path) -> Iterator[Callable[[], None]]:
+    """Run the workers; yield a function that raises an OffbeatError if one has ended."""
+    settings = {
+        "strategy": options.strategy,
+        "step_ms": options.step_ms,
+        "units": max(1, options.kilobytes * 1000 // _BYTES_PER_UNIT),
+    }
     with launch(
-        child.module_command("benchmarks.slow_line", settings),
+        child.module_command("benchmarks.slow_line", json.dumps(settings)),
         options.workers,
         env={environment.RUN_LOG_VARIABLE: str(log), "TORCH_CPP_LOG_LEVEL": "ERROR"},
         prefix=[place.prefix for place in places],
@@ -89,7 +90,7 @@ def _entries(log: Path) -> list[Event | Action]:
     return list(read_log(log).entries) if log.exists() and log.stat().st_size else []
 
 
-def _wait_for(condition: Any, what: str, check: Any) -> None:
+def _wait_for(condition: Callable[[], bool], what: str, check: Callable[[], None]) -> None:
     limit_s = time.monotonic() + _LIMIT_S
     while not condition():
         check()

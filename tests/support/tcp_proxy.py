@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import select
 import socket
 import struct
@@ -10,6 +11,18 @@ from collections.abc import Callable
 from contextlib import suppress
 
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is under way is lost, and both ends are reset
+
+
+def random_resets(chance: random.Random, sizes: list[int], count: int = 30) -> Callable[[], int | None]:
+    """For `reset_after`: the next `count` connections are reset after about one of these sizes, in bytes."""
+    left = count
+
+    def reset_after() -> int | None:
+        nonlocal left
+        left -= 1
+        return chance.choice(sizes) + chance.randrange(1000) if left >= 0 else None
+
+    return reset_after
 
 
 class Line:

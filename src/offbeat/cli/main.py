@@ -253,7 +253,7 @@ def serve(
     serve_until_stopped(
         server, lambda: print(f"server {server.server} of {name}", file=sys.stderr, flush=True)
     )
-    if cluster is None and server.has_left_early:  # then whoever started it starts another one
+    if cluster is None and server.has_left_early:  # so that an orchestrator starts another one
         raise typer.Exit(128 + signal.SIGTERM)
 
 

@@ -50,7 +50,7 @@ class OffbeatConfig(BackendConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[_Backend]:
-        """The backend, which tells Ray whether to replace workers one by one."""
+        """The backend; with one of the two, Ray replaces workers one by one."""
         return _SurvivingBackend if self.strategy.survives_worker_loss else _Backend
 
     @property

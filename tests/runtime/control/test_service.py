@@ -68,6 +68,16 @@ def all_are_at_the_gate(log, workers):
         )
 
 
+def ended_with_worker_1_replaced(running, gate):
+    """Starts the killed worker again when its loss is known; checks how it and the others end."""
+    wait_for_entry(gate.log, "the loss", lambda one: isinstance(one, Lost) and one.worker == 1)
+    running.add(train, env={**RETURNS, "RANK": "1"})
+    gate.open_for(3)
+    ended = running.ends()
+    assert ended.pop(1).exitcode == -signal.SIGKILL
+    trained_once(ended)
+
+
 def test_workers_need_no_master_and_the_service_ends_after_the_last_of_them(coordinator, gate):
     gate.open()
     with job(
@@ -137,12 +147,7 @@ def test_a_coordinator_that_is_started_again_with_its_folder_continues_the_job(c
         coordinator.kill()
         running.signal(1, signal.SIGKILL)  # while there is no coordinator
         coordinator.start()
-        wait_for_entry(gate.log, "the loss", lambda one: isinstance(one, Lost) and one.worker == 1)
-        running.add(train, env={**RETURNS, "RANK": "1"})
-        gate.open_for(3)
-        ended = running.ends()
-    assert ended.pop(1).exitcode == -signal.SIGKILL
-    trained_once(ended)
+        ended_with_worker_1_replaced(running, gate)
     assert coordinator.ended()[0] == 0
     log = read_log(gate.log)
     assert replay(log) is None
@@ -161,12 +166,7 @@ def test_a_coordinator_that_is_started_again_at_another_address_is_found_by_its_
             coordinator.start()
             wait_until(lambda: (coordinator.state / "address").read_text() != first, "another address")
             running.signal(1, signal.SIGKILL)
-            wait_for_entry(gate.log, "the loss", lambda one: isinstance(one, Lost) and one.worker == 1)
-            running.add(train, env={**RETURNS, "RANK": "1"})
-            gate.open_for(3)
-            ended = running.ends()
-        assert ended.pop(1).exitcode == -signal.SIGKILL
-        trained_once(ended)
+            ended_with_worker_1_replaced(running, gate)
         assert coordinator.ended()[0] == 0
 
 

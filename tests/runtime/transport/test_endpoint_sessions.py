@@ -18,7 +18,7 @@ import pytest
 from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameKind
 from support import endpoints
 from support.endpoints import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
-from support.tcp_proxy import Line
+from support.tcp_proxy import Line, random_resets
 
 node = endpoints.node  # the fixture
 
@@ -42,15 +42,7 @@ def test_every_message_and_byte_arrives_once_and_in_order_despite_broken_connect
     node: Callable[..., Node], through: Callable[..., Line], seed: int
 ) -> None:
     chance = random.Random(seed)
-    breaks = 30
-
-    def reset_after() -> int | None:
-        nonlocal breaks
-        breaks -= 1
-        return (
-            chance.choice([10, 300, 2000, 70_000, 400_000]) + chance.randrange(1000) if breaks >= 0 else None
-        )
-
+    reset_after = random_resets(chance, [10, 300, 2000, 70_000, 400_000])
     a, b = node("a", unix=False), node("b", unix=False)
     lines = [through(a, b, reset_after), through(b, a, reset_after)]
     arrivals = []

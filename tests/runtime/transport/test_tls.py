@@ -19,7 +19,7 @@ from offbeat.runtime.transport.tls import MAX_RECORD_BYTES, TlsCredentials, load
 from support.certificates import Authority, Issued
 from support.endpoints import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents, node
 from support.run_logs import wait_until
-from support.tcp_proxy import Line
+from support.tcp_proxy import Line, random_resets
 
 __all__ = ["node"]
 
@@ -147,15 +147,7 @@ def test_processes_on_one_host_use_a_unix_socket_without_tls(node: MakeNode, aut
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_lost_or_repeated_over_broken_connections(make: MakeNode, seed: int) -> None:
     chance = random.Random(seed)
-    breaks = 30
-
-    def reset_after() -> int | None:
-        nonlocal breaks
-        breaks -= 1
-        return (
-            chance.choice([10, 1500, 2500, 70_000, 400_000]) + chance.randrange(1000) if breaks >= 0 else None
-        )
-
+    reset_after = random_resets(chance, [10, 1500, 2500, 70_000, 400_000])
     a, b = make("a"), make("b")
     lines = [Line(b.tcp(), reset_after), Line(a.tcp(), reset_after)]
     try:

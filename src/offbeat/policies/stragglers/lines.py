@@ -1,6 +1,6 @@
 """Finds members whose line is slow, from how long their neighbours' and their own data were on the way.
 
-A component of group policies, beside the classifier of compute times: they pass it the line times that
+A component of group policies, like the classifier of compute times: they pass it the line times that
 members measure, and act on its verdicts. It excludes no one.
 """
 
@@ -98,7 +98,7 @@ class LineMonitor:
         return max((time_s for one in self._rounds.values() for time_s in one.times_s.values()), default=0.0)
 
     def set_members(self, members: Iterable[int]) -> None:
-        """Begin anew with the members of a new group, whose neighbours are others."""
+        """Set the members of a new group, whose neighbours are others, and forget the rounds before."""
         self._members = frozenset(members)
         self._rounds.clear()
 

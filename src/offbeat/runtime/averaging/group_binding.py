@@ -72,7 +72,6 @@ class GroupHandle:
         exchange: over the group's members.
         members: their ids.
         position: this worker's position among them.
-        size: the number of members.
         weight: this worker's weight in the mean, times `size`.
         generation: the group's generation.
     """
@@ -80,9 +79,13 @@ class GroupHandle:
     exchange: Exchange
     members: tuple[int, ...]
     position: int
-    size: int
     weight: float
     generation: int
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return len(self.members)
 
 
 class GroupBinding:
@@ -97,7 +100,7 @@ class GroupBinding:
             exchange, this worker's position in it, the first of `StateCopier.EXCHANGE_IDS` exchange ids and,
             at position 0, the number of finished exchanges, which it returns on every member.
         timeout_s: the longest time to wait for a group, in seconds.
-        reports_progress: tell the coordinator of exchanges that take long (`ExchangeUnderWay`).
+        reports_progress: report exchanges that take long to the coordinator (`ExchangeUnderWay`).
 
     Attributes:
         protocol: the worker's side of the group protocol.
@@ -296,16 +299,14 @@ class GroupBinding:
 
     def _open_handle(self, group: Group) -> None:
         position = group.members.index(self._membership.worker)
-        size = len(group.members)
         exchange = self._open_exchange(group.members)
         if self._reports_progress:
             exchange.report_progress(self._send_progress)
-        weight = group.weights[position] * size
+        weight = group.weights[position] * len(group.members)
         self._handle = GroupHandle(
             exchange=exchange,
             members=group.members,
             position=position,
-            size=size,
             weight=weight,
             generation=group.generation,
         )

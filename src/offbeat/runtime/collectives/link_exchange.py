@@ -153,10 +153,13 @@ class LinkExchange:
             self._is_watched = bool(pending)
         if not pending:
             return
-        bytes_now = self._endpoint.bytes_sent + self._endpoint.bytes_received
+        bytes_now = self._bytes_moved()
         if self._on_progress is not None and pending & before:
             self._on_progress(bytes_now > bytes_before + _PROGRESS_BYTES)
         self._endpoint.call_later(_PROGRESS_S, partial(self._look_at_progress, pending, bytes_now))
+
+    def _bytes_moved(self) -> int:
+        return self._endpoint.bytes_sent + self._endpoint.bytes_received
 
     def _begin(self, run: _ScheduleRun, own: Contribution, priority: int) -> PendingExchange:
         pending = _LinkPending(self._discard)
@@ -165,8 +168,8 @@ class LinkExchange:
                 self._pending.add(pending)
             is_watched, self._is_watched = self._is_watched, self._on_progress is not None
         if not is_watched and self._on_progress is not None:
-            bytes_now = self._endpoint.bytes_sent + self._endpoint.bytes_received
-            self._endpoint.call_later(_PROGRESS_S, partial(self._look_at_progress, {pending}, bytes_now))
+            look = partial(self._look_at_progress, {pending}, self._bytes_moved())
+            self._endpoint.call_later(_PROGRESS_S, look)
         if self._error is not None:
             pending.fail(self._error)
         else:
