@@ -3,10 +3,9 @@
 A real coordinator, with its journal and a run log, serves workers that only speak its protocol
 (`benchmarks.protocol_workers`): they report steps as fast as it processes them. What counts is its processor
 time, its supervisor's included, divided by the steps of all workers: wall time would depend on how fast the
-workers are, which share the machine. Two events are reported for each step, that the gradients are ready (on
-a parameter server, that the step is finished) and the times of the step before; where samples are assigned,
-the coordinator answers with a block, on a parameter server with a permit. The journal is read as the file
-that it is (see `offbeat.runtime.control.journal`).
+workers are, which share the machine. An event is reported for each step, that the gradients are ready (on a
+parameter server, that the step is finished), and one with the times of ten steps of 0.1 s; where samples are
+assigned, the coordinator answers with a block, on a parameter server with a permit.
 
 The start takes from the start of the coordinator's process until every worker knows all others and may begin
 its first step. To compare with DDP, real workers are started by torchrun on this machine, half of the time
@@ -17,11 +16,9 @@ and the same without the imports (`benchmarks.starting`).
 from __future__ import annotations
 
 import os
-import struct
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +30,7 @@ from benchmarks.workers import print_progress
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
+from offbeat.runtime.control.journal import JournalContent, parse_journal
 from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator
 from offbeat.runtime.training import job_connection
 from offbeat.strategies import parse_strategy
@@ -44,21 +42,6 @@ _START_S = 120.0
 _SILENT_S = 300.0
 _WARMUP_STEPS = 3
 _STEPS_MIN = 10
-_HEAD = struct.Struct("<QQ")  # of a journal: serial, length of the snapshot
-_LENGTH = struct.Struct("<I")  # of a record
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Journal:
-    """A journal's valid file.
-
-    Attributes:
-        snapshot_bytes: size of its snapshot; 0 before the first.
-        record_bytes_mean: mean size of the records since; 0 without any.
-    """
-
-    snapshot_bytes: int
-    record_bytes_mean: float
 
 
 def run(options: CoordinatorOptions, *, command: str) -> Result:
@@ -134,6 +117,7 @@ def _measure(strategy: str, workers: int, worker_steps: int) -> dict[str, Any]:
         done = steps * workers
         events = after["events"] - before["events"]
         wall_s = after["done_s"] - before["done_s"]
+        record_bytes_mean = sum(map(len, journal.records)) / max(1, len(journal.records))
         return {
             "strategy": strategy,
             "workers": workers,
@@ -144,8 +128,8 @@ def _measure(strategy: str, workers: int, worker_steps: int) -> dict[str, Any]:
             "events_a_worker_step": events / done,
             "actions_a_worker_step": (after["actions"] - before["actions"]) / done,
             "log_bytes_a_worker_step": log_bytes / done,
-            "journal_bytes_a_worker_step": journal.record_bytes_mean * events / done,
-            "snapshot_bytes": journal.snapshot_bytes,
+            "journal_bytes_a_worker_step": record_bytes_mean * events / done,
+            "snapshot_bytes": len(journal.snapshot),
             "memory_mb": memory_mb,
             "start_s": started["done_s"] - began_s,
             "start_cpu_s": start_cpu_s,
@@ -175,23 +159,14 @@ def _request(child: Child, message: Any) -> dict[str, Any]:
     return answer
 
 
-def _read_journal(pid: int) -> _Journal:
-    """Read the journal of a coordinator's process, which goes on meanwhile."""
+def _read_journal(pid: int) -> JournalContent:
+    """Read the valid file of the journal of a coordinator's process, which goes on meanwhile."""
     files = [
         Path(entry.path).read_bytes()
         for entry in os.scandir(f"/proc/{pid}/fd")
         if os.readlink(entry.path).startswith("/memfd:offbeat-journal")
     ]
-    data = max((one for one in files if one), key=_HEAD.unpack_from)
-    _, snapshot_bytes = _HEAD.unpack_from(data)
-    place, count = _HEAD.size + snapshot_bytes, 0
-    begin = place
-    while place + _LENGTH.size <= len(data):
-        place += _LENGTH.size + _LENGTH.unpack_from(data, place)[0]
-        count += 1
-    return _Journal(
-        snapshot_bytes=snapshot_bytes, record_bytes_mean=(place - begin) / count if count else 0.0
-    )
+    return max((parse_journal(data) for data in files if data), key=lambda content: content.serial)
 
 
 def _memory_mb(pid: int) -> float:

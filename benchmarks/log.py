@@ -21,7 +21,7 @@ from benchmarks.commands import LogOptions
 from benchmarks.sampling import coordinator_pids, total_cpu_s
 from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result
-from offbeat.events import Ready, StepTimed
+from offbeat.events import Ready, StepTimes
 from offbeat.runtime.session import Session, join
 from offbeat.strategies import AllReduce
 
@@ -104,11 +104,9 @@ def main() -> None:
 
 def _report_cpu_s(session: Session) -> float:
     """Return the processor time of reporting one step to the coordinator, the links' thread included."""
-    member = session._job.coordinator
-    assert member is not None
-    timed = StepTimed(
-        now_s=0.0,
-        worker=session.worker,
+    job = session._job
+    assert job.coordinator is not None
+    times = StepTimes(
         step=session.step,
         batch_s=0.0,
         compute_s=0.0,
@@ -122,7 +120,8 @@ def _report_cpu_s(session: Session) -> float:
     began_s = time.process_time()
     for number in range(_TOLD):
         round_ = session._synchronizer.round + number
-        member.send_event(
+        job.queue_times(times)
+        job.send_event(
             Ready(
                 now_s=0.0,
                 worker=session.worker,
@@ -135,9 +134,7 @@ def _report_cpu_s(session: Session) -> float:
                 blocks=(),
             )
         )
-        member.endpoint.flush(1.0)
-        member.send_event(timed)
-        member.endpoint.flush(1.0)
+        job.coordinator.endpoint.flush(1.0)
     return (time.process_time() - began_s) / _TOLD
 
 

@@ -42,7 +42,7 @@ from offbeat.events import (
     RejectPeer,
     SamplesRequested,
     StepFinished,
-    StepTimed,
+    StepTimes,
 )
 from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.policies.staleness.clock_protocol import ClockProtocol
@@ -53,6 +53,7 @@ from offbeat.runtime.control.channel import (
     encode_sequence_ack,
 )
 from offbeat.runtime.control.configuration import COORDINATOR
+from offbeat.runtime.training.step_times import StepTimesBuffer
 from offbeat.runtime.transport.addresses import parse_address
 from offbeat.runtime.transport.framing import (
     HEADER,
@@ -127,7 +128,7 @@ class ProtocolWorker:
         self._reported_events = self._reported_actions = 0
         self._step = 0
         self._has_left = False
-        self._timed: list[Event] = []  # of the last step, sent with the next event
+        self._times = StepTimesBuffer()
         self.socket = socket.create_connection(_tcp_place(settings.addresses), _WAIT_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setblocking(False)
@@ -282,7 +283,7 @@ class ProtocolWorker:
         return self.protocol.membership.group is not None
 
     def step(self) -> None:
-        """Queue the report of a step; the times of the step before travel with it."""
+        """Queue the report of a step, with the times of earlier ones where these are due."""
         blocks: tuple[int, ...] = ()
         queue = self.protocol.block_queue
         if self._assigns_samples:
@@ -308,8 +309,8 @@ class ProtocolWorker:
                 blocks=blocks,
                 batches_fetched=self._step + 1,
             )
-        self.send(*self._timed, report)
-        self._timed = [self._times()]
+        self.send(*self._times.pop_due(report, self.worker), report)
+        self._times.add(self._step_times())
         self._step += 1
 
     def leave(self) -> None:
@@ -331,20 +332,18 @@ class ProtocolWorker:
             blocks=blocks,
         )
 
-    def _times(self) -> StepTimed:
-        """Return times of a step with as many digits as measured ones have."""
-        part_s = 0.012345678901234 + self._step * 1e-9
-        return StepTimed(
-            now_s=0.0,
-            worker=self.worker,
+    def _step_times(self) -> StepTimes:
+        """Return times of a step of 0.1 s, with as many digits as measured ones have."""
+        part_s = 0.016666666666666 + self._step * 1e-12
+        return StepTimes(
             step=self._step,
             batch_s=part_s,
-            compute_s=self._settings.compute_s,
+            compute_s=part_s,
             apply_s=part_s,
             communicate_s=part_s,
             wait_s=part_s,
             other_s=part_s,
-            wall_s=self._settings.compute_s + 5 * part_s,
+            wall_s=6 * part_s,
             samples=_BATCH_SIZE,
         )
 

@@ -27,7 +27,7 @@ from benchmarks import runs
 from benchmarks.timed import ModelTimes
 from benchmarks.workers import read_settings, run_logged, send_result
 from offbeat.cli.timesheet import TIME_PARTS
-from offbeat.events import Action, Evaluated, Event, StepFinished, StepPermit, StepTimed
+from offbeat.events import Action, Evaluated, Event, StepFinished, StepPermit, StepsTimed
 from offbeat.runtime.session import Session, join
 from offbeat.strategies import parse_strategy
 
@@ -113,10 +113,10 @@ def result_from_log(entries: Sequence[Event | Action], threads: int) -> ServedRe
     parts_s: dict[int, dict[str, float]] = {}
     traffic: dict[int, dict[str, float]] = {}
     for one in entries:
-        if isinstance(one, StepTimed) and one.step:
+        if isinstance(one, StepsTimed):
             sums = parts_s.setdefault(one.worker // threads, dict.fromkeys(TIME_PARTS, 0.0))
             for part in TIME_PARTS:
-                sums[part] += getattr(one, f"{part}_s")
+                sums[part] += sum(getattr(times, f"{part}_s") for times in one.steps if times.step)
         elif isinstance(one, Evaluated):
             traffic[one.worker // threads] = one.metrics  # cumulative: the last one is the total
     is_bounded = bool(bounds) and None not in bounds

@@ -14,7 +14,7 @@ from support.coordinator_process import coordinator
 from support.run_logs import entries_of
 
 # Of each step: the events that its worker reports, and the actions with which the coordinator answers.
-PER_STEP = {"bsp": (2, 0), "partial": (2, 1), "ssp": (2, 2)}
+PER_STEP = {"bsp": (1.1, 0), "partial": (1.1, 1), "ssp": (1.1, 2)}
 
 
 @pytest.mark.long(after=1)
@@ -34,9 +34,9 @@ def test_each_case_has_its_figures(strategy, tmp_path):
     assert [*result["figures"]] == [*(f"{name}_{strategy}_3" for name in names), "start_s_3"]
     (row,) = result["rows"]
     assert (row["strategy"], row["workers"], row["steps"]) == (strategy, 3, 20)
-    assert row["events_a_worker_step"] == PER_STEP[strategy][0]
+    assert row["events_a_worker_step"] == pytest.approx(PER_STEP[strategy][0])
     assert row["actions_a_worker_step"] == pytest.approx(PER_STEP[strategy][1], abs=0.1)
-    assert row["journal_bytes_a_worker_step"] > 200
+    assert 150 < row["journal_bytes_a_worker_step"] < 2000
     assert row["memory_mb"] > 5
     assert row["start_s"] > 0
 
@@ -61,7 +61,7 @@ def test_a_job_that_the_coordinator_stops_is_an_error(tmp_path):
         workers = ProtocolWorkers(
             Settings(job="job", token="secret", addresses=process.addresses, strategy="bsp", workers=2)
         )
-        with pytest.raises(OffbeatError, match=r"got AbortJob: worker 0 .* this job has 3"):
+        with pytest.raises(OffbeatError, match=r"got AbortJob: worker \d .* this job has 3"):
             workers.start()
 
 

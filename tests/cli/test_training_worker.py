@@ -13,10 +13,11 @@ from offbeat.cli.main import main
 from offbeat.cli.timesheet import TIME_PARTS, TimeSheet
 from offbeat.cli.training_worker import OPTIMIZERS, TrainingSettings, accuracy, batch_loss
 from offbeat.data import load_data_set
-from offbeat.events import Evaluated, Left, NodeJoined, StepTimed, Tick
+from offbeat.events import Evaluated, Left, NodeJoined, StepsTimed, StepTimes, Tick
 from offbeat.models import build_model
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.wire import log_file
+from support.run_logs import step_times
 
 
 def settings(**change):
@@ -26,7 +27,8 @@ def settings(**change):
 
 def step(worker=0, wall_s=1.0, wait_s=0.25, samples=10, number=0):
     parts_s = {f"{part}_s": 0.0 for part in TIME_PARTS} | {"wait_s": wait_s, "compute_s": wall_s - wait_s}
-    return StepTimed(now_s=0.0, worker=worker, step=number, samples=samples, wall_s=wall_s, **parts_s)
+    times = StepTimes(step=number, samples=samples, wall_s=wall_s, **parts_s)
+    return StepsTimed(now_s=0.0, worker=worker, steps=(times,))
 
 
 def ended(worker=0, epoch=0, **metrics):
@@ -110,7 +112,7 @@ def test_a_log_is_read_as_it_grows_and_only_whole_lines_of_it(tmp_path):
     reader = job.RunLogReader(grown)
     reader.read_new_lines(sheet)  # there is no file yet
 
-    for byte in range(0, len(data) + 1, 7):
+    for byte in range(0, len(data), 7):
         grown.write_bytes(data[:byte])
         reader.read_new_lines(sheet)
     assert len(sheet.entries) == 1
@@ -180,9 +182,9 @@ def test_two_workers_train_and_the_log_accounts_for_every_sample_and_second(tmp_
         assert (row["accuracy"] is not None) == (row["worker"] == 0)
 
     assert main(["replay", "run"]) == 0
-    events = [e for e in log_file.read_log(tmp_path / "run/log.jsonl").entries if isinstance(e, StepTimed)]
+    times = step_times(log_file.read_log(tmp_path / "run/log.jsonl").entries)
     assert capsys.readouterr().out.startswith("identical: ")
-    assert len(events) == sum(row["steps"] for row in rows) == 2 * 2 * 12
+    assert len(times) == sum(row["steps"] for row in rows) == 2 * 2 * 12
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 from offbeat.cli.comparison import ComparisonCase, ComparisonRow
 from offbeat.cli.timesheet import TIME_PARTS, TimeSheet
-from offbeat.events import Evaluated, StepTimed
+from offbeat.events import Evaluated, StepsTimed, StepTimes
 
 
 def row(strategy="bsp", slow=(), epoch_s=1.0, wait_share=0.1, accuracy=0.9, workers=4):
@@ -19,7 +19,8 @@ def sheet_of_three_epochs(waits):
         for worker, wait in enumerate(waits):
             parts_s = {f"{part}_s": 0.0 for part in TIME_PARTS}
             parts_s |= {"wait_s": wait * wall_s, "compute_s": (1 - wait) * wall_s}
-            sheet.add(StepTimed(now_s=0.0, worker=worker, step=epoch, samples=1, wall_s=wall_s, **parts_s))
+            times = StepTimes(step=epoch, samples=1, wall_s=wall_s, **parts_s)
+            sheet.add(StepsTimed(now_s=0.0, worker=worker, steps=(times,)))
             metrics = {"accuracy": 0.5 + epoch / 10} if worker == 0 else {}
             sheet.add(Evaluated(now_s=0.0, worker=worker, epoch=epoch, metrics=metrics))
     return sheet

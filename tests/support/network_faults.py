@@ -170,7 +170,7 @@ class Watched:
 
 def _is_telling(line: str) -> bool:
     frequent = (
-        "StepTimed",
+        "StepsTimed",
         "Clocked",
         "Grant",
         "Deal",

@@ -37,7 +37,7 @@ def recorded_run() -> RunRecord:
     ]
     events += [Lost(now_s=9.0, worker=1, cause="closed"), Tick(now_s=10.0)]
     entries = [thing for event in events for thing in (event, *dispatch_event(policies, event))]
-    return RunRecord(header={"offbeat_log": 3, **HEADER}, entries=entries)
+    return RunRecord(header={"offbeat_log": 4, **HEADER}, entries=entries)
 
 
 def write_log(log: RunRecord, path: Path) -> None:

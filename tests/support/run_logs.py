@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from offbeat.events import Group
+from offbeat.events import Action, Event, Group, StepsTimed, StepTimes
 from offbeat.wire.log_file import read_log
 
 WAIT_S = 60.0
@@ -22,6 +22,12 @@ def entries_of(log: Path, *kinds: type) -> list[Any]:
 
 def groups_of(log: Path) -> list[Group]:
     return entries_of(log, Group)
+
+
+def step_times(entries: Iterable[Event | Action], worker: int | None = None) -> list[StepTimes]:
+    """The times of the steps of a worker, or of all workers, in the order of the log."""
+    events = [entry for entry in entries if isinstance(entry, StepsTimed) and worker in (None, entry.worker)]
+    return [times for event in events for times in event.steps]
 
 
 def wait_until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:

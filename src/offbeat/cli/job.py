@@ -39,7 +39,7 @@ _LOG_END_TIMEOUT_S: Final = 15.0
 TARGET_STEP_S: Final = 0.02
 _REPEAT_MAX: Final = 2**16
 _TIMINGS: Final = 30  # another process on the core slows down some of them, but rarely all
-_RELEVANT: Final = tuple(f'{{"type":"{name}"'.encode() for name in ("StepTimed", "Evaluated", "Left"))
+_RELEVANT: Final = tuple(f'{{"type":"{name}"'.encode() for name in ("StepsTimed", "Evaluated", "Left"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from offbeat.events import Action, Evaluated, Event, Left, StepTimed
+from offbeat.events import Action, Evaluated, Event, Left, StepsTimed, StepTimes
 
 TIME_PARTS: Final = tuple(
     field.name.removesuffix("_s")
-    for field in fields(StepTimed)
-    if field.name.endswith("_s") and field.name not in ("now_s", "wall_s")
+    for field in fields(StepTimes)
+    if field.name.endswith("_s") and field.name != "wall_s"
 )
 """The named parts of a worker's wall time; they sum to it."""
 
@@ -60,14 +60,15 @@ class TimeSheet:
         self.entries: list[TimeSheetEntry] = []
         self.workers_left: set[int] = set()
         self.steps_finished: dict[int, int] = {}
-        self._unassigned: dict[int, list[StepTimed]] = {}
+        self._unassigned: dict[int, list[StepTimes]] = {}
 
     def add(self, event: Event | Action) -> None:
         """Add the next entry of the log."""
         match event:
-            case StepTimed():
-                self._unassigned.setdefault(event.worker, []).append(event)
-                self.steps_finished[event.worker] = self.steps_finished.get(event.worker, 0) + 1
+            case StepsTimed():
+                self._unassigned.setdefault(event.worker, []).extend(event.steps)
+                before = self.steps_finished.get(event.worker, 0)
+                self.steps_finished[event.worker] = before + len(event.steps)
             case Evaluated():
                 self.entries.append(_entry(event, self._unassigned.pop(event.worker, [])))
             case Left():
@@ -150,7 +151,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _entry(end: Evaluated, steps: Sequence[StepTimed]) -> TimeSheetEntry:
+def _entry(end: Evaluated, steps: Sequence[StepTimes]) -> TimeSheetEntry:
     return TimeSheetEntry(
         worker=end.worker,
         epoch=end.epoch,

@@ -95,7 +95,8 @@ from offbeat.events.training import (
     SamplesRequested,
     StepFinished,
     StepPermit,
-    StepTimed,
+    StepsTimed,
+    StepTimes,
     Tick,
 )
 from offbeat.events.validation import (
@@ -188,7 +189,8 @@ __all__ = [
     "StatesMerged",
     "StepFinished",
     "StepPermit",
-    "StepTimed",
+    "StepTimes",
+    "StepsTimed",
     "TaskDone",
     "TaskRequested",
     "TauSet",
@@ -216,7 +218,7 @@ Event: TypeAlias = (
     | StepFinished
     | LateGradientArrived
     | ExchangeUnderWay
-    | StepTimed
+    | StepsTimed
     | Halted
     | Evaluated
     | Preempted

@@ -204,8 +204,8 @@ class LateGradientArrived:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimed:
-    """Where the wall time of one step went; the parts sum to `wall_s`.
+class StepTimes:
+    """Where the wall time of one step went, in seconds; the parts sum to `wall_s`.
 
     Attributes:
         communicate_s: exchanging with other workers.
@@ -216,8 +216,6 @@ class StepTimed:
         process_cache_s, thread_cache_s: reading them from the cache of this process, or of this thread.
     """
 
-    now_s: float
-    worker: int
     step: int
     batch_s: float
     compute_s: float
@@ -232,6 +230,15 @@ class StepTimed:
     pull_s: float = 0.0
     process_cache_s: float = 0.0
     thread_cache_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsTimed:
+    """Where the wall time of a worker's steps went, several at once; the last ones are reported later."""
+
+    now_s: float
+    worker: int
+    steps: tuple[StepTimes, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ may do without a coordinator. One step of the user's loop:
    optimizer is about to use.
 5. `optimizer.step()`, after. Once every optimizer has stepped, the step ends.
 6. `_on_step_end`, once per step: sends a preemption signal that has arrived, calls `after_step`, counts the
-   step, reads whether the workers agree on a preemption, and queues a StepTimed, which travels with the next
+   step, reads whether the workers agree on a preemption, and queues its StepTimes, which travel with a later
    event. Where only some optimizers step, the next batch, training-mode forward pass, `validate`, `refresh`
    or `leave` ends the step.
 
@@ -50,7 +50,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.events import Evaluated, Event, Finished, Preempted, StepTimed
+from offbeat.events import Evaluated, Event, Finished, Preempted, StepTimes
 from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
 from offbeat.runtime.control.environment import Environment, environment_of_thread, read_environment
 from offbeat.runtime.processes.interrupts import check_between_steps
@@ -649,9 +649,7 @@ class Session:
         self._is_preempted |= self._synchronizer.is_preempted
         wall_s, parts_s = self.timer.lap()
         self._job.queue_times(
-            StepTimed(
-                now_s=0.0,
-                worker=self.worker,
+            StepTimes(
                 step=step,
                 samples=self.samples,
                 wall_s=wall_s,

@@ -40,7 +40,13 @@ from offbeat.wire.known import prime_msgspec_types
 
 MESSAGE_BYTES_MAX: Final = 1024 * 1024  # maximum size of a control message on a link
 
+Plain: TypeAlias = dict[str, Any] | msgspec.Struct  # of one event or action
 _NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]  # JSON has no such numbers; a diverged loss does
+_STRUCT_OPTIONS: Final[dict[str, Any]] = {
+    "forbid_unknown_fields": True,
+    "omit_defaults": True,
+    "kw_only": True,
+}
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]
 
@@ -57,21 +63,40 @@ class ActionMessage(NamedTuple):
     payload: bytes
 
 
-def _struct_of(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
-    """Derive the msgspec struct of a dataclass: its fields, no other, and a "type" that names it."""
+class DecodedEvent(NamedTuple):
+    """An event that was received.
+
+    Attributes:
+        event: for policies.
+        struct: the same data, which `append_json` and `encode_record` take like what `to_plain` returns.
+    """
+
+    event: Event
+    struct: msgspec.Struct
+
+
+def _struct_of(kind: type, *, is_received: bool = False) -> type[msgspec.Struct]:
+    """Derive the msgspec struct of a dataclass: its fields, no other, and a "type" that names it.
+
+    A received event has no `now_s` before `decode_events` sets it.
+    """
+    columns = _columns(kind)
+    if is_received:
+        columns = [("now_s", float | None, None), *(one for one in columns if one[0] != "now_s")]
+    return msgspec.defstruct(kind.__name__, columns, tag=kind.__name__, tag_field="type", **_STRUCT_OPTIONS)
+
+
+def _columns(kind: type) -> list[tuple[str, Any, Any]]:
+    """Return name, constrained type and default of each field of a dataclass."""
     hints = get_type_hints(kind)
-    columns = [
+    return [
         (
             field.name,
             _constrained(hints[field.name]),
             msgspec.NODEFAULT if field.default is MISSING else field.default,
         )
         for field in fields(kind)
-        if not (without_clock and field.name == "now_s")
     ]
-    return msgspec.defstruct(
-        kind.__name__, columns, tag=kind.__name__, tag_field="type", forbid_unknown_fields=True, kw_only=True
-    )
 
 
 def _constrained(hint: Any) -> Any:
@@ -96,14 +121,20 @@ def _constrained(hint: Any) -> Any:
     if get_origin(hint) is tuple:
         return tuple[_constrained(get_args(hint)[0]), ...]  # type: ignore[misc]
     if is_dataclass(hint):
-        return msgspec.defstruct(
-            cast(type, hint).__name__,
-            [(name, _constrained(inner)) for name, inner in get_type_hints(hint).items()],
-            forbid_unknown_fields=True,
-            kw_only=True,
-        )
+        return msgspec.defstruct(cast(type, hint).__name__, _columns(cast(type, hint)), **_STRUCT_OPTIONS)
     assert hint is str, f"events and actions hold no {hint}"
     return str
+
+
+def _defaults(kind: Any) -> list[tuple[str, Any]]:
+    """Return the fields of a dataclass that may be omitted, with their defaults."""
+    return [(field.name, field.default) for field in fields(kind) if field.default is not MISSING]
+
+
+def _omit_defaults(plain: dict[str, Any], defaults: list[tuple[str, Any]]) -> None:
+    for name, default in defaults:
+        if plain[name] == default:
+            del plain[name]
 
 
 def _is_same_in_struct(hint: Any) -> bool:
@@ -116,8 +147,14 @@ def _is_same_in_struct(hint: Any) -> bool:
 _EVENTS: Final = {kind.__name__: kind for kind in get_args(Event)}
 _ACTIONS: Final = {kind.__name__: kind for kind in get_args(Action)}
 _KINDS: Final = _EVENTS | _ACTIONS
-_DEFAULTS: Final = {  # of the fields that may be omitted
-    kind: [(field.name, field.default) for field in fields(kind) if field.default is not MISSING]
+_DEFAULTS: Final = {kind: _defaults(kind) for kind in _KINDS.values()}
+_PARTS_DEFAULTS: Final = {  # by kind, its fields that hold dataclasses with defaults, and these
+    kind: [
+        (name, _defaults(part))
+        for name, hint in get_type_hints(kind).items()
+        for part in get_args(hint)
+        if is_dataclass(part) and _defaults(part)
+    ]
     for kind in _KINDS.values()
 }
 _CONVERTED: Final = {  # the fields whose value differs from that in the struct, and their types
@@ -130,7 +167,7 @@ _METRICS: Final = {
     StatesMerged: ("means", "counts"),
     ValidationFinished: ("means", "counts"),
 }
-_EVENT_STRUCTS: Final = [_struct_of(kind, without_clock=True) for kind in _EVENTS.values()]
+_EVENT_STRUCTS: Final = [_struct_of(kind, is_received=True) for kind in _EVENTS.values()]
 _ACTION_STRUCTS: Final = [_struct_of(kind) for kind in _ACTIONS.values()]
 _EntryStruct: Final = reduce(or_, [_struct_of(kind) for kind in _KINDS.values()])
 prime_msgspec_types(*_KINDS.values())
@@ -146,9 +183,10 @@ MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 def to_plain(entry: Event | Action) -> dict[str, Any]:
     """Return an event or action as a dict of plain data, with the name of its class under "type"."""
     plain: dict[str, Any] = {"type": type(entry).__name__, **msgspec.to_builtins(entry)}
-    for name, default in _DEFAULTS[type(entry)]:
-        if plain[name] == default:
-            del plain[name]
+    _omit_defaults(plain, _DEFAULTS[type(entry)])
+    for name, defaults in _PARTS_DEFAULTS[type(entry)]:
+        for part in plain[name]:
+            _omit_defaults(part, defaults)
     for field in _METRICS.get(type(entry), ()):
         plain[field] = {name: _plain_metric(value) for name, value in plain[field].items()}
     if isinstance(entry, StepFinished) and entry.loss is not None:
@@ -173,7 +211,7 @@ def is_event(entry: Event | Action) -> TypeGuard[Event]:
     return type(entry).__name__ in _EVENTS
 
 
-def append_json(plain: dict[str, Any], buffer: bytearray) -> None:
+def append_json(plain: Plain, buffer: bytearray) -> None:
     """Append plain data as one line of JSON."""
     length = len(buffer)
     try:
@@ -204,7 +242,7 @@ def encode_events(events: Sequence[Event]) -> bytes:
     return _packed(plains)
 
 
-def decode_events(data: bytes, now_s: float) -> list[Event]:
+def decode_events(data: bytes, now_s: float) -> list[DecodedEvent]:
     """Return the events of a control message, with `now_s` as their time.
 
     The caller checks whether the sender is allowed to send these events.
@@ -212,7 +250,12 @@ def decode_events(data: bytes, now_s: float) -> list[Event]:
     Raises:
         ProtocolError: the message is too long, is no list of events, or a field is out of range.
     """
-    return [cast(Event, _build(struct, now_s=now_s)) for struct in _unpacked(data, _event_decoder, "events")]
+    structs: list[Any] = _unpacked(data, _event_decoder, "events")
+    for struct in structs:
+        if struct.now_s is not None:
+            raise ProtocolError(f"expected events without now_s, which the receiver sets, got {struct}")
+        struct.now_s = now_s
+    return [DecodedEvent(cast(Event, _build(struct)), struct) for struct in structs]
 
 
 def encode_actions(actions: Sequence[Action]) -> bytes:
@@ -226,6 +269,11 @@ def encode_plain(plain: dict[str, Any]) -> bytes:
         return _msgpack.encode(plain)
     except UnicodeEncodeError:
         return _msgpack.encode(_escaped(plain))
+
+
+def encode_record(peer: str, event: Plain, answers: bytes) -> bytes:
+    """Return a record of the journal: an event, the peer that it concerns, and the actions that answer it."""
+    return _msgpack.encode((peer, event, answers))
 
 
 def join_actions(encoded: Sequence[bytes]) -> bytes:
@@ -267,7 +315,7 @@ def _unpacked(data: bytes, decoder: msgspec.msgpack.Decoder[Any], what: str) -> 
         raise ProtocolError(f"expected a list of {what}: {error}") from None
 
 
-def _build(struct: msgspec.Struct, **clock: float) -> Event | Action:
+def _build(struct: msgspec.Struct) -> Event | Action:
     """Build the dataclass of a valid struct.
 
     Its fields are set at once: the constructor of a frozen dataclass sets each by a call, which takes several
@@ -277,7 +325,6 @@ def _build(struct: msgspec.Struct, **clock: float) -> Event | Action:
     entry: Event | Action = object.__new__(kind)
     values = entry.__dict__
     values.update(msgspec.structs.asdict(struct))
-    values.update(clock)
     for name, hint in _CONVERTED[kind]:  # not strict, so that "nan" becomes the number again
         values[name] = msgspec.convert(values[name], hint, strict=False, from_attributes=True)
     return entry

@@ -24,9 +24,9 @@ import msgspec
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, Event
-from offbeat.wire.codec import MALFORMED, append_json, decode_json, is_event, to_plain
+from offbeat.wire.codec import MALFORMED, Plain, append_json, decode_json, is_event, to_plain
 
-LOG_VERSION: Final = 3
+LOG_VERSION: Final = 4
 _BUFFER_BYTES_MAX: Final = 64 * 1024
 _HEADER_BYTES_MAX: Final = 64 * 1024 * 1024  # a file that is no log may be one line of any length
 _VERSION_KEY: Final = "offbeat_log"
@@ -120,8 +120,8 @@ class LogWriter:
         for action in actions:
             append_json(to_plain(action), self._buffer)
 
-    def add_plain(self, event: dict[str, Any], actions: Sequence[dict[str, Any]] = ()) -> None:
-        """Add an event and the actions that answer it, all as `to_plain` returns them."""
+    def add_plain(self, event: Plain, actions: Sequence[Plain] = ()) -> None:
+        """Add an event and the actions that answer it, as plain data."""
         if self.is_buffer_full:
             self.flush()
         start = len(self._buffer)

@@ -18,7 +18,7 @@ from offbeat.events import (
     PeerList,
     Ready,
     RejectPeer,
-    StepTimed,
+    StepsTimed,
     Tick,
 )
 from offbeat.policies.membership.assembly import Assembly
@@ -285,21 +285,7 @@ def running_events():
             compute_s=st.just(0.1),
             samples=st.just(1),
         ),
-        st.just(
-            StepTimed(
-                now_s=1.0,
-                worker=0,
-                step=0,
-                batch_s=0.0,
-                compute_s=0.0,
-                apply_s=0.0,
-                communicate_s=0.0,
-                wait_s=0.0,
-                other_s=0.0,
-                wall_s=0.0,
-                samples=0,
-            )
-        ),
+        st.just(StepsTimed(now_s=1.0, worker=0, steps=())),
     )
 
 

@@ -21,7 +21,8 @@ from offbeat.events import (
     Lost,
     PeerReachable,
     PeerUnreachable,
-    StepTimed,
+    StepsTimed,
+    StepTimes,
     Tick,
 )
 from offbeat.policies.membership.lockstep import Lockstep
@@ -45,9 +46,10 @@ def lost(worker: int) -> Lost:
     return Lost(now_s=2.0, worker=worker, cause="the connection was closed")
 
 
-def timed(worker: int, step: int) -> StepTimed:
+def timed(worker: int, step: int) -> StepsTimed:
     parts = dict.fromkeys(["batch_s", "compute_s", "apply_s", "communicate_s", "wait_s", "other_s"], 0.0)
-    return StepTimed(now_s=1.0, worker=worker, step=step, wall_s=0.0, samples=32, **parts)
+    times = StepTimes(step=step, wall_s=0.0, samples=32, **parts)
+    return StepsTimed(now_s=1.0, worker=worker, steps=(times,))
 
 
 def answers(policy: Lockstep, *events) -> list:
@@ -423,20 +425,8 @@ def any_event(world: int = 3):
         ),
         st.builds(PeerReachable, now_s=now, worker=st.none() | workers, peer=workers),
         st.builds(Evaluated, now_s=now, worker=workers, epoch=small, metrics=st.just({})),
-        st.builds(
-            StepTimed,
-            now_s=now,
-            worker=workers,
-            step=small,
-            batch_s=now,
-            compute_s=now,
-            apply_s=now,
-            communicate_s=now,
-            wait_s=now,
-            other_s=now,
-            wall_s=now,
-            samples=small,
-        ),
+        st.builds(timed, workers, small),
+        st.builds(StepsTimed, now_s=now, worker=workers, steps=st.just(())),
     )
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from offbeat.errors import ProtocolError
-from offbeat.events import EndEpoch, Group, Left, PeerList, StepTimed, Tick
+from offbeat.events import EndEpoch, Group, Left, PeerList, StepsTimed, StepTimes, Tick
 from offbeat.runtime.control.channel import (
     SEQUENCE_ACK_INTERVAL,
     ControlChannel,
@@ -86,7 +86,7 @@ class ScriptedCoordinator:
         return (
             sequence_ack
             if sequence_ack is not None
-            else [event.round for event in decode_events(payload, 0.0)]
+            else [one.event.round for one in decode_events(payload, 0.0)]
         )
 
     def send_event(self, message):
@@ -297,7 +297,7 @@ TURN = "if count(flag) == at and not os.path.exists({done!r}): open({done!r}, 'w
 def coordinator_that_dies(tmp_path, world, at, when, **options):
     """A coordinator that kills itself before or after it gives its message number `at` to the endpoint."""
     done = str(tmp_path / "done")
-    wait = "self._endpoint.flush(10); " if when == "after" else "self.journal.flush(); "
+    wait = "self._endpoint._sessions.scheduler.pump(); " if when == "after" else ""
     turn = TURN.format(done=done, extra=wait)
     lines = {"before": "pass", "after": "pass"} | {when: turn}
     prelude = DIES_AT.format(at=at, flag=str(tmp_path / "flag"), **lines)
@@ -356,7 +356,7 @@ def test_no_tick_is_logged_until_all_workers_have_reconnected(tmp_path):
             worker.leaves(0)
         assert process.ended()[0] == 0
     entries = read_log(tmp_path / "log").entries
-    steps = [number for number, entry in enumerate(entries) if isinstance(entry, StepTimed)]
+    steps = [number for number, entry in enumerate(entries) if isinstance(entry, StepsTimed)]
     assert len(steps) == 200
     assert not any(isinstance(entry, Tick) for entry in entries[steps[0] : steps[-1]])
     assert entries[steps[-1]].now_s - entries[steps[0]].now_s > 2 * 0.01
@@ -366,7 +366,8 @@ def timed(step):
     times_s = dict.fromkeys(
         ("batch_s", "compute_s", "apply_s", "communicate_s", "wait_s", "other_s", "wall_s"), 0.0
     )
-    return StepTimed(now_s=0.0, worker=0, step=step, samples=0, **times_s)
+    times = StepTimes(step=step, samples=0, **times_s)
+    return StepsTimed(now_s=0.0, worker=0, steps=(times,))
 
 
 def test_the_coordinator_drops_actions_for_a_worker_once_acknowledged(tmp_path):

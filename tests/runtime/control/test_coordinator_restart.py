@@ -11,7 +11,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from offbeat.events import AbortJob, Group, Halt, Halted, Joined, Left, Lost, PeerList, Ready, StepTimed
+from offbeat.events import AbortJob, Group, Halt, Halted, Joined, Left, Lost, PeerList, Ready
 from offbeat.policies.membership.group_membership import GroupMembership
 from offbeat.runtime.control import client, rendezvous
 from offbeat.runtime.control.channel import SEQUENCE_ACK_INTERVAL, ControlChannel
@@ -22,6 +22,7 @@ from offbeat.wire.replay import replay
 from support.group_training import BATCH, SAMPLES, STRATEGY, agree, train
 from support.jobs import MARK, coordinator, job
 from support.processes import values
+from support.run_logs import step_times
 
 STRATEGIES = {  # none of these classifies a worker as slow, however busy this machine is
     "bsp": AllReduce(),
@@ -73,10 +74,13 @@ def check_log_is_complete(path, workers):
     return log.entries
 
 
-def check_each_step_once(entries, kind, worker, least):
+def check_each_step_once(steps, least):
     """At least `least` steps, none twice, none missing; a late request for samples may add one step."""
-    steps = [entry.step for entry in entries if isinstance(entry, kind) and entry.worker == worker]
     assert steps == list(range(max(least, len(steps))))
+
+
+def steps_of(entries, kind, worker):
+    return [entry.step for entry in entries if isinstance(entry, kind) and entry.worker == worker]
 
 
 # In training ----------------------------------------------------------------------------------------------
@@ -97,8 +101,8 @@ def test_training_continues_when_the_coordinator_is_killed_repeatedly(name, jour
     agree(results)
     entries = check_log_is_complete(path, 3)
     for worker in range(3):
-        check_each_step_once(entries, StepTimed, worker, 10 * STEPS)
-        check_each_step_once(entries, Ready, worker, 10 * STEPS)
+        check_each_step_once([times.step for times in step_times(entries, worker)], 10 * STEPS)
+        check_each_step_once(steps_of(entries, Ready, worker), 10 * STEPS)
     assert not any(isinstance(entry, Lost) for entry in entries)
 
 

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from offbeat.cli.main import main
-from offbeat.events import Event, Left, StepTimed, Tick
+from offbeat.events import Event, Left, Tick
 from offbeat.policies import dispatch_event
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.strategies import AllReduce
@@ -23,7 +23,7 @@ from support.group_training import agree, train
 from support.jobs import job
 from support.joined_events import joined
 from support.processes import values
-from support.run_logs import wait_until
+from support.run_logs import step_times, wait_until
 
 LIMIT_BYTES = 8192
 FULL = {"disk": "No space left on device", "limit": "File too large"}
@@ -153,7 +153,7 @@ def test_a_job_succeeds_although_its_log_is_on_a_full_disk_and_its_coordinator_i
     with small_disk(tmp_path / "disk") as disk:
         log = disk / "log.jsonl"
         with job(trains, 3, str(errors), 10, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-            wait_until(lambda: log.exists() and b"StepTimed" in log.read_bytes(), "a step in the log")
+            wait_until(lambda: log.exists() and b"StepsTimed" in log.read_bytes(), "a step in the log")
             fill(disk)
             wait_until(lambda: bool(about_the_log(errors)), "a line about the log")
             for _ in range(2):
@@ -163,7 +163,7 @@ def test_a_job_succeeds_although_its_log_is_on_a_full_disk_and_its_coordinator_i
         (line,) = about_the_log(errors)
         read = read_log(log)
     assert replay(read) is None
-    assert any(isinstance(entry, StepTimed) for entry in read.entries)
+    assert step_times(read.entries)
     assert f"the run log {log} cannot be written any more (No space left on device)" in line
     assert f"it is complete up to event {events_of(read)}, " in line
 

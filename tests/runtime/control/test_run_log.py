@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offbeat
-from offbeat.events import AbortJob, Group, Joined, Left, Lost, PeerList, Ready, StepTimed
+from offbeat.events import AbortJob, Group, Joined, Left, Lost, PeerList, Ready, StepTimes
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.strategies import AllReduce
 from offbeat.wire.log_file import read_log
@@ -21,13 +21,14 @@ from offbeat.wire.replay import replay
 from support.group_training import compute
 from support.jobs import DEADLINE_S, job
 from support.processes import values
+from support.run_logs import step_times
 
 WORKERS = 4
 SAMPLES = 4 * 16 * 12 + 5
 EPOCHS = 2
 SLOW = 1
-PARTS = [field.name for field in fields(StepTimed) if field.name.endswith("_s")]
-PARTS = [name for name in PARTS if name not in ("now_s", "wall_s")]
+PARTS = [field.name for field in fields(StepTimes) if field.name.endswith("_s")]
+PARTS.remove("wall_s")
 
 
 def train(rank, emit, log, epochs):
@@ -59,14 +60,10 @@ def run(tmp_path_factory):
     return path, read_log(path), around_s
 
 
-def timed(log, worker):
-    return [e for e in log.entries if isinstance(e, StepTimed) and e.worker == worker]
-
-
 def test_the_parts_of_every_step_sum_to_its_wall_time(run):
     _, log, _ = run
     for worker in range(WORKERS):
-        steps = timed(log, worker)
+        steps = step_times(log.entries, worker)
         assert [one.step for one in steps] == list(range(steps_an_epoch() * EPOCHS))
         for one in steps:
             parts_s = [getattr(one, name) for name in PARTS]
@@ -80,7 +77,9 @@ def test_the_wall_times_of_steps_leave_no_gap_between_them(run):
     for worker in range(WORKERS):
         covered_s = 0.0
         first_before_s, first_after_s = around_s[worker][0]
-        for one, (before_s, after_s) in zip(timed(log, worker)[1:], around_s[worker][1:], strict=True):
+        for one, (before_s, after_s) in zip(
+            step_times(log.entries, worker)[1:], around_s[worker][1:], strict=True
+        ):
             covered_s += one.wall_s
             assert before_s - first_after_s <= covered_s + 1e-9
             assert covered_s <= after_s - first_before_s + 1e-9
@@ -90,7 +89,7 @@ def test_the_slow_worker_computes_longer_and_the_others_wait_longer(run):
     _, log, _ = run
     shares = []
     for worker in range(WORKERS):
-        steps = timed(log, worker)
+        steps = step_times(log.entries, worker)
         wall_s = sum(one.wall_s for one in steps)
         shares.append(
             {name: sum(getattr(one, name) for one in steps) / wall_s for name in ("compute_s", "wait_s")}
@@ -130,8 +129,7 @@ def steps_an_epoch():
 
 def test_the_samples_of_all_workers_in_an_epoch_are_the_data_set(run):
     _, log, _ = run
-    for kind in (StepTimed, Ready):
-        events = [e for e in log.entries if isinstance(e, kind)]
+    for events in (step_times(log.entries), [e for e in log.entries if isinstance(e, Ready)]):
         for epoch in range(EPOCHS):
             first = epoch * steps_an_epoch()
             in_epoch = [e for e in events if first <= e.step < first + steps_an_epoch()]
@@ -197,8 +195,8 @@ def test_a_changed_event_or_action_is_found_by_replay(run, tmp_path, change):
     "change",
     [
         edited("Ready", r'"step":\d+', '"step":-1', 9),
-        edited("StepTimed", r'"wall_s":', '"wall_ms":', 9),
-        edited("StepTimed", r'"compute_s":', '"compute_s":-', 9),
+        edited("StepsTimed", r'"wall_s":', '"wall_ms":', 3),
+        edited("StepsTimed", r'"compute_s":', '"compute_s":-', 3),
         edited("Left", "Left", "Gone"),
         edited("Left", r"\}", ""),
     ],
@@ -216,7 +214,7 @@ def killed(tmp_path, victims):
     with job(train, WORKERS, str(path), 10_000, env={"OFFBEAT_SLOW": "1:2"}) as running:
         # Killed together with its supervisor, a coordinator loses the entries not yet written: half a
         # second at most.
-        while b"StepTimed" not in path.read_bytes():
+        while b"StepsTimed" not in path.read_bytes():
             running.receive(*range(WORKERS))
         if "coordinator" in victims:
             running.kill_coordinator()
@@ -232,7 +230,7 @@ def killed(tmp_path, victims):
 def test_the_log_of_a_killed_run_is_read_and_replayed(tmp_path, victims):
     path = killed(tmp_path, victims)
     log = read_log(path)
-    assert any(isinstance(e, StepTimed) for e in log.entries)
+    assert step_times(log.entries)
     assert replay(log) is None
     if "coordinator" not in victims:
         stop = [e for e in log.entries if isinstance(e, AbortJob)]

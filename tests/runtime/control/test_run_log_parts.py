@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from offbeat.cli.main import main
-from offbeat.events import Event, Left, Ready, StepTimed
+from offbeat.events import Event, Left, Ready
 from offbeat.policies import dispatch_event
 from offbeat.runtime.control.run_log import LOG_BYTES_MIN, RunLog
 from offbeat.strategies import AllReduce
@@ -23,6 +23,7 @@ from support.group_training import agree, train
 from support.jobs import job
 from support.joined_events import joined
 from support.processes import values
+from support.run_logs import step_times
 
 PART_BYTES = LOG_BYTES_MIN // 16
 
@@ -334,5 +335,5 @@ def test_a_job_whose_coordinator_is_killed_repeatedly_has_a_log_within_its_size_
     entries = entries_of(logs)
     assert sorted(entry.worker for entry in entries if isinstance(entry, Left)) == [0, 1, 2]
     for worker in range(3):
-        steps = [entry.step for entry in entries if isinstance(entry, StepTimed) and entry.worker == worker]
+        steps = [times.step for times in step_times(entries, worker)]
         assert steps == list(range(steps[0], steps[-1] + 1))

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat.cli.timesheet import TIME_PARTS
 from offbeat.errors import OffbeatError
-from offbeat.events import StepFinished, StepPermit, StepTimed
+from offbeat.events import StepFinished, StepPermit
 from offbeat.runtime.data.equal_shards import EqualShards, epoch_order
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies import ASP, DTSSP, SSP, AllReduce, Downpour, ServerBSP
@@ -25,6 +25,7 @@ from offbeat.wire.replay import replay
 from support.group_training import compute
 from support.jobs import MARK, gone, marked
 from support.processes import run, values
+from support.run_logs import step_times
 from support.server_training import (
     BATCH,
     SAMPLES,
@@ -397,7 +398,7 @@ def test_a_read_version_is_used_for_s_more_clocks(recordings):
     for log in (logs[0], logs[1], logs[-1]):
         for worker in range(WORKERS):
             steps = [one for one in log.entries if isinstance(one, StepFinished) and one.worker == worker]
-            timed = [one for one in log.entries if isinstance(one, StepTimed) and one.worker == worker]
+            timed = step_times(log.entries, worker)
             held = -1
             for clocked, times in zip(steps[1:], timed, strict=True):
                 assert (times.pull_s > 0) == (clocked.clock == 0 or held < clocked.clock - 2)
@@ -412,7 +413,7 @@ def test_a_read_version_is_used_for_s_more_clocks(recordings):
 def test_the_parts_of_every_step_sum_to_its_wall_time(recordings):
     logs, _ = recordings
     for (strategy, _, threads), log in zip(JOBS, logs, strict=True):
-        steps = [one for one in log.entries if isinstance(one, StepTimed)]
+        steps = step_times(log.entries)
         assert steps
         for one in steps:
             parts = {part: getattr(one, f"{part}_s") for part in TIME_PARTS}

@@ -27,7 +27,7 @@ from offbeat.events import (
     PeerReachable,
     PeerUnreachable,
     Ready,
-    StepTimed,
+    StepsTimed,
     Tick,
 )
 from offbeat.policies.membership.reachability import Reachability
@@ -134,9 +134,9 @@ class Lockstep:
                 return self._handle_tick(event.now_s)
             case PeerUnreachable() | PeerReachable():
                 return self._handle_report(event)
-            case StepTimed():
-                if 0 <= event.worker < self._world:
-                    self._steps_finished[event.worker] = event.step + 1
+            case StepsTimed():
+                if 0 <= event.worker < self._world and event.steps:
+                    self._steps_finished[event.worker] = event.steps[-1].step + 1
                 return []
             case Finished():
                 return self._handle_finished(event)

@@ -51,7 +51,6 @@ from offbeat.events import (
     Ready,
     RejectPeer,
     SamplesRequested,
-    StepTimed,
     Tick,
 )
 from offbeat.policies.data.group_assigner import GroupBlockAssigner
@@ -144,8 +143,6 @@ class PartialGroups:
         Raises:
             ProtocolError: an event that no worker of a running job can cause; nothing changes.
         """
-        if isinstance(event, StepTimed):  # half of all events, and none that decides anything
-            return []
         if self._is_over:
             return _refuse(event) if isinstance(event, Joined) else []
         actions = self._dispatch(event)

@@ -21,9 +21,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any, Final, TextIO, cast, get_args, get_type_hints
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TextIO, TypeAlias, cast, get_args, get_type_hints
 
 import msgspec
 
@@ -67,10 +66,12 @@ from offbeat.runtime.transport import addresses as places
 from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
 from offbeat.wire.codec import (
     ActionMessage,
+    Plain,
     decode_actions,
     decode_events,
     encode_actions,
     encode_plain,
+    encode_record,
     from_plain,
     join_actions,
     split_actions,
@@ -78,7 +79,7 @@ from offbeat.wire.codec import (
 )
 from offbeat.wire.replay import build_policy
 
-_TURNS_PER_SEND = 64  # while messages never stop, actions are sent after having received so many of them
+_ITEMS_PER_SEND = 64  # of what was received together; then the actions so far are sent
 # Up to so many peers, a snapshot replaces the journal every `journal_events_max` events; with more, the state
 # is larger and replaces it more rarely, in proportion.
 _PEERS_FEW = 256
@@ -86,6 +87,8 @@ _RECONNECT_S = 15.0  # reaching a worker may take 10 s, and it then has to recei
 _NAMED_MAX = 16  # workers
 _TEXT_MAX = 10_000  # characters; a text quoted in a reason must fit into a control message
 _JOINS: Final = (Joined, NodeJoined)
+_OBSERVED: Final = frozenset({Tick, Lost, NodeLost, NodeSilent, NodeResumed})  # by the coordinator only
+_REACHABILITY: Final = frozenset({PeerUnreachable, PeerReachable})
 _ENDS: Final = (Lost, Failed, NodeLost)
 _TEXT_FIELDS: Final = {  # by kind of event, the fields that hold texts
     kind: [name for name, hint in get_type_hints(kind).items() if hint in (str, tuple[str, ...])]
@@ -94,18 +97,19 @@ _TEXT_FIELDS: Final = {  # by kind of event, the fields that hold texts
 _LOG_ENDED = b"the run log has ended"  # a record of the journal: a successor does not reopen the log
 
 
-@dataclass(frozen=True)
-class _Received:
+class _Received(NamedTuple):
     peer: str
     payload: bytes
 
 
-@dataclass(frozen=True)
-class _SilenceChange:
+class _SilenceChange(NamedTuple):
     """A peer has fallen silent; or, with an empty cause, sends again."""
 
     peer: str
     cause: str
+
+
+_Item: TypeAlias = _Received | _SilenceChange | BaseException
 
 
 class Coordinator:
@@ -141,7 +145,8 @@ class Coordinator:
     ) -> None:
         self._configuration = configuration
         self._policies = [build_policy(spec.path, spec.arguments) for spec in configuration.policies]
-        self._inbox: queue.SimpleQueue[_Received | _SilenceChange | BaseException] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[_Item]] = queue.SimpleQueue()
+        self._received: list[_Item] = []  # the links' thread passes them on together, which saves switches
         self._peers = PeerTable()
         self._rejected: set[str] = set()  # refused before they joined
         self._connections: dict[str, int] = {}  # by peer, the connection of its last SequenceAck
@@ -174,14 +179,14 @@ class Coordinator:
             COORDINATOR,
             job=configuration.job,
             token=configuration.token,
-            on_message=lambda peer, payload: self._inbox.put(_Received(peer, payload)),
-            on_lost=self._inbox.put,
-            on_left=lambda peer: self._inbox.put(
+            on_message=lambda peer, payload: self._on_received(_Received(peer, payload)),
+            on_lost=self._on_received,
+            on_left=lambda peer: self._on_received(
                 LinkError(peer, "it closed the connection before it left the job")
             ),
-            on_unreachable=lambda peer, cause: self._inbox.put(_SilenceChange(peer, cause)),
-            on_reachable=lambda peer: self._inbox.put(_SilenceChange(peer, "")),
-            on_error=self._inbox.put,
+            on_unreachable=lambda peer, cause: self._on_received(_SilenceChange(peer, cause)),
+            on_reachable=lambda peer: self._on_received(_SilenceChange(peer, "")),
+            on_error=lambda error: self._inbox.put([error]),
             listeners=self._listeners,
             silent_s=configuration.silent_s,
             tls=self._tls,
@@ -190,14 +195,8 @@ class Coordinator:
             for peer in sorted(self._peers.present):
                 self._reconnect(peer)
             self._last_turn_s = self._last_tick_s = time.monotonic()
-            for turn in count():
-                if self._inbox.empty() or not turn % _TURNS_PER_SEND:
-                    self._send_queued()
-                if not self._peers.present and self._is_over():
-                    break
-                for event, peer in self._next():
-                    self._handle(event, peer)
-            self._send_queued()
+            while self._peers.present or not self._is_over():
+                self._serve_turn()
             self._flush()  # before the links close: closing implies that all events are recorded
         except Exception as error:
             with suppress(LinkError):
@@ -219,34 +218,47 @@ class Coordinator:
 
     # Receiving events ------------------------------------------------------------------------------------
 
-    def _next(self) -> Iterator[tuple[Event, str]]:
-        """Yield the next events, each with the peer that it concerns ("" where there is none)."""
+    def _on_received(self, item: _Item) -> None:
+        """Keep an item until no socket is ready; in the links' thread."""
+        self._received.append(item)
+        if self._endpoint is None:  # its thread runs already, but it is not assigned yet
+            self._pass_on()
+        elif len(self._received) == 1:
+            self._endpoint.call_when_idle(self._pass_on)
+
+    def _pass_on(self) -> None:
+        received, self._received = self._received, []
+        self._inbox.put(received)
+
+    def _serve_turn(self) -> None:
+        """Process what was received together, or else a tick, and send the actions that follow."""
+        for number, item in enumerate(self._wait_for_items(), 1):
+            self._process(item)
+            if not number % _ITEMS_PER_SEND:
+                self._send_queued()
+        self._send_queued()
+
+    def _wait_for_items(self) -> list[_Item]:
+        """Wait for items; once a tick is due, process it and return none."""
         wait_s = self._last_tick_s + self._configuration.tick_s - time.monotonic()
         try:
             if wait_s <= 0:  # ticks are due also while messages never stop
                 raise queue.Empty
-            item = self._inbox.get(timeout=wait_s)
+            items = self._inbox.get(timeout=wait_s)
         except queue.Empty:
-            yield from self._tick()
-            return
+            for event, peer in self._tick():
+                self._handle(event, peer)
+            return []
         self._check_for_stall()
+        return items
+
+    def _process(self, item: _Item) -> None:
         match item:
-            case _Received() if item.peer not in self._rejected:
-                try:
-                    ack = decode_sequence_ack(item.payload)
-                    if ack is not None:
-                        self._on_sequence_ack(item.peer, ack)
-                        return
-                    if self._answer_request(item.peer, item.payload):
-                        return
-                    for event in decode_events(item.payload, self._now_s()):
-                        if self._accept(event, item.peer):
-                            yield event, item.peer
-                except ProtocolError as error:
-                    self._reject(item.peer, str(error))
+            case _Received():
+                self._process_message(item.peer, item.payload)
             case _SilenceChange() if item.peer in self._peers.present:
                 if self._peers[item.peer].is_silent == (not item.cause):
-                    yield self._silence_event(item.peer, item.cause), item.peer
+                    self._handle(self._silence_event(item.peer, item.cause), item.peer)
             case LinkError() if item.peer in self._peers.present:
                 # If this process was stalled itself, the peer is given time to reconnect; a peer that
                 # replaces its connection is alive.
@@ -254,9 +266,23 @@ class Coordinator:
                 if (is_own_fault or item.failure == "replaced") and item.peer not in self._reconnecting:
                     self._reconnect(item.peer)
                 else:
-                    yield self._lost_event(item.peer, str(item)), item.peer
+                    self._handle(self._lost_event(item.peer, str(item)), item.peer)
             case BaseException() if not isinstance(item, LinkError):
                 raise item
+
+    def _process_message(self, peer: str, payload: bytes) -> None:
+        if peer in self._rejected:
+            return
+        try:
+            ack = decode_sequence_ack(payload)
+            if ack is not None:
+                self._on_sequence_ack(peer, ack)
+            elif not self._answer_request(peer, payload):
+                for event, struct in decode_events(payload, self._now_s()):
+                    if self._accept(event, peer):
+                        self._handle(event, peer, struct)
+        except ProtocolError as error:
+            self._reject(peer, str(error))
 
     def _tick(self) -> Iterator[tuple[Event, str]]:
         """Yield the loss of peers that did not reconnect in time, and a Tick once none is reconnecting."""
@@ -348,13 +374,21 @@ class Coordinator:
 
     # Processing events -----------------------------------------------------------------------------------
 
-    def _handle(self, event: Event, peer: str) -> None:
+    def _handle(self, event: Event, peer: str, struct: msgspec.Struct | None = None) -> None:
+        """Decide on an event, record it with the actions, and queue these.
+
+        Args:
+            event: what has happened.
+            peer: the peer that it concerns; "" where there is none.
+            struct: the same event, where it was received (see `DecodedEvent`).
+        """
         if isinstance(event, Joined):
-            event = replace(event, peer=peer)
+            event, struct = replace(event, peer=peer), None
         actions = self._decide(event, peer)
-        plain, plain_actions = to_plain(event), [*map(to_plain, actions)]
+        plain = to_plain(event) if struct is None else struct
+        plain_actions = [*map(to_plain, actions)]
         encoded = [*map(encode_plain, plain_actions)]
-        self.journal.append(msgspec.msgpack.encode((peer, plain, _answers(encoded))))
+        self.journal.append(encode_record(peer, plain, _answers(encoded)))
         self._write(plain, plain_actions)
         if outgoing := self._outgoing(event, peer, actions):
             self._dispatch(outgoing, encoded)
@@ -457,11 +491,18 @@ class Coordinator:
             self._unsent.append((peer, payload))
 
     def _send_queued(self) -> None:
-        """Send the queued messages, after what they follow from is in the journal and in the log."""
+        """Send the queued messages, after what they follow from is in the journal and in the log.
+
+        The links' thread is woken once for all of them.
+        """
         unsent, self._unsent = self._unsent, []
         if unsent:
             self._flush()
-        for peer, payload in unsent:
+            assert self._endpoint is not None
+            self._endpoint.call_soon(self._send_all, unsent)
+
+    def _send_all(self, messages: Sequence[tuple[str, bytes]]) -> None:
+        for peer, payload in messages:
             self._send(peer, payload)
 
     def _send(self, peer: str, payload: bytes) -> None:
@@ -510,7 +551,7 @@ class Coordinator:
                 self._queue(peer, payload)
         elif self._reconnecting.pop(peer, None) is not None:
             self._last_tick_s = time.monotonic()
-            self._inbox.put(_SilenceChange(peer, ""))  # an earlier coordinator may have reported it silent
+            self._inbox.put([_SilenceChange(peer, "")])  # an earlier coordinator may have reported it silent
 
     def _restore(self) -> None:
         """Replay the journal of an earlier coordinator of this job that was killed, if there was one."""
@@ -606,7 +647,7 @@ class Coordinator:
         self.journal.append(_LOG_ENDED)
         self.journal.flush()
 
-    def _write(self, event: dict[str, Any], actions: Sequence[dict[str, Any]]) -> None:
+    def _write(self, event: Plain, actions: Sequence[dict[str, Any]]) -> None:
         """Add plain data to the log, which must not get ahead of the journal."""
         if self._log.is_buffer_full:
             self.journal.flush()
@@ -624,12 +665,8 @@ def _answers(encoded: Sequence[bytes]) -> bytes:
 
 def _is_observed(event: Event) -> bool:
     """Whether only the coordinator observes such an event, so that no peer may send it."""
-    match event:
-        case Tick() | Lost() | NodeLost() | NodeSilent() | NodeResumed():
-            return True
-        case PeerUnreachable() | PeerReachable():
-            return event.worker is None
-    return False
+    kind = type(event)
+    return kind in _OBSERVED or (kind in _REACHABILITY and event.worker is None)  # type: ignore[union-attr]
 
 
 def _sender(event: Event) -> int | str:

@@ -26,13 +26,45 @@ import struct
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from offbeat.errors import OffbeatError
 
 _HEAD: Final = struct.Struct("<QQ")
 _RECORD: Final = struct.Struct("<II")
 _BUFFER_BYTES_MAX: Final = 16 * 1024
+
+
+class JournalContent(NamedTuple):
+    """What a file of a journal holds.
+
+    Attributes:
+        serial: the file with the higher one is valid.
+        snapshot: b"" before the first.
+        records: those since the snapshot.
+        end: length in bytes of all this; what follows was not written completely.
+    """
+
+    serial: int
+    snapshot: bytes
+    records: list[bytes]
+    end: int
+
+
+def parse_journal(data: bytes) -> JournalContent:
+    """Return the content of a journal's file, which has a whole head."""
+    serial, length = _HEAD.unpack_from(data)
+    end = _HEAD.size + length
+    snapshot, records = data[_HEAD.size : end], []
+    while end + _RECORD.size <= len(data):
+        begin = end + _RECORD.size
+        length, checksum = _RECORD.unpack_from(data, end)
+        record = data[begin : begin + length]
+        if len(record) < length or zlib.crc32(record) != checksum:
+            break  # its writer was killed, or the host lost power
+        records.append(record)
+        end = begin + length
+    return JournalContent(serial, snapshot, records, end)
 
 
 class Journal:
@@ -72,24 +104,13 @@ class Journal:
         """Return the last snapshot, b"" before the first, and the records since; `append` continues after."""
         heads = [_read_head(file) for file in self._files]
         self._active = max((0, 1), key=lambda which: heads[which])
-        self._serial, length = heads[self._active]
+        self._serial, _ = heads[self._active]
         file = self._files[self._active]
-        data = memoryview(_read_all(file))
-        snapshot = bytes(data[_HEAD.size : _HEAD.size + length])
-        records: list[bytes] = []
-        end = _HEAD.size + length
-        while end + _RECORD.size <= len(data):
-            begin = end + _RECORD.size
-            length, checksum = _RECORD.unpack_from(data, end)
-            record = bytes(data[begin : begin + length])
-            if len(record) < length or zlib.crc32(record) != checksum:
-                break  # its writer was killed, or the host lost power
-            records.append(record)
-            end = begin + length
+        content = parse_journal(_read_all(file))
         self._buffer.clear()
-        self._end, self._records = end, len(records)
-        os.ftruncate(file, end)
-        return snapshot, records
+        self._end, self._records = content.end, len(content.records)
+        os.ftruncate(file, content.end)
+        return content.snapshot, content.records
 
     def append(self, record: bytes) -> None:
         """Add a record; it outlives this process from the next `flush` on."""

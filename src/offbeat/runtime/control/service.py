@@ -164,8 +164,8 @@ class ServiceCoordinator(Coordinator):
 
     # Events ----------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event, peer: str) -> None:
-        super()._handle(event, peer)
+    def _handle(self, event: Event, peer: str, struct: msgspec.Struct | None = None) -> None:
+        super()._handle(event, peer, struct)
         self._answer_deferred()
 
     def _decide(self, event: Event, peer: str) -> list[Action]:

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from functools import partial
 
 from offbeat.errors import WorkerError
-from offbeat.events import Event, StepTimed
+from offbeat.events import Event, StepTimes
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.configuration import CoordinatorConfiguration, PolicySpec
 from offbeat.runtime.control.environment import Environment
 from offbeat.runtime.control.rendezvous import RendezvousInfo, rendezvous
 from offbeat.runtime.training.checks import describe_training
 from offbeat.runtime.training.interface import Strategy
+from offbeat.runtime.training.step_times import StepTimesBuffer
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.runtime.training.trained import TrainingState
 
@@ -57,7 +58,7 @@ class JobConnection:
         self.rendezvous: RendezvousInfo | None = None
         self.coordinator: CoordinatorClient | None = None
         self._environment, self._strategy = environment, strategy
-        self._timed: list[StepTimed] = []  # sent with the next event, to save messages
+        self._times = StepTimesBuffer()
 
     def join(
         self,
@@ -112,15 +113,14 @@ class JobConnection:
                 )
 
     def send_event(self, event: Event) -> None:
-        """Send an event to the coordinator, after the times of the steps since the last one."""
+        """Send an event to the coordinator, after the times of earlier steps where these are due."""
         if self.coordinator is not None:
-            self.coordinator.send_event(*self._timed, event)
-            self._timed.clear()
+            self.coordinator.send_event(*self._times.pop_due(event, self.worker), event)
 
-    def queue_times(self, timed: StepTimed) -> None:
-        """Send the times of a step with the next event."""
+    def queue_times(self, times: StepTimes) -> None:
+        """Send the times of a step with a later event."""
         if self.coordinator is not None:
-            self._timed.append(timed)
+            self._times.add(times)
 
     def raise_if_failed(self) -> None:
         """Raise the job's failure, if there is one."""
@@ -183,7 +183,7 @@ class JobConnection:
     def send_end(self, error: BaseException | None) -> None:
         """Send that this worker has left, or the error with which it fails."""
         if self.coordinator is not None:
-            self.coordinator.send_end(error, *self._timed)
+            self.coordinator.send_end(error, *self._times.pop_all(self.worker))
 
     def wait_for_late_workers(self) -> None:
         """Wait, where the job cannot start, until workers that come later can learn why."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from statistics import fmean
 
-from offbeat.events import Action, EndEpoch, Event, Finished, Group, Halt, Joined, Ready, StepTimed
+from offbeat.events import Action, EndEpoch, Event, Finished, Group, Halt, Joined, Ready, StepsTimed
 from offbeat.simulator.core.network import NetworkCosts
 from offbeat.simulator.core.times import recorded_times
 from offbeat.simulator.training.setting import SimulationSetting
@@ -34,7 +34,7 @@ def setting_from_log(entries: Sequence[Event | Action], *, seed: int = 0) -> Sim
     """
     world = len({entry.worker for entry in entries if isinstance(entry, Joined)})
     readys = [entry for entry in entries if isinstance(entry, Ready)]
-    timed = [entry for entry in entries if isinstance(entry, StepTimed)]
+    timed = [step for entry in entries if isinstance(entry, StepsTimed) for step in entry.steps]
     steps = next((entry.step for entry in entries if isinstance(entry, Finished)), 0)
     if not (world and readys and timed and steps):
         raise ValueError("expected a run log of a job whose workers joined, computed and finished")

@@ -1,0 +1,70 @@
+"""The times of several steps are sent as one event, and none later than the rules say."""
+
+import pytest
+
+from offbeat.events import Event, Finished, Ready, StepFinished, StepsTimed, StepTimes
+from offbeat.runtime.training.step_times import STEPS_MAX, WALL_S_MAX, StepTimesBuffer
+
+WORKER = 3
+READY = Ready(
+    now_s=0.0, worker=WORKER, generation=0, epoch=0, step=1, round=1, compute_s=0.1, samples=1, blocks=()
+)
+STEP_FINISHED = StepFinished(
+    now_s=0.0,
+    worker=WORKER,
+    clock=1,
+    parameter_version=0,
+    epoch=0,
+    step=1,
+    compute_s=0.1,
+    samples=1,
+    loss=None,
+    blocks=(),
+)
+FINISHED = Finished(now_s=0.0, worker=WORKER, epoch=0, step=2)
+
+
+def times(step: int, wall_s: float) -> StepTimes:
+    parts = dict.fromkeys(("batch_s", "compute_s", "apply_s", "communicate_s", "wait_s", "other_s"), 0.0)
+    return StepTimes(step=step, wall_s=wall_s, samples=1, **parts)
+
+
+def steps_of(events: list[Event]) -> list[list[int]]:
+    for event in events:
+        assert isinstance(event, StepsTimed)
+        assert event.worker == WORKER
+    return [[one.step for one in event.steps] for event in events]
+
+
+@pytest.mark.parametrize("report", [READY, STEP_FINISHED])
+def test_a_steps_report_takes_many_short_steps_along(report):
+    buffer = StepTimesBuffer()
+    for step in range(STEPS_MAX):
+        assert buffer.pop_due(report, WORKER) == []
+        buffer.add(times(step, wall_s=WALL_S_MAX / STEPS_MAX / 2))
+    assert steps_of(buffer.pop_due(report, WORKER)) == [[*range(STEPS_MAX)]]
+    assert buffer.pop_due(report, WORKER) == []
+
+
+@pytest.mark.parametrize("report", [READY, STEP_FINISHED])
+def test_a_steps_report_takes_a_second_of_steps_along(report):
+    buffer = StepTimesBuffer()
+    buffer.add(times(0, wall_s=0.75 * WALL_S_MAX))
+    assert buffer.pop_due(report, WORKER) == []
+    buffer.add(times(1, wall_s=0.25 * WALL_S_MAX))
+    assert steps_of(buffer.pop_due(report, WORKER)) == [[0, 1]]
+
+
+def test_every_other_event_takes_all_along():
+    buffer = StepTimesBuffer()
+    buffer.add(times(0, wall_s=0.0))
+    assert steps_of(buffer.pop_due(FINISHED, WORKER)) == [[0]]
+    assert buffer.pop_due(FINISHED, WORKER) == []
+
+
+def test_what_is_left_at_the_end_is_one_event():
+    buffer = StepTimesBuffer()
+    assert buffer.pop_all(WORKER) == []
+    buffer.add(times(0, wall_s=0.0))
+    buffer.add(times(1, wall_s=0.0))
+    assert steps_of(buffer.pop_all(WORKER)) == [[0, 1]]
