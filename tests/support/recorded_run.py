@@ -10,7 +10,7 @@ from offbeat.events import (
     Tick,
 )
 from offbeat.policies import dispatch_event
-from offbeat.wire.log_file import LogWriter, RunRecord
+from offbeat.wire.log_file import LOG_VERSION, LogWriter, RunRecord
 from offbeat.wire.replay import build_policy
 from support.every_event import HEADER
 from support.joined_events import joined
@@ -37,7 +37,7 @@ def recorded_run() -> RunRecord:
     ]
     events += [Lost(now_s=9.0, worker=1, cause="closed"), Tick(now_s=10.0)]
     entries = [thing for event in events for thing in (event, *dispatch_event(policies, event))]
-    return RunRecord(header={"offbeat_log": 4, **HEADER}, entries=entries)
+    return RunRecord(header={"offbeat_log": LOG_VERSION, **HEADER}, entries=entries)
 
 
 def write_log(log: RunRecord, path: Path) -> None:

@@ -9,7 +9,7 @@ from offbeat.events import (
     AbortJob,
     Tick,
 )
-from offbeat.wire.log_file import LogWriter, read_log
+from offbeat.wire.log_file import LOG_VERSION, LogWriter, read_log
 from offbeat.wire.replay import replay
 from support.every_event import EXAMPLES, HEADER
 from support.recorded_run import recorded_run, write_log
@@ -25,7 +25,7 @@ def test_a_log_round_trips_and_replays(tmp_path):
 def test_the_log_is_json_lines_with_the_header_first(tmp_path):
     write_log(recorded_run(), tmp_path / "log")
     lines = (tmp_path / "log").read_text().splitlines()
-    assert json.loads(lines[0]) == {"offbeat_log": 3, **HEADER}
+    assert json.loads(lines[0]) == {"offbeat_log": LOG_VERSION, **HEADER}
     assert [json.loads(line)["type"] for line in lines[1:6]] == [
         "Joined",
         "Joined",
