@@ -66,6 +66,9 @@ def test_actions_that_are_too_long_for_one_message_take_several():
     assert [action for part in decoded for action in part] == actions
     assert [message.actions for message in messages] == [len(part) for part in decoded]
     assert split_actions([encode_plain(to_plain(one))]) == [(1, encode_actions([one]))]
+    too_long = encode_plain(to_plain(replace(one, reason="r" * MESSAGE_BYTES_MAX)))
+    with pytest.raises(ValueError, match=f"an action of at most {MESSAGE_BYTES_MAX} bytes, got 1"):
+        split_actions([too_long])
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 70_000])

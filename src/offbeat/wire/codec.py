@@ -282,10 +282,16 @@ def join_actions(encoded: Sequence[bytes]) -> bytes:
 
 
 def split_actions(encoded: Sequence[bytes]) -> list[ActionMessage]:
-    """Return control messages with these actions, in order: several where one would be too long."""
+    """Return control messages with these actions, in order: several where one would be too long.
+
+    Raises:
+        ValueError: one action alone is too long.
+    """
     whole = join_actions(encoded)
-    if len(whole) <= MESSAGE_BYTES_MAX or len(encoded) < 2:
+    if len(whole) <= MESSAGE_BYTES_MAX:
         return [ActionMessage(len(encoded), whole)]
+    if len(encoded) == 1:
+        raise ValueError(f"expected an action of at most {MESSAGE_BYTES_MAX} bytes, got {len(whole)} bytes")
     half = len(encoded) // 2
     return [*split_actions(encoded[:half]), *split_actions(encoded[half:])]
 

@@ -194,15 +194,15 @@ class Coordinator:
         try:
             for peer in sorted(self._peers.present):
                 self._reconnect(peer)
+            self._send_queued()
             self._last_turn_s = self._last_tick_s = time.monotonic()
             while self._peers.present or not self._is_over():
                 self._serve_turn()
             self._flush()  # before the links close: closing implies that all events are recorded
         except Exception as error:
-            with suppress(LinkError):
-                text = f"the coordinator failed: {type(error).__name__}: {error}"[:_TEXT_MAX]
-                self._dispatch([AbortJob(worker=None, step=None, reason=text)])
-                self._send_queued()
+            text = f"the coordinator failed: {type(error).__name__}: {error}"[:_TEXT_MAX]
+            self._dispatch([AbortJob(worker=None, step=None, reason=text)])
+            self._send_queued()
             raise
         finally:
             self._endpoint.close()
