@@ -16,8 +16,8 @@ import pytest
 from offbeat.errors import LinkError
 from offbeat.runtime.transport.addresses import parse_address
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.runtime.transport.framing import Frame, FrameReader
-from offbeat.runtime.transport.handshake import DiallerHandshake
+from offbeat.runtime.transport.framing import NUMBERED, Frame, FrameReader
+from offbeat.runtime.transport.handshake import AcceptorHandshake, DiallerHandshake, SessionPosition
 from offbeat.runtime.transport.sessions import PROCESSING_SLICE_S
 from offbeat.runtime.transport.tls import TlsCredentials
 
@@ -127,41 +127,12 @@ class Arrival:
         return self._whole.is_set()
 
 
-class Stranger:
+class FarEnd:
     """The other end of a connection to a node, spoken by hand, read only when asked to."""
 
-    def __init__(
-        self,
-        name: str,
-        to: Node,
-        *,
-        you: str | None = None,
-        unix: bool = False,
-        tls: TlsCredentials | None = None,
-        **secrets: str,
-    ) -> None:
-        certificate = b""
-        if unix:
-            self.sock = socket.socket(socket.AF_UNIX)
-            self.sock.settimeout(DEADLINE_S)
-            self.sock.connect(parse_address(to.links.addresses[0]).resolve()[1])
-        else:
-            self.sock = socket.create_connection(to.tcp(), timeout=DEADLINE_S)
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)
-            if tls is not None:
-                self.sock = secure = tls.encrypt(self.sock, accepts=False)
-                secure.do_handshake()
-                certificate = secure.peer_certificate_digest()
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
         self.reader = FrameReader(None)
-        claims = {"job": "job", "token": "secret", "node": name, "peer": you or to.links.name} | secrets
-        self.greeting = DiallerHandshake(**claims, certificate=certificate)
-
-    def greet(self) -> Stranger:
-        self.sock.sendall(self.greeting.hello())
-        while self.greeting.peer_position is None:
-            self.sock.sendall(self.greeting.on_frame(self.frame()))
-        self.reader.end_handshake(lambda *_: None)
-        return self
 
     def frame_at_once(self) -> Frame:
         """The next frame, which has come already.
@@ -182,6 +153,86 @@ class Stranger:
                 raise EOFError
             self.reader.on_received(n)
         return frame
+
+    def numbered(self) -> Frame:
+        """The next frame that the session counts."""
+        while (frame := self.frame()).kind not in NUMBERED:
+            pass
+        return frame
+
+
+class Stranger(FarEnd):
+    """A far end that dials the node.
+
+    Args:
+        position: in the session with the node; by default the beginning of a new one.
+        secrets: claims of the handshake that are to be others than true ones.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        to: Node,
+        *,
+        you: str | None = None,
+        unix: bool = False,
+        tls: TlsCredentials | None = None,
+        position: SessionPosition | None = None,
+        **secrets: str,
+    ) -> None:
+        certificate = b""
+        if unix:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(DEADLINE_S)
+            sock.connect(parse_address(to.links.addresses[0]).resolve()[1])
+        else:
+            sock = socket.create_connection(to.tcp(), timeout=DEADLINE_S)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)
+            if tls is not None:
+                sock = secure = tls.encrypt(sock, accepts=False)
+                secure.do_handshake()
+                certificate = secure.peer_certificate_digest()
+        super().__init__(sock)
+        claims = {"job": "job", "token": "secret", "node": name, "peer": you or to.links.name} | secrets
+        self.greeting = DiallerHandshake(**claims, position=position, certificate=certificate)
+
+    def greet(self) -> Stranger:
+        self.sock.sendall(self.challenge())
+        while self.greeting.peer_position is None:
+            self.sock.sendall(self.greeting.on_frame(self.frame()))
+        self.reader.end_handshake(lambda *_: None)
+        return self
+
+    def challenge(self) -> bytes:
+        """Send HELLO and receive the CHALLENGE; return the PROOF, which is not sent."""
+        self.sock.sendall(self.greeting.hello())
+        return self.greeting.on_frame(self.frame())
+
+
+class DialledStranger(FarEnd):
+    """A far end that the node dials, after it has received HELLO and before it sends WELCOME.
+
+    Args:
+        listener: where the node dials.
+    """
+
+    def __init__(self, name: str, listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        sock.settimeout(DEADLINE_S)
+        super().__init__(sock)
+        self._greeting = AcceptorHandshake(job="job", token="secret", node=name)
+        self.sock.sendall(self._greeting.on_frame(self.frame()))
+
+    @property
+    def peer_position(self) -> SessionPosition:
+        """The node's position, which its HELLO carried."""
+        return self._greeting.position
+
+    def welcome(self, position: SessionPosition) -> None:
+        """Accept the connection, at this position in the session."""
+        self._greeting.on_frame(self.frame())
+        self.sock.sendall(self._greeting.welcome(position))
+        self.reader.end_handshake(lambda *_: None)
 
 
 def take_long() -> None:

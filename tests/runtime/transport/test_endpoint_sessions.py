@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameKind
+from offbeat.runtime.transport.handshake import SessionPosition
 from support import endpoints
-from support.endpoints import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
+from support.endpoints import DEADLINE_S, KIB, MIB, Arrival, DialledStranger, FarEnd, Node, Stranger, contents
 from support.tcp_proxy import Line, random_resets
 
 node = endpoints.node  # the fixture
@@ -72,6 +73,60 @@ def test_every_message_and_byte_arrives_once_and_in_order_despite_broken_connect
     assert sum(line.connections for line in lines) > 1
 
 
+def acknowledge(far_end: FarEnd, frames: int) -> None:
+    far_end.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.ACK, 0, 0, 0, frames))
+
+
+def payload(far_end: FarEnd) -> bytes | bytearray | None:
+    return far_end.numbered().payload
+
+
+def test_a_handshake_that_its_dialler_has_given_up_is_ignored_when_the_rest_of_it_arrives(
+    node: Callable[..., Node],
+) -> None:
+    """A network that loses packets delivers them late: after the dialler's next attempt, and in its name."""
+    a = node("a", unix=False)
+    given_up = Stranger("b", a, position=SessionPosition("a session", "", 0, 1))
+    proof = given_up.challenge()
+    b = Stranger("b", a, position=SessionPosition("a session", "", 0, 2)).greet()
+    a.links.send("b", b"first")
+    assert payload(b) == b"first"
+    acknowledge(b, 1)
+    given_up.sock.sendall(proof)
+    with pytest.raises(EOFError):
+        given_up.frame()
+    a.links.send("b", b"second")
+    assert payload(b) == b"second"
+    assert a.lost.empty()
+
+
+def test_a_peers_dial_that_waited_is_not_used_after_a_connection_that_the_peer_has_opened_since(
+    node: Callable[..., Node],
+) -> None:
+    """The peer has dropped its dial, and the network delivers that late."""
+    a = node("a", unix=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        a.links.add_peer("b", [f"tcp://127.0.0.1:{listener.getsockname()[1]}"])
+        a.links.send("b", b"first")
+        dialled = DialledStranger("b", listener)
+        waiting = Stranger("b", a, position=SessionPosition("a session", "", 0, 1))
+        waiting.sock.sendall(waiting.challenge())
+        for _ in range(2):  # an iteration that began before the proof came, and one that reads it
+            a.in_thread(lambda: None)
+        dialled.welcome(SessionPosition("a session", dialled.peer_position.session, 0, 2))
+        assert payload(dialled) == b"first"
+        acknowledge(dialled, 1)
+        dialled.sock.close()
+        again = DialledStranger("b", listener)
+        assert again.peer_position.peer_session == "a session"
+        again.welcome(SessionPosition("a session", again.peer_position.session, 1, 3))
+        a.links.send("b", b"second")
+        assert payload(again) == b"second"
+        with pytest.raises(EOFError):
+            waiting.frame()
+    assert a.lost.empty()
+
+
 def test_on_done_waits_until_the_peer_has_the_bytes(node: Callable[..., Node]) -> None:
     a = node("a", unix=False)
     b = Stranger("b", a).greet()
@@ -82,14 +137,14 @@ def test_on_done_waits_until_the_peer_has_the_bytes(node: Callable[..., Node]) -
     assert kinds == {FrameKind.MESSAGE, FrameKind.DATA}
     assert a.links.flush(DEADLINE_S)
     assert not done.is_set()
-    b.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.ACK, 0, 0, 0, 2))
+    acknowledge(b, 2)
     assert done.wait(DEADLINE_S)
 
 
 def test_an_acknowledgement_of_unsent_frames_is_a_protocol_error(node: Callable[..., Node]) -> None:
     a = node("a", unix=False)
     b = Stranger("b", a).greet()
-    b.sock.sendall(HEADER.pack(MAGIC, VERSION, FrameKind.ACK, 0, 0, 0, 1))
+    acknowledge(b, 1)
     assert str(a.loss()) == ("b broke the protocol: expected from 0 to 0 frames to be acknowledged, got 1")
 
 

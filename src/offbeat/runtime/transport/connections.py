@@ -98,6 +98,8 @@ class LinkSession:
             first connection was a Unix socket, which the kernel breaks only if a process ends.
         received_frames: numbered frames received so far.
         ack_due_frames, ack_due_bytes: those of them that are not acknowledged.
+        positions_sent: in handshakes.
+        peer_position_number: of the peer's position with which the last connection began.
     """
 
     own_id: str = field(default_factory=new_session_id)
@@ -106,16 +108,22 @@ class LinkSession:
     received_frames: int = 0
     ack_due_frames: int = 0
     ack_due_bytes: int = 0
+    positions_sent: int = 0
+    peer_position_number: int = 0
 
     @property
     def is_open(self) -> bool:
         """Whether there has been a connection."""
         return bool(self.peer_id)
 
-    @property
-    def position(self) -> SessionPosition:
-        """This node's position in the session."""
-        return SessionPosition(self.own_id, self.peer_id, self.received_frames)
+    def next_position(self) -> SessionPosition:
+        """Return this node's position in the session, which is sent at once: the last one is in force."""
+        self.positions_sent += 1
+        return SessionPosition(self.own_id, self.peer_id, self.received_frames, self.positions_sent)
+
+    def is_outdated(self, theirs: SessionPosition) -> bool:
+        """Whether the peer has dropped the connection that this position came on: it has sent a later one."""
+        return theirs.session == self.peer_id and theirs.number < self.peer_position_number
 
 
 @dataclass(eq=False, slots=True)

@@ -13,6 +13,12 @@ welcomes. A HELLO of the process at the other end of the current connection mean
 dropped that connection. Where the peer does not know the session any more, the old one is over and a new one
 begins.
 
+Late handshakes: a network that loses packets delivers some after their sender has given up that connection,
+and reports the end of a connection after what was sent on the next one. So positions are numbered, and a node
+sends one only after it has dropped every other connection of the session. A position with a lower number than
+the one with which the last connection began is of a dropped connection: its number of received frames may be
+too low by now, so that connection is closed.
+
 A dial that gets no descriptor fails with that reason.
 """
 
@@ -313,7 +319,7 @@ class ConnectionOpener:
             node=self._name,
             peer=peer.name,
             addresses=self._addresses(),
-            position=peer.session.position,
+            position=peer.session.next_position(),
             certificate=certificate,
         )
         self._loop.modify_watch(link.sock, EPOLL_READ, partial(self._on_acceptor_frame, peer, dial, link))
@@ -341,18 +347,20 @@ class ConnectionOpener:
             self._attempt_failed(peer, dial, link, str(error))
         else:
             if greeting.peer_position is not None:
-                self._on_welcome(peer, link, greeting.position.session, greeting.peer_position)
+                self._on_welcome(peer, link, greeting.position, greeting.peer_position)
             elif link.has_decrypted:
                 self._loop.call(self._on_acceptor_frame, peer, dial, link, EPOLL_READ)
 
-    def _on_welcome(self, peer: RemoteNode, link: Connection, session: str, theirs: SessionPosition) -> None:
+    def _on_welcome(
+        self, peer: RemoteNode, link: Connection, ours: SessionPosition, theirs: SessionPosition
+    ) -> None:
         """Use a connection whose acceptor resumed our session or, if it does not know it, began a new one."""
         peer.dial = None
         if peer.session.is_open and theirs.session != peer.session.peer_id:
             self._replaced(peer)
             self.stop_dialling(peer)  # the report of the loss may have started a dial
-            peer.session = LinkSession(own_id=session)
-        self._open(peer, link, theirs.session, theirs.received)
+            peer.session = LinkSession(own_id=ours.session, positions_sent=ours.number)
+        self._open(peer, link, theirs, theirs.received)
 
     def _attempt_failed(self, peer: RemoteNode, dial: Dial, link: Connection, why: str) -> None:
         """Try the next address, unless a connection that the peer dialled waits to be welcomed."""
@@ -404,6 +412,9 @@ class ConnectionOpener:
     def _on_authenticated(self, name: str, link: Connection, greeting: AcceptorHandshake) -> None:
         """Welcome an authenticated peer, or park it while another connection has precedence."""
         peer = self._peer(name)
+        if peer.session.is_outdated(greeting.position):
+            self._sockets.close_link(link)
+            return
         dial = peer.dial
         goes_first = self._name < peer.name and dial is not None and dial.is_hello_sent
         is_same = peer.session.is_resumable and greeting.position.session == peer.session.peer_id
@@ -435,17 +446,29 @@ class ConnectionOpener:
         if session.is_open and not is_same:
             self._replaced(peer)
         self.stop_dialling(peer)
-        send_handshake(link, greeting.welcome(peer.session.position))
-        self._open(peer, link, theirs.session, theirs.received if is_same else 0)
+        send_handshake(link, greeting.welcome(peer.session.next_position()))
+        self._open(peer, link, theirs, theirs.received if is_same else 0)
 
-    def _open(self, peer: RemoteNode, link: Connection, theirs: str, received: int) -> None:
+    def _open(self, peer: RemoteNode, link: Connection, theirs: SessionPosition, received: int) -> None:
         assert link.sock is not None
         link.handshake = None
         session = peer.session
         if not session.is_open:
-            session.peer_id = theirs
+            session.peer_id = theirs.session
             session.is_resumable = link.sock.family != socket.AF_UNIX
+        session.peer_position_number = theirs.number
+        self._close_outdated(peer)
         self._opened(peer, link, received)
+
+    def _close_outdated(self, peer: RemoteNode) -> None:
+        """Close the connections that wait for WELCOME and that the peer has dropped."""
+        waiting, peer.parked = peer.parked, []
+        for link in waiting:
+            greeting = link.handshake
+            if isinstance(greeting, AcceptorHandshake) and peer.session.is_outdated(greeting.position):
+                self._sockets.close_link(link)
+            else:
+                peer.parked.append(link)
 
 
 def _listed(peer: RemoteNode) -> str:

@@ -45,11 +45,13 @@ class SessionPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         session: its own id of the session.
         peer_session: the other node's id of it, if known; "" before the first WELCOME.
         received: how many frames of the other node it has received in this session.
+        number: counts the positions that the node has sent in this session, from 1; 0 where it has sent none.
     """
 
     session: str = ""
     peer_session: str = ""
     received: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
 class _Hello(msgspec.Struct, forbid_unknown_fields=True):
