@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.processes import child
+from offbeat.runtime.processes.waiting import wait_until_readable
 
 RECEIVE_S = 60.0  # default time to wait for a message
 
@@ -51,7 +51,7 @@ class Lines:
         """
         limit_s = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
-            if not select.select([self._source], [], [], max(0.0, limit_s - time.monotonic()))[0]:
+            if not wait_until_readable(self._source, limit_s - time.monotonic()):
                 return False
             data = os.read(self._source, 2**16)
             if not data:

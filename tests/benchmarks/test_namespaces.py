@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from benchmarks.namespaces import Host, block, cut, hosts, mend, missing, remove
 from offbeat.errors import OffbeatError
 from offbeat.runtime.launch import launch
 from offbeat.runtime.launching.outcomes import outcome_summary
+from offbeat.runtime.processes.waiting import wait_until_readable
 
 LIMIT_S = 60.0
 needs_root = pytest.mark.skipif(
@@ -322,7 +322,7 @@ def test_concurrent_runs_are_isolated_from_each_other() -> None:
             stack.callback(process.communicate, timeout=LIMIT_S)
             stack.callback(process.kill)
             assert process.stdout is not None
-            assert select.select([process.stdout], [], [], LIMIT_S)[0]
+            assert wait_until_readable(process.stdout, LIMIT_S)
         for at, run in enumerate(runs):
             assert out(*run[0].prefix, *python(query), run[1].address).strip() == f"run {at}"
 

@@ -7,7 +7,6 @@ deadline that is only reached when the promise is broken.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.launch import LaunchedWorkers, find_free_port, launch
 from offbeat.runtime.launching.outcomes import WorkerOutcome, outcome_summary
 from offbeat.runtime.processes.child import tied_command
+from offbeat.runtime.processes.waiting import wait_until_readable
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starting workers needs Linux")
 
@@ -38,7 +38,7 @@ def ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([pidfd], [], [], LIMIT_S)[0])
+        return wait_until_readable(pidfd, LIMIT_S)
     finally:
         os.close(pidfd)
 
@@ -341,7 +341,7 @@ def test_child_processes_of_a_worker_end_with_close_and_delay_no_wait() -> None:
         assert (outcome.returncode, outcome.tail) == (0, ("no line feed",))
         pidfd = os.pidfd_open(int(output.await_lines(2)[0][1]))  # the child still runs
     try:
-        assert select.select([pidfd], [], [], LIMIT_S)[0]
+        assert wait_until_readable(pidfd, LIMIT_S)
     finally:
         os.close(pidfd)
 

@@ -5,7 +5,6 @@ Needs root, `ip` and `tc`.
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import hosts, missing
+from offbeat.runtime.processes.waiting import wait_until_readable
 from support.jobs import MARK, command, gone, marked
 
 pytestmark = [
@@ -203,7 +203,7 @@ def test_a_worker_killed_on_one_host_is_named_on_the_other(tmp_path, victim):
     os.mkfifo(computes)
     pipe = os.open(computes, os.O_RDONLY | os.O_NONBLOCK)
     with launch(tmp_path, steps=1000, victim=victim) as launched:
-        assert select.select([pipe], [], [], LIMIT_S)[0], launched.output()
+        assert wait_until_readable(pipe, LIMIT_S), launched.output()
         os.close(pipe)
         agent = launched.agents[victim // 2]
         agent.send_signal(signal.SIGSTOP)
@@ -211,7 +211,7 @@ def test_a_worker_killed_on_one_host_is_named_on_the_other(tmp_path, victim):
         killed_s = time.monotonic()
         os.kill(launched.worker(victim), signal.SIGKILL)
         for end in ends:
-            assert select.select([end], [], [], LIMIT_S)[0], launched.output()
+            assert wait_until_readable(end, LIMIT_S), launched.output()
             os.close(end)
         agent.send_signal(signal.SIGCONT)
         assert all(code != 0 for code in launched.codes())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
-import select
 import shutil
 import signal
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.runtime.control.rendezvous import open_store
+from offbeat.runtime.processes.waiting import wait_until_readable
 from support.processes import Cluster, Ended, find_free_port, start
 from support.run_logs import wait_until
 
@@ -168,7 +168,7 @@ def gone(mark: str) -> None:
         with suppress(ProcessLookupError):
             fd = os.pidfd_open(pid)
             try:
-                ended = select.select([fd], [], [], max(0.0, limit_s - time.monotonic()))[0]
+                ended = wait_until_readable(fd, limit_s - time.monotonic())
                 assert ended, f"still running: {command(pid)}"
             finally:
                 os.close(fd)

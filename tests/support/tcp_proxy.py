@@ -105,7 +105,7 @@ class Line:
         other = {near: far, far: near}
         try:
             while True:
-                for sock in select.select([near, far], [], [])[0]:
+                for sock in _wait_for_readable(near, far):
                     data = sock.recv(65536 if left is None else max(1, min(65536, left)))
                     if sock in self._cut:
                         continue
@@ -129,3 +129,16 @@ class Line:
             with suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             sock.close()
+
+
+def _wait_for_readable(*socks: socket.socket) -> list[socket.socket]:
+    """Wait until any of these has something to read, or its end; return those.
+
+    Raises:
+        ValueError: one is closed.
+    """
+    poll = select.poll()
+    for sock in socks:
+        poll.register(sock, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poll.poll()}
+    return [sock for sock in socks if sock.fileno() in ready]

@@ -118,6 +118,21 @@ def test_a_coordinator_that_cannot_start_reports_the_cause():
     assert second.error == f"rank 0 could not open the job: {first.error}"
 
 
+def join_with_open_files(rank, emit, count):
+    """Joins where so many files are open; raises the limit, as a program does that needs them."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+    assert max(opened) >= count
+    return join(rank, emit, None)
+
+
+def test_a_job_starts_in_a_process_with_more_open_files_than_select_takes():
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1500:
+        pytest.skip("needs a hard limit of 1500 open files")
+    assert values(run(join_with_open_files, 2, 1100)) == ["joined", "joined"]
+
+
 @contextmanager
 def no_files_left():
     """Inside, this process can open no more files."""

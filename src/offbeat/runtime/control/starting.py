@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import signal
 import subprocess
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import msgspec
 from offbeat.errors import OffbeatError, describe_os_error
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
 from offbeat.runtime.processes import child
+from offbeat.runtime.processes.waiting import wait_until_readable
 
 _COORDINATOR_S = 20.0
 _EXIT_S = 5.0  # for a process that has closed its output already
@@ -114,7 +114,7 @@ def _wait_for_answer(
             process.stdin.write(json.dumps(msgspec.to_builtins(configuration)).encode() + b"\n")
             process.stdin.close()
         answer: dict[str, Any] = {"error": f"timed out after {limit_s:g} s waiting for its answer"}
-        if select.select([stdout], [], [], limit_s)[0]:
+        if wait_until_readable(stdout, limit_s):
             line = stdout.readline()
             answer = json.loads(line) if line else {"error": _how_it_ended(process)}
     if "error" in answer:

@@ -1,4 +1,4 @@
-"""Conditions and flags whose lock cannot be left held by an exception from a signal handler.
+"""Waits: for a descriptor, and conditions and flags that an exception from a signal handler leaves usable.
 
 Python runs signal handlers in the main thread, between any two calls, and they may raise, for instance
 KeyboardInterrupt. `threading.Condition` acquires its lock in a method written in Python; if a handler raises
@@ -8,15 +8,26 @@ blocks. Here the `with` statement itself acquires the lock, and no handler runs 
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import IO, Any, Final, TypeVar
 
 _T = TypeVar("_T")
 _RLock: Final[Any] = type(threading.RLock())
+
+
+def wait_until_readable(descriptor: int | IO[bytes], timeout_s: float) -> bool:
+    """Wait until a descriptor has something to read, or its end; return whether it has.
+
+    Any descriptor: `select.select` takes none above 1023, and a process may have more files open.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000.0))
 
 
 class SignalSafeCondition(_RLock):  # type: ignore[misc]
