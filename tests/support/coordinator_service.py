@@ -1,4 +1,4 @@
-"""A coordinator as a service, which tests start, kill and start again."""
+"""A coordinator as a service, which tests start, kill and start again, also on another host."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ DEADLINE_S = 60.0
 
 
 class Service:
-    """`offbeat coordinator` on this machine.
+    """`offbeat coordinator` on this machine, or on a host that a command with `prefix` enters.
 
     Attributes:
         address: HOST:PORT on which it listens; with port 0, at another one after every start.
@@ -20,9 +20,11 @@ class Service:
         state: its folder; None for none.
     """
 
-    def __init__(self, folder, *, state=True, moves=False, secret="a secret", log=None, prefix=()):
+    def __init__(
+        self, folder, *, state=True, moves=False, secret="a secret", log=None, host="127.0.0.1", prefix=()
+    ):
         (folder / "token").write_text(secret)
-        self.address = f"127.0.0.1:{0 if moves else find_free_port()}"
+        self.address = f"{host}:{0 if moves else find_free_port()}"
         self.state = folder / "state" if state else None
         self.env = {
             "OFFBEAT_COORDINATOR": (self.state / "address").as_uri() if moves else self.address,
@@ -40,6 +42,11 @@ class Service:
         command += [] if self.state is None else ["--state", str(self.state)]
         with self._errors.open("a") as errors:
             self.process = subprocess.Popen(command, env={**os.environ, **self._own}, stderr=errors)
+
+    def start_on(self, host, prefix):
+        """Starts it again at any port of another host."""
+        self.address, self._prefix = f"{host}:0", prefix
+        self.start()
 
     def kill(self):
         """Kills the supervisor; the kernel then kills the coordinator."""

@@ -30,6 +30,7 @@ from torch.utils.data import TensorDataset
 
 import offbeat
 from benchmarks.namespaces import Host, block, hosts, mend
+from support.coordinator_service import Service, service
 from support.group_training import compute
 from support.processes import Cluster, Ended, start
 from support.run_logs import wait_until
@@ -40,7 +41,6 @@ STEPS = 10  # so many show that training goes on
 PUSHES = 20  # so many show that pushes succeed
 STEP_S = 0.05  # of computing; leaves the machine to others
 KEYS = 64
-_SERVICE_PORT = 29400
 _WINDOW = 8  # pushes of a client that are not acknowledged
 _CLONE_NEWNET = 0x40000000
 
@@ -213,10 +213,20 @@ class Training(Watched):
 
     Attributes:
         all_workers: the workers that it begins with.
+        service: the coordinator, if it belongs to no worker.
     """
 
-    def __init__(self, places: list[Host], cluster: Cluster, log: Path, workers: int, width: int) -> None:
+    def __init__(
+        self,
+        places: list[Host],
+        cluster: Cluster,
+        log: Path,
+        workers: int,
+        width: int,
+        service: Service | None,
+    ) -> None:
         super().__init__(places, cluster, log)
+        self.service = service
         self.all_workers = tuple(range(workers))
         self._width = width
         self._names = [place.name for place in places]
@@ -299,55 +309,36 @@ def training(
 
     Args:
         spare: so many hosts more, without a worker.
-        has_service: the coordinator belongs to no worker, and runs on a host of its own, the last one.
+        has_service: the coordinator belongs to no worker, and runs on a host of its own, the last one; it may
+            be started again on another one.
         width: of the model's hidden layer, each unit of which has 264 bytes of gradients.
     """
     log = folder / "log.jsonl"
     with ExitStack() as stack:
         places = stack.enter_context(hosts(workers + spare + has_service))
+        coordinator = None
         if has_service:
-            address = f"{places[-1].address}:{_SERVICE_PORT}"
-            stack.enter_context(_coordinating(places[-1], address, folder, log))
-            env = {"OFFBEAT_COORDINATOR": address, **(env or {})}
+            place = places[-1]
+            coordinator = stack.enter_context(
+                service(folder, moves=True, log=log, host=place.address, prefix=place.prefix)
+            )
         variables = {
             "MASTER_ADDR": places[0].address,
             "OFFBEAT_RUN_LOG": str(log),
             "OFFBEAT_START_S": str(START_S),
             "OFFBEAT_SERVERS": str(workers),
+            **({} if coordinator is None else coordinator.env),
             **(env or {}),
         }
         names = [place.name for place in places]
         cluster = stack.enter_context(start(_train, workers, names, strategy, width, env=variables))
-        watched = Training(places, cluster, log, workers, width)
+        watched = Training(places, cluster, log, workers, width, coordinator)
         stack.callback(watched.close)
         watched.trains_on(watched.all_workers, timeout_s=START_S)
         try:
             yield watched
         finally:
             mend(*places)
-
-
-@contextmanager
-def _coordinating(place: Host, address: str, folder: Path, log: Path) -> Iterator[None]:
-    """Run a coordinator that belongs to no worker on a host."""
-    command = [
-        sys.executable,
-        "-m",
-        "offbeat",
-        "coordinator",
-        "--bind",
-        address,
-        "--state",
-        str(folder / "state"),
-    ]
-    variables = {**os.environ, "OFFBEAT_RUN_LOG": str(log)}
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", place.name, *command], env=variables, start_new_session=True
-    )
-    try:
-        yield
-    finally:
-        _kill([process])
 
 
 # A parameter server ----------------------------------------------------------------------------------------
