@@ -523,7 +523,7 @@ class Coordinator:
         """Let the links connect to a peer that has joined; a policy, not the links, judges a silent node."""
         member = self._peers[peer]
         if self._endpoint is not None:
-            silent_s = math.inf if isinstance(member.sender, str) else None
+            silent_s = math.inf if isinstance(member.sender, str) else self._configuration.silent_s
             with suppress(ValueError):  # invalid addresses: the peer has to connect by itself
                 self._endpoint.add_peer(peer, member.addresses, has_fixed_addresses=True, silent_s=silent_s)
 
