@@ -93,7 +93,7 @@ def assert_names_the_coordinator(error, host):
 def assert_reports_the_cut(error, host):
     """The error is the first symptom: the coordinator is silent, or reports that the worker was."""
     assert error.error_type == "WorkerError", error
-    itself = rf"\b(worker |client-){error.rank} was lost: .* (silent|heard)\b"
+    itself = rf"\b(worker |client-){error.rank} was lost: .*(silent|nothing was received)\b"
     assert re.search(itself, error.error) or ("coordinator" in error.error and host.address in error.error), (
         error
     )

@@ -12,7 +12,7 @@ import time
 import msgspec
 import pytest
 
-from offbeat.events import Joined, Lost, PeerList, Ready, Tick
+from offbeat.events import Joined, Lost, PeerList, PeerUnreachable, Ready, Tick
 from offbeat.runtime.control.admission import JobRequest
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
 from offbeat.runtime.control.journal import Journal
@@ -265,6 +265,32 @@ def test_a_failed_job_is_begun_again_by_workers_that_are_started_again(coordinat
         results = values([running.end(number) for number in (2, 3)])
     assert [one.worker for one in results] == [0, 1]
     assert coordinator.ended()[0] == 0
+
+
+@pytest.mark.long
+def test_where_all_workers_are_silent_and_a_process_asks_for_the_job_the_workers_are_lost(coordinator, gate):
+    """A coordinator that receives nothing at all is cut off itself, and waits much longer."""
+    with job(train, 2, AllReduce(), env=coordinator.env) as running:
+        all_are_at_the_gate(gate.log, range(2))
+        for rank in range(2):
+            running.signal(rank, signal.SIGSTOP)
+        for rank in range(2):
+            wait_for_entry(
+                gate.log,
+                f"silence of worker {rank}",
+                lambda one, rank=rank: isinstance(one, PeerUnreachable) and one.peer == rank,
+            )
+        late = running.add(train, AllReduce(), env={**RETURNS, "WORLD_SIZE": "2", "RANK": "0"})
+        assert running.end(late).error_type is not None
+        for rank in range(2):
+            wait_for_entry(
+                gate.log, "the loss", lambda one, rank=rank: isinstance(one, Lost) and one.worker == rank
+            )
+        for rank in range(2):
+            running.signal(rank, signal.SIGCONT)
+        gate.open()
+        for one in running.ends()[:2]:
+            assert "was lost" in one.error
 
 
 @pytest.mark.long(after=4)

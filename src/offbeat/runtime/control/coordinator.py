@@ -83,7 +83,7 @@ _ITEMS_PER_SEND = 64  # of what was received together; then the actions so far a
 # Up to so many peers, a snapshot replaces the journal every `journal_events_max` events; with more, the state
 # is larger and replaces it more rarely, in proportion.
 _PEERS_FEW = 256
-_RECONNECT_S = 15.0  # reaching a worker may take 10 s, and it then has to receive what it has missed
+RECONNECT_S = 15.0  # reaching a worker may take 10 s, and it then has to receive what it has missed
 _NAMED_MAX = 16  # workers
 _TEXT_MAX = 10_000  # characters; a text quoted in a reason must fit into a control message
 _JOINS: Final = (Joined, NodeJoined)
@@ -260,10 +260,7 @@ class Coordinator:
                 if self._peers[item.peer].is_silent == (not item.cause):
                     self._handle(self._silence_event(item.peer, item.cause), item.peer)
             case LinkError() if item.peer in self._peers.present:
-                # If this process was stalled itself, the peer is given time to reconnect; a peer that
-                # replaces its connection is alive.
-                is_own_fault = time.monotonic() - self._stalled_s < self._configuration.silent_s
-                if (is_own_fault or item.failure == "replaced") and item.peer not in self._reconnecting:
+                if self._may_reconnect(item):
                     self._reconnect(item.peer)
                 else:
                     self._handle(self._lost_event(item.peer, str(item)), item.peer)
@@ -293,7 +290,7 @@ class Coordinator:
         self._last_tick_s = now_s
         self._flush()
         for peer in [peer for peer, until_s in self._reconnecting.items() if now_s > until_s]:
-            yield self._lost_event(peer, f"it did not reconnect within {_RECONNECT_S:g} s"), peer
+            yield self._lost_event(peer, f"it did not reconnect within {RECONNECT_S:g} s"), peer
         if not self._reconnecting and self._policies:
             yield Tick(now_s=self._now_s()), ""
 
@@ -304,6 +301,14 @@ class Coordinator:
     def _answer_request(self, peer: str, payload: bytes) -> bool:
         """Answer a message that is a request and no event; return whether it was one."""
         return False
+
+    def _may_reconnect(self, error: LinkError) -> bool:
+        """Whether a peer whose connection is lost is given time to reconnect.
+
+        It is if this process was stalled itself; and a peer that replaces its connection is alive.
+        """
+        is_own_fault = time.monotonic() - self._stalled_s < self._configuration.silent_s
+        return (is_own_fault or error.failure == "replaced") and error.peer not in self._reconnecting
 
     def _check_for_stall(self) -> None:
         """Detect that this process was stalled: silence of peers is then not held against them."""
@@ -514,7 +519,7 @@ class Coordinator:
     def _reconnect(self, peer: str) -> None:
         """Dial a peer that may be alive and is not connected; the links report it if that fails."""
         assert self._endpoint is not None
-        self._reconnecting[peer] = time.monotonic() + _RECONNECT_S
+        self._reconnecting[peer] = time.monotonic() + RECONNECT_S
         self._introduce(peer)
         worker = self._peers[peer]
         self._queue(peer, encode_sequence_ack(SequenceAck(0, worker.recorded, worker.actions.sent)))

@@ -13,7 +13,9 @@ Theory of operation
 3. A worker that loses its connection dials the address again for minutes, or reads it again from the file. So
    the service may be killed and started again, with the same folder, on the same host or on another one that
    the address then leads to. Without a folder, the job ends with the service.
-4. A job that fails is over; the service stays, and the next process begins the job again. Once all workers of
+4. Where nothing is received from any process, this host is cut off: no worker is lost for as long as they
+   look for the coordinator, 300 s, and the job continues when the line works again.
+5. A job that fails is over; the service stays, and the next process begins the job again. Once all workers of
    a job have finished, the service ends with exit code 0.
 
 The run log is written on the service's host. A service that is started again continues it if the file is
@@ -23,16 +25,19 @@ still there, and otherwise goes on without a log.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.errors import LinkError, OffbeatError, describe_os_error
 from offbeat.events import AbortJob, Action, Event, Failed, JobComplete, Left, Lost
 from offbeat.policies import Policy
 from offbeat.runtime.control.admission import (
@@ -43,8 +48,9 @@ from offbeat.runtime.control.admission import (
     decode_job_request,
     encode_job_message,
 )
+from offbeat.runtime.control.channel import OUTAGE_S
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
-from offbeat.runtime.control.coordinator import Coordinator
+from offbeat.runtime.control.coordinator import RECONNECT_S, Coordinator
 from offbeat.runtime.control.environment import (
     COORDINATOR_VARIABLE,
     DEFAULT_JOB,
@@ -89,6 +95,7 @@ class ServiceCoordinator(Coordinator):
         self._deferred: dict[str, JobRequest | ServerRequest] = {}  # by peer
         self._has_finished = False  # the last worker that ended has left in order
         self._is_complete = False
+        self._cut_off_since_s: float | None = None  # since when all workers and servers are silent
 
     def _is_over(self) -> bool:
         return self._is_complete
@@ -99,6 +106,8 @@ class ServiceCoordinator(Coordinator):
         request = decode_job_request(payload)
         if request is None:
             return False
+        if self._cut_off_since_s is not None:
+            self._cut_off_since_s = -math.inf  # not cut off: a process reaches this host
         self._deferred[peer] = request
         self._answer_deferred()
         return True
@@ -161,6 +170,29 @@ class ServiceCoordinator(Coordinator):
             silent_s=request.silent_s,
         )
         self._policies = policies
+
+    # Outages ---------------------------------------------------------------------------------------------
+
+    def _tick(self) -> Iterator[tuple[Event, str]]:
+        """Tick; the deadlines of silent peers begin when this host is not cut off any more.
+
+        It is for no longer than workers look for the coordinator.
+        """
+        present, now_s = self._peers.present, time.monotonic()
+        if not present or any(not self._peers[peer].is_silent for peer in present):
+            self._cut_off_since_s = None
+        elif self._cut_off_since_s is None:
+            self._cut_off_since_s = now_s
+        if self._cut_off_since_s is not None and now_s - self._cut_off_since_s < OUTAGE_S:
+            self._stalled_s = now_s
+            self._reconnecting = dict.fromkeys(self._reconnecting, now_s + RECONNECT_S)
+        yield from super()._tick()
+
+    def _may_reconnect(self, error: LinkError) -> bool:
+        """Whether a peer is given time; also if a dial failed that began while this host was cut off."""
+        is_silent = error.failure in ("broken", "unreachable")
+        was_cut_off = time.monotonic() - self._stalled_s < RECONNECT_S
+        return super()._may_reconnect(error) or (is_silent and was_cut_off)
 
     # Events ----------------------------------------------------------------------------------------------
 
