@@ -5,11 +5,13 @@ Longer faults are in `test_network_long.py`. Needs root, `ip` and `ss`.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
 
-from benchmarks.namespaces import cut, mend, missing, reset, slow_down
+from benchmarks.namespaces import block, cut, mend, missing, reset, slow_down, split
 from offbeat.strategies import SSP, AllReduce, PartialAllReduce
 from support.network_faults import fault, part, serving, training
 from support.run_logs import groups_of
@@ -20,6 +22,16 @@ pytestmark = [
 ]
 
 STEADY = PartialAllReduce(limit=10**6)  # no worker is excluded for being slow
+
+
+def is_in_control(job, strategy):
+    """Kill worker 2 and wait for what follows, which the coordinator decides."""
+    os.kill(job.pid(2), signal.SIGKILL)
+    if strategy == AllReduce():
+        for one in job.ends([0, 1]).values():
+            assert "worker 2 was lost" in one.error, one
+    else:
+        job.trains_on([0, 1], together=[(0, 1)] if strategy == STEADY else None)
 
 
 def test_a_reset_connection_between_two_workers_stops_no_group(tmp_path):
@@ -88,12 +100,74 @@ def test_without_rank_0s_host_the_others_train_on_where_the_coordinator_is_apart
         print(job.measures(broken_s, mended_s))
 
 
-@pytest.mark.parametrize("strategy", [STEADY, AllReduce(), SSP()], ids=lambda one: one.name)
-def test_a_coordinator_apart_that_is_cut_off_for_5_s_loses_no_worker(tmp_path, strategy):
-    with training(strategy, 3, tmp_path, has_service=True) as job:
-        broken_s, mended_s = fault(job, lambda: cut(job.places[-1]), 5.0)
+@pytest.mark.parametrize(
+    "break_lines",
+    [
+        lambda hosts: cut(hosts[2]),
+        lambda hosts: block(hosts[2], hosts[-1]),
+        lambda hosts: block(hosts[-1], hosts[2]),
+    ],
+    ids=["both ways", "to the coordinator", "from the coordinator"],
+)
+def test_without_one_worker_the_coordinator_apart_and_the_others_go_on_beyond_10_s(tmp_path, break_lines):
+    with training(STEADY, 3, tmp_path, has_service=True) as job:
+        broken_s = time.monotonic()
+        break_lines(job.places)
+        job.trains_on([0, 1], together=[(0, 1)])
+        job.let_pass(12.0)
+        job.trains_on([0, 1], together=[(0, 1)])
+        mend(*job.places)
+        mended_s = time.monotonic()
         job.all_train_together()
         print(job.measures(broken_s, mended_s))
+
+
+def test_two_of_three_workers_without_the_coordinator_apart_wait_for_it_and_so_does_the_third(tmp_path):
+    """The coordinator cannot know whether the two train on: so nobody does, and no second job begins."""
+    with training(STEADY, 3, tmp_path, has_service=True) as job:
+        broken_s = time.monotonic()
+        split(job.places[2], job.places[-1])
+        job.let_pass(4.0)
+        steps = [len(job.steps(worker)) for worker in job.all_workers]
+        job.let_pass(10.0)
+        assert [len(job.steps(worker)) for worker in job.all_workers] == steps, job.state()
+        mend(*job.places)
+        mended_s = time.monotonic()
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
+def test_on_servers_the_worker_that_reaches_the_coordinator_apart_trains_on_alone(tmp_path):
+    with training(SSP(), 3, tmp_path, has_service=True) as job:
+        broken_s, mended_s = fault(job, lambda: split(job.places[2], job.places[-1]), 15.0)
+        for rank, one in job.ends([0, 1]).items():
+            assert f"worker {rank} was lost" in one.error, one
+        job.trains_on([2])
+        assert set(job.ended) == {0, 1}, job.state()
+        print(job.measures(broken_s, mended_s))
+
+
+@pytest.mark.parametrize("duration_s", [5.0, 20.0])
+@pytest.mark.parametrize("strategy", [STEADY, AllReduce(), SSP()], ids=lambda one: one.name)
+def test_a_coordinator_apart_that_is_cut_off_loses_no_worker(tmp_path, strategy, duration_s):
+    with training(strategy, 3, tmp_path, has_service=True) as job:
+        broken_s, mended_s = fault(job, lambda: cut(job.places[-1]), duration_s)
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+        is_in_control(job, strategy)
+
+
+@pytest.mark.parametrize("strategy", [STEADY, AllReduce(), SSP()], ids=lambda one: one.name)
+def test_a_coordinator_whose_host_is_lost_continues_the_job_on_another_host(tmp_path, strategy):
+    with training(strategy, 3, tmp_path, spare=1, has_service=True) as job:
+        spare, lost = job.places[-2:]
+        broken_s = time.monotonic()
+        cut(lost)
+        job.service.kill()
+        job.service.start_on(spare.address, spare.prefix)
+        job.all_train_together()
+        print(job.measures(broken_s, None))
+        is_in_control(job, strategy)
 
 
 def test_a_host_with_a_worker_and_a_server_that_is_cut_off_for_3_s_loses_neither(tmp_path):

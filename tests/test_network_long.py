@@ -3,7 +3,8 @@
 `make test-network` runs them, and shows how long everything took; `make test` skips them, for they take an
 hour. The short ones are in `test_network.py`. Needs root, `ip` and `ss`.
 
-A job has five workers; under `ssp` and `dtssp` each host has a server, too. The coordinator is with worker 0.
+A job has five workers; under `ssp` and `dtssp` each host has a server, too. The coordinator is with worker 0,
+or on a host of its own where a test's name or parameters say "apart".
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ FAULTS = {
     "one way": lambda hosts: block(hosts[1], hosts[2]),
 }
 PAIRS = ("a pair", "one way")
+AWAY = {"one host": (3,), "rank 0's host": (0,), "half": (3, 4)}  # cut off from a coordinator apart
 LONG_S = (15.0, 60.0, 120.0)
 
 
@@ -49,6 +51,13 @@ def durations(*durations_s):
     return pytest.mark.parametrize("duration_s", durations_s, ids=lambda s: f"{s:g}s")
 
 
+def lasting(*durations_s, apart=()):
+    """So many seconds with the coordinator at worker 0, and so many with it apart."""
+    cases = [pytest.param(s, False, id=f"{s:g}s") for s in durations_s]
+    cases += [pytest.param(s, True, id=f"{s:g}s-apart") for s in apart]
+    return pytest.mark.parametrize(("duration_s", "is_apart"), cases)
+
+
 def faults(*names):
     return pytest.mark.parametrize("fault_name", names, ids=lambda name: name.replace(" ", "-"))
 
@@ -58,18 +67,18 @@ def faults(*names):
 
 @each(STRATEGIES)
 @faults(*FAULTS)
-@durations(3.0, 8.0)
-def test_a_short_fault_loses_no_worker(tmp_path, name, fault_name, duration_s):
-    with training(STRATEGIES[name], WORKERS, tmp_path) as job:
+@lasting(3.0, 8.0, apart=[8.0])
+def test_a_short_fault_loses_no_worker(tmp_path, name, fault_name, duration_s, is_apart):
+    with training(STRATEGIES[name], WORKERS, tmp_path, has_service=is_apart) as job:
         broken_s, mended_s = fault(job, lambda: FAULTS[fault_name](job.places), duration_s)
         job.all_train_together()
         print(job.measures(broken_s, mended_s))
 
 
 @each(STRATEGIES)
-@pytest.mark.parametrize("pair", [(1, 2), (0, 1)], ids=["1-2", "0-1"])
+@pytest.mark.parametrize("pair", [(1, 2), (0, 1), (1, -1)], ids=["1-2", "0-1", "1-apart"])
 def test_a_reset_loses_no_worker(tmp_path, name, pair):
-    with training(STRATEGIES[name], WORKERS, tmp_path) as job:
+    with training(STRATEGIES[name], WORKERS, tmp_path, has_service=-1 in pair) as job:
         began_s = time.monotonic()
         reset(*(job.places[rank] for rank in pair))
         job.all_train_together()
@@ -101,21 +110,23 @@ def assert_reports_the_cut(error, host):
 
 @each(LOCKSTEP)
 @faults(*FAULTS)
-@durations(*LONG_S)
+@lasting(*LONG_S, apart=[15.0])
 def test_a_long_fault_ends_a_job_in_lockstep_and_the_silent_worker_is_named(
-    tmp_path, name, fault_name, duration_s
+    tmp_path, name, fault_name, duration_s, is_apart
 ):
-    with training(LOCKSTEP[name], WORKERS, tmp_path) as job:
+    with training(LOCKSTEP[name], WORKERS, tmp_path, has_service=is_apart) as job:
         all_ranks = job.all_workers
         broken_s, mended_s = fault(
             job, lambda: FAULTS[fault_name](job.places), duration_s, until_ended=all_ranks
         )
         ended = job.ends(all_ranks)
         print(job.measures(broken_s, mended_s))
-        away = {"one host": {3}, "rank 0's host": {1, 2, 3, 4}, "half": {3, 4}}.get(fault_name, set())
-        silent = away or {1, 2}
+        away = AWAY.get(fault_name, ())
+        if fault_name == "rank 0's host" and not is_apart:
+            away = (1, 2, 3, 4)
+        silent = away or (1, 2)
         for rank in all_ranks:
-            if rank in away:
+            if rank in away and not is_apart:
                 assert_names_the_coordinator(ended[rank], job.places[0])
             else:
                 assert_names(ended[rank], *silent)
@@ -123,20 +134,30 @@ def test_a_long_fault_ends_a_job_in_lockstep_and_the_silent_worker_is_named(
 
 @each(ON_SERVERS)
 @faults("one host", "half")
-@durations(*LONG_S)
+@lasting(*LONG_S, apart=[15.0])
 def test_on_servers_a_long_fault_ends_workers_that_are_cut_off_and_the_others_train_on(
-    tmp_path, name, fault_name, duration_s
+    tmp_path, name, fault_name, duration_s, is_apart
 ):
-    away = (3,) if fault_name == "one host" else (3, 4)
+    on_servers_the_others_train_on(tmp_path, name, fault_name, duration_s, is_apart=is_apart)
+
+
+@each(ON_SERVERS)
+@durations(15.0)
+def test_on_servers_with_the_coordinator_apart_rank_0s_host_is_like_any_other(tmp_path, name, duration_s):
+    on_servers_the_others_train_on(tmp_path, name, "rank 0's host", duration_s, is_apart=True)
+
+
+def on_servers_the_others_train_on(tmp_path, name, fault_name, duration_s, *, is_apart):
+    away = AWAY[fault_name]
     others = tuple(rank for rank in range(WORKERS) if rank not in away)
-    with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
+    with training(ON_SERVERS[name], WORKERS, tmp_path, has_service=is_apart) as job:
         broken_s, mended_s = fault(job, lambda: FAULTS[fault_name](job.places), duration_s)
         job.trains_on(others)
         ended = job.ends(away)
         assert set(job.ended) == set(away), job.state()
         print(job.measures(broken_s, mended_s))
         for rank in away:
-            assert_reports_the_cut(ended[rank], job.places[0])
+            assert_reports_the_cut(ended[rank], job.places[-1 if is_apart else 0])
 
 
 @each(ON_SERVERS)
@@ -153,9 +174,11 @@ def test_on_servers_workers_without_the_coordinator_for_long_end_with_that_cause
 
 @each(ON_SERVERS)
 @faults(*PAIRS)
-@durations(15.0)
-def test_on_servers_two_hosts_apart_for_15_s_stop_no_worker_for_good(tmp_path, name, fault_name, duration_s):
-    with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
+@lasting(15.0, apart=[15.0])
+def test_on_servers_two_hosts_apart_for_15_s_stop_no_worker_for_good(
+    tmp_path, name, fault_name, duration_s, is_apart
+):
+    with training(ON_SERVERS[name], WORKERS, tmp_path, has_service=is_apart) as job:
         broken_s, mended_s = fault(job, lambda: FAULTS[fault_name](job.places), duration_s)
         job.all_train_together()
         print(job.measures(broken_s, mended_s))
@@ -163,10 +186,12 @@ def test_on_servers_two_hosts_apart_for_15_s_stop_no_worker_for_good(tmp_path, n
 
 @each(ON_SERVERS)
 @faults(*PAIRS)
-@durations(60.0, 120.0)
-def test_on_servers_of_two_hosts_apart_for_long_one_is_removed(tmp_path, name, fault_name, duration_s):
+@lasting(60.0, 120.0, apart=[60.0])
+def test_on_servers_of_two_hosts_apart_for_long_one_is_removed(
+    tmp_path, name, fault_name, duration_s, is_apart
+):
     """Its server first, and then its worker, which does not reach the other's server: the others train on."""
-    with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
+    with training(ON_SERVERS[name], WORKERS, tmp_path, has_service=is_apart) as job:
         broken_s = time.monotonic()
         FAULTS[fault_name](job.places)
         ended = job.ends([2])
@@ -182,18 +207,27 @@ def test_on_servers_of_two_hosts_apart_for_long_one_is_removed(tmp_path, name, f
 
 
 @faults("one host", "half", *PAIRS)
-@durations(*LONG_S)
+@lasting(*LONG_S, apart=[15.0])
 def test_partial_trains_on_without_workers_that_are_cut_off_and_readmits_them(
-    tmp_path, fault_name, duration_s
+    tmp_path, fault_name, duration_s, is_apart
 ):
-    away = {"one host": [{3}], "half": [{3, 4}]}.get(fault_name, [{1}, {2}])
+    partial_trains_on(tmp_path, fault_name, duration_s, observer=0, is_apart=is_apart)
+
+
+@durations(15.0)
+def test_partial_with_the_coordinator_apart_trains_on_without_rank_0s_host(tmp_path, duration_s):
+    partial_trains_on(tmp_path, "rank 0's host", duration_s, observer=1, is_apart=True)
+
+
+def partial_trains_on(tmp_path, fault_name, duration_s, *, observer, is_apart):
+    away = [AWAY[fault_name]] if fault_name in AWAY else [(1,), (2,)]
     groups = [tuple(rank for rank in range(WORKERS) if rank not in out) for out in away]
-    with training(STEADY, WORKERS, tmp_path) as job:
+    with training(STEADY, WORKERS, tmp_path, has_service=is_apart) as job:
         broken_s = time.monotonic()
         FAULTS[fault_name](job.places)
-        job.trains_on([0], together=groups)
+        job.trains_on([observer], together=groups)
         job.let_pass(broken_s + duration_s - time.monotonic())
-        job.trains_on([0], together=groups)
+        job.trains_on([observer], together=groups)
         job.no_process_ended()
         mend(*job.places)
         mended_s = time.monotonic()
@@ -205,6 +239,27 @@ def test_partial_trains_on_without_workers_that_are_cut_off_and_readmits_them(
 def test_partial_pauses_while_the_coordinator_is_alone_and_then_continues(tmp_path, duration_s):
     with training(STEADY, WORKERS, tmp_path) as job:
         broken_s, mended_s = fault(job, lambda: cut(job.places[0]), duration_s)
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
+@durations(15.0)
+def test_partial_pauses_while_a_coordinator_apart_reaches_less_than_half_and_then_continues(
+    tmp_path, duration_s
+):
+    with training(STEADY, WORKERS, tmp_path, has_service=True) as job:
+        broken_s, mended_s = fault(job, lambda: split(*job.places[-3:]), duration_s)
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
+@each(STRATEGIES)
+@durations(15.0, 60.0)
+def test_a_coordinator_apart_that_is_cut_off_for_long_loses_no_worker(tmp_path, name, duration_s):
+    with training(STRATEGIES[name], WORKERS, tmp_path, has_service=True) as job:
+        broken_s, mended_s = fault(job, lambda: cut(job.places[-1]), duration_s)
+        job.all_train_together()
+        job.let_pass(5.0)
         job.all_train_together()
         print(job.measures(broken_s, mended_s))
 
