@@ -361,6 +361,14 @@ def test_a_worker_that_runs_without_exchanging_is_found(rounds_ahead_max):
     assert answers(policy, ready(1, 1), ready(0, 1 + rounds_ahead_max)) == []
 
 
+def test_workers_that_have_trained_on_without_a_coordinator_may_reach_it_again_one_after_the_other():
+    policy = running()
+    rounds = 60_000  # 300 s of 5 ms each
+    for worker in (0, 1):
+        assert answers(policy, *(ready(worker, round_) for round_ in range(rounds))) == []
+    assert len(json.dumps(policy.state_dict())) < 300
+
+
 def test_the_state_does_not_grow_with_the_number_of_rounds():
     policy = running()
     answers(policy, *(ready(worker, round_) for round_ in range(5000) for worker in (0, 1)))

@@ -68,8 +68,9 @@ class Lockstep:
         rounds_ahead_max: how many rounds the Readys received from one worker may be ahead of those received
             from another. No worker can be more than one round ahead of another, because the mean of a round
             needs both; but each worker has its own connection, and the order of arrival across connections is
-            arbitrary (12 rounds were seen with 4 healthy workers and steps of 5 ms on 2 cores). So this only
-            bounds the memory, and detects a worker that runs without exchanging at all.
+            arbitrary. Workers train on without a coordinator for 300 s, which are so many rounds of 3 ms, and
+            the first one that reaches it again sends its Readys of all of them. So this only bounds the
+            memory, and detects a worker that runs without exchanging at all.
         timeout_s: how long a round may stay open after its first Ready, in seconds.
         unreachable_timeout_s: how long two workers may report that they cannot reach each other, in seconds.
 
@@ -80,7 +81,7 @@ class Lockstep:
     def __init__(
         self,
         world: int,
-        rounds_ahead_max: int = 1000,
+        rounds_ahead_max: int = 100_000,
         timeout_s: float = 600.0,
         unreachable_timeout_s: float = 10.0,
     ) -> None:
