@@ -10,14 +10,19 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 
+import ray
 from ray.train.v2._internal.execution.checkpoint.sync_actor import (
     SynchronizationBarrierResetError,
 )
 
-from offbeat.events import Joined, Lost, SamplesRequested
+import offbeat.ray
+from offbeat.errors import OffbeatError
+from offbeat.events import Joined, Lost, SamplesRequested, ServerRemovalRequested
 from offbeat.ray.reports import ReportLedger
 from support.newcomer_training import EPOCHS, Gate
 from support.ray_cluster import ray_cluster, ray_run
+from support.ray_training import SECOND_GATE
+from support.run_logs import entries_of
 from support.sample_counting import SAMPLES
 from support.server_training import each_once
 
@@ -53,6 +58,14 @@ def trained_once(run):
     assert checkpoint is not None
     assert metrics["epoch"] == EPOCHS - 1
     return {worker: one for (_, worker), one in found.items()}
+
+
+def trained_on_servers_once(run):
+    """Checks of a run that has ended that both workers have equal parameters, and used each sample once."""
+    found = run.results().values()
+    assert len(found) == 2
+    assert len({tuple(one["last"]) for one in found}) == 1
+    each_once([{int(epoch): used for epoch, used in one["used"].items()} for one in found], range(EPOCHS))
 
 
 def jobs_of(run):
@@ -160,7 +173,7 @@ def test_all_workers_begin_again_where_the_strategy_survives_no_death(cluster, g
 def test_a_node_with_a_parameter_server_is_survived_and_another_server_takes_its_place(cluster, gate):
     for _ in range(2):
         cluster.add_node()
-    first, _ = [cluster.add_node(server=1) for _ in range(2)]
+    first, _ = [cluster.add_node(cpus=0, server=1) for _ in range(2)]
     options = {"num_cpus": 0, "resources": {"server": 1}}
     with ray_run(cluster, gate, workers=2, strategy="ssp", servers=2, server_options=options) as run:
         for worker in range(2):
@@ -171,14 +184,52 @@ def test_a_node_with_a_parameter_server_is_survived_and_another_server_takes_its
         run.wait_for("two servers", lambda: len(run.ring()) == 2)
         before = run.ring()
         cluster.kill_node(first)
-        cluster.add_node(server=1)
+        cluster.add_node(cpus=0, server=1)
         run.wait_for("another server", lambda: len(run.ring()) == 2 and len(run.ring() & before) == 1)
         gate.open()
         run.ends()
-    found = run.results().values()
-    assert len(found) == 2
-    assert len({tuple(one["last"]) for one in found}) == 1
-    each_once([{int(epoch): used for epoch, used in one["used"].items()} for one in found], range(EPOCHS))
+    trained_on_servers_once(run)
+
+
+def test_servers_are_added_and_removed_while_workers_train(cluster, gate):
+    for _ in range(2):
+        cluster.add_node()
+    for _ in range(3):
+        cluster.add_node(cpus=0, server=1)
+    options = {"num_cpus": 0, "resources": {"server": 1}}
+    settings = {"workers": 2, "strategy": "ssp", "servers": 2, "server_options": options}
+    with (
+        Gate(gate.log.parent, SECOND_GATE) as second,
+        ray_run(cluster, gate, env=second.env, **settings) as run,
+    ):
+        run.wait_for("two servers", lambda: len(run.ring()) == 2)
+        before = run.ring()
+        run.scale_servers(3)
+        run.wait_for("three servers", lambda: len(run.ring()) == 3)
+        during = run.ring()
+        gate.open()
+        run.wait_for_entry(
+            "steps on three servers", lambda one: isinstance(one, SamplesRequested) and one.epoch > 0
+        )
+        run.scale_servers(1)
+        run.wait_for("one server", lambda: len(run.ring()) == 1)
+        after = run.ring()
+        second.open()
+        run.ends()
+    assert after < before < during
+    assert {one.server for one in entries_of(gate.log, ServerRemovalRequested)} == during - after
+    trained_on_servers_once(run)
+
+
+def test_a_run_without_servers_of_its_own_has_none_to_scale(cluster):
+    ray.init(cluster.address)
+    try:
+        with pytest.raises(OffbeatError, match=r"servers of its own .*, got 'run'"):
+            offbeat.ray.scale_servers("run", 2)
+        with pytest.raises(ValueError, match="expected at least 1 parameter server, got 0"):
+            offbeat.ray.scale_servers("run", 0)
+    finally:
+        ray.shutdown()
 
 
 def skips(ledger, rank, report):

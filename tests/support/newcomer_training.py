@@ -24,12 +24,16 @@ class Gate:
     Attributes:
         env: for the job's processes.
         log: the job's run log.
+
+    Args:
+        folder: of the log.
+        name: of a variable of the job's processes, and of a file in `folder`.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, name=GATE):
         self.log = folder / "log.jsonl"
-        self.env = {GATE: str(folder / "gate"), "OFFBEAT_RUN_LOG": str(self.log)}
-        self._lock = os.open(folder / "gate", os.O_CREAT)
+        self.env = {name: str(folder / name), "OFFBEAT_RUN_LOG": str(self.log)}
+        self._lock = os.open(folder / name, os.O_CREAT)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def __enter__(self):
@@ -49,9 +53,9 @@ class Gate:
         self.open()
 
 
-def pass_gate():
-    if GATE in os.environ:
-        with open(os.environ[GATE]) as lock:
+def pass_gate(name=GATE):
+    if name in os.environ:
+        with open(os.environ[name]) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
 
 

@@ -31,7 +31,7 @@ SYSTEM = {
 
 
 class RayCluster:
-    """A head node, which runs no worker, and others, each for one worker.
+    """A head node, which runs no worker, and others, each for one worker or for none.
 
     Args:
         folder: for what the run writes.
@@ -46,8 +46,8 @@ class RayCluster:
         )
         self.address = self._cluster.address
 
-    def add_node(self, **resources):
-        return self._cluster.add_node(num_cpus=1, resources=resources, **SIZE)
+    def add_node(self, cpus=1, **resources):
+        return self._cluster.add_node(num_cpus=cpus, resources=resources, **SIZE)
 
     def kill_node(self, node):
         """Kills the processes of Ray of a node; its workers end with them."""
@@ -65,7 +65,7 @@ class Run:
     """
 
     def __init__(self, cluster, gate, **settings):
-        self.folder, self._log = cluster.folder, gate.log
+        self.folder, self._log, self._address = cluster.folder, gate.log, cluster.address
         path = self.folder / "settings.json"
         env = {**ENV, **gate.env, **settings.pop("env", {})}
         path.write_text(
@@ -105,6 +105,13 @@ class Run:
         """The parameter servers that have all data, none while that changes."""
         views = entries_of(self._log, ClusterView)
         return set(views[-1].ring) if views and not views[-1].next_ring else set()
+
+    def scale_servers(self, servers):
+        """Changes the number of parameter servers, from another process."""
+        code = f"import ray, offbeat.ray; ray.init({self._address!r}); "
+        code += f"offbeat.ray.scale_servers('run', {servers})"
+        command = [sys.executable, "-c", code]
+        subprocess.run(command, env={**os.environ, **ENV}, timeout=WAIT_S, check=True)
 
     def started(self):
         """The workers that have joined, by job and id."""

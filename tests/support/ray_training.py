@@ -28,8 +28,9 @@ from offbeat.strategies import SSP, AllReduce
 from support.group_training import compute, digest
 from support.newcomer_training import EPOCHS, GATE_STEP, STEADY, Adding, Counting, pass_gate
 from support.sample_counting import BATCH, SAMPLES, once_each
-from support.server_training import uses
+from support.server_training import GATES, uses
 
+SECOND_GATE, SECOND_GATE_STEP = "OFFBEAT_TEST_SECOND_GATE", 12  # a step of the second epoch or a later one
 STRATEGIES = {"partial": STEADY, "bsp": AllReduce(), "ssp": SSP(s=2)}
 
 
@@ -75,8 +76,9 @@ def train(settings):
 
 def train_on_servers(settings):
     """A loop on a parameter server, which notes the samples that it uses."""
-    used, last = uses(ray.train.get_context().get_world_rank(), lambda *_: None, None, EPOCHS)
     job, rank = os.environ["OFFBEAT_JOB"], ray.train.get_context().get_world_rank()
+    gates = GATES | {SECOND_GATE_STEP: SECOND_GATE}
+    used, last = uses(rank, lambda *_: None, None, EPOCHS, gates=gates)
     result = {"job": job, "worker": rank, "used": used, "last": last}
     write(Path(settings["folder"]) / f"result-{job}-{rank}.json", result)
 

@@ -10,9 +10,10 @@ from torch.utils.data import Dataset
 import offbeat
 from offbeat.events import Failed, Finished, Left, Lost, StepFinished, StepPermit
 from support.group_training import compute
-from support.newcomer_training import pass_gate
+from support.newcomer_training import GATE, pass_gate
 from support.processes import values
 
+GATES = {2: GATE}  # by a worker's own step, each of which is one of the first epoch, however slow it is
 WORKERS, BATCH = 3, 4
 SAMPLES = 44  # an epoch of four steps, the last of them of batches of 3, 3 and 2
 STEPS = 12
@@ -99,11 +100,11 @@ class Numbers(Dataset):
         return torch.tensor(index), torch.randn(6, generator=torch.Generator().manual_seed(index))
 
 
-def uses(rank, emit, strategy, epochs=6, kills=None, at=2):
-    """Trains, with a pause at its own step `at`.
+def uses(rank, emit, strategy, epochs=6, kills=None, gates=GATES):
+    """Trains, and stands still at gates, each at one of its own steps.
 
     Returns the samples that this worker used, by epoch, and the parameters in the end. A worker waits at an
-    epoch's end for the samples that others hold: `at` is a step of the first epoch, however slow it is.
+    epoch's end for the samples that others hold.
     """
     torch.manual_seed(rank)
     model = nn.Linear(6, 1)
@@ -113,9 +114,9 @@ def uses(rank, emit, strategy, epochs=6, kills=None, at=2):
         for epoch in session.epochs(epochs):
             for numbers, x in session.batches(Numbers(SAMPLES), BATCH):
                 steps += 1
-                if steps == at and not session.is_newcomer:
+                if steps in gates and not session.is_newcomer:
                     emit("now")
-                    pass_gate()
+                    pass_gate(gates[steps])
                     if rank == kills:
                         os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.zero_grad()

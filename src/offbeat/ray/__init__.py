@@ -25,7 +25,10 @@ Theory of operation
    the last checkpoint.
 4. When Ray starts the whole group again (all workers have failed, or their number changes), that is another
    job with a coordinator and a folder of its own, which begins from the last checkpoint.
-5. Ray's `report` waits until all workers have called it. Here one worker may be a step ahead at an epoch's
+5. Parameter servers, if there are any, are started by a `ServerGroup`, an actor that is found by the run's
+   name: so any process of the cluster can change their number. It is on the controller's node. The servers
+   end with it; then workers lose the parameters, and Ray starts all again from the last checkpoint.
+6. Ray's `report` waits until all workers have called it. Here one worker may be a step ahead at an epoch's
    end, and a newcomer needs the state of others: a wait in `report` would keep those from it. So a worker
    asks a `ReportLedger` instead, which does not wait: it says whether all workers make this report or all
    skip it, as Ray has those skip it that wait while it replaces a worker.
@@ -42,6 +45,7 @@ except ImportError as error:
         f"offbeat.ray needs Ray Train 2.60 or newer, an extra: pip install offbeat[ray] ({error})"
     ) from error
 
+from offbeat.ray.servers import scale_servers
 from offbeat.ray.trainer import OffbeatConfig, OffbeatTrainer
 
-__all__ = ["OffbeatConfig", "OffbeatTrainer"]
+__all__ = ["OffbeatConfig", "OffbeatTrainer", "scale_servers"]

@@ -1,4 +1,4 @@
-"""The actors in which a job's coordinator and its parameter servers run, as processes that end with them."""
+"""The actor in which a job's coordinator runs, as a process that ends with it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Final
 import ray
 
 from offbeat.errors import OffbeatError
-from offbeat.ray.workers import Job, file_in_memory, variables_of
+from offbeat.ray.workers import file_in_memory
 from offbeat.runtime.control.environment import JOB_VARIABLE, TOKEN_FILE_VARIABLE
 from offbeat.runtime.control.service import ADDRESS_FILE
 from offbeat.runtime.processes import child
 from offbeat.runtime.processes.threads import start_thread
 
+RESTARTED: Final = {"max_restarts": -1, "max_task_retries": -1}  # Ray's options of an actor
 _START_S: Final = 60.0  # for the coordinator to start, and for its folder to become free
 _POLL_S: Final = 0.05
 _log = logging.getLogger("offbeat")
@@ -115,11 +116,3 @@ class CoordinatorActor(ProcessActor):
                 process = super()._start()
             time.sleep(_POLL_S)
         return process
-
-
-class ServerActor(ProcessActor):
-    """Runs `offbeat serve` in a job."""
-
-    def __init__(self, job: Job) -> None:
-        os.environ |= variables_of(job)
-        super().__init__("a parameter server", "serve", "--host", ray.util.get_node_ip_address())

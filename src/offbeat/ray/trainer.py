@@ -17,13 +17,13 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from offbeat.ray.actors import CoordinatorActor, ServerActor
+from offbeat.ray.actors import RESTARTED, CoordinatorActor
 from offbeat.ray.reports import ReportLedger
-from offbeat.ray.workers import ANSWER_S, Job, enter_job, in_job, storage_folder
+from offbeat.ray.servers import NAMESPACE, ServerGroup, group_name
+from offbeat.ray.workers import ANSWER_S, Job, describe_run, enter_job, in_job
 from offbeat.runtime.control.service import ADDRESS_FILE
 from offbeat.runtime.training.interface import Strategy
 
-_RESTARTED: Final = {"max_restarts": -1, "max_task_retries": -1}
 _STOP_S: Final = 10.0  # for the coordinator to end
 _log = logging.getLogger("offbeat")
 
@@ -39,7 +39,7 @@ class OffbeatConfig(BackendConfig):  # type: ignore[misc]
             `{"resources": {"on_demand": 0.01}}` for a node that stays. By default it is on the node of Ray's
             controller, without which the run ends in any case, and needs no CPU.
         servers: with how many parameter servers a job begins, each in an actor that Ray restarts;
-            for strategies that have one. With 0, workers start the server.
+            for strategies that have one; see `scale_servers`. With 0, workers start the server.
         server_options: Ray's options of the servers' actors; by default each takes one CPU.
     """
 
@@ -121,7 +121,7 @@ class _Backend(Backend):  # type: ignore[misc]
     def __init__(self) -> None:
         self._world = 0
         self._job: Job | None = None
-        self._servers: list[Any] = []
+        self._servers: Any = None
 
     def on_start(self, worker_group: Any, backend_config: OffbeatConfig) -> None:
         """Set up all workers, or one that replaces another."""
@@ -132,10 +132,14 @@ class _Backend(Backend):  # type: ignore[misc]
             worker_group.execute(enter_job, replace(self._job, is_replacement=True))
         else:
             self._world = len(worker_group)
-            self._job = _begin_job(worker_group.execute_single(0, storage_folder), backend_config)
-            options = {"num_cpus": 1, **_RESTARTED, **backend_config.server_options}
-            server = ray.remote(**options)(ServerActor)
-            self._servers = [server.remote(self._job) for _ in range(backend_config.servers)]
+            run, storage = worker_group.execute_single(0, describe_run)
+            self._job = _begin_job(storage, backend_config)
+            if backend_config.servers:
+                options = {"name": group_name(run), "namespace": NAMESPACE, **_controller_node_options()}
+                group = ray.remote(**options)(ServerGroup)
+                job = replace(self._job, coordinator=None, reports=None)  # Ray warns of handles in arguments
+                self._servers = group.remote(job, backend_config.server_options)
+                ray.get(self._servers.scale.remote(backend_config.servers))
             worker_group.execute(enter_job, self._job)
 
     def on_shutdown(self, worker_group: Any, backend_config: OffbeatConfig) -> None:
@@ -148,10 +152,10 @@ class _Backend(Backend):  # type: ignore[misc]
             return
         with suppress(RayError):
             ray.get(self._job.coordinator.stop.remote(), timeout=_STOP_S)
-        for actor in (self._job.coordinator, self._job.reports, *self._servers):
+        for actor in (self._job.coordinator, self._job.reports, self._servers):
             if actor is not None:
                 ray.kill(actor)
-        self._job, self._servers = None, []
+        self._job = self._servers = None
 
     def _is_one_worker(self, worker_group: Any) -> bool:
         """Whether a group is one worker of the job: Ray replaces all workers together if all have failed."""
@@ -170,15 +174,14 @@ def _begin_job(storage: str | None, config: OffbeatConfig) -> Job:
     folder = None if storage is None else os.path.join(storage, f"offbeat-{name}")
     options = {
         "num_cpus": 0,
-        **_RESTARTED,
+        **RESTARTED,
         "scheduling_strategy": _on_this_node(is_soft=True),
         **config.coordinator_options,
     }
     coordinator = ray.remote(**options)(CoordinatorActor).remote(folder, name, secret)
     reports = None
     if config.strategy.survives_worker_loss:
-        options = {"num_cpus": 0, "scheduling_strategy": _on_this_node(is_soft=False)}
-        reports = ray.remote(**options)(ReportLedger).remote()
+        reports = ray.remote(**_controller_node_options())(ReportLedger).remote()
     return Job(
         name=name,
         secret=secret,
@@ -188,6 +191,11 @@ def _begin_job(storage: str | None, config: OffbeatConfig) -> Job:
         reports=reports,
         servers=config.servers,
     )
+
+
+def _controller_node_options() -> dict[str, Any]:
+    """Return the options of an actor that ends with the node of Ray's controller, as the run does."""
+    return {"num_cpus": 0, "scheduling_strategy": _on_this_node(is_soft=False)}
 
 
 def _on_this_node(*, is_soft: bool) -> Any:

@@ -151,7 +151,9 @@ def file_in_memory(text: str) -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def storage_folder() -> str | None:
-    """Return the folder of the run's storage, in a worker; None where it is not in the file system."""
-    storage = ray.train.get_context().get_storage()
-    return storage.experiment_fs_path if storage.storage_filesystem.type_name == "local" else None
+def describe_run() -> tuple[str, str | None]:
+    """Return the name of a worker's run, and its storage's folder; None where that is in no file system."""
+    context = ray.train.get_context()
+    storage = context.get_storage()
+    is_local = storage.storage_filesystem.type_name == "local"
+    return context.get_experiment_name(), storage.experiment_fs_path if is_local else None

@@ -24,7 +24,7 @@ from offbeat.wire.replay import replay
 from support.coordinator_service import service
 from support.group_training import compute
 from support.jobs import command, job, marked
-from support.newcomer_training import Gate, pass_gate
+from support.newcomer_training import GATE, Gate, pass_gate
 from support.processes import run, values
 from support.run_logs import entries_of
 from support.server_training import (
@@ -328,7 +328,7 @@ def test_without_the_parameters_of_the_first_worker_no_other_worker_begins():
 
 def test_a_newcomer_waits_for_the_first_workers_parameters_where_training_has_not_begun(gate):
     env = {**gate.env, "OFFBEAT_SEED": "7"}
-    with job(uses, 2, SSP(s=2), 6, None, 1, hosts_store=True, env=env) as running:
+    with job(uses, 2, SSP(s=2), 6, None, {1: GATE}, hosts_store=True, env=env) as running:
         running.receive(0, 1)
         running.add(uses, SSP(s=2), 6, env={"OFFBEAT_SEED": "3"})
         gate.open_for(2)
