@@ -5,6 +5,8 @@
 
 import os
 import signal
+import socket
+import ssl
 
 import pytest
 
@@ -19,6 +21,8 @@ import offbeat.ray
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, SamplesRequested, ServerRemovalRequested
 from offbeat.ray.reports import ReportLedger
+from offbeat.runtime.transport.addresses import read_host_and_port
+from support.certificates import Authority
 from support.newcomer_training import EPOCHS, Gate
 from support.ray_cluster import ray_cluster, ray_run
 from support.ray_training import SECOND_GATE
@@ -230,6 +234,25 @@ def test_a_run_without_servers_of_its_own_has_none_to_scale(cluster):
             offbeat.ray.scale_servers("run", 0)
     finally:
         ray.shutdown()
+
+
+def test_workers_servers_and_the_coordinator_of_a_run_with_certificates_use_tls(cluster, gate, tmp_path):
+    authority = Authority(tmp_path)
+    for _ in range(3):
+        cluster.add_node()
+    with ray_run(cluster, gate, workers=2, strategy="ssp", servers=1, env=authority.issue("node").env) as run:
+        run.wait_for("a server", lambda: len(run.ring()) == 1)
+        (address,) = tmp_path.glob("run/offbeat-*/address")
+        context = ssl.create_default_context(cafile=authority.certificate)
+        context.check_hostname = False
+        with (
+            socket.create_connection(read_host_and_port(str(address))) as plain,
+            context.wrap_socket(plain) as encrypted,
+        ):
+            assert encrypted.version() == "TLSv1.3"
+        gate.open()
+        run.ends()
+    trained_on_servers_once(run)
 
 
 def skips(ledger, rank, report):
