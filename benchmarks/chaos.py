@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -36,7 +36,7 @@ from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
 from offbeat.runtime.control import environment
 from offbeat.runtime.processes import child
-from offbeat.runtime.session import join
+from offbeat.runtime.session import Session, join
 from offbeat.strategies import parse_strategy
 from offbeat.wire.log_file import read_log
 
@@ -104,34 +104,54 @@ def run(options: ChaosOptions, *, command: str) -> Result:
         ValueError: an unknown strategy.
         OffbeatError: a job failed or did not end.
     """
-    parse_strategy(options.strategy)
-    duration_s, step_ms = 60 * options.minutes, options.step_ms
-    step_samples = options.workers * options.batch_size
-    steps_an_epoch = max(1, round(10.0 / (step_ms / 1000)))
-    epoch_s = steps_an_epoch * step_ms / 1000
 
-    def trial(length_s: float, chance: random.Random | None) -> ChaosTrial:
-        settings = ChaosSettings(
-            strategy=options.strategy,
-            step_ms=step_ms,
-            batch_size=options.batch_size,
-            samples=steps_an_epoch * step_samples,
-            epochs=max(2, round(length_s / epoch_s)),
-            seed=options.seed,
-        )
+    def trial(settings: ChaosSettings, chance: random.Random | None) -> ChaosTrial:
         with tempfile.TemporaryDirectory() as folder:
             job = _Job(settings, options.workers, Path(folder))
             with job:
                 job.run(chance, every_s=options.every_s, stop_s=options.stop_s)
             return job.trial()
 
-    calm = trial(duration_s / 5, None)
-    faulty = trial(duration_s, random.Random(f"chaos {options.seed}"))
+    return compare_trials("chaos", options, trial, command=command)
+
+
+def compare_trials(
+    name: str,
+    options: ChaosOptions,
+    trial: Callable[[ChaosSettings, random.Random | None], ChaosTrial],
+    *,
+    command: str,
+) -> Result:
+    """Run a trial without faults for a fifth of the time, then one with faults; return what they differ in.
+
+    Args:
+        name: of the benchmark.
+        options: of the benchmark.
+        trial: runs a job, with faults where it gets random numbers for them.
+        command: the command line.
+
+    Raises:
+        ValueError: an unknown strategy.
+        OffbeatError: the replicas of a job differ.
+    """
+    parse_strategy(options.strategy)
+    duration_s, step_ms = 60 * options.minutes, options.step_ms
+    steps_an_epoch = max(1, round(10.0 / (step_ms / 1000)))
+    epoch_s = steps_an_epoch * step_ms / 1000
+    settings = ChaosSettings(
+        strategy=options.strategy,
+        step_ms=step_ms,
+        batch_size=options.batch_size,
+        samples=steps_an_epoch * options.workers * options.batch_size,
+        epochs=max(2, round(duration_s / epoch_s)),
+        seed=options.seed,
+    )
+    calm = trial(replace(settings, epochs=max(2, round(duration_s / 5 / epoch_s))), None)
+    faulty = trial(settings, random.Random(f"chaos {options.seed}"))
     rates = {name: _used(one) / one.alive_s for name, one in {"calm": calm, "wild": faulty}.items()}
-    epochs = max(2, round(duration_s / epoch_s))
-    wrong = [(max(0.0, epochs - uses), max(0.0, uses - epochs)) for uses in faulty.uses[0]]
+    wrong = [(max(0.0, settings.epochs - uses), max(0.0, uses - settings.epochs)) for uses in faulty.uses[0]]
     return Result(
-        name="chaos",
+        name=name,
         command=command,
         kind="timed",
         seed=options.seed,
@@ -239,10 +259,11 @@ class _Job:
                     self._signal(one, signal.SIGCONT)
                     one.is_stopped = False
                     resume.remove((at_s, one))
-            if chance is not None and next_s == math.inf and self._epoch() >= 0:
+            epoch = current_epoch(self.folder / "log.jsonl")
+            if chance is not None and next_s == math.inf and epoch >= 0:
                 next_s = now_s + every_s * chance.uniform(0.5, 1.5)
             # No faults in the last epochs: a replacement could come too late, and a stop outlast the job.
-            if chance is not None and now_s >= next_s and self._epoch() < self.settings.epochs - 2:
+            if chance is not None and now_s >= next_s and epoch < self.settings.epochs - 2:
                 next_s = now_s + every_s * chance.uniform(0.5, 1.5)
                 victim = self._inject_fault(chance, stop_s)
                 resume += [(now_s + stop_s, victim)] if victim.is_stopped else []
@@ -250,16 +271,6 @@ class _Job:
         for one in self._processes:
             if not one.is_killed and one.process.returncode:
                 raise OffbeatError(f"worker {one.worker} ended with {one.process.returncode}")
-
-    def _epoch(self) -> int:
-        """Return the job's current epoch, -1 before it has started."""
-        log = self.folder / "log.jsonl"
-        if not log.exists():
-            return -1
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 2**16))
-            found = re.findall(rb'"type":"Ready".*?"epoch":(\d+)', file.read())
-        return int(found[-1]) if found else -1
 
     def _inject_fault(self, chance: random.Random, stop_s: float) -> _Process:
         victims = [one for one in self._processes if one.process.poll() is None and not one.is_stopped]
@@ -286,24 +297,45 @@ class _Job:
         uses = [
             json.loads(one.result_path.read_text()) for one in self._processes if one.result_path.exists()
         ]
-        entries = list(read_log(self.folder / "log.jsonl").entries)
-        readies = [(entry.now_s, entry.round) for entry in entries if isinstance(entry, Ready)]
-        began_s, ended_s = readies[0][0], readies[-1][0]
-        joined_s = {entry.worker: entry.now_s for entry in entries if isinstance(entry, Joined)}
-        lost_s = {entry.worker: entry.now_s for entry in entries if isinstance(entry, Lost)}
-        alive_s = 0.0
-        for worker, from_s in joined_s.items():
-            alive_s += _overlap_s(from_s, lost_s.get(worker, ended_s), began_s, ended_s)
-        faults = [fault for fault in self.faults if fault.at_s < ended_s]
-        alive_s -= sum(_overlap_s(fault.at_s, fault.until_s, began_s, ended_s) for fault in faults)
-        return ChaosTrial(
-            uses=uses,
-            began_s=began_s,
-            ended_s=ended_s,
-            alive_s=alive_s,
-            faults=faults,
-            recover_s=[_recovered_s(fault.at_s, readies) for fault in faults],
-        )
+        return read_trial(self.folder / "log.jsonl", uses, self.faults)
+
+
+def current_epoch(log: Path) -> int:
+    """Return the current epoch of a job, from its run log; -1 before it has started."""
+    if not log.exists():
+        return -1
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 2**16))
+        found = re.findall(rb'"type":"Ready".*?"epoch":(\d+)', file.read())
+    return int(found[-1]) if found else -1
+
+
+def read_trial(log: Path, uses: list[list[float]], faults: Sequence[Fault]) -> ChaosTrial:
+    """Return the measurements of a job from its run log.
+
+    Args:
+        log: the run log.
+        uses: see `ChaosTrial`.
+        faults: that were injected.
+    """
+    entries = list(read_log(log).entries)
+    readies = [(entry.now_s, entry.round) for entry in entries if isinstance(entry, Ready)]
+    began_s, ended_s = readies[0][0], readies[-1][0]
+    joined_s = {entry.worker: entry.now_s for entry in entries if isinstance(entry, Joined)}
+    lost_s = {entry.worker: entry.now_s for entry in entries if isinstance(entry, Lost)}
+    alive_s = 0.0
+    for worker, from_s in joined_s.items():
+        alive_s += _overlap_s(from_s, lost_s.get(worker, ended_s), began_s, ended_s)
+    faults = [fault for fault in faults if fault.at_s < ended_s]
+    alive_s -= sum(_overlap_s(fault.at_s, fault.until_s, began_s, ended_s) for fault in faults)
+    return ChaosTrial(
+        uses=uses,
+        began_s=began_s,
+        ended_s=ended_s,
+        alive_s=alive_s,
+        faults=faults,
+        recover_s=[_recovered_s(fault.at_s, readies) for fault in faults],
+    )
 
 
 def _overlap_s(from_s: float, until_s: float, began_s: float, ended_s: float) -> float:
@@ -335,14 +367,14 @@ def count_once(model: Counts) -> None:
         grad.div_(grad.abs()[grad != 0].min()).round_()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Train as one worker."""
-    settings, result_path = ChaosSettings(**json.loads(arguments[0])), Path(arguments[1])
+def train(settings: ChaosSettings, on_join: Callable[[Session], None]) -> list[float]:
+    """Train as one worker; return how often each sample was used, by any worker."""
     torch.set_num_threads(1)
     model = Counts(settings.samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     data = TensorDataset(torch.arange(settings.samples))
     with join(model, optimizer, parse_strategy(settings.strategy)) as session:
+        on_join(session)
         for _ in session.epochs(settings.epochs):
             for numbers_B in _batches(session.batches(data, settings.batch_size)):  # noqa: N806
                 optimizer.zero_grad()
@@ -351,7 +383,14 @@ def main(arguments: Sequence[str]) -> int:
                 loss.backward()
                 count_once(model)
                 optimizer.step()
-    result_path.write_text(json.dumps(model.uses_N.tolist()))
+    uses: list[float] = model.uses_N.tolist()
+    return uses
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train as one worker."""
+    settings, result_path = ChaosSettings(**json.loads(arguments[0])), Path(arguments[1])
+    result_path.write_text(json.dumps(train(settings, lambda session: None)))
     return 0
 
 
