@@ -54,7 +54,7 @@ test-kubernetes: $(STAMP)
 # Ray clusters of several nodes on this machine, for each test its own.
 test-ray: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
-	OFFBEAT_TEST_RAY=1 $(BIN)/python -m pytest tests/test_ray.py -rA
+	OFFBEAT_TEST_RAY=1 $(BIN)/python -m pytest tests/test_ray.py tests/benchmarks/test_bench_ray_chaos.py -rA
 
 # The headline figures of the five systems in some five minutes; `python -m benchmarks list` has the whole.
 BENCH := $(BIN)/python -m benchmarks

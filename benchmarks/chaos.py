@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, all the same
 from torch.utils.data import TensorDataset
 
-from benchmarks.commands import ChaosOptions
+from benchmarks.commands import ChaosOptions, RayChaosOptions
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
@@ -65,13 +65,13 @@ class Fault:
     """One injected fault.
 
     Attributes:
-        kind: "kill" or "stop".
-        worker: its id.
+        kind: "kill" or "stop"; what is killed, where that is not only a worker.
+        worker: its id; None where no worker is meant.
         at_s, until_s: monotonic time of this machine; equal for a kill.
     """
 
     kind: str
-    worker: int
+    worker: int | None
     at_s: float
     until_s: float
 
@@ -117,7 +117,7 @@ def run(options: ChaosOptions, *, command: str) -> Result:
 
 def compare_trials(
     name: str,
-    options: ChaosOptions,
+    options: ChaosOptions | RayChaosOptions,
     trial: Callable[[ChaosSettings, random.Random | None], ChaosTrial],
     *,
     command: str,

@@ -1,23 +1,26 @@
 """The benchmarks run, small, and report the promised figures; their values are not judged here."""
 
 import json
+import sys
 from importlib import import_module
 from inspect import signature
 from typing import get_type_hints
 
 import pytest
 
-from benchmarks import allreduce, overhead, slow_line, tls
+from benchmarks import allreduce, overhead, ray_chaos, slow_line, tls
 from benchmarks.__main__ import main
 from benchmarks.commands import (
     AllreduceOptions,
     OverheadOptions,
+    RayChaosOptions,
     SlowLineOptions,
     TlsOptions,
     bench,
     benchmarks,
 )
 from benchmarks.namespaces import missing
+from offbeat.errors import OffbeatError
 
 COMMANDS = [command for command in bench.registered_commands if command.name != "list"]
 
@@ -40,6 +43,12 @@ def test_a_benchmark_takes_the_options_of_its_command(command):
     names = [*signature(command.callback).parameters]
     assert names == [*options.__dataclass_fields__, "json"]
     assert command.help == options.__doc__
+
+
+def test_ray_chaos_says_that_it_needs_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(OffbeatError, match=r"this benchmark needs Ray, .* pip install 'offbeat\[ray\]'"):
+        ray_chaos.run(RayChaosOptions(), command="test")
 
 
 @pytest.mark.long
