@@ -304,7 +304,7 @@ class ChaosOptions:
     seed: Seed = 0
 
 
-@_benchmark("ray_chaos", minutes=12, needs="Ray")
+@_benchmark("ray_chaos", minutes=6, needs="Ray")
 @dataclass(frozen=True, kw_only=True)
 class RayChaosOptions:
     """Throughput and lost samples under Ray while the coordinator, workers and nodes are killed in turn."""
@@ -312,9 +312,9 @@ class RayChaosOptions:
     strategy: Annotated[str, typer.Option(help="Strategy of the job.")] = "partial"
     workers: Annotated[int, typer.Option(min=2, help="Number of workers, each on a node of its own.")] = 3
     minutes: Annotated[float, typer.Option(min=0.1, help="Duration of the job with faults, in minutes.")] = (
-        6.0
+        3.0
     )
-    every_s: Annotated[float, typer.Option(min=1.0, help="Mean time between two faults, in s.")] = 40.0
+    every_s: Annotated[float, typer.Option(min=1.0, help="Mean time between two faults, in s.")] = 25.0
     step_ms: StepMs = 100.0
     batch_size: BatchSize = 32
     seed: Seed = 0

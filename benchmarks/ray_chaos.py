@@ -24,9 +24,7 @@ from benchmarks.commands import RayChaosOptions
 from benchmarks.workers import print_progress
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
-from offbeat.events import Joined, Lost
 from offbeat.runtime.processes import child
-from offbeat.wire.log_file import read_log
 
 _KINDS: Final = ("coordinator", "worker", "node")
 _LAST_EPOCHS: Final = 6  # without faults, about a minute, for the last worker to come back
@@ -38,8 +36,8 @@ _SIZE: Final = {"object_store_memory": 80 * 2**20}  # of a node, in bytes: nothi
 def run(options: RayChaosOptions, *, command: str) -> Result:
     """Run the job without faults for a fifth of the time, then with faults.
 
-    A fault follows the last one after 0.5 to 1.5 times the mean time between two, and not before all workers
-    are there.
+    A fault follows the last one after 0.5 to 1.5 times the mean time between two, and not before the
+    coordinator and all workers are there.
 
     Raises:
         ValueError: an unknown strategy.
@@ -73,6 +71,7 @@ class _Run:
         self._settings, self._workers, self._folder = settings, workers, folder
         self._log = folder / "log.jsonl"
         self._faults: list[Fault] = []
+        self._killed: set[int] = set()  # workers
         os.environ |= {
             "RAY_USAGE_STATS_ENABLED": "0",
             "OMP_NUM_THREADS": "1",
@@ -108,9 +107,11 @@ class _Run:
             if chance is not None and epoch >= 0:
                 if next_s == math.inf:
                     next_s = now_s + every_s * chance.uniform(0.5, 1.5)
-                if now_s >= next_s and epoch < settings.epochs - _LAST_EPOCHS and self._are_all_there():
-                    self._inject_fault(next(kinds), chance)
-                    next_s = time.monotonic() + every_s * chance.uniform(0.5, 1.5)
+                if now_s >= next_s and epoch < settings.epochs - _LAST_EPOCHS:
+                    living, coordinator = self._living(), self._coordinator_actor()
+                    if len(living) == self._workers and coordinator is not None:
+                        self._inject_fault(next(kinds), coordinator, living, chance)
+                        next_s = time.monotonic() + every_s * chance.uniform(0.5, 1.5)
             time.sleep(_POLL_S)
         if self._driver.returncode:
             raise OffbeatError(f"the run failed: {self._last_output()}")
@@ -129,36 +130,36 @@ class _Run:
     def _add_node(self) -> Any:
         return self._cluster.add_node(num_cpus=1, **_SIZE)
 
-    def _inject_fault(self, kind: str, chance: random.Random) -> None:
-        worker = None if kind == "coordinator" else chance.choice(sorted(self._living()))
-        place = {} if worker is None else json.loads(self._place(worker).read_text())
-        now_s = time.monotonic()
+    def _inject_fault(
+        self, kind: str, coordinator: int, living: dict[int, Any], chance: random.Random
+    ) -> None:
+        worker, now_s = None, time.monotonic()
         if kind == "coordinator":
-            os.kill(self._coordinator_actor(), signal.SIGKILL)
-        elif kind == "worker":
-            os.kill(place["pid"], signal.SIGKILL)
+            os.kill(coordinator, signal.SIGKILL)
         else:
-            (node,) = [one for one in self._nodes if one.node_id == place["node"]]
-            self._nodes.remove(node)
-            self._cluster.remove_node(node, allow_graceful=False)
-            self._nodes.append(self._add_node())
+            worker = chance.choice(sorted(living))
+            place = living[worker]
+            self._killed.add(worker)
+            if kind == "worker":
+                os.kill(place["pid"], signal.SIGKILL)
+            else:
+                (node,) = [one for one in self._nodes if one.node_id == place["node"]]
+                self._nodes.remove(node)
+                self._cluster.remove_node(node, allow_graceful=False)
+                self._nodes.append(self._add_node())
         self._faults.append(Fault(kind=kind, worker=worker, at_s=now_s, until_s=now_s))
         print_progress(f"a {kind} is killed" if worker is None else f"a {kind} is killed: worker {worker}")
 
-    def _are_all_there(self) -> bool:
-        living = self._living()
-        return len(living) == self._workers and all(self._place(worker).exists() for worker in living)
+    def _living(self) -> dict[int, Any]:
+        """Return the process and the node of each worker that has joined and was not killed."""
+        places = {
+            int(path.stem.rpartition("-")[2]): json.loads(path.read_text())
+            for path in self._folder.glob("place-*.json")
+        }
+        return {worker: place for worker, place in places.items() if worker not in self._killed}
 
-    def _living(self) -> set[int]:
-        entries = list(read_log(self._log).entries)
-        lost = {entry.worker for entry in entries if isinstance(entry, Lost)}
-        return {entry.worker for entry in entries if isinstance(entry, Joined)} - lost
-
-    def _place(self, worker: int) -> Path:
-        return self._folder / f"place-{worker}.json"
-
-    def _coordinator_actor(self) -> int:
-        """Return the process of the coordinator's actor: the parent of the one with the run's state."""
+    def _coordinator_actor(self) -> int | None:
+        """Return the process of the coordinator's actor, the parent of that with the run's state, if any."""
         state = f"{self._folder}/run/offbeat-".encode()
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
@@ -166,7 +167,7 @@ class _Run:
                     return int(path.with_name("stat").read_text().rpartition(")")[2].split()[1])
             except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
                 continue
-        raise OffbeatError(f"found no coordinator with its state in {self._folder}")
+        return None
 
     def _last_output(self) -> str:
         return self._output.read_text(errors="replace")[-2000:]
