@@ -234,7 +234,7 @@ class StepTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class StepsTimed:
-    """Where the wall time of a worker's steps went, several at once; the last ones are reported later."""
+    """Where the wall time of consecutive steps of a worker went, sent some steps after them."""
 
     now_s: float
     worker: int

@@ -26,7 +26,7 @@ class ServerActor(ProcessActor):
         super().__init__("a parameter server", "serve", "--host", ray.util.get_node_ip_address())
 
     def leave(self) -> None:
-        """End the process once other servers have its data."""
+        """Ask the process to hand its data over to other servers, for up to 60 s, and wait for its end."""
         self._has_finished = True
         self._process.terminate()
         self._process.wait()
@@ -48,9 +48,10 @@ class ServerGroup:
         self._servers: list[Any] = []  # the newest is the last
 
     def scale(self, servers: int) -> None:
-        """Start servers, or remove the newest ones; return when these have handed their data over.
+        """Start servers, or remove the newest ones; return when these have ended.
 
-        A server that does not leave in time, or has not started, is killed: others have replicas of its data.
+        A server hands its data over before it ends. One that does not end in time, or has not started, is
+        killed, and its data are lost where no other server has replicas.
         """
         while len(self._servers) < servers:
             self._servers.append(self._kind.remote(self._job))
@@ -70,8 +71,8 @@ def scale_servers(run: str, servers: int) -> None:
     """Change the number of a run's parameter servers while its workers train.
 
     Any process that is connected to the Ray cluster may call this. Added servers start as soon as Ray has
-    room for them. When this returns, removed ones have handed their data over. Where Ray starts all workers
-    again, the job begins with the number of servers given to the trainer.
+    room for them. Removed ones hand their data over, for up to 60 s each, and have ended when this returns.
+    Where Ray starts all workers again, the job begins with the number of servers given to the trainer.
 
     Args:
         run: the `name` of its `ray.train.RunConfig`.

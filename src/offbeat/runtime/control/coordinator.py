@@ -219,7 +219,7 @@ class Coordinator:
     # Receiving events ------------------------------------------------------------------------------------
 
     def _on_received(self, item: _Item) -> None:
-        """Keep an item until no socket is ready; in the links' thread."""
+        """Keep an item until no socket is ready, or for some turns of the links' loop; in its thread."""
         self._received.append(item)
         if self._endpoint is None:  # its thread runs already, but it is not assigned yet
             self._pass_on()
@@ -232,25 +232,27 @@ class Coordinator:
 
     def _serve_turn(self) -> None:
         """Process what was received together, or else a tick, and send the actions that follow."""
-        for number, item in enumerate(self._wait_for_items(), 1):
+        items = self._wait_for_items()
+        self._check_for_stall()
+        if not items:
+            for event, peer in self._tick():
+                self._handle(event, peer)
+        for number, item in enumerate(items, 1):
             self._process(item)
             if not number % _ITEMS_PER_SEND:
                 self._send_queued()
+                self._check_for_stall()  # long work is none
         self._send_queued()
 
     def _wait_for_items(self) -> list[_Item]:
-        """Wait for items; once a tick is due, process it and return none."""
+        """Wait for items; return none once a tick is due, which it is also while messages never stop."""
         wait_s = self._last_tick_s + self._configuration.tick_s - time.monotonic()
-        try:
-            if wait_s <= 0:  # ticks are due also while messages never stop
-                raise queue.Empty
-            items = self._inbox.get(timeout=wait_s)
-        except queue.Empty:
-            for event, peer in self._tick():
-                self._handle(event, peer)
+        if wait_s <= 0:
             return []
-        self._check_for_stall()
-        return items
+        try:
+            return self._inbox.get(timeout=wait_s)
+        except queue.Empty:
+            return []
 
     def _process(self, item: _Item) -> None:
         match item:
@@ -270,6 +272,8 @@ class Coordinator:
     def _process_message(self, peer: str, payload: bytes) -> None:
         if peer in self._rejected:
             return
+        if peer in self._reconnecting:  # what it could not send before may be much
+            self._reconnecting[peer] = time.monotonic() + RECONNECT_S
         try:
             ack = decode_sequence_ack(payload)
             if ack is not None:
@@ -283,7 +287,6 @@ class Coordinator:
 
     def _tick(self) -> Iterator[tuple[Event, str]]:
         """Yield the loss of peers that did not reconnect in time, and a Tick once none is reconnecting."""
-        self._check_for_stall()
         now_s = time.monotonic()
         if now_s - self._last_tick_s < self._configuration.tick_s:
             return
@@ -303,7 +306,7 @@ class Coordinator:
         return False
 
     def _may_reconnect(self, error: LinkError) -> bool:
-        """Whether a peer whose connection is lost is given time to reconnect.
+        """Whether a peer whose connection is lost is given time to reconnect, which it is once.
 
         It is if this process was stalled itself; and a peer that replaces its connection is alive.
         """

@@ -25,7 +25,6 @@ still there, and otherwise goes on without a log.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import signal
 import socket
@@ -95,7 +94,8 @@ class ServiceCoordinator(Coordinator):
         self._deferred: dict[str, JobRequest | ServerRequest] = {}  # by peer
         self._has_finished = False  # the last worker that ended has left in order
         self._is_complete = False
-        self._cut_off_since_s: float | None = None  # since when all workers and servers are silent
+        self._silent_since_s: float | None = None  # since when all workers and servers are silent
+        self._is_reached = False  # a process has sent a request since then
 
     def _is_over(self) -> bool:
         return self._is_complete
@@ -106,8 +106,7 @@ class ServiceCoordinator(Coordinator):
         request = decode_job_request(payload)
         if request is None:
             return False
-        if self._cut_off_since_s is not None:
-            self._cut_off_since_s = -math.inf  # not cut off: a process reaches this host
+        self._is_reached = True
         self._deferred[peer] = request
         self._answer_deferred()
         return True
@@ -176,20 +175,22 @@ class ServiceCoordinator(Coordinator):
     def _tick(self) -> Iterator[tuple[Event, str]]:
         """Tick; the deadlines of silent peers begin when this host is not cut off any more.
 
-        It is for no longer than workers look for the coordinator.
+        It counts as cut off while all workers and servers are silent and no other process reaches it, but for
+        no longer than workers look for the coordinator.
         """
-        present, now_s = self._peers.present, time.monotonic()
-        if not present or any(not self._peers[peer].is_silent for peer in present):
-            self._cut_off_since_s = None
-        elif self._cut_off_since_s is None:
-            self._cut_off_since_s = now_s
-        if self._cut_off_since_s is not None and now_s - self._cut_off_since_s < OUTAGE_S:
+        now_s = time.monotonic()
+        if not all(self._peers[peer].is_silent for peer in self._peers.present):
+            self._silent_since_s, self._is_reached = None, False
+        elif self._silent_since_s is None:
+            self._silent_since_s = now_s
+        is_reached = self._is_reached or bool(self._deferred)
+        if self._silent_since_s is not None and not is_reached and now_s - self._silent_since_s < OUTAGE_S:
             self._stalled_s = now_s
             self._reconnecting = dict.fromkeys(self._reconnecting, now_s + RECONNECT_S)
         yield from super()._tick()
 
     def _may_reconnect(self, error: LinkError) -> bool:
-        """Whether a peer is given time; also if a dial failed that began while this host was cut off."""
+        """Whether a peer is given time; also if its connection broke in or soon after such a time."""
         is_silent = error.failure in ("broken", "unreachable")
         was_cut_off = time.monotonic() - self._stalled_s < RECONNECT_S
         return super()._may_reconnect(error) or (is_silent and was_cut_off)

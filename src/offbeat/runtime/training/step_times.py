@@ -19,7 +19,8 @@ class StepTimesBuffer:
 
     An event costs the coordinator as much as the times of many steps. They are due with every event but the
     report of a step, and with that once there are `STEPS_MAX` of them, or they sum to `WALL_S_MAX`: so an
-    epoch's times are in the log before its end, and a worker that dies takes those of one second with it.
+    epoch's times are in the log before its end, and a worker that dies takes those of its last second, or of
+    its last step, with it.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,6 @@ class StepTimesBuffer:
         return self.pop_all(worker) if is_due else []
 
     def pop_all(self, worker: int) -> list[Event]:
-        """Return all times of this worker, as no event or one, and forget them."""
+        """Return all times, as no event or one of this worker, and forget them."""
         steps, self._steps = self._steps, []
         return [StepsTimed(now_s=0.0, worker=worker, steps=tuple(steps))] if steps else []

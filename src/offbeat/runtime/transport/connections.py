@@ -117,7 +117,7 @@ class LinkSession:
         return bool(self.peer_id)
 
     def next_position(self) -> SessionPosition:
-        """Return this node's position in the session, which is sent at once: the last one is in force."""
+        """Return this node's position with the next number, to be sent at once, on the only connection."""
         self.positions_sent += 1
         return SessionPosition(self.own_id, self.peer_id, self.received_frames, self.positions_sent)
 

@@ -45,7 +45,7 @@ class SessionPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         session: its own id of the session.
         peer_session: the other node's id of it, if known; "" before the first WELCOME.
         received: how many frames of the other node it has received in this session.
-        number: counts the positions that the node has sent in this session, from 1; 0 where it has sent none.
+        number: counts the positions that the node has sent in this session, from 1; 0 where it counts none.
     """
 
     session: str = ""
