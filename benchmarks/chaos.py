@@ -132,7 +132,7 @@ def compare_trials(
 
     Raises:
         ValueError: an unknown strategy.
-        OffbeatError: the replicas of a job differ.
+        OffbeatError: the replicas of a job differ, or no fault was injected.
     """
     parse_strategy(options.strategy)
     duration_s, step_ms = 60 * options.minutes, options.step_ms
@@ -148,6 +148,11 @@ def compare_trials(
     )
     calm = trial(replace(settings, epochs=max(2, round(duration_s / 5 / epoch_s))), None)
     faulty = trial(settings, random.Random(f"chaos {options.seed}"))
+    if not faulty.faults:
+        raise OffbeatError(
+            f"no fault was injected in {options.minutes:g} minutes: expected more --minutes or a smaller "
+            "--every-s"
+        )
     rates = {name: _used(one) / one.alive_s for name, one in {"calm": calm, "wild": faulty}.items()}
     wrong = [(max(0.0, settings.epochs - uses), max(0.0, uses - settings.epochs)) for uses in faulty.uses[0]]
     return Result(
