@@ -253,7 +253,7 @@ class _Job:
             self.settings.samples / self.settings.batch_size / self.workers * self.settings.step_ms / 1e3
         )
         limit_s = time.monotonic() + 3 * self.settings.epochs * epoch_s + _ENDS_S
-        next_s = math.inf  # until the job has started
+        log, next_s = self.folder / "log.jsonl", math.inf  # until the job has started
         resume: list[tuple[float, _Process]] = []
         while any(one.process.poll() is None for one in self._processes):
             now_s = time.monotonic()
@@ -264,11 +264,10 @@ class _Job:
                     self._signal(one, signal.SIGCONT)
                     one.is_stopped = False
                     resume.remove((at_s, one))
-            epoch = current_epoch(self.folder / "log.jsonl")
-            if chance is not None and next_s == math.inf and epoch >= 0:
+            if chance is not None and next_s == math.inf and current_epoch(log) >= 0:
                 next_s = now_s + every_s * chance.uniform(0.5, 1.5)
             # No faults in the last epochs: a replacement could come too late, and a stop outlast the job.
-            if chance is not None and now_s >= next_s and epoch < self.settings.epochs - 2:
+            if chance is not None and now_s >= next_s and current_epoch(log) < self.settings.epochs - 2:
                 next_s = now_s + every_s * chance.uniform(0.5, 1.5)
                 victim = self._inject_fault(chance, stop_s)
                 resume += [(now_s + stop_s, victim)] if victim.is_stopped else []

@@ -103,15 +103,17 @@ class _Run:
             now_s = time.monotonic()
             if now_s > limit_s:
                 raise OffbeatError(f"the run did not end in time: {self._last_output()}")
-            epoch = current_epoch(self._log)
-            if chance is not None and epoch >= 0:
-                if next_s == math.inf:
-                    next_s = now_s + every_s * chance.uniform(0.5, 1.5)
-                if now_s >= next_s and epoch < settings.epochs - _LAST_EPOCHS:
-                    living, coordinator = self._living(), self._coordinator_actor()
-                    if len(living) == self._workers and coordinator is not None:
-                        self._inject_fault(next(kinds), coordinator, living, chance)
-                        next_s = time.monotonic() + every_s * chance.uniform(0.5, 1.5)
+            if chance is not None and next_s == math.inf and current_epoch(self._log) >= 0:
+                next_s = now_s + every_s * chance.uniform(0.5, 1.5)
+            if (
+                chance is not None
+                and now_s >= next_s
+                and current_epoch(self._log) < settings.epochs - _LAST_EPOCHS
+            ):
+                living, coordinator = self._living(), self._coordinator_actor()
+                if len(living) == self._workers and coordinator is not None:
+                    self._inject_fault(next(kinds), coordinator, living, chance)
+                    next_s = time.monotonic() + every_s * chance.uniform(0.5, 1.5)
             time.sleep(_POLL_S)
         if self._driver.returncode:
             raise OffbeatError(f"the run failed: {self._last_output()}")

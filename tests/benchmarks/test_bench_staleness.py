@@ -18,9 +18,10 @@ from benchmarks.served import ServedResult
 from benchmarks.staleness import PARTS, StalenessPlan, StalenessRow, bursts, lasting
 from offbeat.cli.result import Result
 from offbeat.errors import WorkerError
-from offbeat.events import Evaluated, StepFinished, StepPermit, StepsTimed, StepTimes
+from offbeat.events import Evaluated, StepFinished, StepPermit, StepsTimed
 from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
 from support.jobs import MARK, command, gone, marked
+from support.round_events import times_of_step
 from support.run_logs import wait_until
 
 
@@ -151,8 +152,7 @@ def permit(bound, *, may_start=True):
 
 
 def timed(worker, step, wait_s):
-    parts = dict.fromkeys(("batch_s", "compute_s", "apply_s", "communicate_s", "other_s"), 0.0)
-    times = StepTimes(step=step, wait_s=wait_s, wall_s=wait_s, samples=8, **parts)
+    times = times_of_step(step, wait_s=wait_s, wall_s=wait_s, samples=8)
     return StepsTimed(now_s=0.0, worker=worker, steps=(times,))
 
 

@@ -13,10 +13,11 @@ from offbeat.cli.main import main
 from offbeat.cli.timesheet import TIME_PARTS, TimeSheet
 from offbeat.cli.training_worker import OPTIMIZERS, TrainingSettings, accuracy, batch_loss
 from offbeat.data import load_data_set
-from offbeat.events import Evaluated, Left, NodeJoined, StepsTimed, StepTimes, Tick
+from offbeat.events import Evaluated, Left, NodeJoined, StepsTimed, Tick
 from offbeat.models import build_model
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.wire import log_file
+from support.round_events import times_of_step
 from support.run_logs import step_times
 
 
@@ -26,8 +27,8 @@ def settings(**change):
 
 
 def step(worker=0, wall_s=1.0, wait_s=0.25, samples=10, number=0):
-    parts_s = {f"{part}_s": 0.0 for part in TIME_PARTS} | {"wait_s": wait_s, "compute_s": wall_s - wait_s}
-    times = StepTimes(step=number, samples=samples, wall_s=wall_s, **parts_s)
+    parts_s = {"wait_s": wait_s, "compute_s": wall_s - wait_s}
+    times = times_of_step(number, samples=samples, wall_s=wall_s, **parts_s)
     return StepsTimed(now_s=0.0, worker=worker, steps=(times,))
 
 

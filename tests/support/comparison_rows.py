@@ -1,8 +1,9 @@
 """Rows and time sheets of a comparison."""
 
 from offbeat.cli.comparison import ComparisonCase, ComparisonRow
-from offbeat.cli.timesheet import TIME_PARTS, TimeSheet
-from offbeat.events import Evaluated, StepsTimed, StepTimes
+from offbeat.cli.timesheet import TimeSheet
+from offbeat.events import Evaluated, StepsTimed
+from support.round_events import times_of_step
 
 
 def row(strategy="bsp", slow=(), epoch_s=1.0, wait_share=0.1, accuracy=0.9, workers=4):
@@ -17,9 +18,8 @@ def sheet_of_three_epochs(waits):
     sheet = TimeSheet()
     for epoch, wall_s in enumerate((100.0, 2.0, 4.0)):
         for worker, wait in enumerate(waits):
-            parts_s = {f"{part}_s": 0.0 for part in TIME_PARTS}
-            parts_s |= {"wait_s": wait * wall_s, "compute_s": (1 - wait) * wall_s}
-            times = StepTimes(step=epoch, samples=1, wall_s=wall_s, **parts_s)
+            parts_s = {"wait_s": wait * wall_s, "compute_s": (1 - wait) * wall_s}
+            times = times_of_step(epoch, samples=1, wall_s=wall_s, **parts_s)
             sheet.add(StepsTimed(now_s=0.0, worker=worker, steps=(times,)))
             metrics = {"accuracy": 0.5 + epoch / 10} if worker == 0 else {}
             sheet.add(Evaluated(now_s=0.0, worker=worker, epoch=epoch, metrics=metrics))

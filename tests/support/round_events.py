@@ -1,10 +1,10 @@
 """Events of workers that train in lockstep."""
 
-from offbeat.events import (
-    BatchesSkipped,
-    Joined,
-    Ready,
-)
+from typing import Any
+
+from offbeat.events import BatchesSkipped, Joined, Ready, StepTimes
+
+_PARTS = ("batch_s", "compute_s", "apply_s", "communicate_s", "wait_s", "other_s", "wall_s")
 
 
 def joined(worker: int, world: int = 2) -> Joined:
@@ -34,6 +34,11 @@ def ready(worker: int, round_: int, step: int | None = None, *, epoch: int = 0, 
         blocks=(),
         batches_fetched=batch,
     )
+
+
+def times_of_step(step: int, **changes: Any) -> StepTimes:
+    """Times of a step that took none, but for the changes."""
+    return StepTimes(**{"step": step, "samples": 32, **dict.fromkeys(_PARTS, 0.0), **changes})
 
 
 def left_out(worker: int, round_: int, *, batch: int, count: int = 1, epoch: int = 0) -> BatchesSkipped:

@@ -22,11 +22,10 @@ from offbeat.events import (
     PeerReachable,
     PeerUnreachable,
     StepsTimed,
-    StepTimes,
     Tick,
 )
 from offbeat.policies.membership.lockstep import Lockstep
-from support.round_events import joined, left_out, ready
+from support.round_events import joined, left_out, ready, times_of_step
 
 
 def named(worker: int, round_: int, batch: int, first: int) -> AssignRoundBatch:
@@ -47,9 +46,7 @@ def lost(worker: int) -> Lost:
 
 
 def timed(worker: int, step: int) -> StepsTimed:
-    parts = dict.fromkeys(["batch_s", "compute_s", "apply_s", "communicate_s", "wait_s", "other_s"], 0.0)
-    times = StepTimes(step=step, wall_s=0.0, samples=32, **parts)
-    return StepsTimed(now_s=1.0, worker=worker, steps=(times,))
+    return StepsTimed(now_s=1.0, worker=worker, steps=(times_of_step(step),))
 
 
 def answers(policy: Lockstep, *events) -> list:

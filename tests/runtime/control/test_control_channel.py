@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from offbeat.errors import ProtocolError
-from offbeat.events import EndEpoch, Group, Left, PeerList, StepsTimed, StepTimes, Tick
+from offbeat.events import EndEpoch, Group, Left, PeerList, StepsTimed, Tick
 from offbeat.runtime.control.channel import (
     SEQUENCE_ACK_INTERVAL,
     ControlChannel,
@@ -25,6 +25,7 @@ from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
 from support.coordinator_process import coordinator, joined, ready
 from support.endpoints import DEADLINE_S, Node, node
+from support.round_events import times_of_step
 
 __all__ = ["node"]
 
@@ -363,11 +364,7 @@ def test_no_tick_is_logged_until_all_workers_have_reconnected(tmp_path):
 
 
 def timed(step):
-    times_s = dict.fromkeys(
-        ("batch_s", "compute_s", "apply_s", "communicate_s", "wait_s", "other_s", "wall_s"), 0.0
-    )
-    times = StepTimes(step=step, samples=0, **times_s)
-    return StepsTimed(now_s=0.0, worker=0, steps=(times,))
+    return StepsTimed(now_s=0.0, worker=0, steps=(times_of_step(step, samples=0),))
 
 
 def test_the_coordinator_drops_actions_for_a_worker_once_acknowledged(tmp_path):

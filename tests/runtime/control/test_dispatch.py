@@ -4,15 +4,13 @@ import math
 import random
 from contextlib import contextmanager
 
-from offbeat.events import Joined, Left, Lost, NodeJoined, Ready, Recipient, RejectPeer
+from offbeat.events import Joined, Left, Lost, NodeJoined, Recipient, RejectPeer
 from offbeat.runtime.control.configuration import CoordinatorConfiguration, PolicySpec
 from offbeat.runtime.control.coordinator import Coordinator
 from offbeat.wire.codec import decode_actions, encode_events
 from support.every_event import ACTIONS
+from support.round_events import ready
 
-READY = Ready(
-    now_s=0.0, worker=0, generation=0, epoch=0, step=0, round=0, compute_s=0.1, samples=1, blocks=()
-)
 NODES = ("server-0", "server-1", "client-0", "client-7")
 
 
@@ -64,7 +62,7 @@ def test_a_peer_that_reconnects_and_has_much_to_send_is_not_lost_meanwhile():
     with job(2) as coordinator:
         coordinator._last_tick_s = -math.inf
         coordinator._reconnecting = dict.fromkeys(("worker-0", "worker-1"), -math.inf)
-        coordinator._process_message("worker-0", encode_events([READY]))
+        coordinator._process_message("worker-0", encode_events([ready(0, 0)]))
         lost = [event for event, _ in coordinator._tick() if isinstance(event, Lost)]
         assert [event.worker for event in lost] == [1]
 

@@ -1,32 +1,18 @@
 """The times of several steps are sent as one event, and none later than the rules say."""
 
+from dataclasses import replace
+
 import pytest
 
-from offbeat.events import Event, Finished, Ready, StepFinished, StepsTimed, StepTimes
+from offbeat.events import Event, Finished, StepsTimed
 from offbeat.runtime.training.step_times import STEPS_MAX, WALL_S_MAX, StepTimesBuffer
+from support.every_event import CLOCKED
+from support.round_events import ready, times_of_step
 
 WORKER = 3
-READY = Ready(
-    now_s=0.0, worker=WORKER, generation=0, epoch=0, step=1, round=1, compute_s=0.1, samples=1, blocks=()
-)
-STEP_FINISHED = StepFinished(
-    now_s=0.0,
-    worker=WORKER,
-    clock=1,
-    parameter_version=0,
-    epoch=0,
-    step=1,
-    compute_s=0.1,
-    samples=1,
-    loss=None,
-    blocks=(),
-)
+READY = ready(WORKER, 1)
+STEP_FINISHED = replace(CLOCKED, worker=WORKER)
 FINISHED = Finished(now_s=0.0, worker=WORKER, epoch=0, step=2)
-
-
-def times(step: int, wall_s: float) -> StepTimes:
-    parts = dict.fromkeys(("batch_s", "compute_s", "apply_s", "communicate_s", "wait_s", "other_s"), 0.0)
-    return StepTimes(step=step, wall_s=wall_s, samples=1, **parts)
 
 
 def steps_of(events: list[Event]) -> list[list[int]]:
@@ -41,7 +27,7 @@ def test_a_steps_report_takes_many_short_steps_along(report):
     buffer = StepTimesBuffer()
     for step in range(STEPS_MAX):
         assert buffer.pop_due(report, WORKER) == []
-        buffer.add(times(step, wall_s=WALL_S_MAX / STEPS_MAX / 2))
+        buffer.add(times_of_step(step, wall_s=WALL_S_MAX / STEPS_MAX / 2))
     assert steps_of(buffer.pop_due(report, WORKER)) == [[*range(STEPS_MAX)]]
     assert buffer.pop_due(report, WORKER) == []
 
@@ -49,15 +35,15 @@ def test_a_steps_report_takes_many_short_steps_along(report):
 @pytest.mark.parametrize("report", [READY, STEP_FINISHED])
 def test_a_steps_report_takes_a_second_of_steps_along(report):
     buffer = StepTimesBuffer()
-    buffer.add(times(0, wall_s=0.75 * WALL_S_MAX))
+    buffer.add(times_of_step(0, wall_s=0.75 * WALL_S_MAX))
     assert buffer.pop_due(report, WORKER) == []
-    buffer.add(times(1, wall_s=0.25 * WALL_S_MAX))
+    buffer.add(times_of_step(1, wall_s=0.25 * WALL_S_MAX))
     assert steps_of(buffer.pop_due(report, WORKER)) == [[0, 1]]
 
 
 def test_every_other_event_takes_all_along():
     buffer = StepTimesBuffer()
-    buffer.add(times(0, wall_s=0.0))
+    buffer.add(times_of_step(0, wall_s=0.0))
     assert steps_of(buffer.pop_due(FINISHED, WORKER)) == [[0]]
     assert buffer.pop_due(FINISHED, WORKER) == []
 
@@ -65,6 +51,6 @@ def test_every_other_event_takes_all_along():
 def test_what_is_left_at_the_end_is_one_event():
     buffer = StepTimesBuffer()
     assert buffer.pop_all(WORKER) == []
-    buffer.add(times(0, wall_s=0.0))
-    buffer.add(times(1, wall_s=0.0))
+    buffer.add(times_of_step(0, wall_s=0.0))
+    buffer.add(times_of_step(1, wall_s=0.0))
     assert steps_of(buffer.pop_all(WORKER)) == [[0, 1]]

@@ -62,6 +62,7 @@ from offbeat.runtime.control.journal import Journal
 from offbeat.runtime.control.peer_table import PeerTable
 from offbeat.runtime.processes.supervisor import supervise
 from offbeat.runtime.transport.addresses import listen_at, own_address, parse_address, write_host_and_port
+from offbeat.wire.codec import encode_record
 from offbeat.wire.replay import build_policy
 
 ADDRESS_FILE = "address"  # in the folder: HOST:PORT at which the coordinator listens
@@ -128,7 +129,7 @@ class ServiceCoordinator(Coordinator):
             else:
                 answer = self._admit(request)
                 plain = {"type": _REQUEST, **msgspec.to_builtins(request)}
-                self.journal.append(msgspec.msgpack.encode((peer, plain, b"")))
+                self.journal.append(encode_record(peer, plain, b""))
             del self._deferred[peer]
             self._queue(peer, encode_job_message(answer))
 
