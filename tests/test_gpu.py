@@ -16,8 +16,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.strategies import ASP, DPAR, DTSSP, SSP, AllReduce, Downpour, PartialAllReduce, ServerBSP
-from support.processes import run, values
+from offbeat.strategies import (
+    ASP,
+    DPAR,
+    DTSSP,
+    SSP,
+    AllReduce,
+    Downpour,
+    Hybrid,
+    PartialAllReduce,
+    PReduce,
+    ServerBSP,
+)
+from support import device_training
+from support.newcomer_training import Gate, pass_gate
+from support.processes import run, start, values
 
 pytestmark = pytest.mark.skipif(os.environ.get("OFFBEAT_TEST_GPU") != "1", reason="run by `make test-gpu`")
 
@@ -124,11 +137,169 @@ def test_a_single_worker_trains_as_without_offbeat():
     assert seen == expected
 
 
-@pytest.mark.parametrize("strategy", [PartialAllReduce(), DPAR(threshold_ms=5.0)])
-def test_a_strategy_that_cannot_train_on_a_gpu_names_the_device(strategy):
-    for one in run(on_one_gpu, 2, joined, strategy):
-        assert one.error_type in ("OffbeatError", "WorkerError")
-        assert "the model lies on cuda:0" in one.error
+def on_the_gpu(rank, emit, *args, **kwargs):
+    torch.cuda.set_device(0)
+    return device_training.train(rank, emit, "cuda", *args, **kwargs)
+
+
+def assert_close(state, expected):
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(
+            torch.tensor(value, dtype=torch.float64),
+            torch.tensor(expected[name], dtype=torch.float64),
+            rtol=1e-10,
+            atol=1e-12,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("strategy", [AllReduce(), Hybrid()], ids=str)
+def test_workers_that_share_a_gpu_end_with_the_model_of_the_cpu(strategy, workers):
+    seen = values(run(on_the_gpu, workers, strategy))
+    assert len({digest for _, digest in seen}) == 1
+    expected = values(run(device_training.train, workers, "cpu", strategy))
+    assert_close(seen[0][0], expected[0][0])
+
+
+@pytest.mark.parametrize("strategy", [PartialAllReduce(), DPAR(threshold_ms=5.0)], ids=str)
+def test_workers_in_changing_groups_end_with_one_model(strategy):
+    seen = values(run(on_the_gpu, 4, strategy, env={"OFFBEAT_SLOW": "1:4"}))
+    assert len({digest for _, digest in seen}) == 1
+    assert all(math.isfinite(value) for value in seen[0][0]["head.bias"])
+
+
+def test_workers_that_average_models_end_with_one_model():
+    seen = values(run(on_the_gpu, 4, PReduce(P=2)))
+    assert seen[0][0] == seen[1][0] == seen[2][0] == seen[3][0]
+
+
+def killed(rank, emit, victim):
+    return on_the_gpu(rank, emit, PartialAllReduce(), 6, device_training.kill_in_step(step=10, victim=victim))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_go_on_when_a_worker_on_the_gpu_is_killed(victim):
+    ended = run(killed, 3, victim)
+    assert ended[victim].exitcode == -9
+    seen = values([one for one in ended if one.rank != victim])
+    assert seen[0] == seen[1]
+
+
+def joining(rank, emit):
+    def before_step(session):
+        if session.step == 5:
+            pass_gate()
+
+    return on_the_gpu(rank, emit, PartialAllReduce(limit=10**6), 6, before_step)
+
+
+def test_a_newcomer_receives_the_state_of_a_gpu(tmp_path):
+    with Gate(tmp_path) as gate, start(joining, 2, env=gate.env) as cluster:
+        newcomer = cluster.add(joining, (), gate.env)
+        gate.open_for(newcomer)
+        seen = values(cluster.ends())
+    assert len({digest for _, digest in seen}) == 1
+
+
+def without_synchronizing(rank, emit, strategy):
+    """Fails where the host waits for the device between the beginning of a forward pass and the step's end."""
+    torch.cuda.set_device(0)
+    model = a_model().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, labels = (one.cuda() for one in samples(64)[:])
+    losses = []
+    with offbeat.join(model, optimizer, strategy):
+        for step in range(12):
+            if step == 6:  # by then, memory and plans are made
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs.float()), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.cuda.set_sync_debug_mode("default")
+    return torch.stack(losses).tolist()
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(), Hybrid()], ids=str)
+def test_a_step_never_synchronizes_with_the_device(strategy):
+    one, other = values(run(without_synchronizing, 2, strategy))
+    assert one[-1] < one[0]
+
+
+def in_mixed_precision(rank, emit, strategy, dtype):
+    torch.cuda.set_device(0)
+    model = a_model().float().to(memory_format=torch.preserve_format)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
+    inputs, labels = (one.cuda() for one in samples(64 + rank)[:])
+    losses = []
+    with offbeat.join(model, optimizer, strategy) as session:
+        for _ in range(12):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=dtype):
+                loss = F.cross_entropy(model(inputs.float()), labels)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(float(loss))
+        session.refresh()
+    return losses, [parameter.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(), Hybrid()], ids=str)
+def test_mixed_precision_with_a_gradient_scaler(strategy, dtype):
+    (losses, weights), (_, others) = values(run(in_mixed_precision, 2, strategy, dtype))
+    assert losses[-1] < losses[0]
+    assert weights == others
+
+
+def in_half_precision(rank, emit, device):
+    torch.manual_seed(0)
+    model = nn.Linear(64, CLASSES, bias=False).to(device, torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with offbeat.join(model, optimizer, AllReduce()):
+        inputs = torch.full((1, 64), 1.0 + rank / 128, dtype=torch.bfloat16, device=device)
+        model(inputs).sum().backward()
+        return model.weight.grad.tolist()
+
+
+def test_half_precision_gradients_are_summed_in_single_precision():
+    seen = values(run(in_half_precision, 4, "cuda"))
+    expected = torch.stack([torch.full((CLASSES, 64), 1.0 + rank / 128) for rank in range(4)]).mean(0)
+    assert seen == [expected.bfloat16().tolist()] * 4
+
+
+def of_channels_last(rank, emit, compiled):
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.LazyLinear(4)
+    ).cuda()
+    inputs = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(rank)).cuda()
+    net(inputs)
+    net = net.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with offbeat.join(net, optimizer, PartialAllReduce(shards="equal")):
+        model = torch.compile(net, backend="aot_eager") if compiled else net
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(inputs.contiguous(memory_format=torch.channels_last)).square().mean().backward()
+            optimizer.step()
+    assert net[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+    return [parameter.tolist() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_models_in_channels_last(compiled):
+    one, other = values(run(of_channels_last, 2, compiled))
+    assert one == other
 
 
 def of_two_on(device, strategy):

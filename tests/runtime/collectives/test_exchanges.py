@@ -22,6 +22,7 @@ from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.collectives.torch_exchange import TorchExchange
+from offbeat.runtime.devices.host import Host
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY
 from support.processes import run, start, values
@@ -109,7 +110,7 @@ def groups():
 
 
 def zeros(endpoint, length, dtype=torch.float32):
-    return TensorMemory(endpoint).zeros(length, dtype, device=torch.device("cpu"))
+    return TensorMemory(endpoint, Host()).zeros(length, dtype)
 
 
 def wait(pending):
@@ -274,7 +275,7 @@ def test_memory_that_a_member_may_still_read_is_not_reused():
     """A delayed member reads an announced part late, although the exchange was abandoned since."""
     with group(2) as two:
         two.sum([torch.ones(10), torch.ones(10)])
-        memory = TensorMemory(two.endpoints[0])
+        memory = TensorMemory(two.endpoints[0], Host())
         own, into = (zeros(two.endpoints[0], 2**20) for _ in range(2))
         release = threading.Event()
         two.endpoints[1].call_soon(lambda: release.wait(DEADLINE_S))
@@ -461,7 +462,7 @@ def test_a_missed_deadline_raises_an_error_that_names_it():
 
 def torch_sums(rank, emit):
     dist.init_process_group("gloo")
-    exchange = TorchExchange(dist.group.WORLD)
+    exchange = TorchExchange(dist.group.WORLD, torch.device("cpu"))
     size = dist.get_world_size()
     for number, dtype in enumerate([torch.float32, torch.float64, torch.int64, torch.bfloat16]):
         lengths = [0, 1, size - 1, size, 10_007]
@@ -482,7 +483,7 @@ def torch_sums(rank, emit):
         part = dist.new_group([1, 2])
         if rank:
             flat = vector(rank, 10)
-            wait([TorchExchange(part).broadcast(flat, root=1, exchange_id=0)])
+            wait([TorchExchange(part, torch.device("cpu")).broadcast(flat, root=1, exchange_id=0)])
             assert torch.equal(flat, vector(2, 10))
     generator = torch.Generator().manual_seed(rank)
     flat = torch.randn(10_007, generator=generator)
@@ -499,7 +500,7 @@ def test_torch_exchanges_sum_and_broadcast_to_equal_results_on_all_members(size)
 
 def torch_abandons(rank, emit):
     dist.init_process_group("gloo")
-    exchange = TorchExchange(dist.group.WORLD)
+    exchange = TorchExchange(dist.group.WORLD, torch.device("cpu"))
     if rank == 1:
         emit("here")
         threading.Event().wait()
@@ -526,7 +527,7 @@ def test_abandoned_torch_exchanges_raise_the_given_error():
 
 def torch_loses_a_peer(rank, emit):
     dist.init_process_group("gloo")
-    exchange = TorchExchange(dist.group.WORLD)
+    exchange = TorchExchange(dist.group.WORLD, torch.device("cpu"))
     dist.barrier()  # else it may die while the workers still connect to each other
     if rank == 1:
         os._exit(1)

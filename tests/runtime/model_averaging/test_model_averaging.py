@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.data.equal_shards import EqualShards
+from offbeat.runtime.devices.host import Host
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.strategies import PReduce, parse_strategy
@@ -165,7 +166,7 @@ def test_floats_are_averaged_in_float32_or_better_and_integers_are_the_first_mem
     ]
     links = Endpoint("alone", job="job", token="secret", on_message=print, on_lost=print)
     try:
-        flat = FlatTensors(lambda: tensors, TensorMemory(links), torch.device("cpu"))
+        flat = FlatTensors(lambda: tensors, TensorMemory(links, Host()))
         flat.pack(0.5, is_first=False)
         packed = {one.dtype: one.tolist() for one in flat.contributions}
         assert packed == {

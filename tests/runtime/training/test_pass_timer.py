@@ -1,5 +1,6 @@
 """Promises of `offbeat.runtime.training.pass_timer`."""
 
+from offbeat.runtime.devices.host import Host
 from offbeat.runtime.training.pass_timer import PassTimer
 from offbeat.runtime.training.timing import PartTimer
 
@@ -20,7 +21,7 @@ def test_injected_slowness_counts_as_compute_time_of_the_round_but_of_no_pass():
         clock.now_s += 100
 
     timer = PartTimer(clock)
-    passes = PassTimer(timer, slow_down)
+    passes = PassTimer(timer, Host(), slow_down)
     for compute_s in (1, 2):
         timer.switch("compute")
         clock.now_s += compute_s

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import nn
 
 from offbeat.numerics.collectives.buckets import plan_buckets
-from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers
+from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, summed_dtype, write_scaled
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupHandle
+from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.averaging.trailer import RoundSums, TrailerLayout
 
 
@@ -63,6 +63,7 @@ class BucketSet:
 
     def _make_buckets(self, capacity: int) -> None:
         self._trailer = TrailerLayout(capacity, len(self._parameters), len(self._hyperparameters()))
+        self._trailer_entry = len(self._parameters) + len(self.buffers.tensors())
         self._buckets = [] if self._binding is None else self._planned_buckets(self._binding)
         self._location_of = {
             entry: (index, position)
@@ -77,11 +78,10 @@ class BucketSet:
         tensors = [*self._parameters, *self.buffers.tensors()]
         shapes = [t.shape for t in tensors] + [torch.Size([self._trailer.length])]
         precise = any(t.dtype == torch.float64 for t in self._parameters)
-        dtypes = [t.dtype for t in tensors] + [torch.float64 if precise else torch.float32]
+        dtypes = [summed_dtype(t) for t in tensors] + [torch.float64 if precise else torch.float32]
         sizes = [shape.numel() for shape in shapes]
         plan = plan_buckets(sizes, dtypes, bucket_bytes=self._bucket_bytes)
-        zeros = partial(binding.memory.zeros, device=self._parameters[0].device)
-        return [GradientBucket(bucket, shapes, len(self._parameters), zeros) for bucket in plan]
+        return make_buckets(plan, shapes, len(self._parameters), binding.memory, binding.exchange_device)
 
     def bind(self, group: GroupHandle) -> None:
         """Bind the round under way to a group, and make room for its members in the trailer."""
@@ -101,9 +101,9 @@ class BucketSet:
         for entry in self._ready_entries:
             (old_index, old_position), (index, position) = old_location_of[entry], self._location_of[entry]
             torch.mul(
-                old_buckets[old_index].contribution.views[old_position],
+                old_buckets[old_index].packing_views()[old_position],
                 factor,
-                out=self._buckets[index].contribution.views[position],
+                out=self._buckets[index].packing_views()[position],
             )
             self._buckets[index].missing_count -= 1
 
@@ -150,18 +150,17 @@ class BucketSet:
         """Write or add a scaled gradient to its bucket."""
         assert self._binding is not None
         index, position = self._location_of[entry]
-        view = self._buckets[index].contribution.views[position]
+        view = self._buckets[index].packing_views()[position]
         gradient, scale = self._parameters[entry].grad, self.scale
         if add and gradient is not None and scale:
             view.add_(gradient, alpha=scale)
-        elif gradient is None or not scale:
-            view.zero_()
         else:
-            torch.mul(gradient, scale, out=view)
+            write_scaled(gradient, scale or 0.0, view)
         if not add:
             for late in self._binding.late_gradients.active:
                 if late.has[entry]:
-                    view.add_(late.gradients[entry], alpha=late.weight / self._trailer.capacity)
+                    late_gradient = late.gradients[entry].to(view.device)
+                    view.add_(late_gradient, alpha=late.weight / self._trailer.capacity)
 
     def fill_trailer(self, *, weight: float, writes: int, is_preempted: bool, offset_s: float) -> None:
         """Write this worker's numbers, except its blocks, which `launch_last` gets: see `RoundSums`."""
@@ -215,24 +214,25 @@ class BucketSet:
             self._pack_rest(bucket)
         if self._exchange_id is None:
             self._exchange_id = self._binding.next_exchange_id()
-        bucket.pending = self.group.exchange.all_reduce(
-            bucket.contribution.flat, bucket.output.flat, exchange_id=self._exchange_id, index=self.launched
+        bucket.pending = bucket.all_reduce(
+            self.group.exchange, exchange_id=self._exchange_id, index=self.launched
         )
         self.launched += 1
 
     def _pack_rest(self, bucket: GradientBucket) -> None:
         """Pack what no hook has: gradients, and on the first member buffers."""
         assert self.group is not None
-        buffers = self.buffers.tensors() if len(bucket.entries) > bucket.gradient_count else []
-        for entry, view in zip(bucket.entries, bucket.contribution.views, strict=True):
-            if entry < len(self._parameters):
-                if entry not in self._ready_entries:
-                    self._pack_gradient(entry)
-            elif entry < len(self._parameters) + len(buffers):
+        for entry in bucket.entries[: bucket.gradient_count]:
+            if entry not in self._ready_entries:
+                self._pack_gradient(entry)
+        buffer_entries = [e for e in bucket.entries[bucket.gradient_count :] if e != self._trailer_entry]
+        if buffer_entries:
+            buffers, views = self.buffers.tensors(), bucket.packing_views()
+            for position, entry in enumerate(buffer_entries, bucket.gradient_count):
                 if self.group.position == 0:
-                    view.copy_(buffers[entry - len(self._parameters)])
+                    views[position].copy_(buffers[entry - len(self._parameters)])
                 else:
-                    view.zero_()
+                    views[position].zero_()
 
     def wait(self, timeout_s: float) -> RoundSums:
         """Wait for all buckets, and return the sums of the trailers.
@@ -246,6 +246,7 @@ class BucketSet:
         for bucket in self._buckets:
             assert bucket.pending is not None
             bucket.pending.wait(max(0.0, deadline_s - time.monotonic()))
+            bucket.output.fetch_sums()
         return self._trailer.decode(self._buckets[-1].output.views[-1].tolist(), self.group.size)
 
     def unpack(self, sums: RoundSums, set_gradient: Callable[[int, torch.Tensor], None]) -> None:
@@ -258,9 +259,9 @@ class BucketSet:
         assert self.group is not None
         buffers = self.buffers.tensors()
         for bucket in self._buckets:
-            if sums.weight not in (0.0, 1.0) and bucket.gradient_elements:
-                bucket.output.flat[: bucket.gradient_elements].div_(sums.weight)
-            for entry, view in zip(bucket.entries, bucket.output.views, strict=True):
+            if sums.weight not in (0.0, 1.0):
+                bucket.output.divide(bucket.gradient_elements, sums.weight)
+            for entry, view in zip(bucket.entries, bucket.output.mean_views(), strict=True):
                 if entry < len(self._parameters):
                     if sums.used[entry] and sums.weight:
                         set_gradient(entry, view)
@@ -268,7 +269,7 @@ class BucketSet:
                     # Through .data: as with the layers' own writes, autograd does not count this as a change.
                     buffers[entry - len(self._parameters)].data.copy_(view)
             if sums.weight:
-                bucket.swap_output()
+                bucket.hand_over_means()
 
     # A round begins again, or is over ------------------------------------------------------------------
 
@@ -301,10 +302,12 @@ class BucketSet:
         self.relaunch()
         self._ready_entries.clear()
         self._expect_all()
+        for bucket in self._buckets:
+            bucket.end_round()
         if self.group is not None and self._binding is not None and self._binding.is_stable:
             for index, bucket in enumerate(self._buckets):
-                self.group.exchange.prepare(
-                    bucket.output.flat, exchange_id=self._binding.membership.exchange_id, index=index
+                bucket.prepare(
+                    self.group.exchange, exchange_id=self._binding.membership.exchange_id, index=index
                 )
         self.group = self.scale = None
 

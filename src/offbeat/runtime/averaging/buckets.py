@@ -36,13 +36,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import Bucket
-from offbeat.runtime.collectives.interface import PendingExchange
+from offbeat.runtime.collectives.contribution import ExternalElements
+from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 from offbeat.torch_compat import storage_use_count
 
 
@@ -87,6 +89,21 @@ class ModelBuffers:
         return buffers
 
 
+def summed_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a tensor is summed over the workers: float32 for half precision."""
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+def write_scaled(gradient: torch.Tensor | None, scale: float, into: torch.Tensor) -> None:
+    """Write a gradient times this worker's factor; zeros where there is none."""
+    if gradient is None or not scale:
+        into.zero_()
+    elif gradient.dtype != into.dtype:
+        into.copy_(gradient).mul_(scale)  # unlike mul, which would round the product to the gradient's dtype
+    else:
+        torch.mul(gradient, scale, out=into)
+
+
 ZerosFactory = Callable[[int, torch.dtype], torch.Tensor]
 """(elements, dtype) -> a new tensor of zeros, in memory that suits the exchange."""
 
@@ -111,6 +128,18 @@ class BucketBuffer:
         counts.append(storage_use_count(self.flat))
         return counts
 
+    def fetch_sums(self) -> None:
+        """Begin to bring sums that have arrived in `flat` to the model's device: here, they are there."""
+
+    def mean_views(self) -> Sequence[torch.Tensor]:
+        """Return by entry the sum, or what `divide` has made of it; on the model's device."""
+        return self.views
+
+    def divide(self, elements: int, divisor: float) -> None:
+        """Divide the sums of the first elements, the gradients."""
+        if elements:
+            self.flat[:elements].div_(divisor)
+
 
 class GradientBucket:
     """A bucket: this worker's contribution to a round, and memory for two sums, used alternately.
@@ -118,7 +147,15 @@ class GradientBucket:
     The means of a round become the gradients where they were summed, without a copy. The next round
     uses the other memory, so that these gradients stay unchanged until it is over; if the program still has a
     gradient in that memory, it is replaced.
+
+    Args:
+        bucket: what lies in it.
+        shapes: by entry.
+        parameters: the number of parameters, whose gradients are the first entries.
+        zeros: allocates memory for the exchange.
     """
+
+    allows_external: ClassVar[bool] = True  # `all_reduce` takes elements that lie elsewhere
 
     def __init__(
         self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, zeros: ZerosFactory
@@ -129,9 +166,45 @@ class GradientBucket:
         self.missing_count = self.gradient_count
         self.pending: PendingExchange | None = None
         self._buffer_arguments = bucket, shapes, zeros
-        self.contribution, self.output, self._spare = (
-            BucketBuffer(*self._buffer_arguments) for _ in range(3)
+        self.contribution = BucketBuffer(*self._buffer_arguments)
+        self.output = self._make_output()
+        self._spare: BucketBuffer | None = None
+
+    def _make_output(self) -> BucketBuffer:
+        return BucketBuffer(*self._buffer_arguments)
+
+    # Packing and exchanging ------------------------------------------------------------------------------
+
+    def packing_views(self) -> Sequence[torch.Tensor]:
+        """Return by entry where this worker's contribution is written, and holds what was written before."""
+        return self.contribution.views
+
+    def all_reduce(
+        self,
+        exchange: Exchange,
+        *,
+        exchange_id: int,
+        index: int,
+        algorithm: str = "ring",
+        priority: int = 0,
+        external: Sequence[ExternalElements] = (),
+    ) -> PendingExchange:
+        """Start to sum the contributions; see `Exchange.all_reduce`."""
+        return exchange.all_reduce(
+            self.contribution.flat,
+            self.output.flat,
+            exchange_id=exchange_id,
+            index=index,
+            algorithm=algorithm,
+            priority=priority,
+            external=external,
         )
+
+    def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = "ring") -> None:
+        """Let other members begin the next round; see `Exchange.prepare`."""
+        exchange.prepare(self.output.flat, exchange_id=exchange_id, index=index, algorithm=algorithm)
+
+    # Reusing the memory ----------------------------------------------------------------------------------
 
     def replace_read_buffers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
         """Replace memory that another worker may still read (`TensorMemory.may_be_read`).
@@ -143,12 +216,19 @@ class GradientBucket:
             before, self.contribution = self.contribution, BucketBuffer(*self._buffer_arguments)
             self.contribution.flat.copy_(before.flat)
         if is_read(self.output.flat):
-            self.output = BucketBuffer(*self._buffer_arguments)
-        if is_read(self._spare.flat):
-            self._spare = BucketBuffer(*self._buffer_arguments)
+            self.output = self._make_output()
+        if self._spare is not None and is_read(self._spare.flat):
+            self._spare = None
+
+    def end_round(self) -> None:
+        """End a round: this worker's contribution to it is not needed any more."""
+
+    def hand_over_means(self) -> None:
+        """Leave the memory of the means to the program, which has them as gradients."""
+        self.swap_output()
 
     def swap_output(self) -> None:
-        """Switch to the other memory for sums: the current one holds the gradients now."""
-        self.output, self._spare = self._spare, self.output
+        """Switch to the other memory for sums: a round that is over, or under way, uses the current one."""
+        self.output, self._spare = self._spare or self._make_output(), self.output
         if self.output.is_referenced():
-            self.output = BucketBuffer(*self._buffer_arguments)
+            self.output = self._make_output()

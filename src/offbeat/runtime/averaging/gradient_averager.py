@@ -97,7 +97,7 @@ class GradientAverager:
         self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
         self._skips_exchange = False
         self._unsent_weight = 0.0
-        self._passes = PassTimer(context.timer, context.on_computed)
+        self._passes = PassTimer(context.timer, context.device, context.on_computed)
         self._round_end_s = context.timer.switch("other")
         # The means of the last round, by identity and version: other gradients were set by hand.
         self._averaged: list[tuple[Callable[[], torch.Tensor | None], int]] = [
@@ -153,6 +153,7 @@ class GradientAverager:
         self._context.raise_if_failed()
         if model.training and torch.is_grad_enabled():
             self._context.timer.switch("compute")
+            self._passes.begin_pass()
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         on_output_gradient(output, self._backward_begins)
@@ -362,7 +363,7 @@ class GradientAverager:
 
     def _set_gradient(self, entry: int, mean: torch.Tensor) -> None:
         parameter = self._parameters[entry]
-        if parameter.stride() == mean.stride():
+        if parameter.stride() == mean.stride() and parameter.dtype == mean.dtype:
             parameter.grad = mean
         else:
             parameter.grad = torch.empty_like(parameter).copy_(mean)

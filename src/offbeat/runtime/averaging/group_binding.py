@@ -42,6 +42,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
 from offbeat.errors import LinkError, WorkerError
 from offbeat.events import (
     Action,
@@ -57,6 +59,7 @@ from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.collectives.interface import Exchange, TensorMemory
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.data.late_gradients import LateGradients
+from offbeat.runtime.devices.interface import Device
 from offbeat.runtime.training.state_copy import StateCopier
 
 
@@ -100,11 +103,14 @@ class GroupBinding:
             exchange, this worker's position in it, the first of `StateCopier.EXCHANGE_IDS` exchange ids and,
             at position 0, the number of finished exchanges, which it returns on every member.
         timeout_s: the longest time to wait for a group, in seconds.
+        device: holds the model.
+        exchange_device: `Exchange.device` of all exchanges.
         reports_progress: report exchanges that take long to the coordinator (`ExchangeUnderWay`).
 
     Attributes:
         protocol: the worker's side of the group protocol.
         memory: allocates tensors for exchanges, independent of the group.
+        exchange_device: `Exchange.device` of all exchanges.
         was_state_replaced: this worker's state has been replaced since this was last set to False.
         late_gradients: the late blocks that this worker computes or is the proxy for.
     """
@@ -116,6 +122,8 @@ class GroupBinding:
         copy_state: Callable[[Exchange, int, int, int], int],
         timeout_s: float,
         *,
+        device: Device,
+        exchange_device: torch.device,
         reports_progress: bool,
     ) -> None:
         assert isinstance(client.protocol, GroupProtocol)
@@ -130,7 +138,7 @@ class GroupBinding:
         self._exchange_id = 0  # the first unused one of this handle
         self._transfer: Exchange | None = None
         self._transfer_thread: threading.Thread | None = None
-        self.memory = TensorMemory(client.endpoint)
+        self.memory, self.exchange_device = TensorMemory(client.endpoint, device), exchange_device
         self.was_state_replaced = False
         self.late_gradients = LateGradients(client, client.protocol)
         client.on_action = self._on_action
@@ -335,6 +343,7 @@ class GroupBinding:
         self._fail_if_job_failed(exchange)
         self._fail_if_superseded(exchange, group)
         round_ = self._membership.round
+        self.memory.device.synchronize()  # its last step: another thread copies what it has written
 
         def send() -> None:
             with suppress(WorkerError, LinkError):  # the next group handles losses

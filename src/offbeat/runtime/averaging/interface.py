@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from offbeat.runtime.devices.interface import Device
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.runtime.training.writes import WriteDetector
@@ -25,6 +26,10 @@ class AveragerContext(Protocol):
     @property
     def timer(self) -> PartTimer:
         """Splits the worker's wall time into parts."""
+
+    @property
+    def device(self) -> Device:
+        """The device that holds the model."""
 
     @property
     def tracer(self) -> Tracer | None:

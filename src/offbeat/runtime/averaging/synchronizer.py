@@ -6,6 +6,7 @@ This module never decides on membership.
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeAlias
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from offbeat.errors import OffbeatError, WorkerError
+from offbeat.errors import WorkerError
 from offbeat.events import BatchesSkipped, Ready
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError
 from offbeat.runtime.averaging.interface import Averager, AveragerContext
@@ -24,6 +25,7 @@ from offbeat.runtime.collectives.torch_exchange import TorchExchange
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
+from offbeat.runtime.devices.opening import open_device
 from offbeat.runtime.training.hyperparameters import ParameterGroup, find_numbers, read_numbers, write_numbers
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S, TrainingLoop
 from offbeat.runtime.training.state_copy import StateCopier, check_can_copy
@@ -50,6 +52,7 @@ class GroupSynchronizer:
     Attributes:
         binding: the binding to the group; None in a world of one.
         averager: averages the gradients.
+        device: see `AveragerContext`.
         writes: tracks the program's writes between the steps.
     """
 
@@ -69,6 +72,7 @@ class GroupSynchronizer:
         self._client: CoordinatorClient | None = None
         self._rendezvous: RendezvousInfo | None = None
         self._nccl: dist.ProcessGroup | None = None
+        self.device = open_device(trained.device, self._start_thread, timeout_s)
         self._has_position = self._is_state_checked = False
         self._blocks_per_round = 0
         self.binding: GroupBinding | None = None
@@ -177,12 +181,20 @@ class GroupSynchronizer:
         self.averager = self._make_averager(self.binding, self)
         self._rendezvous = None
 
+    def _start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
+        assert self._client is not None
+        return self._client.start_thread(name, run)
+
     def _join_group(self, client: CoordinatorClient) -> None:
+        if self._uses_nccl():
+            self._open_nccl()
         self.binding = GroupBinding(
             client,
             self._open_exchange,
             self._copy_state,
             self._timeout_s,
+            device=self.device,
+            exchange_device=torch.device("cpu") if self._nccl is None else self._trained.device,
             reports_progress=self._survives,
         )
         if self._loop.is_newcomer:
@@ -204,33 +216,35 @@ class GroupSynchronizer:
 
     def _open_exchange(self, workers: Sequence[int]) -> Exchange:
         assert self._client is not None
-        worker, world = self._loop.worker, self._loop.world
-        device = self._trained.device
-        if device.type == "cpu":
-            names = [self._client.link_name(one) for one in workers]
-            return LinkExchange(self._client.endpoint, names, workers.index(worker))
-        if device.type != "cuda" or not dist.is_nccl_available():
-            raise OffbeatError(
-                f"the model lies on {device}; expected the CPU, or CUDA with NCCL, "
-                "which is not available here"
-            )
-        if self._survives:
-            raise OffbeatError(
-                f"the model lies on {device}, where groups cannot change yet: use the strategy bsp, "
-                "or train on the CPU"
-            )
+        if self._nccl is not None:
+            return TorchExchange(self._nccl, self._trained.device)
+        names = [self._client.link_name(one) for one in workers]
+        return LinkExchange(self._client.endpoint, names, workers.index(self._loop.worker))
+
+    def _uses_nccl(self) -> bool:
+        """Whether NCCL can connect the workers: each has a CUDA device of its own, and none may be lost."""
+        device, rendezvous = self._trained.device, self._rendezvous
+        if device.type != "cuda" or self._survives or rendezvous is None or rendezvous.store is None:
+            return False
+        name = str(torch.cuda.get_device_properties(device).uuid) if dist.is_nccl_available() else ""
+        names = rendezvous.gather("device", name)
+        return all(names) and len({*names}) == len(names)
+
+    def _open_nccl(self) -> None:
         assert self._rendezvous is not None
+        device = self._trained.device
         torch.cuda.set_device(device)
         if dist.is_initialized():
             self._nccl = dist.new_group(backend="nccl")
-        else:
-            deadline = datetime.timedelta(seconds=self._timeout_s)
-            dist.init_process_group(
-                "nccl", store=self._rendezvous.store, rank=worker, world_size=world, timeout=deadline
-            )
-            self._nccl = dist.group.WORLD
-        assert self._nccl is not None
-        return TorchExchange(self._nccl)
+            return
+        dist.init_process_group(
+            "nccl",
+            store=self._rendezvous.store,
+            rank=self._loop.worker,
+            world_size=self._loop.world,
+            timeout=datetime.timedelta(seconds=self._timeout_s),
+        )
+        self._nccl = dist.group.WORLD
 
     def _copy_state(self, exchange: Exchange, position: int, exchange_id: int, round_: int) -> int:
         copier = StateCopier(
@@ -258,6 +272,7 @@ class GroupSynchronizer:
             self.averager.detach()
         if self._nccl is not None:  # created here, also where it is the world's
             dist.destroy_process_group(self._nccl)
+        self.device.close()
 
     def flush(self) -> None:
         """See `Synchronizer.flush`."""

@@ -14,6 +14,7 @@ import torch
 
 from offbeat.errors import WorkerError
 from offbeat.runtime.collectives.contribution import ExternalElements
+from offbeat.runtime.devices.interface import CallWhenReady, Device
 from offbeat.runtime.transport.endpoint import Endpoint
 
 
@@ -38,7 +39,13 @@ class PendingExchange(Protocol):
 
 
 class Exchange(Protocol):
-    """Collectives over a fixed group; all members make the same calls with the same ids."""
+    """Collectives over a fixed group; all members make the same calls with the same ids.
+
+    Attributes:
+        device: of the tensors that it takes.
+    """
+
+    device: torch.device
 
     def all_reduce(
         self,
@@ -50,6 +57,7 @@ class Exchange(Protocol):
         algorithm: str = "ring",
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
+        after: CallWhenReady | None = None,
     ) -> PendingExchange:
         """Sum the 1-D tensor `flat` over the members, into a tensor of the same shape and dtype.
 
@@ -66,6 +74,8 @@ class Exchange(Protocol):
                 of the calls.
             external: replaces elements of `flat` by values that lie elsewhere. Those that have to be sent are
                 first copied into `flat`.
+            after: calls back once `flat` may be read and `into` written, which is now if None.
+                `TorchExchange` takes none: streams order its calls.
 
         Raises:
             ValueError: a member may still read `into` (`TensorMemory.may_be_read`), or the algorithm is
@@ -73,11 +83,21 @@ class Exchange(Protocol):
         """
 
     def prepare(
-        self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
+        self,
+        into: torch.Tensor,
+        *,
+        exchange_id: int,
+        index: int = 0,
+        algorithm: str = "ring",
+        after: CallWhenReady | None = None,
     ) -> None:
         """Announce an `all_reduce` into this tensor with this id, index and algorithm.
 
         Data from faster members is then received into the tensor; otherwise it is buffered and copied later.
+
+        Args:
+            exchange_id, index, algorithm: of the `all_reduce`.
+            after: calls back once `into` may be written, which is now if None.
         """
 
     def broadcast(
@@ -104,20 +124,22 @@ class Exchange(Protocol):
 
 
 class TensorMemory:
-    """Allocates tensors in the memory that exchanges send from fastest.
+    """Allocates tensors on the host, in memory that exchanges send from fastest, and the device copies.
 
     Args:
         endpoint: this worker's links, with every other worker on this host introduced.
+        device: holds the model.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: Endpoint, device: Device) -> None:
+        self._endpoint, self.device = endpoint, device
 
-    def zeros(self, elements: int, dtype: torch.dtype, *, device: torch.device) -> torch.Tensor:
-        """Return a new 1-D tensor of zeros; on the CPU in memory that workers on this host can read."""
-        if device.type != "cpu" or not elements:
-            return torch.zeros(elements, dtype=dtype, device=device)
-        return torch.frombuffer(self._endpoint.allocate(elements * dtype.itemsize), dtype=dtype)
+    def zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new 1-D tensor of zeros, if possible in memory that workers on this host can read."""
+        shared = self._endpoint.allocate_shared(elements * dtype.itemsize)
+        if shared is None or not self.device.pin(shared):
+            return self.device.pinned_zeros(elements, dtype)
+        return torch.frombuffer(shared, dtype=dtype)
 
     def may_be_read(self, flat: torch.Tensor) -> bool:
         """Whether another worker may still read this tensor, because an exchange was abandoned.

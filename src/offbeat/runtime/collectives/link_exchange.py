@@ -25,6 +25,7 @@ from offbeat.numerics.collectives.schedules import (
 )
 from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 from offbeat.runtime.collectives.interface import PendingExchange, memory_of
+from offbeat.runtime.devices.interface import CallWhenReady
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.transport.endpoint import Endpoint
 
@@ -46,6 +47,8 @@ class LinkExchange:
         names: the link names of the members, in the group's order.
         position: this worker's index in `names`.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, endpoint: Endpoint, names: Sequence[str], position: int) -> None:
         self._endpoint = endpoint
@@ -71,28 +74,39 @@ class LinkExchange:
         algorithm: str = "ring",
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
+        after: CallWhenReady | None = None,
     ) -> PendingExchange:
         """See `Exchange.all_reduce`."""
         run = self._prepared.pop(_tag(exchange_id, index), None)
         if run is None:
             run = self._new_run(into, algorithm, exchange_id, index)
-        return self._begin(run, Contribution(flat, external), priority)
+        return self._begin(run, Contribution(flat, external), priority, after)
 
     def prepare(
-        self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
+        self,
+        into: torch.Tensor,
+        *,
+        exchange_id: int,
+        index: int = 0,
+        algorithm: str = "ring",
+        after: CallWhenReady | None = None,
     ) -> None:
         """See `Exchange.prepare`."""
         if self._error is None:
             run = self._prepared[_tag(exchange_id, index)] = self._new_run(
                 into, algorithm, exchange_id, index
             )
-            self._endpoint.call_soon(run.prepare)
+            self._call_in_io_thread(partial(self._prepare, run), after)
+
+    def _prepare(self, run: _ScheduleRun) -> None:
+        if self._error is None:
+            run.prepare()
 
     def broadcast(
         self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0
     ) -> PendingExchange:
         """See `Exchange.broadcast`: pieces are forwarded along a chain that begins at the root."""
-        return self._begin(self._new_run(flat, root, exchange_id, index), Contribution(flat), 0)
+        return self._begin(self._new_run(flat, root, exchange_id, index), Contribution(flat), 0, None)
 
     def abandon(self, error: WorkerError) -> None:
         """Fail all pending and later exchanges; see `Exchange.abandon`."""
@@ -161,7 +175,9 @@ class LinkExchange:
     def _bytes_moved(self) -> int:
         return self._endpoint.bytes_sent + self._endpoint.bytes_received
 
-    def _begin(self, run: _ScheduleRun, own: Contribution, priority: int) -> PendingExchange:
+    def _begin(
+        self, run: _ScheduleRun, own: Contribution, priority: int, after: CallWhenReady | None
+    ) -> PendingExchange:
         pending = _LinkPending(self._discard)
         with self._lock:
             if self._error is None:
@@ -173,8 +189,19 @@ class LinkExchange:
         if self._error is not None:
             pending.fail(self._error)
         else:
-            self._endpoint.call_soon(partial(run.begin, own, priority, pending))
+            self._call_in_io_thread(partial(run.begin, own, priority, pending), after)
         return pending
+
+    def _call_in_io_thread(self, call: Callable[[], object], after: CallWhenReady | None) -> None:
+        if after is None:
+            self._endpoint.call_soon(call)
+            return
+
+        def call_now() -> None:
+            with suppress(LinkError):  # the links may be closed already
+                self._endpoint.call_soon(call)
+
+        after(call_now)
 
     def _discard(self, pending: _LinkPending) -> None:
         with self._lock:
@@ -361,6 +388,8 @@ class _ScheduleRun:
     def begin(self, own: Contribution, priority: int, pending: _LinkPending) -> None:
         """Add and send this worker's own contribution; `pending` is finished at the end."""
         self._priority, self._pending = priority, pending
+        if pending.is_abandoned:  # while the device was still copying what is to be sent
+            return
         if self._plan.adds_to_sent or not self._plan.steps:
             own.materialize()
         if not self._plan.steps:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from offbeat.errors import WorkerError
 from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 from offbeat.runtime.collectives.interface import PendingExchange
+from offbeat.runtime.devices.interface import CallWhenReady
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 
 _POLL_S = 0.001
@@ -27,11 +28,13 @@ class TorchExchange:
 
     Args:
         group: a process group of exactly the members.
+        device: of the tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._is_nccl = dist.get_backend(group) == "nccl"
+        self.device = device
         self._error: WorkerError | None = None
         self._abandoned = SignalSafeEvent()
 
@@ -45,6 +48,7 @@ class TorchExchange:
         algorithm: str = "ring",
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
+        after: CallWhenReady | None = None,
     ) -> PendingExchange:
         """See `Exchange.all_reduce`; the process group keeps the order of the calls."""
         Contribution(flat, external).materialize()
@@ -52,7 +56,13 @@ class TorchExchange:
         return self._run(partial(dist.all_reduce, into, group=self._group, async_op=True))
 
     def prepare(
-        self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
+        self,
+        into: torch.Tensor,
+        *,
+        exchange_id: int,
+        index: int = 0,
+        algorithm: str = "ring",
+        after: CallWhenReady | None = None,
     ) -> None:
         """See `Exchange.prepare`: nothing to do with torch."""
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # documented, all the same
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.errors import OffbeatError, WorkerError, describe_os_error
 from offbeat.runtime.control.admission import JobRequest
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
 from offbeat.runtime.control.environment import (
@@ -137,6 +137,30 @@ class RendezvousInfo:
                 reason: str = json.loads(self.store.get(_FAILED))
                 return reason
         return None
+
+    def gather(self, key: str, value: str) -> list[str]:
+        """Return what the workers of the job's start have given for a key, by worker; each has to call it.
+
+        Raises:
+            WorkerError: a worker did not call it within the time that the start may take.
+        """
+        assert self.store is not None
+        store, names = self.store, [f"{key}/{worker}" for worker in range(self.world)]
+        store.set(names[self.worker], value)
+        timeout = datetime.timedelta(seconds=self.start_s)
+
+        def read() -> list[str]:
+            store.wait(names, timeout)
+            return [store.get(name).decode() for name in names]
+
+        try:
+            return _run_with_deadline(read, time.monotonic() + self.start_s)
+        except (RuntimeError, TimeoutError) as error:
+            missing = [worker for worker, name in enumerate(names) if not store.check([name])]
+            raise WorkerError(
+                f"worker {self.worker} waited {self.start_s:g} s for the {key} of workers {missing}; "
+                "look for workers that are stuck or were lost while they joined"
+            ) from error
 
     def wait_for_late_workers(self) -> None:
         """Wait until every worker knows the coordinator, if this process hosts the store.

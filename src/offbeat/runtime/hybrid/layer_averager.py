@@ -116,7 +116,7 @@ class LayerAverager:
         self._backward = BackwardPass(self._end_pass)
         self._observers: GradientObservers  # from `attach` on
         self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
-        self._passes = PassTimer(context.timer, context.on_computed)
+        self._passes = PassTimer(context.timer, context.device, context.on_computed)
         self._planner = BucketPlanner(
             model,
             self._parameters,
@@ -210,6 +210,7 @@ class LayerAverager:
         if torch.is_grad_enabled():
             self._deferral.begin_forward()
             self._context.timer.switch("compute")
+            self._passes.begin_pass()
         else:
             self.apply_deferred_step()
 

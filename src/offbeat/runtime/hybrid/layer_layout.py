@@ -17,6 +17,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import make_bucket, plan_buckets
 from offbeat.numerics.collectives.costs import LinkModel
 from offbeat.numerics.collectives.plans import AlgorithmPolicy, PlannedLayer, layer_kind, plan_fused_buckets
+from offbeat.runtime.averaging.buckets import summed_dtype
 
 SendOrder: TypeAlias = Literal["priority", "fifo"]
 
@@ -28,7 +29,7 @@ def check_layers(model: nn.Module) -> None:
     """Raise an error for a model whose layers cannot be waited for one by one.
 
     Raises:
-        OffbeatError: a module of it is compiled or scripted, or it does not lie on the CPU.
+        OffbeatError: a module of it is compiled or scripted.
     """
     for name, module in model.named_modules():
         is_compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
@@ -38,12 +39,6 @@ def check_layers(model: nn.Module) -> None:
                 f"{what} is compiled, and its layers cannot be waited for one by one: "
                 "join the module that was compiled, or use bsp"
             )
-    device = next(model.parameters()).device
-    if device.type != "cpu":
-        raise OffbeatError(
-            f"the model lies on {device}, where layers cannot be averaged one by one yet: "
-            "use bsp, or train on the CPU"
-        )
 
 
 class BucketPlan(msgspec.Struct, array_like=True):
@@ -142,7 +137,7 @@ class BucketLayout:
     ) -> None:
         tensors, count = [*parameters, *buffers], len(parameters)
         is_precise = any(parameter.dtype == torch.float64 for parameter in parameters)
-        dtypes = [one.dtype for one in tensors] + [torch.float64 if is_precise else torch.float32]
+        dtypes = [summed_dtype(one) for one in tensors] + [torch.float64 if is_precise else torch.float32]
         self.shapes = [one.shape for one in tensors] + [torch.Size([3 + count + hyperparameter_length])]
         sizes = [shape.numel() for shape in self.shapes]
         auxiliary = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.numerics.collectives.costs import LinkModel, all_reduce_cost, fit_link_model
-from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers
+from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, write_scaled
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import (
     FLOAT32_PER_FLOAT64,
@@ -24,6 +23,7 @@ from offbeat.runtime.averaging.interface import (
     join_float64,
     split_float64,
 )
+from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 from offbeat.runtime.collectives.interface import PendingExchange
 from offbeat.runtime.hybrid.layer_layout import BucketLayout, BucketPlan, SendOrder
@@ -80,7 +80,7 @@ class LayerRounds:
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         self.names = [name_of[id(parameter)] for parameter in parameters]
         self.buffers = ModelBuffers(model)
-        self._zeros = partial(binding.memory.zeros, device=torch.device("cpu"))
+        self._zeros = binding.memory.zeros
         self.layout: BucketLayout
         self.buckets: list[GradientBucket] = []
         self.gradients_per_pass = [0] * len(parameters)
@@ -98,8 +98,13 @@ class LayerRounds:
             order=self._order,
         )
         self.buckets = []  # frees their memory
-        for bucket in self.layout.buckets:
-            self.buckets.append(GradientBucket(bucket, self.layout.shapes, len(self.parameters), self._zeros))
+        self.buckets = make_buckets(
+            self.layout.buckets,
+            self.layout.shapes,
+            len(self.parameters),
+            self.binding.memory,
+            self.exchange.device,
+        )
 
     def measure_message_cost(self, workers: int) -> LinkModel:
         """Return the cost of a message, fitted to the shortest times of ring all-reduces of several sizes.
@@ -171,10 +176,11 @@ class LayerRounds:
             prepare_next: the next round has the same layout, so other members may send for it already.
         """
         for index, bucket in enumerate(self.buckets):
+            bucket.end_round()
             bucket.swap_output()
             if prepare_next:
-                self.exchange.prepare(
-                    bucket.output.flat,
+                bucket.prepare(
+                    self.exchange,
                     exchange_id=self.binding.membership.exchange_id,
                     index=index,
                     algorithm=self.layout.algorithms[index],
@@ -268,7 +274,8 @@ class GradientRound:
         if entry in external:  # computed more often than in the first steps
             Contribution(bucket.contribution.flat, [external.pop(entry)]).materialize()
         stays_external = (
-            rounds.gradients_per_pass[entry] == 1
+            bucket.allows_external
+            and rounds.gradients_per_pass[entry] == 1
             and not self._is_packed[entry]
             and gradient.nbytes >= _EXTERNAL_BYTES_MIN
             and gradient.is_contiguous()
@@ -286,17 +293,13 @@ class GradientRound:
         Dividing before the sum avoids overflow in half precision.
         """
         index, position = self._rounds.layout.location_of[entry]
-        view, gradient = (
-            self._rounds.buckets[index].contribution.views[position],
-            self._rounds.parameters[entry].grad,
-        )
+        view = self._rounds.buckets[index].packing_views()[position]
+        gradient = self._rounds.parameters[entry].grad
         if add:
             assert gradient is not None
             view.add_(gradient, alpha=self._scale)
-        elif gradient is None or not self._scale:
-            view.zero_()
         else:
-            torch.mul(gradient, self._scale, out=view)
+            write_scaled(gradient, self._scale, view)
 
     def launch(self, index: int) -> None:
         """Start the all-reduce of a bucket."""
@@ -304,9 +307,8 @@ class GradientRound:
         if self._exchange_id is None:
             self._exchange_id = rounds.binding.next_exchange_id()
         self._launched_s[index] = time.perf_counter()
-        self._pending[index] = rounds.exchange.all_reduce(
-            bucket.contribution.flat,
-            bucket.output.flat,
+        self._pending[index] = bucket.all_reduce(
+            rounds.exchange,
             exchange_id=self._exchange_id,
             index=index,
             algorithm=rounds.layout.algorithms[index],
@@ -345,7 +347,7 @@ class GradientRound:
         buffers, count = rounds.buffers.tensors(), len(rounds.parameters)
         for index in range(rounds.layout.gradient_buckets, len(rounds.buckets)):
             bucket = rounds.buckets[index]
-            for entry, view in zip(bucket.entries, bucket.contribution.views, strict=True):
+            for entry, view in zip(bucket.entries, bucket.packing_views(), strict=True):
                 if entry == count + len(buffers):
                     parts = split_float64(rounds.context.hyperparameters())
                     shared = [0.0] * len(parts) if rounds.position else parts
@@ -392,11 +394,11 @@ class GradientRound:
             return
         assert self.weight is not None
         rounds = self._rounds
-        output, entries = self._outputs[index], rounds.buckets[index].entries
+        output, bucket = self._outputs[index], rounds.buckets[index]
         with optimizer_step_mode():
             if self.weight not in (0.0, 1.0):
-                output.flat.div_(self.weight)
-            for entry, view in zip(entries, output.views, strict=True):
+                output.divide(bucket.gradient_elements, self.weight)
+            for entry, view in zip(bucket.entries, output.mean_views(), strict=True):
                 if entry in self._copies:
                     self._copies[entry].copy_(view)
         self._is_final[index] = True
@@ -417,8 +419,8 @@ class GradientRound:
     def mean(self, entry: int) -> torch.Tensor:
         """Return the tensor for a parameter's mean, with the parameter's strides; filled by `finalize`."""
         index, position = self._rounds.layout.location_of[entry]
-        view, parameter = self._outputs[index].views[position], self._rounds.parameters[entry]
-        if view.stride() == parameter.stride():
+        view, parameter = self._outputs[index].mean_views()[position], self._rounds.parameters[entry]
+        if view.stride() == parameter.stride() and view.dtype == parameter.dtype:
             return view
         if entry not in self._copies:
             self._copies[entry] = torch.empty_like(parameter, requires_grad=False)
@@ -440,7 +442,7 @@ class GradientRound:
         self._has_arrived[index] = True
         rounds = self._rounds
         count, buffers = len(rounds.parameters), rounds.buffers.tensors()
-        for entry, view in zip(rounds.buckets[index].entries, self._outputs[index].views, strict=True):
+        for entry, view in zip(rounds.buckets[index].entries, self._outputs[index].mean_views(), strict=True):
             if entry == count + len(buffers):
                 weight, written, signalled, *rest = view.tolist()
                 check_all_wrote(self._written, written, rounds.size)
@@ -459,6 +461,7 @@ class GradientRound:
         rounds, pending = self._rounds, self._pending[index]
         assert pending is not None
         rounds.wait(pending)
+        self._outputs[index].fetch_sums()
         if rounds.context.tracer is not None and pending.ended_s is not None:
             what = "buffers and trailer"
             if index < rounds.layout.gradient_buckets:

@@ -17,28 +17,22 @@ class FlatTensors:
 
     Args:
         tensors: returns the tensors, each time of the same shapes and dtypes.
-        memory: allocates the vectors.
-        device: of the tensors.
+        memory: allocates the vectors, on the host.
 
     Attributes:
         contributions: what this worker contributes, by `pack`.
         outputs: for the sums, of the same shapes and dtypes.
     """
 
-    def __init__(
-        self, tensors: Callable[[], Sequence[torch.Tensor]], memory: TensorMemory, device: torch.device
-    ) -> None:
-        self._tensors, self._memory, self._device = tensors, memory, device
+    def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], memory: TensorMemory) -> None:
+        self._tensors, self._memory = tensors, memory
         elements: dict[torch.dtype, int] = {}
         for tensor in self._real_tensors():
             dtype = _exchanged_dtype(tensor)
             elements[dtype] = elements.get(dtype, 0) + tensor.numel()
         self._dtypes = list(elements)
-        self.contributions = [self._zeros(elements[dtype], dtype) for dtype in self._dtypes]
-        self.outputs = [self._zeros(elements[dtype], dtype) for dtype in self._dtypes]
-
-    def _zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._memory.zeros(elements, dtype, device=self._device)
+        self.contributions = [memory.zeros(elements[dtype], dtype) for dtype in self._dtypes]
+        self.outputs = [memory.zeros(elements[dtype], dtype) for dtype in self._dtypes]
 
     def _real_tensors(self) -> list[torch.Tensor]:
         detached = [tensor.detach() for tensor in self._tensors() if tensor.numel()]
@@ -53,7 +47,7 @@ class FlatTensors:
         for flats in (self.contributions, self.outputs):
             for index, flat in enumerate(flats):
                 if self._memory.may_be_read(flat):
-                    flats[index] = self._zeros(flat.numel(), flat.dtype)
+                    flats[index] = self._memory.zeros(flat.numel(), flat.dtype)
         for tensor, part in self._parts(self.contributions):
             if tensor.is_floating_point():
                 part.copy_(tensor).mul_(weight)

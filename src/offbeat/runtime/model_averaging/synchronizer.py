@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.errors import OffbeatError, WorkerError
+from offbeat.errors import WorkerError
 from offbeat.events import Action, AverageModels, CancelAveraging, Ready
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, TensorMemory
@@ -32,6 +32,7 @@ from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
+from offbeat.runtime.devices.opening import open_device
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
@@ -53,19 +54,11 @@ class ModelAveragingSynchronizer:
         trained: the model and its optimizers.
         timeout_s: how long a worker may keep others waiting, in seconds.
         assigns_samples: samples are assigned as they are needed.
-
-    Raises:
-        OffbeatError: the model is not on the CPU.
     """
 
     def __init__(
         self, loop: TrainingLoop, trained: TrainingState, *, timeout_s: float, assigns_samples: bool
     ) -> None:
-        if trained.device.type != "cpu":
-            raise OffbeatError(
-                f"the model lies on {trained.device}, where models cannot be averaged yet: use the strategy "
-                "bsp, or train on the CPU"
-            )
         self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
         self._assigns_samples = assigns_samples
         self._forms = ParameterFormCheck(trained.model)
@@ -153,9 +146,10 @@ class ModelAveragingSynchronizer:
         assert isinstance(client.protocol, ModelAveragingProtocol)
         self._has_position = not self._loop.is_newcomer
         self._client, self._protocol = client, client.protocol
-        self._memory = TensorMemory(client.endpoint)
+        device = open_device(self._trained.device, client.start_thread, self._timeout_s)
+        self._memory = TensorMemory(client.endpoint, device)
         parameters = [one for one in self._trained.model.parameters() if one.requires_grad]
-        self._parameters = FlatTensors(lambda: parameters, self._memory, self._trained.device)
+        self._parameters = FlatTensors(lambda: parameters, self._memory)
         client.on_action = self._on_action
         while not self._average("the state of the other workers"):
             pass
@@ -323,9 +317,7 @@ class ModelAveragingSynchronizer:
         assert self._parameters is not None
         flats = [self._parameters]
         if averaging.includes_buffers:
-            flats.append(
-                FlatTensors(lambda: list(self._trained.model.buffers()), self._memory, self._trained.device)
-            )
+            flats.append(FlatTensors(lambda: list(self._trained.model.buffers()), self._memory))
         for one in flats:
             one.pack(weight, is_first=position == 0)
         pairs = [pair for one in flats for pair in zip(one.contributions, one.outputs, strict=True)]

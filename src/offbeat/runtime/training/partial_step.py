@@ -6,8 +6,8 @@ This module never decides when, and does not know where gradients come from.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -112,8 +112,19 @@ class PartialOptimizer:
 @contextmanager
 def optimizer_step_mode(*, in_inference_mode: bool = False) -> Iterator[None]:
     """Set the autograd modes of an optimizer step, whichever modes the program is in."""
-    with torch.inference_mode(in_inference_mode), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(in_inference_mode))
+        modes.enter_context(torch.no_grad())
+        for device_type in _autocast_devices():
+            modes.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+@cache
+def _autocast_devices() -> tuple[str, ...]:
+    """Return the types of the devices that this process can use."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def out_of_inference_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:

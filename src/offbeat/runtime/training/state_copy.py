@@ -86,7 +86,7 @@ class StateCopier:
     ) -> None:
         self._exchange = exchange
         self._trained = trained
-        self._device = trained.device
+        self._device, self._model_device = exchange.device, trained.device
         self._is_root = position == 0
         self._timeout_s = timeout_s
         self._exchange_id = exchange_id
@@ -137,7 +137,7 @@ class StateCopier:
             torch.empty(
                 mark.shape,
                 dtype=getattr(torch, mark.dtype),
-                device="cpu" if mark.on_cpu else self._device,
+                device="cpu" if mark.on_cpu else self._model_device,
             )
             for mark in described.marks
         ]

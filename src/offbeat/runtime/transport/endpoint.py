@@ -192,11 +192,17 @@ class Endpoint:
     def allocate(self, size_bytes: int) -> memoryview:
         """Return zeroed memory that peers on this host can read in place.
 
-        It exists as long as a view of it. Where no peer is known to be on this host, or no shared memory can
-        be had, it is ordinary memory.
+        It exists as long as a view of it. Where `allocate_shared` returns None, it is ordinary memory.
         """
-        shared = self._regions.allocate(size_bytes) if self._regions.has_local_peers else None
+        shared = self.allocate_shared(size_bytes)
         return memoryview(bytearray(size_bytes)) if shared is None else shared
+
+    def allocate_shared(self, size_bytes: int) -> memoryview | None:
+        """Return zeroed memory that peers on this host can read in place, as long as a view of it exists.
+
+        None where no peer is known to be on this host, or no shared memory can be had.
+        """
+        return self._regions.allocate(size_bytes) if self._regions.has_local_peers else None
 
     def shares_memory(self, peer: str) -> bool:
         """Whether a peer reads memory of `allocate` in place; to be called in the I/O thread."""

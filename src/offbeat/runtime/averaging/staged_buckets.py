@@ -1,0 +1,256 @@
+"""Buckets of a model on an accelerator, exchanged through pinned memory of the host.
+
+Theory of operation
+-------------------
+
+Gradients are packed on the device, in memory that exists until the bucket has been copied out. The links send
+from memory of the host, which keeps this worker's contribution until the round is over: so a round can be
+repeated without another copy. The sums arrive in other memory of the host, and are copied into
+new memory of the device, which becomes the gradients. So a round needs on the device, next to the gradients,
+the buckets that are being copied out; on the host, the contributions and the sums.
+
+Every use of the host's memory waits for the one before:
+
+- an exchange sends a contribution once it has been copied out, and receives into the sums' memory once the
+  sums of the round before have been copied in (`StagedBucket._when_copied`);
+- a contribution is copied out again only when no exchange reads it: the round is over, or begins again;
+- a contribution that changes after it was copied out is first copied back, in the device's order
+  (`StagedBucket.packing_views`).
+
+The last entry of the last bucket, the trailer, lies on the host alone: its numbers are made and read there.
+This module decides nothing about rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from offbeat.numerics.collectives.buckets import Bucket
+from offbeat.runtime.averaging.buckets import BucketBuffer, GradientBucket, ZerosFactory
+from offbeat.runtime.collectives.contribution import ExternalElements
+from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
+from offbeat.runtime.devices.interface import Accelerator, CallWhenReady
+
+
+class _DeviceEntries:
+    """The entries of a bucket that lie on the device: all but the trailer.
+
+    Attributes:
+        elements: their number of elements.
+    """
+
+    def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], device: Accelerator) -> None:
+        trailer = len(shapes) - 1
+        self._shapes = [shapes[entry] for entry in bucket.entries if entry != trailer]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self._dtype, self._device = bucket.dtype, device.torch_device
+        self.elements = sum(self._sizes)
+
+    def allocate(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return new memory of the device, and a view for each entry."""
+        flat = torch.empty(self.elements, dtype=self._dtype, device=self._device)
+        parts = flat.split(self._sizes) if self._sizes else ()
+        return flat, [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+class _StagedSums(BucketBuffer):
+    """Memory of the host for sums, and of the device for the means of one round.
+
+    Attributes:
+        copied_in: the event of the last copy to the device; None before it.
+    """
+
+    def __init__(
+        self, bucket: Bucket, shapes: Sequence[torch.Size], zeros: ZerosFactory, device: Accelerator
+    ) -> None:
+        super().__init__(bucket, shapes, zeros)
+        self._device, self._entries = device, _DeviceEntries(bucket, shapes, device)
+        self._means: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._must_wait = False  # the means are being copied, and the current stream does not wait for it yet
+        self.copied_in: Any = None
+
+    def fetch_sums(self) -> None:
+        """See `BucketBuffer.fetch_sums`: begins to copy them to the device."""
+        if self._means is None:
+            self._means = self._entries.allocate()
+        flat, _ = self._means
+        if self._entries.elements:
+            self.copied_in = self._device.copy_in(self.flat[: self._entries.elements], flat)
+            self._must_wait = True
+
+    def mean_views(self) -> Sequence[torch.Tensor]:
+        """See `BucketBuffer.mean_views`; the current stream waits for them where they have been fetched."""
+        if self._means is None:
+            self._means = self._entries.allocate()
+        self._wait()
+        _, views = self._means
+        return [*views, *self.views[len(views) :]]
+
+    def divide(self, elements: int, divisor: float) -> None:
+        """See `BucketBuffer.divide`: on the device."""
+        if elements:
+            assert self._means is not None
+            self._wait()
+            flat, _ = self._means
+            flat[:elements].div_(divisor)
+
+    def _wait(self) -> None:
+        if self._must_wait:
+            self._device.wait_for(self.copied_in)
+            self._must_wait = False
+
+    def release_means(self) -> None:
+        """Use other memory for the next means."""
+        self._means, self._must_wait = None, False
+
+
+class StagedBucket(GradientBucket):
+    """A bucket of tensors on an accelerator; `contribution` and `output` are memory of the host.
+
+    Args:
+        bucket, shapes, parameters: see `GradientBucket`.
+        zeros: allocates pinned memory of the host.
+        device: holds the model.
+    """
+
+    allows_external = False
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        shapes: Sequence[torch.Size],
+        parameters: int,
+        zeros: ZerosFactory,
+        device: Accelerator,
+    ) -> None:
+        self._device, self._entries = device, _DeviceEntries(bucket, shapes, device)
+        super().__init__(bucket, shapes, parameters, zeros)
+        self._packed: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # None where the host has it
+        self._packed_on: set[Hashable] = set()  # the streams that pack
+        self._is_copied_out = False  # the host has this round's contribution
+        self._copied_out: Any = None  # the event of the last copy out
+
+    def _make_output(self) -> _StagedSums:
+        return _StagedSums(*self._buffer_arguments, self._device)
+
+    # Packing and exchanging ------------------------------------------------------------------------------
+
+    def packing_views(self) -> Sequence[torch.Tensor]:
+        """See `GradientBucket.packing_views`; to be written and read on this thread's current stream."""
+        if self._packed is None:
+            self._packed = self._entries.allocate()
+            if self._is_copied_out:
+                flat, _ = self._packed
+                self._device.wait_for(self._copied_out)
+                flat.copy_(self._host_part, non_blocking=True)
+        self._packed_on.add(self._device.current_stream())
+        _, views = self._packed
+        return [*views, *self.contribution.views[len(views) :]]
+
+    @property
+    def _host_part(self) -> torch.Tensor:
+        """The contribution without the trailer."""
+        return self.contribution.flat[: self._entries.elements]
+
+    def all_reduce(
+        self,
+        exchange: Exchange,
+        *,
+        exchange_id: int,
+        index: int,
+        algorithm: str = "ring",
+        priority: int = 0,
+        external: Sequence[ExternalElements] = (),
+    ) -> PendingExchange:
+        """See `GradientBucket.all_reduce`; it begins once the contribution has been copied to the host."""
+        self._copy_out()
+        return exchange.all_reduce(
+            self.contribution.flat,
+            self.output.flat,
+            exchange_id=exchange_id,
+            index=index,
+            algorithm=algorithm,
+            priority=priority,
+            external=external,
+            after=self._when_copied(),
+        )
+
+    def _copy_out(self) -> None:
+        """Begin to copy what was packed to the host, and leave its memory to others."""
+        if self._packed is None:
+            return
+        flat, _ = self._packed
+        if self._entries.elements:
+            self._copied_out = self._device.copy_out(flat, self._host_part, self._packed_on)
+            self._is_copied_out = True
+        self._packed = None
+        self._packed_on.clear()
+
+    def _when_copied(self) -> CallWhenReady | None:
+        """Return what calls back when the host's memory may be sent and received into; None for now."""
+        assert isinstance(self.output, _StagedSums)
+        events = [event for event in (self._copied_out, self.output.copied_in) if event is not None]
+        return partial(self._device.call_after, events) if events else None
+
+    def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = "ring") -> None:
+        """See `GradientBucket.prepare`; it begins once the sums have been copied to the device."""
+        exchange.prepare(
+            self.output.flat,
+            exchange_id=exchange_id,
+            index=index,
+            algorithm=algorithm,
+            after=self._when_copied(),
+        )
+
+    # Reusing the memory ----------------------------------------------------------------------------------
+
+    def end_round(self) -> None:
+        """See `GradientBucket.end_round`: what is packed next begins with nothing."""
+        self._is_copied_out, self._packed = False, None
+        self._packed_on.clear()
+
+    def hand_over_means(self) -> None:
+        """See `GradientBucket.hand_over_means`: the memory of the host stays."""
+        assert isinstance(self.output, _StagedSums)
+        self.output.release_means()
+
+    def swap_output(self) -> None:
+        """See `GradientBucket.swap_output`; the means of the round before the last go to the program."""
+        super().swap_output()
+        self.hand_over_means()
+
+    def replace_read_buffers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
+        """See `GradientBucket.replace_read_buffers`; waits for the copy of what is replaced."""
+        if self._is_copied_out and is_read(self.contribution.flat):
+            self._device.finish(self._copied_out)
+        super().replace_read_buffers(is_read)
+
+
+def make_buckets(
+    plan: Sequence[Bucket],
+    shapes: Sequence[torch.Size],
+    parameters: int,
+    memory: TensorMemory,
+    exchange_device: torch.device,
+) -> list[GradientBucket]:
+    """Return the buckets of a plan, in memory from which they can be exchanged.
+
+    Args:
+        plan, shapes, parameters: see `GradientBucket`.
+        memory: allocates memory of the host, and knows the device of the model.
+        exchange_device: see `Exchange.device`.
+    """
+    device = memory.device
+    if device.torch_device == exchange_device:
+        zeros = memory.zeros if exchange_device.type == "cpu" else partial(_zeros_on, exchange_device)
+        return [GradientBucket(bucket, shapes, parameters, zeros) for bucket in plan]
+    accelerator = cast(Accelerator, device)
+    return [StagedBucket(bucket, shapes, parameters, memory.zeros, accelerator) for bucket in plan]
+
+
+def _zeros_on(device: torch.device, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(elements, dtype=dtype, device=device)

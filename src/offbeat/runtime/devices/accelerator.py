@@ -1,0 +1,160 @@
+"""An accelerator that torch knows, such as a CUDA, ROCm or XPU device: streams, events and pinned memory."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+
+from offbeat.errors import OffbeatError
+
+StartThread = Callable[[str, Callable[[], object]], threading.Thread]
+"""(name, work) -> a thread in which an exception fails the job."""
+
+_POLL_S = 0.001
+_NEEDED = ("Stream", "Event", "stream", "current_stream", "synchronize")
+
+
+class TorchAccelerator:
+    """See `Accelerator`.
+
+    Args:
+        device: the device, with its index.
+        start_thread: starts the thread that waits for events.
+        timeout_s: the longest wait in `finish`, in seconds.
+
+    Raises:
+        OffbeatError: torch has no streams for devices of this type.
+    """
+
+    def __init__(self, device: torch.device, start_thread: StartThread, timeout_s: float) -> None:
+        self.torch_device = device
+        self._start_thread, self._timeout_s = start_thread, timeout_s
+        self._module: Any = torch.get_device_module(device)
+        missing = [name for name in _NEEDED if not hasattr(self._module, name)]
+        if missing:
+            raise OffbeatError(
+                f"the model lies on {device}, for which torch.{device.type} has no {missing[0]}: expected "
+                "the CPU or an accelerator with streams (CUDA, ROCm, XPU)"
+            )
+        self._copies_out, self._copies_in = (self._module.Stream(device=device) for _ in range(2))
+        # Blocking events let the waiting thread sleep: others (torch.Event too) keep a core busy.
+        self._event_options = {"blocking": True} if device.type == "cuda" else {}
+        self._due: deque[tuple[list[Any], Callable[[], object]] | None] = deque()
+        self._is_due = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+
+    # Memory of the host ----------------------------------------------------------------------------------
+
+    def pinned_zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Device.pinned_zeros`."""
+        return torch.zeros(elements, dtype=dtype, device="cpu", pin_memory=elements > 0)
+
+    def pin(self, memory: memoryview) -> bool:
+        """See `Device.pin`: CUDA and ROCm can pin memory that exists already."""
+        if self.torch_device.type != "cuda":
+            return False
+        runtime = self._module.cudart()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        with self._module.device(self.torch_device):
+            if int(runtime.cudaHostRegister(address, len(memory), 0)):
+                return False
+        # Runs before the finalizers of what the view is of, which unmap the memory.
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return True
+
+    # Copies ----------------------------------------------------------------------------------------------
+
+    def current_stream(self) -> Hashable:
+        """See `Accelerator.current_stream`."""
+        stream: Hashable = self._module.current_stream(self.torch_device)
+        return stream
+
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Hashable]) -> Any:
+        """See `Accelerator.copy_out`."""
+        for stream in after:
+            self._copies_out.wait_stream(stream)
+        return self._copy(source, target, self._copies_out, source)
+
+    def copy_in(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+        """See `Accelerator.copy_in`."""
+        self._copies_in.wait_stream(self.current_stream())
+        return self._copy(source, target, self._copies_in, target)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: Any, on_device: torch.Tensor) -> Any:
+        with self._module.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = self._module.Event(**self._event_options)
+            event.record(stream)
+        on_device.record_stream(stream)  # its memory is not given to others before the copy has ended
+        return event
+
+    # Waiting ---------------------------------------------------------------------------------------------
+
+    def wait_for(self, event: Any) -> None:
+        """See `Accelerator.wait_for`."""
+        self._module.current_stream(self.torch_device).wait_event(event)
+
+    def call_after(self, events: Iterable[Any], callback: Callable[[], object]) -> None:
+        """See `Accelerator.call_after`."""
+        if self._thread is None:
+            self._thread = self._start_thread("offbeat-device", self._call_back)
+        self._due.append(([*events], callback))
+        self._is_due.release()
+
+    def _call_back(self) -> None:
+        while True:
+            self._is_due.acquire()
+            due = self._due.popleft()
+            if due is None:
+                return
+            events, callback = due
+            for event in events:
+                event.synchronize()  # without the interpreter's lock
+            callback()
+
+    def finish(self, event: Any) -> None:
+        """See `Accelerator.finish`.
+
+        Raises:
+            OffbeatError: it did not happen in time.
+        """
+        limit_s = time.monotonic() + self._timeout_s
+        while not event.query():
+            if time.monotonic() > limit_s:
+                raise OffbeatError(
+                    f"a copy between the host and {self.torch_device} did not end within "
+                    f"{self._timeout_s:g} s: the device hangs, or computes for longer than that"
+                )
+            time.sleep(_POLL_S)
+
+    def synchronize(self) -> None:
+        """See `Device.synchronize`."""
+        self._module.synchronize(self.torch_device)
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        if self._thread is not None:
+            self._due.append(None)
+            self._is_due.release()
+            self._thread = None
+
+    # Time ------------------------------------------------------------------------------------------------
+
+    def record_time(self) -> Any:
+        """See `Device.record_time`."""
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self.torch_device))
+        return event
+
+    def elapsed_s(self, begin: Any, end: Any) -> float | None:
+        """See `Device.elapsed_s`."""
+        if not (begin.query() and end.query()):
+            return None
+        return float(begin.elapsed_time(end)) / 1000.0
