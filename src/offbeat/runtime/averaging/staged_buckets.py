@@ -244,12 +244,13 @@ def make_buckets(
         memory: allocates memory of the host, and knows the device of the model.
         exchange_device: see `Exchange.device`.
     """
-    device = memory.device
-    if device.torch_device == exchange_device:
-        zeros = memory.zeros if exchange_device.type == "cpu" else partial(_zeros_on, exchange_device)
+    if exchange_device.type != "cpu":
+        zeros = partial(_zeros_on, exchange_device)
         return [GradientBucket(bucket, shapes, parameters, zeros) for bucket in plan]
-    accelerator = cast(Accelerator, device)
-    return [StagedBucket(bucket, shapes, parameters, memory.zeros, accelerator) for bucket in plan]
+    if not memory.device.has_streams:
+        return [GradientBucket(bucket, shapes, parameters, memory.zeros) for bucket in plan]
+    device = cast(Accelerator, memory.device)
+    return [StagedBucket(bucket, shapes, parameters, memory.zeros, device) for bucket in plan]
 
 
 def _zeros_on(device: torch.device, elements: int, dtype: torch.dtype) -> torch.Tensor:

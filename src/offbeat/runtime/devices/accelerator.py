@@ -33,6 +33,8 @@ class TorchAccelerator:
         OffbeatError: torch has no streams for devices of this type.
     """
 
+    has_streams = True
+
     def __init__(self, device: torch.device, start_thread: StartThread, timeout_s: float) -> None:
         self.torch_device = device
         self._start_thread, self._timeout_s = start_thread, timeout_s

@@ -11,6 +11,7 @@ class Host:
     """The CPU; see `Device`."""
 
     torch_device = torch.device("cpu")
+    has_streams = False
 
     def pinned_zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Device.pinned_zeros`."""

@@ -37,9 +37,11 @@ class Device(Protocol):
 
     Attributes:
         torch_device: torch's name of it.
+        has_streams: it is an `Accelerator`: it queues work, and has memory of its own.
     """
 
     torch_device: torch.device
+    has_streams: bool
 
     def pinned_zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new 1-D tensor of zeros in pinned memory of the host."""

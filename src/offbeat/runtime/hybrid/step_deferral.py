@@ -79,8 +79,8 @@ class StepDeferral:
             timer.switch(part)
             # Outside a forward pass, the program may change hyperparameters and parameters.
             # On an accelerator, the thread would gain nothing: the step is queued, as the forward pass is.
-            is_on_cpu = self._rounds.context.device.torch_device.type == "cpu"
-            if is_on_cpu and self._is_in_forward and step.round.weight and not step.is_ahead:
+            is_ahead = step.is_ahead or self._rounds.context.device.has_streams
+            if self._is_in_forward and step.round.weight and not is_ahead:
                 assert self._thread is not None
                 self._thread.begin(step)
 

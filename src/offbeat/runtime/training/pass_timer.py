@@ -28,7 +28,7 @@ class PassTimer:
 
     def __init__(self, timer: PartTimer, device: Device, on_computed: Callable[[float], None]) -> None:
         self._timer, self._on_computed = timer, on_computed
-        self._device = None if device.torch_device.type == "cpu" else _DeviceTimes(device)
+        self._device = _DeviceTimes(device) if device.has_streams else None
         self._pass_mark_s = self._round_mark_s = timer.total_s("compute")
 
     @property
