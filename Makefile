@@ -15,7 +15,7 @@ PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 # Python keeps what it has compiled whatever the environment says: tests start thousands of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-quick test-long test-network test-slurm test-kubernetes test-ray test-gpu test-keras bench-quick check format lint types docs package clean
+.PHONY: demo test test-quick test-long test-network test-slurm test-kubernetes test-ray test-gpu bench-gpu test-keras bench-quick check format lint types docs package clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
@@ -66,9 +66,17 @@ bench-quick: $(STAMP)
 	$(BENCH) validate --data digits --compute timed --load memory --side numpy --side overlap --threads 1 --epochs 5 --samples 1000 --held-out 500
 	$(BENCH) failover --kills 4
 
-# On a machine with a CUDA GPU and a torch that knows it.
+# On a machine with a CUDA GPU and a torch that knows it; elsewhere they do nothing.
+HAS_GPU = $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
+
 test-gpu: $(STAMP)
-	OFFBEAT_TEST_GPU=1 $(BIN)/python -m pytest tests/test_gpu.py
+	@if $(HAS_GPU); then OFFBEAT_TEST_GPU=1 $(BIN)/python -m pytest tests/test_gpu.py; \
+	else echo "torch finds no CUDA GPU here: nothing to test"; fi
+
+bench-gpu: $(STAMP)
+	@if $(HAS_GPU); then $(BENCH) gpu --json benchmarks/results/gpu.json && \
+	$(BENCH) gpu --workers 4 --json benchmarks/results/gpu_4_workers.json; \
+	else echo "torch finds no CUDA GPU here: nothing to measure"; fi
 
 test-keras: $(KERAS_STAMP)
 	KERAS_BACKEND=torch $(KERAS_VENV)/bin/python -m pytest tests/test_keras.py

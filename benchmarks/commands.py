@@ -111,6 +111,18 @@ class OverheadOptions:
     seed: Seed = 0
 
 
+@_benchmark("gpu", minutes=2, needs="a GPU")
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """Step time of workers that share a GPU against PyTorch's DDP on gloo, and with a slow worker."""
+
+    workers: Workers = 2
+    model: Annotated[str, typer.Option(help="One of the library's models.")] = "resnet18"
+    batch_size: Annotated[int, typer.Option(min=2, help="CIFAR-10-shaped samples per worker and step.")] = 128
+    blocks: Annotated[int, typer.Option(min=1, help="Measured blocks of 10 steps per side.")] = 8
+    seed: Seed = 0
+
+
 @_benchmark("allreduce", minutes=8, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class AllreduceOptions:

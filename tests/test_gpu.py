@@ -302,6 +302,133 @@ def test_models_in_channels_last(compiled):
     assert one == other
 
 
+def with_slow_kernels(rank, emit):
+    """How many rounds this worker was outside; worker 2 computes for longer, and queues it as fast."""
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES)).cuda()
+    if rank == 2:
+        model[1].register_forward_hook(lambda *_: torch.cuda._sleep(60_000_000))  # some 30 ms
+    optimizer = sgd(model)
+    inputs, labels = torch.randn(8, 64).cuda(), torch.randint(CLASSES, (8,)).cuda()
+    outside = 0
+    with offbeat.join(model, optimizer, PartialAllReduce(shards="equal", limit=5, n_profile=3)) as session:
+        for _ in range(40):
+            before = session.step
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            outside += session.step == before
+    return outside
+
+
+def test_a_worker_whose_device_is_slow_is_left_out_and_no_other():
+    outside = values(run(with_slow_kernels, 3))
+    assert outside[0] == outside[1] == 0
+    assert outside[2] > 10
+
+
+LAYERS, WIDTH = 12, 1024
+GRADIENT_BYTES = LAYERS * (WIDTH + 1) * WIDTH * 4
+BUCKET_BYTES = 4 << 20
+
+
+def wide_model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).cuda()
+
+
+def peak_bytes(rank, emit, strategy):
+    """The most memory of the device that tensors have used; None trains with DDP."""
+    torch.cuda.set_device(0)
+    model = wide_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = torch.randn(16, WIDTH, device="cuda")
+
+    def steps(stepped):
+        for _ in range(6):
+            optimizer.zero_grad()
+            stepped(inputs).square().mean().backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    if strategy is not None:
+        with offbeat.join(model, optimizer, strategy):
+            return steps(model)
+    torch.distributed.init_process_group("gloo")
+    used = steps(nn.parallel.DistributedDataParallel(model, device_ids=[0]))
+    torch.distributed.destroy_process_group()
+    return used
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AllReduce(bucket_bytes=BUCKET_BYTES),
+        PartialAllReduce(shards="equal", bucket_bytes=BUCKET_BYTES),
+        Hybrid(),
+    ],
+    ids=str,
+)
+def test_the_device_holds_at_most_what_ddp_needs_and_a_bucket(strategy):
+    ours, ddp = (max(values(run(peak_bytes, 2, one))) for one in (strategy, None))
+    print(f"{ours / 1e6:.1f} MB, DDP {ddp / 1e6:.1f} MB, gradients {GRADIENT_BYTES / 1e6:.1f} MB")
+    assert ours <= ddp + max(BUCKET_BYTES, WIDTH * WIDTH * 4)
+
+
+def traced(rank, emit):
+    """By stream, when its copies to the host and its kernels ran in one step's backward pass, in us."""
+    torch.cuda.set_device(0)
+    model = wide_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = torch.randn(8192, WIDTH, device="cuda")
+    with offbeat.join(model, optimizer, AllReduce(bucket_bytes=BUCKET_BYTES)):
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            torch.cuda.synchronize()
+            if step < 3:
+                loss.backward()
+            else:
+                kinds = [torch.profiler.ProfilerActivity.CUDA]
+                with torch.profiler.profile(activities=kinds) as profile:
+                    loss.backward()
+                    torch.cuda.synchronize()
+            optimizer.step()
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    copies = [(start, end) for name, start, end in spans if "Memcpy DtoH" in name]
+    kernels = [
+        (start, end) for name, start, end in spans if "gemm" in name.lower() or "nvjet" in name.lower()
+    ]
+    return copies, kernels
+
+
+def test_copies_to_the_host_overlap_the_backward_pass():
+    for copies, kernels in values(run(traced, 2)):
+        assert len(copies) >= LAYERS
+        last = max(end for _, end in kernels)
+        assert sum(start < last for start, _ in copies) >= LAYERS // 2
+
+
+def captured(rank, emit):
+    torch.cuda.set_device(0)
+    model = a_model().float()
+    optimizer = sgd(model)
+    inputs, labels = (one.cuda() for one in samples(16)[:])
+    with offbeat.join(model, optimizer, AllReduce()), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        F.cross_entropy(model(inputs.float()), labels).backward()
+
+
+def test_a_captured_step_is_refused_in_words():
+    for one in run(captured, 2):
+        assert "CUDA graph" in str(one.error)
+
+
 def of_two_on(device, strategy):
     """The weights after five steps; the workers have unequal batches."""
     torch.manual_seed(0)

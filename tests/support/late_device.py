@@ -321,6 +321,9 @@ class LateDevice(TorchDispatchMode):
         if self._without != FINISHED:
             self.wait_for_host(event.clock)
 
+    def check_runs_now(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         for stream in (self._compute, self._side, self._out, self._in):
             self._synchronize(self._record(stream))

@@ -136,6 +136,14 @@ class TorchAccelerator:
                 )
             time.sleep(_POLL_S)
 
+    def check_runs_now(self) -> None:
+        """See `Device.check_runs_now`."""
+        if self.torch_device.type == "cuda" and self._module.is_current_stream_capturing():
+            raise OffbeatError(
+                "the model's forward or backward pass is captured in a CUDA graph, whose repetitions would "
+                "exchange no gradients: do not capture what runs the joined model"
+            )
+
     def synchronize(self) -> None:
         """See `Device.synchronize`."""
         self._module.synchronize(self.torch_device)

@@ -21,6 +21,9 @@ class Host:
         """See `Device.pin`: nothing to do."""
         return True
 
+    def check_runs_now(self) -> None:
+        """See `Device.check_runs_now`: everything does."""
+
     def synchronize(self) -> None:
         """See `Device.synchronize`: nothing to do."""
 

@@ -49,6 +49,13 @@ class Device(Protocol):
     def pin(self, memory: memoryview) -> bool:
         """Pin memory of the host as long as the view exists; return whether that is possible."""
 
+    def check_runs_now(self) -> None:
+        """Check that what is queued now will run once, and is not recorded to be repeated.
+
+        Raises:
+            OffbeatError: the program captures a graph.
+        """
+
     def synchronize(self) -> None:
         """Block until the device has done all work that any thread has queued."""
 

@@ -208,6 +208,7 @@ class LayerAverager:
         self._rounds.raise_if_failed()
         self._forms.check()
         if torch.is_grad_enabled():
+            self._context.device.check_runs_now()
             self._deferral.begin_forward()
             self._context.timer.switch("compute")
             self._passes.begin_pass()

@@ -1,0 +1,155 @@
+"""`python -m benchmarks gpu`: steps of workers that share an accelerator, against PyTorch's DDP on gloo.
+
+NCCL connects no two workers of one GPU, so gloo is what DDP has there, as on hosts without NCCL. Both train
+the same model from the same seed in alternating blocks of one run; a third side computes without any
+exchange. `staging_share` is the time of a worker's copies between device and host, when all workers copy at
+once and do nothing else, as a share of its step: the most that staging can cost, as copies overlap with the
+backward pass.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import runs
+from benchmarks.commands import GpuOptions
+from benchmarks.workers import print_progress, read_settings, run_workers, send_result
+from offbeat.cli.result import Result
+from offbeat.errors import OffbeatError
+from offbeat.runtime.control.environment import SLOW_VARIABLE
+from offbeat.runtime.session import join
+from offbeat.strategies import parse_strategy
+
+STRATEGIES = ("bsp", "partial:shards=equal", "hybrid")
+SLOWDOWN = 4
+_STEPS, _SLOW_STEPS, _COPIES = 10, 60, 20
+
+
+def run(options: GpuOptions, *, command: str) -> Result:
+    """Measure each strategy beside DDP, and `partial` beside `bsp` with one slow worker.
+
+    Raises:
+        OffbeatError: there is no accelerator.
+    """
+    if not torch.accelerator.is_available():
+        raise OffbeatError("torch finds no accelerator here: run this benchmark on a machine that has one")
+    figures: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    for strategy in STRATEGIES:
+        name = strategy.partition(":")[0]
+        found = _run_workers(options, strategy, {"steps": _STEPS, "blocks": options.blocks})
+        step_s = {side: median(found["step_s"][side]) for side in found["step_s"]}
+        figures[f"ratio_to_ddp_gloo_{name}"] = step_s["ours"] / step_s["ddp"]
+        figures[f"step_ms_{name}"] = step_s["ours"] * 1e3
+        figures[f"staging_share_{name}"] = found["staging_s"] / step_s["ours"]
+        figures.setdefault("step_ms_ddp_gloo", step_s["ddp"] * 1e3)
+        figures.setdefault("step_ms_compute", step_s["compute"] * 1e3)
+        figures.setdefault("staging_ms", found["staging_s"] * 1e3)
+        rows += [
+            {"strategy": name, "side": side, "step_ms": value * 1e3}
+            for side, values in found["step_s"].items()
+            for value in values
+        ]
+    slow = {
+        strategy: _run_workers(options, strategy, {"steps": _SLOW_STEPS, "blocks": 0}, slow=True)["step_s"]
+        for strategy in STRATEGIES[:2]
+    }
+    bsp_s, partial_s = (slow[strategy]["ours"][0] for strategy in STRATEGIES[:2])
+    figures["ratio_partial_to_bsp_one_slow"] = partial_s / bsp_s
+    figures["step_ms_partial_one_slow"] = partial_s * 1e3
+    return Result(name="gpu", command=command, kind="real", seed=options.seed, figures=figures, rows=rows)
+
+
+def _run_workers(options: GpuOptions, strategy: str, settings: dict[str, Any], *, slow: bool = False) -> Any:
+    print_progress(f"{strategy}{', one worker slow' if slow else ''}")
+    settings = {
+        **settings,
+        "strategy": strategy,
+        "model": options.model,
+        "batch_size": options.batch_size,
+        "seed": options.seed,
+    }
+    env = {SLOW_VARIABLE: f"{options.workers - 1}:{SLOWDOWN}"} if slow else {}
+    return run_workers("benchmarks.gpu", settings, options.workers, env=env)
+
+
+def main() -> None:
+    """Train as one worker; rank 0 sends the mean times of a step by side and block."""
+    settings = read_settings(sys.argv)
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    device = torch.device(kind.type, rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device.index)
+    x, y = (
+        one.to(device)
+        for one in runs.batch(settings["batch_size"], settings["seed"] * 1000 + rank, timed=False)
+    )
+
+    def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        return step
+
+    models = [runs.network(settings["model"], None, settings["seed"]).to(device) for _ in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+    with join(models[0], optimizers[0], parse_strategy(settings["strategy"])):
+        sides = {"ours": stepping(models[0], optimizers[0])}
+        if settings["blocks"]:
+            ddp = nn.parallel.DistributedDataParallel(models[1], device_ids=[device.index])
+            sides["ddp"] = stepping(ddp, optimizers[1])
+            sides["compute"] = stepping(models[2], optimizers[2])
+        step_s = _measure(sides, max(1, settings["blocks"]), settings["steps"])
+    staging_s = _staging_s(sum(one.numel() for one in models[0].parameters()), device)
+    if rank == 0:
+        send_result({"step_s": step_s, "staging_s": staging_s})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(sides: dict[str, Callable[[], None]], blocks: int, steps: int) -> dict[str, list[float]]:
+    """Return by side the mean seconds of a step in each block; the first block of each side warms up."""
+    step_s: dict[str, list[float]] = {side: [] for side in sides}
+    for block in range(blocks + 1):
+        for side in list(sides)[:: 1 if block % 2 else -1]:
+            torch.accelerator.synchronize()
+            dist.barrier()
+            began_s = time.perf_counter()
+            for _ in range(steps):
+                sides[side]()
+            torch.accelerator.synchronize()
+            if block:
+                step_s[side].append((time.perf_counter() - began_s) / steps)
+    return step_s
+
+
+def _staging_s(elements: int, device: torch.device) -> float:
+    """Return the seconds to copy gradients of that many elements to pinned memory and back."""
+    on_device = torch.zeros(elements, device=device)
+    on_host = torch.zeros(elements, pin_memory=True)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    began_s = time.perf_counter()
+    for _ in range(_COPIES):
+        on_host.copy_(on_device, non_blocking=True)
+        on_device.copy_(on_host, non_blocking=True)
+    torch.accelerator.synchronize()
+    return (time.perf_counter() - began_s) / _COPIES
+
+
+if __name__ == "__main__":
+    main()
