@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    AbortJob,
     Action,
     Evaluated,
     Event,
@@ -24,14 +25,15 @@ from offbeat.events import (
     ValidationFinished,
 )
 from offbeat.wire.codec import (
+    ACTION_BYTES_MAX,
     MESSAGE_BYTES_MAX,
     append_json,
     decode_actions,
     decode_events,
     decode_json,
+    encode_action,
     encode_actions,
     encode_events,
-    encode_plain,
     encode_record,
     from_plain,
     join_actions,
@@ -59,22 +61,32 @@ def test_actions_that_are_too_long_for_one_message_take_several():
         reason="r",
     )
     actions = [replace(one, epoch=epoch) for epoch in range(9)]
-    messages = split_actions([encode_plain(to_plain(action)) for action in actions])
+    messages = split_actions([encode_action(to_plain(action)) for action in actions])
     assert 1 < len(messages) < len(actions)
     assert all(len(message.payload) <= MESSAGE_BYTES_MAX for message in messages)
     decoded = [decode_actions(message.payload) for message in messages]
     assert [action for part in decoded for action in part] == actions
     assert [message.actions for message in messages] == [len(part) for part in decoded]
-    assert split_actions([encode_plain(to_plain(one))]) == [(1, encode_actions([one]))]
-    too_long = encode_plain(to_plain(replace(one, reason="r" * MESSAGE_BYTES_MAX)))
-    with pytest.raises(ValueError, match=f"an action of at most {MESSAGE_BYTES_MAX} bytes, got 1"):
-        split_actions([too_long])
+    assert split_actions([encode_action(to_plain(one))]) == [(1, encode_actions([one]))]
+
+
+@pytest.mark.parametrize("letter", ["r", "\udcff"])
+def test_an_action_that_no_message_can_hold_is_refused_with_its_longest_field(letter):
+    one = next(action for action in ACTIONS if isinstance(action, AbortJob))
+    rest = len(encode_action(to_plain(replace(one, reason="r" * 2**16)))) - 2**16
+    longest = replace(one, reason="r" * (ACTION_BYTES_MAX - rest))
+    (message,) = split_actions([encode_action(to_plain(longest))])
+    assert len(message.payload) == MESSAGE_BYTES_MAX
+    too_long = to_plain(replace(longest, reason=longest.reason + letter))
+    expected = rf"at most {ACTION_BYTES_MAX} bytes, .* got AbortJob of \d+ bytes, \d+ of them in 'reason'"
+    with pytest.raises(ValueError, match=expected):
+        encode_action(too_long)
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 70_000])
 def test_actions_encoded_one_by_one_join_to_the_same_message(count):
     actions = [ACTIONS[number % len(ACTIONS)] for number in range(count)]
-    assert join_actions([encode_plain(to_plain(action)) for action in actions]) == encode_actions(actions)
+    assert join_actions([encode_action(to_plain(action)) for action in actions]) == encode_actions(actions)
 
 
 def test_the_examples_hold_every_event_and_action():

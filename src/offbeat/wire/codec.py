@@ -39,6 +39,7 @@ from offbeat.events import (
 from offbeat.wire.known import prime_msgspec_types
 
 MESSAGE_BYTES_MAX: Final = 1024 * 1024  # maximum size of a control message on a link
+ACTION_BYTES_MAX: Final = MESSAGE_BYTES_MAX - 1  # a message is a list, whose head is at least a byte
 
 Plain: TypeAlias = dict[str, Any] | msgspec.Struct  # of one event or action
 _NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]  # JSON has no such numbers; a diverged loss does
@@ -263,12 +264,22 @@ def encode_actions(actions: Sequence[Action]) -> bytes:
     return _packed([to_plain(action) for action in actions])
 
 
-def encode_plain(plain: dict[str, Any]) -> bytes:
-    """Return plain data as in a control message; of actions, for `join_actions` and `split_actions`."""
-    try:
-        return _msgpack.encode(plain)
-    except UnicodeEncodeError:
-        return _msgpack.encode(_escaped(plain))
+def encode_action(plain: dict[str, Any]) -> bytes:
+    """Return an action, as plain data, as in a control message, for `join_actions` and `split_actions`.
+
+    Raises:
+        ValueError: no message can hold it.
+    """
+    encoded = _packed(plain)
+    if len(encoded) > ACTION_BYTES_MAX:
+        sizes = {name: len(_packed(value)) for name, value in plain.items()}
+        longest = max(sizes, key=lambda name: sizes[name])
+        raise ValueError(
+            f"expected an action of at most {ACTION_BYTES_MAX} bytes, as much as a message can hold, got "
+            f"{plain['type']} of {len(encoded)} bytes, {sizes[longest]} of them in {longest!r}: make that "
+            "shorter"
+        )
+    return encoded
 
 
 def encode_record(peer: str, event: Plain, answers: bytes) -> bytes:
@@ -277,21 +288,15 @@ def encode_record(peer: str, event: Plain, answers: bytes) -> bytes:
 
 
 def join_actions(encoded: Sequence[bytes]) -> bytes:
-    """Return a control message with these actions, of `encode_plain`, as `encode_actions` does."""
+    """Return a control message with these actions, of `encode_action`, as `encode_actions` does."""
     return _msgpack.encode([*map(msgspec.Raw, encoded)])
 
 
 def split_actions(encoded: Sequence[bytes]) -> list[ActionMessage]:
-    """Return control messages with these actions, in order: several where one would be too long.
-
-    Raises:
-        ValueError: one action alone is too long.
-    """
+    """Return control messages with these actions, in order: several where one would be too long."""
     whole = join_actions(encoded)
     if len(whole) <= MESSAGE_BYTES_MAX:
         return [ActionMessage(len(encoded), whole)]
-    if len(encoded) == 1:
-        raise ValueError(f"expected an action of at most {MESSAGE_BYTES_MAX} bytes, got {len(whole)} bytes")
     half = len(encoded) // 2
     return [*split_actions(encoded[:half]), *split_actions(encoded[half:])]
 
@@ -305,11 +310,11 @@ def decode_actions(data: bytes) -> list[Action]:
     return [cast(Action, _build(struct)) for struct in _unpacked(data, _action_decoder, "actions")]
 
 
-def _packed(plains: list[dict[str, Any]]) -> bytes:
+def _packed(data: Any) -> bytes:
     try:
-        return _msgpack.encode(plains)
+        return _msgpack.encode(data)
     except UnicodeEncodeError:
-        return _msgpack.encode(_escaped(plains))
+        return _msgpack.encode(_escaped(data))
 
 
 def _unpacked(data: bytes, decoder: msgspec.msgpack.Decoder[Any], what: str) -> list[msgspec.Struct]:

@@ -231,6 +231,9 @@ NONSENSE = {
     "a field too many": lambda peer: msgspec.msgpack.encode(
         [{"type": "Left", "worker": 1, "step": 0, "now_s": 1e9}]
     ),
+    "a field too many and a long text": lambda peer: msgspec.msgpack.encode(
+        [{"type": "Failed", "worker": 1, "step": 0, "error": "\n" * (MIB - 1000), "now_s": 1e9}]
+    ),
     "a number out of range": lambda peer: msgspec.msgpack.encode([{"type": "Left", "worker": -1, "step": 0}]),
     "deep": lambda peer: b"\x91" * 100_000 + b"\xc0",
     "a megabyte": lambda peer: bytes(MIB),

@@ -8,20 +8,25 @@ an epoch.
 import re
 import signal
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from offbeat.events import Joined, Lost, PeerList, PeerUnreachable, Ready, Tick
+from offbeat.events import AbortJob, Joined, Lost, PeerList, PeerUnreachable, Ready, Tick
 from offbeat.runtime.control.admission import JobRequest
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
+from offbeat.runtime.control.environment import read_token
 from offbeat.runtime.control.journal import Journal
+from offbeat.runtime.control.requesting import request_admission
 from offbeat.runtime.control.service import ServiceCoordinator
 from offbeat.strategies import AllReduce, PartialAllReduce
-from offbeat.wire.codec import to_plain
+from offbeat.wire.codec import ACTION_BYTES_MAX, to_plain
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
-from support.coordinator_service import service
+from support.coordinator_process import Peer, joined
+from support.coordinator_service import DEADLINE_S, service
 from support.jobs import job
 from support.newcomer_training import EPOCHS, GATE_STEP, Gate, train
 from support.processes import values
@@ -317,17 +322,51 @@ def test_what_keeps_a_worker_from_its_coordinator_is_named(coordinator, change, 
     assert re.search(words, ended.error), ended.error
 
 
-def test_the_clock_of_the_job_continues_on_a_host_that_has_run_for_less_long(tmp_path):
-    request = JobRequest(
+def job_request(world, attempt=0):
+    return JobRequest(
         rank=0,
-        world=1,
-        attempt=0,
+        world=world,
+        attempt=attempt,
         is_newcomer=False,
-        policies=AllReduce().policies(1, 30.0, 1),
+        policies=AllReduce().policies(world, 30.0, 1),
         log_header={},
         silent_s=10.0,
         start_s=30.0,
     )
+
+
+def test_an_action_that_no_message_can_hold_is_an_error_and_not_in_the_state(tmp_path):
+    """Two workers join, each with so many addresses that no message can hold those of both."""
+    with service(tmp_path) as coordinator:
+        process = SimpleNamespace(addresses=[f"tcp://{coordinator.address}"])
+        token = read_token(coordinator.env["OFFBEAT_TOKEN_FILE"])
+
+        def is_admitted(attempt):
+            request = job_request(2, attempt)
+            (address,) = process.addresses
+            answer = request_admission(address, request, job="job", token=token, timeout_s=DEADLINE_S)
+            return answer.worker == 0
+
+        assert is_admitted(attempt=0)
+        peers = [Peer(f"w{worker}", process, worker=worker, token=token) for worker in range(2)]
+        for peer in peers:
+            peer.send(replace(joined(peer, 2, peer.worker), addresses=("a" * 9000,) * 60))
+        reasons = [peer.receive_until(AbortJob).reason for peer in peers]
+        for peer in peers:
+            peer.links.close()
+        code, errors = coordinator.ended()
+        assert code != 0
+        for text in (*reasons, errors):
+            assert f"expected an action of at most {ACTION_BYTES_MAX} bytes" in text
+            assert re.search(
+                r"got PeerList of 1\d{6} bytes, 1\d{6} of them in 'peers': make that shorter", text
+            )
+        coordinator.start()
+        assert is_admitted(attempt=1)
+
+
+def test_the_clock_of_the_job_continues_on_a_host_that_has_run_for_less_long(tmp_path):
+    request = job_request(1)
     journal = Journal(tmp_path)
     plain = {"type": "JobRequest", **msgspec.to_builtins(request)}
     journal.append(msgspec.msgpack.encode(("request", plain, b"")))

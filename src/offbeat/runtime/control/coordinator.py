@@ -69,8 +69,8 @@ from offbeat.wire.codec import (
     Plain,
     decode_actions,
     decode_events,
+    encode_action,
     encode_actions,
-    encode_plain,
     encode_record,
     from_plain,
     join_actions,
@@ -85,7 +85,7 @@ _ITEMS_PER_SEND = 64  # of what was received together; then the actions so far a
 _PEERS_FEW = 256
 RECONNECT_S = 15.0  # reaching a worker may take 10 s, and it then has to receive what it has missed
 _NAMED_MAX = 16  # workers
-_TEXT_MAX = 10_000  # characters; a text quoted in a reason must fit into a control message
+_TEXT_MAX = 10_000  # characters; actions quote texts, and must fit into a control message
 _JOINS: Final = (Joined, NodeJoined)
 _OBSERVED: Final = frozenset({Tick, Lost, NodeLost, NodeSilent, NodeResumed})  # by the coordinator only
 _REACHABILITY: Final = frozenset({PeerUnreachable, PeerReachable})
@@ -354,14 +354,14 @@ class Coordinator:
         return None
 
     def _lost_event(self, peer: str, cause: str) -> Lost | NodeLost:
-        sender = self._peers[peer].sender
+        cause, sender = cause[:_TEXT_MAX], self._peers[peer].sender
         if isinstance(sender, str):
             return NodeLost(now_s=self._now_s(), node=sender, cause=cause)
         return Lost(now_s=self._now_s(), worker=sender, cause=f"{cause} (noticed by the coordinator)")
 
     def _silence_event(self, peer: str, cause: str) -> Event:
         """Return the event for the policies about a peer that has fallen silent or sends again."""
-        now_s, sender = self._now_s(), self._peers[peer].sender
+        now_s, cause, sender = self._now_s(), cause[:_TEXT_MAX], self._peers[peer].sender
         if isinstance(sender, str):
             if cause:
                 return NodeSilent(now_s=now_s, node=sender, silent_s=UNREACHABLE_S)
@@ -372,6 +372,7 @@ class Coordinator:
 
     def _reject(self, peer: str, reason: str) -> None:
         """Refuse a peer that broke the protocol; one that takes part in the job counts as lost."""
+        reason = reason[:_TEXT_MAX]
         if peer in self._peers.present:
             self._handle(self._lost_event(peer, f"it broke the protocol: {reason}"), peer)
         elif peer not in self._peers:
@@ -385,21 +386,29 @@ class Coordinator:
     def _handle(self, event: Event, peer: str, struct: msgspec.Struct | None = None) -> None:
         """Decide on an event, record it with the actions, and queue these.
 
+        Nothing is recorded before all of it is known to be possible: a successor repeats what the journal
+        has, and would fail as this coordinator did.
+
         Args:
             event: what has happened.
             peer: the peer that it concerns; "" where there is none.
             struct: the same event, where it was received (see `DecodedEvent`).
+
+        Raises:
+            ValueError: an action is too long to be sent.
         """
         if isinstance(event, Joined):
             event, struct = replace(event, peer=peer), None
         actions = self._decide(event, peer)
         plain = to_plain(event) if struct is None else struct
         plain_actions = [*map(to_plain, actions)]
-        encoded = [*map(encode_plain, plain_actions)]
+        encoded = [*map(encode_action, plain_actions)]
+        outgoing = self._outgoing(event, peer, actions)
+        encoded_news = [encode_action(to_plain(action)) for action in outgoing[len(actions) :]]
         self.journal.append(encode_record(peer, plain, _answers(encoded)))
         self._write(plain, plain_actions)
-        if outgoing := self._outgoing(event, peer, actions):
-            self._dispatch(outgoing, encoded)
+        if outgoing:
+            self._dispatch(outgoing, encoded + encoded_news)
         if (
             self.journal.records_since_snapshot * _PEERS_FEW
             >= self._configuration.journal_events_max * max(_PEERS_FEW, len(self._peers))
@@ -479,7 +488,7 @@ class Coordinator:
             if type(action) is RejectPeer and action.peer in self._peers:
                 self._mark_gone(action.peer)
                 self._peers[action.peer].is_refused = True
-        encoded = [*encoded, *(encode_plain(to_plain(action)) for action in actions[len(encoded) :])]
+        encoded = [*encoded, *(encode_action(to_plain(action)) for action in actions[len(encoded) :])]
         numbers: dict[str, list[int]] = {}  # by peer, the indexes of its actions
         for number, action in enumerate(actions):
             for peer in self._peers.recipients(action):
@@ -577,7 +586,7 @@ class Coordinator:
             last_s = event.now_s
             actions = self._decide(event, peer)
             plain_actions = [*map(to_plain, actions)]
-            encoded = [*map(encode_plain, plain_actions)]
+            encoded = [*map(encode_action, plain_actions)]
             if _answers(encoded) != answers:  # bytes: a NaN is not equal to itself
                 raise OffbeatError(
                     f"the restarted coordinator does not repeat its decisions: for {event} it had returned "
