@@ -100,6 +100,54 @@ def test_a_handshake_that_its_dialler_has_given_up_is_ignored_when_the_rest_of_i
     assert a.lost.empty()
 
 
+@pytest.fixture
+def unresponsive() -> Iterator[str]:
+    """An address that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_late_handshake_of_an_earlier_session_does_not_end_the_session_in_use(
+    node: Callable[..., Node], unresponsive: str, is_broken: bool
+) -> None:
+    """The peer has given up its first session with its first connection; the second one may be broken."""
+    b = node("b", unix=False)
+    b.links.add_peer("a", [unresponsive])
+    given_up = Stranger("a", b, position=SessionPosition("first session", "", 0, 1, "a process"))
+    proof = given_up.challenge()
+    a = Stranger("a", b, position=SessionPosition("second session", "", 0, 2, "a process")).greet()
+    b.links.send("a", b"first")
+    assert payload(a) == b"first"
+    acknowledge(a, 1)
+    if is_broken:
+        a.sock.close()
+    given_up.sock.sendall(proof)
+    with pytest.raises(EOFError):
+        given_up.frame()
+    if is_broken:
+        own = a.greeting.peer_position.session
+        a = Stranger("a", b, position=SessionPosition("second session", own, 1, 3, "a process")).greet()
+    b.links.send("a", b"second")
+    assert payload(a) == b"second"
+    assert b.lost.empty()
+
+
+def test_a_process_that_was_started_again_begins_a_session_although_it_counts_from_1(
+    node: Callable[..., Node], unresponsive: str
+) -> None:
+    b = node("b", unix=False)
+    b.links.add_peer("a", [unresponsive])
+    a = Stranger("a", b, position=SessionPosition("first session", "", 0, 7, "a process")).greet()
+    b.links.send("a", b"first")
+    assert payload(a) == b"first"
+    a.sock.close()
+    a = Stranger("a", b, position=SessionPosition("second session", "", 0, 1, "another process")).greet()
+    assert str(b.loss()).endswith("a has begun a new session")
+    b.links.send("a", b"second")
+    assert payload(a) == b"second"
+
+
 def test_a_peers_dial_that_waited_is_not_used_after_a_connection_that_the_peer_has_opened_since(
     node: Callable[..., Node],
 ) -> None:

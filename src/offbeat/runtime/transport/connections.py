@@ -20,7 +20,7 @@ from offbeat.runtime.transport.handshake import (
     AcceptorHandshake,
     DiallerHandshake,
     SessionPosition,
-    new_session_id,
+    new_id,
 )
 from offbeat.runtime.transport.inbox import Inbox
 from offbeat.runtime.transport.io_loop import IoLoop
@@ -98,32 +98,19 @@ class LinkSession:
             first connection was a Unix socket, which the kernel breaks only if a process ends.
         received_frames: numbered frames received so far.
         ack_due_frames, ack_due_bytes: those of them that are not acknowledged.
-        positions_sent: in handshakes.
-        peer_position_number: of the peer's position with which the last connection began.
     """
 
-    own_id: str = field(default_factory=new_session_id)
+    own_id: str = field(default_factory=new_id)
     peer_id: str = ""
     is_resumable: bool = False
     received_frames: int = 0
     ack_due_frames: int = 0
     ack_due_bytes: int = 0
-    positions_sent: int = 0
-    peer_position_number: int = 0
 
     @property
     def is_open(self) -> bool:
         """Whether there has been a connection."""
         return bool(self.peer_id)
-
-    def next_position(self) -> SessionPosition:
-        """Return this node's position with the next number, to be sent at once, on the only connection."""
-        self.positions_sent += 1
-        return SessionPosition(self.own_id, self.peer_id, self.received_frames, self.positions_sent)
-
-    def is_outdated(self, theirs: SessionPosition) -> bool:
-        """Whether the peer has dropped the connection that this position came on: it has sent a later one."""
-        return theirs.session == self.peer_id and theirs.number < self.peer_position_number
 
 
 @dataclass(eq=False, slots=True)
@@ -137,6 +124,7 @@ class RemoteNode:
     has_fixed_addresses: bool = False  # it listens there for as long as it runs
     silent_s: float | None = None  # after which this peer is lost, in place of the endpoint's limit
     session: LinkSession = field(default_factory=LinkSession)
+    position: SessionPosition | None = None  # its own, with which the last connection began
     silent_ticks: int = 0  # ticks without received bytes, over all connections
     is_unreachable: bool = False  # silent for so long that `on_unreachable` was called
     cause: str = ""  # why the last connection broke; "" while there is one
@@ -145,6 +133,11 @@ class RemoteNode:
     parked: list[Connection] = field(default_factory=list)  # authenticated, waiting for WELCOME
     is_gone: bool = False  # lost, or left in order: messages to it are dropped
     scheduled_key: SendKey | None = None  # of its valid entry in the send heap
+
+    def has_dropped(self, position: SessionPosition) -> bool:
+        """Whether the peer has dropped the connection on which a position came: it has sent a later one."""
+        last = self.position
+        return last is not None and position.process == last.process and position.number < last.number
 
     @property
     def has_unsent(self) -> bool:

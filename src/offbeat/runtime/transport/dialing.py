@@ -14,10 +14,11 @@ dropped that connection. Where the peer does not know the session any more, the 
 begins.
 
 Late handshakes: a network that loses packets delivers some after their sender has given up that connection,
-and reports the end of a connection after what was sent on the next one. So positions are numbered, and a node
-sends one only after it has dropped every other connection of the session. A position with a lower number than
-the one with which the last connection began is of a dropped connection: its number of received frames may be
-too low by now, so that connection is closed.
+and reports the end of a connection after what was sent on the next one. So a process numbers its positions in
+all sessions, and sends one only after it has dropped every other connection to that peer. A position with a
+lower number than the one with which the last connection began is of a dropped connection, perhaps of an
+earlier session: its number of received frames may be too low by now, so that connection is closed. Numbers of
+different processes are not compared: a process that is started again begins at 1.
 
 A dial that gets no descriptor fails with that reason.
 """
@@ -30,6 +31,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from math import inf
 from time import monotonic
 
@@ -55,6 +57,7 @@ from offbeat.runtime.transport.handshake import (
     DiallerHandshake,
     RefusedError,
     SessionPosition,
+    new_id,
 )
 from offbeat.runtime.transport.io_loop import EPOLL_READ, EPOLL_WRITE, IoLoop
 from offbeat.runtime.transport.tls import TlsCredentials, TlsSocket
@@ -107,6 +110,7 @@ class ConnectionOpener:
         self._tls = tls
         self._loop = loop
         self._name, self._job, self._token = name, job, token
+        self._process, self._position_numbers = new_id(), count(1)
         self._connect_s = connect_s
         self._addresses = get_addresses
         self._peer = get_peer
@@ -319,7 +323,7 @@ class ConnectionOpener:
             node=self._name,
             peer=peer.name,
             addresses=self._addresses(),
-            position=peer.session.next_position(),
+            position=self._next_position(peer),
             certificate=certificate,
         )
         self._loop.modify_watch(link.sock, EPOLL_READ, partial(self._on_acceptor_frame, peer, dial, link))
@@ -359,7 +363,7 @@ class ConnectionOpener:
         if peer.session.is_open and theirs.session != peer.session.peer_id:
             self._replaced(peer)
             self.stop_dialling(peer)  # the report of the loss may have started a dial
-            peer.session = LinkSession(own_id=ours.session, positions_sent=ours.number)
+            peer.session = LinkSession(own_id=ours.session)
         self._open(peer, link, theirs, theirs.received)
 
     def _attempt_failed(self, peer: RemoteNode, dial: Dial, link: Connection, why: str) -> None:
@@ -407,12 +411,19 @@ class ConnectionOpener:
         if dial.link is not None:
             self._sockets.close_link(dial.link)
 
+    def _next_position(self, peer: RemoteNode) -> SessionPosition:
+        """Return this node's position, to be sent at once, on its only connection to the peer."""
+        session, number = peer.session, next(self._position_numbers)
+        return SessionPosition(
+            session.own_id, session.peer_id, session.received_frames, number, self._process
+        )
+
     # Accepting
 
     def _on_authenticated(self, name: str, link: Connection, greeting: AcceptorHandshake) -> None:
         """Welcome an authenticated peer, or park it while another connection has precedence."""
         peer = self._peer(name)
-        if peer.session.is_outdated(greeting.position):
+        if peer.has_dropped(greeting.position):
             self._sockets.close_link(link)
             return
         dial = peer.dial
@@ -446,7 +457,7 @@ class ConnectionOpener:
         if session.is_open and not is_same:
             self._replaced(peer)
         self.stop_dialling(peer)
-        send_handshake(link, greeting.welcome(peer.session.next_position()))
+        send_handshake(link, greeting.welcome(self._next_position(peer)))
         self._open(peer, link, theirs, theirs.received if is_same else 0)
 
     def _open(self, peer: RemoteNode, link: Connection, theirs: SessionPosition, received: int) -> None:
@@ -456,7 +467,7 @@ class ConnectionOpener:
         if not session.is_open:
             session.peer_id = theirs.session
             session.is_resumable = link.sock.family != socket.AF_UNIX
-        session.peer_position_number = theirs.number
+        peer.position = theirs
         self._close_outdated(peer)
         self._opened(peer, link, received)
 
@@ -465,7 +476,7 @@ class ConnectionOpener:
         waiting, peer.parked = peer.parked, []
         for link in waiting:
             greeting = link.handshake
-            if isinstance(greeting, AcceptorHandshake) and peer.session.is_outdated(greeting.position):
+            if isinstance(greeting, AcceptorHandshake) and peer.has_dropped(greeting.position):
                 self._sockets.close_link(link)
             else:
                 peer.parked.append(link)

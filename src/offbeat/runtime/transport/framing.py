@@ -20,7 +20,7 @@ from typing import NamedTuple
 from offbeat.errors import ProtocolError
 
 MAGIC = b"ob"
-VERSION = 6
+VERSION = 7
 HEADER = struct.Struct("!2sBBIQQQ")  # magic, version, kind, payload length, tag, offset, total
 HEADER_BYTES = HEADER.size
 SHARED_PAYLOAD = struct.Struct("!QQQ")  # region, offset in it, length: the payload of a SHARED frame

@@ -45,13 +45,15 @@ class SessionPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         session: its own id of the session.
         peer_session: the other node's id of it, if known; "" before the first WELCOME.
         received: how many frames of the other node it has received in this session.
-        number: counts the positions that the node has sent in this session, from 1; 0 where it counts none.
+        number: counts the positions that its process has sent, in all sessions, from 1; 0 if it counts none.
+        process: id of its process; a process that is started again has another one.
     """
 
     session: str = ""
     peer_session: str = ""
     received: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     number: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    process: str = ""
 
 
 class _Hello(msgspec.Struct, forbid_unknown_fields=True):
@@ -111,8 +113,8 @@ def check_node_name(name: str) -> str:
     return name
 
 
-def new_session_id() -> str:
-    """Return a random id for a new session."""
+def new_id() -> str:
+    """Return a random id for a process or a new session."""
     return secrets.token_hex(8)
 
 
@@ -146,7 +148,7 @@ class DiallerHandshake:
     ) -> None:
         self.peer_position: SessionPosition | None = None
         self._token, self._certificate = token, certificate
-        self.position = SessionPosition(new_session_id()) if position is None else position
+        self.position = SessionPosition(new_id()) if position is None else position
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._hello = _Hello(job, node, peer, nonce, tuple(addresses), self.position)
         self._nonce: bytes | None = None
