@@ -156,7 +156,7 @@ class Coordinator:
         self._has_started = False
         self._clock_offset_s = 0.0
         self._opened_s = self._last_tick_s = self._last_turn_s = time.monotonic()
-        self._stalled_s = float("-inf")
+        self._excused_at_s = -math.inf  # when peers last could not be received for a cause on this host
         self._endpoint: Endpoint | None = None
         self._tls = load_tls()
         self.journal = Journal() if journal is None else journal
@@ -308,19 +308,19 @@ class Coordinator:
     def _may_reconnect(self, error: LinkError) -> bool:
         """Whether a peer whose connection is lost is given time to reconnect, which it is once.
 
-        It is if this process was stalled itself; and a peer that replaces its connection is alive.
+        It is if the silence of peers is excused; and a peer that replaces its connection is alive.
         """
-        is_own_fault = time.monotonic() - self._stalled_s < self._configuration.silent_s
-        return (is_own_fault or error.failure == "replaced") and error.peer not in self._reconnecting
+        is_excused = time.monotonic() - self._excused_at_s < self._configuration.silent_s
+        return (is_excused or error.failure == "replaced") and error.peer not in self._reconnecting
 
     def _check_for_stall(self) -> None:
-        """Detect that this process was stalled: silence of peers is then not held against them."""
+        """Detect that this process was stalled, which excuses the silence of peers."""
         now_s = time.monotonic()
         gap_s, self._last_turn_s = now_s - self._last_turn_s, now_s
         if gap_s > 4 * self._configuration.tick_s:
             self._last_tick_s = now_s
         if gap_s > self._configuration.silent_s / 2:
-            self._stalled_s = now_s
+            self._excused_at_s = now_s
 
     def _accept(self, event: Event, peer: str) -> bool:
         """Accept an event of a peer; reject the peer if the event violates the protocol."""

@@ -50,6 +50,7 @@ from offbeat.runtime.control.admission import (
 from offbeat.runtime.control.channel import OUTAGE_S
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
 from offbeat.runtime.control.coordinator import RECONNECT_S, Coordinator
+from offbeat.runtime.control.cut_off import CutOffDetector
 from offbeat.runtime.control.environment import (
     COORDINATOR_VARIABLE,
     DEFAULT_JOB,
@@ -95,8 +96,7 @@ class ServiceCoordinator(Coordinator):
         self._deferred: dict[str, JobRequest | ServerRequest] = {}  # by peer
         self._has_finished = False  # the last worker that ended has left in order
         self._is_complete = False
-        self._silent_since_s: float | None = None  # since when all workers and servers are silent
-        self._is_reached = False  # a process has sent a request since then
+        self._cut_off = CutOffDetector(OUTAGE_S)  # no longer than workers look for the coordinator
 
     def _is_over(self) -> bool:
         return self._is_complete
@@ -107,7 +107,7 @@ class ServiceCoordinator(Coordinator):
         request = decode_job_request(payload)
         if request is None:
             return False
-        self._is_reached = True
+        self._cut_off.on_reached()
         self._deferred[peer] = request
         self._answer_deferred()
         return True
@@ -174,26 +174,20 @@ class ServiceCoordinator(Coordinator):
     # Outages ---------------------------------------------------------------------------------------------
 
     def _tick(self) -> Iterator[tuple[Event, str]]:
-        """Tick; the deadlines of silent peers begin when this host is not cut off any more.
-
-        It counts as cut off while all workers and servers are silent and no other process reaches it, but for
-        no longer than workers look for the coordinator.
-        """
+        """Tick; the deadlines of silent peers begin when this host is not cut off any more."""
         now_s = time.monotonic()
-        if not all(self._peers[peer].is_silent for peer in self._peers.present):
-            self._silent_since_s, self._is_reached = None, False
-        elif self._silent_since_s is None:
-            self._silent_since_s = now_s
-        is_reached = self._is_reached or bool(self._deferred)
-        if self._silent_since_s is not None and not is_reached and now_s - self._silent_since_s < OUTAGE_S:
-            self._stalled_s = now_s
+        if self._deferred:
+            self._cut_off.on_reached()
+        are_all_silent = all(self._peers[peer].is_silent for peer in self._peers.present)
+        if self._cut_off.on_tick(now_s, are_all_silent=are_all_silent):
+            self._excused_at_s = now_s
             self._reconnecting = dict.fromkeys(self._reconnecting, now_s + RECONNECT_S)
         yield from super()._tick()
 
     def _may_reconnect(self, error: LinkError) -> bool:
         """Whether a peer is given time; also if its connection broke in or soon after such a time."""
         is_silent = error.failure in ("broken", "unreachable")
-        was_cut_off = time.monotonic() - self._stalled_s < RECONNECT_S
+        was_cut_off = time.monotonic() - self._excused_at_s < RECONNECT_S
         return super()._may_reconnect(error) or (is_silent and was_cut_off)
 
     # Events ----------------------------------------------------------------------------------------------
