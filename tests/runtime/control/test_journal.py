@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import struct
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,9 +15,21 @@ HEAD_BYTES, RECORD_HEAD_BYTES = 16, 8
 RECORDS = [random.Random(number).randbytes(number % 50) for number in range(200)]
 
 
+@contextmanager
+def opened(folder=None):
+    """A journal whose files are closed afterwards, as at the end of its process."""
+    journal = Journal(folder)
+    try:
+        yield journal
+    finally:
+        for file in journal._files:
+            os.close(file)
+
+
 @pytest.fixture(params=["anonymous", "in a folder"])
 def journal(request, tmp_path):
-    return Journal(None if request.param == "anonymous" else tmp_path / "state")
+    with opened(None if request.param == "anonymous" else tmp_path / "state") as journal:
+        yield journal
 
 
 def written_elsewhere(journal, write):
@@ -59,17 +72,17 @@ def test_a_truncated_journal_keeps_its_whole_records_and_accepts_further_ones(sn
     begin = HEAD_BYTES + len(snapshot)
     lengths = [RECORD_HEAD_BYTES + len(record) for record in RECORDS[:4]]
     for length in range(begin, begin + sum(lengths) + 1):
-        journal = Journal()
-        journal.replace_by_snapshot(snapshot)
-        for record in RECORDS[:4]:
-            journal.append(record)
-        journal.flush()
-        os.ftruncate(journal._files[journal._active], length)
-        whole = sum(begin + sum(lengths[: count + 1]) <= length for count in range(4))
-        assert journal.read() == (snapshot, RECORDS[:whole])
-        journal.append(b"and on")
-        journal.flush()
-        assert journal.read() == (snapshot, [*RECORDS[:whole], b"and on"])
+        with opened() as journal:
+            journal.replace_by_snapshot(snapshot)
+            for record in RECORDS[:4]:
+                journal.append(record)
+            journal.flush()
+            os.ftruncate(journal._files[journal._active], length)
+            whole = sum(begin + sum(lengths[: count + 1]) <= length for count in range(4))
+            assert journal.read() == (snapshot, RECORDS[:whole])
+            journal.append(b"and on")
+            journal.flush()
+            assert journal.read() == (snapshot, [*RECORDS[:whole], b"and on"])
 
 
 def test_an_incomplete_snapshot_is_ignored(journal):
@@ -95,52 +108,51 @@ def test_a_record_of_which_the_disk_has_lost_bytes_is_ignored_with_all_after_it(
 
 
 def test_a_journal_in_a_folder_is_found_again_and_one_at_a_time_uses_it(tmp_path):
-    first = Journal(tmp_path / "a" / "b")
-    first.replace_by_snapshot(b"a snapshot")
-    first.append(b"a record")
-    first.flush()
-    with pytest.raises(OffbeatError, match=r"no other coordinator uses, got .*/a/b"):
-        Journal(tmp_path / "a" / "b")
-    for file in first._files:
-        os.close(file)
-    assert Journal(tmp_path / "a" / "b").read() == (b"a snapshot", [b"a record"])
+    with opened(tmp_path / "a" / "b") as first:
+        first.replace_by_snapshot(b"a snapshot")
+        first.append(b"a record")
+        first.flush()
+        with pytest.raises(OffbeatError, match=r"no other coordinator uses, got .*/a/b"):
+            Journal(tmp_path / "a" / "b")
+    with opened(tmp_path / "a" / "b") as second:
+        assert second.read() == (b"a snapshot", [b"a record"])
 
 
 def test_a_writer_killed_at_any_time_leaves_all_flushed_records():
     """The writer counts in records and in snapshots, and reports each flushed number on a pipe."""
     for _ in range(30):
-        journal = Journal()
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            for number in range(10**9):
-                journal.append(struct.pack("<Q", number) * 100)
-                journal.flush()
-                if number % 7 == 0:
-                    journal.replace_by_snapshot(struct.pack("<Q", number) * 100)
-                os.write(writing, struct.pack("<Q", number))
-        os.close(writing)
-        for _ in range(random.randrange(1, 60)):
-            (reported,) = struct.unpack("<Q", os.read(reading, 8))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        while data := os.read(reading, 8):
-            (reported,) = struct.unpack("<Q", data)
-        os.close(reading)
-        snapshot, records = journal.read()
-        numbers = [struct.unpack("<Q", one[:8])[0] for one in ([snapshot] if snapshot else []) + records]
-        assert all(len(one) == 800 for one in records)
-        assert numbers == list(range(numbers[0], numbers[-1] + 1))
-        assert numbers[-1] in (reported, reported + 1)
+        with opened() as journal:
+            reading, writing = os.pipe()
+            child = os.fork()
+            if not child:
+                for number in range(10**9):
+                    journal.append(struct.pack("<Q", number) * 100)
+                    journal.flush()
+                    if number % 7 == 0:
+                        journal.replace_by_snapshot(struct.pack("<Q", number) * 100)
+                    os.write(writing, struct.pack("<Q", number))
+            os.close(writing)
+            for _ in range(random.randrange(1, 60)):
+                (reported,) = struct.unpack("<Q", os.read(reading, 8))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            while data := os.read(reading, 8):
+                (reported,) = struct.unpack("<Q", data)
+            os.close(reading)
+            snapshot, records = journal.read()
+            numbers = [struct.unpack("<Q", one[:8])[0] for one in ([snapshot] if snapshot else []) + records]
+            assert all(len(one) == 800 for one in records)
+            assert numbers == list(range(numbers[0], numbers[-1] + 1))
+            assert numbers[-1] in (reported, reported + 1)
 
 
 def test_a_journal_stays_small_and_leaves_no_file_in_the_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    journal = Journal()
-    for number in range(10_000):
-        journal.append(bytes(100))
-        journal.flush()
-        if number % 100 == 0:
-            journal.replace_by_snapshot(bytes(1000))
-        assert sum(journal.file_sizes_bytes) < 20_000
+    with opened() as journal:
+        for number in range(10_000):
+            journal.append(bytes(100))
+            journal.flush()
+            if number % 100 == 0:
+                journal.replace_by_snapshot(bytes(1000))
+            assert sum(journal.file_sizes_bytes) < 20_000
     assert not list(tmp_path.iterdir())
