@@ -455,6 +455,25 @@ def test_a_coordinator_that_fails_sends_the_reason_to_the_workers(tmp_path):
         assert "KeyError" in errors
 
 
+def test_what_was_received_before_the_links_failed_is_recorded(tmp_path):
+    """The links' thread fails before it has passed on the message that it has just received."""
+    prelude = (
+        "from offbeat.runtime.control.coordinator import Coordinator\n"
+        "receive = Coordinator._on_received\n"
+        "def receive_and_fail(self, item):\n"
+        "    receive(self, item)\n"
+        "    if b'Left' in getattr(item, 'payload', b''):\n"
+        "        raise KeyError('a fault of the links')\n"
+        "Coordinator._on_received = receive_and_fail"
+    )
+    with running_job(2, tmp_path / "log", prelude=prelude) as (process, peers):
+        peers[0].send(Left(now_s=0.0, worker=0, step=0))
+        code, errors = process.ended()
+        assert code != 0
+        assert "KeyError: 'a fault of the links'" in errors
+    assert [event.worker for event in entries_of(tmp_path / "log", Left)] == [0]
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -186,7 +186,7 @@ class Coordinator:
             ),
             on_unreachable=lambda peer, cause: self._on_received(_SilenceChange(peer, cause)),
             on_reachable=lambda peer: self._on_received(_SilenceChange(peer, "")),
-            on_error=lambda error: self._inbox.put([error]),
+            on_error=self._on_links_failed,
             listeners=self._listeners,
             silent_s=configuration.silent_s,
             tls=self._tls,
@@ -225,6 +225,11 @@ class Coordinator:
             self._pass_on()
         elif len(self._received) == 1:
             self._endpoint.call_when_idle(self._pass_on)
+
+    def _on_links_failed(self, error: BaseException) -> None:
+        """Pass on what ended the links' thread, after what was received before; in their thread."""
+        self._received.append(error)
+        self._pass_on()
 
     def _pass_on(self) -> None:
         received, self._received = self._received, []
