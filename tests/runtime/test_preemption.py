@@ -166,10 +166,12 @@ def joins_later(rank, emit, log):
 
 
 def test_a_newcomer_sees_an_earlier_signal_at_the_end_of_its_first_step(tmp_path):
+    """The agreement of its first round brings it the signal too, so the log must show that a Preempt did."""
     log = tmp_path / "log.jsonl"
     with job(ignores, 2, log, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.add(joins_later, log)
         assert values(running.ends()) == [None, None, True]
+    assert [action.worker for action in entries_of(log, Preempt)] == [None, 2]
 
 
 def test_the_policy_informs_all_workers_once_and_each_newcomer():
