@@ -41,7 +41,7 @@ from offbeat.wire.known import prime_msgspec_types
 MESSAGE_BYTES_MAX: Final = 1024 * 1024  # maximum size of a control message on a link
 ACTION_BYTES_MAX: Final = MESSAGE_BYTES_MAX - 1  # a message is a list, whose head is at least a byte
 
-Plain: TypeAlias = dict[str, Any] | msgspec.Struct  # of one event or action
+PlainEntry: TypeAlias = dict[str, Any] | msgspec.Struct  # an event or action as plain data
 _NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]  # JSON has no such numbers; a diverged loss does
 _STRUCT_OPTIONS: Final[dict[str, Any]] = {
     "forbid_unknown_fields": True,
@@ -212,7 +212,7 @@ def is_event(entry: Event | Action) -> TypeGuard[Event]:
     return type(entry).__name__ in _EVENTS
 
 
-def append_json(plain: Plain, buffer: bytearray) -> None:
+def append_json(plain: PlainEntry, buffer: bytearray) -> None:
     """Append plain data as one line of JSON."""
     length = len(buffer)
     try:
@@ -282,7 +282,7 @@ def encode_action(plain: dict[str, Any]) -> bytes:
     return encoded
 
 
-def encode_record(peer: str, event: Plain, answers: bytes) -> bytes:
+def encode_record(peer: str, event: PlainEntry, answers: bytes) -> bytes:
     """Return a record of the journal: an event, the peer that it concerns, and the actions that answer it."""
     return _msgpack.encode((peer, event, answers))
 

@@ -24,7 +24,7 @@ import msgspec
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, Event
-from offbeat.wire.codec import MALFORMED, Plain, append_json, decode_json, is_event, to_plain
+from offbeat.wire.codec import MALFORMED, PlainEntry, append_json, decode_json, is_event, to_plain
 
 LOG_VERSION: Final = 4
 _BUFFER_BYTES_MAX: Final = 64 * 1024
@@ -120,7 +120,7 @@ class LogWriter:
         for action in actions:
             append_json(to_plain(action), self._buffer)
 
-    def add_plain(self, event: Plain, actions: Sequence[Plain] = ()) -> None:
+    def add_plain(self, event: PlainEntry, actions: Sequence[PlainEntry] = ()) -> None:
         """Add an event and the actions that answer it, as plain data."""
         if self.is_buffer_full:
             self.flush()

@@ -66,7 +66,7 @@ from offbeat.runtime.transport import addresses as places
 from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
 from offbeat.wire.codec import (
     ActionMessage,
-    Plain,
+    PlainEntry,
     decode_actions,
     decode_events,
     encode_action,
@@ -669,7 +669,7 @@ class Coordinator:
         self.journal.append(_LOG_ENDED)
         self.journal.flush()
 
-    def _write(self, event: Plain, actions: Sequence[dict[str, Any]]) -> None:
+    def _write(self, event: PlainEntry, actions: Sequence[dict[str, Any]]) -> None:
         """Add plain data to the log, which must not get ahead of the journal."""
         if self._log.is_buffer_full:
             self.journal.flush()

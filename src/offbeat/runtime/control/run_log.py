@@ -33,7 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from offbeat.wire.codec import Plain
+from offbeat.wire.codec import PlainEntry
 from offbeat.wire.log_file import EVENTS_BEFORE_KEY, LogWriter, finished_log_parts, log_part_path
 from offbeat.wire.replay import states_header
 
@@ -124,7 +124,7 @@ class RunLog:
         """Whether the next event causes all buffered lines to be written to the file."""
         return self._writer is not None and self._writer.is_buffer_full
 
-    def write_event(self, event: Plain, actions: Sequence[Plain]) -> None:
+    def write_event(self, event: PlainEntry, actions: Sequence[PlainEntry]) -> None:
         """Add an event and the actions that the policies returned for it, as plain data."""
         self._attempt(lambda writer: writer.add_plain(event, actions))
 
