@@ -5,7 +5,18 @@ import json
 import pytest
 import torch
 
-from benchmarks.chaos import ChaosSettings, Counts, Fault, _Job, _Process, count_once, current_epoch
+from benchmarks.chaos import (
+    ChaosSettings,
+    ChaosTrial,
+    Counts,
+    Fault,
+    _Job,
+    _Process,
+    compare_trials,
+    count_once,
+    current_epoch,
+)
+from benchmarks.commands import ChaosOptions
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
 from offbeat.wire.log_file import LogWriter
@@ -89,6 +100,17 @@ def test_replicas_that_differ_are_an_error(ended):
     (ended.folder / "2.json").write_text(json.dumps([2.0] * 7 + [1.0]))
     with pytest.raises(OffbeatError, match="differ"):
         _used(ended.trial())
+
+
+def test_a_job_that_ends_before_its_first_fault_is_an_error():
+    def trial(settings, chance):
+        uses = [[float(settings.epochs)] * settings.samples] * 2
+        return ChaosTrial(uses=uses, began_s=0.0, ended_s=10.0, alive_s=20.0, faults=[], recover_s=[])
+
+    with pytest.raises(
+        OffbeatError, match=r"no fault .* in 0\.1 minutes: .*--minutes or a smaller --every-s"
+    ):
+        compare_trials("chaos", ChaosOptions(minutes=0.1), trial, command="test")
 
 
 @pytest.mark.long

@@ -54,3 +54,4 @@ def test_what_is_left_at_the_end_is_one_event():
     buffer.add(times_of_step(0, wall_s=0.0))
     buffer.add(times_of_step(1, wall_s=0.0))
     assert steps_of(buffer.pop_all(WORKER)) == [[0, 1]]
+    assert buffer.pop_all(WORKER) == []
