@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from offbeat.errors import OffbeatError
 from offbeat.events import AbortJob, Joined, Lost, PeerList, PeerUnreachable, Ready, Tick
 from offbeat.runtime.control.admission import JobRequest
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
@@ -22,7 +23,14 @@ from offbeat.runtime.control.journal import Journal
 from offbeat.runtime.control.requesting import request_admission
 from offbeat.runtime.control.service import ServiceCoordinator
 from offbeat.strategies import AllReduce, PartialAllReduce
-from offbeat.wire.codec import ACTION_BYTES_MAX, to_plain
+from offbeat.wire.codec import (
+    ACTION_BYTES_MAX,
+    MESSAGE_BYTES_MAX,
+    encode_action,
+    encode_record,
+    join_actions,
+    to_plain,
+)
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
 from support.coordinator_process import Peer, joined
@@ -365,15 +373,29 @@ def test_an_action_that_no_message_can_hold_is_an_error_and_not_in_the_state(tmp
         assert is_admitted(attempt=1)
 
 
-def test_the_clock_of_the_job_continues_on_a_host_that_has_run_for_less_long(tmp_path):
-    request = job_request(1)
-    journal = Journal(tmp_path)
-    plain = {"type": "JobRequest", **msgspec.to_builtins(request)}
-    journal.append(msgspec.msgpack.encode(("request", plain, b"")))
-    last_s = time.monotonic() + 10**6
-    journal.append(msgspec.msgpack.encode(("", to_plain(Tick(now_s=last_s)), b"")))
+def service_with_journal(folder, peer, event, answers=b""):
+    """A coordinator whose journal has the request for a job of one worker, and one event with its answers."""
+    journal = Journal(folder)
+    plain = {"type": "JobRequest", **msgspec.to_builtins(job_request(1))}
+    journal.append(encode_record("request", plain, b""))
+    journal.append(encode_record(peer, to_plain(event), answers))
     journal.flush()
     configuration = CoordinatorConfiguration(job="job", token="secret", host="127.0.0.1", policies=())
-    coordinator = ServiceCoordinator(configuration, listeners=[], journal=journal)
+    return ServiceCoordinator(configuration, listeners=[], journal=journal)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2 * MESSAGE_BYTES_MAX // 1000])
+def test_a_decision_that_is_not_repeated_is_an_error_however_long_it_was(tmp_path, count):
+    place = SimpleNamespace(name="w0", links=SimpleNamespace(addresses=()))
+    action = AbortJob(worker=0, step=1, reason="r" * 1000)
+    answers = join_actions([encode_action(to_plain(action))] * count) if count else b""
+    coordinator = service_with_journal(tmp_path, "w0", joined(place, 1, 0), answers)
+    with pytest.raises(OffbeatError, match=r"for Joined.* it had returned .*, and returns .*PeerList.* now"):
+        coordinator._restore()
+
+
+def test_the_clock_of_the_job_continues_on_a_host_that_has_run_for_less_long(tmp_path):
+    last_s = time.monotonic() + 10**6
+    coordinator = service_with_journal(tmp_path, "", Tick(now_s=last_s))
     coordinator._restore()
     assert last_s <= coordinator._now_s() < last_s + 100

@@ -67,7 +67,6 @@ from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
 from offbeat.wire.codec import (
     ActionMessage,
     PlainEntry,
-    decode_actions,
     decode_events,
     encode_action,
     encode_actions,
@@ -593,9 +592,11 @@ class Coordinator:
             plain_actions = [*map(to_plain, actions)]
             encoded = [*map(encode_action, plain_actions)]
             if _answers(encoded) != answers:  # bytes: a NaN is not equal to itself
+                before = msgspec.msgpack.decode(answers) if answers else []
                 raise OffbeatError(
                     f"the restarted coordinator does not repeat its decisions: for {event} it had returned "
-                    f"{decode_actions(answers) if answers else []}, and returns {actions} now"
+                    f"{before}, and returns {plain_actions} now: start it with the version of offbeat that "
+                    "wrote the journal"
                 )
             self._write(plain, plain_actions)
             self._dispatch(self._outgoing(event, peer, actions), encoded)
