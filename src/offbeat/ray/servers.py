@@ -62,7 +62,7 @@ class ServerGroup:
             ray.kill(server)
 
 
-def group_name(run: str) -> str:
+def server_group_name(run: str) -> str:
     """Return the name of the actor with the servers of a run."""
     return f"servers of {run}"
 
@@ -85,7 +85,7 @@ def scale_servers(run: str, servers: int) -> None:
     if servers < 1:
         raise ValueError(f"expected at least 1 parameter server, got {servers}")
     try:
-        group = ray.get_actor(group_name(run), namespace=NAMESPACE)
+        group = ray.get_actor(server_group_name(run), namespace=NAMESPACE)
     except ValueError:
         raise OffbeatError(
             f"expected the name (RunConfig) of a run that trains on this Ray cluster with servers of its own "

@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from offbeat.ray.actors import RESTARTED, CoordinatorActor
 from offbeat.ray.reports import ReportLedger
-from offbeat.ray.servers import NAMESPACE, ServerGroup, group_name
-from offbeat.ray.workers import ANSWER_S, Job, describe_run, enter_job, in_job
+from offbeat.ray.servers import NAMESPACE, ServerGroup, server_group_name
+from offbeat.ray.workers import ANSWER_S, Job, enter_job, in_job, run_name_and_storage
 from offbeat.runtime.control.service import ADDRESS_FILE
 from offbeat.runtime.training.interface import Strategy
 
@@ -132,11 +132,11 @@ class _Backend(Backend):  # type: ignore[misc]
             worker_group.execute(enter_job, replace(self._job, is_replacement=True))
         else:
             self._world = len(worker_group)
-            run, storage = worker_group.execute_single(0, describe_run)
+            run, storage = worker_group.execute_single(0, run_name_and_storage)
             self._job = _begin_job(storage, backend_config)
             if backend_config.servers:
-                options = {"name": group_name(run), "namespace": NAMESPACE, **_controller_node_options()}
-                group = ray.remote(**options)(ServerGroup)
+                named = {"name": server_group_name(run), "namespace": NAMESPACE}
+                group = ray.remote(**named, **_controller_node_options())(ServerGroup)
                 job = replace(self._job, coordinator=None, reports=None)  # Ray warns of handles in arguments
                 self._servers = group.remote(job, backend_config.server_options)
                 ray.get(self._servers.scale.remote(backend_config.servers))
