@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 
-import ray
 from ray.train.v2._internal.execution.checkpoint.sync_actor import (
     SynchronizationBarrierResetError,
 )
@@ -24,7 +23,7 @@ from offbeat.ray.reports import ReportLedger
 from offbeat.runtime.transport.addresses import read_host_and_port
 from support.certificates import Authority
 from support.newcomer_training import EPOCHS, Gate
-from support.ray_cluster import ray_cluster, ray_run
+from support.ray_cluster import ray_cluster, ray_driver, ray_run
 from support.ray_training import SECOND_GATE
 from support.run_logs import entries_of
 from support.sample_counting import SAMPLES
@@ -42,8 +41,8 @@ def gate(tmp_path):
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    with ray_cluster(tmp_path) as running:
+def cluster():
+    with ray_cluster() as running:
         yield running
 
 
@@ -225,15 +224,38 @@ def test_servers_are_added_and_removed_while_workers_train(cluster, gate):
     trained_on_servers_once(run)
 
 
+def test_two_runs_of_one_name_train_and_neither_is_scaled_by_that_name(cluster, gate, tmp_path):
+    for _ in range(4):
+        cluster.add_node()
+    cluster.add_node(cpus=2)
+    folder = tmp_path / "second"
+    folder.mkdir()
+    settings = {"workers": 2, "strategy": "ssp", "servers": 1}
+    with (
+        Gate(folder) as second,
+        ray_run(cluster, gate, **settings) as one,
+        ray_run(cluster, second, **settings) as other,
+    ):
+        for run in (one, other):
+            run.wait_for("a server", lambda run=run: len(run.ring()) == 1)
+        with (
+            ray_driver(cluster),
+            pytest.raises(OffbeatError, match=r"expected one run named 'run' .*, got 2"),
+        ):
+            offbeat.ray.scale_servers("run", 2)
+        gate.open()
+        second.open()
+        for run in (one, other):
+            run.ends()
+            trained_on_servers_once(run)
+
+
 def test_a_run_without_servers_of_its_own_has_none_to_scale(cluster):
-    ray.init(cluster.address)
-    try:
+    with ray_driver(cluster):
         with pytest.raises(OffbeatError, match=r"servers of its own .*, got 'run'"):
             offbeat.ray.scale_servers("run", 2)
         with pytest.raises(ValueError, match="expected at least 1 parameter server, got 0"):
             offbeat.ray.scale_servers("run", 0)
-    finally:
-        ray.shutdown()
 
 
 def test_workers_servers_and_the_coordinator_of_a_run_with_certificates_use_tls(cluster, gate, tmp_path):

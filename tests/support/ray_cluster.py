@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import ray
 from ray.cluster_utils import Cluster
 
 from offbeat.events import ClusterView, Ready
@@ -31,14 +32,9 @@ SYSTEM = {
 
 
 class RayCluster:
-    """A head node, which runs no worker, and others, each for one worker or for none.
+    """A head node, which runs no worker, and others, each for one worker or for none."""
 
-    Args:
-        folder: for what the run writes.
-    """
-
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self):
         os.environ |= ENV
         self._cluster = Cluster(
             initialize_head=True,
@@ -61,11 +57,11 @@ class Run:
     """A run of `support.ray_training`.
 
     Attributes:
-        folder: for what it writes.
+        folder: of its gate, for what it writes.
     """
 
     def __init__(self, cluster, gate, **settings):
-        self.folder, self._log, self._address = cluster.folder, gate.log, cluster.address
+        self.folder, self._log, self._address = gate.log.parent, gate.log, cluster.address
         path = self.folder / "settings.json"
         env = {**ENV, **gate.env, **settings.pop("env", {})}
         path.write_text(
@@ -141,12 +137,22 @@ def _read(folder, kind):
 
 
 @contextmanager
-def ray_cluster(folder):
-    cluster = RayCluster(folder)
+def ray_cluster():
+    cluster = RayCluster()
     try:
         yield cluster
     finally:
         cluster.close()
+
+
+@contextmanager
+def ray_driver(cluster):
+    """This process as one that is connected to a cluster."""
+    ray.init(cluster.address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 @contextmanager

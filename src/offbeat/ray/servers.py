@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import ray
 from ray.exceptions import RayError
+from ray.util import list_named_actors
 
 from offbeat.errors import OffbeatError
 from offbeat.ray.actors import RESTARTED, ProcessActor
@@ -62,9 +63,9 @@ class ServerGroup:
             ray.kill(server)
 
 
-def server_group_name(run: str) -> str:
-    """Return the name of the actor with the servers of a run."""
-    return f"servers of {run}"
+def server_group_name(run: str, job: str) -> str:
+    """Return the name of the actor with the servers of a job, one of a run's; no other actor has it."""
+    return f"servers {job} of {run}"
 
 
 def scale_servers(run: str, servers: int) -> None:
@@ -80,15 +81,26 @@ def scale_servers(run: str, servers: int) -> None:
 
     Raises:
         ValueError: fewer than one.
-        OffbeatError: no such run is training with servers of its own.
+        OffbeatError: no such run is training with servers of its own, or several of this name are.
     """
     if servers < 1:
         raise ValueError(f"expected at least 1 parameter server, got {servers}")
-    try:
-        group = ray.get_actor(server_group_name(run), namespace=NAMESPACE)
-    except ValueError:
+    ray.get(_server_group(run).scale.remote(servers))
+
+
+def _server_group(run: str) -> Any:
+    """Return the actor with the servers of a run."""
+    actors = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
+    found = [name for name in actors if name.partition(" of ")[2] == run]
+    if len(found) > 1:
         raise OffbeatError(
-            f"expected the name (RunConfig) of a run that trains on this Ray cluster with servers of its own "
-            f"(OffbeatTrainer(servers=N)), got {run!r}: call this while its workers train"
-        ) from None
-    ray.get(group.scale.remote(servers))
+            f"expected one run named {run!r} (RunConfig) with servers of its own on this Ray cluster, got "
+            f"{len(found)}: call this when only one of them is left, and give each run a name of its own"
+        )
+    with suppress(ValueError):  # it has just ended
+        if found:
+            return ray.get_actor(found[0], namespace=NAMESPACE)
+    raise OffbeatError(
+        f"expected the name (RunConfig) of a run that trains on this Ray cluster with servers of its own "
+        f"(OffbeatTrainer(servers=N)), got {run!r}: call this while its workers train"
+    )

@@ -135,7 +135,7 @@ class _Backend(Backend):  # type: ignore[misc]
             run, storage = worker_group.execute_single(0, run_name_and_storage)
             self._job = _begin_job(storage, backend_config)
             if backend_config.servers:
-                named = {"name": server_group_name(run), "namespace": NAMESPACE}
+                named = {"name": server_group_name(run, self._job.name), "namespace": NAMESPACE}
                 group = ray.remote(**named, **_controller_node_options())(ServerGroup)
                 job = replace(self._job, coordinator=None, reports=None)  # Ray warns of handles in arguments
                 self._servers = group.remote(job, backend_config.server_options)
