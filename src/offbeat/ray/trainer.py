@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -126,9 +126,6 @@ class _Backend(Backend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: OffbeatConfig) -> None:
         """Set up all workers, or one that replaces another."""
         if self._job is not None and self._is_one_worker(worker_group):
-            with suppress(GetTimeoutError, RayActorError):  # it is restarting: the worker waits for it
-                address = ray.get(self._job.coordinator.address.remote(), timeout=ANSWER_S)
-                self._job = replace(self._job, address=address)
             worker_group.execute(enter_job, replace(self._job, is_replacement=True))
         else:
             self._world = len(worker_group)
