@@ -121,7 +121,7 @@ def test_a_server_that_cannot_hand_its_data_over_says_so_and_the_job_goes_on_wit
         coordinator.kill()
         first.send_signal(signal.SIGTERM)
         code, errors = end_of(first, 2 * DEADLINE_S)
-        assert code == 2
+        assert code == 2, errors
         assert f"server {server} ends without having handed its data over" in errors
         coordinator.start()
         gate.open()
@@ -156,7 +156,7 @@ def test_servers_of_a_job_that_has_lost_all_workers_end_and_others_serve_it_when
         for worker in range(2):
             running.signal(worker, signal.SIGKILL)
         code, errors = end_of(server)
-        assert code == 2
+        assert code == 2, errors
         assert "no worker is left" in errors
         running.ends()
     gate.open()
