@@ -321,6 +321,9 @@ def read_trial(log: Path, uses: list[list[float]], faults: Sequence[Fault]) -> C
         log: the run log.
         uses: see `ChaosTrial`.
         faults: that were injected.
+
+    Raises:
+        OffbeatError: a worker was killed, and is not lost.
     """
     entries = list(read_log(log).entries)
     readies = [(entry.now_s, entry.round) for entry in entries if isinstance(entry, Ready)]
@@ -331,6 +334,10 @@ def read_trial(log: Path, uses: list[list[float]], faults: Sequence[Fault]) -> C
     for worker, from_s in joined_s.items():
         alive_s += _overlap_s(from_s, lost_s.get(worker, ended_s), began_s, ended_s)
     faults = [fault for fault in faults if fault.at_s < ended_s]
+    for fault in faults:
+        is_there = fault.worker is not None and joined_s.get(fault.worker, math.inf) < fault.at_s
+        if fault.kind != "stop" and is_there and fault.worker not in lost_s:
+            raise OffbeatError(f"worker {fault.worker} was killed, and the run log does not have its loss")
     alive_s -= sum(_overlap_s(fault.at_s, fault.until_s, began_s, ended_s) for fault in faults)
     return ChaosTrial(
         uses=uses,

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -72,6 +73,7 @@ class _Run:
         self._log = folder / "log.jsonl"
         self._faults: list[Fault] = []
         self._killed: set[int] = set()  # workers
+        self._killed_actors: set[int] = set()  # processes of the coordinator's
         os.environ |= {
             "RAY_USAGE_STATS_ENABLED": "0",
             "OMP_NUM_THREADS": "1",
@@ -137,6 +139,7 @@ class _Run:
     ) -> None:
         worker, now_s = None, time.monotonic()
         if kind == "coordinator":
+            self._killed_actors.add(coordinator)
             os.kill(coordinator, signal.SIGKILL)
         else:
             worker = chance.choice(sorted(living))
@@ -161,14 +164,22 @@ class _Run:
         return {worker: place for worker, place in places.items() if worker not in self._killed}
 
     def _coordinator_actor(self) -> int | None:
-        """Return the process of the coordinator's actor, the parent of that with the run's state, if any."""
+        """Return the process of the coordinator's actor, if it is there and was not killed.
+
+        It has started the one with the run's state, the supervisor, which has forked another one.
+        """
         state = f"{self._folder}/run/offbeat-".encode()
+        parents: dict[int, int] = {}  # of the processes with the run's state
         for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
                 if any(argument.startswith(state) for argument in path.read_bytes().split(b"\0")):
-                    return int(path.with_name("stat").read_text().rpartition(")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-                continue
+                    stat = path.with_name("stat").read_text()
+                    parents[int(path.parent.name)] = int(stat.rpartition(")")[2].split()[1])
+        for actor in set(parents.values()) - parents.keys() - self._killed_actors:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                # Another process adopts the supervisor, for a moment, when the actor has ended.
+                if b"CoordinatorActor" in Path(f"/proc/{actor}/cmdline").read_bytes():
+                    return actor
         return None
 
     def _last_output(self) -> str:

@@ -7,12 +7,12 @@ import os
 import signal
 import socket
 import ssl
+from contextlib import contextmanager
 
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 
-import ray
 from ray.train.v2._internal.execution.checkpoint.sync_actor import (
     SynchronizationBarrierResetError,
 )
@@ -24,8 +24,8 @@ from offbeat.ray.reports import ReportLedger
 from offbeat.runtime.transport.addresses import read_host_and_port
 from support.certificates import Authority
 from support.newcomer_training import EPOCHS, Gate
-from support.ray_cluster import ray_cluster, ray_run
-from support.ray_training import SECOND_GATE
+from support.ray_cluster import ray_cluster, ray_driver, ray_run
+from support.ray_training import FIRST_GATE, SECOND_GATE
 from support.run_logs import entries_of
 from support.sample_counting import SAMPLES
 from support.server_training import each_once
@@ -42,8 +42,8 @@ def gate(tmp_path):
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    with ray_cluster(tmp_path) as running:
+def cluster():
+    with ray_cluster() as running:
         yield running
 
 
@@ -225,15 +225,126 @@ def test_servers_are_added_and_removed_while_workers_train(cluster, gate):
     trained_on_servers_once(run)
 
 
+def test_a_coordinator_that_is_killed_is_found_where_the_storage_is_no_shared_file_system(cluster, gate):
+    for _ in range(2):
+        cluster.add_node()
+    for _ in range(2):
+        cluster.add_node(cpus=0, server=1)
+    options = {"num_cpus": 0, "resources": {"server": 1}}
+    settings = {"workers": 2, "strategy": "ssp", "servers": 1, "server_options": options}
+    with ray_run(cluster, gate, storage="subtree", **settings) as run:
+        run.wait_for("a server", lambda: len(run.ring()) == 1)
+        killed = run.coordinator()
+        os.kill(killed, signal.SIGKILL)
+        run.wait_for("another coordinator", lambda: run.coordinator() not in (None, killed))
+        run.scale_servers(2)
+        run.wait_for("two servers", lambda: len(run.ring()) == 2)
+        gate.open()
+        run.ends()
+        assert len(jobs_of(run)) == 1
+    trained_on_servers_once(run)
+
+
+def test_no_server_is_removed_before_the_first_ones_are_there(cluster, gate):
+    for _ in range(2):
+        cluster.add_node()
+    cluster.add_node(cpus=0, server=1)
+    options = {"num_cpus": 0, "resources": {"server": 0.5}}
+    settings = {"workers": 2, "strategy": "ssp", "servers": 2, "server_options": options}
+    with Gate(gate.log.parent, FIRST_GATE) as first, ray_run(cluster, gate, env=first.env, **settings) as run:
+        run.wait_for("two workers", lambda: len(run.started()) == 2)
+        with (
+            ray_driver(cluster),
+            pytest.raises(OffbeatError, match=r"expected all parameter servers .*no server was removed"),
+        ):
+            offbeat.ray.scale_servers("run", 1)
+        first.open()
+        run.wait_for("two servers", lambda: len(run.ring()) == 2)
+        gate.open()
+        run.ends()
+    trained_on_servers_once(run)
+
+
+@contextmanager
+def run_on_two_servers(cluster, gate, **settings):
+    """A run whose workers stand still; with it, the process of the older server and that of the newer one."""
+    for _ in range(2):
+        cluster.add_node()
+    for _ in range(2):
+        cluster.add_node(cpus=0, server=1)
+    options = {"num_cpus": 0, "resources": {"server": 1}}
+    with ray_run(cluster, gate, workers=2, servers=1, server_options=options, **settings) as run:
+        run.wait_for("a server", lambda: len(run.ring()) == 1)
+        (older,) = run.servers()
+        run.scale_servers(2)
+        run.wait_for("two servers", lambda: len(run.ring()) == 2)
+        (newer,) = set(run.servers()) - {older}
+        yield run, older, newer
+
+
+def is_not_removed(cluster, problem):
+    """Checks that the newer of two servers is reported with this problem when it is to be removed."""
+    with (
+        ray_driver(cluster),
+        pytest.raises(OffbeatError, match=rf"in actor [0-9a-f]+ {problem}.* Servers that are left: 1"),
+    ):
+        offbeat.ray.scale_servers("run", 1)
+
+
+def test_a_server_whose_parameters_no_other_takes_over_is_reported_and_the_job_begins_again(cluster, gate):
+    with run_on_two_servers(cluster, gate, strategy="ssp without replicas") as (run, older, _):
+        os.kill(older, signal.SIGSTOP)
+        is_not_removed(cluster, "did not hand its parameters over to other servers")
+        os.kill(older, signal.SIGCONT)
+        gate.open()
+        run.ends()
+        assert "of parameters-0 are lost" in run.output()
+    trained_on_servers_once(run)
+
+
+def test_a_server_that_does_not_leave_is_reported_and_killed_and_the_workers_go_on(cluster, gate):
+    with run_on_two_servers(cluster, gate, strategy="ssp") as (run, _, newer):
+        os.kill(newer, signal.SIGSTOP)
+        is_not_removed(cluster, "did not leave within 90 s, and was killed")
+        run.wait_for("one server", lambda: len(run.ring()) == 1)
+        gate.open()
+        run.ends()
+        assert len(jobs_of(run)) == 1
+    trained_on_servers_once(run)
+
+
+def test_two_runs_of_one_name_train_and_neither_is_scaled_by_that_name(cluster, gate, tmp_path):
+    for _ in range(4):
+        cluster.add_node()
+    cluster.add_node(cpus=2)
+    folder = tmp_path / "second"
+    folder.mkdir()
+    settings = {"workers": 2, "strategy": "ssp", "servers": 1}
+    with (
+        Gate(folder) as second,
+        ray_run(cluster, gate, **settings) as one,
+        ray_run(cluster, second, **settings) as other,
+    ):
+        for run in (one, other):
+            run.wait_for("a server", lambda run=run: len(run.ring()) == 1)
+        with (
+            ray_driver(cluster),
+            pytest.raises(OffbeatError, match=r"expected one run named 'run' .*, got 2"),
+        ):
+            offbeat.ray.scale_servers("run", 2)
+        gate.open()
+        second.open()
+        for run in (one, other):
+            run.ends()
+            trained_on_servers_once(run)
+
+
 def test_a_run_without_servers_of_its_own_has_none_to_scale(cluster):
-    ray.init(cluster.address)
-    try:
+    with ray_driver(cluster):
         with pytest.raises(OffbeatError, match=r"servers of its own .*, got 'run'"):
             offbeat.ray.scale_servers("run", 2)
         with pytest.raises(ValueError, match="expected at least 1 parameter server, got 0"):
             offbeat.ray.scale_servers("run", 0)
-    finally:
-        ray.shutdown()
 
 
 def test_workers_servers_and_the_coordinator_of_a_run_with_certificates_use_tls(cluster, gate, tmp_path):

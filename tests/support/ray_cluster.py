@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
+import ray
 from ray.cluster_utils import Cluster
 
 from offbeat.events import ClusterView, Ready
+from support.jobs import MARK, command, marked, parent
 from support.newcomer_training import GATE_STEP
 from support.run_logs import entries_of, wait_until
 
@@ -31,14 +34,9 @@ SYSTEM = {
 
 
 class RayCluster:
-    """A head node, which runs no worker, and others, each for one worker or for none.
+    """A head node, which runs no worker, and others, each for one worker or for none."""
 
-    Args:
-        folder: for what the run writes.
-    """
-
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self):
         os.environ |= ENV
         self._cluster = Cluster(
             initialize_head=True,
@@ -61,13 +59,14 @@ class Run:
     """A run of `support.ray_training`.
 
     Attributes:
-        folder: for what it writes.
+        folder: of its gate, for what it writes.
     """
 
     def __init__(self, cluster, gate, **settings):
-        self.folder, self._log, self._address = cluster.folder, gate.log, cluster.address
+        self.folder, self._log, self._address = gate.log.parent, gate.log, cluster.address
         path = self.folder / "settings.json"
-        env = {**ENV, **gate.env, **settings.pop("env", {})}
+        self._mark = uuid.uuid4().hex
+        env = {**ENV, **gate.env, MARK: self._mark, **settings.pop("env", {})}
         path.write_text(
             json.dumps({"folder": str(self.folder), "address": cluster.address, "env": env, **settings})
         )
@@ -113,8 +112,20 @@ class Run:
         command = [sys.executable, "-c", code]
         subprocess.run(command, env={**os.environ, **ENV}, timeout=WAIT_S, check=True)
 
+    def coordinator(self):
+        """The process id of the coordinator's supervisor, which the actor has started; None without one."""
+        found = self._processes("coordinator --state")
+        return next((pid for pid in found if parent(pid) not in found), None)
+
+    def servers(self):
+        """The process ids of the parameter servers."""
+        return self._processes("serve --host")
+
+    def _processes(self, arguments):
+        return [pid for pid in marked(self._mark) if arguments in command(pid)]
+
     def started(self):
-        """The workers that have joined, by job and id."""
+        """The workers that have joined, on servers those that are about to, by job and id."""
         return _read(self.folder, "started")
 
     def results(self):
@@ -141,12 +152,22 @@ def _read(folder, kind):
 
 
 @contextmanager
-def ray_cluster(folder):
-    cluster = RayCluster(folder)
+def ray_cluster():
+    cluster = RayCluster()
     try:
         yield cluster
     finally:
         cluster.close()
+
+
+@contextmanager
+def ray_driver(cluster):
+    """This process as one that is connected to a cluster."""
+    ray.init(cluster.address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 @contextmanager

@@ -7,7 +7,8 @@ python -m support.ray_training SETTINGS.json, a file with what a test asks of th
     workers: their number, or the fewest and the most (3).
     strategy: "partial" (the default) or "bsp".
     coordinator_options: of the coordinator's actor.
-    servers, server_options: parameter servers; then the strategy is "ssp".
+    servers, server_options: parameter servers; then the strategy is "ssp" or "ssp without replicas".
+    storage: "subtree" for a file system of pyarrow's that offbeat does not take for a local one.
     monitor_s: how often Ray looks for nodes to be used, in seconds (60).
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 import ray
 import ray.train
 import torch
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from torch.utils.data import TensorDataset
 
 import offbeat
@@ -30,8 +32,14 @@ from support.newcomer_training import EPOCHS, GATE_STEP, STEADY, Adding, Countin
 from support.sample_counting import BATCH, SAMPLES, once_each
 from support.server_training import GATES, uses
 
+FIRST_GATE = "OFFBEAT_TEST_FIRST_GATE"  # before the job begins
 SECOND_GATE, SECOND_GATE_STEP = "OFFBEAT_TEST_SECOND_GATE", 12  # a step of the second epoch or a later one
-STRATEGIES = {"partial": STEADY, "bsp": AllReduce(), "ssp": SSP(s=2)}
+STRATEGIES = {
+    "partial": STEADY,
+    "bsp": AllReduce(),
+    "ssp": SSP(s=2),
+    "ssp without replicas": SSP(s=2, replicas=0),
+}
 
 
 def train(settings):
@@ -77,10 +85,13 @@ def train(settings):
 def train_on_servers(settings):
     """A loop on a parameter server, which notes the samples that it uses."""
     job, rank = os.environ["OFFBEAT_JOB"], ray.train.get_context().get_world_rank()
+    folder = Path(settings["folder"])
+    write(folder / f"started-{job}-{rank}.json", {"job": job, "worker": rank})
+    pass_gate(FIRST_GATE)
     gates = GATES | {SECOND_GATE_STEP: SECOND_GATE}
     used, last = uses(rank, lambda *_: None, None, EPOCHS, gates=gates)
     result = {"job": job, "worker": rank, "used": used, "last": last}
-    write(Path(settings["folder"]) / f"result-{job}-{rank}.json", result)
+    write(folder / f"result-{job}-{rank}.json", result)
 
 
 def report(session, epoch):
@@ -96,6 +107,15 @@ def write(path, value):
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value))
     part.replace(path)
+
+
+def storage(settings):
+    if settings.get("storage") == "subtree":
+        return {
+            "storage_path": "storage",
+            "storage_filesystem": SubTreeFileSystem(settings["folder"], LocalFileSystem()),
+        }
+    return {"storage_path": settings["folder"]}
 
 
 def main():
@@ -115,7 +135,7 @@ def main():
         ),
         run_config=ray.train.RunConfig(
             name="run",
-            storage_path=settings["folder"],
+            **storage(settings),
             failure_config=ray.train.FailureConfig(max_failures=-1),
         ),
     )

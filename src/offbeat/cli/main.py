@@ -225,6 +225,8 @@ def serve(
     OFFBEAT_TOKEN_FILE and OFFBEAT_ATTEMPT are read as in a worker; the workers need
     OFFBEAT_SERVERS_APART=N, the number of servers with which the job starts. A server that is stopped before
     the end of the job ends with exit code 143, so that an orchestrator starts another one.
+
+    A server that cannot hand its data over within 60 s ends with exit code 2.
     """
     from offbeat.runtime.ps.node import ClusterFile
     from offbeat.runtime.ps.server import ServerConfiguration, ServerProcess

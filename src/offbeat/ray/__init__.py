@@ -20,9 +20,10 @@ Theory of operation
 3. The coordinator's actor runs `offbeat coordinator` as a process that ends with it. Ray restarts the actor,
    on another node if need be, and the coordinator continues from its folder in the run's storage. Workers
    find it by the file with its address in that folder, which they read at every connection: so nothing has to
-   pass a new address on to all of them. A worker that does not see the folder (storage in a cloud, or not
-   shared) gets the address itself; then the job ends with the coordinator's node, and Ray restarts it from
-   the last checkpoint.
+   pass a new address on to all of them. A process that does not see the folder (storage in a cloud, or not
+   shared) gets the address itself. That is still right after a restart of the actor on its node, where the
+   coordinator listens at the port it had before. But the job ends with the coordinator's node, and Ray
+   restarts it from the last checkpoint.
 4. When Ray starts the whole group again (all workers have failed, or their number changes), that is another
    job with a coordinator and a folder of its own, which begins from the last checkpoint.
 5. Parameter servers, if there are any, are started by a `ServerGroup`, an actor that is found by the run's

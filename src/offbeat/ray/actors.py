@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,7 @@ from offbeat.runtime.control.environment import JOB_VARIABLE, TOKEN_FILE_VARIABL
 from offbeat.runtime.control.service import ADDRESS_FILE
 from offbeat.runtime.processes import child
 from offbeat.runtime.processes.threads import start_thread
+from offbeat.runtime.transport.addresses import read_host_and_port
 
 RESTARTED: Final = {"max_restarts": -1, "max_task_retries": -1}  # Ray's options of an actor
 _START_S: Final = 60.0  # for the coordinator to start, and for its folder to become free
@@ -54,11 +56,15 @@ class ProcessActor:
         self._process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process.
+        """Start the process; return it as soon as it may be used."""
+        return self._start_process()
+
+    def _start_process(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start the process, with these further arguments of the command.
 
         The kernel ends it with this thread, which is the main thread of Ray's worker.
         """
-        command = child.tied_command(child.module_command("offbeat", *self._arguments))
+        command = child.tied_command(child.module_command("offbeat", *self._arguments, *arguments))
         return child.start_child(command, self._name)
 
     def _end_with_process(self) -> None:
@@ -90,8 +96,7 @@ class CoordinatorActor(ProcessActor):
         self._folder = Path(folder or "") if is_visible else Path(tempfile.gettempdir(), f"offbeat-{name}")
         self._folder.mkdir(mode=0o700, exist_ok=True)
         os.environ |= {JOB_VARIABLE: name, TOKEN_FILE_VARIABLE: file_in_memory(secret)}
-        bind = f"{ray.util.get_node_ip_address()}:0"
-        super().__init__("the coordinator", "coordinator", "--bind", bind, "--state", str(self._folder))
+        super().__init__("the coordinator", "coordinator", "--state", str(self._folder))
 
     def address(self) -> str:
         """Return HOST:PORT at which the coordinator listens."""
@@ -103,16 +108,39 @@ class CoordinatorActor(ProcessActor):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the coordinator and wait until it listens; wait for a folder that another one still uses."""
-        where = self._folder / ADDRESS_FILE
-        where.unlink(missing_ok=True)  # of the coordinator before
-        limit_s = time.monotonic() + _START_S
-        process = super()._start()
-        while not where.exists():
-            if time.monotonic() >= limit_s:
+        """Start the coordinator and wait until it listens; wait for a folder that another one still uses.
+
+        On the node of the coordinator before, it listens at the same address, which is all that processes
+        know that do not see the folder. After half of the time, it does so at another port: any process may
+        have got the one before.
+        """
+        host, file = ray.util.get_node_ip_address(), self._folder / ADDRESS_FILE
+        before, port = _inode(file), _port_before(file, host)
+        start_s = time.monotonic()
+        process = self._start_process("--bind", f"{host}:{port}")
+        while _inode(file) == before:
+            waited_s = time.monotonic() - start_s
+            if waited_s >= _START_S:
                 process.kill()
                 raise OffbeatError(f"the coordinator did not start within {_START_S:g} s: see its output")
             if process.poll() is not None:
-                process = super()._start()
+                port = port if waited_s < _START_S / 2 else 0
+                process = self._start_process("--bind", f"{host}:{port}")
             time.sleep(_POLL_S)
         return process
+
+
+def _inode(file: Path) -> int | None:
+    """Return what identifies the content of a file that is replaced and never changed; None without one."""
+    try:
+        return file.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _port_before(file: Path, host: str) -> int:
+    """Return the port in a coordinator's file if that names this host, else 0, for any port."""
+    with suppress(OSError):  # there is none yet
+        host_before, port = read_host_and_port(str(file))
+        return port if host_before == host else 0
+    return 0

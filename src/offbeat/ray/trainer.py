@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any, Final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from offbeat.ray.actors import RESTARTED, CoordinatorActor
 from offbeat.ray.reports import ReportLedger
-from offbeat.ray.servers import NAMESPACE, ServerGroup, group_name
-from offbeat.ray.workers import ANSWER_S, Job, describe_run, enter_job, in_job
+from offbeat.ray.servers import NAMESPACE, ServerGroup, server_group_name
+from offbeat.ray.workers import ANSWER_S, Job, enter_job, in_job, run_name_and_storage
 from offbeat.runtime.control.service import ADDRESS_FILE
 from offbeat.runtime.training.interface import Strategy
 
@@ -126,17 +126,14 @@ class _Backend(Backend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: OffbeatConfig) -> None:
         """Set up all workers, or one that replaces another."""
         if self._job is not None and self._is_one_worker(worker_group):
-            with suppress(GetTimeoutError, RayActorError):  # it is restarting: the worker waits for it
-                address = ray.get(self._job.coordinator.address.remote(), timeout=ANSWER_S)
-                self._job = replace(self._job, address=address)
             worker_group.execute(enter_job, replace(self._job, is_replacement=True))
         else:
             self._world = len(worker_group)
-            run, storage = worker_group.execute_single(0, describe_run)
+            run, storage = worker_group.execute_single(0, run_name_and_storage)
             self._job = _begin_job(storage, backend_config)
             if backend_config.servers:
-                options = {"name": group_name(run), "namespace": NAMESPACE, **_controller_node_options()}
-                group = ray.remote(**options)(ServerGroup)
+                named = {"name": server_group_name(run, self._job.name), "namespace": NAMESPACE}
+                group = ray.remote(**named, **_controller_node_options())(ServerGroup)
                 job = replace(self._job, coordinator=None, reports=None)  # Ray warns of handles in arguments
                 self._servers = group.remote(job, backend_config.server_options)
                 ray.get(self._servers.scale.remote(backend_config.servers))

@@ -151,7 +151,7 @@ def file_in_memory(text: str) -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def describe_run() -> tuple[str, str | None]:
+def run_name_and_storage() -> tuple[str, str | None]:
     """Return the name of a worker's run, and its storage's folder; None where that is in no file system."""
     context = ray.train.get_context()
     storage = context.get_storage()

@@ -64,8 +64,8 @@ def id_of(server):
     return int(found[1])
 
 
-def end_of(server):
-    _, errors = server.communicate(timeout=DEADLINE_S)
+def end_of(server, timeout_s=DEADLINE_S):
+    _, errors = server.communicate(timeout=timeout_s)
     return server.returncode, errors
 
 
@@ -106,6 +106,30 @@ def test_every_server_of_a_job_may_be_replaced_by_another(coordinator, gate):
     each_once(used, range(EPOCHS))
 
 
+@pytest.mark.long
+def test_a_server_that_cannot_hand_its_data_over_says_so_and_the_job_goes_on_with_the_replicas(
+    coordinator, gate
+):
+    env = {**gate.env, **coordinator.env, "OFFBEAT_SERVERS_APART": "2"}
+    with (
+        started_server(coordinator) as first,
+        started_server(coordinator) as second,
+        job(uses, 2, SSP(s=2), EPOCHS, env=env) as running,
+    ):
+        running.receive(0, 1)
+        server = id_of(first)
+        coordinator.kill()
+        first.send_signal(signal.SIGTERM)
+        code, errors = end_of(first, 2 * DEADLINE_S)
+        assert code == 2, errors
+        assert f"server {server} ends without having handed its data over" in errors
+        coordinator.start()
+        gate.open()
+        used = check_equal(running.ends())
+        assert end_of(second)[0] == 0
+    each_once(used, range(EPOCHS))
+
+
 def late(rank, emit, strategy, log):
     """Worker 1 comes when the servers have their ring."""
     if rank == 1:
@@ -132,7 +156,7 @@ def test_servers_of_a_job_that_has_lost_all_workers_end_and_others_serve_it_when
         for worker in range(2):
             running.signal(worker, signal.SIGKILL)
         code, errors = end_of(server)
-        assert code == 2
+        assert code == 2, errors
         assert "no worker is left" in errors
         running.ends()
     gate.open()

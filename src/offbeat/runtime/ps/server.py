@@ -114,7 +114,7 @@ class ServerProcess:
         """Run until it has left, a client has removed it, its job is over, or the manager has lost it.
 
         Raises:
-            OffbeatError: the manager has lost it.
+            OffbeatError: the manager has lost it, or it could not hand its data over in time.
         """
         try:
             with self._changed:
@@ -124,15 +124,29 @@ class ServerProcess:
                 if self._is_closed:
                     return
                 if self._gone is None and not self._is_out:
-                    leaves = ServerRemovalRequested(now_s=0.0, node=self._node.name, server=self.server)
-                    self._node.send_event(leaves)
-                    self._changed.wait_for(
-                        lambda: self._is_out or self._is_last or self._gone is not None, _LEAVE_S
-                    )
+                    self._hand_over()
                 if self._gone is not None and not self._is_leaving:
                     raise OffbeatError(f"server {self.server} is out of the cluster: {self._gone}")
         finally:
             self._node.close()
+
+    def _hand_over(self) -> None:
+        """Let other servers, if there are any, take over all data that this one holds.
+
+        Raises:
+            OffbeatError: that took too long.
+        """
+        leaves = ServerRemovalRequested(now_s=0.0, node=self._node.name, server=self.server)
+        self._node.send_event(leaves)
+        has_ended = self._changed.wait_for(
+            lambda: self._is_out or self._is_last or self._gone is not None, _LEAVE_S
+        )
+        if self._is_in and not has_ended:
+            raise OffbeatError(
+                f"server {self.server} ends without having handed its data over: other servers did not have "
+                f"all of it within {_LEAVE_S:g} s, and what no other one has is lost. Stop a server only "
+                "while its manager (the coordinator) and the other servers can be reached"
+            )
 
     @property
     def has_left_early(self) -> bool:
@@ -239,7 +253,8 @@ def serve(server: ServerProcess, on_ready: Callable[[], None]) -> None:
         on_ready: called once, when the signal handlers are installed.
 
     Raises:
-        OffbeatError: it is no longer part of the cluster, and was not asked to leave.
+        OffbeatError: it is no longer part of the cluster, and was not asked to leave; it was, and could not
+            hand its data over in time.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.leave())
