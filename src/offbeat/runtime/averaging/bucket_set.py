@@ -246,7 +246,8 @@ class BucketSet:
         for bucket in self._buckets:
             assert bucket.pending is not None
             bucket.pending.wait(max(0.0, deadline_s - time.monotonic()))
-            bucket.output.fetch_sums()
+            bucket.means = bucket.output.means()
+            bucket.means.fetch()
         return self._trailer.decode(self._buckets[-1].output.views[-1].tolist(), self.group.size)
 
     def unpack(self, sums: RoundSums, set_gradient: Callable[[int, torch.Tensor], None]) -> None:
@@ -259,9 +260,10 @@ class BucketSet:
         assert self.group is not None
         buffers = self.buffers.tensors()
         for bucket in self._buckets:
+            assert bucket.means is not None
             if sums.weight not in (0.0, 1.0):
-                bucket.output.divide(bucket.gradient_elements, sums.weight)
-            for entry, view in zip(bucket.entries, bucket.output.mean_views(), strict=True):
+                bucket.means.divide(bucket.gradient_elements, sums.weight)
+            for entry, view in zip(bucket.entries, bucket.means.views(), strict=True):
                 if entry < len(self._parameters):
                     if sums.used[entry] and sums.weight:
                         set_gradient(entry, view)

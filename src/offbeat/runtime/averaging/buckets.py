@@ -128,17 +128,32 @@ class BucketBuffer:
         counts.append(storage_use_count(self.flat))
         return counts
 
-    def fetch_sums(self) -> None:
-        """Begin to bring sums that have arrived in `flat` to the model's device: here, they are there."""
+    def means(self) -> Means:
+        """Return the means of the round that is summed here."""
+        return Means(self)
 
-    def mean_views(self) -> Sequence[torch.Tensor]:
-        """Return by entry the sum, or what `divide` has made of it; on the model's device."""
-        return self.views
+
+class Means:
+    """The means of one round, in the memory in which they are summed.
+
+    Args:
+        sums: the memory.
+    """
+
+    def __init__(self, sums: BucketBuffer) -> None:
+        self._sums = sums
+
+    def fetch(self) -> None:
+        """Begin to bring the sums, which have arrived, to the model's device: here, they are there."""
+
+    def views(self) -> Sequence[torch.Tensor]:
+        """Return by entry the tensor for the sum, once it was fetched, and then the mean."""
+        return self._sums.views
 
     def divide(self, elements: int, divisor: float) -> None:
         """Divide the sums of the first elements, the gradients."""
         if elements:
-            self.flat[:elements].div_(divisor)
+            self._sums.flat[:elements].div_(divisor)
 
 
 class GradientBucket:
@@ -153,6 +168,13 @@ class GradientBucket:
         shapes: by entry.
         parameters: the number of parameters, whose gradients are the first entries.
         zeros: allocates memory for the exchange.
+
+    Attributes:
+        entries, offsets: see `Bucket`.
+        gradient_count, gradient_elements: of the entries that are gradients, which come first.
+        missing_count: gradients that are not packed yet.
+        pending: the exchange under way, or the last one.
+        means: of the round under way, if its averager keeps them here.
     """
 
     allows_external: ClassVar[bool] = True  # `all_reduce` takes elements that lie elsewhere
@@ -165,6 +187,7 @@ class GradientBucket:
         self.gradient_elements = sum(shapes[entry].numel() for entry in bucket.entries[: self.gradient_count])
         self.missing_count = self.gradient_count
         self.pending: PendingExchange | None = None
+        self.means: Means | None = None
         self._buffer_arguments = bucket, shapes, zeros
         self.contribution = BucketBuffer(*self._buffer_arguments)
         self.output = self._make_output()
@@ -221,7 +244,8 @@ class GradientBucket:
             self._spare = None
 
     def end_round(self) -> None:
-        """End a round: this worker's contribution to it is not needed any more."""
+        """End a round: this worker's contribution and the means are not needed here any more."""
+        self.means = None
 
     def hand_over_means(self) -> None:
         """Leave the memory of the means to the program, which has them as gradients."""

@@ -30,7 +30,7 @@ from typing import Any, cast
 import torch
 
 from offbeat.numerics.collectives.buckets import Bucket
-from offbeat.runtime.averaging.buckets import BucketBuffer, GradientBucket, ZerosFactory
+from offbeat.runtime.averaging.buckets import BucketBuffer, GradientBucket, Means, ZerosFactory
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.devices.interface import Accelerator, CallWhenReady
@@ -58,9 +58,10 @@ class _DeviceEntries:
 
 
 class _StagedSums(BucketBuffer):
-    """Memory of the host for sums, and of the device for the means of one round.
+    """Memory of the host for sums, which are copied to new memory of the device in each round.
 
     Attributes:
+        device_entries: what is copied.
         copied_in: the event of the last copy to the device; None before it.
     """
 
@@ -68,44 +69,58 @@ class _StagedSums(BucketBuffer):
         self, bucket: Bucket, shapes: Sequence[torch.Size], zeros: ZerosFactory, device: Accelerator
     ) -> None:
         super().__init__(bucket, shapes, zeros)
-        self._device, self._entries = device, _DeviceEntries(bucket, shapes, device)
-        self._means: tuple[torch.Tensor, list[torch.Tensor]] | None = None
-        self._must_wait = False  # the means are being copied, and the current stream does not wait for it yet
+        self.device_entries = _DeviceEntries(bucket, shapes, device)
         self.copied_in: Any = None
+        self._device = device
 
-    def fetch_sums(self) -> None:
-        """See `BucketBuffer.fetch_sums`: begins to copy them to the device."""
-        if self._means is None:
-            self._means = self._entries.allocate()
-        flat, _ = self._means
-        if self._entries.elements:
-            self.copied_in = self._device.copy_in(self.flat[: self._entries.elements], flat)
-            self._must_wait = True
+    def means(self) -> _StagedMeans:
+        """See `BucketBuffer.means`."""
+        return _StagedMeans(self, self._device)
 
-    def mean_views(self) -> Sequence[torch.Tensor]:
-        """See `BucketBuffer.mean_views`; the current stream waits for them where they have been fetched."""
-        if self._means is None:
-            self._means = self._entries.allocate()
+
+class _StagedMeans(Means):
+    """The means of one round on the device; the trailer stays on the host.
+
+    Args:
+        sums: the memory of the host.
+        device: holds the model.
+    """
+
+    def __init__(self, sums: _StagedSums, device: Accelerator) -> None:
+        super().__init__(sums)
+        self._staged, self._device = sums, device
+        self._memory: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._copied_in: Any = None  # the event of the copy, until the current stream waits for it
+
+    def fetch(self) -> None:
+        """See `Means.fetch`: begins to copy them to the device."""
+        flat, _ = self._allocated()
+        if len(flat):
+            self._copied_in = self._device.copy_in(self._staged.flat[: len(flat)], flat)
+            self._staged.copied_in = self._copied_in
+
+    def views(self) -> Sequence[torch.Tensor]:
+        """See `Means.views`; the current stream waits for them where they have been fetched."""
+        _, views = self._allocated()
         self._wait()
-        _, views = self._means
-        return [*views, *self.views[len(views) :]]
+        return [*views, *self._staged.views[len(views) :]]
 
     def divide(self, elements: int, divisor: float) -> None:
-        """See `BucketBuffer.divide`: on the device."""
+        """See `Means.divide`: on the device."""
         if elements:
-            assert self._means is not None
+            flat, _ = self._allocated()
             self._wait()
-            flat, _ = self._means
             flat[:elements].div_(divisor)
 
-    def _wait(self) -> None:
-        if self._must_wait:
-            self._device.wait_for(self.copied_in)
-            self._must_wait = False
+    def _allocated(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        if self._memory is None:
+            self._memory = self._staged.device_entries.allocate()
+        return self._memory
 
-    def release_means(self) -> None:
-        """Use other memory for the next means."""
-        self._means, self._must_wait = None, False
+    def _wait(self) -> None:
+        if self._copied_in is not None:
+            self._device.wait_for(self._copied_in)
+            self._copied_in = None
 
 
 class StagedBucket(GradientBucket):
@@ -210,18 +225,12 @@ class StagedBucket(GradientBucket):
 
     def end_round(self) -> None:
         """See `GradientBucket.end_round`: what is packed next begins with nothing."""
+        super().end_round()
         self._is_copied_out, self._packed = False, None
         self._packed_on.clear()
 
     def hand_over_means(self) -> None:
-        """See `GradientBucket.hand_over_means`: the memory of the host stays."""
-        assert isinstance(self.output, _StagedSums)
-        self.output.release_means()
-
-    def swap_output(self) -> None:
-        """See `GradientBucket.swap_output`; the means of the round before the last go to the program."""
-        super().swap_output()
-        self.hand_over_means()
+        """See `GradientBucket.hand_over_means`: the memory of the host is free, once it has been copied."""
 
     def replace_read_buffers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
         """See `GradientBucket.replace_read_buffers`; waits for the copy of what is replaced."""

@@ -158,6 +158,7 @@ class DeferredStep:
         )
         for entry in entries:
             self._versions[entry] = self._parameters[entry]._version
+        self.round.release(index)
         self._is_applied[index] = True
 
     def _entries(self, index: int) -> list[int]:

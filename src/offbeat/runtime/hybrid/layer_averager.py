@@ -112,7 +112,9 @@ class LayerAverager:
         self._round: GradientRound | None = None  # under way, or the last one
         self._deferral = StepDeferral(optimizers, self._rounds)
         self.is_preempted = False
-        self._pending_gradients: list[PendingGradient | None] = [None] * len(self._parameters)
+        # Weak references: what the program has dropped needs no memory.
+        self._pending_gradients: list[weakref.ref[PendingGradient] | None] = [None] * len(self._parameters)
+        self._set_aside: list[torch.Tensor | None] = []  # gradients that a deferred step must not see
         self._backward = BackwardPass(self._end_pass)
         self._observers: GradientObservers  # from `attach` on
         self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
@@ -172,8 +174,8 @@ class LayerAverager:
         self._planner.uses.detach()
         if _drains.pop(self._model, None) is not None:
             del self._model.train
-        for parameter, pending in zip(self._parameters, self._pending_gradients, strict=True):
-            if pending is not None and parameter.grad is pending:  # the job has failed
+        for entry, parameter in enumerate(self._parameters):
+            if self._is_pending(entry):  # the job has failed
                 parameter.grad = None
         for handle in self._hook_handles:
             handle.remove()
@@ -377,9 +379,8 @@ class LayerAverager:
             self._pending_gradients[entry] = parameter.grad = None
             if used[entry]:
                 wait = partial(self._complete_means, round_)
-                self._pending_gradients[entry] = parameter.grad = PendingGradient.create(
-                    round_.mean(entry), wait
-                )
+                parameter.grad = pending = PendingGradient.create(round_.mean(entry), wait)
+                self._pending_gradients[entry] = weakref.ref(pending)
 
     def _complete_means(self, round_: GradientRound | None) -> None:
         """Wait for all means of a round, one of which the program reads.
@@ -401,8 +402,14 @@ class LayerAverager:
         """Replace a pending gradient by a plain tensor; wait for it."""
         pending, self._pending_gradients[entry] = self._pending_gradients[entry], None
         parameter = self._parameters[entry]
-        if pending is not None and parameter.grad is pending:
-            parameter.grad = pending.wait()
+        gradient = None if pending is None else pending()
+        if gradient is not None and parameter.grad is gradient:
+            parameter.grad = gradient.wait()
+
+    def _is_pending(self, entry: int) -> bool:
+        """Whether a parameter has the pending gradient that it was given."""
+        pending, gradient = self._pending_gradients[entry], self._parameters[entry].grad
+        return pending is not None and gradient is not None and gradient is pending()
 
     # The step ------------------------------------------------------------------------------------------
 
@@ -421,6 +428,7 @@ class LayerAverager:
         round_ = self._round
         if round_ is not None and round_.is_sent and self._can_defer(round_):
             self._deferral.defer(round_)
+            self._set_aside = [parameter.grad for parameter in self._parameters]
             for parameter, is_held in zip(self._parameters, self._deferral.is_held, strict=True):
                 if is_held:
                     parameter.grad = None
@@ -435,8 +443,8 @@ class LayerAverager:
             and not round_.was_read
             and self._rounds_since_step == 1
             and all(
-                parameter.grad is pending
-                for parameter, pending in zip(self._parameters, self._pending_gradients, strict=True)
+                self._is_pending(entry) or (pending is None and self._parameters[entry].grad is None)
+                for entry, pending in enumerate(self._pending_gradients)
             )
         )
 
@@ -445,14 +453,14 @@ class LayerAverager:
         self._rounds_since_step = 0
         if self._deferral.has_step_of(self._round):
             for parameter, pending, is_held in zip(
-                self._parameters, self._pending_gradients, self._deferral.is_held, strict=True
+                self._parameters, self._set_aside, self._deferral.is_held, strict=True
             ):
                 if is_held:
                     parameter.grad = pending
         else:
             self._complete_means(self._round)
             self._context.writes.mark()
-        self._round = None
+        self._round, self._set_aside = None, []
         first, self._steps_taken = self._rounds.preemption_step, self._steps_taken + 1
         # Trailers of this step's rounds may not have arrived; those of the step before have, on all members.
         self.is_preempted = first is not None and first < self._steps_taken - 1

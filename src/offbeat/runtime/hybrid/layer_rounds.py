@@ -15,7 +15,7 @@ from torch import nn
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.numerics.collectives.costs import LinkModel, all_reduce_cost, fit_link_model
-from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, write_scaled
+from offbeat.runtime.averaging.buckets import GradientBucket, Means, ModelBuffers, write_scaled
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import (
     FLOAT32_PER_FLOAT64,
@@ -208,7 +208,7 @@ class GradientRound:
         self._rounds, self._scale, self._step = rounds, scale, step
         buckets = rounds.buckets
         self._exchange_id: int | None = None  # None before anything is sent
-        self._outputs = [bucket.output for bucket in buckets]  # memory of the means
+        self._means: list[Means | None] = [bucket.output.means() for bucket in buckets]
         self._external: list[dict[int, ExternalElements]] = [
             {} for _ in buckets
         ]  # gradients sent without a copy, by entry
@@ -394,11 +394,11 @@ class GradientRound:
             return
         assert self.weight is not None
         rounds = self._rounds
-        output, bucket = self._outputs[index], rounds.buckets[index]
+        means, bucket = self._means_of(index), rounds.buckets[index]
         with optimizer_step_mode():
             if self.weight not in (0.0, 1.0):
-                output.divide(bucket.gradient_elements, self.weight)
-            for entry, view in zip(bucket.entries, output.mean_views(), strict=True):
+                means.divide(bucket.gradient_elements, self.weight)
+            for entry, view in zip(bucket.entries, means.views(), strict=True):
                 if entry in self._copies:
                     self._copies[entry].copy_(view)
         self._is_final[index] = True
@@ -419,12 +419,21 @@ class GradientRound:
     def mean(self, entry: int) -> torch.Tensor:
         """Return the tensor for a parameter's mean, with the parameter's strides; filled by `finalize`."""
         index, position = self._rounds.layout.location_of[entry]
-        view, parameter = self._outputs[index].mean_views()[position], self._rounds.parameters[entry]
+        view, parameter = self._means_of(index).views()[position], self._rounds.parameters[entry]
         if view.stride() == parameter.stride() and view.dtype == parameter.dtype:
             return view
         if entry not in self._copies:
             self._copies[entry] = torch.empty_like(parameter, requires_grad=False)
         return self._copies[entry]
+
+    def release(self, index: int) -> None:
+        """Leave the means of a bucket to the program, which may still have them as gradients."""
+        self._means[index] = None
+
+    def _means_of(self, index: int) -> Means:
+        means = self._means[index]
+        assert means is not None
+        return means
 
     def _wait_for_auxiliary(self) -> None:
         for index in range(self._rounds.layout.gradient_buckets, len(self._rounds.buckets)):
@@ -442,7 +451,7 @@ class GradientRound:
         self._has_arrived[index] = True
         rounds = self._rounds
         count, buffers = len(rounds.parameters), rounds.buffers.tensors()
-        for entry, view in zip(rounds.buckets[index].entries, self._outputs[index].mean_views(), strict=True):
+        for entry, view in zip(rounds.buckets[index].entries, self._means_of(index).views(), strict=True):
             if entry == count + len(buffers):
                 weight, written, signalled, *rest = view.tolist()
                 check_all_wrote(self._written, written, rounds.size)
@@ -461,7 +470,8 @@ class GradientRound:
         rounds, pending = self._rounds, self._pending[index]
         assert pending is not None
         rounds.wait(pending)
-        self._outputs[index].fetch_sums()
+        if (means := self._means[index]) is not None:  # else the step was applied ahead, with these means
+            means.fetch()
         if rounds.context.tracer is not None and pending.ended_s is not None:
             what = "buffers and trailer"
             if index < rounds.layout.gradient_buckets:
