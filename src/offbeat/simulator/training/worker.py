@@ -439,7 +439,8 @@ class SimulatedWorker:
         else:
             self.gradient = None
             self._means.clear()
-            self.steps_outside += 1
+            membership.finish_step()
+            self.steps_outside = 0 if membership.is_member else self.steps_outside + 1
             self._count_step()
 
     def _open_sessions(self) -> None:
@@ -504,6 +505,7 @@ class SimulatedWorker:
 
     def _finish(self, epoch: int) -> None:
         cluster = self.cluster
+        self.membership.end_step_outside()
         self.activity = FINISHED
         self.last_finished = Finished(
             now_s=cluster.arrival_s(self.worker), worker=self.worker, epoch=epoch, step=self.membership.step
