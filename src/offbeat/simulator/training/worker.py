@@ -483,14 +483,15 @@ class SimulatedWorker:
     def _count_step(self) -> None:
         """Compute the next step, unless this worker has finished or leaves."""
         cluster, membership = self.cluster, self.membership
+        steps_outside = 0 if cluster.setting.counts_group_steps else self.steps_outside
         if self.loop is not None:
             self.loop.end_round()
             if membership.is_member and membership.step % _SAVES_EVERY == self.worker % _SAVES_EVERY:
                 self._save_state()
         if self.is_leaving or (cluster.is_lockstep and membership.step >= cluster.setting.steps_max):
             self._send_left()
-        elif membership.step + self.steps_outside >= cluster.setting.steps_max:
-            self._finish((membership.step + self.steps_outside - 1) // cluster.setting.epoch_steps)
+        elif membership.step + steps_outside >= cluster.setting.steps_max:
+            self._finish((membership.step + steps_outside - 1) // cluster.setting.epoch_steps)
         else:
             self._compute()
 
