@@ -8,15 +8,20 @@ import os
 import signal
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+import offbeat
 from offbeat.events import EndEpoch, Lost
 from offbeat.runtime.collectives import link_exchange
 from offbeat.strategies import AllReduce, PartialAllReduce
 from offbeat.wire.log_file import read_log
-from support.group_training import BATCH, EPOCHS, SAMPLES, STRATEGY, agree, train
+from support.group_training import BATCH, EPOCHS, SAMPLES, STRATEGY, agree, compute, train
 from support.jobs import job
 from support.processes import run, values
 from support.run_logs import groups_of, wait_for_group_without
+from support.sample_counting import SAMPLES as COUNTED
+from support.sample_counting import Counter, once_each, take
 
 NEVER_S = 600.0  # longer than any test's job may run
 
@@ -57,6 +62,37 @@ def test_a_recovered_worker_returns_with_the_state_of_the_others(tmp_path):
     assert back
     assert back[0].step in results[0][0]
     assert max(results[1][0]) > back[0].step
+
+
+def stop_without_worker_1(rank, emit, shards):
+    """Workers 0 and 2 end their loop after the first step without worker 1, which trains on."""
+    strategy = PatientPartialAllReduce(k=5.0, limit=3, n_profile=2, shards=shards)
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    dataset = TensorDataset(torch.arange(COUNTED))
+    with offbeat.join(model, optimizer, strategy) as session:
+        batches = (batch for _ in session.epochs(4) for (batch,) in session.batches(dataset, BATCH))
+        for numbers in batches:
+            compute(0.005)
+            (-model(numbers)).backward()
+            once_each(model)
+            take(model, optimizer)
+            if rank != 1 and 1 not in session.members:
+                break
+        batches.close()
+    return model.uses_N.tolist()
+
+
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("shards", ["dynamic", "equal"])
+def test_a_worker_outside_trains_on_with_the_state_of_members_that_have_finished(shards, tmp_path):
+    log = tmp_path / "log.jsonl"
+    env = {"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}
+    first, *others = values(run(stop_without_worker_1, 3, shards, env=env))
+    assert others == [first, first]
+    assert (1,) in [group.members for group in groups_of(log)]
+    if shards == "dynamic":
+        assert set(first) == {4.0}
 
 
 class SignalAtStep:

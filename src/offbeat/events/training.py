@@ -456,7 +456,8 @@ class Group(ToAllWorkers):
         exchange_id: the first exchange id to use.
         members: worker ids, ascending.
         joining: the members without a current state; the first of the other members copies its state to them.
-        weights: one per member, not negative, sum 1 (a mean multiplies them with sample counts).
+        weights: one per member, not negative, sum 1 (a mean multiplies them with sample counts); 0 for those
+            that have finished, unless all have, or the job is complete.
     """
 
     generation: int

@@ -43,6 +43,16 @@ def test_a_joining_member_that_ends_before_the_group_s_first_step_is_overtaken()
     assert (group.overtaken, group.joining) == ({3}, set())
 
 
+def test_a_member_that_has_finished_has_no_weight_and_is_not_waited_for():
+    group = CurrentGroup()
+    group.change((0, 1, 2), reason="all are here")
+    two = group.change((0, 1, 2), joining=(2,), finished=(0,), generation=1, reason="")
+    assert (two.weights, group.joining_need_others) == ((0.0, 0.5, 0.5), True)
+    one = group.change((0, 1, 2), joining=(2,), finished=(0, 1), generation=2, reason="")
+    assert (one.weights, group.joining_need_others) == ((0.0, 0.0, 1.0), False)
+    assert group.change((0, 1), finished=(0, 1), generation=3, reason="").weights == (0.5, 0.5)
+
+
 def test_exchange_ids_are_above_all_that_were_used():
     group = changed()
     assert (group.next_exchange_id(20, 100), group.next_exchange_id(3, 100)) == (120, 109)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from offbeat.events import Group, Halt
 from offbeat.policies.membership.group_membership import ExchangeDecision, GroupMembership
 
@@ -124,6 +126,47 @@ def test_a_joiner_without_the_state_reports_that_in_its_answer():
     answer = membership.on_halt(halt(2))
     assert answer is not None
     assert not answer.has_state
+
+
+def joined_finished_member() -> GroupMembership:
+    """Worker 1, which has received the state of worker 0 within a step; that one had finished 7 steps."""
+    membership = GroupMembership(1)
+    membership.on_group(group(0, 0, (0, 2)))
+    assert membership.begin_exchange() is ExchangeDecision.KEEP_LOCAL
+    membership.on_halt(halt(1))
+    membership.on_group(replace(group(1, 7, (0, 1), joining=(1,)), weights=(0.0, 1.0)))
+    assert membership.begin_exchange() is ExchangeDecision.FETCH_STATE
+    membership.on_state_received(round=9)
+    return membership
+
+
+def test_a_worker_that_receives_the_state_of_finished_members_ends_its_step_outside():
+    membership = joined_finished_member()
+    assert membership.begin_exchange() is ExchangeDecision.KEEP_LOCAL
+    assert (membership.is_member, membership.generation) == (False, 0)  # what it has computed does not count
+    membership.finish_step()
+    assert (membership.is_member, membership.generation) == (True, 1)
+    assert (membership.step, membership.round) == (7, 9)
+    take_a_step(membership)
+    assert (membership.step, membership.round) == (8, 10)
+
+
+def test_a_worker_that_ends_its_step_outside_holds_the_state():
+    membership = joined_finished_member()
+    answer = membership.on_halt(halt(2))
+    assert answer is not None
+    assert (answer.has_state, answer.step, answer.has_begun_exchange) == (True, 7, False)
+    membership.on_group(group(2, 8, (1, 3), joining=(3,)))
+    membership.finish_step()
+    assert membership.generation == 1  # step 7 is one of the group before
+    take_a_step(membership)
+    assert membership.state_recipients == (3,)
+
+
+def test_a_worker_whose_loop_ends_within_a_step_outside_is_a_member():
+    membership = joined_finished_member()
+    membership.end_step_outside()
+    assert membership.is_member
 
 
 def test_the_donor_sends_the_state_only_once_the_group_holds():

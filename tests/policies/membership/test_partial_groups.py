@@ -26,6 +26,7 @@ from offbeat.events import (
     PeerUnreachable,
     Ready,
     RejectPeer,
+    SamplesRequested,
     Tick,
 )
 from offbeat.policies import dispatch_event
@@ -448,6 +449,7 @@ def test_a_newcomer_near_the_end_delays_no_worker_and_gets_the_final_state():
     group, complete = job.answer(1, 1, step=9)
     assert isinstance(group, Group)
     assert (group.members, group.joining) == ((0, 1, 2), (2,))
+    assert group.weights == (1 / 3, 1 / 3, 1 / 3)  # the newcomer is a member at once
     assert isinstance(complete, JobComplete)
 
 
@@ -523,6 +525,129 @@ def test_a_worker_in_a_step_that_others_do_not_take_continues_without_them():
     assert halt.abandon
     job.answer(0, 1, step=1)
     assert only(job.answer(1, 1, step=1, begun=True), Group).members == (1,)
+
+
+def finish_at(job: Job, worker: int, step: int) -> list[Action]:
+    return job.policy.handle(Finished(now_s=job.now_s, worker=worker, epoch=0, step=step))
+
+
+def cut_out(job: Job) -> None:
+    """Worker 2 is lost; 0 has finished the round with it, 1 has not, and is outside the group (0,)."""
+    job.lose(2)
+    job.answer(0, 1, step=5)
+    group, halt = job.answer(1, 1, step=4, begun=True)
+    assert isinstance(group, Group)
+    assert isinstance(halt, Halt)
+    assert group.members == (0,)
+
+
+def test_a_worker_cut_out_of_an_exchange_trains_on_with_the_state_of_a_member_that_has_finished():
+    job = Job(3)
+    cut_out(job)
+    finish_at(job, 0, 5)
+    assert only(job.answer(0, 2, step=5), Group).members == (0,)
+    assert not only(job.ready(1, 4, generation=2), Halt).abandon
+    group = only(job.answer(0, 3, step=5), Group)
+    assert (group.members, group.joining, group.weights, group.step) == ((0, 1), (1,), (0.0, 1.0), 5)
+    halt = only(job.ready(1, 5, generation=3), Halt)  # with the state, in a step that 0 does not take
+    assert halt.abandon
+    assert only(settled(job, 4, {0: 5, 1: 5}), Group).members == (1,)
+    assert not only(finish_at(job, 1, 8), Halt).abandon
+    last, complete = job.answer(1, 5, step=8)
+    assert isinstance(last, Group)
+    assert (last.members, last.joining, last.weights) == ((0, 1), (0,), (0.5, 0.5))
+    assert isinstance(complete, JobComplete)
+
+
+def settled(job: Job, generation: int, steps: dict[int, int]) -> list[Action]:
+    return [action for worker, step in steps.items() for action in job.answer(worker, generation, step=step)]
+
+
+def left_behind() -> Job:
+    """Worker 1 is excluded as a straggler after step 2; workers 0 and 2 finish after step 5."""
+    job = Job(3, detector={"n_profile": 1, "limit": 2})
+    for round in range(2):
+        for worker in (0, 1, 2):
+            job.ready(worker, round, compute_s=0.5 if worker == 1 else 0.1)
+    assert settle(job, 1, (0, 1, 2), step=1, begun=True).members == (0, 2)
+    for worker in (0, 2):
+        job.ready(worker, 2, generation=1)
+    job.ready(1, 1, generation=1, compute_s=0.5)
+    for worker in (0, 2):
+        finish_at(job, worker, 5)
+    return job
+
+
+def test_a_straggler_outside_that_trains_on_joins_members_that_have_finished():
+    job = left_behind()
+    assert not only(job.ready(1, 2, generation=1, compute_s=0.5), Halt).abandon
+    (group,) = settled(job, 2, {0: 5, 2: 5})
+    assert isinstance(group, Group)
+    assert (group.members, group.joining, group.weights) == ((0, 1, 2), (1,), (0.0, 1.0, 0.0))
+
+
+def test_a_worker_outside_that_ends_after_the_members_costs_no_change_but_the_last():
+    job = left_behind()
+    assert job.join(3) == []
+    assert not only(finish_at(job, 1, 2), Halt).abandon
+    group, complete = settled(job, 2, {0: 5, 2: 5})
+    assert isinstance(group, Group)
+    assert group.joining == (1, 3)
+    assert isinstance(complete, JobComplete)
+
+
+def test_a_worker_outside_that_is_silent_is_given_up_some_time_after_the_last_member_has_finished():
+    job = left_behind()
+    job.now_s = 4.0
+    finish_at(job, 2, 5)
+    assert job.tick(8.9) == []
+    assert only(job.tick(9.1), JobComplete)
+
+
+def test_the_only_worker_that_trains_is_not_excluded_as_a_straggler():
+    job = Job(2, detector={"n_profile": 1, "limit": 2})
+    for round in range(2):
+        actions = job.ready(0, round)
+        if round:
+            finish_at(job, 0, 2)
+        actions += job.ready(1, round, compute_s=0.5)
+    assert actions == []
+    assert only(job.ready(1, 2, compute_s=0.5), Halt).abandon
+    assert only(settled(job, 1, {0: 2, 1: 2}), Group).members == (1,)
+
+
+def test_a_worker_whose_donor_finishes_while_it_joins_joins_again():
+    job = Job(3)
+    cut_out(job)
+    assert only(job.answer(0, 2, step=5), Group).joining == (1,)
+    _, halt = finish_at(job, 0, 5)
+    assert halt.abandon
+    job.answer(0, 3, step=5)
+    group, again = job.answer(1, 3, step=4, state=False)
+    assert (group.members, again.abandon) == ((0,), False)
+    group = only(job.answer(0, 4, step=5), Group)
+    assert (group.joining, group.weights) == ((1,), (0.0, 1.0))
+    assert job.join(3) == []  # worker 1 needs no step of worker 0, and is not cut out again
+
+
+def test_an_epoch_that_a_finished_worker_left_early_has_not_ended():
+    job = Job(2)
+    for worker in (0, 1):
+        request = SamplesRequested(
+            now_s=0.0,
+            worker=worker,
+            epoch=0,
+            samples=40,
+            batch_size=4,
+            is_last=False,
+            abandons_previous=False,
+            blocks_max=0,
+            started_blocks=(),
+            round=0,
+            consumed_ranges=(),
+        )
+        job.policy.handle(request)
+    assert not [action for action in finish_at(job, 0, 0) if isinstance(action, EndEpoch)]
 
 
 # Outages ------------------------------------------------------------------------------------------------

@@ -90,6 +90,26 @@ def test_a_policy_that_lets_a_minority_decide_is_found():
         run_them_all()
 
 
+def test_a_policy_that_forgets_workers_outside_when_all_members_have_finished_is_found():
+    class Forgetful(PartialGroups):
+        def _ready_outside(self, event, status):
+            if self._changer.has_working_member():
+                super()._ready_outside(event, status)
+
+    def build(case: campaign.FaultCase) -> list[Policy]:
+        return [
+            Assembly(case.setting.world, accepts_late_joiners=True),
+            Forgetful(case.setting.world, **case.arguments),
+        ]
+
+    def run_them_all() -> None:
+        for seed in range(SEEDS):
+            campaign.run_case(seed, build)
+
+    with pytest.raises(ViolationError, match=r"worker \d+ trained outside .* when the job was complete"):
+        run_them_all()
+
+
 def test_a_seed_is_one_case_and_one_run():
     assert campaign.draw_case(5) == campaign.draw_case(5)
     assert campaign.draw_case(5) != campaign.draw_case(6)
@@ -121,6 +141,12 @@ def test_every_kind_of_fault_is_drawn():
     ]
     assert {cut.lost for cut in cuts} == {"both", "worker", "peer"}
     assert max(cut.duration_s for cut in cuts if cut.peer is not None) > 20
+
+
+def test_loops_end_at_a_step_of_the_group_in_many_cases():
+    settings = [campaign.draw_case(seed).setting for seed in range(SEEDS)]
+    assert sum(one.counts_group_steps for one in settings) > SEEDS / 20
+    assert sum(one.samples is not None and one.samples.rounds is not None for one in settings) > SEEDS / 20
 
 
 def test_samples_are_assigned_in_many_cases():

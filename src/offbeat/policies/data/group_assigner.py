@@ -182,6 +182,11 @@ class GroupBlockAssigner(BlockAssigner):
         self._note_rounds_done(worker, _ALL_ROUNDS)
         self._complete_rounds()
 
+    def has_samples_left(self, epoch: int) -> bool:
+        """Whether samples of an epoch wait to be assigned."""
+        epochs = self._scheduler.epochs
+        return epoch in epochs.numbers() and epochs[epoch].pooled > 0
+
     def on_gone(self, worker: int, *, has_reported_all: bool) -> None:
         """Remove a worker that is gone; its blocks go to other workers.
 

@@ -5,6 +5,7 @@ The reasons why a group changes are not known here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from offbeat.events import Group
@@ -21,6 +22,7 @@ class CurrentGroup:
         joining: joining members that have not been Ready yet.
         generation: of the group.
         step: the first of the group.
+        weights: of the members; 0 for those that had finished before the group, unless all had.
         begun_step: the highest for which a member was Ready.
         ended_after: members that left or finished: steps that they finished.
         overtaken: workers in `ended_after` whose last step another member has gone past.
@@ -28,6 +30,7 @@ class CurrentGroup:
 
     def __init__(self) -> None:
         self.members: tuple[int, ...] = ()
+        self.weights: tuple[float, ...] = ()
         self.previous_members: tuple[int, ...] = ()
         self.member_set: frozenset[int] = frozenset()
         self.halt_recipients: frozenset[int] = frozenset()
@@ -45,6 +48,7 @@ class CurrentGroup:
         *,
         joining: tuple[int, ...] = (),
         before: tuple[int, ...] = (),
+        finished: Collection[int] = (),
         generation: int = 0,
         step: int = 0,
         exchange_id: int = 0,
@@ -56,6 +60,7 @@ class CurrentGroup:
             members: of the new group, ascending.
             joining: those of them that have no current state.
             before: workers that may still exchange in an earlier group; none if this is in force at once.
+            finished: members whose loop has ended, and that only send the state; none in the last group.
             generation: of the new group.
             step: first step of the new group.
             exchange_id: first exchange id of the new group.
@@ -69,14 +74,24 @@ class CurrentGroup:
         }
         self.overtaken.clear()
         self.generation, self.step, self._exchange_id = generation, step, exchange_id
+        working = set(members).difference(finished) or set(members)
+        self.weights = tuple(1.0 / len(working) if member in working else 0.0 for member in members)
         return Group(
             generation=generation,
             step=step,
             exchange_id=exchange_id,
             members=members,
             joining=joining,
-            weights=(1.0 / len(members),) * len(members),
+            weights=self.weights,
             reason=reason,
+        )
+
+    @property
+    def joining_need_others(self) -> bool:
+        """Whether the joining members wait for a step of others: not if those had finished before."""
+        return any(
+            weight and member not in self.joining
+            for member, weight in zip(self.members, self.weights, strict=True)
         )
 
     def on_switched(self, worker: int) -> bool:
@@ -124,6 +139,7 @@ class CurrentGroup:
         """Return the whole state as plain data."""
         return {
             "members": list(self.members),
+            "weights": list(self.weights),
             "previous_members": list(self.previous_members),
             "not_switched": sorted(self._not_switched),
             "joining": sorted(self.joining),
@@ -138,6 +154,7 @@ class CurrentGroup:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
         self._set_members(tuple(state["members"]), tuple(state["previous_members"]))
+        self.weights = tuple(state["weights"])
         self._not_switched, self.joining = set(state["not_switched"]), set(state["joining"])
         self.generation, self.step = state["generation"], state["step"]
         self._exchange_id, self.begun_step = state["exchange_id"], state["begun_step"]

@@ -20,6 +20,11 @@ There are two kinds of change, distinguished by `Halt.abandon`:
   with the most finished rounds form the group, which is in force at once and repeats their step. A member
   that was behind leaves the group and returns with the next planned change, with the state of a member.
 
+A member that has finished stays in the group, without a step of its own, until another one begins a step that
+it does not take. Where all members have finished, and a worker outside trains on, the planned change is one
+of finished members, which send the state, and joining ones, a straggler too: no worker trains outside a group
+without a member that trains.
+
 A planned change under way turns into a repeat as soon as a member fails. The next planned change waits until
 every joining member has been Ready and, unless a member has ended, every other one has switched; a repeat
 waits for nothing.
@@ -150,7 +155,7 @@ class GroupChanger:
             if worker in group.overtaken
             or not (self._workers.keeps_up(worker) or worker in group.ended_after)
         ]
-        if group.joining and not self._has_working_member():  # no other member begins their step
+        if group.joining and group.joining_need_others and not self.has_working_member():
             broken += sorted(group.joining)
         if self._pending is not None and (self._pending.abandon or not broken):
             return []
@@ -171,7 +176,10 @@ class GroupChanger:
         workers, group = self._workers, self._group
         if workers.all_have_finished():
             return tuple(sorted(worker for worker in workers.statuses if workers.keeps_up(worker)))
-        can_continue, can_send_state = self._has_working_member(), self._can_send_state()
+        # A new worker joins only where all members train, so that it does not delay the end.
+        accepts_new_workers = not any(
+            workers.statuses[member].has_finished for member in group.members if member in workers.statuses
+        )
         candidates = [
             worker
             for worker, status in workers.statuses.items()
@@ -180,29 +188,23 @@ class GroupChanger:
             and (
                 worker in group.member_set
                 or (
-                    can_continue
-                    and status.can_join
-                    and not status.has_finished
-                    and (can_send_state or not status.is_new)
+                    status.can_join and not status.has_finished and (accepts_new_workers or not status.is_new)
                 )
             )
         ]
         slow = self._stragglers.left_out
         wanted = [worker for worker in candidates if worker not in slow]
-        return tuple(sorted(wanted or candidates))
+        if not any(workers.is_working(worker) for worker in wanted):  # a straggler is better than no worker
+            wanted = candidates
+        return tuple(sorted(wanted))
 
-    def _has_working_member(self) -> bool:
+    def has_working_member(self) -> bool:
         """Whether a member that holds the state does further steps."""
         return any(
             self._workers.is_working(member) and self._workers.keeps_up(member)
             for member in self._group.members
             if member not in self._group.joining
         )
-
-    def _can_send_state(self) -> bool:
-        """Whether every member is in its training loop, where it can send its state to a new worker."""
-        statuses = self._workers.statuses
-        return not any(statuses[member].has_finished for member in self._group.members if member in statuses)
 
     def _complete_job(self) -> list[Action]:
         return [JobComplete(reason="all workers have finished")]
@@ -363,18 +365,20 @@ class GroupChanger:
         reason: str,
         now_s: float,
     ) -> Group:
+        statuses = self._workers.statuses
+        is_last = self._workers.all_have_finished()  # new workers join it, too, without a step
         used = max(answer.exchange_id for answer in answers)
         group = self._group.change(
             members,
             joining=joining,
             before=before,
+            finished=() if is_last else [worker for worker in members if statuses[worker].has_finished],
             generation=self._halted_generation,
             step=step,
             exchange_id=self._group.next_exchange_id(used, _EXCHANGES_IN_A_STEP_MAX),
             reason=reason,
         )
         self.is_settled = False
-        statuses = self._workers.statuses
         for worker in members:
             statuses[worker].can_join = statuses[worker].is_late = False
         for worker in joining:

@@ -35,6 +35,9 @@ class GroupMembership:
     other, so that the Group can name a step that no member has begun. If the Halt abandons exchanges, the
     one under way ends without a result, and `finish_round` returns False.
 
+    Where all members that hold the state have finished, a worker that receives it ends its step outside: no
+    other one takes that step, and its gradients are those of other parameters. Its next step counts.
+
     Attributes:
         step: optimizer steps finished.
         round: exchanges finished.
@@ -52,6 +55,7 @@ class GroupMembership:
         self._has_begun = False
         self._is_aborted = False  # the exchange under way has been abandoned
         self._needs_state = False
+        self._ends_step_outside = False
         self._followed_generation = 0
         self._is_inside = False  # this worker is in the group in force
         # The last rounds finished, without a gap: the members, and the contribution of each.
@@ -60,12 +64,16 @@ class GroupMembership:
 
     @property
     def generation(self) -> int:
-        """Generation of the last group switched to, 0 before the first; a joiner switches with the state."""
+        """Generation of the last group switched to, 0 before the first; a joiner switches as `is_member`."""
         return self._followed_generation
 
     @property
     def is_member(self) -> bool:
-        """Whether this worker is in the group in force and holds its state."""
+        """Whether this worker is in the group in force, holds its state and takes its steps."""
+        return self._holds_state and not self._ends_step_outside
+
+    @property
+    def _holds_state(self) -> bool:
         return self._is_inside and not self._needs_state
 
     @property
@@ -117,7 +125,7 @@ class GroupMembership:
             now_s=now_s,
             worker=self.worker,
             generation=halt.generation,
-            has_state=self.is_member,
+            has_state=self._holds_state,
             step=self.step,
             has_begun_exchange=self._has_begun,
             round=self.round,
@@ -146,7 +154,7 @@ class GroupMembership:
             return ExchangeDecision.WAIT
         if self.group is None:
             return ExchangeDecision.WAIT
-        if not self._is_inside:
+        if not self._is_inside or self._ends_step_outside:
             return ExchangeDecision.KEEP_LOCAL
         if self._needs_state:
             return ExchangeDecision.FETCH_STATE
@@ -161,7 +169,13 @@ class GroupMembership:
         self.step, self.round = self.group.step, round
         self._contributions.clear()
         self._needs_state = False
-        self._followed_generation = self.group.generation
+        self._ends_step_outside = not any(
+            weight
+            for member, weight in zip(self.group.members, self.group.weights, strict=True)
+            if member not in self.group.joining
+        )
+        if not self._ends_step_outside:
+            self._followed_generation = self.group.generation
 
     def finish_round(self, contributions: Sequence[tuple[int, int]] = ()) -> bool:
         """Count an exchange as finished; return False, and count nothing, if it was abandoned.
@@ -201,11 +215,19 @@ class GroupMembership:
             self.step += 1
             self._has_begun = False
             self._adopt()
+        self.end_step_outside()
+
+    def end_step_outside(self) -> None:
+        """Be a member from here on, if the state was received within a step that is over, or given up."""
+        if self._ends_step_outside:
+            assert self.group is not None
+            self._ends_step_outside = False
+            self._followed_generation = self.group.generation
 
     def _adopt(self) -> None:
         """Switch to queued groups when their step has come; at once if outside or after an abort."""
         while self._queued_groups:
-            if self.is_member and not self._is_aborted and self.step < self._queued_groups[0].step:
+            if self._holds_state and not self._is_aborted and self.step < self._queued_groups[0].step:
                 return
             self._switch_to(self._queued_groups.pop(0))
 
@@ -217,8 +239,9 @@ class GroupMembership:
             self._has_begun = False
         elif not self._is_inside:
             self._needs_state = False
+        self._ends_step_outside &= self._holds_state
         self.group = group
-        if not self._needs_state:
+        if not (self._needs_state or self._ends_step_outside):
             self._followed_generation = group.generation
         self._is_aborted = False
         self.exchange_id = group.exchange_id

@@ -21,7 +21,8 @@ isolated itself, and decides nothing.
 Timeouts: no `Halted` within `halt_timeout_s` makes a member hung; no Ready within the patience, while another
 member waits, makes it late; a joining member has `join_timeout_s`. If every member is Ready and an exchange
 hangs, nothing is received at all: then a planned Halt without a change serves as a probe. An excluded worker
-returns by a planned change once it is Ready, or answers, and reaches all members.
+returns by a planned change once it is Ready, or answers, and reaches all members. This holds, too, when all
+members have finished and it trains on: one of them, which waits for the job's end, sends it the state.
 """
 
 from __future__ import annotations
@@ -310,9 +311,19 @@ class PartialGroups:
             group.on_ended(worker, event.step)
         self._rounds.on_finished(event.now_s)
         self._workers.note(worker, f"worker {worker} has finished after {event.step} steps")
-        ended = self._end_epochs(event.epoch + 1)
+        # Where the loop left its last epoch early, its samples are there for a worker that trains on.
+        is_used_up = not self._assigner.has_samples_left(event.epoch)
+        ended = self._end_epochs(event.epoch + 1 if is_used_up else event.epoch)
+        if not self._changer.has_working_member():
+            self._await_workers_outside()
         is_urgent = group.overtaken or group.joining or self._workers.all_have_finished()
         return ended + self._changer.review(event.now_s) if is_urgent else ended
+
+    def _await_workers_outside(self) -> None:
+        """Let workers outside join only with their next Ready: most end their loop with the epoch instead."""
+        for worker, status in self._workers.statuses.items():
+            if worker not in self._group.halt_recipients and not status.is_new:
+                status.can_join = False
 
     def _end_epochs(self, count: int) -> list[Action]:
         """Announce the end of the first `count` epochs, once a member has finished them."""

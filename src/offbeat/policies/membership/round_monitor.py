@@ -54,7 +54,7 @@ class RoundMonitor:
         self._ready_s = 0.0  # when a member was last Ready
         self._silence_s = 0.0  # longest recent time without a Ready between two rounds
         self._probe_after = _PROBE_FIRST  # multiple of the patience, doubled by each probe
-        self._first_finished_s: float | None = None
+        self._last_finished_s: float | None = None
         self._exchanging_s: dict[int, float] = {}  # when a worker last reported to be in an exchange
 
     def start(self, now_s: float) -> None:
@@ -119,8 +119,7 @@ class RoundMonitor:
 
     def on_finished(self, now_s: float) -> None:
         """Note that a worker has finished."""
-        if self._first_finished_s is None:
-            self._first_finished_s = now_s
+        self._last_finished_s = now_s
 
     def restart_timeouts(self, now_s: float) -> None:
         """Let all timeouts begin now."""
@@ -128,8 +127,8 @@ class RoundMonitor:
         self._open_rounds = {
             round_: (now_s, count, step) for round_, (_, count, step) in self._open_rounds.items()
         }
-        if self._first_finished_s is not None:
-            self._first_finished_s = now_s
+        if self._last_finished_s is not None:
+            self._last_finished_s = now_s
 
     def late_workers(self, now_s: float, slow_s: float | None) -> list[int]:
         """Return the members that are late, else workers that do not finish in time after all members have.
@@ -164,7 +163,7 @@ class RoundMonitor:
         return late
 
     def _never_finishing(self, now_s: float) -> list[int]:
-        if self._first_finished_s is None or now_s - self._first_finished_s <= self._join_s:
+        if self._last_finished_s is None or now_s - self._last_finished_s <= self._join_s:
             return []
         working = [worker for worker, status in self._workers.statuses.items() if not status.has_finished]
         return [] if set(working) & self._group.member_set else working
@@ -172,7 +171,7 @@ class RoundMonitor:
     def begin_probe(self, now_s: float, slow_s: float | None) -> float | None:
         """Return the length of a silence for which a probe is to be sent now, in seconds; else None."""
         # A joining member has its own deadline; a probe would interrupt its joining.
-        is_calm = bool(self._group.members) and not self._group.joining and self._first_finished_s is None
+        is_calm = bool(self._group.members) and not self._group.joining and self._last_finished_s is None
         usual_s = max(self._patience_s, (slow_s or 0.0) / 2, self._silence_s)
         silent_s = now_s - self._last_received_s
         if not is_calm or silent_s <= self._probe_after * usual_s:
@@ -190,7 +189,7 @@ class RoundMonitor:
             "ready_s": self._ready_s,
             "silence_s": self._silence_s,
             "probe_after": self._probe_after,
-            "first_finished_s": self._first_finished_s,
+            "last_finished_s": self._last_finished_s,
             "exchanging_s": [list(entry) for entry in self._exchanging_s.items()],
         }
 
@@ -202,5 +201,5 @@ class RoundMonitor:
         self._round, self._group_sent_s = state["round"], state["group_sent_s"]
         self._last_received_s, self._ready_s = state["last_received_s"], state["ready_s"]
         self._silence_s, self._probe_after = state["silence_s"], state["probe_after"]
-        self._first_finished_s = state["first_finished_s"]
+        self._last_finished_s = state["last_finished_s"]
         self._exchanging_s = dict(state["exchanging_s"])

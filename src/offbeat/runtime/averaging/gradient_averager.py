@@ -302,10 +302,11 @@ class GradientAverager:
             if self._buckets.group is None and not is_announced:
                 self._contributed_blocks = self._context.announce_gradients(compute_s)
                 is_announced = True
-            if not self._bind_group(wait=True):
-                return None
+            is_bound = self._bind_group(wait=True)
             if self._binding.was_state_replaced:
                 self._discard_replaced()
+            if not is_bound:
+                return None
             try:
                 sums = self._exchange_buckets(offset_s, None if is_announced else compute_s)
                 is_announced = True

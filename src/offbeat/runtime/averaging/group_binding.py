@@ -23,7 +23,8 @@ the following ones are counted by `next_exchange_id`, in the same order on every
 State transfer: a new group takes effect at the step that it names. When the donor has finished the step
 before, it opens its handle of the new group and starts a thread that sends the state, over a separate
 exchange of the donor and the joining workers. The donor goes on, but no round of the new group can finish
-without the joining workers, so its state cannot change before they have received it. The receiver sets
+without the joining workers, so its state cannot change before they have received it. A worker whose loop has
+ended waits in `serve_state` and sends its state to those that train on without it. The receiver sets
 `was_state_replaced`: gradients that it has are those of other parameters.
 
 Failures:
@@ -271,6 +272,31 @@ class GroupBinding:
                 return
         assert group is not None
         self._enter(group)
+
+    def serve_state(self) -> None:
+        """Send the state to all workers that join with this one as the donor, until the job is complete.
+
+        To be called once the loop has ended: the state does not change any more.
+
+        Raises:
+            WorkerError: the job failed, or the other workers did not finish within the deadline.
+        """
+        with self._client.lock:
+            self._membership.end_step_outside()
+
+        def is_donor() -> bool:
+            return bool(self._membership.state_recipients) and not self._is_current()
+
+        while True:
+            self._client.wait_for(
+                lambda: is_donor() or self._client.is_job_complete, self._timeout_s, "all workers to finish"
+            )
+            if self._client.is_job_complete:
+                return
+            with self._client.lock:
+                group = self._membership.group
+            assert group is not None
+            self._enter(group)
 
     def transfer_final_state(self) -> None:
         """Send or receive the final state if the last group requires it, and wait until that is done."""

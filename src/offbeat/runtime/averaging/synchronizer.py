@@ -279,7 +279,9 @@ class GroupSynchronizer:
         self.averager.flush()
 
     def finish(self) -> None:
-        """See `Synchronizer.finish`."""
+        """See `Synchronizer.finish`: sends the state to workers that train on, until all have finished."""
+        if self.binding is not None:
+            self.binding.serve_state()
 
     def receive_final_state(self) -> None:
         """See `Synchronizer.receive_final_state`.

@@ -294,7 +294,8 @@ class SimulatedPsCluster(SimulatedCluster):
                     self._clocks.pop(worker, None)
                     self._send(worker, (action,))
                 case PeerList() | JobComplete() | AbortJob():
-                    self.is_job_complete |= isinstance(action, JobComplete)
+                    if isinstance(action, JobComplete):
+                        self.complete_s = self.engine.now_s
                     self.stopped = action if isinstance(action, AbortJob) else self.stopped
                     for worker in sorted(self.coordinator.joined):
                         self._send(worker, (action,))

@@ -5,6 +5,7 @@ A seed that fails gives a one-line error with the command that repeats it.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +50,7 @@ _QUIET_S = 9.0  # longer than any wait of the policies below
 _STUCK_S = 8.0
 _PAIRS_STUCK_S = 4.0  # where the only faults are between pairs of workers
 _CHANGE_S = 2.0
+_TRAINED_S = 0.4  # after the Ready of a worker, it still trains
 _BATCHES_S = 0.05
 _KINDS = ["die", "hang", "hang", "late", "cut", "split", "pair", "pair", "reset", "join", "leave", "restart"]
 
@@ -132,6 +134,7 @@ def draw_case(seed: int) -> FaultCase:
         "timeout_s": 2.0,
         "staleness_steps_max": options.choice([None, None, 1, 4]),
     }
+    setting = replace(setting, counts_group_steps=setting.steps is not None and options.random() < 0.5)
     return FaultCase(setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25)
 
 
@@ -186,6 +189,7 @@ def _samples(chance: random.Random, world: int, *, has_end: bool) -> SampleSetti
         epochs=chance.randint(1, 5) if has_end or chance.random() < 0.5 else None,
         batches_per_round=chance.choice([1, 1, 1, 2, 3]),
         break_after_rounds=chance.choice([None, None, None, None, chance.randint(1, 8)]),
+        rounds=chance.randint(5, 60) if has_end and chance.random() < 0.5 else None,
     )
 
 
@@ -344,6 +348,20 @@ def _waits_for_computing_member(cluster: SimulatedCluster, worker: SimulatedWork
     return any(workers[member].activity == COMPUTING for member in worker.exchange.members)
 
 
+def _check_none_was_left_behind(cluster: SimulatedCluster, members: tuple[int, ...]) -> None:
+    """Check that every reachable worker that trained when the job was complete ends with its state."""
+    if cluster.complete_s is None:
+        return
+    excused = set(members)
+    for policy in cluster.coordinator.policies:
+        excused.update(policy.state_dict().get("workers", {}).get("unreachable", ()))
+    for simulated in cluster.workers.values():
+        worker = simulated.worker
+        has_trained = cluster.complete_s - cluster.ready_s.get(worker, -math.inf) < _TRAINED_S
+        if has_trained and simulated.has_left and not (simulated.is_leaving or worker in excused):
+            cluster.fail_invariant(f"worker {worker} trained outside {members} when the job was complete")
+
+
 def check_run(case: FaultCase, cluster: SimulatedCluster) -> None:
     """Check the invariants that hold at the end of a run."""
     now_s = cluster.engine.now_s
@@ -367,6 +385,7 @@ def check_run(case: FaultCase, cluster: SimulatedCluster) -> None:
             cluster.fail_invariant(
                 f"workers {left[0].worker} and {simulated.worker} ended with different states"
             )
+    _check_none_was_left_behind(cluster, members)
     samples = case.setting.samples
     if case.setting.steps is not None or (samples is not None and samples.epochs is not None):
         if alive and now_s - cluster.progress_s > _STUCK_S / 2:

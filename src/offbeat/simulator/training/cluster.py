@@ -128,7 +128,8 @@ class SimulatedCluster:
     Attributes:
         coordinator: the policies, their log, and the connections to workers.
         stopped: the AbortJob that ended the job, if any.
-        is_job_complete: the job has completed.
+        complete_s: when the job was complete; None before.
+        ready_s: when the coordinator has received the last Ready of each worker, until the job was complete.
         progress_s: when a worker last finished a step, or earlier while there is a vectorized group.
         vectorized_group: the members of the group, while their rounds are computed together.
         received_early: workers whose last Ready the coordinator has already received, during `dissolve`.
@@ -171,7 +172,8 @@ class SimulatedCluster:
         self.hung_at_s: dict[int, float] = {}
         self.progress_s = self.membership_changed_s = 0.0
         self.stopped: AbortJob | None = None
-        self.is_job_complete = False
+        self.complete_s: float | None = None
+        self.ready_s: dict[int, float] = {}
         self.groups: list[tuple[float, Group]] = []
         self._hung_until_s: dict[int, float] = {}
         self.lines = NetworkOutages(self, lost_after_s=setting.lost_after_s)
@@ -222,6 +224,11 @@ class SimulatedCluster:
     def clock_lag_s(self) -> float:
         """How far the coordinator's clock lags behind the engine's."""
         return self.coordinator.clock_lag_s
+
+    @property
+    def is_job_complete(self) -> bool:
+        """Whether the job has completed."""
+        return self.complete_s is not None
 
     @property
     def workers(self) -> dict[int, SimulatedWorker]:
@@ -363,6 +370,8 @@ class SimulatedCluster:
             if recorded == len(sent) or event is not sent[recorded]:
                 return  # a duplicate, or out of order
             coordinator.recorded[worker] += 1
+        if type(event) is Ready and self.complete_s is None:
+            self.ready_s[worker] = self.engine.now_s
         if type(event) is Joined:
             if worker in self.coordinator.joined:
                 return
@@ -421,7 +430,7 @@ class SimulatedCluster:
             case ConsumedSamples():
                 self._check_saved(action)
             case JobComplete():
-                self.is_job_complete = True
+                self.complete_s = self.engine.now_s
 
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
         number = 0
@@ -498,7 +507,8 @@ class SimulatedCluster:
             if "assigner" in state:
                 scheduler = BlockScheduler()
                 scheduler.load_state_dict(state["assigner"]["scheduler"])
-                self._check(count_violation(scheduler, uses, samples, is_complete=self.is_job_complete))
+                is_complete = self.is_job_complete and samples.rounds is None
+                self._check(count_violation(scheduler, uses, samples, is_complete=is_complete))
 
     def _check_saved(self, answer: ConsumedSamples) -> None:
         """Check that a saved state contains exactly the samples that the policies attribute to it."""

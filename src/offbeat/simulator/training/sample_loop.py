@@ -25,6 +25,7 @@ class SampleSetting:
         epochs: epochs in a loop, None for no limit.
         batches_per_round: batches that a loop accumulates before its gradients are exchanged.
         break_after_rounds: rounds after which the loop leaves every other epoch early; None for never.
+        rounds: rounds of the group after which the loop ends within an epoch; None for no limit.
 
     Raises:
         ValueError: a number below 1.
@@ -35,6 +36,7 @@ class SampleSetting:
     epochs: int | None = None
     batches_per_round: int = 1
     break_after_rounds: int | None = None
+    rounds: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -97,7 +99,7 @@ class SimulatedLoop:
         self._rounds = 0  # in this epoch
         self._blocks_per_round = 0
         self._is_in_epoch = False  # the epoch has begun
-        self._has_ended = self._has_asked = self._has_skipped = False
+        self._has_ended = self._has_asked = self._has_skipped = self._is_over = False
 
     @property
     def epoch_share(self) -> float:
@@ -112,7 +114,7 @@ class SimulatedLoop:
         """Return the next activity; it consumes a batch, which is added to `blocks` if it counts."""
         while True:
             if not self._is_in_epoch:
-                if self.epoch == self.samples.epochs:
+                if self._is_over or self.epoch == self.samples.epochs:
                     return LoopActivity.OVER
                 self._enter()
             is_member, queue = self._worker.is_member, self.block_queue
@@ -143,7 +145,11 @@ class SimulatedLoop:
         self.blocks = ()
         self._batches = 0
         self._rounds += 1
-        if self.epoch % 2 == 0 and self._rounds == self.samples.break_after_rounds and not self._has_ended:
+        if self.samples.rounds is not None and self._worker.round >= self.samples.rounds:
+            self._is_over = True
+            self.block_queue.discard()
+            self._leave()
+        elif self.epoch % 2 == 0 and self._rounds == self.samples.break_after_rounds and not self._has_ended:
             self._has_skipped = True
             self.block_queue.discard()
             self._leave()

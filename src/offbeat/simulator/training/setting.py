@@ -26,6 +26,8 @@ class SimulationSetting:
         world: workers at the start.
         steps: steps after which each worker leaves; None for no limit.
         until_s: the virtual time at which the run ends at the latest.
+        counts_group_steps: a loop ends after `steps` steps of the group, as one that reads `session.step`
+            does, instead of its own: a worker outside never ends by itself.
         steps_per_epoch: steps in an epoch of each worker; not used where samples are assigned.
         samples: the samples that are assigned to the workers; None to simulate time only.
         rounds_per_step: exchanges in a step (gradient accumulation).
@@ -45,6 +47,7 @@ class SimulationSetting:
     world: int = 4
     steps: int | None = None
     until_s: float = math.inf
+    counts_group_steps: bool = False
     steps_per_epoch: int = 100
     samples: SampleSetting | None = None
     rounds_per_step: int = 1

@@ -439,7 +439,8 @@ class SimulatedWorker:
         else:
             self.gradient = None
             self._means.clear()
-            self.steps_outside += 1
+            membership.finish_step()
+            self.steps_outside = 0 if membership.is_member else self.steps_outside + 1
             self._count_step()
 
     def _open_sessions(self) -> None:
@@ -482,14 +483,15 @@ class SimulatedWorker:
     def _count_step(self) -> None:
         """Compute the next step, unless this worker has finished or leaves."""
         cluster, membership = self.cluster, self.membership
+        steps_outside = 0 if cluster.setting.counts_group_steps else self.steps_outside
         if self.loop is not None:
             self.loop.end_round()
             if membership.is_member and membership.step % _SAVES_EVERY == self.worker % _SAVES_EVERY:
                 self._save_state()
         if self.is_leaving or (cluster.is_lockstep and membership.step >= cluster.setting.steps_max):
             self._send_left()
-        elif membership.step + self.steps_outside >= cluster.setting.steps_max:
-            self._finish((membership.step + self.steps_outside - 1) // cluster.setting.epoch_steps)
+        elif membership.step + steps_outside >= cluster.setting.steps_max:
+            self._finish((membership.step + steps_outside - 1) // cluster.setting.epoch_steps)
         else:
             self._compute()
 
@@ -504,6 +506,7 @@ class SimulatedWorker:
 
     def _finish(self, epoch: int) -> None:
         cluster = self.cluster
+        self.membership.end_step_outside()
         self.activity = FINISHED
         self.last_finished = Finished(
             now_s=cluster.arrival_s(self.worker), worker=self.worker, epoch=epoch, step=self.membership.step
