@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.strategies import AllReduce
+from offbeat.strategies import AllReduce, Hybrid
 from support.processes import run, values
 
 WORKERS = 2
@@ -289,6 +289,33 @@ def test_optimizer_state_is_copied_bit_for_bit_whatever_its_type():
     one, other = values(run(half_with_precise_state, WORKERS))
     assert one == other
     assert one[0][0] == "torch.float32"
+
+
+HALF_WORKERS, HALF_SIZE = 4, 256
+
+
+def half_inputs(rank):
+    return torch.randn(1, HALF_SIZE, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+def in_half_precision(rank, emit, strategy):
+    torch.manual_seed(0)
+    model = nn.Linear(HALF_SIZE, 1, bias=False, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with offbeat.join(model, optimizer, strategy):
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(half_inputs(rank)).sum().backward()
+            optimizer.step()
+        assert model.weight.grad.dtype == torch.bfloat16
+        return model.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), Hybrid()], ids=["bsp", "hybrid"])
+def test_half_precision_gradients_are_summed_in_single_precision(strategy):
+    mean = torch.cat([half_inputs(rank).float() for rank in range(HALF_WORKERS)]).mean(0, keepdim=True)
+    for seen in values(run(in_half_precision, HALF_WORKERS, strategy)):
+        assert seen == mean.bfloat16().tolist()
 
 
 class Drawing(Dataset):

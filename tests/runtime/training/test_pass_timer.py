@@ -1,8 +1,30 @@
 """Promises of `offbeat.runtime.training.pass_timer`."""
 
+import torch
+
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.training.pass_timer import PassTimer
 from offbeat.runtime.training.timing import PartTimer
+
+
+class Device:
+    """Reaches the marks of the work that is queued when a test lets it, at the times that the test says."""
+
+    torch_device = torch.device("cpu")
+    has_streams = True
+
+    def __init__(self):
+        self.now_s, self.reached = 0.0, 0
+        self.marks_s = []
+
+    def record_time(self):
+        self.marks_s.append(self.now_s)
+        return len(self.marks_s)
+
+    def elapsed_s(self, begin, end):
+        if max(begin, end) > self.reached:
+            return None
+        return self.marks_s[end - 1] - self.marks_s[begin - 1]
 
 
 class Clock:
@@ -32,3 +54,49 @@ def test_injected_slowness_counts_as_compute_time_of_the_round_but_of_no_pass():
     assert passes.compute_s == 203
     passes.end_round()
     assert passes.compute_s == 0
+
+
+def test_on_a_device_a_round_takes_the_time_that_the_device_computed_and_is_known_when_it_has():
+    clock, device, reported_s = Clock(), Device(), []
+
+    def slow_down(compute_s):
+        reported_s.append(compute_s)
+        device.now_s += 100
+
+    timer = PartTimer(clock)
+    passes = PassTimer(timer, device, slow_down)
+    for device_s in (5, 7, 11):
+        timer.switch("compute")
+        passes.begin_pass()
+        passes.begin_pass()  # a model within the model
+        clock.now_s += 1  # to queue the work
+        device.now_s += device_s
+        passes.end_pass()
+        timer.switch("other")
+        if device_s == 5:
+            assert passes.compute_s == 1  # the worker's own, before the device has computed a round
+        if device_s == 7:
+            device.reached = 3
+            assert passes.compute_s == 105  # the round before
+        if device_s == 11:
+            assert passes.compute_s == 105  # the device has not reached the second
+        passes.end_round()
+    device.reached = len(device.marks_s)
+    assert passes.compute_s == 111
+    assert reported_s == [1, 1, 5]
+
+
+def test_on_a_device_the_passes_of_a_round_are_added_up():
+    device, reported_s = Device(), []
+    timer = PartTimer(Clock())
+    passes = PassTimer(timer, device, reported_s.append)
+    for _ in range(2):
+        for device_s in (3, 4):
+            passes.begin_pass()
+            device.now_s += device_s
+            passes.end_pass()
+            device.now_s += 1000  # loads a batch
+        passes.end_round()
+        device.reached = len(device.marks_s)
+    assert passes.compute_s == 7
+    assert reported_s == [0, 0, 3.5, 3.5]

@@ -48,19 +48,34 @@ class FlatTensors:
             for index, flat in enumerate(flats):
                 if self._memory.may_be_read(flat):
                     flats[index] = self._memory.zeros(flat.numel(), flat.dtype)
-        for tensor, part in self._parts(self.contributions):
+        packed = self._on_device(self.contributions)
+        for tensor, part in self._parts(packed):
             if tensor.is_floating_point():
                 part.copy_(tensor).mul_(weight)
             elif is_first:
                 part.copy_(tensor)
             else:
                 part.zero_()
+        for flat, source in zip(self.contributions, packed, strict=True):
+            if flat is not source:
+                flat.copy_(source)
 
     @torch.no_grad()
     def unpack(self) -> None:
         """Copy `outputs` into the tensors."""
-        for tensor, part in self._parts(self.outputs):
+        sums = self._on_device(self.outputs)
+        for flat, target in zip(self.outputs, sums, strict=True):
+            if flat is not target:
+                target.copy_(flat)
+        for tensor, part in self._parts(sums):
             tensor.copy_(part)
+
+    def _on_device(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return vectors where the tensors lie: these, or new ones on an accelerator."""
+        device = self._memory.device
+        if not device.has_streams:
+            return flats
+        return [torch.empty(flat.shape, dtype=flat.dtype, device=device.torch_device) for flat in flats]
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each tensor with its part of the vectors, in its shape."""
