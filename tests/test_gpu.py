@@ -35,6 +35,7 @@ from support.processes import run, start, values
 pytestmark = pytest.mark.skipif(os.environ.get("OFFBEAT_TEST_GPU") != "1", reason="run by `make test-gpu`")
 
 CLASSES = 4
+AVERAGING = [AllReduce(), PartialAllReduce(), Hybrid()]
 
 
 def a_model():

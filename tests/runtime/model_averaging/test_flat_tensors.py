@@ -23,7 +23,7 @@ def memory(device):
 
 
 def average_alone(device, own):
-    """Replaces the tensors by the mean of them, with weight 0.5, and nothing; returns what was contributed."""
+    """Replaces the tensors by their mean with nothing, with weight 0.5; returns what was contributed."""
     flat = FlatTensors(lambda: own, memory(device))
     flat.pack(0.5, is_first=True)
     contributed = [one.clone() for one in flat.contributions]

@@ -28,7 +28,7 @@ from offbeat.runtime.averaging.interface import AveragerContext
 from offbeat.runtime.hybrid.bucket_planner import BucketPlanner
 from offbeat.runtime.hybrid.layer_layout import SendOrder, check_layers, plan_by_type
 from offbeat.runtime.hybrid.layer_rounds import GradientRound, LayerRounds
-from offbeat.runtime.hybrid.pending_gradient import PendingGradient
+from offbeat.runtime.hybrid.pending_gradient import PendingGradient, PendingGradients
 from offbeat.runtime.hybrid.step_deferral import StepDeferral
 from offbeat.runtime.training.backward import (
     BackwardPass,
@@ -112,9 +112,7 @@ class LayerAverager:
         self._round: GradientRound | None = None  # under way, or the last one
         self._deferral = StepDeferral(optimizers, self._rounds)
         self.is_preempted = False
-        # Weak references: what the program has dropped needs no memory.
-        self._pending_gradients: list[weakref.ref[PendingGradient] | None] = [None] * len(self._parameters)
-        self._set_aside: list[torch.Tensor | None] = []  # gradients that a deferred step must not see
+        self._pending_gradients = PendingGradients(self._parameters)
         self._backward = BackwardPass(self._end_pass)
         self._observers: GradientObservers  # from `attach` on
         self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
@@ -174,9 +172,7 @@ class LayerAverager:
         self._planner.uses.detach()
         if _drains.pop(self._model, None) is not None:
             del self._model.train
-        for entry, parameter in enumerate(self._parameters):
-            if self._is_pending(entry):  # the job has failed
-                parameter.grad = None
+        self._pending_gradients.drop()
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles.clear()
@@ -277,7 +273,7 @@ class LayerAverager:
     def _before_accumulate(self, entry: int, _: torch.Tensor) -> None:
         """Before a gradient is accumulated, waits for a pending one that it is added to."""
         self._begin_pass()
-        self._resolve_gradient(entry)
+        self._pending_gradients.resolve(entry)
 
     def _after_accumulate(self, entry: int, parameter: torch.Tensor) -> None:
         if self._context.timer.part != "compute":
@@ -348,7 +344,7 @@ class LayerAverager:
             weight = self._batch_weight
         self._begin_round(weight)
         for entry in range(len(self._parameters)):
-            self._resolve_gradient(entry)
+            self._pending_gradients.resolve(entry)
         self._send_round()
         self._complete_means(self._round)
 
@@ -375,12 +371,10 @@ class LayerAverager:
     def _set_pending_gradients(self, round_: GradientRound) -> None:
         """Set the gradients to pending ones, before the means have arrived."""
         used = round_.wait_for_used()
-        for entry, parameter in enumerate(self._parameters):
-            self._pending_gradients[entry] = parameter.grad = None
-            if used[entry]:
-                wait = partial(self._complete_means, round_)
-                parameter.grad = pending = PendingGradient.create(round_.mean(entry), wait)
-                self._pending_gradients[entry] = weakref.ref(pending)
+        wait = partial(self._complete_means, round_)
+        for entry, is_used in enumerate(used):
+            pending = PendingGradient.create(round_.mean(entry), wait) if is_used else None
+            self._pending_gradients.set(entry, pending)
 
     def _complete_means(self, round_: GradientRound | None) -> None:
         """Wait for all means of a round, one of which the program reads.
@@ -397,19 +391,6 @@ class LayerAverager:
             round_.finalize(index)
         self._context.timer.switch(part)
         round_.was_read = True
-
-    def _resolve_gradient(self, entry: int) -> None:
-        """Replace a pending gradient by a plain tensor; wait for it."""
-        pending, self._pending_gradients[entry] = self._pending_gradients[entry], None
-        parameter = self._parameters[entry]
-        gradient = None if pending is None else pending()
-        if gradient is not None and parameter.grad is gradient:
-            parameter.grad = gradient.wait()
-
-    def _is_pending(self, entry: int) -> bool:
-        """Whether a parameter has the pending gradient that it was given."""
-        pending, gradient = self._pending_gradients[entry], self._parameters[entry].grad
-        return pending is not None and gradient is not None and gradient is pending()
 
     # The step ------------------------------------------------------------------------------------------
 
@@ -428,13 +409,10 @@ class LayerAverager:
         round_ = self._round
         if round_ is not None and round_.is_sent and self._can_defer(round_):
             self._deferral.defer(round_)
-            self._set_aside = [parameter.grad for parameter in self._parameters]
-            for parameter, is_held in zip(self._parameters, self._deferral.is_held, strict=True):
-                if is_held:
-                    parameter.grad = None
+            self._pending_gradients.set_aside(self._deferral.is_held)
         else:
             for entry in range(len(self._parameters)):
-                self._resolve_gradient(entry)
+                self._pending_gradients.resolve(entry)
 
     def _can_defer(self, round_: GradientRound) -> bool:
         """Whether the step can be deferred: the program has read no gradient and replaced none."""
@@ -442,25 +420,18 @@ class LayerAverager:
             self._deferral.is_possible
             and not round_.was_read
             and self._rounds_since_step == 1
-            and all(
-                self._is_pending(entry) or (pending is None and self._parameters[entry].grad is None)
-                for entry, pending in enumerate(self._pending_gradients)
-            )
+            and self._pending_gradients.are_untouched()
         )
 
     def after_step(self) -> None:
         """End a step."""
         self._rounds_since_step = 0
         if self._deferral.has_step_of(self._round):
-            for parameter, pending, is_held in zip(
-                self._parameters, self._set_aside, self._deferral.is_held, strict=True
-            ):
-                if is_held:
-                    parameter.grad = pending
+            self._pending_gradients.put_back()
         else:
             self._complete_means(self._round)
             self._context.writes.mark()
-        self._round, self._set_aside = None, []
+        self._round = None
         first, self._steps_taken = self._rounds.preemption_step, self._steps_taken + 1
         # Trailers of this step's rounds may not have arrived; those of the step before have, on all members.
         self.is_preempted = first is not None and first < self._steps_taken - 1
@@ -497,7 +468,7 @@ class LayerAverager:
         if not self._rounds.has_failed:
             self.apply_deferred_step()
             for entry in range(len(self._parameters)):
-                self._resolve_gradient(entry)
+                self._pending_gradients.resolve(entry)
 
 
 _drains: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()

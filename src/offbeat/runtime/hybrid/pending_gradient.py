@@ -1,8 +1,9 @@
-"""Gradients whose mean is still being computed."""
+"""Gradients whose mean is still being computed, and which of them the parameters still have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -45,3 +46,63 @@ class PendingGradient(torch.Tensor):
         self._wait()
         with without_subclass_functions():
             return self.as_subclass(torch.Tensor)
+
+
+class PendingGradients:
+    """The pending gradients that parameters were given in the last round.
+
+    Only the parameters, and the program, keep them and their memory.
+
+    Args:
+        parameters: the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._given: list[weakref.ref[PendingGradient] | None] = [None] * len(parameters)
+        self._set_aside: list[torch.Tensor | None] = []  # gradients that an optimizer must not see
+
+    def set(self, entry: int, pending: PendingGradient | None) -> None:
+        """Set a parameter's gradient; None where no worker has one."""
+        self._parameters[entry].grad = pending
+        self._given[entry] = None if pending is None else weakref.ref(pending)
+
+    def resolve(self, entry: int) -> None:
+        """Replace a pending gradient by a plain tensor; wait for it."""
+        if self._is_pending(entry):
+            pending = self._parameters[entry].grad
+            assert isinstance(pending, PendingGradient)
+            self._parameters[entry].grad = pending.wait()
+        self._given[entry] = None
+
+    def drop(self) -> None:
+        """Remove all that are still pending: the job has failed."""
+        for entry, parameter in enumerate(self._parameters):
+            if self._is_pending(entry):
+                parameter.grad = None
+
+    def are_untouched(self) -> bool:
+        """Whether every parameter still has the gradient that it was given, or none."""
+        return all(
+            self._parameters[entry].grad is None if given is None else self._is_pending(entry)
+            for entry, given in enumerate(self._given)
+        )
+
+    def set_aside(self, is_held: Sequence[bool]) -> None:
+        """Remove the gradients of some parameters until `put_back`."""
+        held = [*zip(self._parameters, is_held, strict=True)]
+        self._set_aside = [parameter.grad if one_is_held else None for parameter, one_is_held in held]
+        for parameter, one_is_held in held:
+            if one_is_held:
+                parameter.grad = None
+
+    def put_back(self) -> None:
+        """Set the gradients that were set aside."""
+        for parameter, gradient in zip(self._parameters, self._set_aside, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient
+        self._set_aside = []
+
+    def _is_pending(self, entry: int) -> bool:
+        given, gradient = self._given[entry], self._parameters[entry].grad
+        return given is not None and gradient is not None and gradient is given()
