@@ -50,11 +50,17 @@ class _DeviceEntries:
         self._dtype, self._device = bucket.dtype, device.torch_device
         self.elements = sum(self._sizes)
 
-    def allocate(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return new memory of the device, and a view for each entry."""
+    def allocate(self, on_host: BucketBuffer) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return new memory of the device, and a view for each entry; the trailer's is that of `on_host`."""
         flat = torch.empty(self.elements, dtype=self._dtype, device=self._device)
         parts = flat.split(self._sizes) if self._sizes else ()
-        return flat, [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        views = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return flat, self.with_trailer(views, on_host)
+
+    def with_trailer(self, views: Sequence[torch.Tensor], on_host: BucketBuffer) -> Sequence[torch.Tensor]:
+        """Return views of the device's entries, and that of the trailer in `on_host`."""
+        count = len(self._shapes)
+        return [*views[:count], *on_host.views[count:]]
 
 
 class _StagedSums(BucketBuffer):
@@ -89,7 +95,7 @@ class _StagedMeans(Means):
     def __init__(self, sums: _StagedSums, device: Accelerator) -> None:
         super().__init__(sums)
         self._staged, self._device = sums, device
-        self._memory: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._memory: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
         self._copied_in: Any = None  # the event of the copy, until the current stream waits for it
 
     def fetch(self) -> None:
@@ -103,7 +109,7 @@ class _StagedMeans(Means):
         """See `Means.views`; the current stream waits for them where they have been fetched."""
         _, views = self._allocated()
         self._wait()
-        return [*views, *self._staged.views[len(views) :]]
+        return views
 
     def divide(self, elements: int, divisor: float) -> None:
         """See `Means.divide`: on the device."""
@@ -112,9 +118,9 @@ class _StagedMeans(Means):
             self._wait()
             flat[:elements].div_(divisor)
 
-    def _allocated(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _allocated(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         if self._memory is None:
-            self._memory = self._staged.device_entries.allocate()
+            self._memory = self._staged.device_entries.allocate(self._staged)
         return self._memory
 
     def _wait(self) -> None:
@@ -144,7 +150,7 @@ class StagedBucket(GradientBucket):
     ) -> None:
         self._device, self._entries = device, _DeviceEntries(bucket, shapes, device)
         super().__init__(bucket, shapes, parameters, zeros)
-        self._packed: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # None where the host has it
+        self._packed: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None  # None: the host has it
         self._packed_on: set[Hashable] = set()  # the streams that pack
         self._is_copied_out = False  # the host has this round's contribution
         self._copied_out: Any = None  # the event of the last copy out
@@ -157,14 +163,14 @@ class StagedBucket(GradientBucket):
     def packing_views(self) -> Sequence[torch.Tensor]:
         """See `GradientBucket.packing_views`; to be written and read on this thread's current stream."""
         if self._packed is None:
-            self._packed = self._entries.allocate()
+            self._packed = self._entries.allocate(self.contribution)
             if self._is_copied_out:
                 flat, _ = self._packed
                 self._device.wait_for(self._copied_out)
                 flat.copy_(self._host_part, non_blocking=True)
         self._packed_on.add(self._device.current_stream())
         _, views = self._packed
-        return [*views, *self.contribution.views[len(views) :]]
+        return views
 
     @property
     def _host_part(self) -> torch.Tensor:
@@ -237,6 +243,9 @@ class StagedBucket(GradientBucket):
         if self._is_copied_out and is_read(self.contribution.flat):
             self._device.finish(self._copied_out)
         super().replace_read_buffers(is_read)
+        if self._packed is not None:
+            flat, views = self._packed
+            self._packed = flat, self._entries.with_trailer(views, self.contribution)
 
 
 def make_buckets(

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class TorchAccelerator:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         with self._module.device(self.torch_device):
             if int(runtime.cudaHostRegister(address, len(memory), 0)):
+                with suppress(RuntimeError):  # takes the error, which would else be raised by a kernel
+                    torch.zeros(1, device=self.torch_device)
                 return False
         # Runs before the finalizers of what the view is of, which unmap the memory.
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
