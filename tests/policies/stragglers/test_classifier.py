@@ -65,6 +65,17 @@ def test_the_threshold_is_k_times_the_mean_of_the_windows_minima():
     assert made.threshold_s(0) == pytest.approx(2.5 * (0.1 + 0.2) / 2)
 
 
+@pytest.mark.parametrize("k", [2.0, "auto"])
+def test_a_slow_start_of_all_workers_does_not_hide_a_slow_worker(k):
+    """The first two iterations load kernels, which takes a hundred times as long as to compute."""
+    made = classifier(k=k)
+    verdicts = epoch_of(
+        made, 0, 40, lambda worker, at: (SLOW_S if worker == 1 else FAST_S) * (100 if at < 2 else 1)
+    )
+    assert [(one.worker, one.is_straggler) for one in verdicts] == [(1, True)]
+    assert made.threshold_s(0) <= 2 * FAST_S * (1 + 1e-9)
+
+
 def test_a_worker_slow_from_the_start_is_found_in_the_10th_iteration_from_the_threshold_on():
     """Figure 2: the counter is 1 when the threshold is set, and the 10th iteration changes the class."""
     made = classifier()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Literal
 
 from offbeat.errors import ProtocolError
@@ -22,6 +23,7 @@ THRESHOLD_FACTOR_MAX = 2.0
 PAPER_LIMIT = 10
 _RATIOS_KEPT = 512
 _LAST_KEPT = 20
+_SLOW_ITERATION_FACTOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +86,10 @@ class StragglerClassifier:
     """Classes workers as normal or straggler by their compute times, in both directions.
 
     In the first `n_profile` iterations of every epoch, the fastest normal worker's time is recorded; the mean
-    of these minima, times k, is the epoch's threshold. A time above it raises the worker's counter by one,
-    any other lowers it, within 0 and `limit`. A normal worker whose counter reaches `limit` becomes a
-    straggler; a straggler whose counter has fallen to `limit` - `recover_gap` becomes normal.
+    of these minima, times k, is the epoch's threshold. Minima of more than twice their median do not count:
+    the first steps of a process, which load and compile, are slow on all workers. A time above the threshold
+    raises the worker's counter by one, any other lowers it, within 0 and `limit`. A normal worker whose
+    counter reaches `limit` becomes a straggler; a straggler whose counter has fallen to `limit` - `recover_gap` becomes normal.
 
     Until an epoch's threshold is known, the previous one judges (`window_judge="previous"`) or none does; the
     iteration that completes the profile is already judged by the new one. So a worker that is slow from the
@@ -125,8 +128,8 @@ class StragglerClassifier:
     Source: dynamic worker classification (the paper's algorithm 1 and sections 4.2 and 4.3). The algorithm
     cannot be run as printed. Deviations: only the class decides which workers are excluded, not the counter;
     the time is compute time alone; an equal time counts as fast; counters stay within 0 and limit; stragglers
-    are still timed; profiles need no stragglers; and automatic parameters, gate and the guard against
-    slowdowns of all workers are additions. With `threshold_s`, the threshold of dynamic partial all-reduce
+    are still timed; profiles need no stragglers and no slow start; and automatic parameters, gate and the
+    guard against slowdowns of all workers are additions. With `threshold_s`, the threshold of dynamic partial all-reduce
     (ICCE 2023): a constant, and nothing is profiled.
 
     Args:
@@ -410,12 +413,13 @@ class StragglerClassifier:
             if record.takes_part
         ):
             return []
-        minima_s = [min(times_s.values()) for times_s in window.times_s if times_s]
-        if not minima_s:
+        iterations_s = _usual_iterations([times_s for times_s in window.times_s if times_s])
+        if not iterations_s:
             return []
         self._window = None
+        minima_s = [min(times_s.values()) for times_s in iterations_s]
         pace_s = sum(minima_s) / len(minima_s)
-        k = self._calibrate(window, pace_s, minima_s) if self._k == "auto" else self._k
+        k = self._calibrate(iterations_s, pace_s, minima_s) if self._k == "auto" else self._k
         if self._is_gated and self._k != "auto":
             k = min(k, break_even_factor(len(self._workers), self._gate_margin))
         self._previous = self._newest
@@ -430,7 +434,9 @@ class StragglerClassifier:
         """Return the number of judged iterations in an epoch."""
         return self._iterations_per_epoch or self._iterations_seen
 
-    def _calibrate(self, window: _Window, pace_s: float, minima_s: Sequence[float]) -> float:
+    def _calibrate(
+        self, iterations_s: Sequence[Mapping[int, float]], pace_s: float, minima_s: Sequence[float]
+    ) -> float:
         """Return k (a step is slow above k times the pace), and set `limit`, the counter that excludes."""
         k_min = break_even_factor(len(self._workers), self._gate_margin)
         if not math.isfinite(k_min):  # a single worker is never left out
@@ -440,7 +446,7 @@ class StragglerClassifier:
             margin_factor = calibration.pace_margin_factor(minima_s)
         elif pace_s > 0:
             ratios: dict[int, list[float]] = {}
-            for times_s in window.times_s:
+            for times_s in iterations_s:
                 for worker, time_s in times_s.items():
                     ratios.setdefault(worker, []).append(time_s / pace_s)
             self._ratios.extend(
@@ -648,6 +654,18 @@ class StragglerClassifier:
         self._limit = state["limit"]
         self._n_profile = state["n_profile"]
         self._iterations_seen = state["iterations_seen"]
+
+
+def _usual_iterations(iterations_s: Sequence[Mapping[int, float]]) -> list[Mapping[int, float]]:
+    """Return the iterations of a profile without those in which even the fastest worker was slow.
+
+    Args:
+        iterations_s: by iteration, each worker's time in seconds; none of them empty.
+    """
+    if not iterations_s:
+        return []
+    limit_s = _SLOW_ITERATION_FACTOR * median(min(times_s.values()) for times_s in iterations_s)
+    return [times_s for times_s in iterations_s if min(times_s.values()) <= limit_s]
 
 
 def _threshold_to_plain(threshold: _Threshold | None) -> list[Any] | None:
