@@ -89,7 +89,8 @@ class StragglerClassifier:
     of these minima, times k, is the epoch's threshold. Minima of more than twice their median do not count:
     the first steps of a process, which load and compile, are slow on all workers. A time above the threshold
     raises the worker's counter by one, any other lowers it, within 0 and `limit`. A normal worker whose
-    counter reaches `limit` becomes a straggler; a straggler whose counter has fallen to `limit` - `recover_gap` becomes normal.
+    counter reaches `limit` becomes a straggler; a straggler whose counter has fallen to `limit` -
+    `recover_gap` becomes normal.
 
     Until an epoch's threshold is known, the previous one judges (`window_judge="previous"`) or none does; the
     iteration that completes the profile is already judged by the new one. So a worker that is slow from the
@@ -129,8 +130,8 @@ class StragglerClassifier:
     cannot be run as printed. Deviations: only the class decides which workers are excluded, not the counter;
     the time is compute time alone; an equal time counts as fast; counters stay within 0 and limit; stragglers
     are still timed; profiles need no stragglers and no slow start; and automatic parameters, gate and the
-    guard against slowdowns of all workers are additions. With `threshold_s`, the threshold of dynamic partial all-reduce
-    (ICCE 2023): a constant, and nothing is profiled.
+    guard against slowdowns of all workers are additions. With `threshold_s`, the threshold of dynamic partial
+    all-reduce (ICCE 2023): a constant, and nothing is profiled.
 
     Args:
         n_profile: iterations in a profile, at least 1.
