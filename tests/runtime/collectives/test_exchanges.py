@@ -418,6 +418,74 @@ def test_a_wait_returns_only_when_the_memory_may_be_written_again():
         assert torch.equal(other, torch.arange(2**22))
 
 
+class Held:
+    """What an exchange waits for: calls back when a test says so."""
+
+    def __init__(self):
+        self._calls = []
+
+    def __call__(self, call):
+        self._calls.append(call)
+
+    def release(self):
+        for call in self._calls:
+            call()
+
+
+def after_all_calls(endpoint):
+    """Waits until the I/O thread has done what was queued before."""
+    done = threading.Event()
+    endpoint.call_soon(done.set)
+    assert done.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["alone", "prepared"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_exchange_reads_and_writes_nothing_before_it_may(size, is_prepared):
+    with group(size) as some:
+        held, length = Held(), 30_000
+        flats = [vector(rank, length) for rank in range(size)]
+        sums = [torch.full((length,), -1.0, dtype=torch.float64) for _ in range(size)]
+        late, flats[0] = flats[0], torch.full((length,), torch.nan, dtype=torch.float64)
+        if is_prepared:
+            some.members[0].prepare(sums[0], exchange_id=1, after=held)
+        pending = [
+            member.all_reduce(flat, into, exchange_id=1, after=held if member is some.members[0] else None)
+            for member, flat, into in zip(some.members, flats, sums, strict=True)
+        ]
+        for endpoint in some.endpoints:
+            assert endpoint.flush(DEADLINE_S)
+            after_all_calls(endpoint)
+        assert (sums[0] == -1.0).all()
+        flats[0].copy_(late)
+        held.release()
+        wait(pending)
+        for flat in sums:
+            assert torch.equal(flat, total(size, length))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_exchange_that_is_abandoned_before_it_may_begin_sends_and_receives_nothing(size):
+    with group(size) as some:
+        held, first = Held(), some.members[0]
+        into = torch.full((30_000,), -1.0)
+        first.prepare(into, exchange_id=1, after=held)
+        pending = first.all_reduce(torch.ones(30_000), into, exchange_id=1, after=held)
+        error = WorkerError("worker 1 was lost")
+        first.abandon(error)
+        held.release()
+        after_all_calls(some.endpoints[0])
+        for other in some.members[1:]:
+            other.all_reduce(torch.ones(30_000), torch.empty(30_000), exchange_id=1)
+            wait_until(lambda: some.endpoints[0].bytes_received > 60_000, "the other member's half")
+        assert some.endpoints[0].flush(DEADLINE_S)
+        with pytest.raises(WorkerError) as caught:
+            pending.wait(DEADLINE_S)
+        assert caught.value is error
+        assert some.endpoints[0].bytes_sent < 60_000
+        assert (into == -1.0).all()
+
+
 def test_abandoning_fails_pending_and_later_exchanges():
     with group(3) as three:
         flats = [torch.ones(1000), torch.ones(1000)]

@@ -96,11 +96,7 @@ class LinkExchange:
             run = self._prepared[_tag(exchange_id, index)] = self._new_run(
                 into, algorithm, exchange_id, index
             )
-            self._call_in_io_thread(partial(self._prepare, run), after)
-
-    def _prepare(self, run: _ScheduleRun) -> None:
-        if self._error is None:
-            run.prepare()
+            self._call_in_io_thread(run.prepare, after)
 
     def broadcast(
         self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0
@@ -193,15 +189,11 @@ class LinkExchange:
         return pending
 
     def _call_in_io_thread(self, call: Callable[[], object], after: CallWhenReady | None) -> None:
+        call_soon = partial(self._endpoint.call_soon, call)
         if after is None:
-            self._endpoint.call_soon(call)
-            return
-
-        def call_now() -> None:
-            with suppress(LinkError):  # the links may be closed already
-                self._endpoint.call_soon(call)
-
-        after(call_now)
+            call_soon()
+        else:
+            after(call_soon)
 
     def _discard(self, pending: _LinkPending) -> None:
         with self._lock:
