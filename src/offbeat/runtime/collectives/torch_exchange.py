@@ -33,7 +33,7 @@ class TorchExchange:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
-        self._is_nccl = dist.get_backend(group) == "nccl"
+        self._is_nccl = dist.get_backend(group).startswith("nccl")  # nccl2 and nccl-legacy too
         self.device = device
         self._error: WorkerError | None = None
         self._abandoned = SignalSafeEvent()
