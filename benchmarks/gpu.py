@@ -46,7 +46,7 @@ def run(options: GpuOptions, *, command: str) -> Result:
     rows: list[dict[str, Any]] = []
     for strategy in STRATEGIES:
         name = strategy.partition(":")[0]
-        found = _run_workers(options, strategy, {"steps": _STEPS, "blocks": options.blocks})
+        found = _run_workers(options, strategy, blocks=options.blocks)
         step_s = {side: median(found["step_s"][side]) for side in found["step_s"]}
         figures[f"ratio_to_ddp_gloo_{name}"] = step_s["ours"] / step_s["ddp"]
         figures[f"step_ms_{name}"] = step_s["ours"] * 1e3
@@ -59,26 +59,25 @@ def run(options: GpuOptions, *, command: str) -> Result:
             for side, values in found["step_s"].items()
             for value in values
         ]
-    slow = {
-        strategy: _run_workers(options, strategy, {"steps": _SLOW_STEPS, "blocks": 0}, slow=True)["step_s"]
-        for strategy in STRATEGIES[:2]
-    }
-    bsp_s, partial_s = (slow[strategy]["ours"][0] for strategy in STRATEGIES[:2])
+    bsp_s, partial_s = (
+        _run_workers(options, strategy, blocks=0)["step_s"]["ours"][0] for strategy in STRATEGIES[:2]
+    )
     figures["ratio_partial_to_bsp_one_slow"] = partial_s / bsp_s
     figures["step_ms_partial_one_slow"] = partial_s * 1e3
     return Result(name="gpu", command=command, kind="real", seed=options.seed, figures=figures, rows=rows)
 
 
-def _run_workers(options: GpuOptions, strategy: str, settings: dict[str, Any], *, slow: bool = False) -> Any:
-    print_progress(f"{strategy}{', one worker slow' if slow else ''}")
+def _run_workers(options: GpuOptions, strategy: str, *, blocks: int) -> Any:
+    """Return the result of rank 0; without blocks, the last worker is slow and nothing is compared."""
+    print_progress(f"{strategy}{'' if blocks else ', one worker slow'}")
     settings = {
-        **settings,
+        "blocks": blocks,
         "strategy": strategy,
         "model": options.model,
         "batch_size": options.batch_size,
         "seed": options.seed,
     }
-    env = {SLOW_VARIABLE: f"{options.workers - 1}:{SLOWDOWN}"} if slow else {}
+    env = {} if blocks else {SLOW_VARIABLE: f"{options.workers - 1}:{SLOWDOWN}"}
     return run_workers("benchmarks.gpu", settings, options.workers, env=env)
 
 
@@ -110,10 +109,14 @@ def main() -> None:
     with join(models[0], optimizers[0], parse_strategy(settings["strategy"])):
         sides = {"ours": stepping(models[0], optimizers[0])}
         if settings["blocks"]:
-            ddp = nn.parallel.DistributedDataParallel(models[1], device_ids=[device.index])
+            ddp = nn.parallel.DistributedDataParallel(models[1])
             sides["ddp"] = stepping(ddp, optimizers[1])
             sides["compute"] = stepping(models[2], optimizers[2])
-        step_s = _measure(sides, max(1, settings["blocks"]), settings["steps"])
+            step_s = _measure(sides, settings["blocks"])
+        else:
+            for _ in range(_SLOW_STEPS):  # finds the slow worker
+                sides["ours"]()
+            step_s = {"ours": [_mean_step_s(sides["ours"], _SLOW_STEPS)]}
     staging_s = _staging_s(sum(one.numel() for one in models[0].parameters()), device)
     if rank == 0:
         send_result({"step_s": step_s, "staging_s": staging_s})
@@ -121,20 +124,25 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _measure(sides: dict[str, Callable[[], None]], blocks: int, steps: int) -> dict[str, list[float]]:
+def _measure(sides: dict[str, Callable[[], None]], blocks: int) -> dict[str, list[float]]:
     """Return by side the mean seconds of a step in each block; the first block of each side warms up."""
     step_s: dict[str, list[float]] = {side: [] for side in sides}
     for block in range(blocks + 1):
         for side in list(sides)[:: 1 if block % 2 else -1]:
-            torch.accelerator.synchronize()
             dist.barrier()
-            began_s = time.perf_counter()
-            for _ in range(steps):
-                sides[side]()
-            torch.accelerator.synchronize()
+            mean_s = _mean_step_s(sides[side], _STEPS)
             if block:
-                step_s[side].append((time.perf_counter() - began_s) / steps)
+                step_s[side].append(mean_s)
     return step_s
+
+
+def _mean_step_s(step: Callable[[], None], steps: int) -> float:
+    torch.accelerator.synchronize()
+    began_s = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.accelerator.synchronize()
+    return (time.perf_counter() - began_s) / steps
 
 
 def _staging_s(elements: int, device: torch.device) -> float:
