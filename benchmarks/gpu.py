@@ -2,9 +2,9 @@
 
 NCCL connects no two workers of one GPU, so gloo is what DDP has there, as on hosts without NCCL. Both train
 the same model from the same seed in alternating blocks of one run; a third side computes without any
-exchange. `staging_share` is the time of a worker's copies between device and host, when all workers copy at
-once and do nothing else, as a share of its step: the most that staging can cost, as copies overlap with the
-backward pass.
+exchange. Where each worker has a GPU of its own, `bsp` uses NCCL. `staging_share` is the time of a worker's
+copies between device and host, when all workers copy at once and do nothing else, as a share of its step: the
+most that staging can cost, as copies overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -106,17 +106,17 @@ def main() -> None:
 
     models = [runs.network(settings["model"], None, settings["seed"]).to(device) for _ in range(3)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
-    with join(models[0], optimizers[0], parse_strategy(settings["strategy"])):
+    with join(models[0], optimizers[0], parse_strategy(settings["strategy"])) as session:
         sides = {"ours": stepping(models[0], optimizers[0])}
         if settings["blocks"]:
             ddp = nn.parallel.DistributedDataParallel(models[1])
             sides["ddp"] = stepping(ddp, optimizers[1])
             sides["compute"] = stepping(models[2], optimizers[2])
-            step_s = _measure(sides, settings["blocks"])
+            step_s = _measure(sides, settings["blocks"], session.refresh)
         else:
             for _ in range(_SLOW_STEPS):  # finds the slow worker
                 sides["ours"]()
-            step_s = {"ours": [_mean_step_s(sides["ours"], _SLOW_STEPS)]}
+            step_s = {"ours": [_mean_step_s(sides["ours"], _SLOW_STEPS, lambda: None)]}
     staging_s = _staging_s(sum(one.numel() for one in models[0].parameters()), device)
     if rank == 0:
         send_result({"step_s": step_s, "staging_s": staging_s})
@@ -124,23 +124,32 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _measure(sides: dict[str, Callable[[], None]], blocks: int) -> dict[str, list[float]]:
-    """Return by side the mean seconds of a step in each block; the first block of each side warms up."""
+def _measure(
+    sides: dict[str, Callable[[], None]], blocks: int, finish: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Return by side the mean seconds of a step in each block; the first block of each side warms up.
+
+    Args:
+        sides: each does a step.
+        blocks: measured blocks of each side.
+        finish: completes the last step of `ours`, part of which may be deferred.
+    """
     step_s: dict[str, list[float]] = {side: [] for side in sides}
     for block in range(blocks + 1):
         for side in list(sides)[:: 1 if block % 2 else -1]:
             dist.barrier()
-            mean_s = _mean_step_s(sides[side], _STEPS)
+            mean_s = _mean_step_s(sides[side], _STEPS, finish)
             if block:
                 step_s[side].append(mean_s)
     return step_s
 
 
-def _mean_step_s(step: Callable[[], None], steps: int) -> float:
+def _mean_step_s(step: Callable[[], None], steps: int, finish: Callable[[], None]) -> float:
     torch.accelerator.synchronize()
     began_s = time.perf_counter()
     for _ in range(steps):
         step()
+    finish()
     torch.accelerator.synchronize()
     return (time.perf_counter() - began_s) / steps
 

@@ -30,7 +30,8 @@ PACKING = "a copy out does not wait for the streams that pack"
 COPIED_OUT = "a link does not wait for the copy out of what it sends"
 COPIED_IN = "a link does not wait for the copy in of what it overwrites"
 MEANS = "the current stream does not wait for the means"
-COPIED_BACK = "a contribution that is copied back is not waited for"
+COPIED_BACK = "a contribution is copied back before it has been copied out"
+ALLOCATED = "a stream does not wait for the one that has allocated its memory"
 FINISHED = "the host does not wait for the copy of what it copies"
 
 
@@ -281,10 +282,11 @@ class LateDevice(TorchDispatchMode):
         return self._current
 
     @contextmanager
-    def on_side_stream(self):
-        """Queues on another stream, which begins after what the current one has queued."""
+    def on_side_stream(self, *, waits: bool = True):
+        """Queues on another stream; with `waits`, after what the current one has queued."""
         before, self._current = self._current, self._side
-        self._wait(self._side, self._record(before))
+        if waits:
+            self._wait(self._side, self._record(before))
         try:
             yield
         finally:
@@ -298,9 +300,17 @@ class LateDevice(TorchDispatchMode):
             self._wait(self._out, self._record(stream))
         return self._copy(source, target, self._out, "out")
 
-    def copy_in(self, source: torch.Tensor, target: torch.Tensor) -> Event:
-        self._wait(self._in, self._record(self._current))
+    def copy_in(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Event]) -> Event:
+        for event in after:
+            if self._without != {"out": COPIED_BACK, "": ALLOCATED}.get(event.kind, MEANS):
+                self._wait(self._in, event)
         return self._copy(source, target, self._in, "in")
+
+    def record_event(self) -> Event:
+        return self._record(self._current)
+
+    def keep_for_stream(self, tensor: torch.Tensor) -> None:
+        pass  # all memory is kept
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream, kind: str) -> Event:
         assert self._find(source) is not None
@@ -308,20 +318,20 @@ class LateDevice(TorchDispatchMode):
         self._queue(stream, lambda: target.copy_(source), [source], [target], f"a copy {kind}")
         return self._record(stream, kind)
 
-    def wait_for(self, event: Event) -> None:
-        if self._without != {"out": COPIED_BACK, "in": MEANS}[event.kind]:
+    def make_stream_wait(self, event: Event) -> None:
+        if self._without != {"in": MEANS, "": ALLOCATED}[event.kind]:
             self._wait(self._current, event)
 
     def call_after(self, events: Iterable[Event], callback: Callable[[], object]) -> None:
         self._callbacks.append(([*events], self.clock(), callback))
         self._maybe_run()
 
-    def finish(self, event: Event) -> None:
+    def synchronize_event(self, event: Event) -> None:
         self.run_until(lambda: event.has_happened, "the end of a copy")
         if self._without != FINISHED:
             self.wait_for_host(event.clock)
 
-    def check_runs_now(self) -> None:
+    def check_not_capturing(self) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -410,8 +420,10 @@ class LateDevice(TorchDispatchMode):
                 if isinstance(result, torch.Tensor):
                     result.data.copy_(value)
 
-        if "empty" not in str(func):  # else the results stay garbage
-            new = [one for one in results if isinstance(one, torch.Tensor)]
+        new = [one for one in results if isinstance(one, torch.Tensor)]
+        if "empty" in str(func):  # the results stay garbage; what the memory held before may still be in use
+            self._queue(self._current, lambda: None, [], new, "an allocation")
+        else:
             self._queue(self._current, run, tensors, new, str(func))
         return tree_unflatten(results, shape)
 

@@ -85,5 +85,6 @@ class GroupAveraging:
             make_averager=averaging,
             timeout_s=self.timeout_s,
             survives_worker_loss=self.survives_worker_loss,
+            allows_nccl=not self.survives_worker_loss,
             assigns_samples=self.shards == "dynamic",
         )

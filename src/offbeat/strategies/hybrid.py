@@ -116,5 +116,6 @@ class Hybrid:
             make_averager=averaging,
             timeout_s=self.timeout_s,
             survives_worker_loss=False,
+            allows_nccl=False,
             assigns_samples=False,
         )

@@ -1,10 +1,13 @@
 """Averagers on a device whose streams run late: the CPU's results, and no access that nothing orders."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from offbeat.numerics.collectives.buckets import Bucket
+from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.devices.host import Host
 from support import late_device
 from support.late_device import LateDevice, RaceError
@@ -17,6 +20,7 @@ FAULTS = (
     late_device.MEANS,
     late_device.COPIED_BACK,
     late_device.FINISHED,
+    late_device.ALLOCATED,
 )
 SEEDS_PER_FAULT = 12
 
@@ -66,11 +70,49 @@ def test_a_synchronization_that_is_left_out_is_found(without):
         train_late_often(without)
 
 
+def bucket_of_two(device):
+    memory = SimpleNamespace(zeros=device.pinned_zeros, device=device)
+    bucket = Bucket(entries=(0, 1), offsets=(0, 4), elements=8, dtype=torch.float32)
+    shapes = [torch.Size([4]), torch.Size([4]), torch.Size([1])]
+    (made,) = make_buckets([bucket], shapes, 2, memory, torch.device("cpu"))
+    return made
+
+
+class NoExchange:
+    """Sums nothing, and waits for nothing."""
+
+    def all_reduce(self, flat, into, **_):
+        return None
+
+
+@pytest.mark.parametrize("was_sent", [False, True], ids=["new", "copied back"])
+def test_a_stream_that_waits_for_no_other_may_pack_into_a_bucket_that_another_has_opened(was_sent):
+    """As those of two branches of a model do."""
+    for seed in range(20):
+        device = LateDevice(seed)
+        bucket = bucket_of_two(device)
+        with device:
+            ones = device.adopt(torch.ones(4))
+            bucket.packing_view(0).copy_(ones)
+            if was_sent:
+                bucket.packing_view(1).copy_(ones)
+                bucket.all_reduce(NoExchange(), exchange_id=1, index=0)
+                bucket.packing_view(0)
+            with device.on_side_stream(waits=False):
+                if was_sent:
+                    bucket.packing_view(1).add_(ones)
+                else:
+                    bucket.packing_view(1).copy_(ones)
+            bucket.all_reduce(NoExchange(), exchange_id=2, index=0)
+            device.synchronize()
+        assert bucket.contribution.flat.tolist() == [1.0] * 4 + [2.0 if was_sent else 1.0] * 4
+
+
 def test_memory_of_the_host_is_found_to_be_written_while_a_copy_reads_it():
     device = LateDevice(0)
     pinned, there = device.pinned_zeros(4, torch.float32), device.adopt(torch.zeros(4))
     with device:
-        device.copy_in(pinned, there)
+        device.copy_in(pinned, there, [])
         with pytest.raises(RaceError, match="nothing orders"):
             pinned.fill_(1.0)
 

@@ -100,3 +100,22 @@ def test_on_a_device_the_passes_of_a_round_are_added_up():
         device.reached = len(device.marks_s)
     assert passes.compute_s == 7
     assert reported_s == [0, 0, 3.5, 3.5]
+
+
+def test_on_a_device_waits_within_a_pass_are_no_computing():
+    device, reported_s = Device(), []
+    passes = PassTimer(PartTimer(Clock()), device, reported_s.append)
+    for _ in range(2):
+        with passes.paused():  # before the pass
+            device.now_s += 500
+        passes.begin_pass()
+        for _ in range(2):
+            device.now_s += 3
+            with passes.paused():
+                device.now_s += 50
+        device.now_s += 4
+        passes.end_pass()
+        passes.end_round()
+        device.reached = len(device.marks_s)
+    assert passes.compute_s == 10
+    assert reported_s == [0, 10]

@@ -78,7 +78,9 @@ class BucketSet:
         tensors = [*self._parameters, *self.buffers.tensors()]
         shapes = [t.shape for t in tensors] + [torch.Size([self._trailer.length])]
         precise = any(t.dtype == torch.float64 for t in self._parameters)
-        dtypes = [summed_dtype(t) for t in tensors] + [torch.float64 if precise else torch.float32]
+        # NCCL rounds half precision less often than a ring does, and its bytes matter more.
+        dtype_of = summed_dtype if binding.exchange_device.type == "cpu" else _own_dtype
+        dtypes = [dtype_of(t) for t in tensors] + [torch.float64 if precise else torch.float32]
         sizes = [shape.numel() for shape in shapes]
         plan = plan_buckets(sizes, dtypes, bucket_bytes=self._bucket_bytes)
         return make_buckets(plan, shapes, len(self._parameters), binding.memory, binding.exchange_device)
@@ -101,9 +103,9 @@ class BucketSet:
         for entry in self._ready_entries:
             (old_index, old_position), (index, position) = old_location_of[entry], self._location_of[entry]
             torch.mul(
-                old_buckets[old_index].packing_views()[old_position],
+                old_buckets[old_index].packing_view(old_position),
                 factor,
-                out=self._buckets[index].packing_views()[position],
+                out=self._buckets[index].packing_view(position),
             )
             self._buckets[index].missing_count -= 1
 
@@ -150,7 +152,7 @@ class BucketSet:
         """Write or add a scaled gradient to its bucket."""
         assert self._binding is not None
         index, position = self._location_of[entry]
-        view = self._buckets[index].packing_views()[position]
+        view = self._buckets[index].packing_view(position)
         gradient, scale = self._parameters[entry].grad, self.scale
         if add and gradient is not None and scale:
             view.add_(gradient, alpha=scale)
@@ -227,12 +229,13 @@ class BucketSet:
                 self._pack_gradient(entry)
         buffer_entries = [e for e in bucket.entries[bucket.gradient_count :] if e != self._trailer_entry]
         if buffer_entries:
-            buffers, views = self.buffers.tensors(), bucket.packing_views()
+            buffers = self.buffers.tensors()
             for position, entry in enumerate(buffer_entries, bucket.gradient_count):
+                view = bucket.packing_view(position)
                 if self.group.position == 0:
-                    views[position].copy_(buffers[entry - len(self._parameters)])
+                    view.copy_(buffers[entry - len(self._parameters)])
                 else:
-                    views[position].zero_()
+                    view.zero_()
 
     def wait(self, timeout_s: float) -> RoundSums:
         """Wait for all buckets, and return the sums of the trailers.
@@ -316,3 +319,7 @@ class BucketSet:
     def _expect_all(self) -> None:
         for bucket in self._buckets:
             bucket.missing_count = bucket.gradient_count
+
+
+def _own_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return tensor.dtype

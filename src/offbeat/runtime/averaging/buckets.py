@@ -134,7 +134,7 @@ class BucketBuffer:
 
 
 class Means:
-    """The means of one round, in the memory in which they are summed.
+    """The sums of one round, which `divide` makes means, in the memory in which they are summed.
 
     Args:
         sums: the memory.
@@ -144,7 +144,7 @@ class Means:
         self._sums = sums
 
     def fetch(self) -> None:
-        """Begin to bring the sums, which have arrived, to the model's device: here, they are there."""
+        """Begin to copy the sums, which have arrived, to the model's device: here, they are there."""
 
     def views(self) -> Sequence[torch.Tensor]:
         """Return by entry the tensor for the sum, once it was fetched, and then the mean."""
@@ -198,9 +198,13 @@ class GradientBucket:
 
     # Packing and exchanging ------------------------------------------------------------------------------
 
-    def packing_views(self) -> Sequence[torch.Tensor]:
-        """Return by entry where this worker's contribution is written, and holds what was written before."""
-        return self.contribution.views
+    def packing_view(self, position: int) -> torch.Tensor:
+        """Return where this worker's contribution to an entry is written, by its position in the bucket.
+
+        It holds what was written there in this round. On an accelerator, this thread's current stream has to
+        write and read it.
+        """
+        return self.contribution.views[position]
 
     def all_reduce(
         self,
@@ -244,7 +248,7 @@ class GradientBucket:
             self._spare = None
 
     def end_round(self) -> None:
-        """End a round: this worker's contribution and the means are not needed here any more."""
+        """Drop this worker's contribution and the means: the round is over."""
         self.means = None
 
     def hand_over_means(self) -> None:

@@ -152,7 +152,7 @@ class GradientAverager:
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         self._context.raise_if_failed()
         if model.training and torch.is_grad_enabled():
-            self._context.device.check_runs_now()
+            self._context.device.check_not_capturing()
             self._context.timer.switch("compute")
             self._passes.begin_pass()
 
@@ -189,7 +189,7 @@ class GradientAverager:
         if not self._backward.is_under_way:
             self._backward.begin()
         if self._backward.add_gradient():
-            self._context.device.check_runs_now()
+            self._context.device.check_not_capturing()
             self._forms.check()
             self._leaves_gradients = self._observers.exist
         if self._leaves_gradients or parameter.grad is None:  # a hook may have removed it

@@ -15,7 +15,7 @@ Every use of the host's memory waits for the one before:
   sums of the round before have been copied in (`StagedBucket._when_copied`);
 - a contribution is copied out again only when no exchange reads it: the round is over, or begins again;
 - a contribution that changes after it was copied out is first copied back, in the device's order
-  (`StagedBucket.packing_views`).
+  (`StagedBucket.packing_view`).
 
 The last entry of the last bucket, the trailer, lies on the host alone: its numbers are made and read there.
 This module decides nothing about rounds.
@@ -40,6 +40,7 @@ class _DeviceEntries:
     """The entries of a bucket that lie on the device: all but the trailer.
 
     Attributes:
+        count: their number.
         elements: their number of elements.
     """
 
@@ -47,20 +48,45 @@ class _DeviceEntries:
         trailer = len(shapes) - 1
         self._shapes = [shapes[entry] for entry in bucket.entries if entry != trailer]
         self._sizes = [shape.numel() for shape in self._shapes]
-        self._dtype, self._device = bucket.dtype, device.torch_device
-        self.elements = sum(self._sizes)
+        self._dtype, self._device = bucket.dtype, device
+        self.count, self.elements = len(self._sizes), sum(self._sizes)
 
-    def allocate(self, on_host: BucketBuffer) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return new memory of the device, and a view for each entry; the trailer's is that of `on_host`."""
-        flat = torch.empty(self.elements, dtype=self._dtype, device=self._device)
+    def allocate(self) -> _DeviceMemory:
+        """Return new memory of the device for them."""
+        flat = torch.empty(self.elements, dtype=self._dtype, device=self._device.torch_device)
         parts = flat.split(self._sizes) if self._sizes else ()
         views = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        return flat, self.with_trailer(views, on_host)
+        return _DeviceMemory(self._device, flat, views)
 
-    def with_trailer(self, views: Sequence[torch.Tensor], on_host: BucketBuffer) -> Sequence[torch.Tensor]:
-        """Return views of the device's entries, and that of the trailer in `on_host`."""
-        count = len(self._shapes)
-        return [*views[:count], *on_host.views[count:]]
+
+class _DeviceMemory:
+    """Memory of the device for a bucket, allocated on this thread's current stream.
+
+    Attributes:
+        flat: the whole of it.
+        views: by entry.
+        ready: the event from which on streams may use it.
+        used_on: the streams that use it.
+    """
+
+    def __init__(self, device: Accelerator, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        self._device, self.flat, self.views = device, flat, views
+        self.ready: Any = device.record_event()
+        self.used_on: set[Hashable] = {device.current_stream()}
+
+    def copy_in(self, source: torch.Tensor, after: Sequence[Any] = ()) -> Any:
+        """Begin to copy memory of the host here, after some events; return the event of the copy's end."""
+        self.ready = self._device.copy_in(source, self.flat, [self.ready, *after])
+        self.used_on.clear()
+        return self.ready
+
+    def use(self) -> None:
+        """Let this thread's current stream use the memory, once it is ready."""
+        stream = self._device.current_stream()
+        if stream not in self.used_on:
+            self._device.make_stream_wait(self.ready)
+            self._device.keep_for_stream(self.flat)
+            self.used_on.add(stream)
 
 
 class _StagedSums(BucketBuffer):
@@ -77,11 +103,10 @@ class _StagedSums(BucketBuffer):
         super().__init__(bucket, shapes, zeros)
         self.device_entries = _DeviceEntries(bucket, shapes, device)
         self.copied_in: Any = None
-        self._device = device
 
     def means(self) -> _StagedMeans:
         """See `BucketBuffer.means`."""
-        return _StagedMeans(self, self._device)
+        return _StagedMeans(self)
 
 
 class _StagedMeans(Means):
@@ -89,44 +114,36 @@ class _StagedMeans(Means):
 
     Args:
         sums: the memory of the host.
-        device: holds the model.
     """
 
-    def __init__(self, sums: _StagedSums, device: Accelerator) -> None:
+    def __init__(self, sums: _StagedSums) -> None:
         super().__init__(sums)
-        self._staged, self._device = sums, device
-        self._memory: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
-        self._copied_in: Any = None  # the event of the copy, until the current stream waits for it
+        self._staged = sums
+        self._memory: _DeviceMemory | None = None
 
     def fetch(self) -> None:
         """See `Means.fetch`: begins to copy them to the device."""
-        flat, _ = self._allocated()
-        if len(flat):
-            self._copied_in = self._device.copy_in(self._staged.flat[: len(flat)], flat)
-            self._staged.copied_in = self._copied_in
+        memory = self._allocated()
+        if len(memory.flat):
+            self._staged.copied_in = memory.copy_in(self._staged.flat[: len(memory.flat)])
 
     def views(self) -> Sequence[torch.Tensor]:
         """See `Means.views`; the current stream waits for them where they have been fetched."""
-        _, views = self._allocated()
-        self._wait()
-        return views
+        memory = self._allocated()
+        memory.use()
+        return [*memory.views, *self._staged.views[len(memory.views) :]]
 
     def divide(self, elements: int, divisor: float) -> None:
         """See `Means.divide`: on the device."""
         if elements:
-            flat, _ = self._allocated()
-            self._wait()
-            flat[:elements].div_(divisor)
+            memory = self._allocated()
+            memory.use()
+            memory.flat[:elements].div_(divisor)
 
-    def _allocated(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    def _allocated(self) -> _DeviceMemory:
         if self._memory is None:
-            self._memory = self._staged.device_entries.allocate(self._staged)
+            self._memory = self._staged.device_entries.allocate()
         return self._memory
-
-    def _wait(self) -> None:
-        if self._copied_in is not None:
-            self._device.wait_for(self._copied_in)
-            self._copied_in = None
 
 
 class StagedBucket(GradientBucket):
@@ -150,8 +167,7 @@ class StagedBucket(GradientBucket):
     ) -> None:
         self._device, self._entries = device, _DeviceEntries(bucket, shapes, device)
         super().__init__(bucket, shapes, parameters, zeros)
-        self._packed: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None  # None: the host has it
-        self._packed_on: set[Hashable] = set()  # the streams that pack
+        self._packed: _DeviceMemory | None = None  # None where the host has it
         self._is_copied_out = False  # the host has this round's contribution
         self._copied_out: Any = None  # the event of the last copy out
 
@@ -160,17 +176,16 @@ class StagedBucket(GradientBucket):
 
     # Packing and exchanging ------------------------------------------------------------------------------
 
-    def packing_views(self) -> Sequence[torch.Tensor]:
-        """See `GradientBucket.packing_views`; to be written and read on this thread's current stream."""
+    def packing_view(self, position: int) -> torch.Tensor:
+        """See `GradientBucket.packing_view`: allocates it, or copies back what was copied to the host."""
+        if position >= self._entries.count:
+            return self.contribution.views[position]
         if self._packed is None:
-            self._packed = self._entries.allocate(self.contribution)
+            self._packed = self._entries.allocate()
             if self._is_copied_out:
-                flat, _ = self._packed
-                self._device.wait_for(self._copied_out)
-                flat.copy_(self._host_part, non_blocking=True)
-        self._packed_on.add(self._device.current_stream())
-        _, views = self._packed
-        return views
+                self._packed.copy_in(self._host_part, [self._copied_out])
+        self._packed.use()
+        return self._packed.views[position]
 
     @property
     def _host_part(self) -> torch.Tensor:
@@ -204,12 +219,11 @@ class StagedBucket(GradientBucket):
         """Begin to copy what was packed to the host, and leave its memory to others."""
         if self._packed is None:
             return
-        flat, _ = self._packed
         if self._entries.elements:
-            self._copied_out = self._device.copy_out(flat, self._host_part, self._packed_on)
+            packed = self._packed
+            self._copied_out = self._device.copy_out(packed.flat, self._host_part, packed.used_on)
             self._is_copied_out = True
         self._packed = None
-        self._packed_on.clear()
 
     def _when_copied(self) -> CallWhenReady | None:
         """Return what calls back when the host's memory may be sent and received into; None for now."""
@@ -233,19 +247,15 @@ class StagedBucket(GradientBucket):
         """See `GradientBucket.end_round`: what is packed next begins with nothing."""
         super().end_round()
         self._is_copied_out, self._packed = False, None
-        self._packed_on.clear()
 
     def hand_over_means(self) -> None:
-        """See `GradientBucket.hand_over_means`: the memory of the host is free, once it has been copied."""
+        """See `GradientBucket.hand_over_means`: nothing to do, the means have memory of their own."""
 
     def replace_read_buffers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
         """See `GradientBucket.replace_read_buffers`; waits for the copy of what is replaced."""
         if self._is_copied_out and is_read(self.contribution.flat):
-            self._device.finish(self._copied_out)
+            self._device.synchronize_event(self._copied_out)
         super().replace_read_buffers(is_read)
-        if self._packed is not None:
-            flat, views = self._packed
-            self._packed = flat, self._entries.with_trailer(views, self.contribution)
 
 
 def make_buckets(

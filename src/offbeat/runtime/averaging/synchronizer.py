@@ -25,6 +25,8 @@ from offbeat.runtime.collectives.torch_exchange import TorchExchange
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
+from offbeat.runtime.devices.host import Host
+from offbeat.runtime.devices.interface import Device
 from offbeat.runtime.devices.opening import open_device
 from offbeat.runtime.training.hyperparameters import ParameterGroup, find_numbers, read_numbers, write_numbers
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S, TrainingLoop
@@ -47,12 +49,14 @@ class GroupSynchronizer:
         make_averager: makes the averager.
         timeout_s: how long a worker may delay the other members, in seconds.
         survives_worker_loss: the job continues when a worker is lost.
+        allows_nccl: NCCL may carry the tensors: all workers take part in all exchanges, with tensors that lie
+            where the model lies.
         assigns_samples: samples are assigned as they are needed.
 
     Attributes:
         binding: the binding to the group; None in a world of one.
         averager: averages the gradients.
-        device: see `AveragerContext`.
+        device: see `AveragerContext`; the CPU in a world of one.
         writes: tracks the program's writes between the steps.
     """
 
@@ -64,15 +68,17 @@ class GroupSynchronizer:
         make_averager: AveragerFactory,
         timeout_s: float,
         survives_worker_loss: bool,
+        allows_nccl: bool,
         assigns_samples: bool,
     ) -> None:
         self._loop, self._trained = loop, trained
         self._make_averager, self._timeout_s = make_averager, timeout_s
         self._survives, self._assigns_samples = survives_worker_loss, assigns_samples
+        self._allows_nccl = allows_nccl
         self._client: CoordinatorClient | None = None
         self._rendezvous: RendezvousInfo | None = None
         self._nccl: dist.ProcessGroup | None = None
-        self.device = open_device(trained.device, self._start_thread, timeout_s)
+        self.device: Device = Host()  # until the worker joins a group; alone, it copies nothing
         self._has_position = self._is_state_checked = False
         self._blocks_per_round = 0
         self.binding: GroupBinding | None = None
@@ -186,7 +192,8 @@ class GroupSynchronizer:
         return self._client.start_thread(name, run)
 
     def _join_group(self, client: CoordinatorClient) -> None:
-        if self._uses_nccl():
+        self.device = open_device(self._trained.device, self._start_thread, self._timeout_s)
+        if self._agree_on_nccl():
             self._open_nccl()
         self.binding = GroupBinding(
             client,
@@ -221,10 +228,14 @@ class GroupSynchronizer:
         names = [self._client.link_name(one) for one in workers]
         return LinkExchange(self._client.endpoint, names, workers.index(self._loop.worker))
 
-    def _uses_nccl(self) -> bool:
-        """Whether NCCL can connect the workers: each has a CUDA device of its own, and none may be lost."""
+    def _agree_on_nccl(self) -> bool:
+        """Agree with the other workers on NCCL; return whether each has a CUDA device of its own.
+
+        Raises:
+            WorkerError: a worker did not take part, as one whose model is on the CPU does not.
+        """
         device, rendezvous = self._trained.device, self._rendezvous
-        if device.type != "cuda" or self._survives or rendezvous is None or rendezvous.store is None:
+        if device.type != "cuda" or not self._allows_nccl or rendezvous is None or rendezvous.store is None:
             return False
         name = str(torch.cuda.get_device_properties(device).uuid) if dist.is_nccl_available() else ""
         names = rendezvous.gather("device", name)

@@ -151,7 +151,7 @@ class RendezvousInfo:
 
         def read() -> list[str]:
             store.wait(names, timeout)
-            return [store.get(name).decode() for name in names]
+            return [value.decode() for value in store.multi_get(names)]
 
         try:
             return _run_with_deadline(read, time.monotonic() + self.start_s)
@@ -159,7 +159,7 @@ class RendezvousInfo:
             missing = [worker for worker, name in enumerate(names) if not store.check([name])]
             raise WorkerError(
                 f"worker {self.worker} waited {self.start_s:g} s for the {key} of workers {missing}; "
-                "look for workers that are stuck or were lost while they joined"
+                f"look for workers that are stuck, were lost while they joined, or have no {key} to give"
             ) from error
 
     def wait_for_late_workers(self) -> None:

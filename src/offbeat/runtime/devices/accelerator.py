@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class TorchAccelerator:
     Args:
         device: the device, with its index.
         start_thread: starts the thread that waits for events.
-        timeout_s: the longest wait in `finish`, in seconds.
+        timeout_s: the longest wait in `synchronize_event`, in seconds.
 
     Raises:
         OffbeatError: torch has no streams for devices of this type.
@@ -70,9 +71,13 @@ class TorchAccelerator:
                 with suppress(RuntimeError):  # takes the error, which would else be raised by a kernel
                     torch.zeros(1, device=self.torch_device)
                 return False
-        # Runs before the finalizers of what the view is of, which unmap the memory.
-        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        # Of an object's finalizers, the newest runs first: that which unmaps the memory follows.
+        weakref.finalize(memory.obj, self._unpin, address).atexit = False
         return True
+
+    def _unpin(self, address: int) -> None:
+        with self._module.device(self.torch_device):  # else this thread would open the first device
+            self._module.cudart().cudaHostUnregister(address)
 
     # Copies ----------------------------------------------------------------------------------------------
 
@@ -85,26 +90,39 @@ class TorchAccelerator:
         """See `Accelerator.copy_out`."""
         for stream in after:
             self._copies_out.wait_stream(stream)
-        return self._copy(source, target, self._copies_out, source)
+        return self._copy(source, target, self._copies_out)
 
-    def copy_in(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+    def copy_in(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Any]) -> Any:
         """See `Accelerator.copy_in`."""
-        self._copies_in.wait_stream(self.current_stream())
-        return self._copy(source, target, self._copies_in, target)
+        for event in after:
+            self._copies_in.wait_event(event)
+        return self._copy(source, target, self._copies_in)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: Any, on_device: torch.Tensor) -> Any:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> Any:
         with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
-            event = self._module.Event(**self._event_options)
-            event.record(stream)
-        on_device.record_stream(stream)  # its memory is not given to others before the copy has ended
+        event = self._new_event(stream)
+        self.call_after([event], partial(_keep, source, target))
+        return event
+
+    def record_event(self) -> Any:
+        """See `Accelerator.record_event`."""
+        return self._new_event(self.current_stream())
+
+    def _new_event(self, stream: Any) -> Any:
+        event = self._module.Event(**self._event_options)
+        event.record(stream)
         return event
 
     # Waiting ---------------------------------------------------------------------------------------------
 
-    def wait_for(self, event: Any) -> None:
-        """See `Accelerator.wait_for`."""
+    def make_stream_wait(self, event: Any) -> None:
+        """See `Accelerator.make_stream_wait`."""
         self._module.current_stream(self.torch_device).wait_event(event)
+
+    def keep_for_stream(self, tensor: torch.Tensor) -> None:
+        """See `Accelerator.keep_for_stream`."""
+        tensor.record_stream(self._module.current_stream(self.torch_device))
 
     def call_after(self, events: Iterable[Any], callback: Callable[[], object]) -> None:
         """See `Accelerator.call_after`."""
@@ -114,18 +132,20 @@ class TorchAccelerator:
         self._is_due.release()
 
     def _call_back(self) -> None:
-        while True:
-            self._is_due.acquire()
-            due = self._due.popleft()
-            if due is None:
-                return
-            events, callback = due
-            for event in events:
-                event.synchronize()  # without the interpreter's lock
-            callback()
+        with self._module.device(self.torch_device):  # else this thread would open the first device
+            while True:
+                self._is_due.acquire()
+                due = self._due.popleft()
+                if due is None:
+                    return
+                events, callback = due
+                for event in events:
+                    event.synchronize()  # without the interpreter's lock
+                callback()
+                del due, callback  # and what they keep
 
-    def finish(self, event: Any) -> None:
-        """See `Accelerator.finish`.
+    def synchronize_event(self, event: Any) -> None:
+        """See `Accelerator.synchronize_event`.
 
         Raises:
             OffbeatError: it did not happen in time.
@@ -139,8 +159,8 @@ class TorchAccelerator:
                 )
             time.sleep(_POLL_S)
 
-    def check_runs_now(self) -> None:
-        """See `Device.check_runs_now`."""
+    def check_not_capturing(self) -> None:
+        """See `Device.check_not_capturing`."""
         if self.torch_device.type == "cuda" and self._module.is_current_stream_capturing():
             raise OffbeatError(
                 "the model's forward or backward pass is captured in a CUDA graph, whose repetitions would "
@@ -171,3 +191,7 @@ class TorchAccelerator:
         if not (begin.query() and end.query()):
             return None
         return float(begin.elapsed_time(end)) / 1000.0
+
+
+def _keep(*_: torch.Tensor) -> None:
+    """Keep tensors as long as this call is due."""

@@ -21,8 +21,8 @@ class Host:
         """See `Device.pin`: nothing to do."""
         return True
 
-    def check_runs_now(self) -> None:
-        """See `Device.check_runs_now`: everything does."""
+    def check_not_capturing(self) -> None:
+        """See `Device.check_not_capturing`: nothing is captured."""
 
     def synchronize(self) -> None:
         """See `Device.synchronize`: nothing to do."""

@@ -13,7 +13,7 @@ copies on streams of their own:
    send from.
 2. `call_after` calls back once the copy has ended. Only then may a link send the memory.
 3. When a link has received the sums, `copy_in` copies them to the device, on the stream for copies in.
-4. `wait_for` makes the current stream wait for that copy. The host does not wait.
+4. `make_stream_wait` makes the current stream wait for that copy. The host does not wait.
 
 Memory of the host that a copy reads or writes must not be written, nor what it writes be read, until
 the copy has ended. Whoever reuses memory passes the event of the last copy to `call_after`.
@@ -49,11 +49,11 @@ class Device(Protocol):
     def pin(self, memory: memoryview) -> bool:
         """Pin memory of the host as long as the view exists; return whether that is possible."""
 
-    def check_runs_now(self) -> None:
-        """Check that what is queued now will run once, and is not recorded to be repeated.
+    def check_not_capturing(self) -> None:
+        """Check that the program captures no graph: what it queues now runs once.
 
         Raises:
-            OffbeatError: the program captures a graph.
+            OffbeatError: it does.
         """
 
     def synchronize(self) -> None:
@@ -78,22 +78,33 @@ class Accelerator(Device, Protocol):
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Hashable]) -> Any:
         """Copy a tensor of the device to pinned memory of the host, after all that is queued on some streams.
 
-        Returns:
-            The event of the copy's end.
-        """
-
-    def copy_in(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Copy pinned memory of the host to a tensor of the device, after what the current stream has queued.
+        Both are kept until the copy has ended.
 
         Returns:
             The event of the copy's end.
         """
 
-    def wait_for(self, event: Any) -> None:
-        """Make what this thread queues from now on wait for an event; the host does not wait."""
+    def copy_in(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Any]) -> Any:
+        """Copy pinned memory of the host to a tensor of the device, after some events.
+
+        Returns:
+            The event of the copy's end.
+        """
+
+    def record_event(self) -> Any:
+        """Return the event that what this thread has queued on its current stream has been done."""
+
+    def make_stream_wait(self, event: Any) -> None:
+        """Make this thread's current stream wait for an event; the host does not wait."""
+
+    def keep_for_stream(self, tensor: torch.Tensor) -> None:
+        """Leave a tensor's memory to no other tensor before this thread's current stream has used it.
+
+        Needed on streams other than the one on which it was allocated.
+        """
 
     def call_after(self, events: Iterable[Any], callback: Callable[[], object]) -> None:
         """Call `callback` once the events have happened, in another thread, in the order of these calls."""
 
-    def finish(self, event: Any) -> None:
+    def synchronize_event(self, event: Any) -> None:
         """Block until an event has happened."""

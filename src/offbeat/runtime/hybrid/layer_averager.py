@@ -206,7 +206,7 @@ class LayerAverager:
         self._rounds.raise_if_failed()
         self._forms.check()
         if torch.is_grad_enabled():
-            self._context.device.check_runs_now()
+            self._context.device.check_not_capturing()
             self._deferral.begin_forward()
             self._context.timer.switch("compute")
             self._passes.begin_pass()
@@ -228,7 +228,8 @@ class LayerAverager:
             for index in [one for one in indices if one < self._rounds.layout.gradient_buckets]:
                 name = self._rounds.names[self._rounds.buckets[index].entries[0]]
                 self._context.tracer.add_span("the forward pass comes to", name, now_s, now_s)
-        self._deferral.wait_and_apply(indices)
+        with self._passes.paused():
+            self._deferral.wait_and_apply(indices)
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """End the forward pass; one that raised has no output."""

@@ -279,6 +279,7 @@ class GradientRound:
             and not self._is_packed[entry]
             and gradient.nbytes >= _EXTERNAL_BYTES_MIN
             and gradient.is_contiguous()
+            and gradient.dtype == bucket.contribution.flat.dtype
             and self._scale != 0.0
         )
         if stays_external:
@@ -293,7 +294,7 @@ class GradientRound:
         Dividing before the sum avoids overflow in half precision.
         """
         index, position = self._rounds.layout.location_of[entry]
-        view = self._rounds.buckets[index].packing_views()[position]
+        view = self._rounds.buckets[index].packing_view(position)
         gradient = self._rounds.parameters[entry].grad
         if add:
             assert gradient is not None
@@ -347,7 +348,8 @@ class GradientRound:
         buffers, count = rounds.buffers.tensors(), len(rounds.parameters)
         for index in range(rounds.layout.gradient_buckets, len(rounds.buckets)):
             bucket = rounds.buckets[index]
-            for entry, view in zip(bucket.entries, bucket.packing_views(), strict=True):
+            for position, entry in enumerate(bucket.entries):
+                view = bucket.packing_view(position)
                 if entry == count + len(buffers):
                     parts = split_float64(rounds.context.hyperparameters())
                     shared = [0.0] * len(parts) if rounds.position else parts

@@ -8,7 +8,8 @@ without waiting for them, so a round's time is known one round later.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,7 @@ class PassTimer:
     def compute_s(self) -> float:
         """Seconds of computing since the last round, without the running interval.
 
-        On an accelerator, of the last round whose computation has ended, and before that the worker's time.
+        On an accelerator, those of the last round that it has computed, and before the first the worker's.
         """
         times = None if self._device is None else self._device.last_round()
         return self._timer.total_s("compute") - self._round_mark_s if times is None else times.round_s
@@ -44,6 +45,16 @@ class PassTimer:
         """Begin a pass, if none is under way: the timer is in "compute"."""
         if self._device is not None:
             self._device.begin_pass()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what the device does and waits for inside; the timer is in another part then."""
+        if self._device is None or not self._device.is_in_pass:
+            yield
+            return
+        self._device.pause()
+        yield
+        self._device.resume()
 
     def end_pass(self) -> None:
         """End a backward pass, and report its compute time; the timer continues with "compute"."""
@@ -81,7 +92,17 @@ class _RoundTimes:
 
 @dataclass
 class _PassMarks:
+    """Marks of a pass.
+
+    Attributes:
+        begin: of the interval under way.
+        intervals: beginnings and ends of the intervals before, which ended with a pause.
+        computed: the last gradient.
+        end: the end of injected slowness.
+    """
+
     begin: Any
+    intervals: list[tuple[Any, Any]] = field(default_factory=list)
     computed: Any = None
     end: Any = None
 
@@ -99,6 +120,18 @@ class _DeviceTimes:
     def begin_pass(self) -> None:
         if self._pass is None:
             self._pass = _PassMarks(self._device.record_time())
+
+    @property
+    def is_in_pass(self) -> bool:
+        return self._pass is not None
+
+    def pause(self) -> None:
+        assert self._pass is not None
+        self._pass.intervals.append((self._pass.begin, self._device.record_time()))
+
+    def resume(self) -> None:
+        assert self._pass is not None
+        self._pass.begin = self._device.record_time()
 
     def end_computation(self) -> None:
         """Mark the last gradient of a pass."""
@@ -128,10 +161,15 @@ class _DeviceTimes:
     def _times_of(self, passes: list[_PassMarks]) -> _RoundTimes | None:
         round_s = pass_s = 0.0
         for marks in passes:
-            whole_s = self._device.elapsed_s(marks.begin, marks.end)
-            computed_s = self._device.elapsed_s(marks.begin, marks.computed)
-            if whole_s is None or computed_s is None:
+            computed_s = self._sum_s([*marks.intervals, (marks.begin, marks.computed)])
+            injected_s = self._sum_s([(marks.computed, marks.end)])
+            if computed_s is None or injected_s is None:
                 return None
-            round_s += whole_s
+            round_s += computed_s + injected_s
             pass_s += computed_s / len(passes)
         return _RoundTimes(round_s, pass_s)
+
+    def _sum_s(self, intervals: Sequence[tuple[Any, Any]]) -> float | None:
+        times_s = [self._device.elapsed_s(begin, end) for begin, end in intervals]
+        known_s = [time_s for time_s in times_s if time_s is not None]
+        return sum(known_s) if len(known_s) == len(times_s) else None
