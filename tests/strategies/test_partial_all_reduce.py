@@ -45,10 +45,11 @@ def test_a_slow_worker_is_left_out_and_holds_the_final_state_all_the_same(tmp_pa
     results = values(run(train, 3, PatientPartialAllReduce(k=5.0, limit=3, n_profile=2), env=env))
     agree(results)
     groups = groups_of(log)
-    without = [group.reason for group in groups if group.members == (0, 2)]
+    without = [number for number, group in enumerate(groups) if group.members == (0, 2)]
     assert without
-    assert without[0].startswith("worker 1: compute time above")
-    assert groups[-1].joining == (1,)
+    assert groups[without[0]].reason.startswith("worker 1: compute time above")
+    # It gets the state when the others have finished, in the last group or before.
+    assert any(group.joining == (1,) for group in groups[without[0] :])
     assert len(results[0][0]) > 2 * len(results[1][0])
     assert any(isinstance(entry, EndEpoch) for entry in read_log(log).entries)
 

@@ -88,6 +88,12 @@ def test_a_broken_connection_loses_no_worker(tmp_path):
             line.reset()
             for peer in peers:
                 peer.send(ready(peer.worker, round_))
+        # A peer that leaves sends nothing again that was lost with a connection.
+        wait_for_entry(
+            tmp_path / "log",
+            "the last Ready of worker 1",
+            lambda entry: isinstance(entry, Ready) and (entry.worker, entry.round) == (1, 4),
+        )
         for peer in peers:
             peer.leave(5)
         code, errors = process.ended()
