@@ -79,8 +79,9 @@ class BucketSet:
         shapes = [t.shape for t in tensors] + [torch.Size([self._trailer.length])]
         precise = any(t.dtype == torch.float64 for t in self._parameters)
         # NCCL rounds half precision less often than a ring does, and its bytes matter more.
-        dtype_of = summed_dtype if binding.exchange_device.type == "cpu" else _own_dtype
-        dtypes = [dtype_of(t) for t in tensors] + [torch.float64 if precise else torch.float32]
+        is_on_host = binding.exchange_device.type == "cpu"
+        dtypes = [summed_dtype(t) if is_on_host else t.dtype for t in tensors]
+        dtypes += [torch.float64 if precise else torch.float32]
         sizes = [shape.numel() for shape in shapes]
         plan = plan_buckets(sizes, dtypes, bucket_bytes=self._bucket_bytes)
         return make_buckets(plan, shapes, len(self._parameters), binding.memory, binding.exchange_device)
@@ -319,7 +320,3 @@ class BucketSet:
     def _expect_all(self) -> None:
         for bucket in self._buckets:
             bucket.missing_count = bucket.gradient_count
-
-
-def _own_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return tensor.dtype

@@ -45,6 +45,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
+from offbeat.runtime.devices.interface import CallWhenReady
 from offbeat.torch_compat import storage_use_count
 
 
@@ -217,6 +218,7 @@ class GradientBucket:
         external: Sequence[ExternalElements] = (),
     ) -> PendingExchange:
         """Start to sum the contributions; see `Exchange.all_reduce`."""
+        self._bring_to_host()
         return exchange.all_reduce(
             self.contribution.flat,
             self.output.flat,
@@ -225,11 +227,25 @@ class GradientBucket:
             algorithm=algorithm,
             priority=priority,
             external=external,
+            after=self._when_copied(),
         )
 
     def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = "ring") -> None:
         """Let other members begin the next round; see `Exchange.prepare`."""
-        exchange.prepare(self.output.flat, exchange_id=exchange_id, index=index, algorithm=algorithm)
+        exchange.prepare(
+            self.output.flat,
+            exchange_id=exchange_id,
+            index=index,
+            algorithm=algorithm,
+            after=self._when_copied(),
+        )
+
+    def _bring_to_host(self) -> None:
+        """Begin to copy what was packed to `contribution`: here, it was packed there."""
+
+    def _when_copied(self) -> CallWhenReady | None:
+        """Return what calls back when the memory may be sent and received into; None for now."""
+        return None
 
     # Reusing the memory ----------------------------------------------------------------------------------
 

@@ -31,8 +31,7 @@ import torch
 
 from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.runtime.averaging.buckets import BucketBuffer, GradientBucket, Means, ZerosFactory
-from offbeat.runtime.collectives.contribution import ExternalElements
-from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
+from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.devices.interface import Accelerator, CallWhenReady
 
 
@@ -192,31 +191,8 @@ class StagedBucket(GradientBucket):
         """The contribution without the trailer."""
         return self.contribution.flat[: self._entries.elements]
 
-    def all_reduce(
-        self,
-        exchange: Exchange,
-        *,
-        exchange_id: int,
-        index: int,
-        algorithm: str = "ring",
-        priority: int = 0,
-        external: Sequence[ExternalElements] = (),
-    ) -> PendingExchange:
-        """See `GradientBucket.all_reduce`; it begins once the contribution has been copied to the host."""
-        self._copy_out()
-        return exchange.all_reduce(
-            self.contribution.flat,
-            self.output.flat,
-            exchange_id=exchange_id,
-            index=index,
-            algorithm=algorithm,
-            priority=priority,
-            external=external,
-            after=self._when_copied(),
-        )
-
-    def _copy_out(self) -> None:
-        """Begin to copy what was packed to the host, and leave its memory to others."""
+    def _bring_to_host(self) -> None:
+        """See `GradientBucket._bring_to_host`; the memory that was packed in is left to others."""
         if self._packed is None:
             return
         if self._entries.elements:
@@ -226,20 +202,10 @@ class StagedBucket(GradientBucket):
         self._packed = None
 
     def _when_copied(self) -> CallWhenReady | None:
-        """Return what calls back when the host's memory may be sent and received into; None for now."""
+        """See `GradientBucket._when_copied`: the last copies out of and into the device have ended."""
         assert isinstance(self.output, _StagedSums)
         events = [event for event in (self._copied_out, self.output.copied_in) if event is not None]
         return partial(self._device.call_after, events) if events else None
-
-    def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = "ring") -> None:
-        """See `GradientBucket.prepare`; it begins once the sums have been copied to the device."""
-        exchange.prepare(
-            self.output.flat,
-            exchange_id=exchange_id,
-            index=index,
-            algorithm=algorithm,
-            after=self._when_copied(),
-        )
 
     # Reusing the memory ----------------------------------------------------------------------------------
 
