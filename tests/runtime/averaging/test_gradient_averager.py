@@ -8,6 +8,7 @@ from torch.utils.data import Dataset, TensorDataset
 import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.strategies import AllReduce, Hybrid
+from support.failing_backward import Fails
 from support.processes import run, values
 
 WORKERS = 2
@@ -66,18 +67,6 @@ def test_gradients_that_were_set_by_hand_are_averaged_at_the_step():
     for found in values(run(set_by_hand, WORKERS)):
         for step in range(2):
             assert_are_the_means(found[step], step)
-
-
-class Fails(torch.autograd.Function):
-    """Makes a backward pass fail when it reaches the first layer."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError("on purpose")
 
 
 class Failing(Small):

@@ -81,10 +81,9 @@ class TorchAccelerator:
 
     # Copies ----------------------------------------------------------------------------------------------
 
-    def current_stream(self) -> Hashable:
+    def current_stream(self) -> Any:
         """See `Accelerator.current_stream`."""
-        stream: Hashable = self._module.current_stream(self.torch_device)
-        return stream
+        return self._module.current_stream(self.torch_device)
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Hashable]) -> Any:
         """See `Accelerator.copy_out`."""
@@ -118,11 +117,11 @@ class TorchAccelerator:
 
     def make_stream_wait(self, event: Any) -> None:
         """See `Accelerator.make_stream_wait`."""
-        self._module.current_stream(self.torch_device).wait_event(event)
+        self.current_stream().wait_event(event)
 
     def keep_for_stream(self, tensor: torch.Tensor) -> None:
         """See `Accelerator.keep_for_stream`."""
-        tensor.record_stream(self._module.current_stream(self.torch_device))
+        tensor.record_stream(self.current_stream())
 
     def call_after(self, events: Iterable[Any], callback: Callable[[], object]) -> None:
         """See `Accelerator.call_after`."""
@@ -183,7 +182,7 @@ class TorchAccelerator:
     def record_time(self) -> Any:
         """See `Device.record_time`."""
         event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self.torch_device))
+        event.record(self.current_stream())
         return event
 
     def elapsed_s(self, begin: Any, end: Any) -> float | None:
