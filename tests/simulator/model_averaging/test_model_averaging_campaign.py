@@ -6,6 +6,8 @@ from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.simulator.core.faults import WorkerArrival, WorkerDeath, WorkerHang
 from offbeat.simulator.model_averaging.campaign import draw_case, run_case
+from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
+from offbeat.simulator.model_averaging.worker import AveragingWorker
 from offbeat.simulator.training.cluster import ViolationError
 
 SEEDS = range(150)
@@ -80,4 +82,48 @@ def test_the_campaign_finds_a_broken_policy(broken, found):
             run_case(seed, build_with(broken))
 
     with pytest.raises(ViolationError, match=found):
+        run_all()
+
+
+class ReportsTheEndTooSoon(AveragingWorker):
+    """Reports the end of an averaging when the mean is there, and adds the difference later."""
+
+    def on_average(self, averaging):
+        trains_on = self._trains_on
+        super().on_average(averaging)
+        if trains_on and self.has_difference:
+            self._report_end(has_mean=True)
+
+    def _report_end(self, *, has_mean):
+        if self.averaging_protocol.averaging is not None:
+            super()._report_end(has_mean=has_mean)
+
+
+def cluster_of(worker_class):
+    class Cluster(SimulatedModelCluster):
+        def _make(self, worker, stopwatch, is_new):
+            return worker_class(self, worker, stopwatch, is_new=is_new)
+
+    return Cluster
+
+
+class AveragesAtOnce(PartialReduce):
+    """Takes a worker for ready as soon as it has reported the end of an averaging."""
+
+    def _handle_averaged(self, event):
+        super()._handle_averaged(event)
+        if event.worker in self._roster.training and event.worker not in self._groups.ready:
+            self._groups.add(event.worker, event.now_s)
+
+
+@pytest.mark.long(after=2)
+def test_the_campaign_finds_an_averaging_before_the_last_difference_is_added():
+    """With overlap: a snapshot that is averaged twice draws its model to the mean twice."""
+
+    def run_all():
+        for seed in SEEDS:
+            if draw_case(seed).arguments["overlap"]:
+                run_case(seed, build_with(AveragesAtOnce), cluster_of(ReportsTheEndTooSoon))
+
+    with pytest.raises(ViolationError, match="before it has added the last difference"):
         run_all()

@@ -3,14 +3,17 @@
 Theory of operation
 -------------------
 
-Each worker trains its own model. It reports every optimizer step (`Ready`) and waits for an `AverageModels`,
-which names a group and its weights. When the worker has the mean, or has given up, it reports
-`ModelsAveraged` and goes on. The policy owns four parts and decides only what passes between them: `Roster`
+Each worker trains its own model. It reports every optimizer step (`Ready`); an `AverageModels` names a group
+and its weights. When the worker has the mean, or has given up, it reports `ModelsAveraged`. Without `overlap`
+it waits in between. With it, it trains on: its Ready publishes a *snapshot* of its model, of which the mean
+is made, and at the end of a later step it adds the mean less its snapshot to its model, and then reports. The
+policy owns four parts and decides only what passes between them: `Roster`
 (the workers of the job), `FirstReadyGroups` (the queue and the groups), `SoloBlockAssigner` (the samples,
 with shards="dynamic"), `Reachability` (outages between workers).
 
 A worker is in at most one averaging, from its AverageModels to its ModelsAveraged. Exchange ids ascend, so
-that each member's do.
+that each member's do. With overlap this is what keeps models from diverging: a worker that is averaged again
+before it has added the last difference would be drawn to the mean twice by the same snapshot.
 
 A worker that waits for samples rests: no group waits for it, since it may wait for blocks that a worker of
 the group has begun.
@@ -25,7 +28,8 @@ the same model; then the job is complete. A lost member repeats that averaging.
 *Failures.* A member that is lost, or that another member or the coordinator cannot reach, ends its averaging:
 `CancelAveraging`. A member that has the mean by then keeps it; another keeps its own model: both are valid.
 Workers that cannot reach each other are in no group together. A worker that keeps others waiting for longer
-than the deadline, though the coordinator receives messages from it, is rejected.
+than the deadline, though the coordinator receives messages from it, is rejected: others that are ready, or
+that have finished.
 
 Nothing here moves a model.
 """
@@ -104,6 +108,7 @@ class PartialReduce:
         size: P, at least 2; None for 3, or 2 with fewer than 4 workers.
         window: see `FirstReadyGroups`; None for four times the least that connects all workers.
         shards: "dynamic" assigns samples as they are needed; with "equal" none are assigned.
+        overlap: workers train on while their models are averaged.
         hold_timeout_s: see `FirstReadyGroups`.
         timeout_s: how long other workers wait for a worker that trains, in seconds.
 
@@ -118,6 +123,7 @@ class PartialReduce:
         size: int | None = None,
         window: int | None = None,
         shards: Literal["dynamic", "equal"] = "dynamic",
+        overlap: bool = False,
         hold_timeout_s: float = 60.0,
         timeout_s: float = 600.0,
     ) -> None:
@@ -134,7 +140,7 @@ class PartialReduce:
                 raise ValueError(f"expected a finite {name} of more than 0 s, got {value_s}")
         size = (3 if world >= 4 else 2) if size is None else size
         least = math.ceil((world - 1) / (size - 1))
-        self._timeout_s = timeout_s
+        self._overlap, self._timeout_s = overlap, timeout_s
         self._roster = Roster(world)
         self._groups = FirstReadyGroups(size, 4 * least if window is None else window, hold_timeout_s)
         self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
@@ -142,6 +148,8 @@ class PartialReduce:
         self._averagings: dict[int, _Averaging] = {}  # under way, by their first exchange id
         self._exchange_of: dict[int, int] = {}  # by member, the averaging that it is in
         self._next_exchange = 0
+        self._heard_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
+        self._first_finished_s: float | None = None  # when a worker first had finished
         self._has_final_model = False  # all workers that are here have the same model
         self._is_over = False
 
@@ -192,6 +200,8 @@ class PartialReduce:
             ],
             "exchange_of": [list(entry) for entry in self._exchange_of.items()],
             "next_exchange": self._next_exchange,
+            "heard_s": [list(entry) for entry in self._heard_s.items()],
+            "first_finished_s": self._first_finished_s,
             "has_final_model": self._has_final_model,
             "is_over": self._is_over,
         }
@@ -216,20 +226,24 @@ class PartialReduce:
         }
         self._exchange_of = dict(state["exchange_of"])
         self._next_exchange = state["next_exchange"]
+        self._heard_s, self._first_finished_s = dict(state["heard_s"]), state["first_finished_s"]
         self._has_final_model, self._is_over = state["has_final_model"], state["is_over"]
 
     # Events ----------------------------------------------------------------------------------------------
 
     def _handle_ready(self, event: Ready) -> None:
         self._roster.require(event, event.worker)
-        if event.worker in self._exchange_of or event.worker in self._groups.ready:
+        is_busy = event.worker in self._exchange_of or event.worker in self._groups.ready
+        if is_busy and not self._overlap:
             raise ProtocolError(f"expected no Ready of worker {event.worker}, which waits for an averaging")
         if event.blocks and self._assigner is None:
             raise ProtocolError(f"expected no blocks, because none are assigned, got {list(event.blocks)}")
         if self._assigner is not None:
             self._assigner.on_step(event.worker, _REPORTED, event.blocks)
             self._assigner.on_version(_LATEST)
-        self._groups.add(event.worker, event.now_s)
+        self._heard_s[event.worker] = event.now_s
+        if not is_busy:
+            self._groups.add(event.worker, event.now_s)
 
     def _handle_averaged(self, event: ModelsAveraged) -> None:
         averaging = self._averagings.get(event.exchange_id)
@@ -242,6 +256,7 @@ class PartialReduce:
         averaging.has_failed |= not event.has_mean
         if event.has_mean:
             self._roster.without_state.discard(event.worker)
+            self._heard_s[event.worker] = event.now_s
         if not averaging.pending:
             del self._averagings[event.exchange_id]
             self._has_final_model = averaging.is_final and not averaging.has_failed
@@ -260,6 +275,9 @@ class PartialReduce:
     def _handle_finished(self, event: Finished) -> None:
         self._roster.require(event, event.worker)
         self._roster.finish(event.worker)
+        self._groups.discard(event.worker)
+        if self._first_finished_s is None:
+            self._first_finished_s = event.now_s
         if self._assigner is not None:
             self._assigner.on_finished(event.worker)
 
@@ -268,6 +286,7 @@ class PartialReduce:
         if not self._roster.remove(worker):
             return []
         self._groups.discard(worker)
+        self._heard_s.pop(worker, None)
         self._reachability.forget(worker)
         if self._assigner is not None:
             self._assigner.on_gone(worker)
@@ -298,16 +317,30 @@ class PartialReduce:
 
     def _reject_late(self, now_s: float) -> list[Action]:
         """Reject the workers that others have waited for for longer than the deadline."""
-        since_s = self._groups.waiting_since_s
-        if since_s is not None and now_s - since_s > self._timeout_s:
-            busy = self._groups.ready | self._exchange_of.keys() | self._resting
-            late = self._roster.training - busy - self._reachability.silent_workers
+        if late := self._late_workers(now_s):
             reason = f"others have waited for it for more than {self._timeout_s:g} s"
-            return self._reject(dict.fromkeys(sorted(late), reason))
+            return self._reject(dict.fromkeys(late, reason))
         outage = self._reachability.oldest_outage()
         if outage is None or now_s - outage[0] <= self._timeout_s or self._roster.training:
             return []
         return self._reject(self._reachability.exclusions(self._roster.present, ()))  # they delay the end
+
+    def _late_workers(self, now_s: float) -> list[int]:
+        """Return the workers that have ended no step for longer than the deadline, while others waited.
+
+        Others wait where they are ready for a group, or have finished.
+        """
+        since_s = [one for one in (self._groups.waiting_since_s, self._first_finished_s) if one is not None]
+        if not since_s:
+            return []
+        waiting = self._resting | self._reachability.silent_workers
+        if not self._overlap:
+            waiting = waiting | self._groups.ready | self._exchange_of.keys()
+        return [
+            worker
+            for worker in sorted(self._roster.training - waiting)
+            if now_s - max(self._heard_s.get(worker, 0.0), min(since_s)) > self._timeout_s
+        ]
 
     def _reject(self, reasons: Mapping[int, str]) -> list[Action]:
         actions: list[Action] = []
@@ -354,7 +387,8 @@ class PartialReduce:
     def _form_groups(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
         receiving = self._roster.without_state & self._exchange_of.keys()
-        training = (self._roster.training | receiving) - self._reachability.silent_workers - self._resting
+        resting = self._resting - self._groups.ready  # with overlap, a worker may be ready and rest
+        training = (self._roster.training | receiving) - self._reachability.silent_workers - resting
         while group := self._next_group(training, now_s):
             reason = f"workers {', '.join(map(str, group))} are the first that are ready"
             actions.append(self._begin_averaging(group, self._joining(group), reason))

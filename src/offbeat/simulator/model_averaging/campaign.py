@@ -69,24 +69,29 @@ def draw_case(seed: int) -> ModelFaultCase:
             "window": chance.choice([None, 0, 3, 10]),
             "hold_timeout_s": chance.choice([0.5, 5.0]),
             "timeout_s": 100.0,
+            "overlap": chance.random() < 0.5,
         },
     )
 
 
 def run_case(
-    seed: int, build: Callable[[ModelFaultCase], list[Policy]] = ModelFaultCase.build_policies
+    seed: int,
+    build: Callable[[ModelFaultCase], list[Policy]] = ModelFaultCase.build_policies,
+    make_cluster: type[SimulatedModelCluster] = SimulatedModelCluster,
 ) -> SimulatedModelCluster:
     """Run the case of a seed.
 
     Args:
         seed: of `draw_case`.
         build: builds the policies of a case.
+        make_cluster: the simulation.
 
     Raises:
         ViolationError: an invariant was violated; the text names the seed and the case.
     """
     case = draw_case(seed)
-    cluster = SimulatedModelCluster(case.setting, lambda: build(case))
+    overlap = case.arguments["overlap"]
+    cluster = make_cluster(case.setting, lambda: build(case), overlap=overlap)
     try:
         cluster.run()
     except ViolationError as error:

@@ -39,13 +39,17 @@ class SimulatedModelCluster(SimulatedCluster):
     Args:
         setting: parameters of the run, with samples.
         policies: builds the coordinator's policies; called again for each restarted coordinator.
+        overlap: workers train on while their models are averaged.
 
     Attributes:
         averagings: all averagings, in order.
     """
 
-    def __init__(self, setting: SimulationSetting, policies: Callable[[], Sequence[Policy]]) -> None:
+    def __init__(
+        self, setting: SimulationSetting, policies: Callable[[], Sequence[Policy]], *, overlap: bool
+    ) -> None:
         super().__init__(setting, policies, one_by_one=True)
+        self.overlap = overlap
         chance = np.random.default_rng(setting.seed)
         self._solution = chance.normal(size=4)
         self.averagings: list[AverageModels] = []

@@ -28,10 +28,13 @@ from offbeat.simulator.training.exchange import BlockableExchange
 from offbeat.simulator.training.interface import Simulation
 from offbeat.simulator.training.sample_loop import SimulatedLoop
 from offbeat.simulator.training.worker import (
+    COMPUTING,
     ENDED,
     EXCHANGING,
     FINISHED,
     JOINING,
+    LEAVING,
+    REQUESTING,
     WAITING,
     SimulatedWorker,
 )
@@ -51,7 +54,13 @@ class ModelState:
 
 
 class ModelSimulation(Simulation, Protocol):
-    """A simulated run, as far as a worker that owns its model needs it."""
+    """A simulated run, as far as a worker that owns its model needs it.
+
+    Attributes:
+        overlap: workers train on while their models are averaged.
+    """
+
+    overlap: bool
 
     def gradient(self, parameters: Any, worker: int, number: int) -> Any:
         """Return the gradient of a worker's `number`-th batch."""
@@ -65,6 +74,8 @@ class AveragingWorker(SimulatedWorker):
 
     Attributes:
         model: its state, None before it has received one.
+        snapshot: with overlap, its parameters at the end of the last step that ended in no averaging; None
+            before the first.
     """
 
     cluster: ModelSimulation
@@ -79,8 +90,23 @@ class AveragingWorker(SimulatedWorker):
             cluster.setting.samples, self.protocol.block_queue, self, self._send_request
         )
         self._activity_before = JOINING  # before the averaging under way
+        self.snapshot: Any = None
+        # With overlap, what the averaging under way has yielded, until the end of the step:
+        self._mean: Any = None
+        self._has_given_up = False
         zeros = np.zeros(4)
         self.model = None if is_new or worker else ModelState(zeros, zeros)
+
+    @property
+    def has_difference(self) -> bool:
+        """Whether it has yet to add what an averaging has yielded."""
+        return self._mean is not None
+
+    @property
+    def contribution(self) -> Any:
+        """Its parameters in the averaging under way."""
+        assert self.model is not None
+        return self.model.parameters if self.snapshot is None else self.snapshot
 
     @property
     def round(self) -> int:
@@ -100,15 +126,46 @@ class AveragingWorker(SimulatedWorker):
                 self._send_left()
             case AbortJob() | RejectPeer():
                 self.end()
-            case _:
+            case _ if self.activity != LEAVING:  # it takes part in nothing any more
                 self.answer(action)
                 if isinstance(action, AverageModels):
                     self._open_sessions_with(action.members)
-                    self._activity_before = self.activity
-                    self.activity = EXCHANGING
-                    self.cluster.enter_averaging(self, action)
+                    if self._is_overlapped(action):
+                        self.cluster.enter_averaging(self, action)
+                    elif self.activity != COMPUTING and self.activity != REQUESTING:
+                        self._take_part(action)
                 elif isinstance(action, CancelAveraging) and self.averaging_protocol.is_cancelled:
                     self._give_up()
+
+    def _is_overlapped(self, averaging: AverageModels) -> bool:
+        """Whether this worker trains on: it waits where it sends or receives a state, and at the end."""
+        group = [member for member in averaging.members if member not in averaging.joining]
+        waits = averaging.joining and self.worker in (*averaging.joining, group[0])
+        return self.cluster.overlap and not waits and not averaging.includes_buffers
+
+    def _take_part(self, averaging: AverageModels) -> None:
+        """Take part in an averaging, and wait for its end."""
+        self._activity_before = self.activity
+        self.activity = EXCHANGING
+        if self.model is not None:
+            self.snapshot = self.model.parameters
+        self.cluster.enter_averaging(self, averaging)
+
+    def _finish(self, epoch: int) -> None:
+        """See `SimulatedWorker`: what an averaging yields is added at once from now on."""
+        super()._finish(epoch)
+        averaging = self.averaging_protocol.averaging
+        if self._mean is not None or self._has_given_up:
+            self._end_overlapped()
+        elif averaging is not None and self.exchange is None:
+            self._take_part(averaging)
+
+    def _send_left(self) -> None:
+        """See `SimulatedWorker`: the averaging under way ends without this worker."""
+        if self.exchange is not None:
+            self.exchange.block(self)
+        self.exchange = self._mean = None
+        super()._send_left()
 
     def _open_sessions_with(self, members: tuple[int, ...]) -> None:
         if members not in self.session_groups:
@@ -116,9 +173,18 @@ class AveragingWorker(SimulatedWorker):
             self.cluster.on_new_sessions()
 
     def _give_up(self) -> None:
-        if self.exchange is not None:
-            self.exchange = None
+        if self.exchange is None:
+            return
+        self.exchange = None
+        if self._trains_on:
+            self._has_given_up = True
+        else:
             self._end_averaging(has_mean=False)
+
+    @property
+    def _trains_on(self) -> bool:
+        """Whether the end of a step follows, at which it adds what an averaging has yielded."""
+        return self.cluster.overlap and self.activity in (COMPUTING, REQUESTING)
 
     def on_average(self, averaging: SimulatedAveraging) -> None:
         """Receive the mean or, in a worker that joins, a state."""
@@ -128,12 +194,21 @@ class AveragingWorker(SimulatedWorker):
         if self.exchange is not averaging:
             return
         self.exchange = None
+        if self._trains_on:
+            self._mean = averaging.mean
+            return
         if self.model is None:
             self.model = averaging.donor_model
             self.sample_loop.enter_epoch(averaging.epoch)
-        assert self.model is not None
-        self.model = replace(self.model, parameters=averaging.mean)
+        self._add_difference(averaging.mean)
         self._end_averaging(has_mean=True)
+
+    def _add_difference(self, mean: Any) -> None:
+        """Add the mean less the snapshot that is in it to the model."""
+        assert self.model is not None
+        is_unchanged = self.snapshot is None or self.model.parameters is self.snapshot
+        changed = mean if is_unchanged else self.model.parameters + (mean - self.snapshot)
+        self.model = replace(self.model, parameters=changed)
 
     @property
     def sample_loop(self) -> SimulatedLoop:
@@ -142,24 +217,29 @@ class AveragingWorker(SimulatedWorker):
         return self.loop
 
     def _end_averaging(self, *, has_mean: bool) -> None:
-        event = self.averaging_protocol.finish(has_mean=has_mean)
-        self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
+        self._report_end(has_mean=has_mean)
         if self.model is None:
             self.activity = JOINING
-        elif self._activity_before == FINISHED:
+        elif self.activity == FINISHED or self._activity_before == FINISHED:
             self.activity = FINISHED
         elif self.is_leaving:
             self._send_left()
         else:
             self._compute()
 
+    def _report_end(self, *, has_mean: bool) -> None:
+        event = self.averaging_protocol.finish(has_mean=has_mean)
+        self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
+
     def _send_ready(self) -> None:
-        """Make the step with its own model, report it, and wait for an averaging."""
+        """Make the step with its own model, report it, and wait for an averaging, or train on."""
         cluster, loop = self.cluster, self.sample_loop
         assert self.model is not None
         gradient = cluster.gradient(self.model.parameters, self.worker, self.gradients_computed)
         momentum = 0.9 * self.model.momentum + gradient
         self.model = ModelState(self.model.parameters - 0.02 * momentum, momentum)
+        if cluster.overlap:
+            self._end_overlapped()
         self.steps_taken += 1
         cluster.progress_s = self.active_s = cluster.engine.now_s
         samples = sum(block.samples for block in loop.blocks)
@@ -178,6 +258,26 @@ class AveragingWorker(SimulatedWorker):
         loop.end_round()
         self.activity = WAITING
         cluster.send_event(self.worker, self.last_ready)
+        if not cluster.overlap:
+            return
+        if self.is_leaving:
+            self._send_left()
+        elif self.exchange is None and (averaging := self.averaging_protocol.averaging) is not None:
+            self._take_part(averaging)  # in which it has to wait
+        else:
+            self._compute()
+
+    def _end_overlapped(self) -> None:
+        """At the end of a step, add what the averaging under way has yielded; else renew the snapshot."""
+        if self._mean is not None:
+            self._add_difference(self._mean)
+            self._report_end(has_mean=True)
+        elif self._has_given_up:
+            self._report_end(has_mean=False)
+        self._mean, self._has_given_up = None, False
+        if self.averaging_protocol.averaging is None:
+            assert self.model is not None
+            self.snapshot = self.model.parameters
 
 
 class SimulatedAveraging(BlockableExchange):
@@ -203,6 +303,11 @@ class SimulatedAveraging(BlockableExchange):
     def check_member(self, worker: SimulatedWorker) -> None:
         """See `BlockableExchange.check_member`."""
         assert isinstance(worker, AveragingWorker)
+        if worker.has_difference:
+            self._cluster.fail_invariant(
+                f"worker {worker.worker} enters averaging {self.exchange_id} before it has added the last "
+                "difference"
+            )
         is_joining = worker.worker in self.averaging.joining
         if worker.averaging_protocol.averaging != self.averaging or (worker.model is None) != is_joining:
             self._cluster.fail_invariant(
@@ -213,9 +318,7 @@ class SimulatedAveraging(BlockableExchange):
         """See `BlockableExchange.combine`."""
         weights = dict(zip(self.averaging.members, self.averaging.weights, strict=True))
         group = [worker for worker in _own_models(self._workers) if worker.model is not None]
-        self.mean = sum(
-            weights[worker.worker] * worker.model.parameters for worker in group if worker.model is not None
-        )
+        self.mean = sum(weights[worker.worker] * worker.contribution for worker in group)
         self.donor_model, self.epoch = group[0].model, group[0].sample_loop.epoch
         self.draw_ends()
 
