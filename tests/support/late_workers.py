@@ -1,7 +1,7 @@
 """A member and a worker outside its group, of which one may train on a device whose streams run late.
 
 Random decisions, the same on every device: when a late block is assigned, computed, accepted or revoked, and
-which half of an exchange waits meanwhile. The links between the two deliver messages in pieces, at any time.
+what is dropped in between. The links between the two deliver messages in pieces, at any time.
 """
 
 from __future__ import annotations
@@ -178,11 +178,11 @@ class Worker:
 
     @contextmanager
     def on_side_stream(self, *, is_used):
-        """A stream of another branch of the model, where there are streams."""
+        """A stream of another branch of the model, where there are streams; it waits for no other."""
         if self.late_device is None or not is_used:
             yield
             return
-        with self.late_device.on_side_stream():
+        with self.late_device.on_side_stream(waits=False):
             yield
         self.late_device.join_side_stream()
 
@@ -249,10 +249,11 @@ class LateTraining:
         self.added += len(late_gradients.active)
         for entry, parameter in enumerate(self.member.model.parameters()):
             sums = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * WEIGHT
-            with self.member.on_side_stream(is_used=self._random.random() < 0.3):
-                for late in late_gradients.active:
-                    if late.has[entry]:
-                        sums.add_(late.gradient(entry), alpha=late.weight)
+            for late in late_gradients.active:
+                if late.has[entry]:
+                    with self.member.on_side_stream(is_used=self._random.random() < 0.3):
+                        weighted = late.gradient(entry) * late.weight
+                    sums.add_(weighted)
             parameter.sub_(sums, alpha=LR)
         late_gradients.clear_active()
 

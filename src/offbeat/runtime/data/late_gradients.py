@@ -69,14 +69,12 @@ class _TensorMessage:
         return DeviceMemory(device, flat, self._views_of(flat))
 
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Write tensors, zeros for None; an accelerator does so in the current stream and copies them out."""
+        """Write tensors, nothing for None; an accelerator does so later, and then copies them out."""
         memory = None if self._accelerator is None else self._allocate(self._accelerator)
         views = self._views if memory is None else memory.views
         for view, tensor in zip(views, tensors, strict=True):
             if tensor is not None:
                 view.copy_(tensor)
-            elif memory is not None:  # that of the host is zero already
-                view.zero_()
         if memory is not None:
             self._copied_out = memory.copy_out(self._flat)
 
