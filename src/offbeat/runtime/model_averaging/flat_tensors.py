@@ -1,10 +1,11 @@
 """A list of tensors as a few contiguous vectors, which an exchange can average.
 
 Theory of operation. The vectors are memory of the host, which the links send and receive into. Where the
-tensors lie on an accelerator, they are packed on it, in the current stream, and copied to the host by the
-stream for copies out; the exchange begins when that copy has ended. Sums are copied back by the stream for
-copies in, for which the current stream waits before it unpacks them. The next exchange receives into this
-memory only once that copy has ended. The host waits for no copy. This module decides nothing.
+tensors lie on an accelerator, they are packed there, in the current stream, and copied to the host by the
+stream for copies out; the exchange begins when that copy has ended. The sums are copied back by the stream
+for copies in, and the current stream waits for that before it unpacks them. What it packs next is copied out
+after that, so the next exchange, which receives into the same memory, cannot begin before the copy back has
+ended. The host waits for no copy. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ class FlatTensors:
         device = memory.device
         self._accelerator = cast(Accelerator, device) if device.has_streams else None
         self._copied_out: list[Any] = []  # by vector, the event of the last copy to the host
-        self._copied_in: list[Any] = []  # and of the last copy from it
         elements: dict[torch.dtype, int] = {}
         for tensor in self._real_tensors():
             dtype = _exchanged_dtype(tensor)
@@ -83,7 +83,7 @@ class FlatTensors:
                 part.zero_()
 
     def all_reduce(self, exchange: Exchange, *, exchange_id: int, first_index: int) -> list[PendingExchange]:
-        """Start to sum `contributions` into `outputs`, once the copies of both have ended.
+        """Start to sum `contributions` into `outputs`, once the former have been copied there.
 
         Args:
             exchange, exchange_id: see `Exchange.all_reduce`.
@@ -103,8 +103,7 @@ class FlatTensors:
     def _when_copied(self, number: int) -> CallWhenReady | None:
         if self._accelerator is None:
             return None
-        events = [copied[number] for copied in (self._copied_out, self._copied_in) if copied]
-        return partial(self._accelerator.call_after, events)
+        return partial(self._accelerator.call_after, [self._copied_out[number]])
 
     @torch.no_grad()
     def unpack(self) -> None:
@@ -112,10 +111,8 @@ class FlatTensors:
         sums = self.outputs
         if self._accelerator is not None:
             received = [self._allocate(self._accelerator, flat) for flat in self.outputs]
-            self._copied_in = [
-                memory.copy_in(flat) for memory, flat in zip(received, self.outputs, strict=True)
-            ]
-            for memory in received:
+            for memory, flat in zip(received, self.outputs, strict=True):
+                memory.copy_in(flat)
                 memory.use()
             sums = [memory.flat for memory in received]
         for tensor, part in self._parts(sums):

@@ -147,14 +147,15 @@ class ModelAveragingSynchronizer:
 
     def join_job(self, client: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
         """See `Synchronizer.join_job`."""
-        if client is None:
-            return
+        if client is not None:
+            self._join(client, open_device(self._trained.device, client.start_thread, self._timeout_s))
+
+    def _join(self, client: CoordinatorClient, device: Device) -> None:
         assert isinstance(client.protocol, ModelAveragingProtocol)
         self._has_position = not self._loop.is_newcomer
-        self._client, self._protocol = client, client.protocol
-        self._device = open_device(self._trained.device, client.start_thread, self._timeout_s)
-        self._passes = PassTimer(self._loop.timer, self._device, self._loop.on_computed)
-        self._memory = TensorMemory(client.endpoint, self._device)
+        self._client, self._protocol, self._device = client, client.protocol, device
+        self._passes = PassTimer(self._loop.timer, device, self._loop.on_computed)
+        self._memory = TensorMemory(client.endpoint, device)
         parameters = [one for one in self._trained.model.parameters() if one.requires_grad]
         self._parameters = FlatTensors(lambda: parameters, self._memory)
         client.on_action = self._on_action
