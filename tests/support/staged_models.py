@@ -49,7 +49,7 @@ class _Links(SimulatedLinks):
 
     def __init__(self, seed, device):
         super().__init__(device)
-        self._random = random.Random(f"links {seed}")
+        self._random, self._pace = random.Random(f"links {seed}"), random.Random(f"pace {seed}")
         self.exchange, self._cancels_at = None, None
 
     def allocate_shared(self, size_bytes):
@@ -59,7 +59,6 @@ class _Links(SimulatedLinks):
         return self._is_read
 
     def open_exchange(self):
-        self._is_read = False
         self._cancels_at = self._random.randrange(3) if self._random.random() < 0.3 else None
         self.exchange = SimulatedExchange(self)
         return self.exchange
@@ -70,6 +69,8 @@ class _Links(SimulatedLinks):
             return
         self._cancels_at -= 1
         if self._cancels_at < 0:
+            while self._late is not None and self._pace.random() < 0.95 and self._late.run_one():
+                pass  # so that it may have begun
             self.exchange.abandon()
             self._is_read = self._random.random() < 0.5
             if not self._is_read:  # all that was sent has been read
@@ -78,6 +79,7 @@ class _Links(SimulatedLinks):
             raise AveragingCancelledError("cancelled")
 
     def contribution_of_others(self, index, flat):
+        self._is_read = False  # what was read has been replaced
         with self.unseen():
             return torch.full(flat.shape, 0.25 if flat.is_floating_point() else 1, dtype=flat.dtype)
 
