@@ -96,6 +96,7 @@ class ModelTraining:
     Args:
         seed: of the steps, and of what happens to the averagings.
         device: a `LateDevice`, or the host.
+        has_closure: the optimizer computes the gradients.
 
     Attributes:
         computed_s: what was reported as computed, by pass.
@@ -106,8 +107,8 @@ class ModelTraining:
     worker, is_newcomer, epoch, samples, batch = WORKER, False, 0, 0, 0
     failure = preempt = None
 
-    def __init__(self, seed, device):
-        self._random = random.Random(f"models {seed}")
+    def __init__(self, seed, device, *, has_closure=False):
+        self._random, self._has_closure = random.Random(f"models {seed}"), has_closure
         torch.manual_seed(seed)
         self._model = Model()
         self._inputs = torch.randn(STEPS, 3, 4)
@@ -128,13 +129,20 @@ class ModelTraining:
     def run(self):
         """The state at the end."""
         for inputs in self._inputs:
+            self._step(inputs)
+            self._synchronizer.after_step()
+        return [*self._model.state_dict().values()]
+
+    def _step(self, inputs):
+        def compute():
             self._optimizer.zero_grad()
             for _ in range(self._random.choice([1, 1, 2])):
                 torch.sin(self._model(inputs)).mean().backward()
-            self._synchronizer.before_step(self._optimizer, has_closure=False)
-            self._optimizer.step()
-            self._synchronizer.after_step()
-        return [*self._model.state_dict().values()]
+
+        if not self._has_closure:
+            compute()
+        self._synchronizer.before_step(self._optimizer, has_closure=self._has_closure)
+        self._optimizer.step(compute if self._has_closure else None)
 
     # The control side --------------------------------------------------------------------------------------
 

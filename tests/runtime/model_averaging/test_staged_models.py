@@ -13,11 +13,11 @@ SEEDS_PER_FAULT = 20
 SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 300))]
 
 
-def train_late(seed, without=None):
+def train_late(seed, without=None, **options):
     """The training after its end, its final state, and how often the host has waited for the device."""
     device = LateDevice(seed, without)
     with device:
-        training = ModelTraining(seed, device)
+        training = ModelTraining(seed, device, **options)
         state, waits = training.run(), device.synchronizations
         device.synchronize()
     return training, state, waits
@@ -43,10 +43,12 @@ def test_a_synchronization_of_averaged_models_that_is_left_out_is_found(without)
         train_late_often(without)
 
 
-def test_the_compute_time_is_that_of_the_device_without_the_averaging():
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_the_compute_time_is_that_of_the_device_without_the_averaging(has_closure):
     """The worker's clock stands still, and the device counts what it does between two marks."""
-    training, _, _ = train_late(0)
+    training, _, _ = train_late(0, has_closure=has_closure)
     assert training.reported[0].compute_s == 0
     known_s = {one.compute_s for one in training.reported} - {0}
-    assert len(known_s) == 2  # of a step with one pass, and of one with two
+    # Of a step with one pass, of one with two, and of the first with a closure, in which SGD makes its state.
+    assert len(known_s) == 2 + has_closure
     assert {*training.computed_s} == {0, *known_s}
