@@ -5,7 +5,10 @@ tensors lie on an accelerator, they are packed there, in the current stream, and
 stream for copies out; the exchange begins when that copy has ended. The sums are copied back by the stream
 for copies in, and the current stream waits for that before it unpacks them. What it packs next is copied out
 after that, so the next exchange, which receives into the same memory, cannot begin before the copy back has
-ended. The host waits for no copy. This module decides nothing.
+ended. The host waits for no copy.
+
+Where the tensors change during an exchange, a *snapshot* of them is exchanged, which is kept until the end. The
+sums less the snapshot are then added to the tensors as they are by now. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any, cast
 
 import torch
 
+from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.devices.interface import Accelerator, CallWhenReady
 from offbeat.runtime.devices.memory import DeviceMemory
@@ -34,6 +38,7 @@ class FlatTensors:
     Attributes:
         contributions: what this worker contributes, by `pack`.
         outputs: for the sums, of the same shapes and dtypes.
+        snapshots: of the same shapes and dtypes, by `take_snapshot`; empty before the first.
     """
 
     def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], memory: TensorMemory) -> None:
@@ -48,6 +53,7 @@ class FlatTensors:
         self._dtypes = list(elements)
         self.contributions = [memory.zeros(elements[dtype], dtype) for dtype in self._dtypes]
         self.outputs = [memory.zeros(elements[dtype], dtype) for dtype in self._dtypes]
+        self.snapshots: list[torch.Tensor] = []
 
     def _real_tensors(self) -> list[torch.Tensor]:
         detached = [tensor.detach() for tensor in self._tensors() if tensor.numel()]
@@ -60,18 +66,29 @@ class FlatTensors:
         Memory that another worker may still read, because an exchange was abandoned, is replaced before. On
         an accelerator the tensors are packed there, and this begins to copy them to the host.
         """
+        self._replace_read_memory()
+        self._copy_to_host(self.contributions, weight, is_first=is_first)
+
+    @torch.no_grad()
+    def take_snapshot(self) -> None:
+        """Fill `snapshots` with the tensors, which are numbers with a fraction; see `pack`."""
+        if not self.snapshots:
+            self.snapshots = [self._memory.zeros(flat.numel(), flat.dtype) for flat in self.outputs]
+        self._copy_to_host(self.snapshots, 1.0, is_first=True)
+
+    def _replace_read_memory(self) -> None:
         for flats in (self.contributions, self.outputs):
             for index, flat in enumerate(flats):
                 if self._memory.may_be_read(flat):
                     flats[index] = self._memory.zeros(flat.numel(), flat.dtype)
+
+    def _copy_to_host(self, flats: Sequence[torch.Tensor], weight: float, *, is_first: bool) -> None:
         if self._accelerator is None:
-            self._write(self.contributions, weight, is_first=is_first)
+            self._write(flats, weight, is_first=is_first)
             return
-        packed = [self._allocate(self._accelerator, flat) for flat in self.contributions]
+        packed = [self._allocate(self._accelerator, flat) for flat in flats]
         self._write([memory.flat for memory in packed], weight, is_first=is_first)
-        self._copied_out = [
-            memory.copy_out(flat) for memory, flat in zip(packed, self.contributions, strict=True)
-        ]
+        self._copied_out = [memory.copy_out(flat) for memory, flat in zip(packed, flats, strict=True)]
 
     def _write(self, flats: Sequence[torch.Tensor], weight: float, *, is_first: bool) -> None:
         for tensor, part in self._parts(flats):
@@ -100,6 +117,28 @@ class FlatTensors:
             for number in range(len(self.outputs))
         ]
 
+    def all_reduce_snapshot(
+        self, exchange: Exchange, *, exchange_id: int, weight: float
+    ) -> list[PendingExchange]:
+        """Start to sum the snapshots times the members' weights into `outputs`; thread-safe.
+
+        Args:
+            exchange, exchange_id: see `Exchange.all_reduce`.
+            weight: this member's.
+        """
+        self._replace_read_memory()
+        return [
+            exchange.all_reduce(
+                self.contributions[number],
+                self.outputs[number],
+                exchange_id=exchange_id,
+                index=number,
+                external=[ExternalElements(0, snapshot, weight)],
+                after=self._when_copied(number),
+            )
+            for number, snapshot in enumerate(self.snapshots)
+        ]
+
     def _when_copied(self, number: int) -> CallWhenReady | None:
         if self._accelerator is None:
             return None
@@ -108,15 +147,26 @@ class FlatTensors:
     @torch.no_grad()
     def unpack(self) -> None:
         """Copy `outputs` into the tensors; on an accelerator the current stream does so later."""
-        sums = self.outputs
-        if self._accelerator is not None:
-            received = [self._allocate(self._accelerator, flat) for flat in self.outputs]
-            for memory, flat in zip(received, self.outputs, strict=True):
-                memory.copy_in(flat)
-                memory.use()
-            sums = [memory.flat for memory in received]
-        for tensor, part in self._parts(sums):
+        for tensor, part in self._parts(self._bring_back(self.outputs)):
             tensor.copy_(part)
+
+    @torch.no_grad()
+    def add_difference(self) -> None:
+        """Add `outputs` less `snapshots` to the tensors; overwrites `outputs`, see `unpack`."""
+        for output, snapshot in zip(self.outputs, self.snapshots, strict=True):
+            output.sub_(snapshot)
+        for tensor, part in self._parts(self._bring_back(self.outputs)):
+            tensor.add_(part)
+
+    def _bring_back(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return vectors of the host where the tensors lie."""
+        if self._accelerator is None:
+            return flats
+        received = [self._allocate(self._accelerator, flat) for flat in flats]
+        for memory, flat in zip(received, flats, strict=True):
+            memory.copy_in(flat)
+            memory.use()
+        return [memory.flat for memory in received]
 
     def _allocate(self, device: Accelerator, like: torch.Tensor) -> DeviceMemory:
         return DeviceMemory(device, torch.empty(like.shape, dtype=like.dtype, device=device.torch_device))

@@ -144,12 +144,15 @@ class AveragingWorker(SimulatedWorker):
         return self.cluster.overlap and not waits and not averaging.includes_buffers
 
     def _take_part(self, averaging: AverageModels) -> None:
-        """Take part in an averaging, and wait for its end."""
+        """Take part in an averaging, unless it is cancelled already, and wait for its end."""
         self._activity_before = self.activity
         self.activity = EXCHANGING
         if self.model is not None:
             self.snapshot = self.model.parameters
-        self.cluster.enter_averaging(self, averaging)
+        if self.averaging_protocol.is_cancelled:
+            self._end_averaging(has_mean=False)
+        else:
+            self.cluster.enter_averaging(self, averaging)
 
     def _finish(self, epoch: int) -> None:
         """See `SimulatedWorker`: what an averaging yields is added at once from now on."""
