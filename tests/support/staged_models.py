@@ -7,7 +7,7 @@ are cancelled and when, and whether memory is still read then.
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +15,8 @@ from torch import nn
 
 from offbeat.events import AverageModels, Ready
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
-from offbeat.runtime.model_averaging.synchronizer import AveragingCancelledError, ModelAveragingSynchronizer
+from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
+from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.trained import TrainingState
 from support.simulated_group import SimulatedExchange, SimulatedLinks
@@ -51,12 +52,16 @@ class _Links(SimulatedLinks):
         super().__init__(device)
         self._random, self._pace = random.Random(f"links {seed}"), random.Random(f"pace {seed}")
         self.exchange, self._cancels_at = None, None
+        self._ends = random.Random(f"ends {seed}")
 
     def allocate_shared(self, size_bytes):
         return None
 
     def has_readers(self, memory):
         return self._is_read
+
+    def is_exchange_over(self):
+        return self._ends.random() < 0.6
 
     def open_exchange(self):
         self._cancels_at = self._random.randrange(3) if self._random.random() < 0.3 else None
@@ -72,11 +77,13 @@ class _Links(SimulatedLinks):
             while self._late is not None and self._pace.random() < 0.95 and self._late.run_one():
                 pass  # so that it may have begun
             self.exchange.abandon()
+            for pending in self.exchange.pending:  # the links' thread itself cancels
+                self.join_host(pending.own_clock)
             self._is_read = self._random.random() < 0.5
             if not self._is_read:  # all that was sent has been read
                 for pending in self.exchange.pending:
                     self.join_host(pending.clock)
-            raise AveragingCancelledError("cancelled")
+            raise AveragingCancelledError
 
     def contribution_of_others(self, index, flat):
         self._is_read = False  # what was read has been replaced
@@ -96,6 +103,7 @@ class ModelTraining:
     Args:
         seed: of the steps, and of what happens to the averagings.
         device: a `LateDevice`, or the host.
+        overlap: the worker trains on while its model is averaged.
         has_closure: the optimizer computes the gradients.
 
     Attributes:
@@ -107,7 +115,7 @@ class ModelTraining:
     worker, is_newcomer, epoch, samples, batch = WORKER, False, 0, 0, 0
     failure = preempt = None
 
-    def __init__(self, seed, device, *, has_closure=False):
+    def __init__(self, seed, device, *, overlap=False, has_closure=False):
         self._random, self._has_closure = random.Random(f"models {seed}"), has_closure
         torch.manual_seed(seed)
         self._model = Model()
@@ -118,11 +126,14 @@ class ModelTraining:
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.125, momentum=0.5)
         self.timer = PartTimer(lambda: 0.0)
         self.computed_s, self.reported, self.cancelled = [], [], 0
-        self.endpoint, self.lock = _Links(seed, device), nullcontext()
+        self.endpoint, self.lock = _Links(seed, device), threading.Condition()
         self.protocol = ModelAveragingProtocol(WORKER)
         self._exchange_id = 0
         trained = TrainingState(self._model, [self._optimizer])
-        self._synchronizer = _Synchronizer(self, trained, timeout_s=10.0, assigns_samples=False)
+        self._overlap = overlap
+        self._synchronizer = _Synchronizer(
+            self, trained, overlap=overlap, timeout_s=10.0, assigns_samples=False
+        )
         self._synchronizer._join(self, device)
         self._synchronizer.attach()
 
@@ -178,6 +189,11 @@ class ModelTraining:
     def send_event(self, event):
         if isinstance(event, Ready):
             self.reported.append(event)
+            if self._overlap and self.protocol.averaging is None and self._random.random() < 0.8:
+                averaging = self._next_averaging()
+                self.protocol.handle(averaging)
+                with self.endpoint.in_io_thread():
+                    self.on_action(averaging)
         else:
             self.cancelled += not event.has_mean
 

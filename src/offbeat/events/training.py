@@ -625,7 +625,7 @@ class ResolveLateBlock(ToWorker):
 
 @dataclass(frozen=True, kw_only=True)
 class AverageModels(ToMembers):
-    """Workers that own their models average them once, each between two of its steps.
+    """Workers that own their models average them once, each between two of its steps or while it trains.
 
     Attributes:
         exchange_id: the first of the exchange ids of this averaging; those of one worker ascend.
@@ -644,6 +644,11 @@ class AverageModels(ToMembers):
     includes_buffers: bool
     leader: int
     reason: str
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The members that have a model, ascending."""
+        return tuple(member for member in self.members if member not in self.joining)
 
 
 @dataclass(frozen=True, kw_only=True)

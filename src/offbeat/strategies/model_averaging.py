@@ -34,6 +34,8 @@ class PReduce:
             rule, by default four times the least possible window.
         shards: "dynamic" assigns samples as they are needed, each once an epoch; "equal" splits them in
             advance, so that fast workers finish early.
+        overlap: train on while the model is averaged: the mean of the group's models as they were at the end
+            of a step, less this worker's, is added to its model at the end of a later step.
         timeout_s: how long a live worker may keep others waiting before it is rejected, in seconds.
 
     Raises:
@@ -48,6 +50,7 @@ class PReduce:
     P: int | None = None
     window: int | None = None
     shards: Literal["dynamic", "equal"] = "dynamic"
+    overlap: bool = True
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -71,7 +74,11 @@ class PReduce:
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> ModelAveragingSynchronizer:
         """See `Strategy.make_synchronizer`."""
         return ModelAveragingSynchronizer(
-            loop, trained, timeout_s=self.timeout_s, assigns_samples=self.shards == "dynamic"
+            loop,
+            trained,
+            overlap=self.overlap,
+            timeout_s=self.timeout_s,
+            assigns_samples=self.shards == "dynamic",
         )
 
     def _policy_arguments(self) -> dict[str, Any]:
@@ -79,5 +86,6 @@ class PReduce:
             "size": self.P,
             "window": self.window,
             "shards": self.shards,
+            "overlap": self.overlap,
             "timeout_s": self.timeout_s,
         }

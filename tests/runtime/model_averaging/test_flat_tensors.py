@@ -51,3 +51,27 @@ def test_tensors_of_a_device_are_averaged_as_those_of_the_cpu(seed):
     for one, other in zip(contributed, average_alone(Host(), expected), strict=True):
         assert torch.equal(one, other)
     assert all(map(torch.equal, own, expected))
+
+
+def add_difference(device, own):
+    """Averages a snapshot with nothing, with weight 0.25, while the tensors change."""
+    links = Alone(device)
+    flat = FlatTensors(lambda: own, links)
+    flat.take_snapshot()
+    for one in own:
+        one.add_(8)
+    for pending in flat.all_reduce_snapshot(SimulatedExchange(links), exchange_id=1, weight=0.25):
+        pending.wait(10.0)
+    flat.add_difference()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_mean_less_the_snapshot_is_added_to_what_the_tensors_are_by_then(seed):
+    device, expected = LateDevice(seed), tensors()[:2]
+    own = [device.adopt(one) for one in tensors()[:2]]
+    with device:
+        add_difference(device, own)
+        device.synchronize()
+    add_difference(Host(), expected)
+    assert [one.tolist() for one in own] == [[8 + 0.25, 8 + 0.5], [[8 + 0.75, 8 + 1.0]]]
+    assert all(map(torch.equal, own, expected))

@@ -24,23 +24,25 @@ def train_late(seed, without=None, **options):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_averagings_give_the_models_of_the_cpu_without_a_race(seed):
-    _, seen, waits = train_late(seed)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_random_averagings_give_the_models_of_the_cpu_without_a_race(overlap, seed):
+    _, seen, waits = train_late(seed, overlap=overlap)
     assert not waits, "the host has waited for the device"
-    expected = ModelTraining(seed, Host()).run()
+    expected = ModelTraining(seed, Host(), overlap=overlap).run()
     for one, other in zip(seen, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def train_late_often(without):
+def train_late_often(without, *, overlap):
     for seed in range(SEEDS_PER_FAULT):
-        train_late(seed, without)
+        train_late(seed, without, overlap=overlap)
 
 
 @pytest.mark.parametrize("without", FAULTS)
-def test_a_synchronization_of_averaged_models_that_is_left_out_is_found(without):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_synchronization_of_averaged_models_that_is_left_out_is_found(overlap, without):
     with pytest.raises(RaceError):
-        train_late_often(without)
+        train_late_often(without, overlap=overlap)
 
 
 @pytest.mark.parametrize("has_closure", [False, True])

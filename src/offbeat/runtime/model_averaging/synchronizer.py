@@ -1,18 +1,19 @@
 """The synchronizer of workers that own their models: after each step a worker averages its model with others.
 
 Theory of operation. The optimizer steps the worker's own model, with the gradients of its own batch. After
-the step the worker reports `Ready` and waits for an `AverageModels`, which its `ModelAveragingProtocol`
-keeps. It packs its parameters, times its weight, into vectors; the members sum these by a ring, and the sum
-becomes each member's parameters. Then it reports `ModelsAveraged`. Until the sum is complete the parameters
-are unchanged, so that an averaging that is cancelled has no effect. Optimizer state stays with its worker;
-buffers are averaged at the end only. The worker waits for the exchange, and for no copy between the host and
-an accelerator (see `FlatTensors`).
+the step the worker reports `Ready`. With `overlap` it trains on, as `BackgroundAveraging` says.
+Without it, and in averagings in which it sends or receives a state or that follow the end of its loop, the
+worker waits for an `AverageModels`, which its `ModelAveragingProtocol` keeps. It packs its parameters, times
+its weight, into vectors; the members sum these by a ring, and the sum becomes each member's parameters. Then
+it reports `ModelsAveraged`. Until the sum is complete the parameters are unchanged, so that an averaging that
+is cancelled has no effect. Optimizer state stays with its worker; buffers are averaged at the end only. The
+worker waits for the exchange, and for no copy between the host and an accelerator (see `FlatTensors`).
 
 Members without a state receive it from the first other member, which waits anyway. A new worker begins so,
 and at the start all workers but the first.
 
-Threads. The links' thread applies actions and, where an averaging is cancelled, fails its exchange. All else
-happens in the worker's thread. Nothing here decides which workers average.
+Threads. The links' thread applies actions; it begins averagings in the background, and fails the exchange of
+one that is cancelled. All else happens in the worker's thread. Nothing here decides which workers average.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from offbeat.runtime.data.late_gradients import LateGradients
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.devices.interface import Device
 from offbeat.runtime.devices.opening import open_device
+from offbeat.runtime.model_averaging.background import BackgroundAveraging
+from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
@@ -46,29 +49,33 @@ from offbeat.runtime.training.state_copy import StateCopier, check_can_copy
 from offbeat.runtime.training.trained import TrainingState
 
 
-class AveragingCancelledError(WorkerError):
-    """An averaging was cancelled by the coordinator: the model keeps its values."""
-
-
 class ModelAveragingSynchronizer:
     """A worker that owns its model and averages it with others; see `Synchronizer`.
 
     Args:
         loop: the worker's session.
         trained: the model and its optimizers.
+        overlap: the worker trains on while its model is averaged; see `BackgroundAveraging`.
         timeout_s: how long a worker may keep others waiting, in seconds.
         assigns_samples: samples are assigned as they are needed.
     """
 
     def __init__(
-        self, loop: TrainingLoop, trained: TrainingState, *, timeout_s: float, assigns_samples: bool
+        self,
+        loop: TrainingLoop,
+        trained: TrainingState,
+        *,
+        overlap: bool,
+        timeout_s: float,
+        assigns_samples: bool,
     ) -> None:
         self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
-        self._assigns_samples = assigns_samples
+        self._overlap, self._assigns_samples = overlap, assigns_samples
         self._forms = ParameterFormCheck(trained.model)
         self._client: CoordinatorClient | None = None
         self._protocol = ModelAveragingProtocol(loop.worker)  # until the client has one
         self._parameters: FlatTensors | None = None
+        self._background: BackgroundAveraging | None = None
         self._exchange: Exchange | None = None
         self._handles: list[RemovableHandle | HookFreeScripting] = []
         self._saved_gradients = SavedGradients()
@@ -161,6 +168,10 @@ class ModelAveragingSynchronizer:
         client.on_action = self._on_action
         while not self._average("the state of the other workers"):
             pass
+        if self._overlap:
+            self._background = BackgroundAveraging(
+                self._parameters, client, self._protocol, self._open_exchange
+            )
 
     def attach(self) -> None:
         """See `Synchronizer.attach`."""
@@ -197,7 +208,9 @@ class ModelAveragingSynchronizer:
                 self._timeout_s,
                 "all workers to finish",
             )
-            if self._protocol.averaging is not None:
+            if self._background is not None and self._background.is_under_way:
+                self._loop.send_event(self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S))
+            elif self._protocol.averaging is not None:
                 self._average("the last averaging")
 
     def receive_final_state(self) -> None:
@@ -268,6 +281,10 @@ class ModelAveragingSynchronizer:
         if self._assigns_samples:
             with client.lock:
                 blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
+        if self._background is not None:
+            timer.switch("communicate")
+            if (ended := self._background.end_step()) is not None:
+                self._loop.send_event(ended)
         self._loop.send_event(
             Ready(
                 now_s=0.0,
@@ -283,11 +300,18 @@ class ModelAveragingSynchronizer:
             )
         )
         timer.switch("wait")
-        self._average("the workers of its group")
+        if self._background is None or self._has_to_wait():
+            self._average("the workers of its group")
         timer.switch("other")
         self._is_preempted = client.preempt is not None
 
     # An averaging ----------------------------------------------------------------------------------------
+
+    def _has_to_wait(self) -> bool:
+        """Whether this worker is in an averaging that is none for the background."""
+        averaging = self._protocol.averaging
+        assert self._background is not None
+        return averaging is not None and not self._background.serves(averaging)
 
     def _average(self, what: str) -> bool:
         """Wait for an averaging, take part in it and report its end; return whether it was not cancelled.
@@ -317,7 +341,7 @@ class ModelAveragingSynchronizer:
 
     def _carry_out(self, averaging: AverageModels) -> None:
         worker, joining = self._loop.worker, averaging.joining
-        group = [member for member in averaging.members if member not in joining]
+        group = averaging.group
         if worker in joining:
             self._copy_state(averaging, [group[0], *joining])
             return
@@ -374,14 +398,12 @@ class ModelAveragingSynchronizer:
         if client.failure is not None:
             exchange.abandon(client.failure)
         elif is_cancelled:
-            exchange.abandon(_cancelled_error())
+            exchange.abandon(AveragingCancelledError())
         return exchange
 
     def _on_action(self, action: Action) -> None:
-        """Fail the exchange of an averaging that is cancelled; called in the I/O thread."""
-        if isinstance(action, CancelAveraging) and self._protocol.is_cancelled:
-            self.abandon(_cancelled_error())
-
-
-def _cancelled_error() -> AveragingCancelledError:
-    return AveragingCancelledError("the averaging was cancelled: a member cannot finish it")
+        """Begin an averaging in the background, or fail one that is cancelled; called in the I/O thread."""
+        if isinstance(action, AverageModels) and self._background is not None:
+            self._background.begin_if_due()
+        elif isinstance(action, CancelAveraging) and self._protocol.is_cancelled:
+            self.abandon(AveragingCancelledError())

@@ -139,8 +139,7 @@ class AveragingWorker(SimulatedWorker):
 
     def _is_overlapped(self, averaging: AverageModels) -> bool:
         """Whether this worker trains on: it waits where it sends or receives a state, and at the end."""
-        group = [member for member in averaging.members if member not in averaging.joining]
-        waits = averaging.joining and self.worker in (*averaging.joining, group[0])
+        waits = averaging.joining and self.worker in (*averaging.joining, averaging.group[0])
         return self.cluster.overlap and not waits and not averaging.includes_buffers
 
     def _take_part(self, averaging: AverageModels) -> None:

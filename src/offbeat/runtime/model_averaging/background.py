@@ -1,0 +1,123 @@
+"""An averaging of models that goes on while its worker trains.
+
+Theory of operation. At the end of a step a worker in no averaging takes a *snapshot* of its parameters,
+and then reports `Ready`. When an `AverageModels` arrives, the links' thread begins to exchange the snapshot:
+the loop computes the next step meanwhile, and a slow worker keeps no other waiting. At the end of the step in
+which the exchange has ended, the mean less the snapshot is added to the parameters, and `ModelsAveraged` is
+reported. Until then this worker is in no other averaging, and its snapshot does not change.
+
+Threads. The loop calls `end_step` and `wait`, the links' thread `begin_if_due`. The lock of the client guards
+what they share. Nothing here decides which workers average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from offbeat.events import AverageModels, ModelsAveraged
+from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.runtime.collectives.interface import Exchange, PendingExchange
+from offbeat.runtime.control.client import CoordinatorClient
+from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
+from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
+
+
+class BackgroundAveraging:
+    """A worker's averagings of snapshots, one at a time.
+
+    Args:
+        parameters: the worker's.
+        client: of the coordinator.
+        protocol: the worker's, which keeps the averaging that it is in.
+        open_exchange: opens an exchange over some workers; it fails at once if the averaging is cancelled.
+    """
+
+    def __init__(
+        self,
+        parameters: FlatTensors,
+        client: CoordinatorClient,
+        protocol: ModelAveragingProtocol,
+        open_exchange: Callable[[Sequence[int]], Exchange],
+    ) -> None:
+        self._parameters, self._client, self._protocol = parameters, client, protocol
+        self._open_exchange = open_exchange
+        self._is_taking_snapshot = False
+        self._begun: AverageModels | None = None  # the averaging whose exchange has begun, or is about to
+        self._pending: list[PendingExchange] | None = None  # its exchanges
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the worker is in an averaging that goes on in the background."""
+        return self._begun is not None
+
+    def serves(self, averaging: AverageModels) -> bool:
+        """Whether an averaging is one for the background.
+
+        It is not at the end, nor on workers that send or receive a state: they wait.
+        """
+        group = averaging.group
+        is_waiting = bool(averaging.joining) and self._client.worker in (*averaging.joining, group[0])
+        return not averaging.includes_buffers and not is_waiting
+
+    def begin_if_due(self) -> None:
+        """Begin to exchange the snapshot if an averaging for the background has arrived."""
+        with self._client.lock:
+            averaging = self._protocol.averaging
+            if (
+                averaging is None
+                or self.is_under_way
+                or self._is_taking_snapshot
+                or not self.serves(averaging)
+            ):
+                return
+            self._begun = averaging
+        pending: list[PendingExchange] = []
+        group, worker = averaging.group, self._client.worker
+        if len(group) > 1:
+            pending = self._parameters.all_reduce_snapshot(
+                self._open_exchange(group),
+                exchange_id=averaging.exchange_id,
+                weight=averaging.weights[averaging.members.index(worker)],
+            )
+        with self._client.lock:
+            self._pending = pending
+            self._client.lock.notify_all()
+
+    def end_step(self) -> ModelsAveraged | None:
+        """End a step: add what an averaging has yielded, and renew the snapshot unless one is under way.
+
+        Returns:
+            The event that reports the end of an averaging, None if none has ended.
+
+        Raises:
+            WorkerError: the job failed.
+        """
+        ended = None
+        if self._pending is not None and all(one.ended_s is not None for one in self._pending):
+            ended = self._end()
+        with self._client.lock:
+            self._is_taking_snapshot = self._protocol.averaging is None
+        if self._is_taking_snapshot:
+            self._parameters.take_snapshot()
+            self._is_taking_snapshot = False
+            self.begin_if_due()
+        return ended
+
+    def wait(self, timeout_s: float) -> ModelsAveraged:
+        """Wait for the end of the averaging under way; see `end_step`."""
+        self._client.wait_for(lambda: self._pending is not None, timeout_s, "an averaging to begin")
+        return self._end(timeout_s)
+
+    def _end(self, timeout_s: float = 0.0) -> ModelsAveraged:
+        pending, has_mean = self._pending, True
+        assert pending is not None
+        try:
+            for one in pending:
+                one.wait(timeout_s)
+        except AveragingCancelledError:
+            has_mean = False
+        if pending and has_mean:
+            self._parameters.add_difference()
+        with self._client.lock:
+            self._begun = self._pending = None
+            return self._protocol.finish(has_mean=has_mean)
