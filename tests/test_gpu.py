@@ -482,7 +482,7 @@ def test_training_continues_from_a_checkpoint(tmp_path):
 
 
 def test_a_validator_on_a_stream_requires_a_model_on_a_gpu():
-    with pytest.raises(OffbeatError, match="expected a model on a GPU"):
+    with pytest.raises(OffbeatError, match="expected a model on an accelerator"):
         offbeat.Validator(a_model_on_the_cpu(), evaluate, samples(8), backend="stream")
 
 
