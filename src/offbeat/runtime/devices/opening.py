@@ -41,10 +41,11 @@ def open_accelerators(
 def find_used_accelerator() -> Any:
     """Return torch's module of this machine's accelerator if this process uses it already, else None.
 
-    Nothing is opened: a process that has asked for a device can fork none that uses it.
+    Also None for an accelerator whose module does not return the states of its generators (MPS). Nothing is
+    opened: a process that has asked for a device can fork none that uses it.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
     module: Any = torch.get_device_module(accelerator)
-    return module if module.is_initialized() else None
+    return module if hasattr(module, "get_rng_state_all") and module.is_initialized() else None
