@@ -85,7 +85,7 @@ ROOMS = {
         "validation": ("processes", "transport", "control", "devices"),
         "ps": ("processes", "transport", "control"),
         "averaging": ("control", "collectives", "data", "training", "devices"),
-        "hybrid": ("collectives", "training", "averaging"),
+        "hybrid": ("collectives", "training", "averaging", "devices"),
         "staleness": ("processes", "control", "data", "training", "ps"),
         "model_averaging": ("control", "collectives", "data", "training", "devices"),
     },
