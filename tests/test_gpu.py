@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from functools import partial
+from statistics import median
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from benchmarks.use_over_time import device_use_reader
 from offbeat.errors import OffbeatError
+from offbeat.events import Ready, ResolveLateBlock
 from offbeat.policies.validation.schedule import TakeSnapshot
+from offbeat.runtime.data import late_gradients
 from offbeat.runtime.devices.opening import open_accelerators
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeEvent
@@ -36,9 +39,10 @@ from offbeat.strategies import (
     PReduce,
     ServerBSP,
 )
-from support import device_training
+from support import device_training, sample_counting
 from support.newcomer_training import Gate, pass_gate
 from support.processes import run, start, values
+from support.run_logs import entries_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("OFFBEAT_TEST_GPU") != "1", reason="run by `make test-gpu`")
 
@@ -304,11 +308,58 @@ def without_synchronizing(rank, emit, strategy):
 
 
 @pytest.mark.parametrize(
-    "strategy", [AllReduce(), PartialAllReduce(), Hybrid()], ids=["bsp", "partial", "hybrid"]
+    "strategy",
+    [AllReduce(), PartialAllReduce(), Hybrid(), PReduce(P=2)],
+    ids=["bsp", "partial", "hybrid", "preduce"],
 )
 def test_a_step_never_synchronizes_with_the_device(strategy):
     for losses in values(run(without_synchronizing, 2, strategy)):
         assert losses[-1] < losses[0]
+
+
+LATE = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=100)
+LATE_SAMPLES, LATE_EPOCHS = 401, 4
+
+
+def without_waiting(method):
+    """The method; it fails where the host waits for the device in it."""
+
+    def checked(*args):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return method(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return checked
+
+
+def counting_with_late_gradients(rank, emit):
+    """How often each sample was used."""
+    torch.cuda.set_device(0)
+    for name in ("pack", "received"):
+        method = getattr(late_gradients._TensorMessage, name)
+        setattr(late_gradients._TensorMessage, name, without_waiting(method))
+    sample_counting.SAMPLES = LATE_SAMPLES
+    model = sample_counting.Counter().cuda()
+    model.register_forward_hook(lambda *_: torch.cuda._sleep(10_000_000))  # some 5 ms
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with offbeat.join(model, optimizer, LATE) as session:
+        for _ in session.epochs(LATE_EPOCHS):
+            for (numbers,) in session.batches(TensorDataset(torch.arange(LATE_SAMPLES)), 4):
+                optimizer.zero_grad()
+                (-model(numbers.cuda())).backward()
+                sample_counting.once_each(model)
+                optimizer.step()
+    return model.uses_N.tolist()
+
+
+def test_late_gradients_count_once_and_the_host_waits_for_none(tmp_path):
+    log = tmp_path / "log.jsonl"
+    env = {"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}
+    for uses in values(run(counting_with_late_gradients, 3, env=env)):
+        assert uses == [float(LATE_EPOCHS)] * LATE_SAMPLES
+    assert any(resolved.is_contributed for resolved in entries_of(log, ResolveLateBlock))
 
 
 def in_mixed_precision(rank, emit, strategy, dtype):
@@ -412,6 +463,22 @@ def test_a_worker_whose_device_is_slow_is_left_out_and_no_other():
     outside = values(run(with_slow_kernels, 3))
     assert outside[0] == outside[1] == 0
     assert outside[2] > 10
+
+
+def with_slow_kernels_and_own_model(rank, emit):
+    torch.cuda.set_device(0)
+    model = a_model()
+    model[0].register_forward_hook(lambda *_: torch.cuda._sleep(200_000_000))  # some 100 ms
+    optimizer = sgd(model)
+    with offbeat.join(model, optimizer, PReduce(P=2, shards="equal")):
+        return train(model, optimizer, 1)
+
+
+def test_a_worker_that_averages_models_reports_the_compute_time_of_its_device(tmp_path):
+    log = tmp_path / "log.jsonl"
+    values(run(with_slow_kernels_and_own_model, 2, env={"OFFBEAT_RUN_LOG": str(log)}))
+    reported_s = [ready.compute_s for ready in entries_of(log, Ready)]
+    assert median(reported_s) > 0.05
 
 
 LAYERS, WIDTH = 12, 1024
@@ -525,6 +592,14 @@ def of_two_on(device, strategy):
             F.cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
             optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def test_workers_that_share_a_gpu_average_the_models_of_the_cpu():
+    strategy = PReduce(P=2, shards="equal")
+    seen = values(run(on_one_gpu, 2, of_two_on, "cuda", strategy))
+    expected = values(run(on_one_gpu, 2, of_two_on, "cpu", strategy))
+    assert seen[0] == seen[1]
+    assert seen[0] == pytest.approx(expected[0], rel=1e-12, abs=1e-14)
 
 
 def test_workers_that_share_a_gpu_train_on_servers_as_on_the_cpu():

@@ -80,7 +80,7 @@ ROOMS = {
         "devices": (),
         "collectives": ("processes", "transport", "devices"),
         "launching": ("processes", "control"),
-        "data": ("control",),
+        "data": ("control", "devices"),
         "training": ("control", "collectives", "data", "devices"),
         "validation": ("processes", "transport", "control", "devices"),
         "ps": ("processes", "transport", "control"),

@@ -34,7 +34,7 @@ class _Pending:
         self._group.join_host(self.clock)
 
 
-class _Exchange:
+class SimulatedExchange:
     """Sums at once, as soon as it may read; what is prepared is overwritten at once."""
 
     device = torch.device("cpu")
@@ -46,7 +46,7 @@ class _Exchange:
         assert not external or after is None
         pending, group = _Pending(self._group), self._group
         self.pending.append(pending)
-        position, others = group.position, group.contribution_of_others(index, flat)
+        others = group.contribution_of_others(index, flat)
 
         def begin():
             if pending.is_abandoned:
@@ -59,7 +59,7 @@ class _Exchange:
                     for part in external:
                         span = slice(part.start, part.start + len(part.values))
                         values[span] = torch.mul(part.values, part.factor)
-                    into.copy_(values if position == 0 else values + others)
+                    into.copy_(values if others is None else values + others)
                 pending.is_done, pending.clock = True, clock()
 
         begin() if after is None else after(begin)
@@ -105,42 +105,16 @@ class _LateGradients:
         pass
 
 
-class SimulatedGroup:
-    """Binding, session and memory for one averager; see the module.
+class SimulatedLinks:
+    """The links of a worker that allocates its memory on a device: their thread, and who reads the memory.
 
     Args:
-        seed: of the decisions.
         device: a `LateDevice`, or the host.
-        changes: the group changes, and with it all that can happen then.
-
-    Attributes:
-        averager: set by the test before the first round.
-        position: this member's.
     """
 
-    def __init__(self, seed, device, model, optimizer, *, changes=True):
-        self._random, self._changes = random.Random(seed), changes
+    def __init__(self, device):
         self.device, self._late = device, device if device.has_streams else None
-        self._optimizer, self._model = optimizer, model
-        self.memory = self
-        self.exchange_device = torch.device("cpu")
-        self.membership = SimpleNamespace(exchange_id=0, round=0, step=0, is_member=True, generation=0)
-        self.was_state_replaced, self._is_read, self._size, self.position = False, False, 2, 0
-        self._handle = None
-        self._abandons_at = None
-        self.late_gradients = _LateGradients()
-        self._failures = []  # of threads
-        self._now_s = 0.0
-        self.timer = PartTimer(self._clock)
-        self.tracer, self.has_preemption_signal = None, False
-        self.writes = WriteDetector(TrainingState(model, [optimizer]))
-        self.averager = None
-
-    def _clock(self):
-        self._now_s += 1.0
-        return self._now_s
-
-    # The device --------------------------------------------------------------------------------------------
+        self._is_read = False
 
     def zeros(self, elements, dtype):
         return self.device.pinned_zeros(elements, dtype)
@@ -178,6 +152,42 @@ class SimulatedGroup:
         if self._late is not None:
             self._late.wait_for_host(clock)
 
+
+class SimulatedGroup(SimulatedLinks):
+    """Binding, session and memory for one averager; see the module.
+
+    Args:
+        seed: of the decisions.
+        device: a `LateDevice`, or the host.
+        changes: the group changes, and with it all that can happen then.
+
+    Attributes:
+        averager: set by the test before the first round.
+        position: this member's.
+    """
+
+    def __init__(self, seed, device, model, optimizer, *, changes=True):
+        super().__init__(device)
+        self._random, self._changes = random.Random(seed), changes
+        self._optimizer, self._model = optimizer, model
+        self.memory = self
+        self.exchange_device = torch.device("cpu")
+        self.membership = SimpleNamespace(exchange_id=0, round=0, step=0, is_member=True, generation=0)
+        self.was_state_replaced, self._size, self.position = False, 2, 0
+        self._handle = None
+        self._abandons_at = None
+        self.late_gradients = _LateGradients()
+        self._failures = []  # of threads
+        self._now_s = 0.0
+        self.timer = PartTimer(self._clock)
+        self.tracer, self.has_preemption_signal = None, False
+        self.writes = WriteDetector(TrainingState(model, [optimizer]))
+        self.averager = None
+
+    def _clock(self):
+        self._now_s += 1.0
+        return self._now_s
+
     # The binding -------------------------------------------------------------------------------------------
 
     def start_thread(self, name, run):
@@ -192,7 +202,7 @@ class SimulatedGroup:
                 self.position = self._random.choice([0, 1])
             self.membership.generation += 1
             self._handle = GroupHandle(
-                exchange=_Exchange(self),
+                exchange=SimulatedExchange(self),
                 members=tuple(range(self._size)),
                 position=self.position,
                 weight=1.0,
@@ -244,9 +254,9 @@ class SimulatedGroup:
     def contribution_of_others(self, index, flat):
         """The first member's buffers and hyperparameters, where this member is not the first."""
         with self.unseen():
-            others = torch.zeros(flat.shape, dtype=flat.dtype)
             if self.position == 0:
-                return others
+                return None
+            others = torch.zeros(flat.shape, dtype=flat.dtype)
             buckets = self.averager._buckets
             bucket, trailer = buckets._buckets[index], buckets._trailer
             offset = dict(zip(bucket.entries, bucket.offsets, strict=True))

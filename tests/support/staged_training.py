@@ -1,13 +1,14 @@
 """A loop of random steps, the same on every device: for averagers whose gradients are staged."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from offbeat.events import AssignLateBlock, Block
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
+from offbeat.runtime.data import late_gradients
 from offbeat.runtime.hybrid.layer_averager import LayerAverager
 from support.failing_backward import Fails
 from support.simulated_group import LR, SimulatedGroup
@@ -113,13 +114,8 @@ class Training:
             with pytest.raises(ZeroDivisionError):
                 self._backward(x, with_seldom=True, fails=True)
         if may() < 0.2:
-            parameters = self.averager._parameters
-            late = SimpleNamespace(
-                weight=0.5,
-                has=[True] * len(parameters),
-                gradients=[torch.full(one.shape, 0.5) for one in parameters],
-            )
-            self.group.late_gradients.active.append(late)
+            late_gradient = received_gradient(self.averager._parameters, self.group.device)
+            self.group.late_gradients.active.append(late_gradient)
 
     def _backward(self, x, *, with_seldom, fails=False):
         loss = torch.sin(self.model(x, with_seldom, fails)).mean()
@@ -127,6 +123,19 @@ class Training:
             loss.backward()
         finally:
             self._leave_side_stream()
+
+
+def received_gradient(parameters, device):
+    """A late gradient that a link has received."""
+    message = late_gradients._TensorMessage(2 + len(parameters), parameters, device)
+    message.numbers_N.copy_(torch.tensor([0.0, 0.5] + [1.0] * len(parameters)))
+    for view in message._views:
+        view.fill_(0.5)
+    block = Block(id=0, epoch=0, ranges=((0, 1),))
+    assigned = AssignLateBlock(worker=1, assignment=0, proxy=0, block=block, reason="")
+    received = late_gradients._LateGradient(assigned, message, len(parameters))
+    received.open()
+    return received
 
 
 def gradient_averager(bucket_bytes):

@@ -1,13 +1,12 @@
 """What workers contribute to a mean of models, and what they get from it, on every device."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from support.late_device import LateDevice
+from support.simulated_group import SimulatedExchange, SimulatedLinks
 
 
 def tensors():
@@ -18,17 +17,24 @@ def tensors():
     ]
 
 
-def memory(device):
-    return SimpleNamespace(zeros=device.pinned_zeros, may_be_read=lambda flat: False, device=device)
+class Alone(SimulatedLinks):
+    """The links of a worker that averages with nobody."""
+
+    def before_wait(self):
+        pass
+
+    def contribution_of_others(self, index, flat):
+        return None
 
 
 def average_alone(device, own):
     """Replaces the tensors by their mean with nothing, with weight 0.5; returns what was contributed."""
-    flat = FlatTensors(lambda: own, memory(device))
+    links = Alone(device)
+    flat = FlatTensors(lambda: own, links)
     flat.pack(0.5, is_first=True)
+    for pending in flat.all_reduce(SimulatedExchange(links), exchange_id=1, first_index=0):
+        pending.wait(10.0)
     contributed = [one.clone() for one in flat.contributions]
-    for output, contribution in zip(flat.outputs, flat.contributions, strict=True):
-        output.copy_(contribution)
     flat.unpack()
     return contributed
 

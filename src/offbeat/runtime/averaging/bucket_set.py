@@ -162,8 +162,7 @@ class BucketSet:
         if not add:
             for late in self._binding.late_gradients.active:
                 if late.has[entry]:
-                    late_gradient = late.gradients[entry].to(view.device)
-                    view.add_(late_gradient, alpha=late.weight / self._trailer.capacity)
+                    view.add_(late.gradient(entry), alpha=late.weight / self._trailer.capacity)
 
     def fill_trailer(self, *, weight: float, writes: int, is_preempted: bool, offset_s: float) -> None:
         """Write this worker's numbers, except its blocks, which `launch_last` gets: see `RoundSums`."""

@@ -141,7 +141,7 @@ class GroupBinding:
         self._transfer_thread: threading.Thread | None = None
         self.memory, self.exchange_device = TensorMemory(client.endpoint, device), exchange_device
         self.was_state_replaced = False
-        self.late_gradients = LateGradients(client, client.protocol)
+        self.late_gradients = LateGradients(client, client.protocol, device)
         client.on_action = self._on_action
 
     def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:

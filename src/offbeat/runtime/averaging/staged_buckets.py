@@ -23,7 +23,7 @@ This module decides nothing about rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.runtime.averaging.buckets import BucketBuffer, GradientBucket, Means, ZerosFactory
 from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.devices.interface import Accelerator, CallWhenReady
+from offbeat.runtime.devices.memory import DeviceMemory
 
 
 class _DeviceEntries:
@@ -50,42 +51,12 @@ class _DeviceEntries:
         self._dtype, self._device = bucket.dtype, device
         self.count, self.elements = len(self._sizes), sum(self._sizes)
 
-    def allocate(self) -> _DeviceMemory:
+    def allocate(self) -> DeviceMemory:
         """Return new memory of the device for them."""
         flat = torch.empty(self.elements, dtype=self._dtype, device=self._device.torch_device)
         parts = flat.split(self._sizes) if self._sizes else ()
         views = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        return _DeviceMemory(self._device, flat, views)
-
-
-class _DeviceMemory:
-    """Memory of the device for a bucket, allocated on this thread's current stream.
-
-    Attributes:
-        flat: the whole of it.
-        views: by entry.
-        ready: the event from which on streams may use it.
-        used_on: the streams that use it.
-    """
-
-    def __init__(self, device: Accelerator, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-        self._device, self.flat, self.views = device, flat, views
-        self.ready: Any = device.record_event()
-        self.used_on: set[Hashable] = {device.current_stream()}
-
-    def copy_in(self, source: torch.Tensor, after: Sequence[Any] = ()) -> Any:
-        """Begin to copy memory of the host here, after some events; return the event of the copy's end."""
-        self.ready = self._device.copy_in(source, self.flat, [self.ready, *after])
-        self.used_on.clear()
-        return self.ready
-
-    def use(self) -> None:
-        """Let this thread's current stream use the memory, once it is ready."""
-        stream = self._device.current_stream()
-        if stream not in self.used_on:
-            self._device.make_stream_wait(self.ready)
-            self._device.keep_for_stream(self.flat)
-            self.used_on.add(stream)
+        return DeviceMemory(self._device, flat, views)
 
 
 class _StagedSums(BucketBuffer):
@@ -118,7 +89,7 @@ class _StagedMeans(Means):
     def __init__(self, sums: _StagedSums) -> None:
         super().__init__(sums)
         self._staged = sums
-        self._memory: _DeviceMemory | None = None
+        self._memory: DeviceMemory | None = None
 
     def fetch(self) -> None:
         """See `Means.fetch`: begins to copy them to the device."""
@@ -139,7 +110,7 @@ class _StagedMeans(Means):
             memory.use()
             memory.flat[:elements].div_(divisor)
 
-    def _allocated(self) -> _DeviceMemory:
+    def _allocated(self) -> DeviceMemory:
         if self._memory is None:
             self._memory = self._staged.device_entries.allocate()
         return self._memory
@@ -166,7 +137,7 @@ class StagedBucket(GradientBucket):
     ) -> None:
         self._device, self._entries = device, _DeviceEntries(bucket, shapes, device)
         super().__init__(bucket, shapes, parameters, zeros)
-        self._packed: _DeviceMemory | None = None  # None where the host has it
+        self._packed: DeviceMemory | None = None  # None where the host has it
         self._is_copied_out = False  # the host has this round's contribution
         self._copied_out: Any = None  # the event of the last copy out
 
@@ -196,8 +167,7 @@ class StagedBucket(GradientBucket):
         if self._packed is None:
             return
         if self._entries.elements:
-            packed = self._packed
-            self._copied_out = self._device.copy_out(packed.flat, self._host_part, packed.used_on)
+            self._copied_out = self._packed.copy_out(self._host_part)
             self._is_copied_out = True
         self._packed = None
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from offbeat.errors import LinkError
 from offbeat.events import AssignBlocks, AssignLateBlock, Block, LateGradientArrived, ResolveLateBlock
+from offbeat.runtime.devices.interface import Accelerator, Device
+from offbeat.runtime.devices.memory import DeviceMemory
 
 if TYPE_CHECKING:
     from offbeat.policies.membership.group_protocol import GroupProtocol
@@ -31,30 +33,79 @@ _LOW_PRIORITY = 1 << 20  # a priority after all exchanges
 class _TensorMessage:
     """A message of some float64 numbers and tensors, which are sent bit for bit.
 
+    Args:
+        numbers: how many.
+        like: tensors of the same shapes and dtypes.
+        device: holds the model.
+
     Attributes:
-        memory: the whole message, as bytes.
+        memory: the whole message on the host, as bytes.
         numbers_N: float64.
-        tensors: views of the memory.
     """
 
-    def __init__(self, numbers: int, like: Sequence[torch.Tensor]) -> None:
-        sizes = [8 * numbers] + [one.numel() * one.element_size() for one in like]
-        padded = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
-        flat = torch.zeros(sum(padded), dtype=torch.uint8, device="cpu")
-        sections = flat.split(padded)
-        self.numbers_N = sections[0][: sizes[0]].view(torch.float64)
-        self.tensors = [
-            section[:size].view(one.dtype).view(one.shape)
-            for section, size, one in zip(sections[1:], sizes[1:], like, strict=True)
-        ]
+    def __init__(self, numbers: int, like: Sequence[torch.Tensor], device: Device) -> None:
+        self._accelerator = cast(Accelerator, device) if device.has_streams else None
+        self._like = [(one.dtype, one.shape, one.numel() * one.element_size()) for one in like]
+        self._padded = [_padded(size) for *_, size in self._like]
+        begin = _padded(8 * numbers)
+        flat = device.pinned_zeros(begin + sum(self._padded), torch.uint8)
+        self.numbers_N = flat[: 8 * numbers].view(torch.float64)
+        self._flat = flat[begin:]
+        self._views = self._views_of(self._flat)
         raw: Any = flat.numpy()
         self.memory = memoryview(raw)
         self._missing = len(self.memory)
+        self._copied_out: Any = None
+        self._received: DeviceMemory | None = None
+
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            section[:size].view(dtype).view(shape)
+            for section, (dtype, shape, size) in zip(flat.split(self._padded), self._like, strict=True)
+        ]
+
+    def _allocate(self, device: Accelerator) -> DeviceMemory:
+        flat = torch.empty(self._flat.shape, dtype=torch.uint8, device=device.torch_device)
+        return DeviceMemory(device, flat, self._views_of(flat))
+
+    def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Write tensors, nothing for None; an accelerator does so later, and then copies them out."""
+        memory = None if self._accelerator is None else self._allocate(self._accelerator)
+        views = self._views if memory is None else memory.views
+        for view, tensor in zip(views, tensors, strict=True):
+            if tensor is not None:
+                view.copy_(tensor)
+        if memory is not None:
+            self._copied_out = memory.copy_out(self._flat)
+
+    def call_when_packed(self, send: Callable[[], object]) -> None:
+        """Call `send` once the message may be sent: now, or in another thread after the copy out."""
+        if self._accelerator is None:
+            send()
+        else:
+            self._accelerator.call_after([self._copied_out], send)
 
     def add_received(self, length: int) -> bool:
         """Count received bytes; return whether these were the last."""
         self._missing -= length
         return not self._missing
+
+    def received(self) -> Sequence[torch.Tensor]:
+        """Return the received tensors where the model lies.
+
+        On an accelerator they are copied in, once, and this thread's current stream waits for that.
+        """
+        if self._accelerator is None:
+            return self._views
+        if self._received is None:
+            self._received = self._allocate(self._accelerator)
+            self._received.copy_in(self._flat)
+        self._received.use()
+        return self._received.views
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 class _LateGradient:
@@ -64,19 +115,23 @@ class _LateGradient:
         number: the assignment's number.
         block: the block of samples.
         is_due: the parameters are still to be sent.
-        gradients: one per parameter.
+        weight: of the gradient.
+        has: by parameter, whether it has a gradient.
     """
 
-    def __init__(self, assigned: AssignLateBlock, message: _TensorMessage) -> None:
-        self.number, self.block, self.message = assigned.assignment, assigned.block.id, message
+    def __init__(self, assigned: AssignLateBlock, message: _TensorMessage, parameters: int) -> None:
+        self.number, self.block, self._message = assigned.assignment, assigned.block.id, message
         self.is_due = True
-        self.gradients = message.tensors
-        self.weight, self.has = 0.0, [False] * len(message.tensors)
+        self.weight, self.has = 0.0, [False] * parameters
 
     def open(self) -> None:
         """Read weight and flags from the received message."""
-        _, self.weight, *has = self.message.numbers_N.tolist()
+        _, self.weight, *has = self._message.numbers_N.tolist()
         self.has = [bool(one) for one in has]
+
+    def gradient(self, entry: int) -> torch.Tensor:
+        """Return the gradient of a parameter, on the model's device: the current stream waits for it."""
+        return self._message.received()[entry]
 
 
 @dataclass
@@ -84,17 +139,27 @@ class _LateBlock:
     """A late block that this worker, outside the group, computes.
 
     Attributes:
-        message: parameters and buffers, and their step.
+        message: parameters and buffers, and their step; None once they have been loaded.
+        step: of the parameters that were loaded.
         is_here: the parameters have arrived.
         is_begun: the block is being computed.
         is_sent: its gradient has been sent.
     """
 
     assigned: AssignLateBlock
-    message: _TensorMessage
+    message: _TensorMessage | None
+    step: float = 0.0
     is_here: bool = False
     is_begun: bool = False
     is_sent: bool = False
+
+    def load_into(self, targets: Sequence[torch.Tensor]) -> None:
+        """Copy the received parameters and buffers into tensors, and free their memory."""
+        assert self.message is not None
+        self.step = float(self.message.numbers_N[0])
+        for tensor, value in zip(targets, self.message.received(), strict=True):
+            tensor.data.copy_(value)
+        self.message = None
 
 
 class LateGradients:
@@ -105,15 +170,22 @@ class LateGradients:
     proxy's contribution to the next round, with its own weight. All state is kept by
     assignment, so that a revoked one can be dropped at any time.
 
+    On an accelerator, messages lie in pinned memory of the host. Tensors are packed on the device and copied
+    out, and the message is sent when that copy has ended; received ones are copied in, and the current stream
+    waits for that. The host waits for neither. Each message has memory of its own, which exists as long as a
+    link, a copy or this object uses it.
+
     Args:
         client: the control side; its lock guards this object.
         protocol: this worker's side of the group protocol.
+        device: holds the model.
 
     Attributes:
         active: the late gradients that count in the round under way.
     """
 
-    def __init__(self, client: CoordinatorClient, protocol: GroupProtocol) -> None:
+    def __init__(self, client: CoordinatorClient, protocol: GroupProtocol, device: Device) -> None:
+        self._device = device
         self._client, self._membership, self._block_queue = client, protocol.membership, protocol.block_queue
         self._parameters: list[torch.Tensor] = []
         self._get_buffers: Callable[[], list[torch.Tensor]] = list
@@ -160,7 +232,7 @@ class LateGradients:
         if self._block_queue.ignores_assignments:
             self._late_block = None
             return
-        message = _TensorMessage(1, [*self._parameters, *self._get_buffers()])
+        message = _TensorMessage(1, [*self._parameters, *self._get_buffers()], self._device)
         late_block = self._late_block = _LateBlock(assigned, message)
 
         def on_data(_: int, length: int) -> None:
@@ -173,8 +245,8 @@ class LateGradients:
 
     def _expect_gradient(self, assigned: AssignLateBlock) -> None:
         self._forget(assigned.worker, assigned.assignment)
-        message = _TensorMessage(2 + len(self._parameters), self._parameters)
-        self._awaited[assigned.worker] = _LateGradient(assigned, message)
+        message = _TensorMessage(2 + len(self._parameters), self._parameters, self._device)
+        self._awaited[assigned.worker] = _LateGradient(assigned, message, len(self._parameters))
 
         def on_data(_: int, length: int) -> None:
             if message.add_received(length):
@@ -236,9 +308,7 @@ class LateGradients:
             if late_block is None or not self.has_block or self._membership.is_member:
                 return None
             late_block.is_begun = True
-        targets = [*self._parameters, *self._get_buffers()]
-        for tensor, value in zip(targets, late_block.message.tensors, strict=True):
-            tensor.data.copy_(value)
+        late_block.load_into([*self._parameters, *self._get_buffers()])
         return late_block.assigned.block
 
     @torch.no_grad()
@@ -250,16 +320,10 @@ class LateGradients:
                 return
             late_block.is_sent = True
         gradients = [parameter.grad for parameter in self._parameters]
-        message = _TensorMessage(2 + len(gradients), self._parameters)
-        numbers = [
-            float(late_block.message.numbers_N[0]),
-            weight,
-            *(float(one is not None) for one in gradients),
-        ]
+        message = _TensorMessage(2 + len(gradients), self._parameters, self._device)
+        numbers = [late_block.step, weight, *(float(one is not None) for one in gradients)]
         message.numbers_N.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
-        for tensor, gradient in zip(message.tensors, gradients, strict=True):
-            if gradient is not None:
-                tensor.copy_(gradient)
+        message.pack(gradients)
         assigned = late_block.assigned
         self._send(assigned.proxy, _tag(assigned.worker, assigned.assignment) + 1, message)
 
@@ -286,10 +350,9 @@ class LateGradients:
     @torch.no_grad()
     def _send_parameters(self, due: list[tuple[int, _LateGradient]]) -> None:
         tensors = [*self._parameters, *self._get_buffers()]
-        message = _TensorMessage(1, tensors)
+        message = _TensorMessage(1, tensors, self._device)
         message.numbers_N[0] = self._membership.step
-        for section, tensor in zip(message.tensors, tensors, strict=True):
-            section.copy_(tensor)
+        message.pack(tensors)
         for worker, late_gradient in due:
             late_gradient.is_due = False
             self._send(worker, _tag(worker, late_gradient.number), message)
@@ -315,14 +378,19 @@ class LateGradients:
         self._accepted = []
 
     def _send(self, worker: int, tag: int, message: _TensorMessage) -> None:
-        with suppress(LinkError):  # then the job has failed, which is reported elsewhere
-            self._client.endpoint.send_tensor(
-                self._client.link_name(worker),
-                tag,
-                message.memory,
-                priority=_LOW_PRIORITY,
-                on_done=partial(_keep_alive, message),
-            )
+        """Send a message once it is packed; it may have been revoked by then, and the link drops it."""
+
+        def send() -> None:
+            with suppress(LinkError):  # then the job has failed, which is reported elsewhere
+                self._client.endpoint.send_tensor(
+                    self._client.link_name(worker),
+                    tag,
+                    message.memory,
+                    priority=_LOW_PRIORITY,
+                    on_done=partial(_keep_alive, message),
+                )
+
+        message.call_when_packed(send)
 
 
 def _tag(worker: int, number: int) -> int:

@@ -1,12 +1,24 @@
-"""A list of tensors as a few contiguous vectors, which an exchange can average. This module sends nothing."""
+"""A list of tensors as a few contiguous vectors, which an exchange can average.
+
+Theory of operation. The vectors are memory of the host, which the links send and receive into. Where the
+tensors lie on an accelerator, they are packed there, in the current stream, and copied to the host by the
+stream for copies out; the exchange begins when that copy has ended. The sums are copied back by the stream
+for copies in, and the current stream waits for that before it unpacks them. What it packs next is copied out
+after that, so the next exchange, which receives into the same memory, cannot begin before the copy back has
+ended. The host waits for no copy. This module decides nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 
-from offbeat.runtime.collectives.interface import TensorMemory
+from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
+from offbeat.runtime.devices.interface import Accelerator, CallWhenReady
+from offbeat.runtime.devices.memory import DeviceMemory
 
 
 class FlatTensors:
@@ -26,6 +38,9 @@ class FlatTensors:
 
     def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], memory: TensorMemory) -> None:
         self._tensors, self._memory = tensors, memory
+        device = memory.device
+        self._accelerator = cast(Accelerator, device) if device.has_streams else None
+        self._copied_out: list[Any] = []  # by vector, the event of the last copy to the host
         elements: dict[torch.dtype, int] = {}
         for tensor in self._real_tensors():
             dtype = _exchanged_dtype(tensor)
@@ -42,40 +57,69 @@ class FlatTensors:
     def pack(self, weight: float, *, is_first: bool) -> None:
         """Fill `contributions` with the tensors times `weight`; integers are taken as they are or left out.
 
-        Memory that another worker may still read, because an exchange was abandoned, is replaced before.
+        Memory that another worker may still read, because an exchange was abandoned, is replaced before. On
+        an accelerator the tensors are packed there, and this begins to copy them to the host.
         """
         for flats in (self.contributions, self.outputs):
             for index, flat in enumerate(flats):
                 if self._memory.may_be_read(flat):
                     flats[index] = self._memory.zeros(flat.numel(), flat.dtype)
-        packed = self._on_device(self.contributions)
-        for tensor, part in self._parts(packed):
+        if self._accelerator is None:
+            self._write(self.contributions, weight, is_first=is_first)
+            return
+        packed = [self._allocate(self._accelerator, flat) for flat in self.contributions]
+        self._write([memory.flat for memory in packed], weight, is_first=is_first)
+        self._copied_out = [
+            memory.copy_out(flat) for memory, flat in zip(packed, self.contributions, strict=True)
+        ]
+
+    def _write(self, flats: Sequence[torch.Tensor], weight: float, *, is_first: bool) -> None:
+        for tensor, part in self._parts(flats):
             if tensor.is_floating_point():
                 part.copy_(tensor).mul_(weight)
             elif is_first:
                 part.copy_(tensor)
             else:
                 part.zero_()
-        for flat, source in zip(self.contributions, packed, strict=True):
-            if flat is not source:
-                flat.copy_(source)
+
+    def all_reduce(self, exchange: Exchange, *, exchange_id: int, first_index: int) -> list[PendingExchange]:
+        """Start to sum `contributions` into `outputs`, once the former have been copied there.
+
+        Args:
+            exchange, exchange_id: see `Exchange.all_reduce`.
+            first_index: of the first vector; the others follow.
+        """
+        return [
+            exchange.all_reduce(
+                self.contributions[number],
+                self.outputs[number],
+                exchange_id=exchange_id,
+                index=first_index + number,
+                after=self._when_copied(number),
+            )
+            for number in range(len(self.outputs))
+        ]
+
+    def _when_copied(self, number: int) -> CallWhenReady | None:
+        if self._accelerator is None:
+            return None
+        return partial(self._accelerator.call_after, [self._copied_out[number]])
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Copy `outputs` into the tensors."""
-        sums = self._on_device(self.outputs)
-        for flat, target in zip(self.outputs, sums, strict=True):
-            if flat is not target:
-                target.copy_(flat)
+        """Copy `outputs` into the tensors; on an accelerator the current stream does so later."""
+        sums = self.outputs
+        if self._accelerator is not None:
+            received = [self._allocate(self._accelerator, flat) for flat in self.outputs]
+            for memory, flat in zip(received, self.outputs, strict=True):
+                memory.copy_in(flat)
+                memory.use()
+            sums = [memory.flat for memory in received]
         for tensor, part in self._parts(sums):
             tensor.copy_(part)
 
-    def _on_device(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return vectors where the tensors lie: these, or new ones on an accelerator."""
-        device = self._memory.device
-        if not device.has_streams:
-            return flats
-        return [torch.empty(flat.shape, dtype=flat.dtype, device=device.torch_device) for flat in flats]
+    def _allocate(self, device: Accelerator, like: torch.Tensor) -> DeviceMemory:
+        return DeviceMemory(device, torch.empty(like.shape, dtype=like.dtype, device=device.torch_device))
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each tensor with its part of the vectors, in its shape."""

@@ -5,7 +5,8 @@ the step the worker reports `Ready` and waits for an `AverageModels`, which its 
 keeps. It packs its parameters, times its weight, into vectors; the members sum these by a ring, and the sum
 becomes each member's parameters. Then it reports `ModelsAveraged`. Until the sum is complete the parameters
 are unchanged, so that an averaging that is cancelled has no effect. Optimizer state stays with its worker;
-buffers are averaged at the end only.
+buffers are averaged at the end only. The worker waits for the exchange, and for no copy between the host and
+an accelerator (see `FlatTensors`).
 
 Members without a state receive it from the first other member, which waits anyway. A new worker begins so,
 and at the start all workers but the first.
@@ -27,16 +28,19 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import WorkerError
 from offbeat.events import Action, AverageModels, CancelAveraging, Ready
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
-from offbeat.runtime.collectives.interface import Exchange, TensorMemory
+from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
+from offbeat.runtime.devices.host import Host
+from offbeat.runtime.devices.interface import Device
 from offbeat.runtime.devices.opening import open_device
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S, TrainingLoop
+from offbeat.runtime.training.pass_timer import PassTimer
 from offbeat.runtime.training.saved_gradients import SavedGradients
 from offbeat.runtime.training.state_copy import StateCopier, check_can_copy
 from offbeat.runtime.training.trained import TrainingState
@@ -68,7 +72,9 @@ class ModelAveragingSynchronizer:
         self._exchange: Exchange | None = None
         self._handles: list[RemovableHandle | HookFreeScripting] = []
         self._saved_gradients = SavedGradients()
-        self._compute_s = self._compute_mark_s = 0.0
+        self._device: Device = Host()  # until the worker joins a job; alone, it copies nothing
+        self._passes = PassTimer(loop.timer, self._device, loop.on_computed)
+        self._has_closure = False  # the step under way computes gradients within
         self._steps = 0
         self._has_position = True
         self._is_state_checked = self._is_preempted = False
@@ -141,12 +147,14 @@ class ModelAveragingSynchronizer:
 
     def join_job(self, client: CoordinatorClient | None, rendezvous: RendezvousInfo | None) -> None:
         """See `Synchronizer.join_job`."""
-        if client is None:
-            return
+        if client is not None:
+            self._join(client, open_device(self._trained.device, client.start_thread, self._timeout_s))
+
+    def _join(self, client: CoordinatorClient, device: Device) -> None:
         assert isinstance(client.protocol, ModelAveragingProtocol)
         self._has_position = not self._loop.is_newcomer
-        self._client, self._protocol = client, client.protocol
-        device = open_device(self._trained.device, client.start_thread, self._timeout_s)
+        self._client, self._protocol, self._device = client, client.protocol, device
+        self._passes = PassTimer(self._loop.timer, device, self._loop.on_computed)
         self._memory = TensorMemory(client.endpoint, device)
         parameters = [one for one in self._trained.model.parameters() if one.requires_grad]
         self._parameters = FlatTensors(lambda: parameters, self._memory)
@@ -165,6 +173,7 @@ class ModelAveragingSynchronizer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._device.close()
 
     def on_state_loaded(self, step: int) -> None:
         """See `Synchronizer.on_state_loaded`."""
@@ -225,22 +234,30 @@ class ModelAveragingSynchronizer:
         self._loop.raise_if_failed()
         if model.training and torch.is_grad_enabled():
             self._forms.check()
+            self._device.check_not_capturing()
             self._loop.timer.switch("compute")
+            self._passes.begin_pass()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """See `Synchronizer.before_step`."""
         self._restore_gradients()
-        timer = self._loop.timer
-        timer.switch("compute")
-        self._loop.on_computed(timer.total_s("compute") - self._compute_mark_s)
-        timer.switch("other")
-        self._compute_s += timer.total_s("compute") - self._compute_mark_s
-        self._compute_mark_s = timer.total_s("compute")
+        if has_closure:
+            self._has_closure = True
+        else:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._passes.end_pass()
+        self._loop.timer.switch("other")
 
     def after_step(self) -> None:
         """See `Synchronizer.after_step`: averages the model with those of the group that the policy names."""
         self._steps += 1
-        compute_s, self._compute_s = self._compute_s, 0.0
+        if self._has_closure:
+            self._end_pass()
+            self._has_closure = False
+        compute_s = self._passes.compute_s
+        self._passes.end_round()
         client, timer = self._client, self._loop.timer
         if client is None:
             return
@@ -320,11 +337,9 @@ class ModelAveragingSynchronizer:
             flats.append(FlatTensors(lambda: list(self._trained.model.buffers()), self._memory))
         for one in flats:
             one.pack(weight, is_first=position == 0)
-        pairs = [pair for one in flats for pair in zip(one.contributions, one.outputs, strict=True)]
-        pending = [
-            exchange.all_reduce(flat, into, exchange_id=averaging.exchange_id, index=index)
-            for index, (flat, into) in enumerate(pairs)
-        ]
+        pending: list[PendingExchange] = []
+        for one in flats:
+            pending += one.all_reduce(exchange, exchange_id=averaging.exchange_id, first_index=len(pending))
         for one_pending in pending:
             one_pending.wait(self._timeout_s)
         for one in flats:

@@ -1,0 +1,54 @@
+"""Averaging of models on a device whose streams run late: the CPU's results, and nothing out of order."""
+
+import pytest
+import torch
+
+from offbeat.runtime.devices.host import Host
+from support import late_device
+from support.late_device import LateDevice, RaceError
+from support.staged_models import ModelTraining
+
+FAULTS = (late_device.PACKING, late_device.COPIED_OUT, late_device.MEANS, late_device.RECORDED)
+SEEDS_PER_FAULT = 20
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 300))]
+
+
+def train_late(seed, without=None, **options):
+    """The training after its end, its final state, and how often the host has waited for the device."""
+    device = LateDevice(seed, without)
+    with device:
+        training = ModelTraining(seed, device, **options)
+        state, waits = training.run(), device.synchronizations
+        device.synchronize()
+    return training, state, waits
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_averagings_give_the_models_of_the_cpu_without_a_race(seed):
+    _, seen, waits = train_late(seed)
+    assert not waits, "the host has waited for the device"
+    expected = ModelTraining(seed, Host()).run()
+    for one, other in zip(seen, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def train_late_often(without):
+    for seed in range(SEEDS_PER_FAULT):
+        train_late(seed, without)
+
+
+@pytest.mark.parametrize("without", FAULTS)
+def test_a_synchronization_of_averaged_models_that_is_left_out_is_found(without):
+    with pytest.raises(RaceError):
+        train_late_often(without)
+
+
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_the_compute_time_is_that_of_the_device_without_the_averaging(has_closure):
+    """The worker's clock stands still, and the device counts what it does between two marks."""
+    training, _, _ = train_late(0, has_closure=has_closure)
+    assert training.reported[0].compute_s == 0
+    known_s = {one.compute_s for one in training.reported} - {0}
+    # Of a step with one pass, of one with two, and of the first with a closure, in which SGD makes its state.
+    assert len(known_s) == 2 + has_closure
+    assert {*training.computed_s} == {0, *known_s}
