@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from offbeat.runtime.devices.accelerator import StartThread, TorchAccelerator
+from offbeat.runtime.devices.accelerator import TorchAccelerator
+from offbeat.runtime.devices.event_callbacks import StartThread
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.devices.interface import Device
 
