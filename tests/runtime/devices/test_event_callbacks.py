@@ -21,7 +21,12 @@ DEADLINE_S = 30.0
 class Event(threading.Event):
     """An event of a device: happens when a test says so, and has no limit for those who wait."""
 
+    def __init__(self):
+        super().__init__()
+        self.is_awaited = threading.Event()
+
     def synchronize(self):
+        self.is_awaited.set()
         self.wait()
 
 
@@ -51,6 +56,7 @@ def test_callbacks_are_made_in_order_once_their_events_have_happened():
         made.call_after(events[2:], all_called.set)
         events[2].set()
         events[0].set()
+        assert events[1].is_awaited.wait(DEADLINE_S)
         assert called == []
         events[1].set()
         assert all_called.wait(DEADLINE_S)
