@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from offbeat.runtime.averaging.group_binding import GroupChangedError, GroupHandle
+from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.trained import TrainingState
@@ -115,6 +116,7 @@ class SimulatedGroup:
 
     Attributes:
         averager: set by the test before the first round.
+        tensors: what the averager has allocated on the host.
         position: this member's.
     """
 
@@ -123,6 +125,7 @@ class SimulatedGroup:
         self.device, self._late = device, device if device.has_streams else None
         self._optimizer, self._model = optimizer, model
         self.memory = self
+        self.tensors = TensorMemory(SimpleNamespace(allocate_shared=lambda size_bytes: None), device)
         self.exchange_device = torch.device("cpu")
         self.membership = SimpleNamespace(exchange_id=0, round=0, step=0, is_member=True, generation=0)
         self.was_state_replaced, self._is_read, self._size, self.position = False, False, 2, 0
@@ -143,7 +146,7 @@ class SimulatedGroup:
     # The device --------------------------------------------------------------------------------------------
 
     def zeros(self, elements, dtype):
-        return self.device.pinned_zeros(elements, dtype)
+        return self.tensors.zeros(elements, dtype)
 
     def may_be_read(self, flat):
         return self._is_read
