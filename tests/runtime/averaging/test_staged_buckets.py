@@ -86,7 +86,9 @@ def test_the_host_holds_a_contribution_and_the_sums_of_a_round_or_of_two_under_h
     numbers_bytes = 100  # the trailer, or the numbers of hybrid's own bucket
     used = training.group.tensors.allocated_bytes
     assert copies * round_bytes <= used <= copies * (round_bytes + numbers_bytes)
-    assert averager == "layers" or training.group.tensors.peak_bytes == used  # else the cost was measured, too
+    assert (
+        averager == "layers" or training.group.tensors.peak_bytes == used
+    )  # else the cost was measured, too
 
 
 def bucket_of_two(device):

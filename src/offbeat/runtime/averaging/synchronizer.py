@@ -249,26 +249,29 @@ class GroupSynchronizer:
         Raises:
             WorkerError: a worker was lost, or did not take part in time.
         """
-        rendezvous = self._rendezvous
-        assert rendezvous is not None
-        assert rendezvous.store is not None
-        worker, timeout_s = self._loop.worker, self._timeout_s + COORDINATOR_MARGIN_S
-        self._nccl = open_nccl(rendezvous.store, worker, self._loop.world, self.device, timeout_s)
+        assert self._rendezvous is not None
+        timeout_s = self._timeout_s + COORDINATOR_MARGIN_S
+        self._nccl = self._open_nccl(timeout_s)
         client.raise_if_failed()  # before `abandon` could know of it
         choice = choose_exchange(
             {"NCCL": self._nccl, "links": links},
             binding.memory,
             sum(parameter.nbytes for parameter in self._trained.model.parameters()),
             next_exchange_id=binding.next_exchange_id,
-            gather=partial(rendezvous.gather, "times"),
+            gather=partial(self._rendezvous.gather, "times"),
             timeout_s=timeout_s,
         )
-        if worker == 0:
+        if self._loop.worker == 0:
             _log.info(str(choice))
         if choice.name == "NCCL":
             binding.replace_exchange(self._nccl)
         else:
             self._close_nccl()
+
+    def _open_nccl(self, timeout_s: float) -> TorchExchange:
+        assert self._rendezvous is not None
+        assert self._rendezvous.store is not None
+        return open_nccl(self._rendezvous.store, self._loop.worker, self._loop.world, self.device, timeout_s)
 
     def _close_nccl(self) -> None:
         if self._nccl is not None:
