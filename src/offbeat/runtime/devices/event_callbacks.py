@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from offbeat.errors import OffbeatError
+from offbeat.runtime.processes.waiting import SignalSafeEvent
 
 StartThread = Callable[[str, Callable[[], object]], threading.Thread]
 """(name, work) -> a thread in which an exception fails the job."""
@@ -53,7 +54,7 @@ class EventCallbacks:
         self.has_hung = False
         self._due: deque[tuple[float, list[Event], Callable[[], object]] | None] = deque()  # oldest first
         self._is_due = threading.Semaphore(0)
-        self._is_closed = threading.Event()
+        self._is_closed = SignalSafeEvent()
         self._has_started = False
 
     def call_after(self, events: Iterable[Event], callback: Callable[[], object]) -> None:
