@@ -76,6 +76,7 @@ test-gpu: $(STAMP)
 bench-gpu: $(STAMP)
 	@if $(HAS_GPU); then $(BENCH) gpu --json benchmarks/results/gpu.json && \
 	$(BENCH) gpu --workers 4 --json benchmarks/results/gpu_4_workers.json && \
+	$(BENCH) gpu --workers 4 --rate-mbit 1000 --rate-mbit 10000 --rate-mbit 25000 --json benchmarks/results/gpu_lines.json && \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gpu]' && \
 	$(BENCH) validate-gpu --data digits --load repeated --gigabytes 0.004 --json benchmarks/results/validate_gpu.json; \
 	else echo "torch finds no CUDA GPU here: nothing to measure"; fi

@@ -111,7 +111,7 @@ class OverheadOptions:
     seed: Seed = 0
 
 
-@_benchmark("gpu", minutes=2, needs="a GPU")
+@_benchmark("gpu", minutes=2, needs="a GPU; root for lines")
 @dataclass(frozen=True, kw_only=True)
 class GpuOptions:
     """Step time of workers that share a GPU against PyTorch's DDP on gloo, and with a slow worker."""
@@ -120,6 +120,10 @@ class GpuOptions:
     model: Annotated[str, typer.Option(help="One of the library's models.")] = "resnet18"
     batch_size: Annotated[int, typer.Option(min=2, help="CIFAR-10-shaped samples per worker and step.")] = 128
     blocks: Annotated[int, typer.Option(min=1, help="Measured blocks of 10 steps per side.")] = 8
+    rate_mbit: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Instead between hosts with lines of this rate, in Mbit/s; repeatable."),
+    ] = None
     seed: Seed = 0
 
 

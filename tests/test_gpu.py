@@ -270,6 +270,66 @@ def test_the_others_go_on_when_a_worker_on_the_gpu_is_killed(victim):
     assert seen[0] == seen[1]
 
 
+HANG_CYCLES = 40_000_000_000  # some 20 s: the device ends it after all, so that the processes can end
+
+
+def hanging(rank, emit, strategy):
+    """Trains on, but the device of worker 1 hangs in its tenth step."""
+
+    def before_step(session):
+        if session.step == 10 and session.worker == 1:
+            torch.cuda._sleep(HANG_CYCLES)
+
+    return on_the_gpu(rank, emit, strategy, 6, before_step)
+
+
+def test_the_errors_of_all_workers_name_a_device_that_hangs():
+    for one in run(hanging, 2, AllReduce(timeout_s=5.0)):
+        assert "worker 1 failed" in one.error
+        assert "cuda:0 has not done what was queued on it within 5 s" in one.error
+
+
+def test_the_others_go_on_when_a_device_hangs():
+    ended = run(hanging, 3, PartialAllReduce(timeout_s=5.0))
+    assert "cuda:0 has not done what was queued on it within 5 s" in ended[1].error
+    seen = values([ended[0], ended[2]])
+    assert seen[0] == seen[1]
+
+
+def gpu_count(rank, emit):
+    return torch.cuda.device_count()
+
+
+def require_two_gpus():
+    if values(run(gpu_count, 1))[0] < 2:
+        pytest.skip("needs two GPUs")
+
+
+def on_own_gpu(rank, emit, *args):
+    """Trains on a GPU of its own, by what was measured to be faster."""
+    torch.cuda.set_device(rank)
+    return device_training.train(rank, emit, f"cuda:{rank}", *args)
+
+
+def test_workers_with_a_gpu_each_end_with_the_model_of_the_cpu():
+    require_two_gpus()
+    seen = values(run(on_own_gpu, 2, AllReduce()))
+    assert len({digest for _, digest in seen}) == 1
+    expected = values(run(device_training.train, 2, "cpu", AllReduce()))
+    assert_close(seen[0][0], expected[0][0])
+
+
+def killed_on_own_gpu(rank, emit):
+    return on_own_gpu(rank, emit, AllReduce(), 6, device_training.kill_in_step(step=10, victim=1))
+
+
+def test_a_worker_with_a_gpu_of_its_own_names_the_one_that_was_killed_and_ends():
+    require_two_gpus()
+    ended = run(killed_on_own_gpu, 2)
+    assert ended[1].exitcode == -9
+    assert "worker 1 was lost" in ended[0].error
+
+
 def joining(rank, emit):
     def before_step(session):
         if session.step == 5:

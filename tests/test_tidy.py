@@ -77,7 +77,7 @@ ROOMS = {
         "processes": (),
         "transport": ("processes",),
         "control": ("processes", "transport"),
-        "devices": (),
+        "devices": ("processes",),
         "collectives": ("processes", "transport", "devices"),
         "launching": ("processes", "control"),
         "data": ("control", "devices"),

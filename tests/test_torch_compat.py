@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer
 
 from offbeat import torch_compat
 from offbeat.torch_compat import (
+    abort_process_groups,
     backward_hooks,
     backward_pass_id,
     call_at_end_of_backward,
@@ -191,3 +193,10 @@ def test_every_function_is_tested():
     public = {name for name, value in vars(torch_compat).items() if callable(value) and name.islower()}
     public = {name for name in public if getattr(torch_compat, name).__module__ == torch_compat.__name__}
     assert {name for name in public if not name.startswith("_")} <= globals().keys()
+
+
+def test_no_process_group_is_left_after_an_abort():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group()
+    abort_process_groups()
+    assert not dist.is_initialized()

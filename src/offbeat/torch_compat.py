@@ -113,3 +113,13 @@ def default_store() -> Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def abort_process_groups() -> None:
+    """Abort all process groups of this process at once, so that none waits for the kernels of another.
+
+    It may block for as long as an exchange that hangs. Afterwards there is no process group.
+    """
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()

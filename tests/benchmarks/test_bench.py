@@ -7,11 +7,13 @@ from inspect import signature
 from typing import get_type_hints
 
 import pytest
+import torch
 
-from benchmarks import allreduce, overhead, ray_chaos, slow_line, tls
+from benchmarks import allreduce, gpu, overhead, ray_chaos, slow_line, tls
 from benchmarks.__main__ import main
 from benchmarks.commands import (
     AllreduceOptions,
+    GpuOptions,
     OverheadOptions,
     RayChaosOptions,
     SlowLineOptions,
@@ -59,6 +61,47 @@ def test_overhead_gives_a_ratio_for_each_model():
     assert list(result.figures) == ["step_ratio_p50_cnn2"]
     assert [(row["side"], row["steps"]) for row in result.rows] == [("ddp", 60), ("bsp", 60)]
     assert all(row["step_s_p50"] > 0 for row in result.rows)
+
+
+def figures_of_gpu(suffix):
+    return {
+        *(
+            f"{figure}_{name}{suffix}"
+            for figure in ("ratio_to_ddp_gloo", "step_ms", "staging_share", "host_memory_ratio")
+            for name in ("bsp", "partial", "hybrid")
+        ),
+        *(f"{figure}{suffix}" for figure in ("step_ms_ddp_gloo", "step_ms_compute", "staging_ms")),
+    }
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch has an accelerator")
+def test_gpu_says_that_it_needs_an_accelerator():
+    with pytest.raises(OffbeatError, match="torch finds no accelerator here"):
+        gpu.run(GpuOptions(), command="test")
+
+
+@pytest.mark.long
+def test_gpu_gives_the_ratios_on_one_host():
+    """On the CPU: what an accelerator adds, `make bench-gpu` runs."""
+    options = GpuOptions(model="cnn2", batch_size=2, blocks=1)
+    result = gpu.run(options, command="test", device="cpu")
+    slow = {"ratio_partial_to_bsp_one_slow", "step_ms_partial_one_slow"}
+    assert set(result.figures) == figures_of_gpu("") | slow
+    assert all(value > 0 for value in result.figures.values())
+    assert result.machine["device"] == "cpu"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
+def test_gpu_gives_the_ratios_on_lines_of_a_known_rate():
+    options = GpuOptions(model="cnn2", batch_size=2, blocks=1, rate_mbit=[4000])
+    result = gpu.run(options, command="test", device="cpu")
+    assert set(result.figures) == figures_of_gpu("_4000mbit")
+    assert {row["rate_mbit"] for row in result.rows} == {4000}
+    # A contribution and two sums, whose memory alternates: on the CPU they become the gradients.
+    assert all(
+        2.9 < result.figures[f"host_memory_ratio_{name}_4000mbit"] < 3.5 for name in ("bsp", "partial")
+    )
 
 
 @pytest.mark.long

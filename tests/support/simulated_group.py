@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from offbeat.runtime.averaging.group_binding import GroupChangedError, GroupHandle
+from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.trained import TrainingState
@@ -115,14 +116,18 @@ class SimulatedLinks:
 
     Args:
         device: a `LateDevice`, or the host.
+
+    Attributes:
+        tensors: what it has allocated on the host.
     """
 
     def __init__(self, device):
         self.device, self._late = device, device if device.has_streams else None
+        self.tensors = TensorMemory(SimpleNamespace(allocate_shared=lambda size_bytes: None), device)
         self._is_read = False
 
     def zeros(self, elements, dtype):
-        return self.device.pinned_zeros(elements, dtype)
+        return self.tensors.zeros(elements, dtype)
 
     def may_be_read(self, flat):
         return self._is_read

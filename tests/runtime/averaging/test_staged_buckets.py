@@ -70,6 +70,27 @@ def test_a_synchronization_that_is_left_out_is_found(without):
         train_late_often(without)
 
 
+@pytest.mark.parametrize(
+    ("averager", "copies"), [("gradients", 2), ("layers", 3)], ids=["contribution+sums", "and-more-sums"]
+)
+def test_the_host_holds_a_contribution_and_the_sums_of_a_round_or_of_two_under_hybrid(averager, copies):
+    device = LateDevice(0)
+    with device:
+        made = gradient_averager(bucket_bytes=300) if averager == "gradients" else layer_averager("forward")
+        made.averages_in_groups = False  # no group changes, no exchange is abandoned
+        training = Training(0, device, made)
+        training.run()
+        device.synchronize()
+    tensors = [*training.model.parameters(), *training.model.buffers()]
+    round_bytes = sum(one.nbytes for one in tensors)
+    numbers_bytes = 100  # the trailer, or the numbers of hybrid's own bucket
+    used = training.group.tensors.allocated_bytes
+    assert copies * round_bytes <= used <= copies * (round_bytes + numbers_bytes)
+    assert (
+        averager == "layers" or training.group.tensors.peak_bytes == used
+    )  # else the cost was measured, too
+
+
 def bucket_of_two(device):
     memory = SimpleNamespace(zeros=device.pinned_zeros, device=device)
     bucket = Bucket(entries=(0, 1), offsets=(0, 4), elements=8, dtype=torch.float32)

@@ -3,6 +3,8 @@ between real processes."""
 
 import os
 import queue
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.collectives.torch_exchange import TorchExchange
 from offbeat.runtime.devices.host import Host
+from offbeat.runtime.launch import find_free_port
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY
 from support.processes import run, start, values
@@ -530,7 +533,7 @@ def test_a_missed_deadline_raises_an_error_that_names_it():
 
 def torch_sums(rank, emit):
     dist.init_process_group("gloo")
-    exchange = TorchExchange(dist.group.WORLD, torch.device("cpu"))
+    exchange = TorchExchange(dist.group.WORLD, Host())
     size = dist.get_world_size()
     for number, dtype in enumerate([torch.float32, torch.float64, torch.int64, torch.bfloat16]):
         lengths = [0, 1, size - 1, size, 10_007]
@@ -551,7 +554,7 @@ def torch_sums(rank, emit):
         part = dist.new_group([1, 2])
         if rank:
             flat = vector(rank, 10)
-            wait([TorchExchange(part, torch.device("cpu")).broadcast(flat, root=1, exchange_id=0)])
+            wait([TorchExchange(part, Host()).broadcast(flat, root=1, exchange_id=0)])
             assert torch.equal(flat, vector(2, 10))
     generator = torch.Generator().manual_seed(rank)
     flat = torch.randn(10_007, generator=generator)
@@ -568,7 +571,7 @@ def test_torch_exchanges_sum_and_broadcast_to_equal_results_on_all_members(size)
 
 def torch_abandons(rank, emit):
     dist.init_process_group("gloo")
-    exchange = TorchExchange(dist.group.WORLD, torch.device("cpu"))
+    exchange = TorchExchange(dist.group.WORLD, Host())
     if rank == 1:
         emit("here")
         threading.Event().wait()
@@ -584,7 +587,6 @@ def torch_abandons(rank, emit):
             one.wait(DEADLINE_S)
         assert caught.value is error
     emit("done")
-    os._exit(0)  # gloo would wait for the other worker
 
 
 def test_abandoned_torch_exchanges_raise_the_given_error():
@@ -593,9 +595,49 @@ def test_abandoned_torch_exchanges_raise_the_given_error():
         assert running.receive(0) == "done"
 
 
+HANGING = """
+import sys
+import torch
+import torch.distributed as dist
+from offbeat.errors import WorkerError
+from offbeat.runtime.collectives.torch_exchange import TorchExchange
+from offbeat.runtime.devices.host import Host
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    sys.stdin.read()
+exchange = TorchExchange(dist.group.WORLD, Host())
+pending = exchange.all_reduce(torch.ones(10), torch.empty(10), exchange_id=1)
+exchange.abandon(WorkerError("worker 1 is stuck", worker=1))
+exchange.close(0.2)
+pending.wait(20.0)
+"""
+
+
+def test_a_process_whose_abort_hangs_ends_with_the_given_error():
+    """Gloo's abort waits for its exchanges (torch 2.13), as that of NCCL may; the other worker is stuck."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", HANGING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **place, "RANK": "1"}) as stuck:
+        try:
+            ended = subprocess.run(
+                command,
+                env={**os.environ, **place, "RANK": "0"},
+                timeout=3 * DEADLINE_S,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        finally:
+            stuck.kill()
+    assert ended.returncode == 1
+    assert "has not ended its process groups within 0.2 s" in ended.stderr
+    assert ended.stderr.splitlines()[-1].endswith("WorkerError: worker 1 is stuck")
+
+
 def torch_loses_a_peer(rank, emit):
     dist.init_process_group("gloo")
-    exchange = TorchExchange(dist.group.WORLD, torch.device("cpu"))
+    exchange = TorchExchange(dist.group.WORLD, Host())
     dist.barrier()  # else it may die while the workers still connect to each other
     if rank == 1:
         os._exit(1)

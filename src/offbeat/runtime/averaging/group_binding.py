@@ -41,7 +41,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -105,13 +105,12 @@ class GroupBinding:
             at position 0, the number of finished exchanges, which it returns on every member.
         timeout_s: the longest time to wait for a group, in seconds.
         device: holds the model.
-        exchange_device: `Exchange.device` of all exchanges.
         reports_progress: report exchanges that take long to the coordinator (`ExchangeUnderWay`).
 
     Attributes:
         protocol: the worker's side of the group protocol.
         memory: allocates tensors for exchanges, independent of the group.
-        exchange_device: `Exchange.device` of all exchanges.
+        exchange_device: `Exchange.device` of the gradients' exchanges.
         was_state_replaced: this worker's state has been replaced since this was last set to False.
         late_gradients: the late blocks that this worker computes or is the proxy for.
     """
@@ -124,7 +123,6 @@ class GroupBinding:
         timeout_s: float,
         *,
         device: Device,
-        exchange_device: torch.device,
         reports_progress: bool,
     ) -> None:
         assert isinstance(client.protocol, GroupProtocol)
@@ -139,7 +137,7 @@ class GroupBinding:
         self._exchange_id = 0  # the first unused one of this handle
         self._transfer: Exchange | None = None
         self._transfer_thread: threading.Thread | None = None
-        self.memory, self.exchange_device = TensorMemory(client.endpoint, device), exchange_device
+        self.memory, self.exchange_device = TensorMemory(client.endpoint, device), torch.device("cpu")
         self.was_state_replaced = False
         self.late_gradients = LateGradients(client, client.protocol, device)
         client.on_action = self._on_action
@@ -192,6 +190,13 @@ class GroupBinding:
             group = self._membership.group
         is_complete = group is not None and group.members[:world] == tuple(range(world))
         return handle if is_complete else None
+
+    def replace_exchange(self, exchange: Exchange) -> None:
+        """Use another exchange over the members of the current group, which never changes."""
+        assert self._handle is not None
+        self._handle = replace(self._handle, exchange=exchange)
+        self.exchange_device = exchange.device
+        self._fail_if_job_failed(exchange)
 
     def acquire_as_newcomer(self) -> GroupHandle:
         """Return the first handle of a worker that joins a running job, after it has received the state.

@@ -5,10 +5,11 @@ This module never decides on membership.
 
 from __future__ import annotations
 
-import datetime
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -17,11 +18,12 @@ from torch.optim import Optimizer
 
 from offbeat.errors import WorkerError
 from offbeat.events import BatchesSkipped, Ready
+from offbeat.runtime.averaging.exchange_choice import choose_exchange
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError
 from offbeat.runtime.averaging.interface import Averager, AveragerContext
 from offbeat.runtime.collectives.interface import Exchange
 from offbeat.runtime.collectives.link_exchange import LinkExchange
-from offbeat.runtime.collectives.torch_exchange import TorchExchange
+from offbeat.runtime.collectives.torch_exchange import TorchExchange, open_nccl
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
@@ -36,6 +38,9 @@ from offbeat.runtime.training.tracing import Tracer
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.runtime.training.writes import WriteDetector
 
+_CLOSE_S = 30.0  # an abort of NCCL may hang
+_log = logging.getLogger("offbeat")
+
 AveragerFactory: TypeAlias = Callable[[GroupBinding | None, AveragerContext], Averager]
 """(group binding, None in a world of one; session's interface) -> the averager."""
 
@@ -49,8 +54,8 @@ class GroupSynchronizer:
         make_averager: makes the averager.
         timeout_s: how long a worker may delay the other members, in seconds.
         survives_worker_loss: the job continues when a worker is lost.
-        allows_nccl: NCCL may carry the tensors: all workers take part in all exchanges, with tensors that lie
-            where the model lies.
+        allows_nccl: NCCL may carry the gradients, where it is faster: all workers take part in all exchanges,
+            with tensors that lie where the model lies.
         assigns_samples: samples are assigned as they are needed.
 
     Attributes:
@@ -77,7 +82,7 @@ class GroupSynchronizer:
         self._allows_nccl = allows_nccl
         self._client: CoordinatorClient | None = None
         self._rendezvous: RendezvousInfo | None = None
-        self._nccl: dist.ProcessGroup | None = None
+        self._nccl: TorchExchange | None = None
         self.device: Device = Host()  # until the worker joins a group; alone, it copies nothing
         self._has_position = self._is_state_checked = False
         self._blocks_per_round = 0
@@ -193,15 +198,12 @@ class GroupSynchronizer:
 
     def _join_group(self, client: CoordinatorClient) -> None:
         self.device = open_device(self._trained.device, self._start_thread, self._timeout_s)
-        if self._agree_on_nccl():
-            self._open_nccl()
         self.binding = GroupBinding(
             client,
             self._open_exchange,
             self._copy_state,
             self._timeout_s,
             device=self.device,
-            exchange_device=torch.device("cpu") if self._nccl is None else self._trained.device,
             reports_progress=self._survives,
         )
         if self._loop.is_newcomer:
@@ -213,6 +215,8 @@ class GroupSynchronizer:
             handle = self.binding.acquire_initial(self._loop.world)
             if handle is not None:
                 self._copy_state(handle.exchange, handle.position, 0, 0)
+                if self._agree_on_nccl():
+                    self._choose_exchange(client, self.binding, handle.exchange)
                 return
         with client.lock:
             reason = self.binding.membership.change_reason
@@ -223,8 +227,6 @@ class GroupSynchronizer:
 
     def _open_exchange(self, workers: Sequence[int]) -> Exchange:
         assert self._client is not None
-        if self._nccl is not None:
-            return TorchExchange(self._nccl, self._trained.device)
         names = [self._client.link_name(one) for one in workers]
         return LinkExchange(self._client.endpoint, names, workers.index(self._loop.worker))
 
@@ -241,21 +243,40 @@ class GroupSynchronizer:
         names = rendezvous.gather("device", name)
         return all(names) and len({*names}) == len(names)
 
-    def _open_nccl(self) -> None:
+    def _choose_exchange(self, client: CoordinatorClient, binding: GroupBinding, links: Exchange) -> None:
+        """Let NCCL carry the gradients if it is faster than the links, as measured on all workers.
+
+        Raises:
+            WorkerError: a worker was lost, or did not take part in time.
+        """
         assert self._rendezvous is not None
-        device = self._trained.device
-        torch.cuda.set_device(device)
-        if dist.is_initialized():
-            self._nccl = dist.new_group(backend="nccl")
-            return
-        dist.init_process_group(
-            "nccl",
-            store=self._rendezvous.store,
-            rank=self._loop.worker,
-            world_size=self._loop.world,
-            timeout=datetime.timedelta(seconds=self._timeout_s),
+        timeout_s = self._timeout_s + COORDINATOR_MARGIN_S
+        self._nccl = self._open_nccl(timeout_s)
+        client.raise_if_failed()  # before `abandon` could know of it
+        choice = choose_exchange(
+            {"NCCL": self._nccl, "links": links},
+            binding.memory,
+            sum(parameter.nbytes for parameter in self._trained.model.parameters()),
+            next_exchange_id=binding.next_exchange_id,
+            gather=partial(self._rendezvous.gather, "times"),
+            timeout_s=timeout_s,
         )
-        self._nccl = dist.group.WORLD
+        if self._loop.worker == 0:
+            _log.info(str(choice))
+        if choice.name == "NCCL":
+            binding.replace_exchange(self._nccl)
+        else:
+            self._close_nccl()
+
+    def _open_nccl(self, timeout_s: float) -> TorchExchange:
+        assert self._rendezvous is not None
+        assert self._rendezvous.store is not None
+        return open_nccl(self._rendezvous.store, self._loop.worker, self._loop.world, self.device, timeout_s)
+
+    def _close_nccl(self) -> None:
+        if self._nccl is not None:
+            self._nccl.close(_CLOSE_S)
+            self._nccl = None
 
     def _copy_state(self, exchange: Exchange, position: int, exchange_id: int, round_: int) -> int:
         copier = StateCopier(
@@ -281,8 +302,7 @@ class GroupSynchronizer:
         """See `Synchronizer.detach`."""
         if hasattr(self, "averager"):
             self.averager.detach()
-        if self._nccl is not None:  # created here, also where it is the world's
-            dist.destroy_process_group(self._nccl)
+        self._close_nccl()
         self.device.close()
 
     def flush(self) -> None:
@@ -316,6 +336,8 @@ class GroupSynchronizer:
         if self.binding is not None:
             assert isinstance(error, WorkerError)
             self.binding.abandon(error)
+            if self._nccl is not None:
+                self._nccl.abandon(error)
 
     # The loop ------------------------------------------------------------------------------------------
 

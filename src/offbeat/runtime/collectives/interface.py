@@ -7,6 +7,8 @@ imports neither, computes and sends nothing, and never decides on membership.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -129,17 +131,35 @@ class TensorMemory:
     Args:
         endpoint: this worker's links, with every other worker on this host introduced.
         device: holds the model.
+
+    Attributes:
+        peak_bytes: the most memory that its tensors have had at a time.
     """
 
     def __init__(self, endpoint: Endpoint, device: Device) -> None:
         self._endpoint, self.device = endpoint, device
+        self._allocated_bytes = self.peak_bytes = 0
+        self._freed_bytes: deque[int] = deque()  # since the last allocation; by any thread
 
     def zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new 1-D tensor of zeros, if possible in memory that workers on this host can read."""
-        shared = self._endpoint.allocate_shared(elements * dtype.itemsize)
+        size_bytes = elements * dtype.itemsize
+        shared = self._endpoint.allocate_shared(size_bytes)
         if shared is None or not self.device.pin(shared):
-            return self.device.pinned_zeros(elements, dtype)
-        return torch.frombuffer(shared, dtype=dtype)
+            flat = self.device.pinned_zeros(elements, dtype)
+        else:
+            flat = torch.frombuffer(shared, dtype=dtype)
+        weakref.finalize(flat, self._freed_bytes.append, size_bytes).atexit = False
+        self._allocated_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return flat
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The memory that its tensors have now."""
+        while self._freed_bytes:
+            self._allocated_bytes -= self._freed_bytes.popleft()
+        return self._allocated_bytes
 
     def may_be_read(self, flat: torch.Tensor) -> bool:
         """Whether another worker may still read this tensor, because an exchange was abandoned.

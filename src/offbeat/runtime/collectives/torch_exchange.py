@@ -5,38 +5,51 @@ Torch chooses the algorithm and keeps the order of the calls. This module never 
 
 from __future__ import annotations
 
+import datetime
+import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from offbeat.errors import WorkerError
 from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 from offbeat.runtime.collectives.interface import PendingExchange
-from offbeat.runtime.devices.interface import CallWhenReady
+from offbeat.runtime.devices.interface import Accelerator, CallWhenReady, Device
+from offbeat.runtime.processes.threads import run_with_deadline, start_thread
 from offbeat.runtime.processes.waiting import SignalSafeEvent
+from offbeat.torch_compat import abort_process_groups
 
-_POLL_S = 0.001
+_POLL_S = 1e-4
 _REASON_TIMEOUT_S = 2.0  # torch's error may precede the coordinator's, which names the worker
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_log = logging.getLogger("offbeat")
 
 
 class TorchExchange:
     """Collectives by `torch.distributed`: NCCL on GPUs, with every rank of the process group present.
+
+    Once it is abandoned, all process groups of this process are aborted: kernels of one that wait for a lost
+    rank would else hold up the others, and whoever waits for the device. That may hang itself. So it is done
+    in a thread of its own: pending exchanges fail at once, and `close` waits for a limited time.
 
     Args:
         group: a process group of exactly the members.
         device: of the tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._is_nccl = dist.get_backend(group).startswith("nccl")  # nccl2 and nccl-legacy too
-        self.device = device
+    def __init__(self, group: dist.ProcessGroup, device: Device) -> None:
+        self._group: dist.ProcessGroup | None = group  # None once it is being aborted
+        self._model_device = device
+        self.device = device.torch_device
         self._error: WorkerError | None = None
-        self._abandoned = SignalSafeEvent()
+        self._abandoned, self._aborted = SignalSafeEvent(), SignalSafeEvent()
 
     def all_reduce(
         self,
@@ -53,7 +66,7 @@ class TorchExchange:
         """See `Exchange.all_reduce`; the process group keeps the order of the calls."""
         Contribution(flat, external).materialize()
         into.copy_(flat)
-        return self._run(partial(dist.all_reduce, into, group=self._group, async_op=True))
+        return self._run(lambda group: dist.all_reduce(into, group=group, async_op=True))
 
     def prepare(
         self,
@@ -70,8 +83,9 @@ class TorchExchange:
         self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0
     ) -> PendingExchange:
         """See `Exchange.broadcast`."""
-        source = dist.get_global_rank(self._group, root)
-        return self._run(partial(dist.broadcast, flat, source, group=self._group, async_op=True))
+        return self._run(
+            lambda group: dist.broadcast(flat, dist.get_global_rank(group, root), group=group, async_op=True)
+        )
 
     def report_progress(self, on_progress: Callable[[bool], None]) -> None:
         """See `Exchange.report_progress`: nothing is reported."""
@@ -81,18 +95,44 @@ class TorchExchange:
         return {}
 
     def abandon(self, error: WorkerError) -> None:
-        """See `Exchange.abandon`; kernels that wait for a lost rank are aborted with their group."""
-        self._error = self._error or error
-        self._abandoned.set()
-        if self._is_nccl:
-            self._group.abort()
-
-    def _run(self, start: Callable[[], Any]) -> PendingExchange:
+        """See `Exchange.abandon`; begins to abort all process groups."""
         if self._error is not None:
-            return _TorchPending(self, None, self._error)
+            return
+        self._error = error
+        self._abandoned.set()
+        start_thread("offbeat-abort", self._abort, on_failure=self._on_abort_failed)
+
+    def _abort(self) -> None:
+        self._group = None  # so that this thread frees the last reference, which may block, too
+        abort_process_groups()
+        self._aborted.set()
+
+    def _on_abort_failed(self, error: BaseException) -> None:
+        _log.warning(f"torch.distributed could not abort its process groups: {error}")
+        self._aborted.set()
+
+    def close(self, timeout_s: float) -> None:
+        """End the process group, or wait until it is aborted, for at most `timeout_s` seconds."""
+        is_used = self._error is None
+        end = partial(dist.destroy_process_group, self._group) if is_used else self._aborted.wait
         try:
-            return _TorchPending(self, start(), None)
-        except RuntimeError as error:
+            run_with_deadline(end, time.monotonic() + timeout_s)
+        except TimeoutError:
+            _log.warning(
+                f"torch.distributed has not ended its process groups within {timeout_s:g} s: they are left "
+                f"as they are, and what this process has queued on {self.device} may never end"
+            )
+
+    def _run(self, start: Callable[[dist.ProcessGroup], Any]) -> PendingExchange:
+        group = self._group
+        if self._error is not None or group is None:
+            return _TorchPending(self, None, self._error)
+        if self._model_device.has_streams:  # a device that hangs before the exchange is found
+            device = cast(Accelerator, self._model_device)
+            device.call_after([device.record_event()], _do_nothing)
+        try:
+            return _TorchPending(self, start(group), None)
+        except (RuntimeError, ValueError) as error:  # ValueError where it was aborted meanwhile
             return _TorchPending(self, None, self.explain(error))
 
     @property
@@ -100,12 +140,7 @@ class TorchExchange:
         """The error that exchanges fail with, None while they may run."""
         return self._error
 
-    @property
-    def is_nccl(self) -> bool:
-        """Whether results are ordered by a GPU stream, so that the host need not wait."""
-        return self._is_nccl
-
-    def explain(self, error: RuntimeError) -> WorkerError:
+    def explain(self, error: Exception) -> WorkerError:
         """Return the error of `abandon`, waiting for it briefly, or else one with torch's message."""
         self._abandoned.wait(_REASON_TIMEOUT_S)
         message = (str(error).splitlines() or [type(error).__name__])[0]
@@ -113,7 +148,7 @@ class TorchExchange:
 
 
 class _TorchPending:
-    """A work handle; with NCCL the current stream waits for it and the host does not."""
+    """A work handle; once it has ended, the current stream waits for it too."""
 
     ended_s: float | None = None
 
@@ -123,25 +158,74 @@ class _TorchPending:
         self._error = error
 
     def wait(self, timeout_s: float) -> None:
-        """See `PendingExchange.wait`; with NCCL only the current stream waits, without a time limit."""
+        """See `PendingExchange.wait`; polls, as torch's own wait has no limit on a GPU."""
         if self._error is not None:
             raise self._error
+        limit_s = time.monotonic() + timeout_s
         try:
-            if self._exchange.is_nccl:
+            while not self._work.is_completed() and self._exchange.error is None:
+                if time.monotonic() > limit_s:
+                    raise WorkerError(f"a torch.distributed exchange was not finished within {timeout_s:g} s")
+                time.sleep(_POLL_S)
+            if self._exchange.error is None:
                 self._work.wait()
-            else:
-                self._poll(timeout_s)
         except RuntimeError as error:
             self._error = self._exchange.explain(error)
             raise self._error from error
         if self._exchange.error is not None:
             raise self._exchange.error
 
-    def _poll(self, timeout_s: float) -> None:
-        limit_s = time.monotonic() + timeout_s
-        while not self._work.is_completed() and self._exchange.error is None:
-            if time.monotonic() > limit_s:
-                raise WorkerError(f"a torch.distributed exchange was not finished within {timeout_s:g} s")
-            time.sleep(_POLL_S)
-        if self._exchange.error is None:
-            self._work.wait()
+
+def open_nccl(store: Store, worker: int, world: int, device: Device, timeout_s: float) -> TorchExchange:
+    """Return an exchange by NCCL over all workers, each of which has a CUDA device of its own.
+
+    Every worker has to call it. Where the program has a process group of all workers, its NCCL is used.
+
+    Args:
+        store: the job's.
+        worker: this worker, which is its rank.
+        world: the number of workers.
+        device: this worker's.
+        timeout_s: how long the connections may take, and then an exchange, in seconds.
+
+    Raises:
+        WorkerError: the workers did not connect in time.
+    """
+    options: dict[str, Any] = {
+        "timeout": datetime.timedelta(seconds=timeout_s),
+        "device_id": device.torch_device,  # connects at once, and not in the first exchange
+    }
+
+    def connect() -> dist.ProcessGroup:
+        torch.cuda.set_device(device.torch_device)
+        if dist.is_initialized():
+            return cast(dist.ProcessGroup, dist.new_group(backend="nccl", **options))
+        dist.init_process_group("nccl", store=store, rank=worker, world_size=world, **options)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    torch.cuda.set_device(device.torch_device)
+    try:
+        with _errors_left_to_the_caller():
+            return TorchExchange(run_with_deadline(connect, time.monotonic() + timeout_s), device)
+    except TimeoutError:
+        raise WorkerError(
+            f"worker {worker} could not connect to the {world - 1} others by NCCL within {timeout_s:g} s: "
+            "look for workers that are stuck, and for a network that NCCL cannot use (NCCL_DEBUG=INFO)"
+        ) from None
+
+
+@contextmanager
+def _errors_left_to_the_caller() -> Iterator[None]:
+    """Keep process groups that are made meanwhile from ending the process when NCCL fails."""
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ.setdefault(_ERROR_HANDLING, "0")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_ERROR_HANDLING, None)
+
+
+def _do_nothing() -> None:
+    return

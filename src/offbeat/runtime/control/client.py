@@ -265,14 +265,20 @@ class CoordinatorClient:
 
     def on_thread_failed(self, thread: str, error: BaseException) -> None:
         """Fail the job with the error that ended a thread of this worker; see `start_thread`."""
-        self.send_end(error)
         failure = WorkerError(
             f"worker {self.worker} failed in its thread {thread!r}: {one_line_error(error)}",
             worker=self.worker,
             step=self._step(),
         )
         failure.__cause__ = error
-        self._fail(failure)
+        with self._changed:  # before the coordinator can end the job because of it
+            is_first = self.failure is None
+            self.failure = self.failure or failure
+        self.send_end(error)
+        if is_first:
+            with self._changed:
+                self._changed.notify_all()
+            self._on_failure(failure)
 
     def raise_if_failed(self) -> None:
         """Raise the job's failure, if there is one.

@@ -16,7 +16,6 @@ import datetime
 import errno
 import json
 import logging
-import queue
 import socket
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import torch.distributed as dist
@@ -46,7 +45,7 @@ from offbeat.runtime.control.environment import (
 )
 from offbeat.runtime.control.requesting import find_host, request_admission
 from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator
-from offbeat.runtime.processes.threads import start_thread
+from offbeat.runtime.processes.threads import run_with_deadline
 from offbeat.runtime.transport import descriptors
 from offbeat.runtime.transport.addresses import own_address
 from offbeat.runtime.transport.descriptors import is_out_of_descriptors
@@ -154,7 +153,7 @@ class RendezvousInfo:
             return [value.decode() for value in store.multi_get(names)]
 
         try:
-            return _run_with_deadline(read, time.monotonic() + self.start_s)
+            return run_with_deadline(read, time.monotonic() + self.start_s)
         except (RuntimeError, TimeoutError) as error:
             missing = [worker for worker, name in enumerate(names) if not store.check([name])]
             raise WorkerError(
@@ -420,7 +419,7 @@ def reach_store(host: str, port: int, timeout_s: float, read: Callable[[Store], 
         store = open_store(host, port, is_host=False, timeout_s=max(1.0, limit_s - time.monotonic()))
         return store, read(store)
 
-    return _run_with_deadline(reach, limit_s)
+    return run_with_deadline(reach, limit_s)
 
 
 def _wait_for_listener(host: str, port: int, limit_s: float) -> None:
@@ -437,7 +436,7 @@ def _wait_for_listener(host: str, port: int, limit_s: float) -> None:
 def has_job_started(store: Store, timeout_s: float) -> bool:
     """Whether a job that uses this store has started; not if the store does not answer in time."""
     with suppress(RuntimeError, TimeoutError):
-        return _run_with_deadline(lambda: bool(store.check([_RUNNING])), time.monotonic() + timeout_s)
+        return run_with_deadline(lambda: bool(store.check([_RUNNING])), time.monotonic() + timeout_s)
     return False
 
 
@@ -463,7 +462,7 @@ def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -
         return store, found, worker
 
     try:
-        store, found, worker = _run_with_deadline(find, limit_s)
+        store, found, worker = run_with_deadline(find, limit_s)
     except (RuntimeError, TimeoutError) as error:
         raise OffbeatError(
             f"a newcomer found no running job at {where} within {environment.start_s:g} s: have all its "
@@ -511,7 +510,7 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
     if dist.is_initialized():
         return PrefixStore(prefix, default_store())
     try:
-        store = _run_with_deadline(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s)
+        store = run_with_deadline(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s)
     except (RuntimeError, TimeoutError) as error:
         if is_out_of_descriptors(error):
             cause = describe_os_error(OSError(errno.EMFILE, ""))
@@ -538,7 +537,7 @@ def _wait_for_coordinator(store: Store, environment: Environment, limit_s: float
 
     where = _store_address(environment)
     try:
-        return _run_with_deadline(wait, limit_s)
+        return run_with_deadline(wait, limit_s)
     except TimeoutError as error:
         raise OffbeatError(
             f"rank 0 has not opened the job at {where} within {environment.start_s:g} s "
@@ -628,7 +627,7 @@ def _why_port_unusable(environment: Environment, limit_s: float) -> str:
 
     port = environment.master_port
     with suppress(RuntimeError, TimeoutError):
-        name = _run_with_deadline(look, min(limit_s, time.monotonic() + _LOOKUP_S))
+        name = run_with_deadline(look, min(limit_s, time.monotonic() + _LOOKUP_S))
         if name != environment.job_name:
             return f"rank 0 cannot listen on port {port}: {_wrong_job_message(environment, [name])}"
     return (
@@ -682,28 +681,4 @@ def _wait_for_all_workers(store: Store, limit_s: float, start_s: float) -> None:
             world = max(world, int(store.get(place)))
 
     with suppress(RuntimeError, TimeoutError):
-        _run_with_deadline(wait, limit_s)
-
-
-def _run_with_deadline(function: Callable[[], _T], limit_s: float) -> _T:
-    """Run a call that ignores Ctrl-C and may exceed its own timeout, in a thread that may be abandoned.
-
-    A TCPStore that connects to a foreign server that sends nothing waits without a limit (torch 2.13); one
-    that finds no server, twice its timeout. The thread is left running then.
-
-    Raises:
-        TimeoutError: the call had not returned at `limit_s` of the monotonic clock.
-    """
-    results: queue.SimpleQueue[tuple[_T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
-    start_thread(
-        "offbeat-rendezvous",
-        lambda: results.put((function(), None)),
-        on_failure=lambda error: results.put((None, error)),
-    )
-    try:
-        result, error = results.get(timeout=max(0.0, limit_s - time.monotonic()))
-    except queue.Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return cast(_T, result)
+        run_with_deadline(wait, limit_s)

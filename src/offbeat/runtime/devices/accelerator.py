@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -15,9 +13,8 @@ from typing import Any
 import torch
 
 from offbeat.errors import OffbeatError
-
-StartThread = Callable[[str, Callable[[], object]], threading.Thread]
-"""(name, work) -> a thread in which an exception fails the job."""
+from offbeat.runtime.devices.event_callbacks import EventCallbacks, StartThread, hang_error
+from offbeat.runtime.processes.threads import run_with_deadline
 
 _POLL_S = 0.001
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "synchronize")
@@ -28,8 +25,8 @@ class TorchAccelerator:
 
     Args:
         device: the device, with its index.
-        start_thread: starts the thread that waits for events.
-        timeout_s: the longest wait in `synchronize_event`, in seconds.
+        start_thread: starts the threads that wait for events.
+        timeout_s: how long the device may take for what is queued on it, in seconds.
 
     Raises:
         OffbeatError: torch has no streams for devices of this type.
@@ -39,7 +36,7 @@ class TorchAccelerator:
 
     def __init__(self, device: torch.device, start_thread: StartThread, timeout_s: float) -> None:
         self.torch_device = device
-        self._start_thread, self._timeout_s = start_thread, timeout_s
+        self._timeout_s = timeout_s
         self._module: Any = torch.get_device_module(device)
         missing = [name for name in _NEEDED if not hasattr(self._module, name)]
         if missing:
@@ -50,9 +47,8 @@ class TorchAccelerator:
         self._copies_out, self._copies_in = self.new_stream(), self.new_stream()
         # Blocking events let the waiting thread sleep: others (torch.Event too) keep a core busy.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
-        self._due: deque[tuple[list[Any], Callable[[], object]] | None] = deque()
-        self._is_due = threading.Semaphore(0)
-        self._thread: threading.Thread | None = None
+        use_device = partial(self._module.device, device)  # else a new thread would open the first one
+        self._callbacks = EventCallbacks(device, start_thread, timeout_s, use_device)
 
     # Memory of the host ----------------------------------------------------------------------------------
 
@@ -76,6 +72,8 @@ class TorchAccelerator:
         return True
 
     def _unpin(self, address: int) -> None:
+        if self._callbacks.has_hung:  # it would wait for the device; at the end of the process this is void
+            return
         with self._module.device(self.torch_device):  # else this thread would open the first device
             self._module.cudart().cudaHostUnregister(address)
 
@@ -134,33 +132,14 @@ class TorchAccelerator:
 
     def call_after(self, events: Iterable[Any], callback: Callable[[], object]) -> None:
         """See `Accelerator.call_after`."""
-        if self._thread is None:
-            self._thread = self._start_thread("offbeat-device", self._call_back)
-        self._due.append(([*events], callback))
-        self._is_due.release()
-
-    def _call_back(self) -> None:
-        with self._module.device(self.torch_device):  # else this thread would open the first device
-            while True:
-                self._is_due.acquire()
-                due = self._due.popleft()
-                if due is None:
-                    return
-                events, callback = due
-                for event in events:
-                    event.synchronize()  # without the interpreter's lock
-                callback()
-                del due, callback  # and what they keep
+        self._callbacks.call_after(events, callback)
 
     def synchronize_event(self, event: Any) -> None:
         """See `Accelerator.synchronize_event`."""
         limit_s = time.monotonic() + self._timeout_s
         while not event.query():
             if time.monotonic() > limit_s:
-                raise OffbeatError(
-                    f"what was queued on {self.torch_device} did not end within {self._timeout_s:g} s: the "
-                    "device hangs, or computes for longer than that"
-                )
+                raise hang_error(self.torch_device, self._timeout_s)
             time.sleep(_POLL_S)
 
     def check_not_capturing(self) -> None:
@@ -172,15 +151,21 @@ class TorchAccelerator:
             )
 
     def synchronize(self) -> None:
-        """See `Device.synchronize`."""
-        self._module.synchronize(self.torch_device)
+        """See `Device.synchronize`.
+
+        Raises:
+            OffbeatError: it has not done all in time.
+        """
+        try:
+            run_with_deadline(
+                partial(self._module.synchronize, self.torch_device), time.monotonic() + self._timeout_s
+            )
+        except TimeoutError:
+            raise hang_error(self.torch_device, self._timeout_s) from None
 
     def close(self) -> None:
         """See `Device.close`."""
-        if self._thread is not None:
-            self._due.append(None)
-            self._is_due.release()
-            self._thread = None
+        self._callbacks.close()
 
     # Time ------------------------------------------------------------------------------------------------
 

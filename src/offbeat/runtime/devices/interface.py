@@ -58,7 +58,11 @@ class Device(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Block until the device has done all work that any thread has queued."""
+        """Block until the device has done all work that any thread has queued.
+
+        Raises:
+            OffbeatError: it has not within the job's timeout.
+        """
 
     def close(self) -> None:
         """Release what the device holds; callbacks that are due may not be called any more."""
@@ -111,11 +115,14 @@ class Accelerator(Device, Protocol):
         """
 
     def call_after(self, events: Iterable[Any], callback: Callable[[], object]) -> None:
-        """Call `callback` once the events have happened, in another thread, in the order of these calls."""
+        """Call `callback` once the events have happened, in another thread, in the order of these calls.
+
+        The job fails, with an error that names the device, if they have not within the job's timeout.
+        """
 
     def synchronize_event(self, event: Any) -> None:
         """Block until an event has happened.
 
         Raises:
-            OffbeatError: it did not happen in time.
+            OffbeatError: it has not within the job's timeout.
         """

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from offbeat.runtime.devices.accelerator import StartThread, TorchAccelerator
+from offbeat.runtime.devices.accelerator import TorchAccelerator
+from offbeat.runtime.devices.event_callbacks import StartThread
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.devices.interface import Accelerator, Device
 

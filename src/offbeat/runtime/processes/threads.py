@@ -6,8 +6,13 @@ it waits on. So no thread is started without an `on_failure`.
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Callable
+from typing import TypeVar, cast
+
+_T = TypeVar("_T")
 
 
 def start_thread(
@@ -31,3 +36,27 @@ def start_thread(
     thread = threading.Thread(target=run_or_report, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def run_with_deadline(function: Callable[[], _T], limit_s: float) -> _T:
+    """Run a call that ignores Ctrl-C and may exceed its own timeout, in a thread that may be abandoned.
+
+    A TCPStore that connects to a foreign server that sends nothing waits without a limit (torch 2.13); one
+    that finds no server, twice its timeout. The thread is left running then.
+
+    Raises:
+        TimeoutError: the call had not returned at `limit_s` of the monotonic clock.
+    """
+    results: queue.SimpleQueue[tuple[_T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
+    start_thread(
+        "offbeat-call",
+        lambda: results.put((function(), None)),
+        on_failure=lambda error: results.put((None, error)),
+    )
+    try:
+        result, error = results.get(timeout=max(0.0, limit_s - time.monotonic()))
+    except queue.Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return cast(_T, result)
