@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -19,7 +18,6 @@ from offbeat.errors import OffbeatError
 StartThread = Callable[[str, Callable[[], object]], threading.Thread]
 """(name, work) -> a thread in which an exception fails the job."""
 
-_POLL_S = 0.001
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "synchronize")
 
 
@@ -149,14 +147,16 @@ class TorchAccelerator:
         Raises:
             OffbeatError: it did not happen in time.
         """
-        limit_s = time.monotonic() + self._timeout_s
-        while not event.query():
-            if time.monotonic() > limit_s:
-                raise OffbeatError(
-                    f"a copy between the host and {self.torch_device} did not end within "
-                    f"{self._timeout_s:g} s: the device hangs, or computes for longer than that"
-                )
-            time.sleep(_POLL_S)
+        if event.query():
+            return
+        happened = threading.Lock()
+        happened.acquire()
+        self.call_after([event], happened.release)
+        if not happened.acquire(timeout=self._timeout_s):
+            raise OffbeatError(
+                f"a copy between the host and {self.torch_device} did not end within "
+                f"{self._timeout_s:g} s: the device hangs, or computes for longer than that"
+            )
 
     def check_not_capturing(self) -> None:
         """See `Device.check_not_capturing`."""
