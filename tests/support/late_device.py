@@ -32,7 +32,8 @@ COPIED_IN = "a link does not wait for the copy in of what it overwrites"
 MEANS = "the current stream does not wait for the means"
 COPIED_BACK = "a contribution is copied back before it has been copied out"
 ALLOCATED = "a stream does not wait for the one that has allocated its memory"
-FINISHED = "the host does not wait for the copy of what it copies"
+FINISHED = "the host does not wait for the copy out of what it reads"
+OVERWRITTEN = "the host does not wait for the copy in of what it overwrites"
 
 
 class RaceError(AssertionError):
@@ -103,7 +104,9 @@ class LateDevice(TorchDispatchMode):
         without: a synchronization that this device leaves out.
 
     Attributes:
-        synchronizations: how often the host has waited for the device.
+        synchronizations: how often the host has waited for the device, but in `synchronize_event`.
+        awaited: the kinds of the events for which the host has waited there, "out" or "in".
+        awaited_early: of these, the kinds of the events that had not happened yet.
     """
 
     has_streams = True
@@ -122,6 +125,7 @@ class LateDevice(TorchDispatchMode):
         self._accesses: dict[int, list[_Access]] = {}
         self._is_running = False
         self.synchronizations = 0
+        self.awaited, self.awaited_early = [], []
 
     # Memory ----------------------------------------------------------------------------------------------
 
@@ -327,9 +331,13 @@ class LateDevice(TorchDispatchMode):
         self._maybe_run()
 
     def synchronize_event(self, event: Event) -> None:
+        self.awaited.append(event.kind)
+        if self._without == {"out": FINISHED, "in": OVERWRITTEN}[event.kind]:
+            return
+        if not event.has_happened:
+            self.awaited_early.append(event.kind)
         self.run_until(lambda: event.has_happened, "the end of a copy")
-        if self._without != FINISHED:
-            self.wait_for_host(event.clock)
+        self.wait_for_host(event.clock)
 
     def check_not_capturing(self) -> None:
         pass
@@ -388,6 +396,8 @@ class LateDevice(TorchDispatchMode):
         frozen = self._frozen(args, kwargs)
         reads = [one for one in tensors if not any(one is other for other in written)]
         self._queue(self._current, lambda: func(*frozen[0], **frozen[1]), reads, written, str(func))
+        if not func._schema.returns:
+            return None
         return written[0] if len(written) == 1 else tuple(written)
 
     def _frozen(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -402,11 +402,11 @@ class ServerSynchronizer:
         assert clock is not None
         self._add_unpushed(self._gradient.pop(), self._cache.end_update())
         self._steps += 1
-        self._is_open = False
         self._writes.mark()
         timer.switch("push")
         if self._unpushed_steps >= self._options.push_every:
             self._push(clock)
+        self._is_open = False  # from here on, the clock may pass
         timer.switch("report")
         blocks: tuple[int, ...] = ()
         if self._options.assigns_samples:
