@@ -172,7 +172,8 @@ class _Worker:
             optimizer.step()
         synchronizer.after_step()
         self.steps_left -= 1
-        if may() < 0.1:
+        is_behind = not synchronizer._served.directory.has_pushed(self.protocol.permit.clock)
+        if may() < 0.15 and not is_behind:  # else it would wait for another worker
             synchronizer.complete_state()
             self._training.complete_states += 1
 

@@ -23,7 +23,7 @@ FAULTS = (
     late_device.MEANS,
     late_device.ALLOCATED,
 )
-SEEDS_PER_FAULT = 12
+SEEDS_PER_FAULT = 20
 jobs = count()
 
 
@@ -76,7 +76,7 @@ def check(seed, ps):
         assert "in" not in device.awaited_early, "the host has waited for what it wrote to pinned memory"
 
 
-SEEDS = [*range(18), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(18, 318))]
+SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 212))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
