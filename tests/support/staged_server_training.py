@@ -1,4 +1,4 @@
-"""Workers of one process that train on real servers, in one thread of the test: the same steps on every device.
+"""Workers of one process that train on real servers, in one thread, by the same steps on every device.
 
 Synchronizers, caches, client, servers and the coordinator's policy are those of the library. What stands in
 is what connects a process: a worker that waits for the coordinator lets the other workers go on meanwhile.
@@ -115,7 +115,7 @@ class _Worker:
         self._now_s += 1.0
         return self._now_s
 
-    # The session ---------------------------------------------------------------------------------------------
+    # The session -----------------------------------------------------------------------------------------
 
     @property
     def world(self):
@@ -135,13 +135,13 @@ class _Worker:
             self.reported_s.append(event.compute_s)
         self._training.handle(event)
 
-    # The coordinator's client --------------------------------------------------------------------------------
+    # The coordinator's client ----------------------------------------------------------------------------
 
     def wait_for(self, condition, timeout_s, what):
         while not condition():
             self._training.step_any(what)
 
-    # A step --------------------------------------------------------------------------------------------------
+    # A step ----------------------------------------------------------------------------------------------
 
     def step(self):
         """Takes a step, as a program does that may fail in a backward pass, or leave an epoch early."""

@@ -1,4 +1,4 @@
-"""Training on servers, on a device whose streams run late: the CPU's results, and no access nothing orders."""
+"""Training on servers, with a device whose streams run late: the CPU's results, and no unordered access."""
 
 import random
 from contextlib import closing
