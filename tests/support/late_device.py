@@ -134,6 +134,9 @@ class LateDevice(TorchDispatchMode):
         self._keep(tensor, is_device=True)
         return tensor
 
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, device=self.torch_device)
+
     def pinned_zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         with self._unseen():
             flat = torch.zeros(elements, dtype=dtype)

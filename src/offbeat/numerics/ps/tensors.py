@@ -151,18 +151,19 @@ class TensorTable:
         for tensor, begin, part in parts:
             _write(tensor, begin, part)
 
-    def pack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the elements of all keys as a new 1-D tensor on the tensors' device, without waiting for it.
+    def pack(self, tensors: Mapping[str, torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+        """Copy the elements of all keys to a vector on the tensors' device, which is not waited for.
 
         Args:
             tensors: by name, all of them: parameters, their gradients, or others of the same shapes.
+            into: (keys,), returned.
 
         Raises:
             ValueError: a tensor is missing or of another dtype or shape.
         """
         for name in self._names:
             self._checked_tensor(tensors, name)
-        return torch.cat([tensors[name].detach().reshape(-1) for name in self._names])
+        return torch.cat([tensors[name].detach().reshape(-1) for name in self._names], out=into)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what `pack` has packed, by name, as views of its result.

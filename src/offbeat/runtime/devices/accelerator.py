@@ -52,6 +52,10 @@ class TorchAccelerator:
         self._is_due = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Device.empty`."""
+        return torch.empty(elements, dtype=dtype, device=self.torch_device)
+
     # Memory of the host ----------------------------------------------------------------------------------
 
     def pinned_zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:

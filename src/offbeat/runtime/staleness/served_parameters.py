@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from offbeat.errors import OffbeatError
 from offbeat.numerics.ps.tensors import TensorTable
 from offbeat.numerics.ps.translation import export_states, import_states, update_for_group
+from offbeat.runtime.devices.host import Host
+from offbeat.runtime.devices.interface import Device
 from offbeat.runtime.training.checks import check_no_overlap
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.torch_compat import copy_tensors
@@ -30,6 +32,7 @@ class ServedParameters:
         groups: by group, its parameters by name, in the order of the vector.
         offsets: by group, where each parameter is in the vector.
         updates: by group, the servers' optimizer.
+        device: holds them; the CPU unless it is set.
 
     Raises:
         OffbeatError: an optimizer that servers cannot replace, or parameters that they cannot keep.
@@ -37,6 +40,7 @@ class ServedParameters:
 
     def __init__(self, trained: TrainingState) -> None:
         self._trained = trained
+        self.device: Device = Host()
         self.optimizers = trained.optimizer_of_group
         try:
             self.updates = [
@@ -69,9 +73,18 @@ class ServedParameters:
 
     # On the model's device, for which the host does not wait -----------------------------------------------
 
+    def empty(self, number: int) -> torch.Tensor:
+        """Return a new vector for a group, with any content."""
+        offsets = self.offsets[number]
+        return self.device.empty(offsets.keys, getattr(torch, offsets.dtype))
+
+    def pack(self, number: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return tensors of the shapes of a group's parameters, by name, as a new vector."""
+        return self.offsets[number].pack(tensors, self.empty(number))
+
     def copy_values(self) -> list[torch.Tensor]:
         """Return a copy of the parameters, of each group."""
-        return [offsets.pack(group) for group, offsets in zip(self.groups, self.offsets, strict=True)]
+        return [self.pack(number, group) for number, group in enumerate(self.groups)]
 
     def changes_since(self, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what has been added to the parameters since `copy_values`, of each group."""

@@ -53,10 +53,10 @@ class GroupGradient:
     settings: Mapping[str, Any]
 
     def add(self, other: GroupGradient) -> GroupGradient:
-        """Return the sum of both."""
+        """Return the sum of both, in the memory of this one."""
         return GroupGradient(
             self.weight + other.weight,
-            self.values + other.values,
+            self.values.add_(other.values),
             self.absent & other.absent,
             self.settings,
         )
@@ -88,7 +88,7 @@ class WorkerGradient:
         return WorkerGradient([group and replace(group, values=next(left)) for group in self.groups])
 
     def add(self, other: WorkerGradient) -> WorkerGradient:
-        """Return the sum of both."""
+        """Return the sum of both, in the memory of either."""
         pairs = zip(self.groups, other.groups, strict=True)
         return WorkerGradient([entry.add(more) if entry and more else entry or more for entry, more in pairs])
 

@@ -93,7 +93,7 @@ class ValueStaging:
         if pulled.copied_in is not None:
             device.synchronize_event(pulled.copied_in)
         pulled.flat.copy_(given)
-        flat = torch.empty(given.shape, dtype=given.dtype, device=device.torch_device)
+        flat = device.empty(len(given), given.dtype)
         pulled.copied_in = device.copy_in(pulled.flat, flat, [device.record_event()])
         device.make_stream_wait(pulled.copied_in)
         return flat

@@ -54,7 +54,7 @@ class StepGradient:
             name: torch.zeros_like(entry) if entry.grad is None else entry.grad
             for name, entry in group.items()
         }
-        self._collected[number] = offsets.pack(gradients), absent
+        self._collected[number] = self._parameters.pack(number, gradients), absent
         self._has_gradient |= len(absent) < len(group)
         if not self._keeps_gradients:
             for parameter in group.values():

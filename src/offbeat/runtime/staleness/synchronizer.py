@@ -186,6 +186,7 @@ class ServerSynchronizer:
         assert isinstance(client.protocol, ClockProtocol)
         self._client, self._protocol, self._device, self._process = client, client.protocol, device, process
         client.on_action = self._on_action
+        self._parameters.device = device
         self._staging = ValueStaging(device)
         self._passes = PassTimer(self._loop.timer, device, self._loop.on_computed)
         self._cache = ThreadCache(
@@ -424,7 +425,7 @@ class ServerSynchronizer:
         if self._unpushed is not None:
             total, earlier = self._unpushed
             gradient = total.add(gradient)
-            changes = [one + another for one, another in zip(earlier, changes, strict=True)]
+            changes = [one.add_(another) for one, another in zip(earlier, changes, strict=True)]
         self._unpushed = gradient, changes
         self._unpushed_steps += 1
 

@@ -117,7 +117,7 @@ class ThreadCache:
         for index, values in enumerate(row.values):
             flat = self._staging.to_device(index, values)
             if self._local_updates:
-                flat = flat.clone()  # on the CPU other threads read it, too
+                flat = self._parameters.empty(index).copy_(flat)  # on the CPU other threads read it, too
                 for piece in row.applied_times[index]:
                     key_range = slice(piece.start, piece.stop)
                     for changes in self._local_updates[directory.count_included(worker, piece.time) :]:
