@@ -512,3 +512,32 @@ class ValidateOptions:
 
     def __post_init__(self) -> None:
         _check_compute(self.compute)
+
+
+@_benchmark("validate_gpu", minutes=5, needs="a GPU")
+@dataclass(frozen=True, kw_only=True)
+class ValidateGpuOptions:
+    """Use of the cores and of the GPU over time with serial and with overlapped validation: MNIST."""
+
+    load: Annotated[
+        list[str] | None,
+        typer.Option(help="Any of memory, files, decode, repeated; by default memory and repeated."),
+    ] = None
+    threads: Annotated[
+        list[int] | None, typer.Option(min=1, help="Threads that validate, by default 1 and 6; repeatable.")
+    ] = None
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each side; figures are medians over them.")] = 1
+    epochs: Epochs = 5
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64
+    samples: Annotated[int, typer.Option(min=1, help="Training samples, from the set.")] = 12_000
+    held_out: Annotated[int, typer.Option(min=1, help="Validation samples, from the set.")] = 4_000
+    data: Annotated[str, typer.Option(help="mnist or digits.")] = "mnist"
+    gigabytes: Annotated[
+        float, typer.Option(min=0.001, help="Training data of the load 'repeated', in 10^9 bytes.")
+    ] = 0.1
+    device: Annotated[
+        str | None,
+        typer.Option(help="Of the model; by default the accelerator. On cpu only the cores are sampled."),
+    ] = None
+    data_dir: DataDir = None
+    seed: Seed = 0

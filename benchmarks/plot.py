@@ -1,10 +1,10 @@
 """Draws the papers' figures from results with rows: `python benchmarks/plot.py FOLDER`.
 
 For each of straggler.json, straggler_real.json, detect.json, accuracy.json, staleness.json, hybrid.json,
-hybrid_sweep.json, validate.json, validate_loaders.json and validate_repeated.json that exists in the folder
-it writes a PNG of the same name, with the paper's values where it gives them. The predictions of
-hybrid_sweep.json are drawn together with the measurements of hybrid_sweep_timed.json. Needs matplotlib, which
-is in the extra `dev`.
+hybrid_sweep.json, validate.json, validate_loaders.json, validate_repeated.json and validate_gpu.json that
+exists in the folder it writes a PNG of the same name, with the paper's values where it gives them. The
+predictions of hybrid_sweep.json are drawn together with the measurements of hybrid_sweep_timed.json. Needs
+matplotlib, which is in the extra `dev`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ OVERLAPPED = {
     "overlap_process": ("in processes", "#4a9a5b"),
     "overlap_prefetch": ("in threads, over a prefetching loader", "#8e6bb0"),
 }
+USES = {"cpu_use_percent": "use of all cores, in %", "gpu_use_percent": "use of the GPU, in %"}
 GREY, BLUE, ORANGE, GREEN = "0.75", "#2b6ca3", "#d9822b", "#4a9a5b"
 
 
@@ -229,6 +230,29 @@ def validate(result: dict[str, Any], path: Path) -> None:
     _save(path)
 
 
+def validate_gpu(result: dict[str, Any], path: Path) -> None:
+    """Draw the use of the cores and of the GPU over time (the fourth paper's figures 6 to 13)."""
+    looks = [row for row in result["rows"] if "at_s" in row]
+    cases = list(dict.fromkeys((row["load"], row["threads"]) for row in looks))
+    _, all_axes = plt.subplots(len(cases), 2, figsize=(11, 2.6 * len(cases)), squeeze=False)
+    for both, (load, threads) in zip(all_axes, cases, strict=True):
+        for axes, (name, label) in zip(both, USES.items(), strict=True):
+            for side, color in (("serial", "0.5"), ("overlapped", BLUE)):
+                line = [
+                    (row["at_s"], row[name])
+                    for row in looks
+                    if (row["load"], row["threads"], row["side"]) == (load, threads, side) and name in row
+                ]
+                if line:
+                    axes.plot(*zip(*line, strict=True), color=color, label=side, linewidth=0.9)
+                    axes.legend(frameon=False, fontsize=8)
+            axes.set_ylim(0, 100)
+            axes.set_ylabel(label)
+            axes.set_xlabel(f"seconds of a run: {load}, {threads} threads")
+    plt.tight_layout()
+    _save(path)
+
+
 def _over_ddp(rows: list[dict[str, Any]], rate: int, side: str) -> list[tuple[int, float]]:
     """Return pairs of number of workers and a side's step relative to DDP's in the same run."""
     step_s = {(row["workers"], row["side"]): row["step_s"] for row in rows if row["rate_mbit"] == rate}
@@ -264,6 +288,7 @@ FIGURES = {
     "validate": validate,
     "validate_loaders": validate,
     "validate_repeated": validate,
+    "validate_gpu": validate_gpu,
 }
 
 

@@ -11,18 +11,16 @@ validations but the last one can be hidden: (E - 1) / E of v / (t + v).
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Final
 
 import msgspec
@@ -34,6 +32,7 @@ from benchmarks.commands import ValidateOptions
 from benchmarks.inputs import LOADS, inputs_of
 from benchmarks.loaders import LOADERS, Samples
 from benchmarks.timed import ModelTimes, TimedModel, time_layers
+from benchmarks.use_over_time import UseSampler, device_use_reader
 from benchmarks.workers import print_progress, read_settings, run_workers, send_result
 from offbeat.cli.job import single_threaded
 from offbeat.cli.result import Kind, Result, machine
@@ -48,8 +47,6 @@ COPY_THREADS: Final = (6, 12, 24, 48)
 WAITING: Final = ("files",)
 _CLASSES: Final = 10
 _DATA: Final = ("mnist", "digits")
-_INTERVAL_S: Final = 0.25
-_INTERVALS_MAX: Final = 240  # per run, after averaging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +91,17 @@ class ValidateRun:
 
     Attributes:
         load: a key of LOADS.
-        side: a key of SIDES.
+        side: how samples are loaded, and when validation runs.
         data: grey images, "mnist" or "digits".
         threads: that validate, or that load in a parallel loader.
         samples, held_out: numbers of training and validation samples, at most all.
         size_bytes: of the training data of "repeated".
         times: layer times for which the model waits; None computes.
+        device: of the model.
     """
 
     load: str
-    side: str
+    side: ValidateSide
     data: str
     threads: int
     epochs: int
@@ -113,6 +111,7 @@ class ValidateRun:
     size_bytes: int
     times: dict[str, Any] | None
     data_dir: str
+    device: str
     seed: int
 
 
@@ -126,6 +125,7 @@ class TrainingTimes:
         copy_s: share of `validate_s` for snapshots.
         cpu_s: processor time over all cores, child processes included.
         uses: used share of the cores in successive intervals of `stretch_s` seconds.
+        device_uses: the same of the accelerator, by all processes; empty on the CPU.
         accuracy: on the validation samples, after the last epoch.
         backend, reason: of the validator at the end.
     """
@@ -136,6 +136,7 @@ class TrainingTimes:
     copy_s: float
     cpu_s: float
     uses: tuple[float, ...]
+    device_uses: tuple[float, ...]
     stretch_s: float
     accuracy: float
     backend: str
@@ -225,7 +226,7 @@ def _measure(
 ) -> TrainingTimes:
     settings = ValidateRun(
         load=name,
-        side=side,
+        side=SIDES[side],
         data=plan.data,
         threads=threads,
         epochs=plan.epochs,
@@ -235,8 +236,18 @@ def _measure(
         size_bytes=int(plan.gigabytes * 1e9),
         times=times,
         data_dir=resolve_data_dir(plan.data_dir),
+        device="cpu",
         seed=plan.seed,
     )
+    return measure(settings)
+
+
+def measure(settings: ValidateRun) -> TrainingTimes:
+    """Train in a process of its own.
+
+    Raises:
+        OffbeatError: it failed.
+    """
     result = run_workers("benchmarks.validate", msgspec.to_builtins(settings), 1)
     return msgspec.convert(result, TrainingTimes)
 
@@ -321,45 +332,18 @@ def _network(shape: tuple[int, ...], seed: int) -> nn.Module:
     return build_model("cnn2", sample_shape=shape, classes=_CLASSES, seed=seed)
 
 
-class _CoreUseSampler:
-    """Samples this process's use of the cores."""
-
-    def __init__(self) -> None:
-        self.uses: list[float] = []
-        self._is_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="offbeat core use", daemon=True)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
-        is_stopped = False
-        while not is_stopped:
-            is_stopped = self._is_stopped.wait(_INTERVAL_S)
-            now_s, now_cpu_s = time.perf_counter(), time.process_time()
-            self.uses.append((now_cpu_s - cpu_s) / ((now_s - wall_s) * available_cores()))
-            wall_s, cpu_s = now_s, now_cpu_s
-
-    def end(self) -> tuple[tuple[float, ...], float]:
-        """Stop; return mean uses of at most `_INTERVALS_MAX` intervals, and their length in seconds."""
-        self._is_stopped.set()
-        self._thread.join()
-        size = math.ceil(len(self.uses) / _INTERVALS_MAX)
-        stretches = (self.uses[first : first + size] for first in range(0, len(self.uses), size))
-        return tuple(map(fmean, stretches)), size * _INTERVAL_S
-
-
 class _Evaluator:
     """Evaluates: the number of samples whose highest logit is their label's, and the mean loss."""
 
     def __init__(self, run: ValidateRun) -> None:
-        side = SIDES[run.side]
-        self._loads = LOADERS[side.loader if side.backend == "inline" else "numpy"]
-        self._batch_size, self._threads = run.batch_size, run.threads
+        self._loads = LOADERS[run.side.loader if run.side.backend == "inline" else "numpy"]
+        self._batch_size, self._threads, self._device = run.batch_size, run.threads, run.device
 
     def __call__(self, model: nn.Module, part: Samples) -> dict[str, float]:
         """Return the mean loss and the number of right answers."""
         loss, right = 0.0, 0
         for inputs, labels in self._loads(part, range(len(part)), self._batch_size, self._threads):
+            inputs, labels = inputs.to(self._device), labels.to(self._device)
             logits = model(inputs)
             loss += float(F.cross_entropy(logits, labels, reduction="sum"))
             right += int((logits.argmax(1) == labels).sum())
@@ -392,16 +376,18 @@ def _orders(samples: int, run: ValidateRun) -> Iterator[list[int]]:
 
 def train(run: ValidateRun, folder: Path) -> TrainingTimes:
     """Train as one worker, on one thread of torch."""
-    splits, side = load_data_set(run.data, run.data_dir), SIDES[run.side]
+    splits, side = load_data_set(run.data, run.data_dir), run.side
     model = _network(splits.sample_shape, run.seed)
     if run.times is not None:
         model = TimedModel(model, ModelTimes.from_plain(run.times), classes=_CLASSES, seed=run.seed)
+    model.to(run.device)
     samples, held_out = _sets(run, splits, folder)
+    read_device = None if run.device == "cpu" else device_use_reader(torch.device(run.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loads = LOADERS[side.loader]
     train_s = validate_s = 0.0
     with single_threaded():
-        core_use, cpu_s, began_s = _CoreUseSampler(), _cpu_s(), time.perf_counter()
+        sampler, cpu_s, began_s = UseSampler(read_device), _cpu_s(), time.perf_counter()
         with Validator(
             model, _Evaluator(run), held_out, workers=run.threads, backend=side.backend
         ) as validator:
@@ -409,14 +395,14 @@ def train(run: ValidateRun, folder: Path) -> TrainingTimes:
                 epoch_s = time.perf_counter()
                 for inputs, labels in loads(samples, order, run.batch_size, run.threads):
                     optimizer.zero_grad()
-                    F.cross_entropy(model(inputs), labels).backward()
+                    F.cross_entropy(model(inputs.to(run.device)), labels.to(run.device)).backward()
                     optimizer.step()
                 trained_s = time.perf_counter()
                 validator.validate()
                 train_s += trained_s - epoch_s
                 validate_s += time.perf_counter() - trained_s
         run_s, cpu_s = time.perf_counter() - began_s, _cpu_s() - cpu_s
-        uses, stretch_s = core_use.end()
+        use = sampler.end()
     last = validator.history[run.epochs - 1]
     assert last is not None
     return TrainingTimes(
@@ -425,8 +411,9 @@ def train(run: ValidateRun, folder: Path) -> TrainingTimes:
         validate_s=validate_s,
         copy_s=validator.copy_s,
         cpu_s=cpu_s,
-        uses=uses,
-        stretch_s=stretch_s,
+        uses=use.cores,
+        device_uses=use.device,
+        stretch_s=use.interval_s,
         accuracy=last["right"] / len(held_out),
         backend=validator.backend,
         reason=validator.reason,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +16,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
+from benchmarks.use_over_time import device_use_reader
 from offbeat.errors import OffbeatError
 from offbeat.events import StepFinished
+from offbeat.policies.validation.schedule import TakeSnapshot
+from offbeat.runtime.devices.opening import open_accelerators
+from offbeat.runtime.processes.threads import start_thread
+from offbeat.runtime.processes.waiting import SignalSafeEvent
+from offbeat.runtime.validation.evaluators import ThreadEvaluator, make_parts
+from offbeat.runtime.validation.snapshot import Snapshot
 from offbeat.strategies import (
     ASP,
     DPAR,
@@ -132,6 +140,76 @@ def joined(strategy):
 def alone():
     model = a_model()
     return train(model, sgd(model), 2)
+
+
+def validated_on_a_stream_of_the_program():
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        return validated("stream", 2)
+
+
+def test_a_training_on_a_stream_of_its_own_is_validated_as_it_was_at_the_end_of_each_epoch():
+    ((history, weights, _),) = values(run(on_one_gpu, 1, validated_on_a_stream_of_the_program))
+    ((expected, expected_weights),) = values(run(on_one_gpu, 1, in_line, 6))
+    assert [metrics["right"] for metrics in history.values()] == [one["right"] for one in expected.values()]
+    assert weights == expected_weights
+
+
+class Scaled(nn.Module):
+    """Has a parameter, a buffer, and a tensor that is neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.register_buffer("mean", torch.ones(64))
+        self.scale = torch.ones(64).cuda()
+
+    def forward(self):
+        return (self.weight * self.mean * self.scale).sum()
+
+    def fill(self, value):
+        with torch.no_grad():
+            for tensor in (self.weight, self.mean, self.scale):
+                tensor.fill_(value)
+
+
+def evaluated_while_the_device_is_busy():
+    """The metrics of four snapshots in the same memory; nothing waits where the snapshot is taken."""
+    accelerators = open_accelerators(
+        [torch.device("cuda", 0)], partial(start_thread, on_failure=print), timeout_s=60.0
+    )
+    model, sums = Scaled().cuda(), []
+    snapshot = Snapshot(shared=False, accelerators=accelerators)
+    evaluator = ThreadEvaluator(lambda copied, _: {"sum": copied()}, [0], accelerators, has_stream=True)
+    snapshot.capture(model)  # loads its kernels
+    for value in (2.0, 3.0, 4.0, 5.0):
+        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda._sleep(100_000_000)
+        model.fill(value)
+        snapshot.capture(model)
+        model.fill(-1.0)
+        torch.cuda.set_sync_debug_mode("default")
+        (part,) = make_parts(TakeSnapshot(epoch=0, parts=(range(1),)), snapshot, SignalSafeEvent())
+        sums.append(evaluator.evaluate(part)["sum"])
+    return sums
+
+
+def test_a_snapshot_has_the_values_between_two_steps_without_a_wait_of_the_host():
+    (sums,) = values(run(on_one_gpu, 1, evaluated_while_the_device_is_busy))
+    assert sums == [64 * value**3 for value in (2.0, 3.0, 4.0, 5.0)]
+
+
+def use_of_the_gpu():
+    read = device_use_reader(torch.device("cuda", 0))
+    torch.ones(1024, 1024, device="cuda").matmul(torch.ones(1024, 1024, device="cuda"))
+    return read()
+
+
+def test_the_use_of_the_gpu_is_a_share_in_percent():
+    pytest.importorskip("pynvml", reason="the extra 'gpu' is not installed")
+    (use,) = values(run(on_one_gpu, 1, use_of_the_gpu))
+    assert 0 <= use <= 100
 
 
 def test_a_single_worker_trains_as_without_offbeat():
@@ -524,7 +602,7 @@ def test_training_continues_from_a_checkpoint(tmp_path):
 
 
 def test_a_validator_on_a_stream_requires_a_model_on_a_gpu():
-    with pytest.raises(OffbeatError, match="expected a model on a GPU"):
+    with pytest.raises(OffbeatError, match="expected a model on an accelerator"):
         offbeat.Validator(a_model_on_the_cpu(), evaluate, samples(8), backend="stream")
 
 

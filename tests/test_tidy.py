@@ -82,7 +82,7 @@ ROOMS = {
         "launching": ("processes", "control"),
         "data": ("control",),
         "training": ("control", "collectives", "data", "devices"),
-        "validation": ("processes", "transport", "control"),
+        "validation": ("processes", "transport", "control", "devices"),
         "ps": ("processes", "transport", "control"),
         "averaging": ("control", "collectives", "data", "training", "devices"),
         "hybrid": ("collectives", "training", "averaging"),

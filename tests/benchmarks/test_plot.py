@@ -94,6 +94,17 @@ RESULTS = {
         "figures": {"saving_repeated_6_overlap": 0.2},
         "rows": [{"load": "repeated", "threads": 6, "side": "numpy", "run_s": 1.0}],
     },
+    "validate_gpu": {
+        "kind": "real",
+        "figures": {},
+        "rows": [
+            {"load": "memory", "threads": threads, "side": side, "at_s": at_s}
+            | {"cpu_use_percent": 30.0, "gpu_use_percent": 10.0 * at_s}
+            for threads in (1, 6)
+            for side in ("serial", "overlapped")
+            for at_s in (0.25, 0.5)
+        ],
+    },
 }
 
 

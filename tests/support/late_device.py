@@ -13,6 +13,7 @@ waits of the host make orders.
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -31,8 +33,8 @@ COPIED_OUT = "a link does not wait for the copy out of what it sends"
 COPIED_IN = "a link does not wait for the copy in of what it overwrites"
 MEANS = "the current stream does not wait for the means"
 COPIED_BACK = "a contribution is copied back before it has been copied out"
-ALLOCATED = "a stream does not wait for the one that has allocated its memory"
-FINISHED = "the host does not wait for the copy out of what it reads"
+RECORDED = "a stream does not wait for what another had queued when an event was recorded"
+FINISHED = "the host does not wait for an event"
 OVERWRITTEN = "the host does not wait for the copy in of what it overwrites"
 
 
@@ -96,36 +98,77 @@ class _Access:
     what: str
 
 
+class _Thread(threading.local):
+    """What each thread has of its own: its name in the order of accesses, its current stream, its waits."""
+
+    name = "the loop"
+    stream: Stream | None = None
+    synchronizations = 0
+
+
+class _DeepCopies(TorchFunctionMode):
+    """Makes deep copies of a device's tensors as torch does on hardware: by its current stream."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__ or not self._device._find(args[0]):
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+
 class LateDevice(TorchDispatchMode):
     """See `Accelerator`.
 
     Args:
         seed: of the delays.
         without: a synchronization that this device leaves out.
+        before_queueing: called before work is queued and while the host waits, where another thread may get
+            its turn; of several threads only one may run at a time.
 
     Attributes:
-        synchronizations: how often the host has waited for the device, but in `synchronize_event`.
-        awaited: the kinds of the events for which the host has waited there, "out" or "in".
-        awaited_early: of these, the kinds of the events that had not happened yet.
+        synchronizations: how often this thread has waited for the device, but in `synchronize_event`.
+        awaited: the kinds of the events for which the host has waited in `synchronize_event`.
+        awaited_early: of these, the kinds of those that had not happened yet.
     """
 
     has_streams = True
     torch_device = torch.device("cpu", 0)  # torch takes it for the CPU, and factories pass it on
 
-    def __init__(self, seed: int, without: str | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        without: str | None = None,
+        before_queueing: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
         self._random, self._without = random.Random(seed), without
+        self._before_queueing = before_queueing
         self._compute = Stream("compute")
         self._side, self._out, self._in = Stream("side"), Stream("copies out"), Stream("copies in")
-        self._current = self._compute
-        self._host = "the loop"
+        self._streams = [self._compute, self._side, self._out, self._in]
+        self._thread = _Thread()
+        self._deep_copies = _DeepCopies(self)
         self._host_clocks: dict[str, Clock] = {}
         self._callbacks: deque[tuple[list[Event], Clock, Callable[[], object]]] = deque()
         self._kept: dict[int, tuple[Any, bool]] = {}  # storages by address, and whether they are the device's
         self._accesses: dict[int, list[_Access]] = {}
         self._is_running = False
-        self.synchronizations = 0
         self.awaited, self.awaited_early = [], []
+
+    def __enter__(self) -> LateDevice:
+        super().__enter__()
+        self._deep_copies.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._deep_copies.__exit__(*error)
+        super().__exit__(*error)
 
     # Memory ----------------------------------------------------------------------------------------------
 
@@ -169,15 +212,23 @@ class LateDevice(TorchDispatchMode):
     def _host_clock(self) -> Clock:
         return self._host_clocks.setdefault(self._host, {})
 
+    @property
+    def synchronizations(self) -> int:
+        return self._thread.synchronizations
+
+    @property
+    def _host(self) -> str:
+        return self._thread.name
+
     @contextmanager
     def acting_as(self, host: str, after: Clock):
         """What follows is done by another thread of the host, after what the clock says."""
-        before, self._host = self._host, host
+        before, self._thread.name = self._host, host
         self._host_clocks[host] = joined(self._host_clock(), after)
         try:
             yield
         finally:
-            self._host = before
+            self._thread.name = before
 
     def clock(self) -> Clock:
         """The clock of this thread of the host."""
@@ -224,6 +275,7 @@ class LateDevice(TorchDispatchMode):
         writes: Iterable[torch.Tensor],
         what: str,
     ) -> None:
+        self._before_queueing()
         stream.clock = joined(stream.clock, self._host_clock())
         self._tick(stream.name, stream.clock)
         for tensor in reads:
@@ -249,7 +301,7 @@ class LateDevice(TorchDispatchMode):
         """Does one piece of the work that is due, of a random stream; returns whether there was any."""
         if self._is_running:
             return False
-        streams = [one for one in (self._compute, self._side, self._out, self._in) if one.may_run]
+        streams = [one for one in self._streams if one.may_run]
         if streams:
             self._is_running = True
             try:
@@ -276,31 +328,41 @@ class LateDevice(TorchDispatchMode):
     def run_until(self, condition: Callable[[], bool], what: str) -> None:
         """Runs until a condition holds."""
         while not condition():
-            assert self.run_one(), f"{what} never happens: nothing is left to run"
+            self._before_queueing()
+            assert condition() or self.run_one(), f"{what} never happens: nothing is left to run"
 
     def _synchronize(self, event: Event) -> None:
-        self.synchronizations += 1
+        self._thread.synchronizations += 1
         self.run_until(lambda: event.has_happened, "an event")
         self.wait_for_host(event.clock)
 
     # Accelerator -----------------------------------------------------------------------------------------
 
     def current_stream(self) -> Stream:
-        return self._current
+        return self._thread.stream or self._compute
+
+    def new_stream(self) -> Stream:
+        self._streams.append(Stream(f"stream {len(self._streams)}"))
+        return self._streams[-1]
+
+    @contextmanager
+    def on_stream(self, stream: Stream):
+        before, self._thread.stream = self._thread.stream, stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
 
     @contextmanager
     def on_side_stream(self, *, waits: bool = True):
         """Queues on another stream; with `waits`, after what the current one has queued."""
-        before, self._current = self._current, self._side
         if waits:
-            self._wait(self._side, self._record(before))
-        try:
+            self._wait(self._side, self._record(self.current_stream()))
+        with self.on_stream(self._side):
             yield
-        finally:
-            self._current = before
 
     def join_side_stream(self) -> None:
-        self._wait(self._current, self._record(self._side))
+        self._wait(self.current_stream(), self._record(self._side))
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Any]) -> Event:
         for stream in [] if self._without == PACKING else [*after]:
@@ -309,12 +371,12 @@ class LateDevice(TorchDispatchMode):
 
     def copy_in(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Event]) -> Event:
         for event in after:
-            if self._without != {"out": COPIED_BACK, "": ALLOCATED}.get(event.kind, MEANS):
+            if self._without != {"out": COPIED_BACK, "": RECORDED}.get(event.kind, MEANS):
                 self._wait(self._in, event)
         return self._copy(source, target, self._in, "in")
 
     def record_event(self) -> Event:
-        return self._record(self._current)
+        return self._record(self.current_stream())
 
     def keep_for_stream(self, tensor: torch.Tensor) -> None:
         pass  # all memory is kept
@@ -326,8 +388,8 @@ class LateDevice(TorchDispatchMode):
         return self._record(stream, kind)
 
     def make_stream_wait(self, event: Event) -> None:
-        if self._without != {"in": MEANS, "": ALLOCATED}[event.kind]:
-            self._wait(self._current, event)
+        if self._without != {"in": MEANS, "": RECORDED}[event.kind]:
+            self._wait(self.current_stream(), event)
 
     def call_after(self, events: Iterable[Event], callback: Callable[[], object]) -> None:
         self._callbacks.append(([*events], self.clock(), callback))
@@ -335,25 +397,24 @@ class LateDevice(TorchDispatchMode):
 
     def synchronize_event(self, event: Event) -> None:
         self.awaited.append(event.kind)
-        if self._without == {"out": FINISHED, "in": OVERWRITTEN}[event.kind]:
-            return
         if not event.has_happened:
             self.awaited_early.append(event.kind)
-        self.run_until(lambda: event.has_happened, "the end of a copy")
-        self.wait_for_host(event.clock)
+        self.run_until(lambda: event.has_happened, "an event")
+        if self._without != (OVERWRITTEN if event.kind == "in" else FINISHED):
+            self.wait_for_host(event.clock)
 
     def check_not_capturing(self) -> None:
         pass
 
     def synchronize(self) -> None:
-        for stream in (self._compute, self._side, self._out, self._in):
+        for stream in self._streams:
             self._synchronize(self._record(stream))
 
     def close(self) -> None:
         self.synchronize()
 
     def record_time(self) -> Event:
-        return self._record(self._current)
+        return self._record(self.current_stream())
 
     def elapsed_s(self, begin: Event, end: Event) -> float | None:
         if not (begin.has_happened and end.has_happened):
@@ -371,7 +432,8 @@ class LateDevice(TorchDispatchMode):
         if not is_factory and not any(self._find(one) for one in tensors):
             return self._on_host(func, args, kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            self._synchronize(self._record(self._current))
+            self._synchronize(self._record(self.current_stream()))
+            self.access(args[0], writes=False, what=str(func))
             return func(*args, **kwargs)
         returns = [one.alias_info for one in func._schema.returns]
         if any(alias is not None and not alias.is_write for alias in returns):  # a view
@@ -392,13 +454,14 @@ class LateDevice(TorchDispatchMode):
     def _write(self, func: Any, args: Any, kwargs: Any, tensors: Any, written: Any) -> Any:
         """An operation into memory that exists: queued, but where it writes pageable memory of the host."""
         if not any(self._find(one) for one in written):  # to the host, and not by `copy_out`
-            self._synchronize(self._record(self._current))
-            for tensor in written:
-                self.access(tensor, writes=True, what=str(func))
+            self._synchronize(self._record(self.current_stream()))
+            for tensor in tensors:
+                is_written = any(tensor is one for one in written)
+                self.access(tensor, writes=is_written, what=str(func))
             return func(*args, **kwargs)
         frozen = self._frozen(args, kwargs)
         reads = [one for one in tensors if not any(one is other for other in written)]
-        self._queue(self._current, lambda: func(*frozen[0], **frozen[1]), reads, written, str(func))
+        self._queue(self.current_stream(), lambda: func(*frozen[0], **frozen[1]), reads, written, str(func))
         if not func._schema.returns:
             return None
         return written[0] if len(written) == 1 else tuple(written)
@@ -435,9 +498,9 @@ class LateDevice(TorchDispatchMode):
 
         new = [one for one in results if isinstance(one, torch.Tensor)]
         if "empty" in str(func):  # the results stay garbage; what the memory held before may still be in use
-            self._queue(self._current, lambda: None, [], new, "an allocation")
+            self._queue(self.current_stream(), lambda: None, [], new, "an allocation")
         else:
-            self._queue(self._current, run, tensors, new, str(func))
+            self._queue(self.current_stream(), run, tensors, new, str(func))
         return tree_unflatten(results, shape)
 
     def _garbage(self, like: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ FAULTS = (
     late_device.MEANS,
     late_device.COPIED_BACK,
     late_device.FINISHED,
-    late_device.ALLOCATED,
+    late_device.RECORDED,
 )
 SEEDS_PER_FAULT = 12
 

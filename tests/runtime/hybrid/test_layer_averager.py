@@ -935,8 +935,6 @@ def test_a_worker_killed_while_others_wait_for_its_layers_is_named(victim):
         running.receive(victim)
         running.signal(victim, signal.SIGKILL)
         ended = running.ends()
-    for one in ended:
-        if one.rank != victim:
-            worker, text = one.value
-            assert worker == victim
-            assert f"worker {victim} was lost" in text
+    for worker, text in values([one for one in ended if one.rank != victim]):
+        assert worker == victim
+        assert f"worker {victim} was lost" in text

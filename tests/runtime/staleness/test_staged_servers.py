@@ -21,7 +21,7 @@ FAULTS = (
     late_device.FINISHED,
     late_device.OVERWRITTEN,
     late_device.MEANS,
-    late_device.ALLOCATED,
+    late_device.RECORDED,
 )
 SEEDS_PER_FAULT = 20
 jobs = count()

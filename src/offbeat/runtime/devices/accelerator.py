@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from offbeat.errors import OffbeatError
 StartThread = Callable[[str, Callable[[], object]], threading.Thread]
 """(name, work) -> a thread in which an exception fails the job."""
 
+_POLL_S = 0.0001  # a step on a parameter server waits for up to so much longer than it has to
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "synchronize")
 
 
@@ -45,7 +47,7 @@ class TorchAccelerator:
                 f"the model lies on {device}, for which torch.{device.type} has no {missing[0]}: expected "
                 "the CPU or an accelerator with streams (CUDA, ROCm, XPU)"
             )
-        self._copies_out, self._copies_in = (self._module.Stream(device=device) for _ in range(2))
+        self._copies_out, self._copies_in = self.new_stream(), self.new_stream()
         # Blocking events let the waiting thread sleep: others (torch.Event too) keep a core busy.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
         self._due: deque[tuple[list[Any], Callable[[], object]] | None] = deque()
@@ -86,6 +88,15 @@ class TorchAccelerator:
     def current_stream(self) -> Any:
         """See `Accelerator.current_stream`."""
         return self._module.current_stream(self.torch_device)
+
+    def new_stream(self) -> Any:
+        """See `Accelerator.new_stream`."""
+        return self._module.Stream(device=self.torch_device)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """See `Accelerator.on_stream`."""
+        context: AbstractContextManager[object] = self._module.stream(stream)
+        return context
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Hashable]) -> Any:
         """See `Accelerator.copy_out`."""
@@ -146,21 +157,15 @@ class TorchAccelerator:
                 del due, callback  # and what they keep
 
     def synchronize_event(self, event: Any) -> None:
-        """See `Accelerator.synchronize_event`.
-
-        Raises:
-            OffbeatError: it did not happen in time.
-        """
-        if event.query():
-            return
-        happened = threading.Lock()
-        happened.acquire()
-        self.call_after([event], happened.release)
-        if not happened.acquire(timeout=self._timeout_s):
-            raise OffbeatError(
-                f"a copy between the host and {self.torch_device} did not end within "
-                f"{self._timeout_s:g} s: the device hangs, or computes for longer than that"
-            )
+        """See `Accelerator.synchronize_event`."""
+        limit_s = time.monotonic() + self._timeout_s
+        while not event.query():
+            if time.monotonic() > limit_s:
+                raise OffbeatError(
+                    f"what was queued on {self.torch_device} did not end within {self._timeout_s:g} s: the "
+                    "device hangs, or computes for longer than that"
+                )
+            time.sleep(_POLL_S)
 
     def check_not_capturing(self) -> None:
         """See `Device.check_not_capturing`."""

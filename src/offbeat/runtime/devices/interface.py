@@ -24,6 +24,7 @@ This module computes and sends nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -78,6 +79,12 @@ class Accelerator(Device, Protocol):
     def current_stream(self) -> Hashable:
         """Return the stream on which this thread queues work."""
 
+    def new_stream(self) -> Hashable:
+        """Return another stream."""
+
+    def on_stream(self, stream: Hashable) -> AbstractContextManager[object]:
+        """Context in which this thread queues work on a stream, and makes new tensors on this device."""
+
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Hashable]) -> Any:
         """Copy a tensor of the device to pinned memory of the host, after all that is queued on some streams.
 
@@ -110,4 +117,8 @@ class Accelerator(Device, Protocol):
         """Call `callback` once the events have happened, in another thread, in the order of these calls."""
 
     def synchronize_event(self, event: Any) -> None:
-        """Block until an event has happened."""
+        """Block until an event has happened.
+
+        Raises:
+            OffbeatError: it did not happen in time.
+        """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.runtime.devices.interface import Device
 from offbeat.runtime.training.hooks import SessionForwardHook
 
 
@@ -29,6 +31,14 @@ class _ParameterWatcher(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def seconds_between(device: Device, begin: Any, end: Any) -> float:
+    """Return the time between two marks of a device; infinite where one is None, or not reached yet."""
+    if begin is None or end is None:
+        return math.inf
+    elapsed_s = device.elapsed_s(begin, end)
+    return math.inf if elapsed_s is None else elapsed_s
+
+
 class FirstUseTracker:
     """Observes forward passes for the first use of each parameter.
 
@@ -39,22 +49,19 @@ class FirstUseTracker:
     Args:
         model: the model to observe.
         parameters: the parameters of interest.
-        clock: returns seconds.
+        device: holds the model; its marks of time are recorded.
 
     Attributes:
         first_modules: by parameter, the module whose forward pass has to wait for it; the whole model where
             no use was observed.
         use_order: indices of the parameters in the order of their first use, those without one first.
-        first_use_s: by parameter, when that module's forward pass began, in seconds since the first one's.
     """
 
-    def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], clock: Callable[[], float]
-    ) -> None:
-        self._model, self._clock = model, clock
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], device: Device) -> None:
+        self._model, self._device = model, device
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._watcher: _ParameterWatcher | None = None
-        self._running: list[tuple[nn.Module, float]] = []
+        self._running: list[tuple[nn.Module, Any]] = []  # with the mark of its beginning
         self._handles: list[RemovableHandle] = []
         self._count = len(parameters)
         self.reset()
@@ -62,15 +69,22 @@ class FirstUseTracker:
     def reset(self) -> None:
         """Discard all observations."""
         self.first_modules: list[nn.Module] = [self._model] * self._count
-        self.first_use_s = [0.0] * self._count
         self._used_order: list[int] = []
-        self._begin_s: float | None = None
+        self._begin: Any = None  # the mark of the beginning of the first module
+        self._begin_of: list[Any] = [None] * self._count  # by parameter, of the module that uses it first
 
     @property
     def use_order(self) -> list[int]:
         """Indices of the parameters in the order of their first use, those without one first."""
         used = set(self._used_order)
         return [index for index in range(self._count) if index not in used] + self._used_order
+
+    def seconds_to_first_use(self) -> list[float]:
+        """Return by parameter when its first module began, in seconds since the first module of all did.
+
+        It is 0 where no use was observed, and infinite before the device has reached the marks.
+        """
+        return [seconds_between(self._device, self._begin, begin or self._begin) for begin in self._begin_of]
 
     def attach(self) -> None:
         """Register the hooks that observe."""
@@ -90,13 +104,13 @@ class FirstUseTracker:
         self._stop()
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        now_s = self._clock()
+        now = self._device.record_time()
         if self._watcher is None and torch.is_grad_enabled():
-            self._begin_s = now_s if self._begin_s is None else self._begin_s
+            self._begin = now if self._begin is None else self._begin
             self._watcher = _ParameterWatcher(self._index_of, self._record_use)
             self._watcher.__enter__()  # type: ignore[no-untyped-call]
         if self._watcher is not None:
-            self._running.append((module, now_s))
+            self._running.append((module, now))
             for parameter in module._parameters.values():
                 if (index := self._index_of.get(id(parameter))) is not None:
                     self._record_use(index)
@@ -115,7 +129,5 @@ class FirstUseTracker:
 
     def _record_use(self, index: int) -> None:
         if index not in self._used_order and self._running:
-            assert self._begin_s is not None
-            module, began_s = self._running[-1]
             self._used_order.append(index)
-            self.first_modules[index], self.first_use_s[index] = module, began_s - self._begin_s
+            self.first_modules[index], self._begin_of[index] = self._running[-1]

@@ -120,6 +120,7 @@ class LayerAverager:
         self._planner = BucketPlanner(
             model,
             self._parameters,
+            context.device,
             workers=workers,
             policy=policy,
             fuse_bytes=fuse_bytes,
@@ -295,8 +296,10 @@ class LayerAverager:
         if self._leaves_gradients or parameter.grad is None:  # a hook may have removed it
             self._round.count_gradient(entry)
             return
-        now_s = self._planner.on_gradient(entry)
+        if not self._is_planned:
+            self._planner.on_gradient(entry)
         if self._context.tracer is not None:
+            now_s = time.perf_counter()
             self._context.tracer.add_span("the backward pass has", self._rounds.names[entry], now_s, now_s)
         self._context.timer.switch("communicate")
         self._pack_early(entry)
@@ -317,7 +320,8 @@ class LayerAverager:
             self._round.launch(bucket_index)
 
     def _end_pass(self) -> None:
-        self._planner.on_pass_ended()
+        if not self._is_planned:
+            self._planner.on_pass_ended()
         self._passes.end_pass()
         if self._skips_exchange:
             self._unsent_weight += self._batch_weight

@@ -20,6 +20,7 @@ from offbeat.errors import OffbeatError
 from offbeat.policies.validation.overlap import BackendChoice, EpochCost, OverlapChooser
 from offbeat.policies.validation.schedule import TakeSnapshot
 from offbeat.runtime.control.environment import available_cores
+from offbeat.runtime.devices.interface import Accelerator
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.validation.evaluators import (
@@ -86,8 +87,7 @@ class EvaluationBackend:
     ) -> None:
         self._state, self._evaluate, self._data, self._parts = state, evaluate, data, parts
         self._ledger, self._make_pool, self._timeout_s = ledger, make_pool, timeout_s
-        self._device = next((tensor.device for tensor in state.model.parameters()), torch.device("cpu"))
-        self._inline_evaluator = ThreadEvaluator(evaluate, data, self._device, has_stream=False)
+        self._inline_evaluator = ThreadEvaluator(evaluate, data, state.accelerators, has_stream=False)
         self._pools: list[tuple[EvaluatorPool[Snapshot], weakref.finalize[..., Any]]] = []
         self._throttle: ThreadThrottle | None = None
         self._chooser: OverlapChooser | None = None
@@ -101,7 +101,7 @@ class EvaluationBackend:
         if requested == "auto" and is_awaited:
             self.name, self.reason = "inline", "training waits for the metrics anyway"
         elif requested == "auto":
-            candidates = ("stream",) if self._device.type == "cuda" else ("thread", "process")
+            candidates = ("stream",) if state.accelerators else ("thread", "process")
             self._chooser = OverlapChooser(candidates, cores=available_cores(), start_s=_PROCESS_START_S)
             self.name, self.reason = "inline", "the first epoch is measured"
         elif requested != "inline":
@@ -300,13 +300,18 @@ class EvaluationBackend:
         Raises:
             OffbeatError: this backend is not available here.
         """
-        if backend == "stream" and self._device.type != "cuda":
-            raise OffbeatError(f"expected a model on a GPU for backend='stream', got one on {self._device}")
-        if backend == "process" and self._device.type != "cpu":
+        accelerators = self._state.accelerators
+        if backend == "stream" and not accelerators:
             raise OffbeatError(
-                f"expected a model on the CPU for backend='process', got one on {self._device}: use 'stream'"
+                "expected a model on an accelerator (a GPU) for backend='stream', got one on the CPU: use "
+                "'thread' or 'process'"
             )
-        data = _pinned(self._data) if backend == "stream" else self._data
+        if backend == "process" and accelerators:
+            raise OffbeatError(
+                "expected a model on the CPU for backend='process', got one on "
+                f"{accelerators[0].torch_device}: use 'stream'"
+            )
+        data = _pinned(self._data, accelerators[0]) if backend == "stream" else self._data
         count = len(self._parts)
         if backend != "process":
             self._throttle = ThreadThrottle(
@@ -324,7 +329,7 @@ class EvaluationBackend:
                 else ThreadEvaluator(
                     self._evaluate,
                     data,
-                    self._device,
+                    accelerators,
                     has_stream=backend == "stream",
                     throttle=self._throttle,
                 )
@@ -372,8 +377,11 @@ class _Stopwatch:
         return spent
 
 
-def _pinned(data: ValidationData) -> ValidationData:
-    """Return a set whose tensors can be copied to a GPU while it computes."""
-    if type(data) is TensorDataset and not any(tensor.is_cuda for tensor in data.tensors):
-        return TensorDataset(*(tensor.pin_memory() for tensor in data.tensors))
-    return data
+def _pinned(data: ValidationData, accelerator: Accelerator) -> ValidationData:
+    """Return a set whose tensors can be copied to an accelerator while it computes."""
+    if type(data) is not TensorDataset or any(tensor.device.type != "cpu" for tensor in data.tensors):
+        return data
+    pinned = [accelerator.pinned_zeros(tensor.numel(), tensor.dtype) for tensor in data.tensors]
+    return TensorDataset(
+        *(flat.view(tensor.shape).copy_(tensor) for flat, tensor in zip(pinned, data.tensors, strict=True))
+    )

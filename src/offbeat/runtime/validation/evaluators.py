@@ -6,7 +6,7 @@ import os
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -17,6 +17,7 @@ from torch import nn
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import MetricValue, validate_metrics
 from offbeat.policies.validation.schedule import TakeSnapshot
+from offbeat.runtime.devices.interface import Accelerator
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.validation.isolation import IsolatedRandomness, TorchCallHook
@@ -113,8 +114,8 @@ class ThreadEvaluator:
     Args:
         evaluate: the user's function.
         data: the whole set.
-        device: of the model.
-        has_stream: on a GPU, use a separate stream, so that evaluation overlaps with training.
+        accelerators: those that hold the model.
+        has_stream: use a separate stream on each of them, so that evaluation overlaps with training.
         throttle: pauses this thread where it delays training or other evaluating threads; None for none.
 
     Attributes:
@@ -125,17 +126,21 @@ class ThreadEvaluator:
         self,
         evaluate: Evaluate,
         data: ValidationData,
-        device: torch.device,
+        accelerators: Sequence[Accelerator],
         *,
         has_stream: bool,
         throttle: ThreadThrottle | None = None,
     ) -> None:
-        self._evaluate, self._data, self._device, self._throttle = evaluate, data, device, throttle
+        self._evaluate, self._data, self._throttle = evaluate, data, throttle
         self.calls = 0
-        self._stream = torch.cuda.Stream(device) if has_stream else None
+        self._streams = [(one, one.new_stream() if has_stream else None) for one in accelerators]
 
     def evaluate(self, part: ValidationPart[Snapshot]) -> dict[str, MetricValue]:
-        """Return the part's metrics; after the part is cancelled, ends at the next call of torch."""
+        """Return the part's metrics; after the part is cancelled, ends at the next call of torch.
+
+        When it ends, even by an error, the accelerators have done what was queued here: the snapshot may be
+        overwritten, and the metrics be read on any stream.
+        """
 
         def watch(*_: Any) -> None:
             self.calls += 1
@@ -146,25 +151,27 @@ class ThreadEvaluator:
         turn: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
         if self._throttle is not None:
             turn = self._throttle.evaluating_part()
-        with turn as on_call, self._on_device():
-            for event in part.snapshot.ready:
-                event.wait()
-            metrics = evaluate_part(
-                part.snapshot.model(),
-                self._evaluate,
-                self._data,
-                part.positions,
-                seed=part.seed,
-                watch=watch,
-            )
-            if self._stream is not None:
-                self._stream.synchronize()  # the snapshot has been read, and the metrics are there
-            return metrics
+        with turn as on_call, self._on_streams():
+            part.snapshot.make_streams_wait()
+            try:
+                return evaluate_part(
+                    part.snapshot.model(),
+                    self._evaluate,
+                    self._data,
+                    part.positions,
+                    seed=part.seed,
+                    watch=watch,
+                )
+            finally:
+                for accelerator, _ in self._streams:
+                    accelerator.synchronize_event(accelerator.record_event())
 
-    def _on_device(self) -> AbstractContextManager[Any]:
-        if self._stream is not None:
-            return torch.cuda.stream(self._stream)
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+    def _on_streams(self) -> ExitStack:
+        """Context in which this thread queues on this evaluator's streams; its device is the first one."""
+        contexts = ExitStack()
+        for accelerator, stream in reversed(self._streams):
+            contexts.enter_context(accelerator.on_stream(stream or accelerator.current_stream()))
+        return contexts
 
     def close(self) -> None:
         """Let paused threads go on; there is nothing to release."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from offbeat.runtime.devices.opening import find_used_accelerator
+
 TorchCallHook: TypeAlias = Callable[..., None]
 _RANDOM_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset(
     {
@@ -64,29 +66,31 @@ class GlobalRandomState:
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        accelerator = find_used_accelerator()
+        self._on_accelerator = [] if accelerator is None else accelerator.get_rng_state_all()
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)
 
     def restore(self) -> None:
         """Restore the generators to this state."""
         torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        if self._on_accelerator:
+            find_used_accelerator().set_rng_state_all(self._on_accelerator)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
     def changed_generators(self) -> list[str]:
         """Return the names of the generators whose state now differs from this one."""
         current = GlobalRandomState()
-        same_cuda = all(
-            torch.equal(before, after) for before, after in zip(self._cuda, current._cuda, strict=False)
+        is_same_on_accelerator = all(
+            torch.equal(before, after)
+            for before, after in zip(self._on_accelerator, current._on_accelerator, strict=False)
         )
         return [
             name
             for name, is_same in {
                 "torch's global generator": torch.equal(self._torch, current._torch),
-                "torch's global generator on the GPU": same_cuda,
+                "torch's global generator on the GPU": is_same_on_accelerator,
                 "Python's random module": self._python == current._python,
                 "numpy.random": _comparable_numpy_state(self._numpy)
                 == _comparable_numpy_state(current._numpy),

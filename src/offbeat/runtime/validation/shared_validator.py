@@ -123,7 +123,7 @@ class SharedValidator(Validator):
             self._apply_finished()
             self._ledger.on_epoch_ended(earlier, self._current_parts())
             self._epoch_states[earlier] = EpochState(
-                snapshot=Snapshot(shared=self._backend.is_process),  # stays empty
+                snapshot=self._state.make_snapshot(shared=self._backend.is_process),  # stays empty
                 cancelled=SignalSafeEvent(),
                 states=[],
                 randomness=None,

@@ -3,6 +3,10 @@
 The values of parameters and buffers lie in one block of memory per device; the rest of the model (its modules
 and their attributes) is copied each time, so that anything that changes between epochs, a dropout rate or an
 added module, is as it was. Nothing here waits, or knows of validation.
+
+On an accelerator the copies are queued on the current stream, as the optimizer's steps are: so they come
+after the last step and before the next one, and the host does not wait. Readers on other streams call
+`make_streams_wait` first; nobody captures again before these streams have done what reads the snapshot.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.runtime.devices.interface import Accelerator
 from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY, allocate_memory, map_memory
 from offbeat.torch_compat import copy_tensors
 
@@ -123,24 +128,28 @@ def _kinds_of(values: Sequence[Tensor]) -> list[tuple[object, ...]]:
 class Snapshot:
     """Memory for a model's values at one moment, and a copy of the rest of the model.
 
+    Args:
+        shared: other processes of this program are to read it.
+        accelerators: those that hold the model.
+
     Attributes:
         blocks: of memory, by device, that hold the values.
         exported: objects that other processes of this program receive as these blocks; empty unless shared.
         places: of the values in the blocks.
         layout_id: a number unique to these blocks, for processes that have mapped them before.
         structure: the model without these values, for `load_model` in another process; empty unless shared.
-        ready: by GPU, an event after which the values are there; a reader on another stream waits for it.
         is_shared: other processes of this program can read it.
     """
 
-    def __init__(self, *, shared: bool) -> None:
+    def __init__(self, *, shared: bool, accelerators: Sequence[Accelerator] = ()) -> None:
         self.blocks: dict[torch.device, Tensor] = {}
         self.exported: dict[torch.device, ExportedBlock | Tensor] = {}
         self.places: list[TensorPlace] = []
         self.layout_id = -1
         self.structure = b""
-        self.ready: list[torch.cuda.Event] = []
         self.is_shared = shared
+        self._accelerators = accelerators
+        self._written: list[Any] = []  # by accelerator, the event that the values are there
         self._kinds_of: list[tuple[object, ...]] | None = None
         self._tensors: list[Tensor] = []
         self._model: nn.Module | None = None
@@ -161,10 +170,6 @@ class Snapshot:
             self._kinds_of = kinds
         if values:
             copy_tensors(self._tensors, values)
-        self.ready = []
-        for device in self.blocks:
-            if device.type == "cuda":
-                self.ready.append(torch.cuda.current_stream(device).record_event())
         try:
             self._model = _copy_model(model, values, self._tensors)
             if self.is_shared:
@@ -174,23 +179,35 @@ class Snapshot:
                 f"the model cannot be copied ({type(error).__name__}: {error}): an attribute or a hook of it "
                 "does not allow it"
             ) from error
+        self._record_written()
+
+    def _record_written(self) -> None:
+        self._written = [accelerator.record_event() for accelerator in self._accelerators]
+
+    def make_streams_wait(self) -> None:
+        """Make this thread's current stream on each accelerator wait until the values are there."""
+        for accelerator, event in zip(self._accelerators, self._written, strict=True):
+            accelerator.make_stream_wait(event)
 
     def _allocate(self, values: Sequence[Tensor]) -> None:
         self.places, sizes = _layout_of(values)
         self.layout_id, self.exported = next(_room_ids), {}
         self.blocks = {
-            device: self._allocate_block(device, -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-            for device, size_bytes in sizes.items()
+            value.device: self._allocate_block(
+                value, -(-sizes[value.device] // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            )
+            for value in {value.device: value for value in values}.values()
         }
         self._tensors = [place.view(self.blocks) for place in self.places]
 
-    def _allocate_block(self, device: torch.device, size_bytes: int) -> Tensor:
-        if self.is_shared and HAS_SHARED_MEMORY and device.type == "cpu" and size_bytes:
-            exported = self.exported[device] = ExportedBlock(size_bytes)
+    def _allocate_block(self, like: Tensor, size_bytes: int) -> Tensor:
+        """Return a block on the device of a tensor."""
+        if self.is_shared and HAS_SHARED_MEMORY and like.device.type == "cpu" and size_bytes:
+            exported = self.exported[like.device] = ExportedBlock(size_bytes)
             return exported.block
-        block = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        block = like.new_zeros(size_bytes, dtype=torch.uint8)
         if self.is_shared:
-            self.exported[device] = block.share_memory_()
+            self.exported[like.device] = block.share_memory_()
         return block
 
     def model(self) -> nn.Module:
@@ -241,9 +258,11 @@ class Snapshot:
         Args:
             values: the result of its `to_bytes`.
         """
+        self.make_streams_wait()
         sizes = list(map(len, self.blocks.values()))
         for block, part in zip(self.blocks.values(), values.split(sizes), strict=True):
             block.copy_(part)
+        self._record_written()
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits: equal for bitwise equal values, else different almost surely."""

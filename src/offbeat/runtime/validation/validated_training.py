@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from offbeat.runtime.devices.interface import Accelerator
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.validation.isolation import GlobalRandomState
 from offbeat.runtime.validation.snapshot import Snapshot, unwrap
@@ -45,14 +46,24 @@ class ValidatedTraining:
         model: in training; may be wrapped.
         restores: restored in addition to the model and the global random numbers.
         goes_back: states are captured for `restore` too, not only for evaluating the model.
+        accelerators: those that hold the model.
 
     Attributes:
+        accelerators: see above.
         copy_s: time that snapshots have cost the training thread, in seconds.
     """
 
-    def __init__(self, model: nn.Module, restores: Sequence[Stateful], *, goes_back: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        restores: Sequence[Stateful],
+        *,
+        goes_back: bool,
+        accelerators: Sequence[Accelerator],
+    ) -> None:
         self._model, self._restores, self._goes_back = model, restores, goes_back
         self._free: list[Snapshot] = []
+        self.accelerators = accelerators
         self.copy_s = 0.0
 
     @property
@@ -74,7 +85,7 @@ class ValidatedTraining:
             OffbeatError: the model cannot be copied.
         """
         start_s = time.perf_counter()
-        snapshot = self._free.pop() if self._free else Snapshot(shared=shared)
+        snapshot = self._free.pop() if self._free else self.make_snapshot(shared=shared)
         snapshot.capture(self.model)
         moment = EpochState(
             snapshot=snapshot,
@@ -84,6 +95,10 @@ class ValidatedTraining:
         )
         self.copy_s += time.perf_counter() - start_s
         return moment
+
+    def make_snapshot(self, *, shared: bool) -> Snapshot:
+        """Return a snapshot in new memory, without values."""
+        return Snapshot(shared=shared, accelerators=self.accelerators)
 
     def restore(self, moment: EpochState) -> None:
         """Restore an earlier state."""

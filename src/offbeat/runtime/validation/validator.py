@@ -24,6 +24,8 @@ from offbeat.policies.validation.schedule import (
     WhenFull,
     split_even,
 )
+from offbeat.runtime.devices.opening import open_accelerators
+from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.validation.backend import END_S, Backend, EvaluationBackend, MakePool
 from offbeat.runtime.validation.evaluators import Evaluate, EvaluatorPool
 from offbeat.runtime.validation.parts import ValidationData, count_samples
@@ -69,8 +71,8 @@ class Validator:
             make it faster.
         backend: where to evaluate: "thread"; "process" for evaluations that compute in Python, with
             `evaluate` and `data` that can be pickled and a model on the CPU; "stream", threads with separate
-            CUDA streams; "inline", in the training thread, which waits; "auto" measures the first epoch
-            inline, then chooses, and gives the reason in `reason`.
+            streams of the accelerator that holds the model; "inline", in the training thread, which waits;
+            "auto" measures the first epoch inline, then chooses, and gives the reason in `reason`.
         max_pending: how many snapshots may wait while one is evaluated, at least 0.
         when_full: what happens at the end of an epoch when that many wait: "block" waits, "skip" does not
             validate the epoch.
@@ -127,7 +129,16 @@ class Validator:
         restored = [stateful for stateful in restores if stateful is not plateau]
         if plateau is not None and plateau.optimizer not in restored:
             restored.append(plateau.optimizer)
-        self._state = ValidatedTraining(model, restored, goes_back=decision == "rollback")
+        self._state = ValidatedTraining(
+            model,
+            restored,
+            goes_back=decision == "rollback",
+            accelerators=open_accelerators(
+                (tensor.device for tensor in [*model.parameters(), *model.buffers()]),
+                partial(start_thread, on_failure=self._ledger.fail_all),
+                timeout_s,
+            ),
+        )
         self._epoch_states: dict[int, EpochState] = {}  # by epoch, oldest first
         self._best: Snapshot | None = None
         self._errors: dict[int, Exception] = {}  # still to be raised, by epoch, oldest first
