@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from benchmarks.use_over_time import device_use_reader
 from offbeat.errors import OffbeatError
-from offbeat.events import Ready, ResolveLateBlock
+from offbeat.events import Ready, ResolveLateBlock, StepFinished
 from offbeat.policies.validation.schedule import TakeSnapshot
 from offbeat.runtime.data import late_gradients
 from offbeat.runtime.devices.opening import open_accelerators
@@ -39,6 +39,7 @@ from offbeat.strategies import (
     PReduce,
     ServerBSP,
 )
+from offbeat.wire.log_file import read_log
 from support import device_training, sample_counting
 from support.newcomer_training import Gate, pass_gate
 from support.processes import run, start, values
@@ -673,6 +674,46 @@ def test_workers_that_share_a_gpu_train_on_servers_as_on_the_cpu():
 def test_workers_that_share_a_gpu_train_on_servers_at_their_own_pace(strategy):
     for weights in values(run(on_one_gpu, 2, of_two_on, "cuda", strategy)):
         assert all(map(math.isfinite, weights))
+
+
+ON_SERVERS = [ServerBSP(), SSP(), DTSSP(), ASP(), Downpour()]
+
+
+@pytest.mark.parametrize("strategy", ON_SERVERS, ids=str)
+def test_a_worker_on_servers_ends_with_the_model_of_the_cpu(strategy):
+    """Alone, it reads the same parameters whenever they arrive, but for rounding."""
+    (seen,) = values(run(on_one_gpu, 1, of_two_on, "cuda", strategy))
+    (expected,) = values(run(on_one_gpu, 1, of_two_on, "cpu", strategy))
+    assert seen == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ON_SERVERS, ids=str)
+def test_a_step_on_servers_waits_for_events_and_never_synchronizes_with_the_device(strategy):
+    for losses in values(run(without_synchronizing, 2, strategy)):
+        assert all(map(math.isfinite, losses))
+
+
+def with_slow_kernels_on_servers(rank, emit):
+    torch.cuda.set_device(0)
+    model = a_model()
+    model[1].register_forward_hook(lambda *_: torch.cuda._sleep(200_000_000))  # some 100 ms
+    optimizer = sgd(model)
+    inputs, labels = (one.cuda() for one in samples(16)[:])
+    with offbeat.join(model, optimizer, SSP(shards="equal")):
+        for _ in range(8):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+
+
+def test_compute_times_of_workers_on_servers_are_the_devices(tmp_path):
+    log = tmp_path / "run.log"
+    values(run(with_slow_kernels_on_servers, 2, env={"OFFBEAT_RUN_LOG": str(log)}))
+    entries = [one for one in read_log(log).entries if isinstance(one, StepFinished)]
+    for worker in (0, 1):
+        times_s = [one.compute_s for one in entries if one.worker == worker and one.clock is not None]
+        assert len(times_s) == 8
+        assert min(times_s[2:]) > 0.05
 
 
 def saved_and_loaded(path):

@@ -86,7 +86,7 @@ ROOMS = {
         "ps": ("processes", "transport", "control"),
         "averaging": ("control", "collectives", "data", "training", "devices"),
         "hybrid": ("collectives", "training", "averaging", "devices"),
-        "staleness": ("processes", "control", "data", "training", "ps"),
+        "staleness": ("processes", "transport", "control", "data", "training", "ps", "devices"),
         "model_averaging": ("control", "collectives", "data", "training", "devices"),
     },
     "simulator": {

@@ -119,3 +119,27 @@ def test_on_a_device_waits_within_a_pass_are_no_computing():
         device.reached = len(device.marks_s)
     assert passes.compute_s == 10
     assert reported_s == [0, 10]
+
+
+def test_a_round_that_begins_again_counts_what_is_computed_from_then_on():
+    clock, device, reported_s = Clock(), Device(), []
+    timer = PartTimer(clock)
+    on_the_host = PassTimer(timer, Host(), reported_s.append)
+    on_a_device = PassTimer(timer, device, reported_s.append)
+    for abandoned_s, computed_s in ((10, 1), (20, 2)):
+        for passed_s in (abandoned_s, computed_s):
+            timer.switch("other")
+            for passes in (on_the_host, on_a_device):
+                passes.begin_round()
+            timer.switch("compute")
+            on_a_device.begin_pass()
+            clock.now_s += passed_s
+            device.now_s += 100 * passed_s
+        on_the_host.end_pass()
+        on_a_device.end_pass()
+        timer.switch("other")
+        assert on_the_host.compute_s == computed_s
+        on_a_device.end_round()
+        device.reached = len(device.marks_s)
+        assert on_a_device.compute_s == 100 * computed_s
+    assert reported_s == [1, 1, 2, 100]

@@ -41,6 +41,15 @@ class PassTimer:
         times = None if self._device is None else self._device.last_round()
         return self._timer.total_s("compute") - self._round_mark_s if times is None else times.round_s
 
+    def begin_round(self) -> None:
+        """Forget what was computed since the last round: the timer is not in "compute".
+
+        Needed only where a round may begin again: otherwise it begins where the last one has ended.
+        """
+        self._pass_mark_s = self._round_mark_s = self._timer.total_s("compute")
+        if self._device is not None:
+            self._device.forget_round()
+
     def begin_pass(self) -> None:
         """Begin a pass, if none is under way: the timer is in "compute"."""
         if self._device is not None:
@@ -116,6 +125,10 @@ class _DeviceTimes:
     _passes: list[_PassMarks] = field(default_factory=list)  # of the round under way
     _rounds: deque[list[_PassMarks]] = field(default_factory=deque)  # whose times are not known yet
     _last: _RoundTimes | None = None
+
+    def forget_round(self) -> None:
+        """Forget the passes of the round under way."""
+        self._pass, self._passes = None, []
 
     def begin_pass(self) -> None:
         if self._pass is None:
