@@ -75,7 +75,8 @@ test-gpu: $(STAMP)
 
 bench-gpu: $(STAMP)
 	@if $(HAS_GPU); then $(BENCH) gpu --json benchmarks/results/gpu.json && \
-	$(BENCH) gpu --workers 4 --json benchmarks/results/gpu_4_workers.json; \
+	$(BENCH) gpu --workers 4 --json benchmarks/results/gpu_4_workers.json && \
+	$(BENCH) nimble --json benchmarks/results/nimble.json; \
 	else echo "torch finds no CUDA GPU here: nothing to measure"; fi
 
 test-keras: $(KERAS_STAMP)

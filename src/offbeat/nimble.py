@@ -1,4 +1,4 @@
-"""Forward passes scheduled ahead of time on several streams, used only where that is measured to be faster."""
+"""Forward passes scheduled ahead of time on several streams, where that is measured to be faster."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def global_backward_hooks() -> list[Mapping[int, Any]]:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Say whether a forward pass of a module calls hooks: its own, its submodules', or those of all modules."""
+    """Say whether a module's forward pass calls hooks: its own, its submodules' or global ones."""
     names = ("_forward_hooks", "_forward_pre_hooks")
     return any(getattr(_modules, f"_global{name}") for name in names) or any(
         getattr(one, name) for one in module.modules() for name in names
@@ -63,7 +63,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def is_operator(target: object) -> TypeGuard[OpOverload]:
-    """Say whether something is an operator of torch's dispatcher, such as ATen's, with its types of arguments."""
+    """Say whether something is an operator of torch's dispatcher, such as one of ATen's."""
     return isinstance(target, OpOverload)
 
 

@@ -13,7 +13,9 @@ class Branches(nn.Module):
     def __init__(self, channels=4):
         super().__init__()
         self.one = nn.Conv2d(channels, 4, 1)
-        self.three = nn.Sequential(nn.Conv2d(channels, 3, 1), nn.ReLU(inplace=True), nn.Conv2d(3, 4, 3, padding=1))
+        self.three = nn.Sequential(
+            nn.Conv2d(channels, 3, 1), nn.ReLU(inplace=True), nn.Conv2d(3, 4, 3, padding=1)
+        )
         self.pool = nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), nn.Conv2d(channels, 4, 1))
         self.norm = nn.BatchNorm2d(12)
         self.classify = nn.Linear(12, 3)

@@ -1,4 +1,4 @@
-"""Stream assignment: Nimble, section 4.2 and theorems 1 to 3; specification 4.3: the invariants."""
+"""Nimble's stream assignment: its invariants on random graphs, by brute force on small ones."""
 
 from __future__ import annotations
 
@@ -142,7 +142,9 @@ def test_chains_share_as_few_streams_as_possible_for_the_concurrency_of_the_grap
         len(nodes)
         for count in range(1, len(graph) + 1)
         for nodes in itertools.combinations(range(len(graph)), count)
-        if not any(other in reached[one] or one in reached[other] for one, other in itertools.combinations(nodes, 2))
+        if not any(
+            other in reached[one] or one in reached[other] for one, other in itertools.combinations(nodes, 2)
+        )
     )
     chains = len(graph) - len(assignment.matched)
     assert independent <= assignment.stream_count <= chains
@@ -186,7 +188,9 @@ def test_the_matching_is_one_and_no_larger_one_exists(seed):
 def most_matched(neighbours, left, used):
     if left == len(neighbours):
         return 0
-    others = [1 + most_matched(neighbours, left + 1, used | {one}) for one in neighbours[left] if one not in used]
+    others = [
+        1 + most_matched(neighbours, left + 1, used | {one}) for one in neighbours[left] if one not in used
+    ]
     return max([most_matched(neighbours, left + 1, used), *others])
 
 

@@ -46,7 +46,9 @@ def test_the_public_function_measures_and_says_what_it_has_chosen_and_why():
     assert set(compiled.times_s) == {MODULE, THREADS}
     assert compiled.choice == choose_fastest(compiled.times_s)
     assert compiled.is_on == (compiled.choice == THREADS)
-    assert all(f"{name} {time_s * 1e3:.3g} ms" in compiled.reason for name, time_s in compiled.times_s.items())
+    assert all(
+        f"{name} {time_s * 1e3:.3g} ms" in compiled.reason for name, time_s in compiled.times_s.items()
+    )
     assert_like(compiled, model, inputs(1))
     compiled.close()
 
@@ -130,7 +132,9 @@ def test_an_example_that_is_no_tuple_of_tensors_is_refused(example):
 def test_a_module_in_training_mode_is_refused_also_later():
     model, inputs = a_model("branches")
     model.norm.train()
-    with pytest.raises(ValueError, match=r"evaluation mode, got one in training mode: call its eval\(\) first"):
+    with pytest.raises(
+        ValueError, match=r"evaluation mode, got one in training mode: call its eval\(\) first"
+    ):
         nimble.compile(model, inputs())
     compiled = by_threads(model.eval(), inputs())
     model.train()

@@ -82,7 +82,7 @@ def test_without_the_order_of_writes_some_order_gives_other_results():
 
 
 def test_an_operator_that_returns_its_argument_shares_its_memory():
-    """`dropout` in evaluation mode, which does not declare it: what is written later is the module's value."""
+    """`dropout` in evaluation mode, which does not declare it: later writes change both."""
     program = trace(Written().eval(), rows())
     names = [node.name for node in program.operators]
     reading = names.index("exp"), names.index("exp_1")

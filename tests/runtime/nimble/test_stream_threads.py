@@ -1,4 +1,4 @@
-"""Streams as threads, and as queues of a device that run as late as they may: the order of all dependencies."""
+"""Streams as threads, and as a device's queues that run as late as they may: the order is kept."""
 
 from __future__ import annotations
 

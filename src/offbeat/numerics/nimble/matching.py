@@ -24,7 +24,9 @@ def maximum_matching(neighbours: Sequence[Sequence[int]], right_count: int) -> l
     while True:
         depths = _depths(neighbours, partner_of_left, partner_of_right)
         unmatched = [left for left, partner in enumerate(partner_of_left) if partner is None]
-        if not sum(_augment(left, neighbours, depths, partner_of_left, partner_of_right) for left in unmatched):
+        if not sum(
+            _augment(left, neighbours, depths, partner_of_left, partner_of_right) for left in unmatched
+        ):
             return partner_of_left
 
 
@@ -33,7 +35,7 @@ def _depths(
     partner_of_left: Sequence[int | None],
     partner_of_right: Sequence[int | None],
 ) -> list[int | None]:
-    """Return how many matched edges lead to each vertex on the left from an unmatched one; None if none do."""
+    """Return how many matched edges lead to each vertex on the left from an unmatched one, if any do."""
     depths = [0 if partner is None else None for partner in partner_of_left]
     queue = deque(left for left, depth in enumerate(depths) if depth == 0)
     while queue:

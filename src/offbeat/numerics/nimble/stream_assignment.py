@@ -1,25 +1,25 @@
-"""Nimble's stream assignment: as much concurrency as a graph allows, with as few synchronizations as possible.
+"""Nimble's stream assignment: all the concurrency of a graph, with as few synchronizations as possible.
 
 Theory of operation
 -------------------
 
-Nodes are operations, edges their dependencies. An assignment gives each node a *stream*, a queue that runs its
-nodes one after the other. Where an edge joins two streams, the second one has to wait for an event of the first:
-a *synchronization*.
+Nodes are operations, edges their dependencies. An assignment gives each node a *stream*, a queue that runs
+its nodes one after the other. Where an edge joins two streams, the second one has to wait for an event of the
+first: a *synchronization*.
 
-1. **Minimum equivalent graph** G' = (V, E'): the transitive reduction. An edge that a longer path implies needs
-   no synchronization.
+1. **Minimum equivalent graph** G' = (V, E'): the transitive reduction. An edge that a longer path implies
+   needs no synchronization.
 2. **Chains.** Each node is matched with at most one of its successors in G', and is the match of at most one:
-   a matching of the bipartite graph that has an edge (x_a, y_b) for each edge a -> b of E'. Matched edges join
-   nodes to chains. The nodes of a chain depend on one another, so sharing a stream costs no concurrency, and its
-   matched edges need no synchronization. All other edges of E' do: |E'| - |M| of them, the fewest where M is a
-   maximum matching.
-3. **Streams.** Chains that can never run at the same time, because the end of one leads to the beginning of the
-   other, share a stream: the fewest streams, by a maximum matching of chains. The number of synchronizations
-   stays: an edge of E' from the end of one chain to the beginning of another would have been matched.
+   a matching of the bipartite graph that has an edge (x_a, y_b) for each edge a -> b of E'. Matched edges
+   join nodes to chains. The nodes of a chain depend on one another, so sharing a stream costs no concurrency,
+   and its matched edges need no synchronization. All other edges of E' do: |E'| - |M| of them, the fewest
+   where M is a maximum matching.
+3. **Streams.** Chains that can never run at the same time, because the end of one leads to the beginning of
+   the other, share a stream: the fewest streams, by a maximum matching of chains. That saves no
+   synchronization: an edge of E' from the end of one chain to the beginning of another would be matched.
 
-What holds of every assignment: two nodes share a stream only if a path leads from one to the other; the launch
-order is topological; a node begins after all that it depends on.
+What holds of every assignment: two nodes share a stream only if a path leads from one to the other; the
+launch order is topological; a node begins after all that it depends on.
 
 Nothing here runs an operation.
 """
@@ -79,8 +79,8 @@ def assign_streams(successors: Successors) -> StreamAssignment:
     """Return an assignment with maximum concurrency and the fewest synchronizations for it.
 
     Source: Kwon, Yu, Jeong and Chun 2020, "Nimble: lightweight and parallel GPU task scheduling for deep
-    learning", NeurIPS, section 4.2 and algorithm 1. Deviation: chains that can never run at the same time share
-    a stream (see the module); in the paper each chain has its own.
+    learning", NeurIPS, on automatic multi-stream execution. Deviation: chains that can never run at the same
+    time share a stream (see the module); in the paper each chain has its own.
 
     Args:
         successors: for each node, the nodes that depend on it.
@@ -180,7 +180,7 @@ def reduce_transitively(
     reduced: list[list[int]] = []
     for following in successors:
         kept: list[int] = []
-        reached = 0  # from the successors that come earlier in the order; later ones do not lead to earlier ones
+        reached = 0  # from the successors before, in topological order: later ones lead to no earlier ones
         for to in sorted(set(following), key=rank.__getitem__):
             if not reached >> to & 1:
                 kept.append(to)

@@ -39,8 +39,8 @@ _log = logging.getLogger("offbeat")
 class CompiledModule:
     """A module's forward pass for inputs of fixed shape; see `compile_module`.
 
-    Outputs are new tensors without gradients. Values that the module's parameters and buffers get in place, by
-    an optimizer or `load_state_dict`, are used; other changes of the module are not.
+    Outputs are new tensors without gradients. Values that the module's parameters and buffers get in place,
+    by an optimizer or `load_state_dict`, are used; other changes of the module are not.
 
     Attributes:
         module: what was compiled.
@@ -118,14 +118,14 @@ def compile_module(
 ) -> CompiledModule:
     """Schedule a module's forward pass ahead of time, and measure whether that is faster.
 
-    The forward pass is traced to ATen's operators. They are assigned to streams, so that operators that do not
-    depend on one another are on different ones. On a CUDA GPU all launches are captured in a graph, on one
-    stream and on several; on the CPU a thread calls the operators of a stream. What is measured as the fastest
-    is used; the module itself, unless something else is at least 5 % faster.
+    The forward pass is traced to ATen's operators. They are assigned to streams, so that operators that do
+    not depend on one another are on different ones. On a CUDA GPU all launches are captured in a graph, on
+    one stream and on several; on the CPU a thread calls the operators of a stream. What is measured as the
+    fastest is used; the module itself, unless something else is at least 5 % faster.
 
     Source: Kwon, Yu, Jeong and Chun 2020, "Nimble: lightweight and parallel GPU task scheduling for deep
-    learning", NeurIPS. Deviations: inference only; streams are shared as `assign_streams` describes; graphs are
-    captured instead of recorded by an own interceptor.
+    learning", NeurIPS. Deviations: inference only; streams are shared as `assign_streams` describes; graphs
+    are captured instead of recorded by an own interceptor.
 
     Args:
         module: in evaluation mode, without hooks, with parameters and inputs on one device. What its forward
@@ -135,8 +135,8 @@ def compile_module(
 
     Raises:
         ValueError: the arguments are not as described.
-        OffbeatError: the forward pass is no fixed list of operators: it decides by values of tensors, writes to
-            buffers or inputs, draws random numbers or calls hooks. The message says which.
+        OffbeatError: the forward pass is no fixed list of operators: it decides by values of tensors, writes
+            to buffers or inputs, draws random numbers or calls hooks. The message says which.
     """
     inputs = _check(module, example_inputs)
     program = trace(module, inputs)
@@ -177,7 +177,7 @@ def choose_fastest(times_s: Mapping[str, float]) -> str:
 
 
 def signature_of(inputs: Sequence[Any]) -> Signature:
-    """Return what must not change from call to call: shapes, dtypes and device; empty if not all are tensors."""
+    """Return what must not change from call to call; empty if not all inputs are tensors."""
     if not all(isinstance(one, Tensor) for one in inputs):
         return ()
     return tuple((one.shape, one.dtype, one.device) for one in inputs)
@@ -199,7 +199,9 @@ def _check(module: nn.Module, example_inputs: Sequence[Tensor]) -> list[Tensor]:
     if len(devices) != 1:
         raise ValueError(f"expected parameters and inputs on one device, got {sorted(map(str, devices))}")
     if any(one.training for one in module.modules()):
-        raise ValueError("expected a module in evaluation mode, got one in training mode: call its eval() first")
+        raise ValueError(
+            "expected a module in evaluation mode, got one in training mode: call its eval() first"
+        )
     if has_forward_hooks(module):
         raise OffbeatError("the module has forward hooks, which a schedule would not call: remove them")
     return [tensor.detach() for tensor in example_inputs]

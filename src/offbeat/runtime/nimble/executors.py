@@ -98,10 +98,11 @@ class _CudaStreams:
     def use(self, stream: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.streams[stream])
 
-    def record_event(self, stream: int) -> torch.cuda.Event:
-        return self.streams[stream].record_event()
+    def record_event(self, stream: int) -> Hashable:
+        event: Hashable = self.streams[stream].record_event()
+        return event
 
-    def make_wait(self, stream: int, event: torch.cuda.Event) -> None:
+    def make_wait(self, stream: int, event: Any) -> None:
         self.streams[stream].wait_event(event)
 
 
@@ -144,7 +145,9 @@ class GraphExecutor:
                 self._outputs = run.outputs()
             except RuntimeError as error:
                 reason = str(error).strip().partition("\n")[0]
-                raise OffbeatError(f"the forward pass cannot be captured in a CUDA graph: {reason}") from error
+                raise OffbeatError(
+                    f"the forward pass cannot be captured in a CUDA graph: {reason}"
+                ) from error
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any]:
         """See `Executor.run`; queued on the current stream, after an earlier run on whatever stream."""

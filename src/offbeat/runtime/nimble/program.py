@@ -1,10 +1,11 @@
 """A module's forward pass as a graph of operators.
 
-`torch.export` traces it to ATen's operators, those that the module itself calls: their results are the module's, bit
-for bit. (Its functional form, without operators that write in place, replaces some by others with other kernels.)
-What depends on what is then observed in one run with all values alive: which memory each operator reads and
-writes. Declarations would not do, since some operators return their argument or a new tensor, as it happens:
-`dropout` in evaluation mode returns its argument, which a later operator may write in place.
+`torch.export` traces it to ATen's operators, those that the module itself calls: their results are the
+module's, bit for bit. (Its functional form, without operators that write in place, replaces some by others
+with other kernels.) What depends on what is then observed in one run with all values alive: which memory each
+operator reads and writes. Declarations would not do, since some operators return their argument or a new
+tensor, as it happens: `dropout` in evaluation mode returns its argument, which a later operator may write in
+place.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class TracedProgram:
     output_structure: TreeSpec
 
     def find_releases(self, assignment: StreamAssignment) -> Releases:
-        """Return when values may be dropped: after their last use, if all uses are on the stream that made them.
+        """Return when values are dropped: after the last use, if all uses are on the stream that made them.
 
         Memory that is dropped may be given to the next operator of its stream. What another stream uses may
         still be in use there, so it is kept to the end.
@@ -125,7 +126,9 @@ def trace(module: nn.Module, inputs: Sequence[Tensor]) -> TracedProgram:
         raise OffbeatError(f"expected a forward pass of {len(inputs)} tensors, got one of {len(input_nodes)}")
     (output,) = (node for node in exported.graph.nodes if node.op == "output")
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs):
-        raise OffbeatError("the forward pass changes a buffer or an input of the module: it must only read them")
+        raise OffbeatError(
+            "the forward pass changes a buffer or an input of the module: it must only read them"
+        )
     structure = exported.call_spec.out_spec
     assert structure is not None
     successors = _observe_dependencies(operators, constants, dict(zip(input_nodes, inputs, strict=True)))
@@ -134,7 +137,7 @@ def trace(module: nn.Module, inputs: Sequence[Tensor]) -> TracedProgram:
         successors=tuple(map(frozenset, successors)),
         constants=constants,
         input_nodes=tuple(input_nodes),
-        results=tuple(output.args[0]),  # type: ignore[arg-type]
+        results=tuple(output.args[0]),
         output_structure=structure,
     )
 
@@ -150,13 +153,15 @@ def _check_node(node: fx.Node) -> None:
     may_be_called = is_operator(node.target) or node.target is operator.getitem
     if node.op != "call_function" or not may_be_called:
         raise OffbeatError(
-            f"expected a forward pass of ATen operators only, got {node.target}: control flow that depends on "
-            "values of tensors, and changes of modes, cannot be scheduled ahead of time"
+            f"expected a forward pass of ATen operators only, got {node.target}: control flow that depends "
+            "on values of tensors, and changes of modes, cannot be scheduled ahead of time"
         )
-    if any(isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) for value in _traced_values(node)):
+    if any(
+        isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) for value in _traced_values(node)
+    ):
         raise OffbeatError(
-            f"{node.target} gives a number or a shape that depends on values of tensors: the forward pass must "
-            "have fixed shapes, and read no value of a tensor in Python"
+            f"{node.target} gives a number or a shape that depends on values of tensors: the forward pass "
+            "must have fixed shapes, and read no value of a tensor in Python"
         )
 
 
@@ -197,8 +202,8 @@ def _observe_dependencies(
 ) -> list[set[int]]:
     """Run all operators in order; return for each those that depend on it.
 
-    An operator depends on those whose values it gets, on the last one that has written memory that it touches,
-    and, if it writes, on all that have read this memory since.
+    An operator depends on those whose values it gets, on the last one that has written memory that it
+    touches, and, if it writes, on all that have read this memory since.
 
     Raises:
         OffbeatError: one writes to a constant or an input, or draws random numbers.
@@ -216,8 +221,8 @@ def _observe_dependencies(
         written = _storages(written_tensors(node.target, args, kwargs) if is_operator(node.target) else ())
         if written & names.keys():
             raise OffbeatError(
-                f"{node.target} writes to {names[(written & names.keys()).pop()]}, a parameter, a buffer or an "
-                "input: the forward pass must only read them"
+                f"{node.target} writes to {names[(written & names.keys()).pop()]}, a parameter, a buffer or "
+                "an input: the forward pass must only read them"
             )
         touched = _storages((args, kwargs))
         earlier = {number_of[one] for one in node.all_input_nodes if one in number_of}

@@ -101,8 +101,8 @@ class _Run:
     def _wait(self, event: SignalSafeEvent, what: str) -> None:
         if not event.wait(self._timeout_s):
             raise OffbeatError(
-                f"{what} waited for longer than {self._timeout_s:g} s: an operation before it hangs, or takes "
-                "longer than that"
+                f"{what} waited for longer than {self._timeout_s:g} s: an operation before it hangs, or "
+                "takes longer than that"
             )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
@@ -36,6 +36,7 @@ from offbeat.runtime.validation.isolation import isolated_evaluation
 from offbeat.runtime.validation.parts import ValidationData
 from offbeat.runtime.validation.process import ProcessEvaluator
 from offbeat.runtime.validation.result import ValidationLedger
+from offbeat.runtime.validation.scheduled_forward import ScheduledForward
 from offbeat.runtime.validation.snapshot import Snapshot
 from offbeat.runtime.validation.throttle import ThreadThrottle
 from offbeat.runtime.validation.validated_training import EpochState, ValidatedTraining
@@ -90,6 +91,7 @@ class EvaluationBackend:
         self._inline_evaluator = ThreadEvaluator(evaluate, data, self._device, has_stream=False)
         self._pools: list[tuple[EvaluatorPool[Snapshot], weakref.finalize[..., Any]]] = []
         self._throttle: ThreadThrottle | None = None
+        self._schedules: list[ScheduledForward] = []
         self._chooser: OverlapChooser | None = None
         self._contention_share: float | None = None
         self._stopwatch = _Stopwatch()
@@ -240,6 +242,16 @@ class EvaluationBackend:
         if self.name in ("thread", "stream") and not self.is_rehearsed:
             self._rehearse(snapshot)
 
+    def schedule_when_due(self, snapshot: Snapshot) -> None:
+        """Before an epoch is evaluated, make the schedules of forward passes that have been called often."""
+        due = [scheduled for scheduled in self._schedules if scheduled.is_due]
+        if not due:
+            return
+        with self._stopwatch.stopped(), self._ledger.waiting_context(), isolated_evaluation():
+            for scheduled in due:
+                scheduled.compile(snapshot, self._timeout_s)
+        self.reason = f"{self.reason}; forward passes: {due[0].reason}"
+
     def _rehearse(self, snapshot: Snapshot) -> None:
         with isolated_evaluation() as moved:
             evaluate_part(
@@ -308,6 +320,7 @@ class EvaluationBackend:
             )
         data = _pinned(self._data) if backend == "stream" else self._data
         count = len(self._parts)
+        self._schedules = [ScheduledForward() for _ in range(count)] if backend == "stream" else []
         if backend != "process":
             self._throttle = ThreadThrottle(
                 count, None if self._chooser is None else self._chooser.minimum_rate()
@@ -327,6 +340,7 @@ class EvaluationBackend:
                     self._device,
                     has_stream=backend == "stream",
                     throttle=self._throttle,
+                    scheduled=self._schedules[number] if self._schedules else None,
                 )
             )
             cleanup.callback(evaluators[-1].close)
@@ -370,6 +384,16 @@ class _Stopwatch:
         spent = wall_s - self._wall_s, cpu_s - self._cpu_s
         self._wall_s, self._cpu_s = wall_s, cpu_s
         return spent
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Leave out of the lap what is done inside: it is done once, not every epoch."""
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self._wall_s += time.perf_counter() - wall_s
+            self._cpu_s += time.process_time() - cpu_s
 
 
 def _pinned(data: ValidationData) -> ValidationData:

@@ -21,6 +21,7 @@ from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.validation.isolation import IsolatedRandomness, TorchCallHook
 from offbeat.runtime.validation.parts import ValidationData, slice_data
+from offbeat.runtime.validation.scheduled_forward import ScheduledForward
 from offbeat.runtime.validation.snapshot import Snapshot
 from offbeat.runtime.validation.throttle import ThreadThrottle
 
@@ -116,6 +117,7 @@ class ThreadEvaluator:
         device: of the model.
         has_stream: on a GPU, use a separate stream, so that evaluation overlaps with training.
         throttle: pauses this thread where it delays training or other evaluating threads; None for none.
+        scheduled: serves the calls of the model where that is faster; None for none.
 
     Attributes:
         calls: functions of torch called so far.
@@ -129,8 +131,10 @@ class ThreadEvaluator:
         *,
         has_stream: bool,
         throttle: ThreadThrottle | None = None,
+        scheduled: ScheduledForward | None = None,
     ) -> None:
         self._evaluate, self._data, self._device, self._throttle = evaluate, data, device, throttle
+        self._scheduled = scheduled
         self.calls = 0
         self._stream = torch.cuda.Stream(device) if has_stream else None
 
@@ -149,17 +153,21 @@ class ThreadEvaluator:
         with turn as on_call, self._on_device():
             for event in part.snapshot.ready:
                 event.wait()
-            metrics = evaluate_part(
-                part.snapshot.model(),
-                self._evaluate,
-                self._data,
-                part.positions,
-                seed=part.seed,
-                watch=watch,
-            )
+            model = part.snapshot.model()
+            with self._serving(model, part.snapshot, watch):
+                metrics = evaluate_part(
+                    model, self._evaluate, self._data, part.positions, seed=part.seed, watch=watch
+                )
             if self._stream is not None:
                 self._stream.synchronize()  # the snapshot has been read, and the metrics are there
             return metrics
+
+    def _serving(
+        self, model: nn.Module, snapshot: Snapshot, watch: TorchCallHook
+    ) -> AbstractContextManager[None]:
+        if self._scheduled is None:
+            return nullcontext()
+        return self._scheduled.serving(model, snapshot, watch, lambda: self.calls)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         if self._stream is not None:
@@ -167,9 +175,11 @@ class ThreadEvaluator:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def close(self) -> None:
-        """Let paused threads go on; there is nothing to release."""
+        """Let paused threads go on, and release the schedule."""
         if self._throttle is not None:
             self._throttle.lift_limit()
+        if self._scheduled is not None:
+            self._scheduled.close()
 
 
 class EvaluatorPool(Generic[ModelSnapshot]):
