@@ -183,6 +183,25 @@ def test_an_error_of_an_operator_is_raised_and_the_next_call_works():
     compiled.close()
 
 
+class Counted(nn.Module):
+    """Computes with the number of its calls, which a schedule cannot know."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x.exp() + x.sin() * self.calls
+
+
+def test_a_schedule_whose_results_differ_from_the_modules_is_left_out_and_the_reason_says_so():
+    compiled = nimble.compile(Counted().eval(), rows())
+    assert set(compiled.times_s) == {MODULE}
+    assert not compiled.is_on
+    assert compiled.reason.endswith("not threads: its results differ from the module's")
+
+
 def test_in_inference_mode_and_with_gradients_on_the_results_are_the_same():
     model, inputs = a_model("residual")
     compiled = by_threads(model, inputs())

@@ -6,6 +6,7 @@ On a GPU the same code gets a captured graph: tests/test_gpu.py.
 from __future__ import annotations
 
 import copy
+import time
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from offbeat.runtime.nimble.compiling import MODULE, THREADS, compile_module
 from offbeat.runtime.processes.waiting import SignalSafeEvent
+from offbeat.runtime.validation.backend import Stopwatch
 from offbeat.runtime.validation.evaluators import CancelledError, ThreadEvaluator, ValidationPart
 from offbeat.runtime.validation.scheduled_forward import ScheduledForward
 from offbeat.runtime.validation.snapshot import Snapshot
@@ -86,7 +88,9 @@ def scheduled_after_one_part(model, **options):
     evaluator = an_evaluator(scheduled)
     evaluator.evaluate(a_part(snapshot_of(model)))
     assert scheduled.is_due
-    scheduled.compile(snapshot_of(model), 1.0)
+    with scheduled.idle(1.0) as is_idle:
+        assert is_idle
+        scheduled.compile(snapshot_of(model))
     assert not scheduled.is_due
     return scheduled, evaluator
 
@@ -226,19 +230,34 @@ def test_a_cancelled_part_ends_also_where_a_schedule_serves_it():
         an_evaluator(scheduled, evaluate_until_cancelled).evaluate(part)
 
 
-def test_while_a_part_is_evaluated_no_schedule_is_made():
-    model = a_model()
+def test_no_schedule_is_idle_while_a_part_is_evaluated():
     scheduled = ScheduledForward(by_threads, calls_min=1)
+    idle = []
 
-    def evaluate_and_compile(model, part):
-        metrics = evaluate(model, part)
-        scheduled.compile(snapshot_of(a_model()), 0.01)
-        assert scheduled.is_due
-        return metrics
+    def evaluate_and_ask(model, part):
+        with scheduled.idle(0.01) as is_idle:
+            idle.append(is_idle)
+        return evaluate(model, part)
 
-    an_evaluator(scheduled, evaluate_and_compile).evaluate(a_part(snapshot_of(model)))
-    assert scheduled.is_due
-    assert scheduled.served == 0
+    an_evaluator(scheduled, evaluate_and_ask).evaluate(a_part(snapshot_of(a_model())))
+    with scheduled.idle(0.01) as is_idle:
+        idle.append(is_idle)
+    assert idle == [False, True]
+
+
+def test_while_any_part_is_evaluated_a_validator_makes_no_schedule():
+    """Another evaluator is busy: its model may be called at any time."""
+    due, busy = ScheduledForward(by_threads, calls_min=1), ScheduledForward(by_threads)
+    model = a_model()
+    an_evaluator(due).evaluate(a_part(snapshot_of(model)))
+    with offbeat.Validator(model, evaluate, samples(), backend="thread", timeout_s=0.01) as validator:
+        validator._backend._schedules = [due, busy]
+        with busy.idle(1.0):
+            validator._backend.schedule_when_due(snapshot_of(model))
+        assert due.is_due
+        validator._backend.schedule_when_due(snapshot_of(model))
+        assert not due.is_due
+    due.close()
 
 
 def test_where_it_does_not_pay_the_model_serves_and_the_reason_says_so():
@@ -304,3 +323,15 @@ def test_a_validator_makes_the_schedule_between_two_epochs_and_the_training_is_t
     assert scheduled.served == 5 * (SAMPLES // BATCH)
     assert validator.reason.startswith("it was requested; forward passes: threads (")
     assert plain.reason == "it was requested"
+
+
+def test_the_time_of_making_a_schedule_is_no_time_of_an_epoch():
+    """`auto` compares the times of epochs."""
+    begin_s = time.perf_counter()
+    stopwatch = Stopwatch()
+    with stopwatch.stopped():
+        inside_s = time.perf_counter()
+        while time.perf_counter() < inside_s + 0.01:
+            pass
+    wall_s, _ = stopwatch.lap()
+    assert 0 <= wall_s <= time.perf_counter() - begin_s - 0.01

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.nimble.stream_assignment import StreamAssignment
 from offbeat.runtime.nimble.program import ProgramRun, TracedProgram
 from offbeat.runtime.nimble.stream_threads import StreamThreads
-
-_WARM_UPS: Final = 2
 
 
 class Executor(Protocol):
@@ -106,6 +104,21 @@ class _CudaStreams:
         self.streams[stream].wait_event(event)
 
 
+@contextmanager
+def _synchronizations_allowed(allowed: bool) -> Iterator[None]:
+    """Context in which operators that wait for the device raise RuntimeError, unless they are allowed to.
+
+    They cannot be captured, and a capture that fails may leave torch's generator and memory in its state.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    if not allowed:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 class GraphExecutor:
     """Replays a program as a CUDA graph whose branches were captured on several streams.
 
@@ -129,14 +142,16 @@ class GraphExecutor:
         self._graph = torch.cuda.CUDAGraph()
         self._end = torch.cuda.Event()
         releases = program.find_releases(assignment)
-        with torch.cuda.device(self._device):
-            streams = _CudaStreams(self._device, assignment.stream_count)
-            main = streams.streams[0]
-            main.wait_stream(torch.cuda.current_stream())
+        streams = _CudaStreams(self._device, assignment.stream_count)
+        main = streams.streams[0]
+        main.wait_stream(torch.cuda.current_stream(self._device))
+        # A capture that fails leaves its stream the current one: this context does not.
+        with torch.cuda.device(self._device), torch.cuda.stream(main):
             try:
-                for _ in range(_WARM_UPS):  # libraries are loaded, and choose algorithms
+                for may_synchronize in (True, False):  # at first, libraries are loaded and choose algorithms
                     run = ProgramRun(program, releases, self._inputs)
-                    queue_on_streams(assignment, streams, run.call)
+                    with _synchronizations_allowed(may_synchronize):
+                        queue_on_streams(assignment, streams, run.call)
                     main.synchronize()  # before values that several streams use are dropped
                 run = ProgramRun(program, releases, self._inputs)
                 # Threads of the program's, such as one that pins memory, may go on meanwhile.

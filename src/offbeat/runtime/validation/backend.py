@@ -94,7 +94,7 @@ class EvaluationBackend:
         self._schedules: list[ScheduledForward] = []
         self._chooser: OverlapChooser | None = None
         self._contention_share: float | None = None
-        self._stopwatch = _Stopwatch()
+        self._stopwatch = Stopwatch()
         self._trained = 0.0, 0.0  # wall and core time of the last epoch's training
         self._waited: tuple[float, float] | None = None  # by the training, at the end of an overlapped epoch
         self._calls_before = 0  # of torch, in line, before the current validation
@@ -247,9 +247,12 @@ class EvaluationBackend:
         due = [scheduled for scheduled in self._schedules if scheduled.is_due]
         if not due:
             return
-        with self._stopwatch.stopped(), self._ledger.waiting_context(), isolated_evaluation():
-            for scheduled in due:
-                scheduled.compile(snapshot, self._timeout_s)
+        with self._stopwatch.stopped(), self._ledger.waiting_context(), ExitStack() as pause:
+            if not all(pause.enter_context(one.idle(self._timeout_s)) for one in self._schedules):
+                return  # a later epoch may find all evaluators idle
+            with isolated_evaluation():
+                for scheduled in due:
+                    scheduled.compile(snapshot)
         self.reason = f"{self.reason}; forward passes: {due[0].reason}"
 
     def _rehearse(self, snapshot: Snapshot) -> None:
@@ -372,7 +375,7 @@ class EvaluationBackend:
             thread.join(self._timeout_s)
 
 
-class _Stopwatch:
+class Stopwatch:
     """Wall time, and time of all cores that this process used, since the last lap."""
 
     def __init__(self) -> None:

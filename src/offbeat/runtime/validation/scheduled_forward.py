@@ -136,13 +136,22 @@ class ScheduledForward:
         self._torch_calls[signature] = torch_calls
         self.is_due = self.is_due or self._calls[signature] >= self._calls_min
 
-    def compile(self, snapshot: Snapshot, timeout_s: float) -> None:
-        """Make the schedule for the shapes seen most often; in the training thread, which does nothing else.
+    @contextmanager
+    def idle(self, timeout_s: float) -> Iterator[bool]:
+        """Context in which no part is evaluated.
 
-        If a part is still being evaluated after `timeout_s` seconds, it stays due.
+        Yields:
+            Whether that is so; False if one is still being evaluated after `timeout_s` seconds.
         """
-        if not self._lock.acquire(timeout=timeout_s):
-            return
+        is_idle = self._lock.acquire(timeout=timeout_s)
+        try:
+            yield is_idle
+        finally:
+            if is_idle:
+                self._lock.release()
+
+    def compile(self, snapshot: Snapshot) -> None:
+        """Make the schedule for the shapes seen most often; in the training thread, while all are `idle`."""
         try:
             self._structure = snapshot.structure_digest()
             if self._structure is None:
@@ -158,8 +167,6 @@ class ScheduledForward:
         else:
             self._stop(compiled.reason)
             self._compiled = compiled if compiled.is_on else None
-        finally:
-            self._lock.release()
 
     def _stop(self, reason: str) -> None:
         """Count no more calls, and drop the schedule if there is one."""
