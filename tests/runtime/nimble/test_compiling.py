@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -188,11 +190,10 @@ class Counted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.calls = 0
+        self.calls = itertools.count(1)
 
     def forward(self, x):
-        self.calls += 1
-        return x.exp() + x.sin() * self.calls
+        return x.exp() + x.sin() * next(self.calls)
 
 
 def test_a_schedule_whose_results_differ_from_the_modules_is_left_out_and_the_reason_says_so():
@@ -200,6 +201,37 @@ def test_a_schedule_whose_results_differ_from_the_modules_is_left_out_and_the_re
     assert set(compiled.times_s) == {MODULE}
     assert not compiled.is_on
     assert compiled.reason.endswith("not threads: its results differ from the module's")
+
+
+class Remembers(nn.Module):
+    """Keeps what others read after a call."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls, self.seen, self.by_name = kind, 0, [], {}
+
+    def forward(self, x):
+        if self.kind == "a number":
+            self.calls += 1
+        elif self.kind == "a new attribute":
+            self.last = x
+        elif self.kind == "a list":
+            self.seen.append(x)
+        elif self.kind == "a dict":
+            self.by_name["x"] = x
+        return x.exp() + x.sin()
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("a number", "calls"), ("a new attribute", "last"), ("a list", "seen"), ("a dict", "by_name")],
+)
+def test_a_forward_pass_that_sets_attributes_is_refused_before_anything_traces_it(kind, named):
+    model = nn.Sequential(Remembers(kind)).eval()
+    with pytest.raises(OffbeatError, match=rf"changes 0\.{named}, an attribute of the module"):
+        nimble.compile(model, rows())
+    kept = [getattr(model[0], "last", None), *model[0].seen, *model[0].by_name.values()]
+    assert all(type(one) is torch.Tensor for one in kept if one is not None)
 
 
 def test_in_inference_mode_and_with_gradients_on_the_results_are_the_same():

@@ -135,6 +135,11 @@ class ReadsValues(nn.Module):
         return x * int(x[0, 0].item() + 5)
 
 
+class MultipliesByValue(nn.Module):
+    def forward(self, x):
+        return x * x[0, 0].item()
+
+
 class SelectsByValue(nn.Module):
     def forward(self, x):
         return x[x > 0].sum()
@@ -183,13 +188,14 @@ class WritesItsParameter(nn.Module):
 
 REFUSED = {
     Decides: "decides by values of tensors",
-    ReadsValues: "depends on values of tensors|decides by values",
+    ReadsValues: "decides by values of tensors",
+    MultipliesByValue: "depends on values of tensors",
     SelectsByValue: "depends on values of tensors",
     Draws: "draws random numbers",
-    Counts: "writes to b_calls|changes a buffer",
-    Tracks: "b_mean, a buffer of the module|writes to b_mean|changes a buffer",
-    WritesItsInput: "writes to x|changes a buffer or an input",
-    WritesItsParameter: "writes to p_weight|changes a buffer",
+    Counts: "writes to b_calls",
+    Tracks: "changes b_mean, a buffer of the module",
+    WritesItsInput: "writes to x",
+    WritesItsParameter: "writes to p_weight",
 }
 
 

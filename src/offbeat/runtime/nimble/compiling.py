@@ -136,13 +136,14 @@ def compile_module(
     Raises:
         ValueError: the arguments are not as described.
         OffbeatError: the forward pass is no fixed list of operators: it decides by values of tensors, writes
-            to buffers or inputs, draws random numbers or calls hooks. The message says which.
+            to buffers or inputs, draws random numbers, sets attributes or calls hooks. The message says
+            which.
     """
     inputs = _check(module, example_inputs)
-    program = trace(module, inputs)
-    assignment = assign_streams(program.successors)
     with torch.no_grad():
-        expected = tree_flatten(module(*inputs))[0]
+        expected = tree_flatten(_call_checked(module, inputs))[0]
+        program = trace(module, inputs)
+        assignment = assign_streams(program.successors)
         executors: dict[str, Executor] = {}
         excluded: list[str] = []
         for name, make in _candidates(program, assignment, inputs):
@@ -205,6 +206,39 @@ def _check(module: nn.Module, example_inputs: Sequence[Tensor]) -> list[Tensor]:
     if has_forward_hooks(module):
         raise OffbeatError("the module has forward hooks, which a schedule would not call: remove them")
     return [tensor.detach() for tensor in example_inputs]
+
+
+def _call_checked(module: nn.Module, inputs: Sequence[Tensor]) -> Any:
+    """Return the module's output.
+
+    Raises:
+        OffbeatError: the forward pass sets an attribute of a module; it has done so now, as in any call.
+    """
+    before = _attributes(module)
+    output = module(*inputs)
+    after = _attributes(module)
+    changed = [
+        name
+        for name in {**before, **after}
+        if len(before.get(name, [])) != len(after.get(name, []))
+        or any(one is not other for one, other in zip(before[name], after[name], strict=True))
+    ]
+    if changed:
+        raise OffbeatError(
+            f"the forward pass changes {changed[0]}, an attribute of the module, which a schedule would not"
+        )
+    return output
+
+
+def _attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """Return the attributes of a module and its submodules by name; of collections, what they hold."""
+    found: dict[str, list[Any]] = {}
+    for prefix, one in module.named_modules():
+        for name, value in vars(one).items():
+            held = value.values() if isinstance(value, dict) else value
+            is_collection = isinstance(value, dict | list | tuple | set)
+            found[f"{prefix}.{name}".lstrip(".")] = [*held] if is_collection else [value]
+    return found
 
 
 def _candidates(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_leaves
 
@@ -125,10 +125,6 @@ def trace(module: nn.Module, inputs: Sequence[Tensor]) -> TracedProgram:
     if len(input_nodes) != len(inputs):
         raise OffbeatError(f"expected a forward pass of {len(inputs)} tensors, got one of {len(input_nodes)}")
     (output,) = (node for node in exported.graph.nodes if node.op == "output")
-    if any(spec.kind is not OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs):
-        raise OffbeatError(
-            "the forward pass changes a buffer or an input of the module: it must only read them"
-        )
     structure = exported.call_spec.out_spec
     assert structure is not None
     successors = _observe_dependencies(operators, constants, dict(zip(input_nodes, inputs, strict=True)))
