@@ -20,6 +20,7 @@ from offbeat.runtime.nimble.compiling import MODULE, THREADS, compile_module
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.validation.backend import Stopwatch
 from offbeat.runtime.validation.evaluators import CancelledError, ThreadEvaluator, ValidationPart
+from offbeat.runtime.validation.isolation import IsolatedRandomness
 from offbeat.runtime.validation.scheduled_forward import ScheduledForward
 from offbeat.runtime.validation.snapshot import Snapshot
 from support.branching_models import Branches
@@ -35,8 +36,8 @@ class Scaled(Branches):
         super().__init__()
         self.scale = 2.0
 
-    def forward(self, x):
-        return super().forward(x) * self.scale
+    def forward(self, x, *, factor=1.0):
+        return super().forward(x) * self.scale * factor
 
 
 def samples():
@@ -109,6 +110,20 @@ def test_metrics_of_every_snapshot_are_the_models_whatever_memory_it_has():
     evaluator.close()
 
 
+def test_a_snapshot_keeps_its_values_when_a_schedule_was_made_of_it():
+    model = a_model()
+    scheduled, first = ScheduledForward(by_threads, calls_min=5), snapshot_of(model)
+    evaluator = an_evaluator(scheduled)
+    evaluator.evaluate(a_part(first))
+    scheduled.compile(first)
+    digest = first.digest()
+    change(model)
+    evaluator.evaluate(a_part(snapshot_of(model)))
+    assert scheduled.served
+    assert first.digest() == digest
+    evaluator.close()
+
+
 def test_a_schedule_is_made_once_enough_calls_had_the_same_shapes():
     model = a_model()
     scheduled = ScheduledForward(by_threads, calls_min=12)
@@ -155,11 +170,12 @@ def test_outputs_that_are_kept_are_not_overwritten_by_later_calls():
 def test_when_an_attribute_changes_the_schedule_is_dropped_and_the_metrics_are_right():
     model = a_model(Scaled)
     scheduled, evaluator = scheduled_after_one_part(model)
-    evaluator.evaluate(a_part(snapshot_of(model)))
+    part = a_part(snapshot_of(model))
+    evaluator.evaluate(part)
     served = scheduled.served
     assert served
     model.scale = 3.0
-    part = a_part(snapshot_of(model))
+    part.snapshot.capture(model)
     assert evaluator.evaluate(part) == an_evaluator(None).evaluate(part)
     assert scheduled.served == served
     assert scheduled.reason == "an attribute of the model changes from epoch to epoch"
@@ -171,7 +187,7 @@ def test_when_an_attribute_changes_the_schedule_is_dropped_and_the_metrics_are_r
 def test_when_a_parameter_has_another_shape_the_schedule_is_dropped():
     model = a_model()
     scheduled, evaluator = scheduled_after_one_part(model)
-    model.classify = nn.Linear(12, 5)
+    model.classify.weight, model.classify.bias = nn.Parameter(torch.ones(5, 12)), nn.Parameter(torch.ones(5))
     evaluator.evaluate(a_part(snapshot_of(model)))
     assert scheduled.served == 0
 
@@ -186,12 +202,12 @@ def other_calls(model, inputs, kind):
             return model(inputs.clone().requires_grad_())
     if kind == "vmap":
         return torch.vmap(model)(inputs[None])[0]
-    return model(x=inputs)
+    return model(inputs, factor=3.0)
 
 
 @pytest.mark.parametrize("kind", ["autocast", "gradients", "vmap", "by name"])
 def test_calls_that_would_compute_something_else_are_the_models(kind):
-    model = a_model()
+    model = a_model(Scaled)
 
     def evaluate_otherwise(model, part):
         logits = other_calls(model, part.tensors[0][:BATCH], kind)
@@ -208,12 +224,15 @@ def test_calls_that_would_compute_something_else_are_the_models(kind):
 def test_a_served_call_counts_as_the_calls_that_it_replaces():
     """The rate of calls is compared with that of evaluating without a schedule."""
     model = a_model()
-    _, evaluator = scheduled_after_one_part(model)
+    scheduled, evaluator = scheduled_after_one_part(model)
     plain = an_evaluator(None)
     plain.evaluate(a_part(snapshot_of(model)))
+    of_the_schedule = []
+    with torch.no_grad(), IsolatedRandomness(0, lambda *_: of_the_schedule.append(1)):
+        scheduled._compiled(samples().tensors[0][:BATCH])
     before = evaluator.calls
     evaluator.evaluate(a_part(snapshot_of(model)))
-    assert evaluator.calls - before >= plain.calls
+    assert evaluator.calls - before >= plain.calls + (scheduled.served - 1) * len(of_the_schedule)
     evaluator.close()
 
 
