@@ -307,8 +307,9 @@ def a_hook(*_):
 
 def test_after_closing_the_model_serves():
     model = a_model()
-    _, evaluator = scheduled_after_one_part(model)
+    scheduled, evaluator = scheduled_after_one_part(model)
     evaluator.close()
+    assert not scheduled._compiled.is_on
     part = a_part(snapshot_of(model))
     assert evaluator.evaluate(part) == an_evaluator(None).evaluate(part)
 
