@@ -99,7 +99,6 @@ class ModelTraining:
         has_closure: the optimizer computes the gradients.
 
     Attributes:
-        computed_s: what was reported as computed, by pass.
         reported: the `Ready` of each step.
         cancelled: how many averagings were.
     """
@@ -117,7 +116,7 @@ class ModelTraining:
                 device.adopt(tensor)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.125, momentum=0.5)
         self.timer = PartTimer(lambda: 0.0)
-        self.computed_s, self.reported, self.cancelled = [], [], 0
+        self.reported, self.cancelled = [], 0
         self.endpoint, self.lock = _Links(seed, device), nullcontext()
         self.protocol = ModelAveragingProtocol(WORKER)
         self._exchange_id = 0
@@ -172,8 +171,8 @@ class ModelTraining:
     def raise_if_failed(self):
         pass
 
-    def on_computed(self, compute_s):
-        self.computed_s.append(compute_s)
+    def on_computed(self, wait_for_compute_s):
+        pass
 
     def send_event(self, event):
         if isinstance(event, Ready):

@@ -124,7 +124,7 @@ class _Worker:
     def raise_if_failed(self):
         pass
 
-    def on_computed(self, compute_s):
+    def on_computed(self, wait_for_compute_s):
         pass
 
     def pop_mean_loss(self):
