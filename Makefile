@@ -77,6 +77,7 @@ bench-gpu: $(STAMP)
 	@if $(HAS_GPU); then $(BENCH) gpu --json benchmarks/results/gpu.json && \
 	$(BENCH) gpu --workers 4 --json benchmarks/results/gpu_4_workers.json && \
 	$(BENCH) gpu --workers 4 --rate-mbit 1000 --rate-mbit 10000 --rate-mbit 25000 --json benchmarks/results/gpu_lines.json && \
+	$(BENCH) nimble --json benchmarks/results/nimble.json && \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gpu]' && \
 	$(BENCH) validate-gpu --data digits --load repeated --gigabytes 0.004 --json benchmarks/results/validate_gpu.json; \
 	else echo "torch finds no CUDA GPU here: nothing to measure"; fi

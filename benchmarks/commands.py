@@ -127,6 +127,18 @@ class GpuOptions:
     seed: Seed = 0
 
 
+@_benchmark("nimble", minutes=2)
+@dataclass(frozen=True, kw_only=True)
+class NimbleOptions:
+    """Forward passes of networks with branches: on several streams against one and the module itself."""
+
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Images in a batch, by default 1 and 32; repeatable.")
+    ] = None
+    cells: Annotated[int, typer.Option(min=1, help="Cells of each network.")] = 9
+    seed: Seed = 0
+
+
 @_benchmark("allreduce", minutes=8, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class AllreduceOptions:

@@ -30,6 +30,7 @@ DOORS = {  # modules whose names are public
     "offbeat": "__init__.py",
     "offbeat.strategies": "strategies/__init__.py",
     "offbeat.ps": "ps.py",
+    "offbeat.nimble": "nimble.py",
     "offbeat.keras": "keras.py",
     "offbeat.ray": "ray/__init__.py",
     "offbeat.data": "data/__init__.py",

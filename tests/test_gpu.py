@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
 
@@ -14,15 +15,19 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from benchmarks.use_over_time import device_use_reader
+from offbeat import nimble
 from offbeat.errors import OffbeatError
-from offbeat.events import Ready, ResolveLateBlock
+from offbeat.events import Ready, ResolveLateBlock, StepFinished
 from offbeat.policies.validation.schedule import TakeSnapshot
 from offbeat.runtime.data import late_gradients
 from offbeat.runtime.devices.opening import open_accelerators
+from offbeat.runtime.nimble.compiling import GRAPH, MODULE, STREAMS, choose_fastest, compile_module
+from offbeat.runtime.nimble.program import same_values
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.validation.evaluators import ThreadEvaluator, make_parts
@@ -39,7 +44,11 @@ from offbeat.strategies import (
     PReduce,
     ServerBSP,
 )
+from offbeat.wire.log_file import read_log
 from support import device_training, sample_counting
+from support.branching_models import MODELS as BRANCHING_MODELS
+from support.branching_models import Branches
+from support.branching_models import a_model as a_model_with_branches
 from support.newcomer_training import Gate, pass_gate
 from support.processes import run, start, values
 from support.run_logs import entries_of
@@ -130,6 +139,132 @@ def test_overlapped_validation_gives_the_metrics_of_inline_validation_and_change
         assert metrics["right"] == expected[0][epoch]["right"]
         assert metrics["loss"] == pytest.approx(expected[0][epoch]["loss"], rel=1e-12)
     assert weights == expected[1]
+
+
+def a_branching_model():
+    torch.manual_seed(0)
+    return nn.Sequential(Branches(), nn.Dropout(0.3)).double().cuda()
+
+
+def image_samples(count):
+    generator = torch.Generator().manual_seed(count)
+    inputs = torch.randn(count, 4, 6, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(3, (count,), generator=generator))
+
+
+def trained_on_images(at_the_end):
+    """Draws random numbers on the device between and during validations."""
+    model = a_branching_model()
+    optimizer = sgd(model)
+    for _ in range(4):
+        model.train()
+        for inputs, labels in DataLoader(image_samples(64), batch_size=8):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs.cuda()), labels.cuda()).backward()
+            optimizer.step()
+        at_the_end(model)
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def validated_images(workers):
+    """Each evaluator has 2 * 57 full batches in the first two epochs: enough for a schedule."""
+    validators = []
+
+    def validate(model):
+        if not validators:
+            validators.append(
+                offbeat.Validator(
+                    model, evaluate, image_samples(403 * workers), backend="stream", workers=workers
+                )
+            )
+        validators[0].validate()
+
+    weights = trained_on_images(validate)
+    with validators[0] as validator:
+        validator.finish()
+    return dict(validator.history), weights, validator.reason
+
+
+def validated_images_in_line(workers):
+    history = {}
+
+    def judge(model):
+        model.eval()
+        with torch.no_grad():
+            history[len(history)] = evaluate(model, image_samples(403 * workers))
+
+    return history, trained_on_images(judge)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_validation_by_a_captured_graph_gives_the_metrics_of_inline_validation_and_changes_no_weights(
+    workers,
+):
+    (seen,) = values(run(on_one_gpu, 1, validated_images, workers))
+    (expected,) = values(run(on_one_gpu, 1, validated_images_in_line, workers))
+    history, weights, reason = seen
+    assert "forward passes: " in reason
+    assert "cannot be" not in reason
+    assert "results differ" not in reason
+    for epoch, metrics in expected[0].items():
+        assert history[epoch]["right"] == metrics["right"]
+        assert history[epoch]["loss"] == pytest.approx(metrics["loss"], rel=1e-12)
+    assert weights == expected[1]
+
+
+def compiled_on_the_gpu(name, choice):
+    """Whether a graph gives the module's results, from two threads, while others use and free memory."""
+    model, inputs = a_model_with_branches(name)
+    model = model.double().cuda()
+
+    def inputs_on_the_gpu(seed):
+        return tuple(one.double().cuda() if one.is_floating_point() else one.cuda() for one in inputs(seed))
+
+    compiled = compile_module(model, inputs_on_the_gpu(0), choose=lambda times_s: choice)
+    differences = []
+
+    def compare(seeds):
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            for seed in seeds:
+                given = inputs_on_the_gpu(seed)
+                found = tree_leaves(compiled(*given))
+                garbage = [torch.full((1 << size,), math.nan, device="cuda") for size in range(4, 16)]
+                del garbage
+                expected = tree_leaves(model(*given))
+                torch.cuda.current_stream().synchronize()
+                differences.extend(
+                    seed
+                    for one, other in zip(found, expected, strict=True)
+                    if isinstance(one, torch.Tensor) and not same_values(one, other)
+                )
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(compare, range(start, 200, 2)) for start in range(2)]:
+            done.result()
+    state = compiled.is_on, compiled.reason
+    compiled.close()
+    return differences, *state
+
+
+@pytest.mark.parametrize("name", BRANCHING_MODELS)
+@pytest.mark.parametrize("choice", [GRAPH, STREAMS])
+def test_a_graph_on_one_stream_or_several_gives_the_results_of_the_module_bit_for_bit(name, choice):
+    ((differences, is_on, reason),) = values(run(on_one_gpu, 1, compiled_on_the_gpu, name, choice))
+    assert is_on, reason
+    assert not differences
+
+
+def measured_on_the_gpu():
+    model, inputs = a_model_with_branches("branches")
+    compiled = nimble.compile(model.cuda(), tuple(one.cuda() for one in inputs()))
+    return compiled.choice, compiled.times_s, compiled.reason
+
+
+def test_on_a_gpu_the_fastest_of_module_graph_and_streams_is_chosen():
+    ((choice, times_s, reason),) = values(run(on_one_gpu, 1, measured_on_the_gpu))
+    assert set(times_s) == {MODULE, GRAPH, STREAMS}
+    assert choice == choose_fastest(times_s)
+    assert all(name in reason for name in times_s)
 
 
 def joined(strategy):
@@ -673,6 +808,46 @@ def test_workers_that_share_a_gpu_train_on_servers_as_on_the_cpu():
 def test_workers_that_share_a_gpu_train_on_servers_at_their_own_pace(strategy):
     for weights in values(run(on_one_gpu, 2, of_two_on, "cuda", strategy)):
         assert all(map(math.isfinite, weights))
+
+
+ON_SERVERS = [ServerBSP(), SSP(), DTSSP(), ASP(), Downpour()]
+
+
+@pytest.mark.parametrize("strategy", ON_SERVERS, ids=str)
+def test_a_worker_on_servers_ends_with_the_model_of_the_cpu(strategy):
+    """Alone, it reads the same parameters whenever they arrive, but for rounding."""
+    (seen,) = values(run(on_one_gpu, 1, of_two_on, "cuda", strategy))
+    (expected,) = values(run(on_one_gpu, 1, of_two_on, "cpu", strategy))
+    assert seen == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ON_SERVERS, ids=str)
+def test_a_step_on_servers_waits_for_events_and_never_synchronizes_with_the_device(strategy):
+    for losses in values(run(without_synchronizing, 2, strategy)):
+        assert all(map(math.isfinite, losses))
+
+
+def with_slow_kernels_on_servers(rank, emit):
+    torch.cuda.set_device(0)
+    model = a_model()
+    model[1].register_forward_hook(lambda *_: torch.cuda._sleep(200_000_000))  # some 100 ms
+    optimizer = sgd(model)
+    inputs, labels = (one.cuda() for one in samples(16)[:])
+    with offbeat.join(model, optimizer, SSP(shards="equal")):
+        for _ in range(8):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+
+
+def test_compute_times_of_workers_on_servers_are_the_devices(tmp_path):
+    log = tmp_path / "run.log"
+    values(run(with_slow_kernels_on_servers, 2, env={"OFFBEAT_RUN_LOG": str(log)}))
+    entries = [one for one in read_log(log).entries if isinstance(one, StepFinished)]
+    for worker in (0, 1):
+        times_s = [one.compute_s for one in entries if one.worker == worker and one.clock is not None]
+        assert len(times_s) == 8
+        assert min(times_s[2:]) > 0.05
 
 
 def saved_and_loaded(path):

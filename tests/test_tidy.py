@@ -55,6 +55,7 @@ LAYERS = {
     "apps": ("errors", "numerics", "apps"),
     "runtime": ("errors", "events", "policies", "numerics", "wire", "torch_compat", "runtime"),
     "ps": ("numerics", "runtime"),
+    "nimble": ("numerics", "runtime"),
     "keras": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
     "ray": ("errors", "ray", "runtime"),  # a door of its own, for loops that Ray Train runs
     "strategies": ("errors", "events", "policies", "numerics", "wire", "runtime", "strategies"),
@@ -72,21 +73,22 @@ ROOMS = {
         "staleness": ("data", "stragglers", "ps"),
         "model_averaging": ("data", "membership"),
     },
-    "numerics": {"collectives": (), "ps": ()},
+    "numerics": {"collectives": (), "nimble": (), "ps": ()},
     "runtime": {
         "processes": (),
         "transport": ("processes",),
         "control": ("processes", "transport"),
         "devices": ("processes",),
+        "nimble": ("processes",),
         "collectives": ("processes", "transport", "devices"),
         "launching": ("processes", "control"),
         "data": ("control", "devices"),
         "training": ("control", "collectives", "data", "devices"),
-        "validation": ("processes", "transport", "control", "devices"),
+        "validation": ("processes", "transport", "control", "devices", "nimble"),
         "ps": ("processes", "transport", "control"),
         "averaging": ("control", "collectives", "data", "training", "devices"),
         "hybrid": ("collectives", "training", "averaging", "devices"),
-        "staleness": ("processes", "control", "data", "training", "ps"),
+        "staleness": ("processes", "transport", "control", "data", "training", "ps", "devices"),
         "model_averaging": ("control", "collectives", "data", "training", "devices"),
     },
     "simulator": {
@@ -99,7 +101,7 @@ ROOMS = {
 }
 
 # Modules that a program may import; everything else may change with any version.
-PUBLIC = {"", "strategies", "ps", "keras", "ray", "data", "apps"}
+PUBLIC = {"", "strategies", "ps", "nimble", "keras", "ray", "data", "apps"}
 
 # Modules other than strategies that may import strategies, and why.
 STRATEGIES_FOR = {

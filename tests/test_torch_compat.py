@@ -15,14 +15,17 @@ from offbeat.torch_compat import (
     copy_tensors,
     default_store,
     global_backward_hooks,
+    has_forward_hooks,
     has_global_step_hooks,
     is_observed_by_tool,
+    is_operator,
     is_traced_by_jit,
     is_traced_by_proxies,
     storage_use_count,
     uncompiled,
     without_subclass_functions,
     without_transformations,
+    written_tensors,
 )
 
 
@@ -43,6 +46,31 @@ def test_a_backward_pass_has_a_number_and_calls_back_once_at_its_end():
     assert seen[0] >= 0
     assert ended == [True]
     assert backward_pass_id() == -1
+
+
+@pytest.mark.parametrize("name", ["register_forward_hook", "register_forward_pre_hook"])
+def test_forward_hooks_of_submodules_and_of_all_modules_are_seen(name):
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert not has_forward_hooks(model)
+    handle = getattr(model[0], name)(lambda *_: None)
+    assert has_forward_hooks(model)
+    handle.remove()
+    handle = getattr(nn.modules.module, name.replace("register_", "register_module_"))(lambda *_: None)
+    assert has_forward_hooks(model)
+    handle.remove()
+    assert not has_forward_hooks(model)
+
+
+def test_operators_declare_what_they_write():
+    add, linear = torch.ops.aten.add_.Tensor, torch.ops.aten.linear.default
+    assert is_operator(add)
+    assert not is_operator(torch.add)
+    x, y = torch.ones(2), torch.ones(2)
+    (written,) = written_tensors(add, (x, y), {})
+    assert written is x
+    (written,) = written_tensors(torch.ops.aten.add.out, (x, x), {"out": y})
+    assert written is y
+    assert written_tensors(linear, (x, y), {}) == []
 
 
 def test_a_backward_pass_that_raises_calls_nothing_back():

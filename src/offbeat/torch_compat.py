@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -21,8 +21,10 @@ from torch._C import (
 from torch._C._functorch import maybe_current_level
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload
 from torch.nn.modules import module as _modules
 from torch.optim import optimizer as _optimizers
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -50,6 +52,31 @@ def backward_hooks(module: nn.Module) -> list[Mapping[int, Any]]:
 def global_backward_hooks() -> list[Mapping[int, Any]]:
     """Return the backward hooks of all modules: mappings that stay the global ones."""
     return [getattr(_modules, f"_global{name}") for name in _BACKWARD_HOOKS]
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Say whether a module's forward pass calls hooks: its own, its submodules' or global ones."""
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    return any(getattr(_modules, f"_global{name}") for name in names) or any(
+        getattr(one, name) for one in module.modules() for name in names
+    )
+
+
+def is_operator(target: object) -> TypeGuard[OpOverload]:
+    """Say whether something is an operator of torch's dispatcher, such as one of ATen's."""
+    return isinstance(target, OpOverload)
+
+
+def written_tensors(
+    operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Return the arguments of a call that the operator writes to, as it declares."""
+    written: list[torch.Tensor] = []
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return written
 
 
 def has_global_step_hooks() -> bool:

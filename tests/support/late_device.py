@@ -35,6 +35,7 @@ MEANS = "the current stream does not wait for the means"
 COPIED_BACK = "a contribution is copied back before it has been copied out"
 RECORDED = "a stream does not wait for what another had queued when an event was recorded"
 FINISHED = "the host does not wait for an event"
+OVERWRITTEN = "the host does not wait for the copy in of what it overwrites"
 
 
 class RaceError(AssertionError):
@@ -131,7 +132,9 @@ class LateDevice(TorchDispatchMode):
             its turn; of several threads only one may run at a time.
 
     Attributes:
-        synchronizations: how often this thread has waited for the device.
+        synchronizations: how often this thread has waited for the device, but in `synchronize_event`.
+        awaited: the kinds of the events for which the host has waited in `synchronize_event`.
+        awaited_early: of these, the kinds of those that had not happened yet.
     """
 
     has_streams = True
@@ -156,6 +159,7 @@ class LateDevice(TorchDispatchMode):
         self._kept: dict[int, tuple[Any, bool]] = {}  # storages by address, and whether they are the device's
         self._accesses: dict[int, list[_Access]] = {}
         self._is_running = False
+        self.awaited, self.awaited_early = [], []
 
     def __enter__(self) -> LateDevice:
         super().__enter__()
@@ -172,6 +176,9 @@ class LateDevice(TorchDispatchMode):
         """Makes a tensor one of this device, with the values that it has."""
         self._keep(tensor, is_device=True)
         return tensor
+
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, device=self.torch_device)
 
     def pinned_zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         with self._unseen():
@@ -389,8 +396,11 @@ class LateDevice(TorchDispatchMode):
         self._maybe_run()
 
     def synchronize_event(self, event: Event) -> None:
+        self.awaited.append(event.kind)
+        if not event.has_happened:
+            self.awaited_early.append(event.kind)
         self.run_until(lambda: event.has_happened, "an event")
-        if self._without != FINISHED:
+        if self._without != (OVERWRITTEN if event.kind == "in" else FINISHED):
             self.wait_for_host(event.clock)
 
     def check_not_capturing(self) -> None:

@@ -297,7 +297,7 @@ class SimulatedGroup(SimulatedLinks):
     def raise_if_failed(self):
         assert not self._failures
 
-    def on_computed(self, compute_s):
+    def on_computed(self, wait_for_compute_s):
         pass
 
     def announce_gradients(self, compute_s):

@@ -107,7 +107,6 @@ class ModelTraining:
         has_closure: the optimizer computes the gradients.
 
     Attributes:
-        computed_s: what was reported as computed, by pass.
         reported: the `Ready` of each step.
         cancelled: how many averagings were.
     """
@@ -125,7 +124,7 @@ class ModelTraining:
                 device.adopt(tensor)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.125, momentum=0.5)
         self.timer = PartTimer(lambda: 0.0)
-        self.computed_s, self.reported, self.cancelled = [], [], 0
+        self.reported, self.cancelled = [], 0
         self.endpoint, self.lock = _Links(seed, device), threading.Condition()
         self.protocol = ModelAveragingProtocol(WORKER)
         self._exchange_id = 0
@@ -183,8 +182,8 @@ class ModelTraining:
     def raise_if_failed(self):
         pass
 
-    def on_computed(self, compute_s):
-        self.computed_s.append(compute_s)
+    def on_computed(self, wait_for_compute_s):
+        pass
 
     def send_event(self, event):
         if isinstance(event, Ready):

@@ -38,7 +38,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -618,8 +618,8 @@ class Session:
         """
         self._job.raise_if_failed()
 
-    def on_computed(self, compute_s: float) -> None:
-        """Mark the batch as used; wait a multiple of `compute_s` where slowness is configured."""
+    def on_computed(self, wait_for_compute_s: Callable[[], float]) -> None:
+        """Mark the batch as used; wait a multiple of the compute time where slowness is configured."""
         self._source.on_computed()
         if self._slowness is None:
             return
@@ -636,7 +636,7 @@ class Session:
                 f"{error}; use session.batches, which provides it, instead of your own loader"
             ) from error
         if factor > 1:
-            self._job.pause((factor - 1) * compute_s)
+            self._job.pause((factor - 1) * wait_for_compute_s())
 
     # The step --------------------------------------------------------------------------------------------
 

@@ -143,6 +143,24 @@ def test_one_contiguous_tensor_is_not_copied(kind):
     assert numbers_of(tensors["a"]) == [0] * 6
 
 
+def test_packed_tensors_have_the_order_of_the_keys_whatever_their_layout():
+    matrix, vector = torch.arange(6.0).view(3, 2).t(), torch.arange(6.0, 8.0)
+    tensors = {"matrix": matrix, "none": torch.empty(0), "vector": vector}
+    table = TensorTable.from_tensors(tensors.items())
+    into = torch.empty(table.keys)
+    flat = table.pack(tensors, into)
+    assert flat is into
+    assert np.array_equal(flat.numpy(), table.gather(tensors))
+    views = table.views(flat)
+    assert list(views) == list(tensors)
+    assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
+    views["vector"] += 1  # of the packed numbers, which are no longer those of the tensors
+    assert flat[-2:].tolist() == [7.0, 8.0]
+    assert vector.tolist() == [6.0, 7.0]
+    with pytest.raises(ValueError, match="use its to_dense"):
+        table.pack(tensors | {"vector": vector.to_sparse()}, into)
+
+
 def test_a_tensor_without_numbers_has_no_keys_and_need_not_be_present():
     offsets = TensorTable([("a", (2,)), ("none", (0, 3)), ("b", (2,))])
     assert offsets.key_range_of("none") == (2, 2)

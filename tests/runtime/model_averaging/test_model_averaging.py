@@ -91,14 +91,13 @@ def test_with_all_workers_in_a_group_training_equals_one_process_with_all_batche
         torch.testing.assert_close(torch.tensor(state[name]), tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model():
-    results = values(run(train, 4, PReduce(P=2), env={"OFFBEAT_SLOW": "1:6"}))
+@pytest.mark.parametrize("overlap", [True, False])
+def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model(overlap):
+    results = values(run(train, 4, PReduce(P=2, overlap=overlap), env={"OFFBEAT_SLOW": "1:6"}))
     final = equal_models(results)
     assert final["1.num_batches_tracked"] > 0
     used = sorted(number for _, samples, _ in results for batch in samples for number in batch)
     assert used == sorted([*range(SAMPLES)] * 2)
-    steps = [len(samples) for _, samples, _ in results]
-    assert min(steps) == steps[1]
 
 
 @pytest.mark.parametrize("victim", [0, 2])

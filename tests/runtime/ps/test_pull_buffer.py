@@ -163,6 +163,16 @@ def test_buffers_of_unused_sizes_are_freed_for_other_sizes():
     assert len(made) == 11
 
 
+def test_a_pool_keeps_the_sizes_that_its_owner_says():
+    made = []
+    buffers = BufferPool(
+        lambda size: made.append(size) or np.empty(size, np.uint8), bytes_min=8, bytes_max=400
+    )
+    for count in (1, 100, 100, 1000, 1000):  # 4 bytes are numpy's, 400 are kept, 4000 are too many
+        buffers.allocate_array((count,), FLOATS)
+    assert made == [400, 4000, 4000]
+
+
 def test_memory_with_a_reader_is_not_reused():
     made, is_read = [], True
     buffers = BufferPool(lambda size: made.append(size) or np.empty(size, np.uint8), lambda buffer: is_read)

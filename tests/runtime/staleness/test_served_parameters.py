@@ -37,7 +37,7 @@ def test_changes_are_what_was_added_to_each_parameter():
             one += number
     changes = parameters.changes_since(before)
     expected = [[0] * 6 + [1] * 2, [2] * 2 + [3] * 2 + [4] * 2]  # by group: elements of each parameter
-    assert [np.round(some, 4).tolist() for some in changes] == expected
+    assert [some.round(decimals=4).tolist() for some in changes] == expected
 
 
 def test_buffers_and_frozen_parameters_are_not_served():

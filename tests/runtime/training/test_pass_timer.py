@@ -8,7 +8,7 @@ from offbeat.runtime.training.timing import PartTimer
 
 
 class Device:
-    """Reaches the marks of the work that is queued when a test lets it, at the times that the test says."""
+    """Reaches the marks of the work that is queued when a test lets it or waits, at the times of the test."""
 
     torch_device = torch.device("cpu")
     has_streams = True
@@ -20,6 +20,9 @@ class Device:
     def record_time(self):
         self.marks_s.append(self.now_s)
         return len(self.marks_s)
+
+    def synchronize(self):
+        self.reached = len(self.marks_s)
 
     def elapsed_s(self, begin, end):
         if max(begin, end) > self.reached:
@@ -38,8 +41,8 @@ class Clock:
 def test_injected_slowness_counts_as_compute_time_of_the_round_but_of_no_pass():
     clock, reported_s = Clock(), []
 
-    def slow_down(compute_s):
-        reported_s.append(compute_s)
+    def slow_down(wait_for_compute_s):
+        reported_s.append(wait_for_compute_s())
         clock.now_s += 100
 
     timer = PartTimer(clock)
@@ -56,15 +59,14 @@ def test_injected_slowness_counts_as_compute_time_of_the_round_but_of_no_pass():
     assert passes.compute_s == 0
 
 
+def ignore(_):
+    """Inject no slowness."""
+
+
 def test_on_a_device_a_round_takes_the_time_that_the_device_computed_and_is_known_when_it_has():
-    clock, device, reported_s = Clock(), Device(), []
-
-    def slow_down(compute_s):
-        reported_s.append(compute_s)
-        device.now_s += 100
-
+    clock, device = Clock(), Device()
     timer = PartTimer(clock)
-    passes = PassTimer(timer, device, slow_down)
+    passes = PassTimer(timer, device, ignore)
     for device_s in (5, 7, 11):
         timer.switch("compute")
         passes.begin_pass()
@@ -77,19 +79,36 @@ def test_on_a_device_a_round_takes_the_time_that_the_device_computed_and_is_know
             assert passes.compute_s == 1  # the worker's own, before the device has computed a round
         if device_s == 7:
             device.reached = 3
-            assert passes.compute_s == 105  # the round before
+            assert passes.compute_s == 5  # the round before
         if device_s == 11:
-            assert passes.compute_s == 105  # the device has not reached the second
+            assert passes.compute_s == 5  # the device has not reached the second
         passes.end_round()
     device.reached = len(device.marks_s)
-    assert passes.compute_s == 111
-    assert reported_s == [1, 1, 5]
+    assert passes.compute_s == 11
+
+
+def test_on_a_device_slowness_begins_when_the_pass_is_computed():
+    device, reported_s = Device(), []
+
+    def slow_down(wait_for_compute_s):
+        reported_s.append(wait_for_compute_s())
+        assert device.reached == len(device.marks_s)
+        device.now_s += 100
+
+    passes = PassTimer(PartTimer(Clock()), device, slow_down)
+    for device_s in (5, 7):
+        passes.begin_pass()
+        device.now_s += device_s
+        passes.end_pass()
+    passes.end_round()
+    device.synchronize()
+    assert reported_s == [5, 7]
+    assert passes.compute_s == 212
 
 
 def test_on_a_device_the_passes_of_a_round_are_added_up():
-    device, reported_s = Device(), []
-    timer = PartTimer(Clock())
-    passes = PassTimer(timer, device, reported_s.append)
+    device = Device()
+    passes = PassTimer(PartTimer(Clock()), device, ignore)
     for _ in range(2):
         for device_s in (3, 4):
             passes.begin_pass()
@@ -99,12 +118,11 @@ def test_on_a_device_the_passes_of_a_round_are_added_up():
         passes.end_round()
         device.reached = len(device.marks_s)
     assert passes.compute_s == 7
-    assert reported_s == [0, 0, 3.5, 3.5]
 
 
 def test_on_a_device_waits_within_a_pass_are_no_computing():
     device, reported_s = Device(), []
-    passes = PassTimer(PartTimer(Clock()), device, reported_s.append)
+    passes = PassTimer(PartTimer(Clock()), device, lambda wait_for_s: reported_s.append(wait_for_s()))
     for _ in range(2):
         with passes.paused():  # before the pass
             device.now_s += 500
@@ -118,4 +136,26 @@ def test_on_a_device_waits_within_a_pass_are_no_computing():
         passes.end_round()
         device.reached = len(device.marks_s)
     assert passes.compute_s == 10
-    assert reported_s == [0, 10]
+    assert reported_s == [10, 10]
+
+
+def test_a_round_that_begins_again_counts_what_is_computed_from_then_on():
+    clock, device = Clock(), Device()
+    timer = PartTimer(clock)
+    on_the_host, on_a_device = PassTimer(timer, Host(), ignore), PassTimer(timer, device, ignore)
+    for abandoned_s, computed_s in ((10, 1), (20, 2)):
+        for passed_s in (abandoned_s, computed_s):
+            timer.switch("other")
+            for passes in (on_the_host, on_a_device):
+                passes.begin_round()
+            timer.switch("compute")
+            on_a_device.begin_pass()
+            clock.now_s += passed_s
+            device.now_s += 100 * passed_s
+        on_the_host.end_pass()
+        on_a_device.end_pass()
+        timer.switch("other")
+        assert on_the_host.compute_s == computed_s
+        on_a_device.end_round()
+        device.reached = len(device.marks_s)
+        assert on_a_device.compute_s == 100 * computed_s

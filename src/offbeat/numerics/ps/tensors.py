@@ -151,6 +151,29 @@ class TensorTable:
         for tensor, begin, part in parts:
             _write(tensor, begin, part)
 
+    def pack(self, tensors: Mapping[str, torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+        """Copy the elements of all keys to a vector on the tensors' device, which is not waited for.
+
+        Args:
+            tensors: by name, all of them: parameters, their gradients, or others of the same shapes.
+            into: (keys,), returned.
+
+        Raises:
+            ValueError: a tensor is missing or of another dtype or shape.
+        """
+        for name in self._names:
+            self._checked_tensor(tensors, name)
+        return torch.cat([tensors[name].detach().reshape(-1) for name in self._names], out=into)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what `pack` has packed, by name, as views of its result.
+
+        Args:
+            flat: (keys,).
+        """
+        parts = flat.split([math.prod(shape) for shape in self._shapes.values()])
+        return {name: part.view(self._shapes[name]) for name, part in zip(self._names, parts, strict=True)}
+
     def _tensors_in(self, first: int, last: int) -> Iterator[tuple[str, int, int]]:
         """Yield the name and the key range of each tensor that has keys in a range."""
         for index in range(bisect_right(self._firsts, first) - 1, len(self._names)):

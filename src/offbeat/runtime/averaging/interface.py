@@ -6,7 +6,7 @@ This module implements no averager and no exchange.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -46,8 +46,13 @@ class AveragerContext(Protocol):
     def raise_if_failed(self) -> None:
         """Raise an error if the job has failed."""
 
-    def on_computed(self, compute_s: float) -> None:
-        """Report the compute time of a forward and backward pass; may block to inject slowness."""
+    def on_computed(self, wait_for_compute_s: Callable[[], float]) -> None:
+        """Report the end of a forward and backward pass; may block to inject slowness.
+
+        Args:
+            wait_for_compute_s: returns the compute time of the pass, in seconds; on an accelerator it blocks
+                until the device has computed it, so that slowness begins where the pass ends.
+        """
 
     def announce_gradients(self, compute_s: float) -> tuple[int, int]:
         """Announce this worker's gradients, before it waits for any other member.

@@ -109,9 +109,9 @@ class GroupSynchronizer:
         """See `AveragerContext`."""
         self._loop.raise_if_failed()
 
-    def on_computed(self, compute_s: float) -> None:
+    def on_computed(self, wait_for_compute_s: Callable[[], float]) -> None:
         """See `AveragerContext`."""
-        self._loop.on_computed(compute_s)
+        self._loop.on_computed(wait_for_compute_s)
 
     @property
     def assigns_samples(self) -> bool:

@@ -16,7 +16,7 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.devices.event_callbacks import EventCallbacks, StartThread, hang_error
 from offbeat.runtime.processes.threads import run_with_deadline
 
-_POLL_S = 0.001
+_POLL_S = 0.0001  # a step on a parameter server waits for up to so much longer than it has to
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "synchronize")
 
 
@@ -49,6 +49,10 @@ class TorchAccelerator:
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
         use_device = partial(self._module.device, device)  # else a new thread would open the first one
         self._callbacks = EventCallbacks(device, start_thread, timeout_s, use_device)
+
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Device.empty`."""
+        return torch.empty(elements, dtype=dtype, device=self.torch_device)
 
     # Memory of the host ----------------------------------------------------------------------------------
 

@@ -44,6 +44,9 @@ class Device(Protocol):
     torch_device: torch.device
     has_streams: bool
 
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new 1-D tensor of the device with any content."""
+
     def pinned_zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new 1-D tensor of zeros in pinned memory of the host."""
 

@@ -10,26 +10,29 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.tensors import TensorTable
 from offbeat.numerics.ps.translation import export_states, import_states, update_for_group
+from offbeat.runtime.devices.host import Host
+from offbeat.runtime.devices.interface import Device
 from offbeat.runtime.training.checks import check_no_overlap
 from offbeat.runtime.training.trained import TrainingState
+from offbeat.torch_compat import copy_tensors
 
 Array = NDArray[Any]
 
 
 class ServedParameters:
-    """A worker's trained parameters as flat arrays, one for each group of its optimizers.
+    """A worker's trained parameters as flat vectors, one for each group of its optimizers.
 
     Args:
         trained: the model and its optimizers.
 
     Attributes:
         optimizers: by group, this worker's optimizer.
-        groups: by group, its parameters by name, in the order of the array.
-        offsets: by group, where each parameter is in the array.
+        groups: by group, its parameters by name, in the order of the vector.
+        offsets: by group, where each parameter is in the vector.
         updates: by group, the servers' optimizer.
+        device: holds them; the CPU unless it is set.
 
     Raises:
         OffbeatError: an optimizer that servers cannot replace, or parameters that they cannot keep.
@@ -37,6 +40,7 @@ class ServedParameters:
 
     def __init__(self, trained: TrainingState) -> None:
         self._trained = trained
+        self.device: Device = Host()
         self.optimizers = trained.optimizer_of_group
         try:
             self.updates = [
@@ -67,22 +71,31 @@ class ServedParameters:
         """Yield all parameters."""
         return (parameter for group in self.groups for parameter in group.values())
 
-    def copy_values(self) -> list[Array]:
+    # On the model's device, for which the host does not wait -----------------------------------------------
+
+    def empty(self, number: int) -> torch.Tensor:
+        """Return a new vector for a group, with any content."""
+        offsets = self.offsets[number]
+        return self.device.empty(offsets.keys, getattr(torch, offsets.dtype))
+
+    def pack(self, number: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return tensors of the shapes of a group's parameters, by name, as a new vector."""
+        return self.offsets[number].pack(tensors, self.empty(number))
+
+    def copy_values(self) -> list[torch.Tensor]:
         """Return a copy of the parameters, of each group."""
-        return [
-            np.array(offsets.gather(group)) for group, offsets in zip(self.groups, self.offsets, strict=True)
-        ]
+        return [self.pack(number, group) for number, group in enumerate(self.groups)]
 
-    def changes_since(self, before: Sequence[Array]) -> list[Array]:
+    def changes_since(self, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what has been added to the parameters since `copy_values`, of each group."""
-        return [
-            np.subtract(offsets.gather(group), old)
-            for group, offsets, old in zip(self.groups, self.offsets, before, strict=True)
-        ]
+        return [now.sub_(old) for now, old in zip(self.copy_values(), before, strict=True)]
 
-    def load_values(self, number: int, values: Array) -> None:
+    def load_values(self, number: int, values: torch.Tensor) -> None:
         """Set the parameters of a group."""
-        self.offsets[number].scatter(Entries(0, values), self.groups[number])
+        parts = self.offsets[number].views(values)
+        copy_tensors([entry.detach() for entry in self.groups[number].values()], [*parts.values()])
+
+    # Arrays of the host ------------------------------------------------------------------------------------
 
     def states(self) -> Iterator[Mapping[str, Array]]:
         """Yield "values" and the optimizer's state by name, of each group."""
@@ -96,7 +109,8 @@ class ServedParameters:
     def load_states(self, kept: Sequence[dict[str, Array]]) -> None:
         """Set parameters and optimizer state to those of each group, as `states` yields them."""
         for number, (optimizer, states) in enumerate(zip(self.optimizers, kept, strict=True)):
-            self.load_values(number, states.pop("values"))
+            values = torch.from_numpy(states.pop("values"))
+            self.load_values(number, values.to(self._trained.device))
             for name, parameter in self.groups[number].items():
                 first, last = self.offsets[number].key_range_of(name)
                 rows = {state: values[first:last] for state, values in states.items()}

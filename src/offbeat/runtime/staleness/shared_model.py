@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, WorkerError
@@ -38,7 +39,8 @@ class GroupGradient:
 
     Attributes:
         weight: number of whole batches that it stands for.
-        values: gradients times weight, flat; zero where there are none.
+        values: gradients times weight, flat; zero where there are none. On the host in a `SharedModel`; on
+            the device of the model before.
         absent: the ranges (first, last + 1) of the values of each parameter without a gradient. Such a
             parameter is not stepped unless another thread or process has a gradient for it; this weight is
             counted all the same.
@@ -46,15 +48,15 @@ class GroupGradient:
     """
 
     weight: float
-    values: Array
+    values: torch.Tensor
     absent: frozenset[tuple[int, int]]
     settings: Mapping[str, Any]
 
     def add(self, other: GroupGradient) -> GroupGradient:
-        """Return the sum of both."""
+        """Return the sum of both, in the memory of this one."""
         return GroupGradient(
             self.weight + other.weight,
-            self.values + other.values,
+            self.values.add_(other.values),
             self.absent & other.absent,
             self.settings,
         )
@@ -75,8 +77,18 @@ class WorkerGradient:
 
     groups: Sequence[GroupGradient | None]
 
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The values of the groups that were stepped."""
+        return [group.values for group in self.groups if group is not None]
+
+    def with_values(self, values: Iterable[torch.Tensor]) -> WorkerGradient:
+        """Return the same gradient with its `values` elsewhere."""
+        left = iter(values)
+        return WorkerGradient([group and replace(group, values=next(left)) for group in self.groups])
+
     def add(self, other: WorkerGradient) -> WorkerGradient:
-        """Return the sum of both."""
+        """Return the sum of both, in the memory of either."""
         pairs = zip(self.groups, other.groups, strict=True)
         return WorkerGradient([entry.add(more) if entry and more else entry or more for entry, more in pairs])
 
@@ -261,8 +273,9 @@ class SharedModel:
 
     def _push_group(self, number: int, at: int, gradient: GroupGradient) -> Future:
         namespace, keys = self._namespaces[number], gradient.present_keys()
+        values: Array = gradient.values.numpy()
         return namespace.push(
-            gradient.values if keys is None else gradient.values[keys],
+            values if keys is None else values[keys],
             keys=keys,
             first=0,
             last=namespace.keys,

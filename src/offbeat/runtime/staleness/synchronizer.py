@@ -25,15 +25,20 @@ from offbeat.policies.staleness.clock_protocol import ClockProtocol
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.data.late_gradients import LateGradients
+from offbeat.runtime.devices.host import Host
+from offbeat.runtime.devices.interface import Device
+from offbeat.runtime.devices.opening import open_device
 from offbeat.runtime.ps.future import Future
 from offbeat.runtime.staleness.process import ServedProcess
-from offbeat.runtime.staleness.served_parameters import Array, ServedParameters
+from offbeat.runtime.staleness.served_parameters import ServedParameters
 from offbeat.runtime.staleness.shared_model import SharedModel, WorkerGradient
+from offbeat.runtime.staleness.staging import ValueStaging
 from offbeat.runtime.staleness.step_gradient import StepGradient
 from offbeat.runtime.staleness.thread_cache import ThreadCache
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
 from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.pass_timer import PassTimer
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.runtime.training.writes import WriteDetector
 
@@ -62,12 +67,14 @@ class ServerSynchronizer:
         self._gradient = StepGradient(trained, self._parameters, keeps_gradients=options.applies_local_steps)
         self._writes = WriteDetector(trained)
         self._forms = ParameterFormCheck(trained.model)
+        self._device: Device = Host()  # until the worker joins the job
         self._handles: list[RemovableHandle | HookFreeScripting] = []
         self._has_begun = self._is_open = False  # this worker has begun; its step may compute
         self._is_reporting = False  # a step is reported, but not answered yet
-        self._unpushed: list[tuple[WorkerGradient, Sequence[Array]]] = []  # steps not pushed yet
+        # Of the steps that are not pushed yet: the sums of their gradients and their changes; their number.
+        self._unpushed: tuple[WorkerGradient, Sequence[torch.Tensor]] | None = None
+        self._unpushed_steps = 0
         self._last_push: Future | None = None
-        self._compute_s = self._compute_mark_s = 0.0
         self._steps = 0
         self._clock: int | None = None
         self._fetched = 0
@@ -167,23 +174,30 @@ class ServerSynchronizer:
         """See `Synchronizer.join_job`."""
         assert client is not None
         assert rendezvous is not None
+        device = open_device(self._trained.device, client.start_thread, self._options.timeout_s)
+        process = ServedProcess.open_or_get(self._loop, rendezvous, self._options.timeout_s, self._open_model)
+        self._connect(client, device, process)
+        if self._loop.is_newcomer:
+            self._process.restore_position(self._loop)
+        self._reported_epoch = self._loop.epoch
+
+    def _connect(self, client: CoordinatorClient, device: Device, process: ServedProcess) -> None:
+        """Train on a device, with the clocks of the coordinator and the parameters of a process."""
         assert isinstance(client.protocol, ClockProtocol)
-        self._client, self._protocol = client, client.protocol
+        self._client, self._protocol, self._device, self._process = client, client.protocol, device, process
         client.on_action = self._on_action
-        self._process = ServedProcess.open_or_get(
-            self._loop, rendezvous, self._options.timeout_s, self._open_model
-        )
+        self._parameters.device = device
+        self._staging = ValueStaging(device)
+        self._passes = PassTimer(self._loop.timer, device, self._loop.on_computed)
         self._cache = ThreadCache(
             self._loop.worker,
             self._parameters,
+            self._staging,
             self._served,
             self._options,
             self._loop.timer,
             self._loop.raise_if_failed,
         )
-        if self._loop.is_newcomer:
-            self._process.restore_position(self._loop)
-        self._reported_epoch = self._loop.epoch
 
     def _open_model(self, process: ServedProcess) -> SharedModel:
         """Open the model that the threads of a process share; the first thread calls it."""
@@ -229,6 +243,7 @@ class ServerSynchronizer:
             with suppress(OffbeatError):  # this process may be excluded already
                 self._served.remove_failed(self._loop.worker)
             self._process.release()
+        self._device.close()
 
     def on_state_loaded(self, step: int) -> None:
         """See `Synchronizer.on_state_loaded`."""
@@ -262,7 +277,7 @@ class ServerSynchronizer:
 
     def flush(self) -> None:
         """See `Synchronizer.flush`: where each gradient counts by itself, all of them have arrived."""
-        if self._unpushed and self._clock is not None:
+        if self._clock is not None:
             self._push(self._clock)
         if not self._options.is_versioned and self._last_push is not None:
             self._served.wait_for(
@@ -292,10 +307,12 @@ class ServerSynchronizer:
         if not (model.training and torch.is_grad_enabled()):
             return
         self._forms.check()
+        self._device.check_not_capturing()
         if not self._is_open:
             self._start()
         self._gradient.count_batch()
         self._loop.timer.switch("compute")
+        self._passes.begin_pass()
 
     def _start(self) -> None:
         """Wait until the step may start, and read parameters for it.
@@ -327,7 +344,7 @@ class ServerSynchronizer:
         self._writes.mark()
         self._clock = permit.clock
         self._is_open = True
-        self._compute_mark_s, self._compute_s = timer.total_s("compute"), 0.0
+        self._passes.begin_round()
 
     def _begin(self) -> int:
         """Join the parameter server: before the first step, or at the end if there was none.
@@ -368,12 +385,8 @@ class ServerSynchronizer:
             )
         self._check_writes(optimizer)
         timer = self._loop.timer
-        timer.switch("compute")
-        compute_s = timer.total_s("compute") - self._compute_mark_s
-        self._loop.on_computed(compute_s)
+        self._passes.end_pass()
         timer.switch("push")
-        self._compute_s += timer.total_s("compute") - self._compute_mark_s
-        self._compute_mark_s = timer.total_s("compute")
         if self._options.applies_local_steps:
             self._cache.begin_update()
         for number, entry in enumerate(self._parameters.optimizers):
@@ -388,33 +401,43 @@ class ServerSynchronizer:
         timer.switch("apply")
         clock = self._clock
         assert clock is not None
-        self._unpushed.append((self._gradient.pop(), self._cache.end_update()))
+        self._add_unpushed(self._gradient.pop(), self._cache.end_update())
         self._steps += 1
-        self._is_open = False
         self._writes.mark()
         timer.switch("push")
-        if len(self._unpushed) >= self._options.push_every:
+        if self._unpushed_steps >= self._options.push_every:
             self._push(clock)
+        self._is_open = False  # from here on, the clock may pass
         timer.switch("report")
         blocks: tuple[int, ...] = ()
         if self._options.assigns_samples:
             with self._client.lock:
                 blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
-        self._report(clock, self._cache.read_version, self._loop.pop_mean_loss(), self._compute_s, blocks)
+        compute_s = self._passes.compute_s
+        self._passes.end_round()
+        self._report(clock, self._cache.read_version, self._loop.pop_mean_loss(), compute_s, blocks)
         timer.switch("push")
         self._served.finish_clocks(self._loop.worker, self._last_permit().clock)
         timer.switch("other")
 
+    def _add_unpushed(self, gradient: WorkerGradient, changes: Sequence[torch.Tensor]) -> None:
+        """Add a step to those that are not pushed yet."""
+        if self._unpushed is not None:
+            total, earlier = self._unpushed
+            gradient = total.add(gradient)
+            changes = [one.add_(another) for one, another in zip(earlier, changes, strict=True)]
+        self._unpushed = gradient, changes
+        self._unpushed_steps += 1
+
     def _push(self, clock: int) -> None:
-        """Push what was computed since the last push; wait where only an applied gradient counts."""
-        total, deltas = self._unpushed[0]
-        for gradient, other_deltas in self._unpushed[1:]:
-            total = total.add(gradient)
-            deltas = [entry + another for entry, another in zip(deltas, other_deltas, strict=True)]
-        self._unpushed.clear()
-        time, push = self._served.add_gradient(self._loop.worker, clock, total)
-        if deltas:
-            self._cache.log_update(time, deltas)
+        """Push what was computed since the last push, if anything; wait where only an applied one counts."""
+        if self._unpushed is None:
+            return
+        (gradient, changes), self._unpushed, self._unpushed_steps = self._unpushed, None, 0
+        gradient = gradient.with_values(self._staging.to_host(gradient.values))
+        time, push = self._served.add_gradient(self._loop.worker, clock, gradient)
+        if changes:
+            self._cache.log_update(time, changes)
         awaited = push if self._options.is_bounded else self._last_push
         self._last_push = push
         if awaited is not None:

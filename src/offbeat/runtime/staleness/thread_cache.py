@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from offbeat.events import StepPermit
 from offbeat.policies.staleness.caches import PsOptions
 from offbeat.runtime.ps.future import Future
-from offbeat.runtime.staleness.served_parameters import Array, ServedParameters
+from offbeat.runtime.staleness.served_parameters import ServedParameters
 from offbeat.runtime.staleness.shared_model import PulledParameters, SharedModel
+from offbeat.runtime.staleness.staging import ValueStaging
 from offbeat.runtime.training.timing import PartTimer
 
 
@@ -21,6 +21,7 @@ class ThreadCache:
     Args:
         worker: its id in the directory of `model`.
         parameters: the worker's.
+        staging: brings pulled values to their device, where the worker's own updates stay.
         model: what the threads of the process share.
         options: how the parameter server is used.
         timer: the worker's.
@@ -34,15 +35,19 @@ class ThreadCache:
         self,
         worker: int,
         parameters: ServedParameters,
+        staging: ValueStaging,
         model: SharedModel,
         options: PsOptions,
         timer: PartTimer,
         check: Callable[[], None],
     ) -> None:
         self._worker, self._parameters, self._model, self._options = worker, parameters, model, options
+        self._staging = staging
         self._timer, self._check = timer, check
-        self._local_updates: list[Sequence[Array]] = []  # what each update in this thread's log has added
-        self._values_before: Sequence[Array] | None = None  # the local step under way
+        self._local_updates: list[
+            Sequence[torch.Tensor]
+        ] = []  # what each update in this thread's log has added
+        self._values_before: Sequence[torch.Tensor] | None = None  # the local step under way
         self._fetch: Future | None = None
         self.read_version = 0
 
@@ -53,12 +58,12 @@ class ThreadCache:
         if self._values_before is None:
             self._values_before = self._parameters.copy_values()
 
-    def end_update(self) -> Sequence[Array]:
+    def end_update(self) -> Sequence[torch.Tensor]:
         """Return what the local step has added, of each group; nothing if none has begun."""
         before, self._values_before = self._values_before, None
         return () if before is None else self._parameters.changes_since(before)
 
-    def log_update(self, time: int, added: Sequence[Array]) -> None:
+    def log_update(self, time: int, added: Sequence[torch.Tensor]) -> None:
         """Record what the steps have added whose gradients are in the push of a time."""
         self._model.directory.log_update(self._worker, time)
         self._local_updates.append(added)
@@ -110,12 +115,13 @@ class ThreadCache:
         """Copy a row, and apply this thread's own updates that are not in it, once."""
         directory, worker = self._model.directory, self._worker
         for index, values in enumerate(row.values):
+            flat = self._staging.to_device(index, values)
             if self._local_updates:
-                values = np.array(values)
+                flat = self._parameters.empty(index).copy_(flat)  # on the CPU other threads read it, too
                 for piece in row.applied_times[index]:
                     key_range = slice(piece.start, piece.stop)
-                    for deltas in self._local_updates[directory.count_included(worker, piece.time) :]:
-                        values[key_range] += deltas[index][key_range]
-            self._parameters.load_values(index, values)
+                    for changes in self._local_updates[directory.count_included(worker, piece.time) :]:
+                        flat[key_range].add_(changes[index][key_range])
+            self._parameters.load_values(index, flat)
         time = min((piece.time for some in row.applied_times for piece in some), default=0)
         del self._local_updates[: directory.on_thread_copied(worker, row.version, time)]

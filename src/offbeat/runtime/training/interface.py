@@ -5,7 +5,7 @@ This module has no implementation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -113,8 +113,13 @@ class TrainingLoop(Protocol):
     def raise_if_failed(self) -> None:
         """Raise an error if the job has failed."""
 
-    def on_computed(self, compute_s: float) -> None:
-        """Report the compute time of a forward and backward pass; may block to inject slowness."""
+    def on_computed(self, wait_for_compute_s: Callable[[], float]) -> None:
+        """Report the end of a forward and backward pass; may block to inject slowness.
+
+        Args:
+            wait_for_compute_s: returns the compute time of the pass, in seconds; on an accelerator it blocks
+                until the device has computed it, so that slowness begins where the pass ends.
+        """
 
     def send_event(self, event: Event) -> None:
         """Send an event to the coordinator."""

@@ -8,7 +8,7 @@ without waiting for them, so a round's time is known one round later.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +23,14 @@ class PassTimer:
     Args:
         timer: splits the worker's wall time.
         device: holds the model.
-        on_computed: gets the compute time since the previous pass, in seconds. It may block to inject
-            slowness, which counts as compute time of the round, but not of the next pass.
+        on_computed: called at the end of each pass, with what returns its compute time; see
+            `TrainingLoop.on_computed`. It may block to inject slowness, which counts as compute time of the
+            round, but not of the next pass.
     """
 
-    def __init__(self, timer: PartTimer, device: Device, on_computed: Callable[[float], None]) -> None:
+    def __init__(
+        self, timer: PartTimer, device: Device, on_computed: Callable[[Callable[[], float]], None]
+    ) -> None:
         self._timer, self._on_computed = timer, on_computed
         self._device = _DeviceTimes(device) if device.has_streams else None
         self._pass_mark_s = self._round_mark_s = timer.total_s("compute")
@@ -38,8 +41,17 @@ class PassTimer:
 
         On an accelerator, those of the last round that it has computed, and before the first the worker's.
         """
-        times = None if self._device is None else self._device.last_round()
-        return self._timer.total_s("compute") - self._round_mark_s if times is None else times.round_s
+        round_s = None if self._device is None else self._device.last_round_s()
+        return self._timer.total_s("compute") - self._round_mark_s if round_s is None else round_s
+
+    def begin_round(self) -> None:
+        """Forget what was computed since the last round: the timer is not in "compute".
+
+        Needed only where a round may begin again: otherwise it begins where the last one has ended.
+        """
+        self._pass_mark_s = self._round_mark_s = self._timer.total_s("compute")
+        if self._device is not None:
+            self._device.forget_round()
 
     def begin_pass(self) -> None:
         """Begin a pass, if none is under way: the timer is in "compute"."""
@@ -57,37 +69,27 @@ class PassTimer:
         self._device.resume()
 
     def end_pass(self) -> None:
-        """End a backward pass, and report its compute time; the timer continues with "compute"."""
+        """End a backward pass, and report that; the timer continues with "compute"."""
         self._timer.switch("compute")
-        pass_s = self._timer.total_s("compute") - self._pass_mark_s
         if self._device is not None:
             self._device.end_computation()
-            times = self._device.last_round()
-            pass_s = pass_s if times is None else times.pass_s
-        self._on_computed(pass_s)
+        self._on_computed(self._pass_s)
         self._timer.switch("compute")
         if self._device is not None:
             self._device.end_pass()
         self._pass_mark_s = self._timer.total_s("compute")
+
+    def _pass_s(self) -> float:
+        """Return the seconds of the pass that ends; block until the device has computed it."""
+        if self._device is not None:
+            return self._device.wait_for_pass()
+        return self._timer.total_s("compute") - self._pass_mark_s
 
     def end_round(self) -> None:
         """End a round, in which the timer is not in "compute"."""
         self._round_mark_s = self._timer.total_s("compute")
         if self._device is not None:
             self._device.end_round()
-
-
-@dataclass(frozen=True)
-class _RoundTimes:
-    """Times of a round on the device.
-
-    Attributes:
-        round_s: of all its passes, with injected slowness, in seconds.
-        pass_s: of one pass, without injected slowness, in seconds.
-    """
-
-    round_s: float
-    pass_s: float
 
 
 @dataclass
@@ -109,13 +111,17 @@ class _PassMarks:
 
 @dataclass
 class _DeviceTimes:
-    """Marks of the passes of rounds, and the times of the last round of which the device has reached all."""
+    """Marks of the passes of rounds, and the time of the last round of which the device has reached all."""
 
     _device: Device
     _pass: _PassMarks | None = None
     _passes: list[_PassMarks] = field(default_factory=list)  # of the round under way
     _rounds: deque[list[_PassMarks]] = field(default_factory=deque)  # whose times are not known yet
-    _last: _RoundTimes | None = None
+    _last_s: float | None = None
+
+    def forget_round(self) -> None:
+        """Forget the passes of the round under way."""
+        self._pass, self._passes = None, []
 
     def begin_pass(self) -> None:
         if self._pass is None:
@@ -151,25 +157,35 @@ class _DeviceTimes:
             self._rounds.append(self._passes)
             self._passes = []
 
-    def last_round(self) -> _RoundTimes | None:
-        """Return the times of the last round that the device has computed; None before the first."""
-        while self._rounds and (times := self._times_of(self._rounds[0])) is not None:
-            self._rounds.popleft()
-            self._last = times
-        return self._last
+    def wait_for_pass(self) -> float:
+        """Wait until the device has computed the pass that ends; return the time that it took, in seconds."""
+        assert self._pass is not None
+        self._device.synchronize()
+        return self._computed_s(self._pass) or 0.0
 
-    def _times_of(self, passes: list[_PassMarks]) -> _RoundTimes | None:
-        round_s = pass_s = 0.0
+    def last_round_s(self) -> float | None:
+        """Return the seconds of the last round that the device has computed; None before the first.
+
+        They include injected slowness.
+        """
+        while self._rounds and (round_s := self._round_s(self._rounds[0])) is not None:
+            self._rounds.popleft()
+            self._last_s = round_s
+        return self._last_s
+
+    def _round_s(self, passes: list[_PassMarks]) -> float | None:
+        total_s = 0.0
         for marks in passes:
-            computed_s = self._sum_s([*marks.intervals, (marks.begin, marks.computed)])
-            injected_s = self._sum_s([(marks.computed, marks.end)])
+            computed_s = self._computed_s(marks)
+            injected_s = self._device.elapsed_s(marks.computed, marks.end)
             if computed_s is None or injected_s is None:
                 return None
-            round_s += computed_s + injected_s
-            pass_s += computed_s / len(passes)
-        return _RoundTimes(round_s, pass_s)
+            total_s += computed_s + injected_s
+        return total_s
 
-    def _sum_s(self, intervals: Sequence[tuple[Any, Any]]) -> float | None:
+    def _computed_s(self, marks: _PassMarks) -> float | None:
+        """Return the seconds of a pass without injected slowness; None before the device has computed it."""
+        intervals = [*marks.intervals, (marks.begin, marks.computed)]
         times_s = [self._device.elapsed_s(begin, end) for begin, end in intervals]
         known_s = [time_s for time_s in times_s if time_s is not None]
         return sum(known_s) if len(known_s) == len(times_s) else None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
@@ -37,6 +37,7 @@ from offbeat.runtime.validation.isolation import isolated_evaluation
 from offbeat.runtime.validation.parts import ValidationData
 from offbeat.runtime.validation.process import ProcessEvaluator
 from offbeat.runtime.validation.result import ValidationLedger
+from offbeat.runtime.validation.scheduled_forward import ScheduledForward
 from offbeat.runtime.validation.snapshot import Snapshot
 from offbeat.runtime.validation.throttle import ThreadThrottle
 from offbeat.runtime.validation.validated_training import EpochState, ValidatedTraining
@@ -90,9 +91,10 @@ class EvaluationBackend:
         self._inline_evaluator = ThreadEvaluator(evaluate, data, state.accelerators, has_stream=False)
         self._pools: list[tuple[EvaluatorPool[Snapshot], weakref.finalize[..., Any]]] = []
         self._throttle: ThreadThrottle | None = None
+        self._schedules: list[ScheduledForward] = []
         self._chooser: OverlapChooser | None = None
         self._contention_share: float | None = None
-        self._stopwatch = _Stopwatch()
+        self._stopwatch = Stopwatch()
         self._trained = 0.0, 0.0  # wall and core time of the last epoch's training
         self._waited: tuple[float, float] | None = None  # by the training, at the end of an overlapped epoch
         self._calls_before = 0  # of torch, in line, before the current validation
@@ -240,6 +242,19 @@ class EvaluationBackend:
         if self.name in ("thread", "stream") and not self.is_rehearsed:
             self._rehearse(snapshot)
 
+    def schedule_when_due(self, snapshot: Snapshot) -> None:
+        """Before an epoch is evaluated, make the schedules of forward passes that have been called often."""
+        due = [scheduled for scheduled in self._schedules if scheduled.is_due]
+        if not due:
+            return
+        with self._stopwatch.stopped(), self._ledger.waiting_context(), ExitStack() as pause:
+            if not all(pause.enter_context(one.idle(self._timeout_s)) for one in self._schedules):
+                return  # a later epoch may find all evaluators idle
+            with isolated_evaluation():
+                for scheduled in due:
+                    scheduled.compile(snapshot)
+        self.reason = f"{self.reason}; forward passes: {due[0].reason}"
+
     def _rehearse(self, snapshot: Snapshot) -> None:
         with isolated_evaluation() as moved:
             evaluate_part(
@@ -313,6 +328,7 @@ class EvaluationBackend:
             )
         data = _pinned(self._data, accelerators[0]) if backend == "stream" else self._data
         count = len(self._parts)
+        self._schedules = [ScheduledForward() for _ in range(count)] if backend == "stream" else []
         if backend != "process":
             self._throttle = ThreadThrottle(
                 count, None if self._chooser is None else self._chooser.minimum_rate()
@@ -332,6 +348,7 @@ class EvaluationBackend:
                     accelerators,
                     has_stream=backend == "stream",
                     throttle=self._throttle,
+                    scheduled=self._schedules[number] if self._schedules else None,
                 )
             )
             cleanup.callback(evaluators[-1].close)
@@ -363,7 +380,7 @@ class EvaluationBackend:
             thread.join(self._timeout_s)
 
 
-class _Stopwatch:
+class Stopwatch:
     """Wall time, and time of all cores that this process used, since the last lap."""
 
     def __init__(self) -> None:
@@ -375,6 +392,16 @@ class _Stopwatch:
         spent = wall_s - self._wall_s, cpu_s - self._cpu_s
         self._wall_s, self._cpu_s = wall_s, cpu_s
         return spent
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Leave out of the lap what is done inside: it is done once, not every epoch."""
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self._wall_s += time.perf_counter() - wall_s
+            self._cpu_s += time.process_time() - cpu_s
 
 
 def _pinned(data: ValidationData, accelerator: Accelerator) -> ValidationData:

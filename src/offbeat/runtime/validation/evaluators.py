@@ -22,6 +22,7 @@ from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.validation.isolation import IsolatedRandomness, TorchCallHook
 from offbeat.runtime.validation.parts import ValidationData, slice_data
+from offbeat.runtime.validation.scheduled_forward import ScheduledForward
 from offbeat.runtime.validation.snapshot import Snapshot
 from offbeat.runtime.validation.throttle import ThreadThrottle
 
@@ -117,6 +118,7 @@ class ThreadEvaluator:
         accelerators: those that hold the model.
         has_stream: use a separate stream on each of them, so that evaluation overlaps with training.
         throttle: pauses this thread where it delays training or other evaluating threads; None for none.
+        scheduled: serves the calls of the model where that is faster; None for none.
 
     Attributes:
         calls: functions of torch called so far.
@@ -130,8 +132,10 @@ class ThreadEvaluator:
         *,
         has_stream: bool,
         throttle: ThreadThrottle | None = None,
+        scheduled: ScheduledForward | None = None,
     ) -> None:
         self._evaluate, self._data, self._throttle = evaluate, data, throttle
+        self._scheduled = scheduled
         self.calls = 0
         self._streams = [(one, one.new_stream() if has_stream else None) for one in accelerators]
 
@@ -153,15 +157,12 @@ class ThreadEvaluator:
             turn = self._throttle.evaluating_part()
         with turn as on_call, self._on_streams():
             part.snapshot.make_streams_wait()
+            model = part.snapshot.model()
             try:
-                return evaluate_part(
-                    part.snapshot.model(),
-                    self._evaluate,
-                    self._data,
-                    part.positions,
-                    seed=part.seed,
-                    watch=watch,
-                )
+                with self._serving(model, part.snapshot, watch):
+                    return evaluate_part(
+                        model, self._evaluate, self._data, part.positions, seed=part.seed, watch=watch
+                    )
             finally:
                 for accelerator, _ in self._streams:
                     accelerator.synchronize_event(accelerator.record_event())
@@ -173,10 +174,19 @@ class ThreadEvaluator:
             contexts.enter_context(accelerator.on_stream(stream or accelerator.current_stream()))
         return contexts
 
+    def _serving(
+        self, model: nn.Module, snapshot: Snapshot, watch: TorchCallHook
+    ) -> AbstractContextManager[None]:
+        if self._scheduled is None:
+            return nullcontext()
+        return self._scheduled.serving(model, snapshot, watch, lambda: self.calls)
+
     def close(self) -> None:
-        """Let paused threads go on; there is nothing to release."""
+        """Let paused threads go on, and release the schedule."""
         if self._throttle is not None:
             self._throttle.lift_limit()
+        if self._scheduled is not None:
+            self._scheduled.close()
 
 
 class EvaluatorPool(Generic[ModelSnapshot]):

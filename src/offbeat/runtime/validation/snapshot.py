@@ -151,6 +151,7 @@ class Snapshot:
         self._accelerators = accelerators
         self._written: list[Any] = []  # by accelerator, the event that the values are there
         self._kinds_of: list[tuple[object, ...]] | None = None
+        self._structure_digest: str | None = None
         self._tensors: list[Tensor] = []
         self._model: nn.Module | None = None
 
@@ -170,6 +171,7 @@ class Snapshot:
             self._kinds_of = kinds
         if values:
             copy_tensors(self._tensors, values)
+        self._structure_digest = None
         try:
             self._model = _copy_model(model, values, self._tensors)
             if self.is_shared:
@@ -272,6 +274,21 @@ class Snapshot:
             hasher.update(raw)
         return hasher.hexdigest()[:16]
 
+    def structure_digest(self) -> str | None:
+        """Return hexadecimal digits that differ for models which differ in more than these values.
+
+        It may also differ for equal models. None if the model cannot be pickled.
+        """
+        if self._structure_digest is None:
+            assert self._model is not None
+            try:
+                structure = _serialize(self._model, self._tensors, by_value=True)
+            except Exception:
+                return None
+            kinds = repr(self._kinds_of).encode()
+            self._structure_digest = hashlib.sha256(structure + kinds).hexdigest()[:16]
+        return self._structure_digest
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the model's state."""
         assert self._model is not None
@@ -337,11 +354,18 @@ def _map_block(descriptor: Any, size_bytes: int) -> Tensor:
 
 
 class _ModelPickler(ForkingPickler):
-    """Pickles a model with indices in the place of the tensors whose values lie in shared memory."""
+    """Pickles a model with indices in the place of the tensors whose values lie in a snapshot's blocks.
 
-    def __init__(self, file: io.BytesIO, values: Sequence[Tensor]) -> None:
+    Args:
+        file: to write to.
+        values: these tensors.
+        by_value: other tensors are written by value, whatever their device.
+    """
+
+    def __init__(self, file: io.BytesIO, values: Sequence[Tensor], *, by_value: bool) -> None:
         super().__init__(file)
         self._numbers = {id(value): index for index, value in enumerate(values)}
+        self._by_value = by_value
 
     def reducer_override(self, value: Any) -> Any:
         """Write the index of a tensor that has one; everything else as usual."""
@@ -349,9 +373,10 @@ class _ModelPickler(ForkingPickler):
             return NotImplemented
         if (index := self._numbers.get(id(value))) is not None:
             return _tensor_of_number, (index,)
-        if _is_dense(value) and type(value) is Tensor and value.device.type == "cpu":
+        is_on_host = value.device.type == "cpu"
+        if _is_dense(value) and type(value) is Tensor and (is_on_host or self._by_value):
             # By value, for any number of processes to read; handles of shared memory can be read once.
-            flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return _tensor_of_bytes, (flat.numpy().tobytes(), value.dtype, value.shape)
         return NotImplemented
 
@@ -367,9 +392,9 @@ def _tensor_of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tens
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
-def _serialize(model: nn.Module, values: Sequence[Tensor]) -> bytes:
+def _serialize(model: nn.Module, values: Sequence[Tensor], *, by_value: bool = False) -> bytes:
     file = io.BytesIO()
-    _ModelPickler(file, values).dump(model)
+    _ModelPickler(file, values, by_value=by_value).dump(model)
     return file.getvalue()
 
 

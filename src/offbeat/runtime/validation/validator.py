@@ -248,6 +248,7 @@ class Validator:
             moment = self._state.capture(shared=self._backend.is_process)
             self._epoch_states[epoch] = moment
             self._backend.rehearse_once(moment.snapshot)
+            self._backend.schedule_when_due(moment.snapshot)
             self._submit(decision, moment)
         except BaseException as error:
             self._epoch_states.pop(epoch, None)

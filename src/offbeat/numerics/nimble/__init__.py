@@ -1,0 +1,1 @@
+"""Which operations of a computation share a stream, and where streams wait for one another."""
