@@ -19,10 +19,11 @@ class PReduce:
     """Partial reduce: the first P workers that have ended a step average their models.
 
     A worker steps its own model with the gradients of its own batch, so a learning rate is that of one
-    worker. No worker waits for a slow one: it is averaged when it is ready, and takes fewer steps. Models differ while workers train. When all have finished, all models and their
-    buffers are averaged, so that every worker ends with the same. Until then the model of the worker where
-    `session.is_leader` is true stands for all of them in validation and checkpoints. Optimizer state is not
-    averaged. A worker that is lost leaves its group; the others go on.
+    worker. No worker waits for a slow one: it is averaged when it is ready, and takes fewer steps. Models
+    differ while workers train. When all have finished, all models and their buffers are averaged, so that
+    every worker ends with the same. Until then the model of the worker where `session.is_leader` is true
+    stands for all of them in validation and checkpoints. Optimizer state is not averaged. A worker that is
+    lost leaves its group; the others go on.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
     (constant partial reduce). Deviations: those of `PartialReduce`.
