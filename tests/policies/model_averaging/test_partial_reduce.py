@@ -281,6 +281,28 @@ def test_a_worker_is_in_one_averaging_at_a_time():
         job.ready(1)
 
 
+def test_with_overlap_a_worker_reports_steps_while_it_is_averaged_and_is_in_no_other_group():
+    job = Job(4, size=2, window=0, overlap=True).begin()
+    job.ready(0)
+    assert members(job.ready(1)) == [(0, 1)]
+    assert job.ready(0) + job.ready(0) == []
+    job.ready(2)
+    assert members(job.ready(3)) == [(2, 3)]
+    job.averaged(2)
+    job.ready(2)
+    assert job.ready(0) == []  # it has not added the difference yet
+    job.averaged(0)
+    assert members(job.ready(0)) == [(0, 2)]
+
+
+def test_with_overlap_a_worker_that_has_finished_is_in_no_group_though_it_was_ready():
+    job = Job(3, size=2, window=0, overlap=True).begin()
+    job.ready(0)
+    job.finished(0)
+    assert job.ready(1) == []
+    assert members(job.ready(2)) == [(1, 2)]
+
+
 @pytest.mark.parametrize("event", [ModelsAveraged(now_s=0, worker=1, exchange_id=77, has_mean=True)])
 def test_an_averaging_ends_once_and_for_its_members(event):
     with pytest.raises(ProtocolError, match="worker 1 is in, got 77"):
@@ -421,6 +443,21 @@ def test_at_the_end_a_worker_that_another_cannot_reach_is_rejected_after_the_dea
     assert averaging.members == (0, 1)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_at_the_end_a_worker_that_ends_no_step_is_rejected_after_the_deadline(overlap):
+    job = Job(3, timeout_s=30.0, overlap=overlap).begin()
+    job.now_s = 1.0
+    job.ready(2)
+    for worker in (0, 1):
+        job.end_all()
+        assert not any(isinstance(action, RejectPeer) for action in job.finished(worker))
+    job.end_all()
+    assert job.emit(Tick(now_s=31.0)) == []
+    rejected, *_ = job.emit(Tick(now_s=31.5))
+    assert rejected.peer == "worker-2"
+    assert "others have waited for it for more than 30 s" in rejected.reason
+
+
 def test_a_worker_that_leaves_is_not_waited_for():
     job = Job(3, size=3).begin()
     job.ready(0)
@@ -525,10 +562,17 @@ def ready_of(worker, block):
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 2**32), world=st.integers(1, 7), size=st.integers(2, 5), window=st.integers(0, 9))
-def test_with_any_events_groups_are_disjoint_and_the_job_ends(seed, world, size, window):
+@given(
+    seed=st.integers(0, 2**32),
+    world=st.integers(1, 7),
+    size=st.integers(2, 5),
+    window=st.integers(0, 9),
+    overlap=st.booleans(),
+)
+def test_with_any_events_groups_are_disjoint_and_the_job_ends(seed, world, size, window, overlap):
     chance = random.Random(seed)
-    job = Job(world, size=size, window=window, hold_timeout_s=5.0, timeout_s=100.0)
+    options = {"size": size, "window": window, "overlap": overlap, "hold_timeout_s": 5.0, "timeout_s": 100.0}
+    job = Job(world, **options)
     steps = dict.fromkeys(range(world), chance.randint(0, 12))
     newest = world
     for _ in range(2000):
@@ -537,8 +581,9 @@ def test_with_any_events_groups_are_disjoint_and_the_job_ends(seed, world, size,
         job.now_s += chance.random()
         busy = {worker for worker, protocol in job.workers.items() if protocol.averaging is not None}
         policy = job.policy.state_dict()
-        waiting = {worker for worker, _ in policy["groups"]["ready_s"]} | set(policy["roster"]["finished"])
-        free = job.workers.keys() - busy - waiting - set(policy["roster"]["without_state"])
+        waiting = busy | {worker for worker, _ in policy["groups"]["ready_s"]}
+        unable = set(policy["roster"]["finished"]) | set(policy["roster"]["without_state"])
+        free = job.workers.keys() - unable - (set() if overlap else waiting)
         choice = chance.random()
         if choice < 0.03 and len(job.workers) > 1:
             job.lost(chance.choice(sorted(job.workers)))
@@ -558,9 +603,7 @@ def test_with_any_events_groups_are_disjoint_and_the_job_ends(seed, world, size,
             job.emit(Tick(now_s=job.now_s))
         pending = [worker for _, averaging in policy["averagings"] for worker in averaging["pending"]]
         assert len(pending) == len(set(pending))
-        again = PartialReduce(
-            world, size=size, window=window, shards="equal", hold_timeout_s=5.0, timeout_s=100.0
-        )
+        again = PartialReduce(world, shards="equal", **options)
         again.load_state_dict(policy)
         assert again.state_dict() == policy
     assert any(isinstance(action, JobComplete | AbortJob) for action in job.actions)

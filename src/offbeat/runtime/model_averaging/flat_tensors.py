@@ -7,7 +7,7 @@ for copies in, and the current stream waits for that before it unpacks them. Wha
 after that, so the next exchange, which receives into the same memory, cannot begin before the copy back has
 ended. The host waits for no copy.
 
-Where the tensors change during an exchange, a *snapshot* of them is exchanged, and kept until the end. The sums
+Where the tensors change during an exchange, a *snapshot* of them is exchanged, kept until the end. The sums
 less the snapshot are then added to the tensors as they are by then. This module decides nothing.
 """
 
