@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import offbeat
+from offbeat.errors import WorkerError
 from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
 from offbeat.runtime.collectives.torch_exchange import TorchExchange
+from offbeat.runtime.devices.host import Host
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies import DPAR, AllReduce, Hybrid, PartialAllReduce
 from support.processes import run, values
@@ -119,3 +121,16 @@ def test_workers_by_torchs_exchange_name_the_one_that_was_lost_and_end():
         assert one.error_type == "WorkerError"
         assert "worker 1 was lost" in one.error
         assert one.exitcode == 0
+
+
+def close_and_abandon(rank, emit):
+    """Whether an abandonment after the end leaves the exchange and the program's group as they are."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    exchange = TorchExchange(dist.new_group(), Host())
+    exchange.close(30.0)
+    exchange.abandon(WorkerError("the coordinator has ended"))
+    return exchange.error is None and dist.is_initialized()
+
+
+def test_an_exchange_that_was_closed_aborts_nothing():
+    assert values(run(close_and_abandon, 1)) == [True]

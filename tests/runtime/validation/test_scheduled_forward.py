@@ -67,7 +67,7 @@ def a_model(kind=Branches):
 
 
 def an_evaluator(scheduled, evaluate=evaluate):
-    return ThreadEvaluator(evaluate, samples(), torch.device("cpu"), has_stream=False, scheduled=scheduled)
+    return ThreadEvaluator(evaluate, samples(), [], has_stream=False, scheduled=scheduled)
 
 
 def snapshot_of(model, snapshot=None):

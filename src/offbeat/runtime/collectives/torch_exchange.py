@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ class TorchExchange:
         self._model_device = device
         self.device = device.torch_device
         self._error: WorkerError | None = None
+        self._is_closed = False  # the process group is ended by `close`, and not aborted any more
+        self._lock = threading.Lock()
         self._abandoned, self._aborted = SignalSafeEvent(), SignalSafeEvent()
 
     def all_reduce(
@@ -96,9 +99,10 @@ class TorchExchange:
 
     def abandon(self, error: WorkerError) -> None:
         """See `Exchange.abandon`; begins to abort all process groups."""
-        if self._error is not None:
-            return
-        self._error = error
+        with self._lock:
+            if self._error is not None or self._is_closed:
+                return
+            self._error = error
         self._abandoned.set()
         start_thread("offbeat-abort", self._abort, on_failure=self._on_abort_failed)
 
@@ -113,7 +117,8 @@ class TorchExchange:
 
     def close(self, timeout_s: float) -> None:
         """End the process group, or wait until it is aborted, for at most `timeout_s` seconds."""
-        is_used = self._error is None
+        with self._lock:
+            self._is_closed, is_used = True, self._error is None
         end = partial(dist.destroy_process_group, self._group) if is_used else self._aborted.wait
         try:
             run_with_deadline(end, time.monotonic() + timeout_s)
