@@ -11,7 +11,7 @@ from support.late_workers import LateTraining
 FAULTS = (late_device.PACKING, late_device.COPIED_OUT, late_device.MEANS, late_device.RECORDED)
 SEEDS_PER_FAULT = 20
 SIDES = ("member", "outside")
-SEEDS = [*range(15), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(15, 300))]
+SEEDS = [*range(15), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(15, 150))]
 
 
 def train_late(seed, side, without=None):

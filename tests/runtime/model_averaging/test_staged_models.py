@@ -10,7 +10,7 @@ from support.staged_models import ModelTraining
 
 FAULTS = (late_device.PACKING, late_device.COPIED_OUT, late_device.MEANS, late_device.RECORDED)
 SEEDS_PER_FAULT = 20
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 300))]
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 150))]
 
 
 def train_late(seed, without=None, **options):

@@ -8,7 +8,7 @@ from support import late_device
 from support.late_device import RaceError
 from support.validated_training import RESULTS, train_alone, validate_in_line, validate_late
 
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 400))]
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 200))]
 
 
 def same(seen, expected):
