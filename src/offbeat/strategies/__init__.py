@@ -2,12 +2,13 @@
 
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
-from offbeat.strategies.model_averaging import PReduce
+from offbeat.strategies.model_averaging import ADPSGD, PReduce
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.registry import STRATEGIES, parse_strategy
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 
 __all__ = [
+    "ADPSGD",
     "ASP",
     "DPAR",
     "DTSSP",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from offbeat.policies.model_averaging.averaging import ModelAveraging
+from offbeat.policies.model_averaging.neighbour_pairs import Topology
+from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.runtime.control.configuration import PolicySpec
@@ -15,7 +18,52 @@ from offbeat.strategies.base import assembly_spec, check_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
-class PReduce:
+class _AveragesModels:
+    """What all strategies have whose workers own their models; the policy gets their arguments."""
+
+    survives_worker_loss: ClassVar[bool] = True
+    readmits_workers: ClassVar[bool] = False
+    always_needs_coordinator: ClassVar[bool] = False
+    _policy: ClassVar[type[ModelAveraging]]
+
+    shards: Literal["dynamic", "equal"] = "dynamic"
+    overlap: bool = True
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout_s)
+        self._policy(1, **self._policy_arguments())
+
+    def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
+        """See `Strategy.policies`."""
+        return (
+            assembly_spec(world, start_s, self.shards),
+            PolicySpec(
+                path=f"{self._policy.__module__}:{self._policy.__name__}",
+                arguments={"world": world, **self._policy_arguments()},
+            ),
+        )
+
+    def make_worker_protocol(self, worker: int) -> ModelAveragingProtocol:
+        """See `Strategy.make_worker_protocol`."""
+        return ModelAveragingProtocol(worker)
+
+    def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> ModelAveragingSynchronizer:
+        """See `Strategy.make_synchronizer`."""
+        return ModelAveragingSynchronizer(
+            loop,
+            trained,
+            overlap=self.overlap,
+            timeout_s=self.timeout_s,
+            assigns_samples=self.shards == "dynamic",
+        )
+
+    def _policy_arguments(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PReduce(_AveragesModels):
     """Partial reduce: the first P workers that have ended a step average their models.
 
     A worker steps its own model with the gradients of its own batch, so a learning rate is that of one
@@ -43,49 +91,38 @@ class PReduce:
     """
 
     name: ClassVar[str] = "preduce"
-    survives_worker_loss: ClassVar[bool] = True
-    readmits_workers: ClassVar[bool] = False
-    always_needs_coordinator: ClassVar[bool] = False
+    _policy: ClassVar[type[ModelAveraging]] = PartialReduce
 
     P: int | None = None
     window: int | None = None
-    shards: Literal["dynamic", "equal"] = "dynamic"
-    overlap: bool = True
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        check_timeout(self.timeout_s)
-        PartialReduce(1, **self._policy_arguments())
-
-    def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
-        """See `Strategy.policies`."""
-        return (
-            assembly_spec(world, start_s, self.shards),
-            PolicySpec(
-                path="offbeat.policies.model_averaging.partial_reduce:PartialReduce",
-                arguments={"world": world, **self._policy_arguments()},
-            ),
-        )
-
-    def make_worker_protocol(self, worker: int) -> ModelAveragingProtocol:
-        """See `Strategy.make_worker_protocol`."""
-        return ModelAveragingProtocol(worker)
-
-    def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> ModelAveragingSynchronizer:
-        """See `Strategy.make_synchronizer`."""
-        return ModelAveragingSynchronizer(
-            loop,
-            trained,
-            overlap=self.overlap,
-            timeout_s=self.timeout_s,
-            assigns_samples=self.shards == "dynamic",
-        )
 
     def _policy_arguments(self) -> dict[str, Any]:
-        return {
-            "size": self.P,
-            "window": self.window,
-            "shards": self.shards,
-            "overlap": self.overlap,
-            "timeout_s": self.timeout_s,
-        }
+        arguments = super()._policy_arguments()
+        return {"size": arguments.pop("P"), **arguments}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ADPSGD(_AveragesModels):
+    """AD-PSGD: pairs of neighbours on a graph average their models, while all train on.
+
+    All else is as under `PReduce`: models, learning rates, what validation and checkpoints see, the end, and
+    lost workers.
+
+    Source: Lian et al. 2018, "Asynchronous decentralized parallel stochastic gradient descent". Deviations:
+    those of `NeighbourPairs`.
+
+    Args:
+        topology: "ring", "exponential" or "complete": which workers may form a pair. All are bipartite:
+            every second worker, in the order of their ids, asks one of the others that has ended a step.
+        seed: of the choice among several.
+        shards, overlap, timeout_s: see `PReduce`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    name: ClassVar[str] = "adpsgd"
+    _policy: ClassVar[type[ModelAveraging]] = PairAveraging
+
+    topology: Topology = "ring"
+    seed: int = 0

@@ -15,7 +15,7 @@ from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.strategies import PReduce, parse_strategy
+from offbeat.strategies import ADPSGD, PReduce, parse_strategy
 from support.jobs import job
 from support.processes import run, values
 
@@ -91,18 +91,21 @@ def test_with_all_workers_in_a_group_training_equals_one_process_with_all_batche
         torch.testing.assert_close(torch.tensor(state[name]), tensor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model(overlap):
-    results = values(run(train, 4, PReduce(P=2, overlap=overlap), env={"OFFBEAT_SLOW": "1:6"}))
+@pytest.mark.parametrize(
+    "strategy",
+    [PReduce(P=2), PReduce(P=2, overlap=False), ADPSGD(), ADPSGD(topology="complete", overlap=False)],
+)
+def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model(strategy):
+    results = values(run(train, 4, strategy, env={"OFFBEAT_SLOW": "1:6"}))
     final = equal_models(results)
     assert final["1.num_batches_tracked"] > 0
     used = sorted(number for _, samples, _ in results for batch in samples for number in batch)
     assert used == sorted([*range(SAMPLES)] * 2)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_worker_that_is_killed_does_not_stop_the_others(victim):
-    with job(train, 4, PReduce(P=3), 2, True, 0.9, (victim, 0, 2)) as running:
+@pytest.mark.parametrize(("strategy", "victim"), [(PReduce(P=3), 0), (PReduce(P=3), 2), (ADPSGD(), 1)])
+def test_a_worker_that_is_killed_does_not_stop_the_others(strategy, victim):
+    with job(train, 4, strategy, 2, True, 0.9, (victim, 0, 2)) as running:
         running.died(victim)
         ended = [one for one in running.ends() if one.rank != victim]
     results = values(ended)
@@ -148,6 +151,9 @@ def test_the_leaders_checkpoint_continues_with_the_samples_that_are_left():
 
 def test_the_command_line_names_the_size_of_a_group():
     assert parse_strategy("preduce:P=3") == PReduce(P=3)
+    assert parse_strategy("adpsgd:topology=complete,overlap=false") == ADPSGD(
+        topology="complete", overlap=False
+    )
     with pytest.raises(ValueError, match="groups of at least 2 workers, got 1"):
         parse_strategy("preduce:P=1")
 

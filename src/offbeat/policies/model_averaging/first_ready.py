@@ -5,15 +5,16 @@ A component of policies. It knows workers and times only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-CanMeet = Callable[[tuple[int, ...], int], bool]
-"""(members, worker) -> whether the worker can exchange with all of the members."""
+from offbeat.policies.model_averaging.group_maker import CanMeet
 
 
 class FirstReadyGroups:
     """A queue of workers that are ready, of which groups of `size` workers are taken, the first ones first.
+
+    See `GroupMaker`.
 
     Workers of equal pace tend to meet each other again and again, and models of workers that never meet, not
     even through others, drift apart. Therefore each window of `window` consecutive groups connects all
@@ -41,12 +42,12 @@ class FirstReadyGroups:
 
     @property
     def ready(self) -> set[int]:
-        """The workers in the queue."""
+        """See `GroupMaker.ready`: the workers in the queue."""
         return set(self._ready_s)
 
     @property
     def waiting_since_s(self) -> float | None:
-        """When the first worker in the queue was ready; None if the queue is empty."""
+        """See `GroupMaker.waiting_since_s`."""
         return next(iter(self._ready_s.values()), None)
 
     def add(self, worker: int, now_s: float) -> None:
@@ -58,12 +59,7 @@ class FirstReadyGroups:
         self._ready_s.pop(worker, None)
 
     def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
-        """Remove the next group from the queue and return it, ascending; None where workers have to wait.
-
-        Args:
-            expected: the workers that are ready or will be.
-            can_meet: whether a worker can exchange with others.
-        """
+        """See `GroupMaker.pop_group`; None where workers have to wait."""
         size = min(self._size, len(expected))
         parts = self._unconnected_parts(expected)
         chosen = self._choose(size, parts, can_meet)
@@ -78,7 +74,7 @@ class FirstReadyGroups:
         return self._take(chosen)
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
-        """Remove the first worker in the queue, with others that it can meet, whatever their number."""
+        """See `GroupMaker.pop_first`: with others that it can meet, whatever their number."""
         return self._take(self._choose(self._size, [], can_meet))
 
     def _take(self, chosen: list[int]) -> tuple[int, ...]:

@@ -1,116 +1,32 @@
-"""Partial reduce: workers average their models in groups of those that are ready first.
-
-Theory of operation
--------------------
-
-Each worker trains its own model. It reports every optimizer step (`Ready`); an `AverageModels` names a group
-and its weights. When the worker has the mean, or has given up, it reports `ModelsAveraged`. Without `overlap`
-it waits in between. With it, it trains on: its Ready publishes a *snapshot* of its model, of which the mean
-is made, and at the end of a later step it adds the mean less its snapshot to its model, and then reports. The
-policy owns four parts and decides only what passes between them: `Roster`
-(the workers of the job), `FirstReadyGroups` (the queue and the groups), `SoloBlockAssigner` (the samples,
-with shards="dynamic"), `Reachability` (outages between workers).
-
-A worker is in at most one averaging, from its AverageModels to its ModelsAveraged. Exchange ids ascend, so
-that each member's do. With overlap this is what keeps models from diverging: a worker that is averaged again
-before it has added the last difference would be drawn to the mean twice by the same snapshot.
-
-A worker that waits for samples rests: no group waits for it, since it may wait for blocks that a worker of
-the group has begun.
-
-*State.* Worker 0 of the start has the initial state. Workers without the state are members of an averaging
-whose other members send it to them (`AverageModels.joining`): all of them in the first averaging, a newcomer
-in the next one.
-
-*The end.* When the loops of all workers have ended, all average once more, buffers included, so that all have
-the same model; then the job is complete. A lost member repeats that averaging.
-
-*Failures.* A member that is lost, or that another member or the coordinator cannot reach, ends its averaging:
-`CancelAveraging`. A member that has the mean by then keeps it; another keeps its own model: both are valid.
-Workers that cannot reach each other are in no group together. A worker that keeps others waiting for longer
-than the deadline, though the coordinator receives messages from it, is rejected: others that are ready, or
-that have finished.
-
-Nothing here moves a model.
-"""
+"""Partial reduce: workers average their models in groups of those that are ready first."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Literal
 
-from offbeat.errors import ProtocolError
-from offbeat.events import (
-    AbortJob,
-    Action,
-    AverageModels,
-    CancelAveraging,
-    CheckpointQuery,
-    Event,
-    Failed,
-    Finished,
-    JobComplete,
-    Joined,
-    Left,
-    Lost,
-    ModelsAveraged,
-    PeerReachable,
-    PeerUnreachable,
-    Ready,
-    RejectPeer,
-    SamplesRequested,
-    Tick,
-)
-from offbeat.policies.data.worker_assigner import SoloBlockAssigner
-from offbeat.policies.membership.reachability import Reachability
-from offbeat.policies.membership.roster import Roster
+from offbeat.policies.model_averaging.averaging import ModelAveraging, check_seconds
 from offbeat.policies.model_averaging.first_ready import FirstReadyGroups
 
-EXCHANGE_IDS: Final = 8  # that one averaging may use
-_REPORTED: Final = -1  # clock of each step: a state that is saved holds all steps reported before
-_LATEST: Final = 2**62
 
-
-@dataclass(kw_only=True)
-class _Averaging:
-    """An averaging under way.
-
-    Attributes:
-        pending: members that have not reported its end.
-        is_final: it is the one after the end of all loops.
-        is_cancelled: its members have been asked to give up.
-        has_failed: a member has not received the mean.
-    """
-
-    members: tuple[int, ...]
-    joining: tuple[int, ...]
-    pending: set[int]
-    is_final: bool
-    is_cancelled: bool = False
-    has_failed: bool = False
-
-
-class PartialReduce:
+class PartialReduce(ModelAveraging):
     """Lets the first P workers that are ready average their models, again and again.
 
     With P equal to the number of workers this is synchronous averaging of models. Weights are constant, 1/P:
     each averaging preserves the sum of the models.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
-    (P-Reduce, constant). Deviations: workers join, leave and are lost; samples are
-    assigned as they are needed; the last group has fewer members where fewer workers train; all models are
-    averaged at the end; the default window is twice the specification's, which costs a sixth of the time.
+    (P-Reduce, constant). Deviations: workers may train on meanwhile; workers join, leave and are lost;
+    samples are assigned as they are needed; the last group has fewer members where fewer workers train; all
+    models are averaged at the end; the default window is twice the specification's, which costs a sixth of
+    the time.
 
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
         size: P, at least 2; None for 3, or 2 with fewer than 4 workers.
         window: see `FirstReadyGroups`; None for four times the least that connects all workers.
-        shards: "dynamic" assigns samples as they are needed; with "equal" none are assigned.
-        overlap: workers train on while their models are averaged.
         hold_timeout_s: see `FirstReadyGroups`.
-        timeout_s: how long other workers wait for a worker that trains, in seconds.
+        shards, overlap, timeout_s: see `ModelAveraging`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -122,335 +38,17 @@ class PartialReduce:
         *,
         size: int | None = None,
         window: int | None = None,
+        hold_timeout_s: float = 60.0,
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
-        hold_timeout_s: float = 60.0,
         timeout_s: float = 600.0,
     ) -> None:
-        if world < 1:
-            raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if size is not None and size < 2:
             raise ValueError(f"expected groups of at least 2 workers, got {size}")
         if window is not None and window < 0:
             raise ValueError(f"expected a window of at least 0 groups, got {window}")
-        if shards not in ("dynamic", "equal"):
-            raise ValueError(f"expected shards dynamic or equal, got {shards!r}")
-        for name, value_s in {"hold_timeout_s": hold_timeout_s, "timeout_s": timeout_s}.items():
-            if not 0 < value_s < math.inf:
-                raise ValueError(f"expected a finite {name} of more than 0 s, got {value_s}")
+        check_seconds("hold_timeout_s", hold_timeout_s)
         size = (3 if world >= 4 else 2) if size is None else size
         least = math.ceil((world - 1) / (size - 1))
-        self._overlap, self._timeout_s = overlap, timeout_s
-        self._roster = Roster(world)
-        self._groups = FirstReadyGroups(size, 4 * least if window is None else window, hold_timeout_s)
-        self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
-        self._reachability = Reachability()
-        self._averagings: dict[int, _Averaging] = {}  # under way, by their first exchange id
-        self._exchange_of: dict[int, int] = {}  # by member, the averaging that it is in
-        self._next_exchange = 0
-        self._heard_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
-        self._first_finished_s: float | None = None  # when a worker first had finished
-        self._has_final_model = False  # all workers that are here have the same model
-        self._is_over = False
-
-    def handle(self, event: Event) -> list[Action]:
-        """Return AverageModels, CancelAveragings, AssignBlocks, a JobComplete, an AbortJob, or nothing.
-
-        Raises:
-            ProtocolError: the event cannot come from a worker of a running job.
-        """
-        if self._is_over:
-            if isinstance(event, Joined):
-                reason = f"worker {event.worker} joined too late: the job is over"
-                return [RejectPeer(peer=event.peer, reason=reason)]
-            return []
-        actions: list[Action] = []
-        match event:
-            case Joined():
-                if self._roster.add(event) and self._assigner is not None:
-                    self._assigner.on_joined(event.worker)
-            case Ready():
-                self._handle_ready(event)
-            case ModelsAveraged():
-                self._handle_averaged(event)
-            case SamplesRequested() | CheckpointQuery():
-                self._handle_query(event)
-            case Finished():
-                self._handle_finished(event)
-            case Left() | Lost() | Failed():
-                actions = self._remove(event.worker)
-            case PeerUnreachable() | PeerReachable():
-                actions = self._handle_report(event)
-            case Tick():
-                actions = self._reject_late(event.now_s)
-            case _:
-                return []
-        return [*actions, *self._proceed(event.now_s)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that is not an argument of the constructor, as plain data."""
-        return {
-            "roster": self._roster.state_dict(),
-            "groups": self._groups.state_dict(),
-            "assigner": None if self._assigner is None else self._assigner.state_dict(),
-            "reachability": self._reachability.state_dict(),
-            "averagings": [
-                [exchange_id, {**asdict(one), "pending": sorted(one.pending)}]
-                for exchange_id, one in self._averagings.items()
-            ],
-            "exchange_of": [list(entry) for entry in self._exchange_of.items()],
-            "next_exchange": self._next_exchange,
-            "heard_s": [list(entry) for entry in self._heard_s.items()],
-            "first_finished_s": self._first_finished_s,
-            "has_final_model": self._has_final_model,
-            "is_over": self._is_over,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict` of a policy with the same arguments."""
-        self._roster.load_state_dict(state["roster"])
-        self._groups.load_state_dict(state["groups"])
-        if self._assigner is not None:
-            self._assigner.load_state_dict(state["assigner"])
-        self._reachability.load_state_dict(state["reachability"])
-        self._averagings = {
-            exchange_id: _Averaging(
-                **entry
-                | {
-                    "members": tuple(entry["members"]),
-                    "joining": tuple(entry["joining"]),
-                    "pending": set(entry["pending"]),
-                }
-            )
-            for exchange_id, entry in state["averagings"]
-        }
-        self._exchange_of = dict(state["exchange_of"])
-        self._next_exchange = state["next_exchange"]
-        self._heard_s, self._first_finished_s = dict(state["heard_s"]), state["first_finished_s"]
-        self._has_final_model, self._is_over = state["has_final_model"], state["is_over"]
-
-    # Events ----------------------------------------------------------------------------------------------
-
-    def _handle_ready(self, event: Ready) -> None:
-        self._roster.require(event, event.worker)
-        is_busy = event.worker in self._exchange_of or event.worker in self._groups.ready
-        if is_busy and not self._overlap:
-            raise ProtocolError(f"expected no Ready of worker {event.worker}, which waits for an averaging")
-        if event.blocks and self._assigner is None:
-            raise ProtocolError(f"expected no blocks, because none are assigned, got {list(event.blocks)}")
-        if self._assigner is not None:
-            self._assigner.on_step(event.worker, _REPORTED, event.blocks)
-            self._assigner.on_version(_LATEST)
-        self._heard_s[event.worker] = event.now_s
-        if not is_busy:
-            self._groups.add(event.worker, event.now_s)
-
-    def _handle_averaged(self, event: ModelsAveraged) -> None:
-        averaging = self._averagings.get(event.exchange_id)
-        if averaging is None or event.worker not in averaging.pending:
-            raise ProtocolError(
-                f"expected the end of an averaging that worker {event.worker} is in, got {event.exchange_id}"
-            )
-        del self._exchange_of[event.worker]
-        averaging.pending.discard(event.worker)
-        averaging.has_failed |= not event.has_mean
-        if event.has_mean:
-            self._roster.without_state.discard(event.worker)
-            self._heard_s[event.worker] = event.now_s
-        if not averaging.pending:
-            del self._averagings[event.exchange_id]
-            self._has_final_model = averaging.is_final and not averaging.has_failed
-
-    def _handle_query(self, event: SamplesRequested | CheckpointQuery) -> None:
-        self._roster.require(event, event.worker)
-        if self._assigner is None:
-            raise ProtocolError(
-                f"expected nothing about samples, because none are assigned, got {type(event).__name__}"
-            )
-        if isinstance(event, SamplesRequested):
-            self._assigner.on_samples_requested(event)
-        else:
-            self._assigner.on_checkpoint_query(event)
-
-    def _handle_finished(self, event: Finished) -> None:
-        self._roster.require(event, event.worker)
-        self._roster.finish(event.worker)
-        self._groups.discard(event.worker)
-        if self._first_finished_s is None:
-            self._first_finished_s = event.now_s
-        if self._assigner is not None:
-            self._assigner.on_finished(event.worker)
-
-    def _remove(self, worker: int) -> list[Action]:
-        """Remove a worker that is gone, and end the averaging that it is in."""
-        if not self._roster.remove(worker):
-            return []
-        self._groups.discard(worker)
-        self._heard_s.pop(worker, None)
-        self._reachability.forget(worker)
-        if self._assigner is not None:
-            self._assigner.on_gone(worker)
-        exchange_id = self._exchange_of.pop(worker, None)
-        if exchange_id is None:
-            return []
-        averaging = self._averagings[exchange_id]
-        averaging.pending.discard(worker)
-        averaging.has_failed = True
-        if not averaging.pending:
-            del self._averagings[exchange_id]
-            return []
-        return self._cancel(exchange_id, f"worker {worker} is gone")
-
-    def _handle_report(self, event: PeerUnreachable | PeerReachable) -> list[Action]:
-        if event.peer not in self._roster or (event.worker is not None and event.worker not in self._roster):
-            return []  # the report crossed the end of one of the two
-        self._reachability.on_report(event)
-        if isinstance(event, PeerReachable):
-            return []
-        exchange_id = self._exchange_of.get(event.peer)
-        if exchange_id is None or (
-            event.worker is not None and self._exchange_of.get(event.worker) != exchange_id
-        ):
-            return []
-        observer = "the coordinator" if event.worker is None else f"worker {event.worker}"
-        return self._cancel(exchange_id, f"{observer} cannot reach worker {event.peer}: {event.cause}")
-
-    def _reject_late(self, now_s: float) -> list[Action]:
-        """Reject the workers that others have waited for for longer than the deadline."""
-        if late := self._late_workers(now_s):
-            reason = f"others have waited for it for more than {self._timeout_s:g} s"
-            return self._reject(dict.fromkeys(late, reason))
-        outage = self._reachability.oldest_outage()
-        if outage is None or now_s - outage[0] <= self._timeout_s or self._roster.training:
-            return []
-        return self._reject(self._reachability.exclusions(self._roster.present, ()))  # they delay the end
-
-    def _late_workers(self, now_s: float) -> list[int]:
-        """Return the workers that have ended no step for longer than the deadline, while others waited.
-
-        Others wait where they are ready for a group, or have finished.
-        """
-        since_s = [one for one in (self._groups.waiting_since_s, self._first_finished_s) if one is not None]
-        if not since_s:
-            return []
-        waiting = self._resting | self._reachability.silent_workers
-        if not self._overlap:
-            waiting = waiting | self._groups.ready | self._exchange_of.keys()
-        return [
-            worker
-            for worker in sorted(self._roster.training - waiting)
-            if now_s - max(self._heard_s.get(worker, 0.0), min(since_s)) > self._timeout_s
-        ]
-
-    def _reject(self, reasons: Mapping[int, str]) -> list[Action]:
-        actions: list[Action] = []
-        for worker, reason in reasons.items():
-            peer = self._roster.peer_of(worker)
-            actions.append(RejectPeer(peer=peer, reason=f"worker {worker} is out: {reason}"))
-            actions += self._remove(worker)
-        return actions
-
-    @property
-    def _resting(self) -> frozenset[int]:
-        """Workers that wait for samples."""
-        return frozenset() if self._assigner is None else self._assigner.waiting_workers
-
-    # Decisions -------------------------------------------------------------------------------------------
-
-    def _proceed(self, now_s: float) -> list[Action]:
-        """Assign samples, form groups, and end the job when it is over."""
-        actions: list[Action] = [] if self._assigner is None else self._assigner.pop_actions()
-        if not self._roster.has_started or not self._roster.present:
-            return actions
-        if self._roster.leader is None:
-            if self._exchange_of:
-                return actions  # a member may have received the state already
-            self._is_over = True
-            reason = "no worker that has the initial state is left: start the job again"
-            return [*actions, AbortJob(worker=None, step=None, reason=reason)]
-        return [*actions, *self._name_state_sender(), *self._form_groups(now_s), *self._complete()]
-
-    def _name_state_sender(self) -> list[Action]:
-        """Name a worker that waits anyway as the one that sends the state; else the next group sends it."""
-        if self._next_exchange == 0:  # the start
-            senders = {0}
-        elif self._roster.without_state and not self._roster.training:
-            senders = self._roster.finished - self._exchange_of.keys()
-        else:
-            return []
-        for worker in sorted(senders):
-            joining = self._joining((worker,))
-            if self._can_meet((), worker) and (joining or self._next_exchange == 0):
-                return [self._begin_averaging((worker,), joining, f"worker {worker} has the state")]
-        return []
-
-    def _form_groups(self, now_s: float) -> list[Action]:
-        actions: list[Action] = []
-        receiving = self._roster.without_state & self._exchange_of.keys()
-        resting = self._resting - self._groups.ready  # with overlap, a worker may be ready and rest
-        training = (self._roster.training | receiving) - self._reachability.silent_workers - resting
-        while group := self._next_group(training, now_s):
-            reason = f"workers {', '.join(map(str, group))} are the first that are ready"
-            actions.append(self._begin_averaging(group, self._joining(group), reason))
-        return actions
-
-    def _next_group(self, training: set[int], now_s: float) -> tuple[int, ...] | None:
-        group = self._groups.pop_group(training, now_s, self._can_meet)
-        if group is None and training and training <= self._groups.ready:
-            return self._groups.pop_first(self._can_meet)  # no other worker comes: some cannot meet
-        return group
-
-    def _complete(self) -> list[Action]:
-        """Average all models once all loops have ended; then complete the job."""
-        present = self._roster.present
-        if self._roster.training or self._exchange_of or self._roster.without_state:
-            return []
-        if self._has_final_model or len(present) == 1:
-            self._is_over = True
-            return [JobComplete(reason="all workers have finished")]
-        reachable = sorted(present - self._reachability.exclusions(present, ()).keys())
-        if len(reachable) < len(present):
-            return []  # until the others are reachable again, or lost
-        return [self._begin_averaging(reachable, (), "all workers have finished", is_final=True)]
-
-    def _joining(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """Workers without the state that can receive it from this group now."""
-        waiting = self._roster.without_state - self._exchange_of.keys()
-        excluded = self._reachability.outside_exclusions(group, waiting)
-        return tuple(sorted(waiting - excluded.keys()))
-
-    def _can_meet(self, group: tuple[int, ...], worker: int) -> bool:
-        return not self._reachability.outside_exclusions(group, [worker])
-
-    def _begin_averaging(
-        self,
-        group: list[int] | tuple[int, ...],
-        joining: tuple[int, ...],
-        reason: str,
-        *,
-        is_final: bool = False,
-    ) -> AverageModels:
-        exchange_id, self._next_exchange = self._next_exchange, self._next_exchange + EXCHANGE_IDS
-        members = tuple(sorted((*group, *joining)))
-        self._averagings[exchange_id] = _Averaging(
-            members=members, joining=joining, pending=set(members), is_final=is_final
-        )
-        self._exchange_of |= dict.fromkeys(members, exchange_id)
-        leader = self._roster.leader
-        assert leader is not None
-        return AverageModels(
-            exchange_id=exchange_id,
-            members=members,
-            joining=joining,
-            weights=tuple(0.0 if member in joining else 1.0 / len(group) for member in members),
-            includes_buffers=is_final,
-            leader=leader,
-            reason=reason,
-        )
-
-    def _cancel(self, exchange_id: int, reason: str) -> list[Action]:
-        averaging = self._averagings[exchange_id]
-        if averaging.is_cancelled:
-            return []
-        averaging.is_cancelled = True
-        return [CancelAveraging(exchange_id=exchange_id, members=averaging.members, reason=reason)]
+        groups = FirstReadyGroups(size, 4 * least if window is None else window, hold_timeout_s)
+        super().__init__(world, groups, shards=shards, overlap=overlap, timeout_s=timeout_s)

@@ -9,6 +9,9 @@ from typing import Any
 
 from offbeat.policies import Policy
 from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.model_averaging.averaging import ModelAveraging
+from offbeat.policies.model_averaging.neighbour_pairs import TOPOLOGIES
+from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.simulator.core.faults import format_fault
 from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
@@ -27,20 +30,22 @@ class ModelFaultCase:
 
     Attributes:
         setting: the cluster and its faults.
-        arguments: of `PartialReduce`.
+        policy: who averages with whom.
+        arguments: of the policy.
     """
 
     setting: SimulationSetting
+    policy: type[ModelAveraging]
     arguments: dict[str, Any]
 
     def build_policies(self) -> list[Policy]:
         """Return new policies."""
         world = self.setting.world
-        return [Assembly(world, accepts_late_joiners=True), PartialReduce(world, **self.arguments)]
+        return [Assembly(world, accepts_late_joiners=True), self.policy(world, **self.arguments)]
 
     def __str__(self) -> str:
         faults = " ".join(format_fault(fault) for fault in self.setting.faults) or "no faults"
-        return f"{self.setting.world} workers, {self.arguments}, {faults}"
+        return f"{self.setting.world} workers, {self.policy.__name__} {self.arguments}, {faults}"
 
 
 def draw_case(seed: int) -> ModelFaultCase:
@@ -54,7 +59,16 @@ def draw_case(seed: int) -> ModelFaultCase:
         epochs=chance.randint(1, 4),
         batches_per_round=chance.choice([1, 1, 1, 2]),
     )
+    of_groups = {
+        "size": chance.choice([None, 2, 3, 4]),
+        "window": chance.choice([None, 0, 3, 10]),
+        "hold_timeout_s": chance.choice([0.5, 5.0]),
+    }
+    arguments = {"timeout_s": 100.0, "overlap": chance.random() < 0.5}
+    forms_pairs = chance.random() < 0.4
+    of_pairs = {"topology": chance.choice(TOPOLOGIES), "seed": seed}
     return ModelFaultCase(
+        policy=PairAveraging if forms_pairs else PartialReduce,
         setting=replace(
             setting,
             samples=samples,
@@ -64,13 +78,7 @@ def draw_case(seed: int) -> ModelFaultCase:
             until_s=_UNTIL_S,
             stuck_after_s=_STUCK_S,
         ),
-        arguments={
-            "size": chance.choice([None, 2, 3, 4]),
-            "window": chance.choice([None, 0, 3, 10]),
-            "hold_timeout_s": chance.choice([0.5, 5.0]),
-            "timeout_s": 100.0,
-            "overlap": chance.random() < 0.5,
-        },
+        arguments=arguments | (of_pairs if forms_pairs else of_groups),
     )
 
 
