@@ -54,8 +54,9 @@ def test_an_active_worker_meets_a_neighbour_that_is_ready():
     assert pairs.ready == {1, 5}
 
 
-def test_workers_that_cannot_meet_are_no_pair():
-    pairs = NeighbourPairs("ring")
+@pytest.mark.parametrize("seed", range(10))
+def test_workers_that_cannot_meet_are_no_pair(seed):
+    pairs = NeighbourPairs("ring", seed)
     for worker in (0, 1, 2):
         pairs.add(worker, 0.0)
     assert pairs.pop_group({0, 1, 2}, 0.0, lambda group, worker: {*group, worker} != {0, 1}) == (1, 2)
