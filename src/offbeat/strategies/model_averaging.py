@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from offbeat.policies.model_averaging.averaging import ModelAveraging
+from offbeat.policies.model_averaging.group_generator import GroupMode
 from offbeat.policies.model_averaging.neighbour_pairs import Topology
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
+from offbeat.policies.model_averaging.prague import PragueAveraging
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
@@ -125,4 +127,36 @@ class ADPSGD(_AveragesModels):
     _policy: ClassVar[type[ModelAveraging]] = PairAveraging
 
     topology: Topology = "ring"
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prague(_AveragesModels):
+    """Prague: groups that are decided ahead average their models, while all train on.
+
+    All else is as under `PReduce`: models, learning rates, what validation and checkpoints see, the end, and
+    lost workers.
+
+    Source: Luo et al. 2020, "Prague: high-performance heterogeneity-aware asynchronous decentralized
+    training". Deviations: those of `GroupGenerator`.
+
+    Args:
+        mode: how groups are decided: "smart" divides all workers that are in no group, "random" draws one
+            group, "static" takes shifted blocks of the workers' ids.
+        size: workers in a group, about, at least 2.
+        lag: under "smart", a worker that was ready `lag` times less often than the one that asks is left
+            out: slow workers are in groups with each other, or alone. None for no such filter.
+        seed: of the draws.
+        shards, overlap, timeout_s: see `PReduce`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    name: ClassVar[str] = "prague"
+    _policy: ClassVar[type[ModelAveraging]] = PragueAveraging
+
+    mode: GroupMode = "smart"
+    size: int = 3
+    lag: int | None = 4
     seed: int = 0

@@ -10,12 +10,25 @@ import msgspec
 from offbeat.runtime.training.interface import Strategy
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
-from offbeat.strategies.model_averaging import ADPSGD, PReduce
+from offbeat.strategies.model_averaging import ADPSGD, Prague, PReduce
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 from offbeat.wire.known import prime_msgspec_types
 
-_KINDS = (AllReduce, Hybrid, PartialAllReduce, DPAR, PReduce, ADPSGD, ServerBSP, SSP, DTSSP, ASP, Downpour)
+_KINDS = (
+    AllReduce,
+    Hybrid,
+    PartialAllReduce,
+    DPAR,
+    PReduce,
+    ADPSGD,
+    Prague,
+    ServerBSP,
+    SSP,
+    DTSSP,
+    ASP,
+    Downpour,
+)
 _CHECKED: tuple[type[Strategy], ...] = _KINDS  # for mypy: each has what a session reads of a strategy
 STRATEGIES: dict[str, type[Any]] = {kind.name: kind for kind in _KINDS}
 prime_msgspec_types(*_KINDS)

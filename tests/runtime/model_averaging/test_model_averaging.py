@@ -10,14 +10,16 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offbeat
+from offbeat.events import AverageModels, Joined, Lost
 from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.strategies import ADPSGD, PReduce, parse_strategy
+from offbeat.strategies import ADPSGD, Prague, PReduce, parse_strategy
 from support.jobs import job
 from support.processes import run, values
+from support.run_logs import entries_of, wait_until
 
 SAMPLES, BATCH = 90, 5
 
@@ -37,7 +39,7 @@ def network(rank, *, normalizes):
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(8, 3))
 
 
-def train(rank, emit, strategy, epochs=2, normalizes=True, momentum=0.9, kill=None, state=None):
+def train(rank, emit, strategy, epochs=2, normalizes=True, momentum=0.9, state=None, before_step=None):
     """Returns the final state, the numbers of the samples in each step, and a saved session state."""
     model = network(rank, normalizes=normalizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
@@ -45,16 +47,15 @@ def train(rank, emit, strategy, epochs=2, normalizes=True, momentum=0.9, kill=No
     with offbeat.join(model, optimizer, strategy) as session:
         if state is not None:
             session.load_state_dict(torch.load(io.BytesIO(state)))
-        for epoch in session.epochs(epochs):
+        for _ in session.epochs(epochs):
             for numbers, inputs, labels in session.batches(data(), BATCH):
-                if (rank, epoch, len(samples)) == kill:
-                    emit("killed")
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if before_step is not None:
+                    before_step(len(samples))
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(inputs), labels).backward()
                 optimizer.step()
                 samples.append(numbers.tolist())
-                if kill is None and state is None and session.is_leader and len(samples) == 4:
+                if before_step is None and state is None and session.is_leader and len(samples) == 4:
                     saved = io.BytesIO()
                     torch.save(session.state_dict(), saved)
     return (
@@ -93,7 +94,14 @@ def test_with_all_workers_in_a_group_training_equals_one_process_with_all_batche
 
 @pytest.mark.parametrize(
     "strategy",
-    [PReduce(P=2), PReduce(P=2, overlap=False), ADPSGD(), ADPSGD(topology="complete", overlap=False)],
+    [
+        PReduce(P=2),
+        PReduce(P=2, overlap=False),
+        ADPSGD(),
+        ADPSGD(topology="complete", overlap=False),
+        Prague(size=2),
+        Prague(overlap=False),
+    ],
 )
 def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model(strategy):
     results = values(run(train, 4, strategy, env={"OFFBEAT_SLOW": "1:6"}))
@@ -103,48 +111,71 @@ def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model(
     assert used == sorted([*range(SAMPLES)] * 2)
 
 
-@pytest.mark.parametrize(("strategy", "victim"), [(PReduce(P=3), 0), (PReduce(P=3), 2), (ADPSGD(), 1)])
-def test_a_worker_that_is_killed_does_not_stop_the_others(strategy, victim):
-    with job(train, 4, strategy, 2, True, 0.9, (victim, 0, 2)) as running:
-        running.died(victim)
+def killed_or_survives(rank, emit, strategy, victim, log):
+    """The victim dies before its third step, and the others go on from theirs when it has."""
+
+    def before_step(steps):
+        if steps == 2 and rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif steps == 2:
+            wait_until(lambda: entries_of(log, Lost), "the loss")
+
+    return train(rank, emit, strategy, before_step=before_step)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victim"), [(PReduce(P=3), 0), (PReduce(P=3), 2), (ADPSGD(), 1), (Prague(), 3)]
+)
+def test_a_worker_that_is_killed_does_not_stop_the_others(tmp_path, strategy, victim):
+    log = tmp_path / "log"
+    arguments = strategy, victim, log
+    with job(killed_or_survives, 4, *arguments, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         ended = [one for one in running.ends() if one.rank != victim]
     results = values(ended)
     equal_models(results)
     used = [number for _, samples, _ in results for batch in samples for number in batch]
     assert max(used.count(number) for number in range(SAMPLES)) == 2
-    # All but the samples that the killed worker had reported, two batches of the first epoch:
+    # All but the samples that the killed worker had reported, two batches at most:
     assert len(used) >= 2 * SAMPLES - 2 * BATCH
 
 
-def newcomer(rank, emit, strategy):
+def newcomer(rank, emit, strategy, log):
     os.environ["OFFBEAT_NEWCOMER"] = "1"
     return train(7, emit, strategy, 6)
 
 
-def established_worker(rank, emit, strategy):
-    if rank == 1:
-        emit("trains")
-    return train(rank, emit, strategy, 6)
+def established_worker(rank, emit, strategy, log):
+    """Trains on from its third step when the newcomer is there."""
+
+    def wait_for_newcomer(steps):
+        if steps == 2:
+            emit("trains")
+            wait_until(lambda: any(one.worker == 2 for one in entries_of(log, Joined)), "the newcomer")
+
+    return train(rank, emit, strategy, 6, before_step=wait_for_newcomer)
 
 
-def test_a_newcomer_takes_part_and_ends_with_the_same_model():
-    with job(established_worker, 2, PReduce(P=2), env={"OFFBEAT_SLOW": "1:40"}) as running:
+@pytest.mark.parametrize("strategy", [PReduce(P=2), PReduce(P=2, overlap=False), ADPSGD(), Prague()])
+def test_a_newcomer_takes_part_and_ends_with_the_same_model(tmp_path, strategy):
+    log = tmp_path / "log"
+    with job(established_worker, 2, strategy, log, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.receive(1)
-        running.add(newcomer, PReduce(P=2))
+        running.add(newcomer, strategy, log)
         results = values(running.ends())
+    assert any(2 in one.joining for one in entries_of(log, AverageModels))
     equal_models(results)
     used = sorted(number for _, samples, _ in results for batch in samples for number in batch)
     assert used == sorted([*range(SAMPLES)] * 6)
 
 
 def test_the_leaders_checkpoint_continues_with_the_samples_that_are_left():
-    results = values(run(train, 2, PReduce(P=2), 1))
+    results = values(run(train, 2, PReduce(P=2, overlap=False), 1))
     (saved,) = [saved for *_, saved in results if saved is not None]
     state = torch.load(io.BytesIO(saved))
     assert state["step"] == 4
     consumed = sum(stop - start for ranges in state["used"].values() for start, stop in ranges)
     assert 0 < consumed < SAMPLES
-    again = values(run(train, 3, PReduce(P=2), 1, True, 0.9, None, saved))
+    again = values(run(train, 3, PReduce(P=2), 1, True, 0.9, saved))
     equal_models(again)
     assert sum(len(batch) for _, samples, _ in again for batch in samples) == SAMPLES - consumed
 

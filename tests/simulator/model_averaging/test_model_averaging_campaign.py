@@ -5,6 +5,7 @@ import pytest
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
+from offbeat.policies.model_averaging.prague import PragueAveraging
 from offbeat.simulator.core.faults import WorkerArrival, WorkerDeath, WorkerHang
 from offbeat.simulator.model_averaging.campaign import draw_case, run_case
 from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
@@ -26,7 +27,7 @@ def test_the_seeds_hold_the_faults_that_matter():
     faults = [fault for seed in SEEDS for fault in draw_case(seed).setting.faults]
     for kind in (WorkerDeath, WorkerHang, WorkerArrival):
         assert sum(isinstance(fault, kind) for fault in faults) > 10
-    for policy in (PartialReduce, PairAveraging):
+    for policy in (PartialReduce, PairAveraging, PragueAveraging):
         for overlap in (False, True):
             cases = [draw_case(seed) for seed in SEEDS]
             assert sum(one.policy is policy and one.arguments["overlap"] is overlap for one in cases) > 15

@@ -10,9 +10,11 @@ from typing import Any
 from offbeat.policies import Policy
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.model_averaging.averaging import ModelAveraging
+from offbeat.policies.model_averaging.group_generator import GROUP_MODES
 from offbeat.policies.model_averaging.neighbour_pairs import TOPOLOGIES
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
+from offbeat.policies.model_averaging.prague import PragueAveraging
 from offbeat.simulator.core.faults import format_fault
 from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
 from offbeat.simulator.training import campaign as gradient_campaign
@@ -59,16 +61,9 @@ def draw_case(seed: int) -> ModelFaultCase:
         epochs=chance.randint(1, 4),
         batches_per_round=chance.choice([1, 1, 1, 2]),
     )
-    of_groups = {
-        "size": chance.choice([None, 2, 3, 4]),
-        "window": chance.choice([None, 0, 3, 10]),
-        "hold_timeout_s": chance.choice([0.5, 5.0]),
-    }
-    arguments = {"timeout_s": 100.0, "overlap": chance.random() < 0.5}
-    forms_pairs = chance.random() < 0.4
-    of_pairs = {"topology": chance.choice(TOPOLOGIES), "seed": seed}
+    policy, arguments = _draw_policy(chance, seed)
     return ModelFaultCase(
-        policy=PairAveraging if forms_pairs else PartialReduce,
+        policy=policy,
         setting=replace(
             setting,
             samples=samples,
@@ -78,8 +73,27 @@ def draw_case(seed: int) -> ModelFaultCase:
             until_s=_UNTIL_S,
             stuck_after_s=_STUCK_S,
         ),
-        arguments=arguments | (of_pairs if forms_pairs else of_groups),
+        arguments=arguments | {"timeout_s": 100.0, "overlap": chance.random() < 0.5},
     )
+
+
+def _draw_policy(chance: random.Random, seed: int) -> tuple[type[ModelAveraging], dict[str, Any]]:
+    """Draw a policy and the arguments that only it has."""
+    policy: type[ModelAveraging] = chance.choice([PartialReduce, PairAveraging, PragueAveraging])
+    if policy is PartialReduce:
+        return policy, {
+            "size": chance.choice([None, 2, 3, 4]),
+            "window": chance.choice([None, 0, 3, 10]),
+            "hold_timeout_s": chance.choice([0.5, 5.0]),
+        }
+    if policy is PairAveraging:
+        return policy, {"topology": chance.choice(TOPOLOGIES), "seed": seed}
+    return policy, {
+        "mode": chance.choice(GROUP_MODES),
+        "size": chance.choice([2, 3, 4]),
+        "lag": chance.choice([None, 1, 4]),
+        "seed": seed,
+    }
 
 
 def run_case(
