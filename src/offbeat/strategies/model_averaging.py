@@ -144,8 +144,8 @@ class Prague(_AveragesModels):
         mode: how groups are decided: "smart" divides all workers that are in no group, "random" draws one
             group, "static" takes shifted blocks of the workers' ids.
         size: workers in a group, about, at least 2.
-        lag: under "smart", a worker that was ready `lag` times less often than the one that asks is left
-            out: slow workers are in groups with each other, or alone. None for no such filter.
+        lag: under "smart", a worker that asks leaves out those that were ready `lag` times less often: a fast
+            worker chooses no slow one, and a slow one may choose fast ones. None for no such filter.
         seed: of the draws.
         shards, overlap, timeout_s: see `PReduce`.
 

@@ -79,13 +79,18 @@ def test_the_static_schedule_connects_all_workers():
 
 
 def test_groups_with_common_members_begin_in_the_order_of_their_decision():
-    groups = GroupGenerator("static", 4, None)
-    for worker in (0, 1, 2):
+    groups = GroupGenerator("random", 2, None)
+    state = groups.state_dict() | {"decided": [[4, [0, 1]], [7, [1, 2]], [9, [3, 4]]], "next_number": 10}
+    groups.load_state_dict(state)
+    everybody = {0, 1, 2, 3, 4}
+    for worker in (1, 2, 3, 4):
         groups.add(worker, 0.0)
-    assert groups.pop_group({0, 1, 2, 3}, 0.0, accept_any) is None
-    assert groups.state_dict()["decided"] == [[0, [0, 1, 2, 3]]]
-    groups.add(3, 1.0)
-    assert groups.pop_group({0, 1, 2, 3}, 1.0, accept_any) == (0, 1, 2, 3)
+    assert groups.pop_group(everybody, 0.0, accept_any) == (3, 4)
+    assert groups.pop_group(everybody, 0.0, accept_any) is None  # 1 is in a group of a lower number
+    groups.add(0, 1.0)
+    assert groups.pop_group(everybody, 1.0, accept_any) == (0, 1)
+    groups.add(1, 2.0)
+    assert groups.pop_group(everybody, 2.0, accept_any) == (1, 2)
 
 
 @pytest.mark.parametrize("mode", GROUP_MODES)
@@ -125,6 +130,21 @@ def test_a_worker_that_cannot_meet_the_others_of_its_group_is_ready_still():
     make_all_ready(groups, range(3))
     assert groups.pop_group({0, 1, 2}, 0.0, lambda group, worker: {0, 2} - {*group, worker}) == (0, 1)
     assert groups.ready == {2}
+
+
+@pytest.mark.parametrize("mode", GROUP_MODES)
+@pytest.mark.parametrize(("workers", "size"), [(2, 2), (3, 3), (4, 3), (6, 3)])
+def test_workers_that_cannot_meet_take_turns(mode, workers, size):
+    """The first and the last one cannot."""
+    groups, rounds = GroupGenerator(mode, size, 4), dict.fromkeys(range(workers), 0)
+    for now_s in range(200):
+        make_all_ready(groups, rounds, now_s)
+        popped = pop_all(groups, rounds, lambda group, worker: {0, workers - 1} - {*group, worker})
+        for group in popped:
+            assert not {0, workers - 1} <= {*group}
+            for worker in group:
+                rounds[worker] += 1
+    assert min(rounds.values()) > 60
 
 
 def test_a_saved_state_goes_on_alike():

@@ -489,6 +489,20 @@ def test_an_exchange_that_is_abandoned_before_it_may_begin_sends_and_receives_no
         assert (into == -1.0).all()
 
 
+def test_an_exchange_that_is_abandoned_before_it_has_begun_drops_what_has_arrived_for_it():
+    with group(2) as two:
+        endpoint, name = two.endpoints[0], two.endpoints[1].name
+        two.members[1].all_reduce(torch.ones(30_000), torch.empty(30_000), exchange_id=1)
+
+        def early_bytes():
+            return endpoint._sessions.peers[name].inbox.early_bytes
+
+        wait_until(lambda: early_bytes() >= 60_000, "the other member's half")
+        exchange = LinkExchange(endpoint, [endpoint.name, name], 0, ids_below=2)
+        exchange.abandon(WorkerError("cancelled"))
+        assert early_bytes() == 0
+
+
 def test_abandoning_fails_pending_and_later_exchanges():
     with group(3) as three:
         flats = [torch.ones(1000), torch.ones(1000)]

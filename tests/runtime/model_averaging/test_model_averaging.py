@@ -111,6 +111,35 @@ def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model(
     assert used == sorted([*range(SAMPLES)] * 2)
 
 
+def train_with_fixed_gradients(rank, emit, strategy):
+    """The final weights, where no gradient depends on them: that of a sample is the sample."""
+    model = nn.Linear(3, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with offbeat.join(model, optimizer, strategy) as session:
+        for _ in session.epochs(4):
+            for (samples,) in session.batches(TensorDataset(fixed_samples()), BATCH):
+                optimizer.zero_grad()
+                model(samples).sum().backward()
+                optimizer.step()
+    return model.weight.tolist()[0]
+
+
+def fixed_samples():
+    return torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [PReduce(P=2), PReduce(P=3), PReduce(P=2, overlap=False), ADPSGD(topology="complete"), Prague()],
+)
+def test_whatever_the_groups_each_gradient_counts_once_in_the_mean_of_all_models(strategy):
+    """An averaging keeps the sum of the models; a difference that is lost or added twice would not."""
+    expected = (-0.01 * 4 * fixed_samples().sum(0) / 4).tolist()  # rate, epochs, workers
+    for weights in values(run(train_with_fixed_gradients, 4, strategy)):
+        assert weights == pytest.approx(expected, rel=1e-9)
+
+
 def killed_or_survives(rank, emit, strategy, victim, log):
     """The victim dies before its third step, and the others go on from theirs when it has."""
 

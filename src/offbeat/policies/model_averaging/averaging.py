@@ -67,9 +67,10 @@ from offbeat.policies.data.worker_assigner import SoloBlockAssigner
 from offbeat.policies.membership.reachability import Reachability
 from offbeat.policies.membership.roster import Roster
 from offbeat.policies.model_averaging.group_maker import GroupMaker
+from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS
 
-EXCHANGE_IDS: Final = 8  # that one averaging may use
-_REPORTED: Final = -1  # clock of each step: a state that is saved holds all steps reported before
+# For the assigner, which counts steps by clocks: here a state that is saved holds all steps reported before.
+_REPORTED: Final = -1
 _LATEST: Final = 2**62
 
 

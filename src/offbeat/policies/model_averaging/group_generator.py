@@ -85,7 +85,7 @@ class GroupGenerator:
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: alone."""
-        worker = next(iter(self._ready_s))
+        worker = next(worker for worker in self._ready_s if can_meet((), worker))
         self._leave_groups(worker)
         return self._take([worker], can_meet)
 
@@ -94,15 +94,14 @@ class GroupGenerator:
         return next((number for number, members in self._decided.items() if worker in members), None)
 
     def _take(self, members: list[int], can_meet: CanMeet) -> tuple[int, ...]:
-        """Take those members that can meet the first one and each other; the others are ready still."""
+        """Take those that can meet the first one to be ready, and each other; the others are ready still."""
         chosen: list[int] = []
-        for worker in members:
+        for worker in [one for one in self._ready_s if one in members]:
             if can_meet(tuple(chosen), worker):
                 chosen.append(worker)
-        chosen = chosen or members[:1]
         for worker in chosen:
             del self._ready_s[worker]
-        return tuple(chosen)
+        return tuple(sorted(chosen))
 
     def _leave_groups(self, worker: int) -> None:
         for number, members in [*self._decided.items()]:

@@ -78,7 +78,7 @@ class NeighbourPairs:
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: alone, as it has no neighbour that it can meet."""
-        return self._take(next(iter(self._ready_s)))
+        return self._take(next(worker for worker in self._ready_s if can_meet((), worker)))
 
     def _take(self, *workers: int) -> tuple[int, ...]:
         for worker in workers:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, AssignBlocks, AverageModels, CancelAveraging, Event, ModelsAveraged
 from offbeat.policies import unexpected_action
 from offbeat.policies.data.block_queue import BlockQueue
+
+EXCHANGE_IDS: Final = 8
+"""Exchange ids that one averaging may use, from the one that names it."""
 
 
 class ModelAveragingProtocol:
@@ -60,6 +65,6 @@ class ModelAveragingProtocol:
             has_mean: the worker's model is the mean, or the state that it has received.
         """
         assert self.averaging is not None
-        exchange_id, self.averaging = self.averaging.exchange_id, None
+        exchange_id, self.averaging, self.is_cancelled = self.averaging.exchange_id, None, False
         self._round += 1
         return ModelsAveraged(now_s=0.0, worker=self._worker, exchange_id=exchange_id, has_mean=has_mean)

@@ -46,15 +46,19 @@ class LinkExchange:
         endpoint: this worker's links, with every member introduced.
         names: the link names of the members, in the group's order.
         position: this worker's index in `names`.
+        ids_below: its exchange ids are lower than this. Where it is abandoned, what arrives for such ids is
+            dropped, even if this worker has begun no exchange; 0 if they are not known yet.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, endpoint: Endpoint, names: Sequence[str], position: int) -> None:
+    def __init__(
+        self, endpoint: Endpoint, names: Sequence[str], position: int, *, ids_below: int = 0
+    ) -> None:
         self._endpoint = endpoint
         self._names = tuple(names)
         self._position = position
-        self._first_unused_tag = 0
+        self._first_unused_tag = _tag(ids_below, 0)
         self._plans: dict[tuple[str | int, int], _Plan] = {}
         self._line_s: dict[str, float] = {}  # by link name, since they were taken
         self._prepared: dict[int, _ScheduleRun] = {}

@@ -318,23 +318,23 @@ class CoordinatorClient:
         """Whether the job's failure has been raised in the program already."""
         return self.failure is not None and self.failure.__traceback__ is not None
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float | None, what: str) -> None:
         """Wait until actions received make the condition true.
 
         Args:
             condition: evaluated under `lock`.
-            timeout_s: for how long, in seconds.
+            timeout_s: for how long, in seconds; None where the coordinator ends the wait.
             what: what is waited for, for the error message.
 
         Raises:
             WorkerError: the job failed, or the wait took longer than `timeout_s` seconds.
         """
-        limit_s = time.monotonic() + timeout_s
+        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not condition():
                 self.raise_if_failed()
-                left_s = limit_s - time.monotonic()
-                if left_s <= 0:
+                left_s = None if limit_s is None else limit_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
                     raise WorkerError(
                         f"worker {self.worker}: timed out after {timeout_s:g} s waiting for {what}"
                     )

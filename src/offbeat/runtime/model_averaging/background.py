@@ -20,6 +20,7 @@ from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
+from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 
 
 class BackgroundAveraging:
@@ -45,11 +46,6 @@ class BackgroundAveraging:
         self._begun: AverageModels | None = None  # the averaging whose exchange has begun, or is about to
         self._pending: list[PendingExchange] | None = None  # its exchanges
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the worker is in an averaging that goes on in the background."""
-        return self._begun is not None
-
     def serves(self, averaging: AverageModels) -> bool:
         """Whether an averaging is one for the background.
 
@@ -65,7 +61,7 @@ class BackgroundAveraging:
             averaging = self._protocol.averaging
             if (
                 averaging is None
-                or self.is_under_way
+                or self._begun is not None
                 or self._is_taking_snapshot
                 or not self.serves(averaging)
             ):
@@ -94,7 +90,7 @@ class BackgroundAveraging:
         """
         ended = None
         if self._pending is not None and all(one.ended_s is not None for one in self._pending):
-            ended = self._end()
+            ended = self._end(COORDINATOR_MARGIN_S)  # so that what ends them may return
         with self._client.lock:
             self._is_taking_snapshot = self._protocol.averaging is None
         if self._is_taking_snapshot:
@@ -104,11 +100,14 @@ class BackgroundAveraging:
         return ended
 
     def wait(self, timeout_s: float) -> ModelsAveraged:
-        """Wait for the end of the averaging under way; see `end_step`."""
+        """Wait for the end of the averaging that the worker is in, which is one for the background.
+
+        Its exchange has begun, or the links' thread is about to begin it. See `end_step`.
+        """
         self._client.wait_for(lambda: self._pending is not None, timeout_s, "an averaging to begin")
         return self._end(timeout_s)
 
-    def _end(self, timeout_s: float = 0.0) -> ModelsAveraged:
+    def _end(self, timeout_s: float) -> ModelsAveraged:
         pending, has_mean = self._pending, True
         assert pending is not None
         try:

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import WorkerError
 from offbeat.events import Action, AverageModels, CancelAveraging, Ready
-from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS, ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.control.client import CoordinatorClient
@@ -200,17 +200,23 @@ class ModelAveragingSynchronizer:
         """See `Synchronizer.flush`."""
 
     def finish(self) -> None:
-        """See `Synchronizer.finish`: takes part in the averagings that follow the end of all loops."""
+        """See `Synchronizer.finish`: takes part in the averagings that follow the end of its loop.
+
+        The coordinator rejects a worker that keeps the others waiting, so this wait has no limit of its own.
+        """
         client = self._client
         while client is not None and not client.is_job_complete:
             client.wait_for(
                 lambda: self._protocol.averaging is not None or client.is_job_complete,
-                self._timeout_s,
+                None,
                 "all workers to finish",
             )
-            if self._background is not None and self._background.is_under_way:
+            averaging = self._protocol.averaging
+            if averaging is None:
+                continue
+            if self._background is not None and self._background.serves(averaging):
                 self._loop.send_event(self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S))
-            elif self._protocol.averaging is not None:
+            else:
                 self._average("the last averaging")
 
     def receive_final_state(self) -> None:
@@ -391,7 +397,13 @@ class ModelAveragingSynchronizer:
         client = self._client
         assert client is not None
         names = [client.link_name(worker) for worker in workers]
-        exchange = LinkExchange(client.endpoint, names, workers.index(self._loop.worker))
+        assert self._protocol.averaging is not None
+        exchange = LinkExchange(
+            client.endpoint,
+            names,
+            workers.index(self._loop.worker),
+            ids_below=self._protocol.averaging.exchange_id + EXCHANGE_IDS,
+        )
         self._exchange = exchange
         with client.lock:
             is_cancelled = self._protocol.is_cancelled

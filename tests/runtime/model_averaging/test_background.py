@@ -1,0 +1,153 @@
+"""Averaging in the background: what the loop's thread and the links' thread do at the same time."""
+
+import threading
+
+import pytest
+
+from offbeat.events import AverageModels, ModelsAveraged
+from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.runtime.model_averaging.background import BackgroundAveraging
+from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
+
+DEADLINE_S = 20.0
+AVERAGING = AverageModels(
+    exchange_id=8,
+    members=(0, 1),
+    joining=(),
+    weights=(0.5, 0.5),
+    includes_buffers=False,
+    leader=0,
+    reason="",
+)
+
+
+class Client:
+    """The control side of worker 0, of which the other thread changes what is waited for."""
+
+    worker, is_job_complete = 0, False
+
+    def __init__(self):
+        self.lock = threading.Condition()
+
+    def wait_for(self, condition, timeout_s, what):
+        with self.lock:
+            assert self.lock.wait_for(condition, DEADLINE_S), what
+
+
+class Exchange:
+    """An exchange that has ended when a test says so; it is told to the waiting thread a moment later."""
+
+    def __init__(self):
+        self.ended_s, self.is_told = None, threading.Event()
+
+    def wait(self, timeout_s):
+        assert self.is_told.wait(timeout_s)
+
+
+class Parameters:
+    """Counts what is done with the parameters; a snapshot takes as long as a test says."""
+
+    def __init__(self):
+        self.begun, self.added, self.snapshots = [], 0, 0
+        self.while_taking = lambda: None
+
+    def take_snapshot(self):
+        self.snapshots += 1
+        self.while_taking()
+
+    def all_reduce_snapshot(self, exchange, *, exchange_id, weight):
+        self.begun.append((exchange_id, weight))
+        return [exchange]
+
+    def add_difference(self):
+        self.added += 1
+
+
+class Worker:
+    """Worker 0 in the middle of its training, in no averaging."""
+
+    def __init__(self):
+        self.client, self.parameters, self.exchange = Client(), Parameters(), Exchange()
+        self.protocol = ModelAveragingProtocol(0)
+        self.background = BackgroundAveraging(
+            self.parameters, self.client, self.protocol, lambda workers: self.exchange
+        )
+
+    def receive(self, action):
+        """What the links' thread does, in two steps: the client applies an action, and then tells of it."""
+        with self.client.lock:
+            self.protocol.handle(action)
+        self.background.begin_if_due()
+
+
+def test_an_averaging_that_ends_within_a_step_is_added_at_the_end_of_the_step():
+    worker = Worker()
+    worker.background.end_step()
+    worker.receive(AVERAGING)
+    assert worker.parameters.begun == [(8, 0.5)]
+    assert worker.background.end_step() is None
+    assert worker.parameters.snapshots == 1  # that which is being averaged
+    worker.exchange.ended_s = 1.0
+    worker.exchange.is_told.set()
+    assert worker.background.end_step() == ModelsAveraged(now_s=0.0, worker=0, exchange_id=8, has_mean=True)
+    assert (worker.parameters.added, worker.parameters.snapshots) == (1, 2)
+
+
+def test_an_exchange_whose_end_is_seen_before_it_is_told_is_waited_for():
+    worker = Worker()
+    worker.background.end_step()
+    worker.receive(AVERAGING)
+    worker.exchange.ended_s = 1.0
+    telling = threading.Timer(0.05, worker.exchange.is_told.set)
+    telling.start()
+    assert worker.background.end_step() is not None
+    telling.join()
+
+
+@pytest.mark.parametrize("arrives_in", ["this thread", "another thread"])
+def test_an_averaging_that_arrives_while_the_snapshot_is_taken_begins_once_when_it_is_complete(arrives_in):
+    worker = Worker()
+
+    def arrive():
+        receiving = threading.Thread(target=worker.receive, args=[AVERAGING])
+        receiving.start()
+        receiving.join(DEADLINE_S)
+        assert not worker.parameters.begun
+
+    worker.parameters.while_taking = (
+        arrive if arrives_in == "another thread" else lambda: worker.receive(AVERAGING)
+    )
+    worker.background.end_step()
+    assert worker.parameters.begun == [(8, 0.5)]
+
+
+class Synchronizer(ModelAveragingSynchronizer):
+    """That of a worker whose loop has ended."""
+
+    def __init__(self, worker, events):
+        self._client, self._protocol, self._background = worker.client, worker.protocol, worker.background
+        self._timeout_s, self._events = DEADLINE_S, events
+        self._loop = self
+
+    def send_event(self, event):
+        self._events.append(event)
+        self._client.is_job_complete = True
+
+    def _average(self, what):
+        raise AssertionError("the links' thread is about to begin this averaging")
+
+
+def test_an_averaging_that_arrives_when_the_loop_has_ended_is_begun_by_the_links_alone():
+    """Between the two steps of the links' thread, the loop's thread sees the averaging already."""
+    worker, events = Worker(), []
+    worker.background.end_step()
+    with worker.client.lock:
+        worker.protocol.handle(AVERAGING)
+    finishing = threading.Thread(target=Synchronizer(worker, events).finish)
+    finishing.start()
+    worker.exchange.ended_s = 1.0
+    worker.exchange.is_told.set()
+    worker.background.begin_if_due()
+    finishing.join(DEADLINE_S)
+    assert events == [ModelsAveraged(now_s=0.0, worker=0, exchange_id=8, has_mean=True)]
+    assert worker.parameters.begun == [(8, 0.5)]
