@@ -84,6 +84,7 @@ def test_an_averaging_that_ends_within_a_step_is_added_at_the_end_of_the_step():
     worker = Worker()
     worker.background.end_step()
     worker.receive(AVERAGING)
+    worker.background.begin_if_due()
     assert worker.parameters.begun == [(8, 0.5)]
     assert worker.background.end_step() is None
     assert worker.parameters.snapshots == 1  # that which is being averaged
