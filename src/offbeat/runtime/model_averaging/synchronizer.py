@@ -184,6 +184,7 @@ class ModelAveragingSynchronizer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._background = None  # what arrives from now on begins nothing on a device that is closed
         self._device.close()
 
     def on_state_loaded(self, step: int) -> None:
