@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from offbeat.policies.model_averaging.group_maker import CanMeet
+from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
 
 
-class FirstReadyGroups:
+class FirstReadyGroups(ReadyWorkers):
     """A queue of workers that are ready, of which groups of `size` workers are taken, the first ones first.
 
     See `GroupMaker`.
@@ -34,29 +34,11 @@ class FirstReadyGroups:
     """
 
     def __init__(self, size: int, window: int, hold_timeout_s: float) -> None:
+        super().__init__()
         self._size, self._window, self._hold_s = size, window, hold_timeout_s
-        self._ready_s: dict[int, float] = {}  # in the order in which they were ready
         self._recent: list[tuple[int, ...]] = []  # the last groups, at most window - 1
         self._held_since_s: float | None = None
         self.timeouts = 0
-
-    @property
-    def ready(self) -> set[int]:
-        """See `GroupMaker.ready`: the workers in the queue."""
-        return set(self._ready_s)
-
-    @property
-    def waiting_since_s(self) -> float | None:
-        """See `GroupMaker.waiting_since_s`."""
-        return next(iter(self._ready_s.values()), None)
-
-    def add(self, worker: int, now_s: float) -> None:
-        """Add a worker to the end of the queue."""
-        self._ready_s[worker] = now_s
-
-    def discard(self, worker: int) -> None:
-        """Remove a worker from the queue, if it is there."""
-        self._ready_s.pop(worker, None)
 
     def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`; None where workers have to wait."""
@@ -77,10 +59,8 @@ class FirstReadyGroups:
         """See `GroupMaker.pop_first`: with others that it can meet, whatever their number."""
         return self._take(self._choose(self._size, [], can_meet))
 
-    def _take(self, chosen: list[int]) -> tuple[int, ...]:
-        for worker in chosen:
-            del self._ready_s[worker]
-        group = tuple(sorted(chosen))
+    def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
+        group = super()._take(workers)
         self._held_since_s = None
         if self._window > 1:
             self._recent = [*self._recent, group][1 - self._window :]

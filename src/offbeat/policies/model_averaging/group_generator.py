@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from typing import Any, Final, Literal, TypeAlias
 
-from offbeat.policies.model_averaging.group_maker import CanMeet
+from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
 
 GroupMode: TypeAlias = Literal["static", "random", "smart"]
 GROUP_MODES: Final = ("static", "random", "smart")
 
 
-class GroupGenerator:
+class GroupGenerator(ReadyWorkers):
     """Groups that are numbered in the order of their decision; see `GroupMaker`.
 
     A worker that is ready and in no decided group has new groups decided. A group begins when all its members
@@ -41,32 +41,22 @@ class GroupGenerator:
     """
 
     def __init__(self, mode: GroupMode, size: int, lag: int | None, seed: int = 0) -> None:
+        super().__init__()
         self._mode, self._size, self._lag, self._seed = mode, size, lag, seed
-        self._ready_s: dict[int, float] = {}  # in the order in which they were ready
         self._requests: dict[int, int] = {}  # by worker, how often it was ready
         self._decided: dict[int, list[int]] = {}  # members by number, ascending
         self._next_number = 0
         self._decisions = 0
 
-    @property
-    def ready(self) -> set[int]:
-        """See `GroupMaker.ready`."""
-        return set(self._ready_s)
-
-    @property
-    def waiting_since_s(self) -> float | None:
-        """See `GroupMaker.waiting_since_s`."""
-        return next(iter(self._ready_s.values()), None)
-
     def add(self, worker: int, now_s: float) -> None:
         """See `GroupMaker.add`; a new worker counts as one that has never been late."""
-        self._ready_s[worker] = now_s
+        super().add(worker, now_s)
         before = self._requests.get(worker, max(self._requests.values(), default=0))
         self._requests[worker] = before + 1
 
     def discard(self, worker: int) -> None:
         """See `GroupMaker.discard`."""
-        self._ready_s.pop(worker, None)
+        super().discard(worker)
         self._requests.pop(worker, None)
         self._leave_groups(worker)
 
@@ -80,28 +70,26 @@ class GroupGenerator:
         for number, members in self._decided.items():
             if all(one in self._ready_s and self._next_of(one) == number for one in members):
                 del self._decided[number]
-                return self._take(members, can_meet)
+                return self._take(self._meeting(members, can_meet))
         return None
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: alone."""
         worker = next(worker for worker in self._ready_s if can_meet((), worker))
         self._leave_groups(worker)
-        return self._take([worker], can_meet)
+        return self._take([worker])
 
     def _next_of(self, worker: int) -> int | None:
         """Return the number of the next group of a worker; None if none is decided."""
         return next((number for number, members in self._decided.items() if worker in members), None)
 
-    def _take(self, members: list[int], can_meet: CanMeet) -> tuple[int, ...]:
-        """Take those that can meet the first one to be ready, and each other; the others are ready still."""
+    def _meeting(self, members: list[int], can_meet: CanMeet) -> list[int]:
+        """Return those that can meet the first one to be ready, and each other; the others stay ready."""
         chosen: list[int] = []
         for worker in [one for one in self._ready_s if one in members]:
             if can_meet(tuple(chosen), worker):
                 chosen.append(worker)
-        for worker in chosen:
-            del self._ready_s[worker]
-        return tuple(sorted(chosen))
+        return chosen
 
     def _leave_groups(self, worker: int) -> None:
         for number, members in [*self._decided.items()]:

@@ -1,8 +1,11 @@
-"""What the policy of workers that average their models requires of what forms the groups."""
+"""What the policy of workers that average their models requires of what forms the groups.
+
+Components of policies. They know workers and times only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 CanMeet = Callable[[tuple[int, ...], int], bool]
@@ -10,7 +13,7 @@ CanMeet = Callable[[tuple[int, ...], int], bool]
 
 
 class GroupMaker(Protocol):
-    """Forms groups of workers that are ready. It knows workers and times only."""
+    """Forms groups of workers that are ready."""
 
     @property
     def ready(self) -> set[int]:
@@ -45,3 +48,35 @@ class GroupMaker(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of an object with the same arguments."""
+
+
+class ReadyWorkers:
+    """The workers that are ready, in the order in which they were: a part of every `GroupMaker`."""
+
+    def __init__(self) -> None:
+        self._ready_s: dict[int, float] = {}
+
+    @property
+    def ready(self) -> set[int]:
+        """See `GroupMaker.ready`."""
+        return set(self._ready_s)
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """See `GroupMaker.waiting_since_s`."""
+        return next(iter(self._ready_s.values()), None)
+
+    def add(self, worker: int, now_s: float) -> None:
+        """See `GroupMaker.add`."""
+        self._ready_s[worker] = now_s
+
+    def discard(self, worker: int) -> None:
+        """See `GroupMaker.discard`."""
+        self._ready_s.pop(worker, None)
+
+    def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """Remove workers, and return them, ascending."""
+        group = tuple(sorted(workers))
+        for worker in group:
+            del self._ready_s[worker]
+        return group

@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from typing import Any, Final, Literal, TypeAlias
 
-from offbeat.policies.model_averaging.group_maker import CanMeet
+from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
 
 Topology: TypeAlias = Literal["ring", "exponential", "complete"]
 TOPOLOGIES: Final = ("ring", "exponential", "complete")
 
 
-class NeighbourPairs:
+class NeighbourPairs(ReadyWorkers):
     """Pairs of an active worker that is ready and a passive neighbour that is ready too; see `GroupMaker`.
 
     Workers that are ready or will be stand on a ring in the order of their ids, passive and active in turn.
@@ -35,55 +35,34 @@ class NeighbourPairs:
     def __init__(self, topology: Topology, seed: int = 0) -> None:
         if topology not in TOPOLOGIES:
             raise ValueError(f"expected a topology of {', '.join(TOPOLOGIES)}, got {topology!r}")
+        super().__init__()
         self._topology, self._seed = topology, seed
-        self._ready_s: dict[int, float] = {}  # in the order in which they were ready
         self._pairs = 0
-
-    @property
-    def ready(self) -> set[int]:
-        """See `GroupMaker.ready`."""
-        return set(self._ready_s)
-
-    @property
-    def waiting_since_s(self) -> float | None:
-        """See `GroupMaker.waiting_since_s`."""
-        return next(iter(self._ready_s.values()), None)
-
-    def add(self, worker: int, now_s: float) -> None:
-        """See `GroupMaker.add`."""
-        self._ready_s[worker] = now_s
-
-    def discard(self, worker: int) -> None:
-        """See `GroupMaker.discard`."""
-        self._ready_s.pop(worker, None)
 
     def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`: a pair, or a worker alone if no other one is expected."""
         ring = sorted(expected)
         if len(ring) == 1:
-            return self._take(*ring) if ring[0] in self._ready_s else None
+            return self._take(ring) if ring[0] in self._ready_s else None
+        place_of = {worker: place for place, worker in enumerate(ring)}
         for worker in self._ready_s:
-            if worker not in expected or not ring.index(worker) % 2:
+            place = place_of.get(worker)
+            if place is None or not place % 2:
                 continue
             neighbours = [
                 other
-                for other in neighbours_of(ring, ring.index(worker), self._topology)
+                for other in neighbours_of(ring, place, self._topology)
                 if other in self._ready_s and can_meet((worker,), other)
             ]
             if neighbours:
                 choice = random.Random(f"{self._seed} {self._pairs}")
                 self._pairs += 1
-                return self._take(worker, choice.choice(neighbours))
+                return self._take([worker, choice.choice(neighbours)])
         return None
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: alone, as it has no neighbour that it can meet."""
-        return self._take(next(worker for worker in self._ready_s if can_meet((), worker)))
-
-    def _take(self, *workers: int) -> tuple[int, ...]:
-        for worker in workers:
-            del self._ready_s[worker]
-        return tuple(sorted(workers))
+        return self._take([next(worker for worker in self._ready_s if can_meet((), worker))])
 
     def state_dict(self) -> dict[str, Any]:
         """See `GroupMaker.state_dict`."""
