@@ -495,7 +495,8 @@ def test_an_exchange_that_is_abandoned_before_it_has_begun_drops_what_has_arrive
         two.members[1].all_reduce(torch.ones(30_000), torch.empty(30_000), exchange_id=1)
 
         def early_bytes():
-            return endpoint._sessions.peers[name].inbox.early_bytes
+            peer = endpoint._sessions.peers.get(name)  # None before it has connected
+            return 0 if peer is None else peer.inbox.early_bytes
 
         wait_until(lambda: early_bytes() >= 60_000, "the other member's half")
         exchange = LinkExchange(endpoint, [endpoint.name, name], 0, ids_below=2)
