@@ -128,7 +128,7 @@ class ModelAveraging:
         self._averagings: dict[int, _Averaging] = {}  # under way, by their first exchange id
         self._exchange_of: dict[int, int] = {}  # by member, the averaging that it is in
         self._next_exchange = 0
-        self._heard_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
+        self._active_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
         self._first_finished_s: float | None = None  # when a worker first had finished
         self._has_final_model = False  # all workers that are here have the same model
         self._is_over = False
@@ -180,7 +180,7 @@ class ModelAveraging:
             ],
             "exchange_of": [list(entry) for entry in self._exchange_of.items()],
             "next_exchange": self._next_exchange,
-            "heard_s": [list(entry) for entry in self._heard_s.items()],
+            "active_s": [list(entry) for entry in self._active_s.items()],
             "first_finished_s": self._first_finished_s,
             "has_final_model": self._has_final_model,
             "is_over": self._is_over,
@@ -206,7 +206,7 @@ class ModelAveraging:
         }
         self._exchange_of = dict(state["exchange_of"])
         self._next_exchange = state["next_exchange"]
-        self._heard_s, self._first_finished_s = dict(state["heard_s"]), state["first_finished_s"]
+        self._active_s, self._first_finished_s = dict(state["active_s"]), state["first_finished_s"]
         self._has_final_model, self._is_over = state["has_final_model"], state["is_over"]
 
     # Events ----------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class ModelAveraging:
         if self._assigner is not None:
             self._assigner.on_step(event.worker, _REPORTED, event.blocks)
             self._assigner.on_version(_LATEST)
-        self._heard_s[event.worker] = event.now_s
+        self._active_s[event.worker] = event.now_s
         if not is_busy:
             self._groups.add(event.worker, event.now_s)
 
@@ -236,7 +236,7 @@ class ModelAveraging:
         averaging.has_failed |= not event.has_mean
         if event.has_mean:
             self._roster.without_state.discard(event.worker)
-            self._heard_s[event.worker] = event.now_s
+            self._active_s[event.worker] = event.now_s
         if not averaging.pending:
             del self._averagings[event.exchange_id]
             self._has_final_model = averaging.is_final and not averaging.has_failed
@@ -266,7 +266,7 @@ class ModelAveraging:
         if not self._roster.remove(worker):
             return []
         self._groups.discard(worker)
-        self._heard_s.pop(worker, None)
+        self._active_s.pop(worker, None)
         self._reachability.forget(worker)
         if self._assigner is not None:
             self._assigner.on_gone(worker)
@@ -319,7 +319,7 @@ class ModelAveraging:
         return [
             worker
             for worker in sorted(self._roster.training - waiting)
-            if now_s - max(self._heard_s.get(worker, 0.0), min(since_s)) > self._timeout_s
+            if now_s - max(self._active_s.get(worker, 0.0), min(since_s)) > self._timeout_s
         ]
 
     def _reject(self, reasons: Mapping[int, str]) -> list[Action]:

@@ -37,8 +37,8 @@ class TorchExchange:
     """Collectives by `torch.distributed`: NCCL on GPUs, with every rank of the process group present.
 
     Once it is abandoned, all process groups of this process are aborted: kernels of one that wait for a lost
-    rank would else hold up the others, and whoever waits for the device. That may hang itself. So it is done
-    in a thread of its own: pending exchanges fail at once, and `close` waits for a limited time.
+    rank would else hold up the others, and each thread that waits for the device. That may hang itself. So it
+    is done in a thread of its own: pending exchanges fail at once, and `close` waits for a limited time.
 
     Args:
         group: a process group of exactly the members.

@@ -32,7 +32,7 @@ class ModelFaultCase:
 
     Attributes:
         setting: the cluster and its faults.
-        policy: who averages with whom.
+        policy: which workers average with each other.
         arguments: of the policy.
     """
 
