@@ -1,4 +1,4 @@
-"""Promises of the outer optimizer: Nesterov momentum as torch has it, delayed momentum, and plain averaging."""
+"""Promises of the outer optimizer: Nesterov momentum as in torch, delayed momentum, and plain averaging."""
 
 import numpy as np
 import pytest
