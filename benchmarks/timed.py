@@ -396,8 +396,10 @@ class Stretch:
         sleep: waits for a number of seconds.
 
     Attributes:
+        factor: how many times as long the next step takes; the further time passes at its end, as it does
+            where a session injects slowness.
         steps: finished backward passes.
-        late_steps: steps that took more than 1.1 times `step_s`.
+        late_steps: steps that took more than 1.1 times as long as they should.
     """
 
     def __init__(self, model: nn.Module, step_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -405,6 +407,7 @@ class Stretch:
             raise ValueError(f"a step must be stretched to more than 0 s, got {step_s}")
         self._step_s, self._sleep = step_s, sleep
         self._began_s = 0.0
+        self.factor = 1.0
         self.steps = self.late_steps = 0
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end_forward)
@@ -422,9 +425,9 @@ class Stretch:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        self._wait_until(self._step_s)
+        self._wait_until(self.factor * self._step_s)
         self.steps += 1
-        self.late_steps += time.perf_counter() - self._began_s > 1.1 * self._step_s
+        self.late_steps += time.perf_counter() - self._began_s > 1.1 * self.factor * self._step_s
 
     def _wait_until(self, offset_s: float) -> None:
         left_s = self._began_s + offset_s - time.perf_counter()
