@@ -153,7 +153,9 @@ def _decent(model: nn.Module, job: PeerJob, *, topology: str) -> Iterator[PeerLo
     """decent-dp: each step averages with one neighbour, whose place in the topology depends on the step."""
     from decent_dp.ddp import DecentralizedDataParallel
 
-    job.optimizer(model.parameters())  # torch takes seconds to make the first one; decent-dp does it in a step
+    job.optimizer(
+        model.parameters()
+    )  # torch takes seconds to make the first one; decent-dp does it in a step
     wrapped = DecentralizedDataParallel(
         model,
         optim_fn=lambda named: job.optimizer([parameter for _, parameter in named]),

@@ -50,6 +50,7 @@ from offbeat.strategies import parse_strategy
 LOCKSTEP: Final = "bsp"
 STRATEGIES: Final = ("preduce", "adpsgd", "prague", "partial")
 FREE: Final = "free"
+_QUIET: Final = {"RUST_LOG": "error", "LOGURU_LEVEL": "WARNING", "HIVEMIND_LOGLEVEL": "ERROR"}
 _SPARE_EPOCHS = 1
 _POINTS = 60  # of lockstep's curve
 
@@ -381,7 +382,11 @@ def _train(
     places: Sequence[Host],
     interpreter: Path | None,
 ) -> RaceCurve:
-    variables = {"GLOO_SOCKET_IFNAME": settings.interface, environment.SEED_VARIABLE: str(case.seed)}
+    variables = {
+        **_QUIET,
+        "GLOO_SOCKET_IFNAME": settings.interface,
+        environment.SEED_VARIABLE: str(case.seed),
+    }
     if method.strategy is not None:
         variables[environment.SLOW_VARIABLE] = ";".join(settings.slow)
     run_workers(
