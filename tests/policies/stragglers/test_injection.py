@@ -211,7 +211,7 @@ def test_victims_depend_on_the_seed_and_on_the_rules_place():
     assert drawn(slowness("random:3")) != drawn(slowness("0:1", "random:3"))
 
 
-def test_slow_steps_are_drawn_with_their_probability_and_for_each_worker_by_itself():
+def test_slow_steps_are_drawn_with_their_probability_and_for_each_rule_by_itself():
     rules = slowness(*(f"{worker}:5@p=0.05" for worker in range(4)))
     drawn = [set(slow_steps(rules, worker, steps_per_epoch=4000)) for worker in range(4)]
     # Each about 200 of 4,000: 60 is more than 4 standard deviations (13.8) away.

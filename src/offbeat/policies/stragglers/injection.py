@@ -58,7 +58,7 @@ class Burst:
 
 @dataclass(frozen=True, kw_only=True)
 class Chance:
-    """Each step with the same probability, above 0 and at most 1; drawn for each worker and step."""
+    """Each step with the same probability, above 0 and at most 1; drawn for each rule and step."""
 
     probability: float
 
@@ -167,7 +167,7 @@ class InjectedSlowness:
             ):
                 continue
             if not isinstance(rule.applies_in, Chance) or (
-                random.Random(f"slowness {self._seed} {index} {worker} {step}").random()
+                random.Random(f"slowness {self._seed} {index} {step}").random()
                 < rule.applies_in.probability
             ):
                 product *= rule.factor
