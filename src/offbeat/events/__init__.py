@@ -70,6 +70,7 @@ from offbeat.events.training import (
     ContributionQuery,
     ContributionReport,
     EndEpoch,
+    EpochEnded,
     Evaluated,
     ExchangeUnderWay,
     Failed,
@@ -83,6 +84,7 @@ from offbeat.events.training import (
     Left,
     Lost,
     ModelsAveraged,
+    OuterStep,
     Peer,
     PeerList,
     PeerReachable,
@@ -134,6 +136,7 @@ __all__ = [
     "ContributionQuery",
     "ContributionReport",
     "EndEpoch",
+    "EpochEnded",
     "EvaluatePart",
     "Evaluated",
     "Event",
@@ -160,6 +163,7 @@ __all__ = [
     "NodeLost",
     "NodeResumed",
     "NodeSilent",
+    "OuterStep",
     "PartEvaluated",
     "Participant",
     "PassesEnded",
@@ -221,6 +225,7 @@ Event: TypeAlias = (
     | StepsTimed
     | Halted
     | Evaluated
+    | EpochEnded
     | Preempted
     | SnapshotTaken
     | PartEvaluated

@@ -41,8 +41,9 @@ class Joined:
 class Ready:
     """A worker has computed its gradients of a round and has not begun to wait for other workers.
 
-    Where workers own their models, it has made its step with them, and waits for an `AverageModels`; its
-    blocks count as used from here on, and `round` counts averagings.
+    Where workers own their models, it has made its step with them; after as many steps as its last
+    `AverageModels` says it waits for the next one. Its blocks count as used from here on, and `round` counts
+    averagings.
 
     A worker that is in no group sends it too, with the step and round in which it last took part.
 
@@ -294,6 +295,22 @@ class Evaluated:
     worker: int
     epoch: int
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEnded:
+    """A worker that owns its model has left an epoch.
+
+    Attributes:
+        epoch: this one.
+        is_complete: it has used the epoch up, and waits for the mean of all models; else its loop has left
+            the epoch early, and it waits for nothing.
+    """
+
+    now_s: float
+    worker: int
+    epoch: int
+    is_complete: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -624,6 +641,22 @@ class ResolveLateBlock(ToWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OuterStep:
+    """The outer optimizer's step that follows an averaging, on each member, of one part of the parameters.
+
+    Attributes:
+        fragment: of which part, from 0; the strategy says how many there are.
+        number: steps of this part before this one.
+        behind: members that have missed a step of this part: they contribute nothing, and the first of the
+            others sends them the outer optimizer's state before this step.
+    """
+
+    fragment: int
+    number: int
+    behind: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AverageModels(ToMembers):
     """Workers that own their models average them once, each between two of its steps or while it trains.
 
@@ -632,8 +665,11 @@ class AverageModels(ToMembers):
         members: worker ids, ascending.
         joining: the members without a state: the first of the other members copies its state to them when it
             has the mean.
-        weights: one per member, not negative, sum 1; 0 for those that are joining.
-        includes_buffers: buffers are averaged too, so that the members' models are equal afterwards.
+        weights: one per member, not negative, sum 1; 0 for those that are joining, or behind.
+        steps: one per member, at least 1: its optimizer steps until it is ready for its next averaging.
+        includes_buffers: buffers are averaged too, so that the members' models are equal afterwards: at the
+            end of an epoch, and of the job. The members wait for it.
+        outer_step: what follows the mean; None if it becomes each member's model.
         leader: the worker that evaluates, prints and saves for all.
     """
 
@@ -641,7 +677,9 @@ class AverageModels(ToMembers):
     members: tuple[int, ...]
     joining: tuple[int, ...]
     weights: tuple[float, ...]
+    steps: tuple[int, ...]
     includes_buffers: bool
+    outer_step: OuterStep | None
     leader: int
     reason: str
 

@@ -1,10 +1,11 @@
 """An averaging of models that goes on while its worker trains.
 
-Theory of operation. At the end of a step a worker in no averaging takes a *snapshot* of its parameters,
-and then reports `Ready`. When an `AverageModels` arrives, the links' thread begins to exchange the snapshot:
-the loop computes the next step meanwhile, and a slow worker keeps no other waiting. At the end of the step in
-which the exchange has ended, the mean less the snapshot is added to the parameters, and `ModelsAveraged` is
-reported. Until then this worker is in no other averaging, and its snapshot does not change.
+Theory of operation. At the end of a step after which it is ready for an averaging, and in none, a worker
+takes a *snapshot* of its parameters, and then reports `Ready`. When an `AverageModels` arrives, the links'
+thread begins to exchange the snapshot: the loop computes the next step meanwhile, and a slow worker keeps no
+other waiting. At the end of the step in which the exchange has ended, the mean less the snapshot is added to
+the parameters, and `ModelsAveraged` is reported. Until then this worker is in no other averaging, and its
+snapshot does not change.
 
 Threads. The loop calls `end_step` and `wait`, the links' thread `begin_if_due`. The lock of the client guards
 what they share. Nothing here decides which workers average.
@@ -19,7 +20,8 @@ from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
-from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
+from offbeat.runtime.model_averaging.flat_tensors import WHOLE, FlatTensors, Fragment
+from offbeat.runtime.model_averaging.outer_state import OuterState
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 
 
@@ -31,6 +33,9 @@ class BackgroundAveraging:
         client: of the coordinator.
         protocol: the worker's, which keeps the averaging that it is in.
         open_exchange: opens an exchange over some workers; it fails at once if the averaging is cancelled.
+        overlap: the worker trains on meanwhile; else it calls `wait`, and the mean replaces its model.
+        outer: the outer optimizer that follows, None without one.
+        share: of the difference between mean and snapshot, what is added.
     """
 
     def __init__(
@@ -39,9 +44,14 @@ class BackgroundAveraging:
         client: CoordinatorClient,
         protocol: ModelAveragingProtocol,
         open_exchange: Callable[[Sequence[int]], Exchange],
+        *,
+        overlap: bool = True,
+        outer: OuterState | None = None,
+        share: float = 1.0,
     ) -> None:
         self._parameters, self._client, self._protocol = parameters, client, protocol
-        self._open_exchange = open_exchange
+        self._open_exchange, self._overlap = open_exchange, overlap
+        self._outer, self._share = outer, share
         self._is_taking_snapshot = False
         self._begun: AverageModels | None = None  # the averaging whose exchange has begun, or is about to
         self._pending: list[PendingExchange] | None = None  # its exchanges
@@ -67,20 +77,32 @@ class BackgroundAveraging:
             ):
                 return
             self._begun = averaging
-        pending: list[PendingExchange] = []
-        group, worker = averaging.group, self._client.worker
-        if len(group) > 1:
-            pending = self._parameters.all_reduce_snapshot(
-                self._open_exchange(group),
-                exchange_id=averaging.exchange_id,
-                weight=averaging.weights[averaging.members.index(worker)],
-            )
+        pending = self._begin(averaging)
         with self._client.lock:
             self._pending = pending
             self._client.lock.notify_all()
 
+    def _begin(self, averaging: AverageModels) -> list[PendingExchange]:
+        group, worker = averaging.group, self._client.worker
+        if len(group) == 1 and averaging.outer_step is None:
+            return []
+        exchange = self._open_exchange(group)
+        pending = self._parameters.all_reduce_snapshot(
+            exchange,
+            exchange_id=averaging.exchange_id,
+            weight=averaging.weights[averaging.members.index(worker)],
+            fragment=self._fragment_of(averaging),
+        )
+        if self._outer is not None and averaging.outer_step is not None:
+            pending += self._outer.send_to_members_behind(exchange, averaging, worker, len(pending))
+        return pending
+
+    def _fragment_of(self, averaging: AverageModels) -> Fragment:
+        step = averaging.outer_step
+        return WHOLE if self._outer is None or step is None else self._outer.fragment_of(step)
+
     def end_step(self) -> ModelsAveraged | None:
-        """End a step: add what an averaging has yielded, and renew the snapshot unless one is under way.
+        """End a step: add what an averaging has yielded; take a snapshot if the worker is ready for another.
 
         Returns:
             The event that reports the end of an averaging, None if none has ended.
@@ -92,7 +114,8 @@ class BackgroundAveraging:
         if self._pending is not None and all(one.ended_s is not None for one in self._pending):
             ended = self._end(COORDINATOR_MARGIN_S)  # so that what ends them may return
         with self._client.lock:
-            self._is_taking_snapshot = self._protocol.averaging is None
+            self._protocol.count_step()
+            self._is_taking_snapshot = self._protocol.is_ready
         if self._is_taking_snapshot:
             self._parameters.take_snapshot()
             self._is_taking_snapshot = False
@@ -108,15 +131,26 @@ class BackgroundAveraging:
         return self._end(timeout_s)
 
     def _end(self, timeout_s: float) -> ModelsAveraged:
-        pending, has_mean = self._pending, True
+        pending, averaging, has_mean = self._pending, self._begun, True
         assert pending is not None
+        assert averaging is not None
         try:
             for one in pending:
                 one.wait(timeout_s)
         except AveragingCancelledError:
             has_mean = False
         if pending and has_mean:
-            self._parameters.add_difference()
+            self._apply(averaging)
         with self._client.lock:
             self._begun = self._pending = None
             return self._protocol.finish(has_mean=has_mean)
+
+    def _apply(self, averaging: AverageModels) -> None:
+        """Change the parameters by what the exchange has yielded."""
+        parameters, fragment, before = self._parameters, self._fragment_of(averaging), None
+        if self._outer is not None and averaging.outer_step is not None:
+            before = self._outer.step(averaging.outer_step, parameters.outputs)
+        if before is None and self._share == 1.0 and not self._overlap:
+            parameters.replace(fragment)
+        else:
+            parameters.add_difference(before or parameters.snapshots, fragment, self._share)
