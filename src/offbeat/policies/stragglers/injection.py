@@ -167,8 +167,7 @@ class InjectedSlowness:
             ):
                 continue
             if not isinstance(rule.applies_in, Chance) or (
-                random.Random(f"slowness {self._seed} {index} {step}").random()
-                < rule.applies_in.probability
+                random.Random(f"slowness {self._seed} {index} {step}").random() < rule.applies_in.probability
             ):
                 product *= rule.factor
         return product
