@@ -53,6 +53,7 @@ FREE: Final = "free"
 _QUIET: Final = {"RUST_LOG": "error", "LOGURU_LEVEL": "WARNING", "HIVEMIND_LOGLEVEL": "ERROR"}
 _SPARE_EPOCHS = 1
 _POINTS = 60  # of lockstep's curve
+_START_S, _LONGEST = 600.0, 4.0  # a run may take this long to start, and then so many times lockstep's time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,6 +398,7 @@ def _train(
         prefix=[place.prefix for place in places],
         master_addr=places[0].address,
         interpreter=interpreter,
+        timeout_s=_START_S + _LONGEST * _POINTS * settings.interval_s,
     )
     recordings = [read_recording(Path(settings.folder) / f"{rank}.pt") for rank in range(case.workers)]
     model = settings.build_model()
