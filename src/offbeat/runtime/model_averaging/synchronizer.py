@@ -397,6 +397,8 @@ class ModelAveragingSynchronizer:
             if not self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S):
                 raise AveragingCancelledError
         elif len(group) > 1:
+            if self._outer is not None:
+                self._outer.begin()  # it may have made no step of the epoch
             self._average_models(averaging, group)
         if joining and worker == group[0]:
             with suppress(AveragingCancelledError):  # they receive it from the next group

@@ -109,9 +109,11 @@ class AveragingWorker(SimulatedWorker):
         # With overlap, the averaging that has ended, until its mean is added at the end of the step:
         self._ended: SimulatedAveraging | None = None
         self._has_given_up = False
-        self.outer_state: list[Any] = []  # anchor and buffers of the outer optimizer, after the first step
+        self.outer_state: list[Any] = []  # anchor and buffers of the outer optimizer
         zeros = np.zeros(4)
         self.model = None if is_new or worker else ModelState(zeros, zeros)
+        if self.model is not None:
+            self._begin_outer_state()
 
     @property
     def has_difference(self) -> bool:
@@ -218,8 +220,15 @@ class AveragingWorker(SimulatedWorker):
         if self.model is None:
             self.model = averaging.donor_model
             self.sample_loop.enter_epoch(averaging.epoch)
+            self.model = replace(self.model, parameters=averaging.mean)
+            self._begin_outer_state()
         self._add_difference(averaging)
         self._end_averaging(has_mean=True)
+
+    def _begin_outer_state(self) -> None:
+        assert self.model is not None
+        buffers = [np.zeros(4) for _ in range(self.cluster.outer_optimizer.buffers)]
+        self.outer_state = [self.model.parameters.copy(), *buffers]
 
     def _add_difference(self, averaging: SimulatedAveraging) -> None:
         """Add what an averaging has yielded, less the snapshot that is in it, to the model."""
@@ -292,9 +301,6 @@ class AveragingWorker(SimulatedWorker):
         """Make the step with its own model, report it, and wait for an averaging, or train on."""
         cluster, loop = self.cluster, self.sample_loop
         assert self.model is not None
-        if not self.outer_state:
-            self.outer_state = [self.model.parameters.copy()]
-            self.outer_state += [np.zeros(4) for _ in range(cluster.outer_optimizer.buffers)]
         gradient = cluster.gradient(self.model.parameters, self.worker, self.gradients_computed)
         momentum = 0.9 * self.model.momentum + gradient
         self.model = ModelState(self.model.parameters - 0.02 * momentum, momentum)
