@@ -80,28 +80,32 @@ class Worker:
         self.background.begin_if_due()
 
 
+def averaged(steps):
+    return ModelsAveraged(now_s=0.0, worker=0, exchange_id=8, steps=steps, has_mean=True)
+
+
 def test_an_averaging_that_ends_within_a_step_is_added_at_the_end_of_the_step():
     worker = Worker()
-    worker.background.end_step()
+    worker.background.end_step(1)
     worker.receive(AVERAGING)
     worker.background.begin_if_due()
     assert worker.parameters.begun == [(8, 0.5)]
-    assert worker.background.end_step() is None
+    assert worker.background.end_step(2) is None
     assert worker.parameters.snapshots == 1  # that which is being averaged
     worker.exchange.ended_s = 1.0
     worker.exchange.is_told.set()
-    assert worker.background.end_step() == ModelsAveraged(now_s=0.0, worker=0, exchange_id=8, has_mean=True)
+    assert worker.background.end_step(3) == averaged(steps=1)
     assert (worker.parameters.added, worker.parameters.snapshots) == (1, 2)
 
 
 def test_an_exchange_whose_end_is_seen_before_it_is_told_is_waited_for():
     worker = Worker()
-    worker.background.end_step()
+    worker.background.end_step(1)
     worker.receive(AVERAGING)
     worker.exchange.ended_s = 1.0
     telling = threading.Timer(0.05, worker.exchange.is_told.set)
     telling.start()
-    assert worker.background.end_step() is not None
+    assert worker.background.end_step(1) is not None
     telling.join()
 
 
@@ -118,7 +122,7 @@ def test_an_averaging_that_arrives_while_the_snapshot_is_taken_begins_once_when_
     worker.parameters.while_taking = (
         arrive if arrives_in == "another thread" else lambda: worker.receive(AVERAGING)
     )
-    worker.background.end_step()
+    worker.background.end_step(1)
     assert worker.parameters.begun == [(8, 0.5)]
 
 
@@ -141,7 +145,7 @@ class Synchronizer(ModelAveragingSynchronizer):
 def test_an_averaging_that_arrives_when_the_loop_has_ended_is_begun_by_the_links_alone():
     """Between the two steps of the links' thread, the loop's thread sees the averaging already."""
     worker, events = Worker(), []
-    worker.background.end_step()
+    worker.background.end_step(1)
     with worker.client.lock:
         worker.protocol.handle(AVERAGING)
     finishing = threading.Thread(target=Synchronizer(worker, events).finish)
@@ -150,5 +154,5 @@ def test_an_averaging_that_arrives_when_the_loop_has_ended_is_begun_by_the_links
     worker.exchange.is_told.set()
     worker.background.begin_if_due()
     finishing.join(DEADLINE_S)
-    assert events == [ModelsAveraged(now_s=0.0, worker=0, exchange_id=8, has_mean=True)]
+    assert events == [averaged(steps=1)]
     assert worker.parameters.begun == [(8, 0.5)]

@@ -43,6 +43,7 @@ class BackgroundAveraging:
         self._parameters, self._client, self._protocol = parameters, client, protocol
         self._open_exchange = open_exchange
         self._is_taking_snapshot = False
+        self._snapshot_steps = 0
         self._begun: AverageModels | None = None  # the averaging whose exchange has begun, or is about to
         self._pending: list[PendingExchange] | None = None  # its exchanges
 
@@ -79,8 +80,11 @@ class BackgroundAveraging:
             self._pending = pending
             self._client.lock.notify_all()
 
-    def end_step(self) -> ModelsAveraged | None:
+    def end_step(self, steps: int) -> ModelsAveraged | None:
         """End a step: add what an averaging has yielded, and renew the snapshot unless one is under way.
+
+        Args:
+            steps: that the worker has made.
 
         Returns:
             The event that reports the end of an averaging, None if none has ended.
@@ -95,6 +99,7 @@ class BackgroundAveraging:
             self._is_taking_snapshot = self._protocol.averaging is None
         if self._is_taking_snapshot:
             self._parameters.take_snapshot()
+            self._snapshot_steps = steps
             self._is_taking_snapshot = False
             self.begin_if_due()
         return ended
@@ -119,4 +124,4 @@ class BackgroundAveraging:
             self._parameters.add_difference()
         with self._client.lock:
             self._begun = self._pending = None
-            return self._protocol.finish(has_mean=has_mean)
+            return self._protocol.finish(steps=self._snapshot_steps, has_mean=has_mean)

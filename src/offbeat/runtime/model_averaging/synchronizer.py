@@ -290,7 +290,7 @@ class ModelAveragingSynchronizer:
                 blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
         if self._background is not None:
             timer.switch("communicate")
-            if (ended := self._background.end_step()) is not None:
+            if (ended := self._background.end_step(self._steps)) is not None:
                 self._loop.send_event(ended)
         self._loop.send_event(
             Ready(
@@ -342,7 +342,7 @@ class ModelAveragingSynchronizer:
         except AveragingCancelledError:
             has_mean = False
         with client.lock:
-            event = self._protocol.finish(has_mean=has_mean)
+            event = self._protocol.finish(steps=self._steps, has_mean=has_mean)
         self._loop.send_event(event)
         return has_mean
 

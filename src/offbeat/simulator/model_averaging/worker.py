@@ -91,6 +91,7 @@ class AveragingWorker(SimulatedWorker):
         )
         self._activity_before = JOINING  # before the averaging under way
         self.snapshot: Any = None
+        self._snapshot_steps = 0  # made before the snapshot or, where it waits, before the averaging
         # With overlap, what the averaging under way has yielded, until the end of the step:
         self._mean: Any = None
         self._has_given_up = False
@@ -147,7 +148,7 @@ class AveragingWorker(SimulatedWorker):
         self._activity_before = self.activity
         self.activity = EXCHANGING
         if self.model is not None:
-            self.snapshot = self.model.parameters
+            self._take_snapshot()
         if self.averaging_protocol.is_cancelled:
             self._end_averaging(has_mean=False)
         else:
@@ -173,6 +174,10 @@ class AveragingWorker(SimulatedWorker):
         if members not in self.session_groups:
             self.session_groups.add(members)
             self.cluster.on_new_sessions()
+
+    def _take_snapshot(self) -> None:
+        assert self.model is not None
+        self.snapshot, self._snapshot_steps = self.model.parameters, self.steps_taken
 
     def _give_up(self) -> None:
         if self.exchange is None:
@@ -230,7 +235,7 @@ class AveragingWorker(SimulatedWorker):
             self._compute()
 
     def _report_end(self, *, has_mean: bool) -> None:
-        event = self.averaging_protocol.finish(has_mean=has_mean)
+        event = self.averaging_protocol.finish(steps=self._snapshot_steps, has_mean=has_mean)
         self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
 
     def _send_ready(self) -> None:
@@ -240,9 +245,9 @@ class AveragingWorker(SimulatedWorker):
         gradient = cluster.gradient(self.model.parameters, self.worker, self.gradients_computed)
         momentum = 0.9 * self.model.momentum + gradient
         self.model = ModelState(self.model.parameters - 0.02 * momentum, momentum)
+        self.steps_taken += 1
         if cluster.overlap:
             self._end_overlapped()
-        self.steps_taken += 1
         cluster.progress_s = self.active_s = cluster.engine.now_s
         samples = sum(block.samples for block in loop.blocks)
         self.last_ready = Ready(
@@ -278,8 +283,7 @@ class AveragingWorker(SimulatedWorker):
             self._report_end(has_mean=False)
         self._mean, self._has_given_up = None, False
         if self.averaging_protocol.averaging is None:
-            assert self.model is not None
-            self.snapshot = self.model.parameters
+            self._take_snapshot()
 
 
 class SimulatedAveraging(BlockableExchange):
