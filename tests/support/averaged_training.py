@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offbeat
+from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
 from offbeat.strategies.model_averaging import ADPSGD, Prague, PReduce
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
@@ -44,6 +45,28 @@ def vector(tensors: Sequence[torch.Tensor]) -> list[float]:
     return torch.cat([one.detach().flatten() for one in tensors]).tolist()
 
 
+def _note_contributions(folder: Path) -> None:
+    """Write before each exchange in the background how many steps the model had made that is sent."""
+    open_exchange = ModelAveragingSynchronizer._open_exchange
+
+    def open_and_note(self: ModelAveragingSynchronizer, workers: Sequence[int]) -> Any:
+        averaging, background = self._protocol.averaging, self._background
+        if averaging is not None and background is not None and background.serves(averaging):
+            with (folder / f"contributions-{self._loop.worker}").open("a") as file:
+                print(json.dumps([averaging.exchange_id, background._snapshot_steps]), file=file)
+        return open_exchange(self, workers)
+
+    ModelAveragingSynchronizer._open_exchange = open_and_note  # type: ignore[method-assign]
+
+
+def _update(optimizer: torch.optim.SGD, parameter: nn.Parameter) -> torch.Tensor:
+    """What the next step adds to a parameter."""
+    group, momentum = optimizer.param_groups[0], optimizer.state[parameter].get("momentum_buffer")
+    assert parameter.grad is not None
+    direction = parameter.grad if momentum is None else group["momentum"] * momentum + parameter.grad
+    return -group["lr"] * direction
+
+
 def train(
     rank: int,
     emit: Callable[[Any], None],
@@ -64,6 +87,7 @@ def train(
         before_step: called with the session and the steps so far.
         after_loop: called before the session ends.
     """
+    _note_contributions(folder)
     model, used, steps = network(), 0, 0
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=rate, momentum=0.9)
@@ -76,15 +100,13 @@ def train(
                     parameter.add_(torch.randn(parameter.shape, generator=generator))
             (folder / f"start-{worker}").write_text(json.dumps(vector(parameters)))
         with (folder / f"updates-{worker}").open("w") as updates:
-            momentum = np.zeros(sum(one.numel() for one in parameters))
             for _ in session.epochs(epochs):
                 for inputs, labels in session.batches(dataset(samples), BATCH):
                     before_step(session, steps)
                     optimizer.zero_grad()
                     nn.functional.cross_entropy(model(inputs), labels).backward()
-                    gradient = np.array(vector([one.grad for one in parameters if one.grad is not None]))
-                    momentum = 0.9 * momentum + gradient
-                    print(json.dumps((-rate * momentum).tolist()), file=updates, flush=True)
+                    print(json.dumps(vector([_update(optimizer, one) for one in parameters])), file=updates)
+                    updates.flush()
                     optimizer.step()
                     steps, used = steps + 1, used + len(labels)
             after_loop()
@@ -93,15 +115,15 @@ def train(
 
 def replayed(log: Path, folder: Path, strategy: Averaging) -> dict[int, Any]:
     """The final models of all workers, from the run log and what they have written."""
-    starts = {
-        int(path.name.split("-")[1]): np.array(json.loads(path.read_text()))
-        for path in folder.glob("start-*")
+    starts = {worker: vectors[0] for worker, vectors in _written(folder, "start").items()}
+    steps_of_lost = {
+        (exchange_id, worker): steps
+        for worker, lines in _written(folder, "contributions").items()
+        for exchange_id, steps in np.array(lines).tolist()
     }
-    updates = {
-        int(path.name.split("-")[1]): [np.array(json.loads(line)) for line in path.read_text().splitlines()]
-        for path in folder.glob("updates-*")
-    }
-    return ModelReplay(read_log(log).entries, starts, updates, overlap=strategy.overlap).models
+    updates = _written(folder, "updates")
+    entries = read_log(log).entries
+    return ModelReplay(entries, starts, updates, steps_of_lost, overlap=strategy.overlap).models
 
 
 def _written(folder: Path, name: str) -> dict[int, list[Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.events import AssignBlocks, AverageModels, Block, Left, Lost, ModelsAveraged, Ready
+from offbeat.events import AssignBlocks, AverageModels, Block, ModelsAveraged, Ready
 
 
 def mixing_matrix(averaging: AverageModels, receivers: Iterable[int], workers: int) -> Any:
@@ -48,12 +48,14 @@ class ModelReplay:
 
     A worker's model changes by its own update where it reports a step (`Ready`). Where it reports the end of
     an averaging with the mean, the mean less its contribution is added. The contribution of a worker that
-    trains on is its model after `ModelsAveraged.steps` steps, of one that waits its model at the time.
+    trains on is its model after `ModelsAveraged.model_steps` steps, of one that waits its model at the time.
 
     Args:
         entries: of the run log.
         starts: by worker, the model that it had when it began to train, where that is not what it received.
         updates: by worker, what it added to its model in each step.
+        steps_of_lost: by exchange and worker, the steps that its model had made; for workers that were lost
+            before they reported them.
         overlap: workers train on while their models are averaged.
 
     Attributes:
@@ -65,6 +67,7 @@ class ModelReplay:
         entries: Sequence[Any],
         starts: Mapping[int, Any],
         updates: Mapping[int, Sequence[Any]],
+        steps_of_lost: Mapping[tuple[int, int], int],
         *,
         overlap: bool,
     ) -> None:
@@ -77,12 +80,12 @@ class ModelReplay:
                 self._events.setdefault(entry.worker, []).append(entry)
         self._snapshots: dict[tuple[int, int], Any] = {}  # worker, steps
         self._contributions: dict[tuple[int, int], Any] = {}  # exchange, worker
-        self._steps_of = {
-            (event.exchange_id, event.worker): event.steps
+        self._steps_of = dict(steps_of_lost) | {
+            (event.exchange_id, event.worker): event.model_steps
             for events in self._events.values()
             for event in events
             if isinstance(event, ModelsAveraged)
-        } | _steps_of_the_lost(entries)
+        }
         while any(self._advance(worker) for worker in self._events):
             pass
         left = {worker: events[0] for worker, events in self._events.items() if events}
@@ -133,25 +136,7 @@ class ModelReplay:
             return None  # it has not come that far
         if self._waits(worker, averaging):
             return self.models[worker]  # it was lost in this averaging
-        return self._snapshots.get((worker, self._steps_of[key]))
-
-
-def _steps_of_the_lost(entries: Sequence[Any]) -> dict[tuple[int, int], int]:
-    """For members that were lost in an averaging: the steps that they had reported when it began."""
-    steps: dict[int, int] = {}
-    begun: dict[int, tuple[int, int]] = {}
-    lost: dict[tuple[int, int], int] = {}
-    for entry in entries:
-        if isinstance(entry, Ready):
-            steps[entry.worker] = entry.step + 1
-        elif isinstance(entry, AverageModels):
-            begun |= {one: (entry.exchange_id, steps.get(one, 0)) for one in entry.members}
-        elif isinstance(entry, ModelsAveraged):
-            begun.pop(entry.worker, None)
-        elif isinstance(entry, Lost | Left) and entry.worker in begun:
-            exchange_id, count = begun.pop(entry.worker)
-            lost[exchange_id, entry.worker] = count
-    return lost
+        return self._snapshots.get((worker, self._steps_of.get(key, -1)))
 
 
 def uses_of(entries: Sequence[Any]) -> dict[int, list[tuple[int, int]]]:

@@ -53,7 +53,11 @@ class Schedule:
         averaging = self._averaging_of.pop(worker)
         self._handle(
             ModelsAveraged(
-                now_s=self._now_s, worker=worker, exchange_id=averaging.exchange_id, steps=0, has_mean=True
+                now_s=self._now_s,
+                worker=worker,
+                exchange_id=averaging.exchange_id,
+                model_steps=0,
+                has_mean=True,
             )
         )
 

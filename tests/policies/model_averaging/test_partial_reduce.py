@@ -79,7 +79,7 @@ class Job:
         return self.emit(Ready(now_s=self.now_s, worker=worker, blocks=(), **fields | values))
 
     def averaged(self, worker, *, has_mean=True):
-        return self.emit(self.workers[worker].finish(steps=1, has_mean=has_mean))
+        return self.emit(self.workers[worker].finish(model_steps=1, has_mean=has_mean))
 
     def end_all(self):
         """All members of all averagings have the mean."""
@@ -303,7 +303,9 @@ def test_with_overlap_a_worker_that_has_finished_is_in_no_group_though_it_was_re
     assert members(job.ready(2)) == [(1, 2)]
 
 
-@pytest.mark.parametrize("event", [ModelsAveraged(now_s=0, worker=1, exchange_id=77, steps=0, has_mean=True)])
+@pytest.mark.parametrize(
+    "event", [ModelsAveraged(now_s=0, worker=1, exchange_id=77, model_steps=0, has_mean=True)]
+)
 def test_an_averaging_ends_once_and_for_its_members(event):
     with pytest.raises(ProtocolError, match="worker 1 is in, got 77"):
         Job(3).begin().emit(event)

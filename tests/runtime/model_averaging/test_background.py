@@ -80,8 +80,8 @@ class Worker:
         self.background.begin_if_due()
 
 
-def averaged(steps):
-    return ModelsAveraged(now_s=0.0, worker=0, exchange_id=8, steps=steps, has_mean=True)
+def averaged(model_steps):
+    return ModelsAveraged(now_s=0.0, worker=0, exchange_id=8, model_steps=model_steps, has_mean=True)
 
 
 def test_an_averaging_that_ends_within_a_step_is_added_at_the_end_of_the_step():
@@ -94,7 +94,7 @@ def test_an_averaging_that_ends_within_a_step_is_added_at_the_end_of_the_step():
     assert worker.parameters.snapshots == 1  # that which is being averaged
     worker.exchange.ended_s = 1.0
     worker.exchange.is_told.set()
-    assert worker.background.end_step(3) == averaged(steps=1)
+    assert worker.background.end_step(3) == averaged(model_steps=1)
     assert (worker.parameters.added, worker.parameters.snapshots) == (1, 2)
 
 
@@ -154,5 +154,5 @@ def test_an_averaging_that_arrives_when_the_loop_has_ended_is_begun_by_the_links
     worker.exchange.is_told.set()
     worker.background.begin_if_due()
     finishing.join(DEADLINE_S)
-    assert events == [averaged(steps=1)]
+    assert events == [averaged(model_steps=1)]
     assert worker.parameters.begun == [(8, 0.5)]

@@ -58,16 +58,20 @@ class ModelAveragingProtocol:
                 raise unexpected_action(self, action)
         return []
 
-    def finish(self, *, steps: int, has_mean: bool) -> ModelsAveraged:
+    def finish(self, *, model_steps: int, has_mean: bool) -> ModelsAveraged:
         """End the averaging; return the event that reports it.
 
         Args:
-            steps: see `ModelsAveraged.steps`.
+            model_steps: see `ModelsAveraged`.
             has_mean: the worker's model is the mean, or the state that it has received.
         """
         assert self.averaging is not None
         exchange_id, self.averaging, self.is_cancelled = self.averaging.exchange_id, None, False
         self._round += 1
         return ModelsAveraged(
-            now_s=0.0, worker=self._worker, exchange_id=exchange_id, steps=steps, has_mean=has_mean
+            now_s=0.0,
+            worker=self._worker,
+            exchange_id=exchange_id,
+            model_steps=model_steps,
+            has_mean=has_mean,
         )

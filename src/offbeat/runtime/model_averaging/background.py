@@ -124,4 +124,4 @@ class BackgroundAveraging:
             self._parameters.add_difference()
         with self._client.lock:
             self._begun = self._pending = None
-            return self._protocol.finish(steps=self._snapshot_steps, has_mean=has_mean)
+            return self._protocol.finish(model_steps=self._snapshot_steps, has_mean=has_mean)

@@ -342,7 +342,7 @@ class ModelAveragingSynchronizer:
         except AveragingCancelledError:
             has_mean = False
         with client.lock:
-            event = self._protocol.finish(steps=self._steps, has_mean=has_mean)
+            event = self._protocol.finish(model_steps=self._steps, has_mean=has_mean)
         self._loop.send_event(event)
         return has_mean
 

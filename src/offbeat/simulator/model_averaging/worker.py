@@ -235,7 +235,7 @@ class AveragingWorker(SimulatedWorker):
             self._compute()
 
     def _report_end(self, *, has_mean: bool) -> None:
-        event = self.averaging_protocol.finish(steps=self._snapshot_steps, has_mean=has_mean)
+        event = self.averaging_protocol.finish(model_steps=self._snapshot_steps, has_mean=has_mean)
         self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
 
     def _send_ready(self) -> None:
