@@ -18,13 +18,13 @@ from torch.utils.data import TensorDataset
 
 import offbeat
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
-from offbeat.strategies.model_averaging import ADPSGD, Prague, PReduce
+from offbeat.strategies.model_averaging import ADPSGD, LocalSGD, Prague, PReduce
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
 from support.model_replay import ModelReplay, uses_of
 
 SAMPLES, BATCH, EPOCHS = 90, 5, 2
-Averaging = PReduce | ADPSGD | Prague
+Averaging = PReduce | ADPSGD | Prague | LocalSGD
 
 
 def dataset(samples: int = SAMPLES) -> TensorDataset:

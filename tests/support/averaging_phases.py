@@ -42,9 +42,11 @@ PHASES = (
     "exchanging",
     "received",
     "resting",
+    "epoch's mean",
     "finished",
     "last averaging",
 )
+MEANS_OF_ALL = ("epoch's mean", "last averaging")
 
 
 class Places:
@@ -91,7 +93,7 @@ def stands(
         elif is_victim and steps >= 1 and phase == "received" and not places.is_open("reached"):
             wait_until(lambda: _has_received(session), "the end of an exchange")
             places.stand("reached")
-        elif phase != "last averaging" and steps == gate_step:
+        elif phase not in MEANS_OF_ALL and steps == gate_step:
             places.stand(f"gate of {rank}")
 
     def after_loop() -> None:
@@ -100,8 +102,8 @@ def stands(
 
     if is_victim and phase == "joining":
         _stand_before_the_state_is_received(places)
-    elif is_victim and phase in ("exchanging", "last averaging"):
-        _hold_back_what_is_sent(places, session_of_loop, is_last=phase == "last averaging")
+    elif is_victim and phase in ("exchanging", *MEANS_OF_ALL):
+        _hold_back_what_is_sent(places, session_of_loop, is_of_all=phase in MEANS_OF_ALL)
     epochs = 1 if phase in ("resting", "finished") else 2
     return train(rank, emit, strategy, folder, epochs=epochs, before_step=before_step, after_loop=after_loop)
 
@@ -123,7 +125,7 @@ def _stand_before_the_state_is_received(places: Places) -> None:
     ModelAveragingSynchronizer._carry_out = stand_first  # type: ignore[method-assign]
 
 
-def _hold_back_what_is_sent(places: Places, session_of_loop: list[Any], *, is_last: bool) -> None:
+def _hold_back_what_is_sent(places: Places, session_of_loop: list[Any], *, is_of_all: bool) -> None:
     """The worker sends nothing of its model in an exchange with others, until that is allowed."""
     begin = _ScheduleRun.begin
 
@@ -131,7 +133,7 @@ def _hold_back_what_is_sent(places: Places, session_of_loop: list[Any], *, is_la
         if not session_of_loop or places.is_open("reached"):
             return begin(self, *arguments)
         averaging = session_of_loop[0]._synchronizer._protocol.averaging
-        if averaging is None or averaging.joining or averaging.includes_buffers is not is_last:
+        if averaging is None or averaging.joining or averaging.includes_buffers is not is_of_all:
             return begin(self, *arguments)
 
         def wait() -> None:

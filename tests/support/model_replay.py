@@ -14,7 +14,9 @@ import numpy as np
 from offbeat.events import AssignBlocks, AverageModels, Block, ModelsAveraged, Ready
 
 
-def mixing_matrix(averaging: AverageModels, receivers: Iterable[int], workers: int) -> Any:
+def mixing_matrix(
+    members: Sequence[int], weights: Sequence[float], receivers: Iterable[int], workers: int
+) -> Any:
     """The matrix of an averaging, shape (workers, workers).
 
     Args:
@@ -23,7 +25,7 @@ def mixing_matrix(averaging: AverageModels, receivers: Iterable[int], workers: i
     matrix = np.eye(workers)
     for receiver in receivers:
         matrix[receiver] = 0.0
-        matrix[receiver, list(averaging.members)] = averaging.weights
+        matrix[receiver, list(members)] = weights
     return matrix
 
 
@@ -37,7 +39,7 @@ def matrices_of(entries: Sequence[Any], workers: int) -> list[Any]:
         if isinstance(entry, ModelsAveraged) and entry.has_mean:
             receivers.setdefault(entry.exchange_id, []).append(entry.worker)
     return [
-        mixing_matrix(entry, receivers.get(entry.exchange_id, ()), workers)
+        mixing_matrix(entry.members, entry.weights, receivers.get(entry.exchange_id, ()), workers)
         for entry in entries
         if isinstance(entry, AverageModels) and not entry.joining
     ]

@@ -11,6 +11,7 @@ def averaging(exchange_id, members, joining=()):
         members=members,
         joining=joining,
         weights=tuple(0.0 if member in joining else 1 / len(group) for member in members),
+        steps=(1,) * len(members),
         includes_buffers=False,
         leader=0,
         reason="",

@@ -46,7 +46,7 @@ class Schedule:
             assert isinstance(action, AverageModels), action
             self._averaging_of |= dict.fromkeys(action.members, action)
             if not action.joining and len(action.members) > 1:
-                self.matrices.append(mixing_matrix(action, action.members, WORKERS))
+                self.matrices.append(mixing_matrix(action.members, action.weights, action.members, WORKERS))
                 self.models.append(self.matrices[-1] @ self.models[-1])
 
     def _report(self, worker):
@@ -130,17 +130,8 @@ def second_eigenvalue(groups):
     """
     matrix = np.zeros((WORKERS, WORKERS))
     for group in groups:
-        weights = np.full(len(group), 1 / len(group))
-        row = AverageModels(
-            exchange_id=0,
-            members=tuple(sorted(group)),
-            joining=(),
-            weights=tuple(weights),
-            includes_buffers=False,
-            leader=0,
-            reason="",
-        )
-        matrix += mixing_matrix(row, group, WORKERS) / len(groups)
+        weights = [1 / len(group)] * len(group)
+        matrix += mixing_matrix(group, weights, group, WORKERS) / len(groups)
     return float(np.linalg.eigvalsh(matrix)[-2])
 
 

@@ -15,6 +15,7 @@ AVERAGING = AverageModels(
     members=(0, 1),
     joining=(),
     weights=(0.5, 0.5),
+    steps=(1, 1),
     includes_buffers=False,
     leader=0,
     reason="",
@@ -140,6 +141,41 @@ class Synchronizer(ModelAveragingSynchronizer):
 
     def _average(self, what):
         raise AssertionError("the links' thread is about to begin this averaging")
+
+
+class ArrivesWhenItIsLookedFor(ModelAveragingProtocol):
+    """An averaging arrives as soon as the loop's thread has seen none and lets the links' thread act."""
+
+    client = None
+    _averaging = None
+
+    @property
+    def averaging(self):
+        seen, client = self._averaging, self.client
+        if client is not None:
+            self.client = None
+            receiving = threading.Thread(target=self._receive, args=[client])
+            receiving.start()
+            receiving.join(0.1)
+        return seen
+
+    @averaging.setter
+    def averaging(self, averaging):
+        self._averaging = averaging
+
+    def _receive(self, client):
+        with client.lock:
+            self.handle(AVERAGING)
+
+
+def test_without_overlap_a_worker_waits_though_the_averaging_arrives_while_it_looks_for_one():
+    worker = Worker()
+    worker.protocol = ArrivesWhenItIsLookedFor(0)
+    worker.protocol.count_step()
+    synchronizer = Synchronizer(worker, [])
+    synchronizer._background = None
+    worker.protocol.client = worker.client
+    assert synchronizer._has_to_wait()
 
 
 def test_an_averaging_that_arrives_when_the_loop_has_ended_is_begun_by_the_links_alone():

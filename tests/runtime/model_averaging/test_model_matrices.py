@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offbeat.runtime.data.equal_shards import EqualShards
-from offbeat.strategies import ADPSGD, Prague, PReduce
+from offbeat.strategies import ADPSGD, LocalSGD, Prague, PReduce
 from offbeat.wire.log_file import read_log
 from support.averaged_training import BATCH, SAMPLES, check_run, dataset, network, train
 from support.model_replay import matrices_of
@@ -38,7 +38,9 @@ def trains(rank, emit, strategy, folder, rate):
     return train(rank, emit, strategy, folder, rate=rate)
 
 
-@pytest.mark.parametrize("strategy", FAMILY, ids=name_of)
+@pytest.mark.parametrize(
+    "strategy", [*FAMILY, LocalSGD(every=3), LocalSGD(every=2, overlap=False)], ids=name_of
+)
 def test_the_logs_matrices_and_the_workers_updates_reproduce_every_model(tmp_path, strategy):
     results = values(run(trains, 4, strategy, tmp_path, 0.05, env=env_of(tmp_path)))
     check_run(tmp_path / "log", tmp_path, strategy, results)
