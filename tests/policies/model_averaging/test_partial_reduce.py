@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -80,7 +81,8 @@ class Job:
         return self.emit(Ready(now_s=self.now_s, worker=worker, blocks=(), **fields | values))
 
     def averaged(self, worker, *, has_mean=True):
-        return self.emit(self.workers[worker].finish(model_steps=1, has_mean=has_mean))
+        ended = self.workers[worker].finish(model_steps=1, has_mean=has_mean)
+        return self.emit(replace(ended, now_s=self.now_s))
 
     def end_all(self):
         """All members of all averagings have the mean."""
@@ -459,6 +461,31 @@ def test_at_the_end_a_worker_that_ends_no_step_is_rejected_after_the_deadline(ov
     rejected, *_ = job.emit(Tick(now_s=31.5))
     assert rejected.peer == "worker-2"
     assert "others have waited for it for more than 30 s" in rejected.reason
+
+
+def test_a_worker_that_was_lost_after_its_end_keeps_nobody_waiting():
+    job = Job(3, size=2, timeout_s=30.0).begin()
+    job.finished(0)
+    job.emit(Lost(now_s=2.0, worker=0, cause=""))
+    job.now_s = 60.0
+    job.ready(1)
+    job.ready(2)
+    job.end_all()
+    assert job.emit(Tick(now_s=95.0)) == []
+
+
+def test_a_worker_whose_averaging_was_cancelled_has_the_whole_deadline_for_its_next_step():
+    job = Job(3, size=2, timeout_s=30.0).begin()
+    job.finished(0)
+    job.now_s = 1.0
+    job.ready(1)
+    job.ready(2)
+    job.now_s = 40.0
+    job.emit(Lost(now_s=40.0, worker=2, cause=""))
+    job.averaged(1, has_mean=False)
+    assert job.emit(Tick(now_s=70.0)) == []
+    (rejected, *_) = job.emit(Tick(now_s=70.5))
+    assert rejected.peer == "worker-1"
 
 
 def test_a_worker_that_leaves_is_not_waited_for():

@@ -338,7 +338,7 @@ class ModelAveragingSynchronizer:
         )
         timer.switch("wait")
         if self._has_to_wait():
-            self._average("the workers of its group")
+            self._take_part("the workers of its group")
         timer.switch("other")
         self._is_preempted = client.preempt is not None
 
