@@ -74,7 +74,7 @@ class Places:
 
 
 def stands(
-    rank: int, emit: Callable[[Any], None], strategy: Averaging, folder: Path, phase: str
+    rank: int, emit: Callable[[Any], None], strategy: Averaging, folder: Path, phase: str, rate: float
 ) -> tuple[int, list[float], int]:
     """Trains, and the victim stands still in a phase; see `train` for what is returned."""
     job_connection._SILENT_S = SILENT_S
@@ -104,8 +104,32 @@ def stands(
         _stand_before_the_state_is_received(places)
     elif is_victim and phase in ("exchanging", *MEANS_OF_ALL):
         _hold_back_what_is_sent(places, session_of_loop, is_of_all=phase in MEANS_OF_ALL)
+    elif is_victim and phase == "last piece":
+        _hold_back_the_last_piece(places, session_of_loop)
     epochs = 1 if phase in ("resting", "finished") else 2
-    return train(rank, emit, strategy, folder, epochs=epochs, before_step=before_step, after_loop=after_loop)
+    return train(
+        rank,
+        emit,
+        strategy,
+        folder,
+        rate=rate,
+        epochs=epochs,
+        before_step=before_step,
+        after_loop=after_loop,
+    )
+
+
+def _hold_back_the_last_piece(places: Places, session_of_loop: list[Any]) -> None:
+    """The worker does not send what is last in an exchange: its successor in the ring does not pass it on."""
+    send = _ScheduleRun._send
+
+    def send_all_but_the_last(self: _ScheduleRun, forward: Any, data: memoryview, start: int) -> None:
+        if session_of_loop and forward.step == len(self._plan.steps) - 1:
+            places.open("reached")
+        else:
+            send(self, forward, data, start)
+
+    _ScheduleRun._send = send_all_but_the_last  # type: ignore[method-assign]
 
 
 def _has_received(session: Any) -> bool:
@@ -249,11 +273,11 @@ def wait_for_policy(log: Path, what: str, condition: Callable[[ModelAveraging], 
 
 
 @contextmanager
-def standing(strategy: Averaging, folder: Path, phase: str) -> Iterator[Fault]:
+def standing(strategy: Averaging, folder: Path, phase: str, rate: float = 0.05) -> Iterator[Fault]:
     """A job whose victim stands in a phase; at the end all workers may go on."""
     log, places = folder / "log", Places(folder)
     env = {"OFFBEAT_RUN_LOG": str(log)}
-    with job(stands, WORKERS, strategy, folder, phase, env=env) as running:
+    with job(stands, WORKERS, strategy, folder, phase, rate, env=env) as running:
         if phase in ("resting", "finished"):
             wait_for_policy(log, "two that rest", lambda policy: policy._resting == {0, VICTIM})
         if phase == "finished":

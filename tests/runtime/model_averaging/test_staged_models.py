@@ -41,7 +41,8 @@ class Waiting(ModelTraining):
         super().__init__(*arguments, **options)
 
     def wait_for(self, is_over, timeout_s, what):
-        self.waits.append((what, timeout_s))
+        if not is_over():
+            self.waits.append((what, timeout_s))
         super().wait_for(is_over, timeout_s, what)
 
 
