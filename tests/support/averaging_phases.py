@@ -36,15 +36,15 @@ WORKERS, VICTIM, HOLDER, NEWCOMER = 3, 1, 2, 3
 SILENT_S = 3.0  # the default is 10 s
 GATE_STEP = 3  # at which all stand, so that nobody ends before
 PHASES = (
-    "joining",
-    "computing",
-    "waiting",
     "exchanging",
     "received",
-    "resting",
     "epoch's mean",
+    "waiting",
+    "computing",
+    "resting",
     "finished",
     "last averaging",
+    "joining",
 )
 MEANS_OF_ALL = ("epoch's mean", "last averaging")
 

@@ -47,7 +47,7 @@ def survivors(ended):
 
 
 @pytest.mark.long(after=5)
-@pytest.mark.parametrize(("phase", "strategy"), cases())
+@pytest.mark.parametrize(("phase", "strategy"), [*cases()])
 def test_a_worker_that_is_killed_is_lost_alone(tmp_path, phase, strategy):
     with standing(strategy, tmp_path, phase) as fault:
         fault.kill()
@@ -58,7 +58,7 @@ def test_a_worker_that_is_killed_is_lost_alone(tmp_path, phase, strategy):
 
 
 @pytest.mark.long(after=1)
-@pytest.mark.parametrize(("phase", "strategy"), cases(0))
+@pytest.mark.parametrize(("phase", "strategy"), [*cases(0)])
 def test_a_worker_that_hangs_is_lost_alone(tmp_path, phase, strategy):
     with standing(strategy, tmp_path, phase) as fault:
         fault.stop()
@@ -71,7 +71,7 @@ def test_a_worker_that_hangs_is_lost_alone(tmp_path, phase, strategy):
 
 
 @pytest.mark.long(after=3)
-@pytest.mark.parametrize(("phase", "strategy"), cases(1))
+@pytest.mark.parametrize(("phase", "strategy"), [*cases(1)])
 def test_a_newcomer_takes_part_whenever_it_comes(tmp_path, phase, strategy):
     with standing(strategy, tmp_path, phase) as fault:
         fault.join(strategy, tmp_path, phase)
@@ -82,7 +82,7 @@ def test_a_newcomer_takes_part_whenever_it_comes(tmp_path, phase, strategy):
 
 
 @pytest.mark.long(after=3)
-@pytest.mark.parametrize(("phase", "strategy"), cases(2))
+@pytest.mark.parametrize(("phase", "strategy"), [*cases(2)])
 def test_a_coordinator_that_is_killed_changes_nothing(tmp_path, phase, strategy):
     with standing(strategy, tmp_path, phase) as fault:
         fault.kill_coordinator()
@@ -93,7 +93,7 @@ def test_a_coordinator_that_is_killed_changes_nothing(tmp_path, phase, strategy)
 
 
 @pytest.mark.long(after=1)
-@pytest.mark.parametrize(("phase", "strategy"), cases(1))
+@pytest.mark.parametrize(("phase", "strategy"), [*cases(1)])
 def test_a_worker_that_reaches_no_other_trains_alone_until_it_does(tmp_path, phase, strategy):
     with standing(strategy, tmp_path, phase) as fault:
         fault.cut()

@@ -38,6 +38,7 @@ def trains(rank, emit, strategy, folder, rate):
     return train(rank, emit, strategy, folder, rate=rate)
 
 
+@pytest.mark.long(after=5)
 @pytest.mark.parametrize(
     "strategy", [*FAMILY, LocalSGD(every=3), LocalSGD(every=2, overlap=False)], ids=name_of
 )
@@ -46,6 +47,7 @@ def test_the_logs_matrices_and_the_workers_updates_reproduce_every_model(tmp_pat
     check_run(tmp_path / "log", tmp_path, strategy, results)
 
 
+@pytest.mark.long(after=3)
 @pytest.mark.parametrize("strategy", FAMILY, ids=name_of)
 def test_at_rate_0_the_models_are_the_product_of_the_logs_matrices_with_the_first_ones(tmp_path, strategy):
     results = values(run(trains, 4, strategy, tmp_path, 0.0, env=env_of(tmp_path)))
