@@ -158,9 +158,7 @@ def test_replay_counts_the_averagings_of_models_and_those_that_moved_their_mean(
     averaging_log("log.jsonl")
 
     assert main(["replay", "log.jsonl"]) == 0
-    assert (
-        "\n1 averagings of models, 1 of which some members ended without the mean" in capsys.readouterr().out
-    )
+    assert "\naveragings of models: 1, of which 1 moved the mean of all models" in capsys.readouterr().out
 
 
 def test_replay_reports_the_first_difference(capsys):

@@ -1,4 +1,4 @@
-"""A small run log of two workers that average their models once, of which one is lost before it has the mean."""
+"""A small run log of two workers that average their models once; one is lost before it has the mean."""
 
 from pathlib import Path
 

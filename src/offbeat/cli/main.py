@@ -368,8 +368,8 @@ def replay(
     averagings = count_averagings(entries)
     if averagings.total:
         print(
-            f"averagings of models: {averagings.total}, of which {averagings.incomplete} moved the mean of all "
-            "models, because some members received theirs and others did not"
+            f"averagings of models: {averagings.total}, of which {averagings.incomplete} moved the mean of "
+            "all models, because some members received theirs and others did not"
         )
     before = next(iter(logs.values())).events_before
     if before:
