@@ -13,6 +13,7 @@ def averaging(exchange_id, members, joining=()):
         weights=tuple(0.0 if member in joining else 1 / len(group) for member in members),
         steps=(1,) * len(members),
         includes_buffers=False,
+        outer_step=None,
         leader=0,
         reason="",
     )

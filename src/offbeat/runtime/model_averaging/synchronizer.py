@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import WorkerError
 from offbeat.events import Action, AverageModels, CancelAveraging, EpochEnded, Ready
+from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS, ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
@@ -41,6 +42,7 @@ from offbeat.runtime.devices.opening import open_device
 from offbeat.runtime.model_averaging.background import BackgroundAveraging
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
+from offbeat.runtime.model_averaging.outer_state import OuterState
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S, TrainingLoop
@@ -60,6 +62,9 @@ class ModelAveragingSynchronizer:
         has_epoch_means: all models are averaged at the end of each epoch.
         timeout_s: how long a worker may keep others waiting, in seconds.
         assigns_samples: samples are assigned as they are needed.
+        outer_optimizer: steps from the mean of the models; None if that becomes the model.
+        fragments: parts of the parameters that the outer optimizer steps by themselves.
+        mixing: the share of its own model that a worker keeps, from 0 up to below 1.
     """
 
     def __init__(
@@ -71,10 +76,15 @@ class ModelAveragingSynchronizer:
         has_epoch_means: bool,
         timeout_s: float,
         assigns_samples: bool,
+        outer_optimizer: OuterOptimizer | None = None,
+        fragments: int = 1,
+        mixing: float = 0.0,
     ) -> None:
         self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
         self._overlap, self._assigns_samples = overlap, assigns_samples
         self._has_epoch_means = has_epoch_means
+        self._outer_optimizer, self._fragments, self._mixing = outer_optimizer, fragments, mixing
+        self._outer: OuterState | None = None
         self._forms = ParameterFormCheck(trained.model)
         self._client: CoordinatorClient | None = None
         self._protocol = ModelAveragingProtocol(loop.worker)  # until the client has one
@@ -172,10 +182,17 @@ class ModelAveragingSynchronizer:
         client.on_action = self._on_action
         while not self._average("the state of the other workers"):
             pass
-        if self._overlap:
-            self._background = BackgroundAveraging(
-                self._parameters, client, self._protocol, self._open_exchange
-            )
+        if self._outer_optimizer is not None:
+            self._outer = OuterState(self._outer_optimizer, self._fragments, self._parameters, self._memory)
+        self._background = BackgroundAveraging(
+            self._parameters,
+            client,
+            self._protocol,
+            self._open_exchange,
+            overlap=self._overlap,
+            outer=self._outer,
+            share=1.0 - self._mixing,
+        )
 
     def attach(self) -> None:
         """See `Synchronizer.attach`."""
@@ -244,6 +261,7 @@ class ModelAveragingSynchronizer:
         if averaging is None:
             return False
         if self._background is not None and self._background.serves(averaging):
+            self._loop.timer.switch("communicate")
             self._loop.send_event(self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S))
             return False
         return self._average(what) and averaging.includes_buffers
@@ -289,6 +307,8 @@ class ModelAveragingSynchronizer:
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """See `Synchronizer.before_step`."""
         self._restore_gradients()
+        if self._outer is not None:
+            self._outer.begin()
         if has_closure:
             self._has_closure = True
         else:
@@ -316,12 +336,10 @@ class ModelAveragingSynchronizer:
         if self._assigns_samples:
             with client.lock:
                 blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
-        if self._background is not None:
-            timer.switch("communicate")
-            if (ended := self._background.end_step(self._steps)) is not None:
-                self._loop.send_event(ended)
-        else:
-            self._protocol.count_step()
+        assert self._background is not None
+        timer.switch("communicate")
+        if (ended := self._background.end_step(self._steps)) is not None:
+            self._loop.send_event(ended)
         self._loop.send_event(
             Ready(
                 now_s=0.0,
@@ -345,13 +363,14 @@ class ModelAveragingSynchronizer:
     # An averaging ----------------------------------------------------------------------------------------
 
     def _has_to_wait(self) -> bool:
-        """Whether this worker is ready or in an averaging, and none that is for the background."""
+        """Whether this worker goes on only after an averaging."""
         assert self._client is not None
+        assert self._background is not None
         with self._client.lock:  # an averaging may arrive between the two looks
             averaging, is_ready = self._protocol.averaging, self._protocol.is_ready
-        if self._background is None:
-            return averaging is not None or is_ready
-        return averaging is not None and not self._background.serves(averaging)
+        if averaging is None:
+            return not self._overlap and is_ready
+        return not (self._overlap and self._background.serves(averaging))
 
     def _average(self, what: str) -> bool:
         """Wait for an averaging, take part in it and report its end; return whether it was not cancelled.
