@@ -656,6 +656,17 @@ class EpochJob(Job):
         return self.emit(EpochEnded(now_s=self.now_s, worker=worker, epoch=epoch, is_complete=is_complete))
 
 
+def test_the_mean_of_the_first_epoch_waits_for_workers_that_are_receiving_the_state():
+    job = EpochJob(3, size=2)
+    job.averaged(0)
+    job.ready(0)
+    assert job.end_epoch(0) == []
+    for worker in (1, 2):
+        job.averaged(worker)
+    job.end_epoch(1)
+    assert members(job.end_epoch(2)) == [(0, 1, 2)]
+
+
 def test_workers_that_have_used_up_an_epoch_average_once_all_have():
     job = EpochJob(3, size=2).begin()
     job.ready(0)
