@@ -51,9 +51,9 @@ def _note_contributions(folder: Path) -> None:
 
     def open_and_note(self: ModelAveragingSynchronizer, workers: Sequence[int]) -> Any:
         averaging, background = self._protocol.averaging, self._background
-        if averaging is not None and background is not None and background.serves(averaging):
+        if averaging is not None and background is not None and background.is_of_snapshots(averaging):
             with (folder / f"contributions-{self._loop.worker}").open("a") as file:
-                print(json.dumps([averaging.exchange_id, background._snapshot_steps]), file=file)
+                print(json.dumps([averaging.exchange_id, background.snapshot_steps]), file=file)
         return open_exchange(self, workers)
 
     ModelAveragingSynchronizer._open_exchange = open_and_note  # type: ignore[method-assign]
@@ -113,7 +113,7 @@ def train(
     return worker, vector(parameters), used
 
 
-def replayed(log: Path, folder: Path, strategy: Averaging) -> dict[int, Any]:
+def replayed(log: Path, folder: Path) -> dict[int, Any]:
     """The final models of all workers, from the run log and what they have written."""
     starts = {worker: vectors[0] for worker, vectors in _written(folder, "start").items()}
     steps_of_lost = {
@@ -123,7 +123,7 @@ def replayed(log: Path, folder: Path, strategy: Averaging) -> dict[int, Any]:
     }
     updates = _written(folder, "updates")
     entries = read_log(log).entries
-    return ModelReplay(entries, starts, updates, steps_of_lost, overlap=strategy.overlap).models
+    return ModelReplay(entries, starts, updates, steps_of_lost).models
 
 
 def _written(folder: Path, name: str) -> dict[int, list[Any]]:
@@ -137,7 +137,6 @@ def _written(folder: Path, name: str) -> dict[int, list[Any]]:
 def check_run(
     log: Path,
     folder: Path,
-    strategy: Averaging,
     results: Sequence[tuple[int, list[float], int]],
     *,
     epochs: int = EPOCHS,
@@ -147,7 +146,7 @@ def check_run(
     record = read_log(log)
     difference = replay(record)
     assert difference is None, str(difference)
-    models = replayed(log, folder, strategy)
+    models = replayed(log, folder)
     for worker, final, _ in results:
         assert final == results[0][1]
         np.testing.assert_allclose(final, models[worker], rtol=0, atol=1e-12)

@@ -49,8 +49,8 @@ class ModelReplay:
     """Replays the models of all workers, each worker's events in its own order.
 
     A worker's model changes by its own update where it reports a step (`Ready`). Where it reports the end of
-    an averaging with the mean, the mean less its contribution is added. The contribution of a worker that
-    trains on is its model after `ModelsAveraged.model_steps` steps, of one that waits its model at the time.
+    an averaging with the mean, the mean less its contribution is added: that is its model after
+    `ModelsAveraged.model_steps` steps or, where all models are averaged, its model as it is.
 
     Args:
         entries: of the run log.
@@ -58,7 +58,6 @@ class ModelReplay:
         updates: by worker, what it added to its model in each step.
         steps_of_lost: by exchange and worker, the steps that its model had made; for workers that were lost
             before they reported them.
-        overlap: workers train on while their models are averaged.
 
     Attributes:
         models: by worker, its model at the end.
@@ -70,17 +69,16 @@ class ModelReplay:
         starts: Mapping[int, Any],
         updates: Mapping[int, Sequence[Any]],
         steps_of_lost: Mapping[tuple[int, int], int],
-        *,
-        overlap: bool,
     ) -> None:
-        self._starts, self._updates, self._overlap = starts, updates, overlap
+        self._starts, self._updates = starts, updates
         self.models: dict[int, Any] = {0: starts[0]}
         self._averagings = {one.exchange_id: one for one in entries if isinstance(one, AverageModels)}
         self._events: dict[int, list[Any]] = {}
         for entry in entries:
             if isinstance(entry, Ready | ModelsAveraged):
                 self._events.setdefault(entry.worker, []).append(entry)
-        self._snapshots: dict[tuple[int, int], Any] = {}  # worker, steps
+        self._snapshots: dict[tuple[int, int], Any] = {(0, 0): starts[0]}  # worker, steps
+        self._after: dict[tuple[int, int], Any] = {}  # exchange, worker
         self._contributions: dict[tuple[int, int], Any] = {}  # exchange, worker
         self._steps_of = dict(steps_of_lost) | {
             (event.exchange_id, event.worker): event.model_steps
@@ -110,33 +108,32 @@ class ModelReplay:
         self._note_contribution(worker, averaging)
         if not event.has_mean:
             return True
+        if worker in averaging.joining:
+            received = self._after.get((averaging.exchange_id, averaging.group[0]))
+            if received is None:
+                return False
+            self.models[worker] = self._starts.get(worker, received)
+            return True
         if any(self._contribution(other, averaging) is None for other in averaging.group):
             return False
         weights = dict(zip(averaging.members, averaging.weights, strict=True))
         mean = sum(weights[other] * self._contribution(other, averaging) for other in averaging.group)
-        if worker in averaging.joining:
-            self.models[worker] = self._starts.get(worker, mean)
-        else:
+        if len(averaging.group) > 1:
             self.models[worker] = self.models[worker] + (mean - self._contribution(worker, averaging))
-        if averaging.exchange_id == 0:
-            self.models[worker] = self._starts.get(worker, self.models[worker])
+        self._after[averaging.exchange_id, worker] = self.models[worker]
         return True
 
-    def _waits(self, worker: int, averaging: AverageModels) -> bool:
-        sends = bool(averaging.joining) and worker == averaging.group[0]
-        return not self._overlap or averaging.includes_buffers or sends
-
     def _note_contribution(self, worker: int, averaging: AverageModels) -> None:
-        if worker in averaging.group and self._waits(worker, averaging):
+        if worker in averaging.group and (averaging.includes_buffers or len(averaging.group) == 1):
             self._contributions.setdefault((averaging.exchange_id, worker), self.models[worker])
 
     def _contribution(self, worker: int, averaging: AverageModels) -> Any:
         key = averaging.exchange_id, worker
         if key in self._contributions:
             return self._contributions[key]
-        if self._waits(worker, averaging) and self._events.get(worker):
+        if averaging.includes_buffers and self._events.get(worker):
             return None  # it has not come that far
-        if self._waits(worker, averaging):
+        if averaging.includes_buffers:
             return self.models[worker]  # it was lost in this averaging
         return self._snapshots.get((worker, self._steps_of.get(key, -1)))
 

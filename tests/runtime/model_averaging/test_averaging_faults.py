@@ -54,7 +54,7 @@ def test_a_worker_that_is_killed_is_lost_alone(tmp_path, phase, strategy):
         fault.places.open("go")
         fault.places.open("open")
         ended = fault.running.ends()
-    check_end(survivors(ended), strategy, tmp_path, phase)
+    check_end(survivors(ended), tmp_path, phase)
 
 
 @pytest.mark.long(after=1)
@@ -67,7 +67,7 @@ def test_a_worker_that_hangs_is_lost_alone(tmp_path, phase, strategy):
         others = [fault.running.end(rank) for rank in range(3) if rank != VICTIM]
         fault.running.signal(VICTIM, signal.SIGCONT)
         assert fault.running.end(VICTIM).error_type == "WorkerError"
-    check_end(others, strategy, tmp_path, phase)
+    check_end(others, tmp_path, phase)
 
 
 @pytest.mark.long(after=3)
@@ -78,7 +78,7 @@ def test_a_newcomer_takes_part_whenever_it_comes(tmp_path, phase, strategy):
         fault.places.open("go")
         fault.places.open("open")
         ended = fault.running.ends()
-    check_end(ended, strategy, tmp_path, phase)
+    check_end(ended, tmp_path, phase)
 
 
 @pytest.mark.long(after=3)
@@ -89,7 +89,7 @@ def test_a_coordinator_that_is_killed_changes_nothing(tmp_path, phase, strategy)
         fault.places.open("go")
         fault.places.open("open")
         ended = fault.running.ends()
-    check_end(ended, strategy, tmp_path, phase)
+    check_end(ended, tmp_path, phase)
 
 
 @pytest.mark.long(after=1)
@@ -103,7 +103,7 @@ def test_a_worker_that_reaches_no_other_trains_alone_until_it_does(tmp_path, pha
         wait_until(lambda: len(entries_of(fault.log, Finished)) == loops, "the end of the loops")
         fault.places.close("cut")
         ended = fault.running.ends()
-    check_end(ended, strategy, tmp_path, phase)
+    check_end(ended, tmp_path, phase)
 
 
 # The mean of all models ------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def kill_at_rate_0(folder, phase, strategy):
         fault.kill()
         fault.places.open("open")
         ended = fault.running.ends()
-    check_end(survivors(ended), strategy, folder, phase)
+    check_end(survivors(ended), folder, phase)
     (_, final, _), *_ = values(survivors(ended))
     return np.array(final), count_averagings(read_log(folder / "log").entries).incomplete
 

@@ -134,6 +134,8 @@ def test_an_averaging_that_arrives_while_the_snapshot_is_taken_begins_once_when_
 class Synchronizer(ModelAveragingSynchronizer):
     """That of a worker whose loop has ended."""
 
+    worker = 0
+
     def __init__(self, worker, events):
         self._client, self._protocol, self._background = worker.client, worker.protocol, worker.background
         self._timeout_s, self._events = DEADLINE_S, events
@@ -144,7 +146,7 @@ class Synchronizer(ModelAveragingSynchronizer):
         self._events.append(event)
         self._client.is_job_complete = True
 
-    def _average(self, what):
+    def _average_models(self, averaging, group):
         raise AssertionError("the links' thread is about to begin this averaging")
 
 

@@ -44,7 +44,7 @@ def trains(rank, emit, strategy, folder, rate):
 )
 def test_the_logs_matrices_and_the_workers_updates_reproduce_every_model(tmp_path, strategy):
     results = values(run(trains, 4, strategy, tmp_path, 0.05, env=env_of(tmp_path)))
-    check_run(tmp_path / "log", tmp_path, strategy, results)
+    check_run(tmp_path / "log", tmp_path, results)
 
 
 @pytest.mark.long(after=3)

@@ -418,7 +418,7 @@ class ModelAveraging:
 
     @property
     def _receiving(self) -> set[int]:
-        """Workers that are about to receive the state, and to train."""
+        """Workers that receive the state now, and train then."""
         return self._roster.without_state & self._exchange_of.keys()
 
     # Decisions -------------------------------------------------------------------------------------------
@@ -461,8 +461,8 @@ class ModelAveraging:
         if any(averaging.is_common for averaging in self._averagings.values()):
             return []  # its members wait again if it fails
         silent = self._reachability.silent_workers
-        training = (self._roster.training | self._receiving) - silent
-        due = [one for one in self._epoch_means.due(training) if one not in silent]
+        awaited = (self._roster.training | self._receiving) - silent
+        due = [worker for worker in self._epoch_means.due(awaited) if worker not in silent]
         if not self._exchange_of.keys().isdisjoint(due):
             return []
         actions: list[Action] = []
