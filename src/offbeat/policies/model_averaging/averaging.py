@@ -107,6 +107,8 @@ class _Averaging:
 class ModelAveraging:
     """Lets groups of workers average their models, again and again.
 
+    Size: most of it decides for one event each; what has a state of its own is in parts that it owns.
+
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
         groups: forms the groups.

@@ -55,6 +55,8 @@ from offbeat.runtime.training.trained import TrainingState
 class ModelAveragingSynchronizer:
     """A worker that owns its model and averages it with others; see `Synchronizer`.
 
+    Size: half of it is the interface, in one line each; an averaging itself is in parts that it owns.
+
     Args:
         loop: the worker's session.
         trained: the model and its optimizers.
