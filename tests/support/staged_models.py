@@ -115,6 +115,7 @@ class ModelTraining:
 
     worker, is_newcomer, epoch, samples, batch = WORKER, False, 0, 0, 0
     failure = preempt = None
+    is_job_complete = False
 
     def __init__(self, seed, device, *, overlap=False, fragments=0, has_closure=False):
         self._random, self._has_closure = random.Random(f"models {seed}"), has_closure

@@ -34,6 +34,26 @@ def test_random_averagings_give_the_models_of_the_cpu_without_a_race(overlap, fr
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+class Waiting(ModelTraining):
+    """Notes what is waited for, and for how long at most."""
+
+    def __init__(self, *arguments, **options):
+        self.waits = []
+        super().__init__(*arguments, **options)
+
+    def wait_for(self, is_over, timeout_s, what):
+        if not is_over():
+            self.waits.append((what, timeout_s))
+        super().wait_for(is_over, timeout_s, what)
+
+
+def test_a_worker_waits_for_its_group_until_the_coordinator_says_who_is_late():
+    """Each of several groups before its own may wait for a worker for as long as the deadline."""
+    training = Waiting(0, Host())
+    training.run()
+    assert dict(training.waits) == {"the state of the other workers": 15.0, "the workers of its group": None}
+
+
 def train_late_often(without, *, overlap):
     for seed in range(SEEDS_PER_FAULT):
         train_late(seed, without, overlap=overlap)

@@ -153,7 +153,7 @@ class ModelAveraging:
         self._steps_left: dict[int, int] = {}  # by worker, steps until it is ready; 1 where none is noted
         self._began_s: dict[int, float] = {}  # by worker, when its step under way began
         self._active_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
-        self._first_finished_s: float | None = None  # when a worker first had finished
+        self._finished_s: dict[int, float] = {}  # by worker, when its loop had ended
         self._epoch_means = EpochMeans()
         self._steps_since_mean = 0  # of all workers, since all have averaged
         self._last_common: int | None = None  # the last averaging after which all have the same model
@@ -212,7 +212,7 @@ class ModelAveraging:
             "steps_left": [list(entry) for entry in self._steps_left.items()],
             "began_s": [list(entry) for entry in self._began_s.items()],
             "active_s": [list(entry) for entry in self._active_s.items()],
-            "first_finished_s": self._first_finished_s,
+            "finished_s": [list(entry) for entry in self._finished_s.items()],
             "epoch_means": self._epoch_means.state_dict(),
             "steps_since_mean": self._steps_since_mean,
             "last_common": self._last_common,
@@ -242,7 +242,7 @@ class ModelAveraging:
         self._exchange_of = dict(state["exchange_of"])
         self._next_exchange = state["next_exchange"]
         self._steps_left, self._began_s = dict(state["steps_left"]), dict(state["began_s"])
-        self._active_s, self._first_finished_s = dict(state["active_s"]), state["first_finished_s"]
+        self._active_s, self._finished_s = dict(state["active_s"]), dict(state["finished_s"])
         self._epoch_means.load_state_dict(state["epoch_means"])
         self._steps_since_mean = state["steps_since_mean"]
         self._last_common, self._equal = state["last_common"], set(state["equal"])
@@ -289,6 +289,7 @@ class ModelAveraging:
         self._groups.end_averaging(event.worker, has_mean=event.has_mean)
         if not self._overlap:
             self._began_s[event.worker] = event.now_s
+        self._active_s[event.worker] = event.now_s
         if event.has_mean:
             if event.exchange_id == self._last_common:
                 self._equal.add(event.worker)
@@ -296,7 +297,6 @@ class ModelAveraging:
                 self._equal.discard(event.worker)
             self._steps_left[event.worker] = averaging.steps[averaging.members.index(event.worker)]
             self._roster.without_state.discard(event.worker)
-            self._active_s[event.worker] = event.now_s
         else:
             self._forget_common(event.exchange_id)
             if averaging.is_common and event.worker in self._roster.training:
@@ -332,8 +332,7 @@ class ModelAveraging:
         self._roster.finish(event.worker)
         self._groups.discard(event.worker)
         self._epoch_means.forget(event.worker)
-        if self._first_finished_s is None:
-            self._first_finished_s = event.now_s
+        self._finished_s[event.worker] = event.now_s
         if self._assigner is not None:
             self._assigner.on_finished(event.worker)
 
@@ -342,7 +341,7 @@ class ModelAveraging:
         if not self._roster.remove(worker):
             return []
         self._groups.discard(worker)
-        for by_worker in (self._steps_left, self._began_s, self._active_s):
+        for by_worker in (self._steps_left, self._began_s, self._active_s, self._finished_s):
             by_worker.pop(worker, None)
         self._reachability.forget(worker)
         self._epoch_means.forget(worker)
@@ -392,7 +391,7 @@ class ModelAveraging:
         began_s = (
             self._groups.waiting_since_s,
             self._epoch_means.waiting_since_s,
-            self._first_finished_s,
+            min(self._finished_s.values(), default=None),
         )
         since_s = [one for one in began_s if one is not None]
         if not since_s:

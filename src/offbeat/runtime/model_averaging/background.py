@@ -36,6 +36,9 @@ class BackgroundAveraging:
         overlap: the worker trains on meanwhile; else it calls `wait`, and the mean replaces its model.
         outer: the outer optimizer that follows, None without one.
         share: of the difference between mean and snapshot, what is added.
+
+    Attributes:
+        snapshot_steps: the steps that the model had made when the last snapshot of it was taken.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class BackgroundAveraging:
         self._open_exchange, self._overlap = open_exchange, overlap
         self._outer, self._share = outer, share
         self._is_taking_snapshot = False
+        self.snapshot_steps = 0
         self._begun: AverageModels | None = None  # the averaging whose exchange has begun, or is about to
         self._pending: list[PendingExchange] | None = None  # its exchanges
 
@@ -104,8 +108,11 @@ class BackgroundAveraging:
         step = averaging.outer_step
         return WHOLE if self._outer is None or step is None else self._outer.fragment_of(step)
 
-    def end_step(self) -> ModelsAveraged | None:
+    def end_step(self, steps: int) -> ModelsAveraged | None:
         """End a step: add what an averaging has yielded; take a snapshot if the worker is ready for another.
+
+        Args:
+            steps: that the worker has made.
 
         Returns:
             The event that reports the end of an averaging, None if none has ended.
@@ -117,12 +124,13 @@ class BackgroundAveraging:
         if self._has_mean_to_add():
             has_mean = self.wait(COORDINATOR_MARGIN_S)  # so that what ends the exchanges may return
             with self._client.lock:
-                ended = self._protocol.finish(has_mean=has_mean)
+                ended = self._protocol.finish(model_steps=self.snapshot_steps, has_mean=has_mean)
         with self._client.lock:
             self._protocol.count_step()
             self._is_taking_snapshot = self._protocol.is_ready
         if self._is_taking_snapshot:
             self._parameters.take_snapshot()
+            self.snapshot_steps = steps
             self._is_taking_snapshot = False
             self.begin_if_due()
         return ended

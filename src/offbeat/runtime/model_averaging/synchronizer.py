@@ -322,7 +322,7 @@ class ModelAveragingSynchronizer:
                 blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
         assert self._background is not None
         timer.switch("communicate")
-        if (ended := self._background.end_step()) is not None:
+        if (ended := self._background.end_step(self._steps)) is not None:
             self._loop.send_event(ended)
         self._loop.send_event(
             Ready(
@@ -340,7 +340,7 @@ class ModelAveragingSynchronizer:
         )
         timer.switch("wait")
         if self._has_to_wait():
-            self._average("the workers of its group", self._timeout_s + COORDINATOR_MARGIN_S)
+            self._average("the workers of its group", None)
         timer.switch("other")
         self._is_preempted = client.preempt is not None
 
@@ -348,10 +348,12 @@ class ModelAveragingSynchronizer:
 
     def _has_to_wait(self) -> bool:
         """Whether this worker goes on only after an averaging."""
-        averaging = self._protocol.averaging
-        if averaging is None:
-            return not self._overlap and self._protocol.is_ready
+        assert self._client is not None
         assert self._background is not None
+        with self._client.lock:  # an averaging may arrive between the two looks
+            averaging, is_ready = self._protocol.averaging, self._protocol.is_ready
+        if averaging is None:
+            return not self._overlap and is_ready
         return not self._background.trains_on(averaging)
 
     def _average(self, what: str, timeout_s: float | None) -> AverageModels | None:
@@ -381,8 +383,11 @@ class ModelAveragingSynchronizer:
             self._carry_out(averaging)
         except AveragingCancelledError:
             has_mean = False
+        assert self._background is not None
+        is_of_snapshots = self._background.is_of_snapshots(averaging)
+        model_steps = self._background.snapshot_steps if is_of_snapshots else self._steps
         with client.lock:
-            event = self._protocol.finish(has_mean=has_mean)
+            event = self._protocol.finish(model_steps=model_steps, has_mean=has_mean)
         self._loop.send_event(event)
         return averaging if has_mean else None
 

@@ -106,6 +106,7 @@ class AveragingWorker(SimulatedWorker):
         )
         self._activity_before = JOINING  # before the averaging under way
         self.snapshot: Any = None
+        self._snapshot_steps = 0  # made before the snapshot or, where it waits, before the averaging
         # With overlap, the averaging that has ended, until its mean is added at the end of the step:
         self._ended: SimulatedAveraging | None = None
         self._has_given_up = False
@@ -165,7 +166,7 @@ class AveragingWorker(SimulatedWorker):
         self._activity_before = self.activity
         self.activity = EXCHANGING
         if self.model is not None:
-            self.snapshot = self.model.parameters
+            self._take_snapshot()
         if self.averaging_protocol.is_cancelled:
             self._end_averaging(has_mean=False)
         else:
@@ -191,6 +192,10 @@ class AveragingWorker(SimulatedWorker):
         if members not in self.session_groups:
             self.session_groups.add(members)
             self.cluster.on_new_sessions()
+
+    def _take_snapshot(self) -> None:
+        assert self.model is not None
+        self.snapshot, self._snapshot_steps = self.model.parameters, self.steps_taken
 
     def _give_up(self) -> None:
         if self.exchange is None:
@@ -294,7 +299,7 @@ class AveragingWorker(SimulatedWorker):
         )
 
     def _report_end(self, *, has_mean: bool) -> None:
-        event = self.averaging_protocol.finish(has_mean=has_mean)
+        event = self.averaging_protocol.finish(model_steps=self._snapshot_steps, has_mean=has_mean)
         self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
 
     def _send_ready(self) -> None:
@@ -306,9 +311,9 @@ class AveragingWorker(SimulatedWorker):
         self.model = ModelState(self.model.parameters - 0.02 * momentum, momentum)
         self._end_overlapped()
         self.averaging_protocol.count_step()
-        if cluster.overlap and self.averaging_protocol.is_ready:
-            self.snapshot = self.model.parameters
         self.steps_taken += 1
+        if cluster.overlap and self.averaging_protocol.is_ready:
+            self._take_snapshot()
         cluster.progress_s = self.active_s = cluster.engine.now_s
         samples = sum(block.samples for block in loop.blocks)
         self.last_ready = Ready(
