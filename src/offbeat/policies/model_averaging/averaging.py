@@ -37,7 +37,7 @@ Nothing here moves a model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -132,6 +132,8 @@ class ModelAveraging:
         self._first_finished_s: float | None = None  # when a worker first had finished
         self._has_final_model = False  # all workers that are here have the same model
         self._is_over = False
+        self._expected: frozenset[int] = frozenset()  # see `_update_expected`; derived from the rest
+        self._expected_parts: tuple[Set[int], ...] = ()
 
     def handle(self, event: Event) -> list[Action]:
         """Return AverageModels, CancelAveragings, AssignBlocks, a JobComplete, an AbortJob, or nothing.
@@ -235,7 +237,7 @@ class ModelAveraging:
         averaging.pending.discard(event.worker)
         averaging.has_failed |= not event.has_mean
         if event.has_mean:
-            self._roster.without_state.discard(event.worker)
+            self._roster.on_state_received(event.worker)
             self._active_s[event.worker] = event.now_s
         if not averaging.pending:
             del self._averagings[event.exchange_id]
@@ -366,25 +368,36 @@ class ModelAveraging:
 
     def _form_groups(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        receiving = self._roster.without_state & self._exchange_of.keys()
-        resting = self._resting - self._groups.ready  # with overlap, a worker may be ready and rest
-        training = (self._roster.training | receiving) - self._reachability.silent_workers - resting
-        while group := self._next_group(training, now_s):
+        expected = self._update_expected()
+        while group := self._next_group(expected, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
             actions.append(self._begin_averaging(group, self._joining(group), reason))
         return actions
 
-    def _next_group(self, training: set[int], now_s: float) -> tuple[int, ...] | None:
-        group = self._groups.pop_group(training, now_s, self._can_meet)
-        if group is None and training and training <= self._groups.ready:
-            return self._groups.pop_first(self._can_meet)  # no other worker comes: some cannot meet
+    def _update_expected(self) -> frozenset[int]:
+        """Return the workers that are ready or will be: the same object until they change."""
+        receiving = self._roster.without_state & self._exchange_of.keys()
+        ready = self._groups.ready  # with overlap, a worker may be ready and rest
+        absent = {worker for worker in self._resting if worker not in ready}
+        absent |= self._reachability.silent_workers
+        parts = (self._roster.training, receiving, absent)
+        if parts != self._expected_parts:
+            self._expected_parts = parts
+            self._expected = (self._roster.training | receiving) - absent
+        return self._expected
+
+    def _next_group(self, expected: frozenset[int], now_s: float) -> tuple[int, ...] | None:
+        can_meet = self._can_meet if self._reachability else _can_always_meet
+        group = self._groups.pop_group(expected, now_s, can_meet)
+        if group is None and expected and expected <= self._groups.ready:
+            return self._groups.pop_first(can_meet)  # no other worker comes: some cannot meet
         return group
 
     def _complete(self) -> list[Action]:
         """Average all models once all loops have ended; then complete the job."""
-        present = self._roster.present
         if self._roster.training or self._exchange_of or self._roster.without_state:
             return []
+        present = self._roster.present
         if self._has_final_model or len(present) == 1:
             self._is_over = True
             return [JobComplete(reason="all workers have finished")]
@@ -395,6 +408,8 @@ class ModelAveraging:
 
     def _joining(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """Workers without the state that can receive it from this group now."""
+        if not self._roster.without_state:
+            return ()
         waiting = self._roster.without_state - self._exchange_of.keys()
         excluded = self._reachability.outside_exclusions(group, waiting)
         return tuple(sorted(waiting - excluded.keys()))
@@ -434,6 +449,11 @@ class ModelAveraging:
             return []
         averaging.is_cancelled = True
         return [CancelAveraging(exchange_id=exchange_id, members=averaging.members, reason=reason)]
+
+
+def _can_always_meet(group: tuple[int, ...], worker: int) -> bool:
+    """Return that a worker can exchange with others, where no outage is reported."""
+    return True
 
 
 def check_seconds(name: str, value_s: float) -> None:
