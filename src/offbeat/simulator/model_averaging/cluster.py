@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -55,7 +54,7 @@ class SimulatedModelCluster(SimulatedCluster):
         self.averagings: list[AverageModels] = []
         self._averaging_of: dict[int, int] = {}  # by member, until it has reported the end
         self._blocks: dict[int, Block] = {}
-        self._uses: Counter[tuple[int, int]] = Counter()
+        self._uses: set[tuple[int, int]] = set()  # epoch and position of each sample that was used
 
     @property
     def step(self) -> int:
@@ -99,11 +98,15 @@ class SimulatedModelCluster(SimulatedCluster):
         if isinstance(event, Ready):
             for block_id in event.blocks:
                 block = self._blocks[block_id]
-                for start, stop in block.ranges:
-                    self._uses.update((block.epoch, position) for position in range(start, stop))
-            twice = [use for use, count in self._uses.items() if count > 1]
-            if twice:
-                self.fail_invariant(f"worker {event.worker} uses a sample again: {min(twice)}")
+                uses = [
+                    (block.epoch, position)
+                    for start, stop in block.ranges
+                    for position in range(start, stop)
+                ]
+                if not self._uses.isdisjoint(uses):
+                    again = min(self._uses.intersection(uses))
+                    self.fail_invariant(f"worker {event.worker} uses a sample again: {again}")
+                self._uses.update(uses)
 
     def _note_action(self, action: Action) -> None:
         if isinstance(action, AssignBlocks):

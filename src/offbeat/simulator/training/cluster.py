@@ -135,7 +135,7 @@ class SimulatedCluster:
         received_early: workers whose last Ready the coordinator has already received, during `dissolve`.
         membership_changed_s: when the last Halt or Group was sent.
         is_exactly_once: events and actions are recorded and delivered exactly once and in order, across
-            restarts of the coordinator.
+            restarts of the coordinator. (They are numbered where it restarts; else nothing is resent.)
 
     Size: it stands for all transports and injects all faults. Each message and each fault reads and changes
     the connections, the hangs and the vectorized group together, and subclasses replace single
@@ -189,6 +189,7 @@ class SimulatedCluster:
         self.is_lockstep = any(isinstance(policy, Lockstep) for policy in self.coordinator.policies)
         self.is_exactly_once = setting.samples is not None or (self.is_lockstep and has_restart)
         self._may_vectorize &= not self.is_exactly_once
+        self._may_resend = has_restart
 
     # Running -------------------------------------------------------------------------------------------
 
@@ -321,7 +322,7 @@ class SimulatedCluster:
         simulated = self._workers[worker]
         at_s = max(simulated.uplink_s, self.engine.now_s + self.network.latency_s)
         simulated.uplink_s = at_s
-        if self.is_exactly_once:
+        if self._may_resend and self.is_exactly_once:
             simulated.sent_events.append(event)
         self.schedule_arrival(worker, event, at_s)
 
@@ -351,7 +352,7 @@ class SimulatedCluster:
             },
         )
         simulated.last_ready = ready
-        if self.is_exactly_once:
+        if self._may_resend and self.is_exactly_once:
             simulated.sent_events.append(ready)
         if worker not in self.received_early:
             self.schedule_arrival(worker, ready, at_s)
@@ -365,7 +366,7 @@ class SimulatedCluster:
         coordinator = self.coordinator
         if incarnation != coordinator.incarnation or coordinator.is_down:
             return
-        if self.is_exactly_once:
+        if self._may_resend and self.is_exactly_once:
             sent, recorded = self._workers[worker].sent_events, coordinator.recorded[worker]
             if recorded == len(sent) or event is not sent[recorded]:
                 return  # a duplicate, or out of order
@@ -406,13 +407,22 @@ class SimulatedCluster:
                 common.append(action)
                 self.coordinator.keep_last(action)
             elif not isinstance(action, _NOT_SIMULATED):
-                for worker in sorted(self.coordinator.joined):
-                    if action.is_for(Recipient(f"worker-{worker}", worker)):
-                        self._send(worker, (action,))
+                for worker in self._recipients(action):
+                    self._send(worker, (action,))
             if isinstance(action, RejectPeer):
                 self.coordinator.joined.discard(int(action.peer.removeprefix("worker-")))
-        for worker in sorted(self.coordinator.joined):
-            self._send(worker, tuple(common))
+        if common:
+            for worker in sorted(self.coordinator.joined):
+                self._send(worker, tuple(common))
+
+    def _recipients(self, action: Action) -> list[int]:
+        """Return the workers that receive an action, ascending."""
+        joined = self.coordinator.joined
+        if action.named_recipients is not None:
+            return sorted(worker for worker in action.named_recipients if worker in joined)
+        return [
+            worker for worker in sorted(joined) if action.is_for(Recipient(f"worker-{worker}", worker))
+        ]
 
     def _check_action(self, action: Action) -> None:
         """Note what an action changes in the job, and check what must hold then."""
@@ -434,7 +444,7 @@ class SimulatedCluster:
 
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
         number = 0
-        if self.is_exactly_once:
+        if self._may_resend and self.is_exactly_once:
             number = len(self.coordinator.sent[worker])
             self.coordinator.sent[worker].append(actions)
         self._schedule_delivery(worker, number, actions)
@@ -453,7 +463,7 @@ class SimulatedCluster:
         self.vectorized_group.dissolve()
         if incarnation != self.coordinator.incarnation or not worker.is_alive:
             return
-        if self.is_exactly_once:
+        if self._may_resend and self.is_exactly_once:
             if number != worker.received_messages:
                 return  # a duplicate, or out of order
             worker.received_messages += 1
