@@ -41,8 +41,9 @@ class Joined:
 class Ready:
     """A worker has computed its gradients of a round and has not begun to wait for other workers.
 
-    Where workers own their models, it has made its step with them, and waits for an `AverageModels`; its
-    blocks count as used from here on, and `round` counts averagings.
+    Where workers own their models, it has made its step with them; after as many steps as its last
+    `AverageModels` says it waits for the next one. Its blocks count as used from here on, and `round` counts
+    averagings.
 
     A worker that is in no group sends it too, with the step and round in which it last took part.
 
@@ -633,6 +634,7 @@ class AverageModels(ToMembers):
         joining: the members without a state: the first of the other members copies its state to them when it
             has the mean.
         weights: one per member, not negative, sum 1; 0 for those that are joining.
+        steps: one per member, at least 1: its optimizer steps until it is ready for its next averaging.
         includes_buffers: buffers are averaged too, so that the members' models are equal afterwards.
         leader: the worker that evaluates, prints and saves for all.
     """
@@ -641,6 +643,7 @@ class AverageModels(ToMembers):
     members: tuple[int, ...]
     joining: tuple[int, ...]
     weights: tuple[float, ...]
+    steps: tuple[int, ...]
     includes_buffers: bool
     leader: int
     reason: str
@@ -648,7 +651,8 @@ class AverageModels(ToMembers):
     @property
     def group(self) -> tuple[int, ...]:
         """The members that have a model, ascending."""
-        return tuple(member for member in self.members if member not in self.joining)
+        joining = frozenset(self.joining)
+        return tuple(member for member in self.members if member not in joining)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 Theory of operation
 -------------------
 
-Each worker trains its own model. It reports every optimizer step (`Ready`); an `AverageModels` names a group
-and its weights. When the worker has the mean, or has given up, it reports `ModelsAveraged`. Without `overlap`
+Each worker trains its own model. It reports every optimizer step (`Ready`). After some of them, usually each,
+it is *ready* for an averaging: `AverageModels.steps` says after how many. An `AverageModels` names a group
+of workers that are ready, and its weights. When the worker has the mean, or has given up, it reports `ModelsAveraged`. Without `overlap`
 it waits in between. With it, it trains on: its Ready publishes a *snapshot* of its model, of which the mean
 is made, and at the end of a later step it adds the mean less its snapshot to its model, and then reports. The
 policy owns four parts and decides only what passes between them: `Roster` (the workers of the job), a
@@ -80,6 +81,7 @@ class _Averaging:
 
     Attributes:
         pending: members that have not reported its end.
+        steps: one per member, see `AverageModels`.
         is_final: it is the one after the end of all loops.
         is_cancelled: its members have been asked to give up.
         has_failed: a member has not received the mean.
@@ -88,6 +90,7 @@ class _Averaging:
     members: tuple[int, ...]
     joining: tuple[int, ...]
     pending: set[int]
+    steps: tuple[int, ...]
     is_final: bool
     is_cancelled: bool = False
     has_failed: bool = False
@@ -128,6 +131,8 @@ class ModelAveraging:
         self._averagings: dict[int, _Averaging] = {}  # under way, by their first exchange id
         self._exchange_of: dict[int, int] = {}  # by member, the averaging that it is in
         self._next_exchange = 0
+        self._steps_left: dict[int, int] = {}  # by worker, steps until it is ready; 1 where none is noted
+        self._began_s: dict[int, float] = {}  # by worker, when its step under way began
         self._active_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
         self._first_finished_s: float | None = None  # when a worker first had finished
         self._has_final_model = False  # all workers that are here have the same model
@@ -182,6 +187,8 @@ class ModelAveraging:
             ],
             "exchange_of": [list(entry) for entry in self._exchange_of.items()],
             "next_exchange": self._next_exchange,
+            "steps_left": [list(entry) for entry in self._steps_left.items()],
+            "began_s": [list(entry) for entry in self._began_s.items()],
             "active_s": [list(entry) for entry in self._active_s.items()],
             "first_finished_s": self._first_finished_s,
             "has_final_model": self._has_final_model,
@@ -202,12 +209,14 @@ class ModelAveraging:
                     "members": tuple(entry["members"]),
                     "joining": tuple(entry["joining"]),
                     "pending": set(entry["pending"]),
+                    "steps": tuple(entry["steps"]),
                 }
             )
             for exchange_id, entry in state["averagings"]
         }
         self._exchange_of = dict(state["exchange_of"])
         self._next_exchange = state["next_exchange"]
+        self._steps_left, self._began_s = dict(state["steps_left"]), dict(state["began_s"])
         self._active_s, self._first_finished_s = dict(state["active_s"]), state["first_finished_s"]
         self._has_final_model, self._is_over = state["has_final_model"], state["is_over"]
 
@@ -223,8 +232,19 @@ class ModelAveraging:
         if self._assigner is not None:
             self._assigner.on_step(event.worker, _REPORTED, event.blocks)
             self._assigner.on_version(_LATEST)
-        self._active_s[event.worker] = event.now_s
+        if (began_s := self._began_s.get(event.worker)) is not None:
+            step_s = max(0.0, event.now_s - began_s)
+            self._groups.observe_step(event.worker, samples=event.samples, step_s=step_s)
+        self._began_s[event.worker] = self._active_s[event.worker] = event.now_s
         if not is_busy:
+            self._count_step(event)
+
+    def _count_step(self, event: Ready) -> None:
+        """Count a step of a worker in no averaging, after which it may be ready."""
+        left = self._steps_left.pop(event.worker, 1) - 1
+        if left:
+            self._steps_left[event.worker] = left
+        else:
             self._groups.add(event.worker, event.now_s)
 
     def _handle_averaged(self, event: ModelsAveraged) -> None:
@@ -236,7 +256,11 @@ class ModelAveraging:
         del self._exchange_of[event.worker]
         averaging.pending.discard(event.worker)
         averaging.has_failed |= not event.has_mean
+        self._groups.end_averaging(event.worker, has_mean=event.has_mean)
+        if not self._overlap:
+            self._began_s[event.worker] = event.now_s
         if event.has_mean:
+            self._steps_left[event.worker] = averaging.steps[averaging.members.index(event.worker)]
             self._roster.on_state_received(event.worker)
             self._active_s[event.worker] = event.now_s
         if not averaging.pending:
@@ -268,7 +292,8 @@ class ModelAveraging:
         if not self._roster.remove(worker):
             return []
         self._groups.discard(worker)
-        self._active_s.pop(worker, None)
+        for by_worker in (self._steps_left, self._began_s, self._active_s):
+            by_worker.pop(worker, None)
         self._reachability.forget(worker)
         if self._assigner is not None:
             self._assigner.on_gone(worker)
@@ -371,7 +396,8 @@ class ModelAveraging:
         expected = self._update_expected()
         while group := self._next_group(expected, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
-            actions.append(self._begin_averaging(group, self._joining(group), reason))
+            weights = self._groups.weights(group)
+            actions.append(self._begin_averaging(group, self._joining(group), reason, weights=weights))
         return actions
 
     def _update_expected(self) -> frozenset[int]:
@@ -423,12 +449,16 @@ class ModelAveraging:
         joining: tuple[int, ...],
         reason: str,
         *,
+        weights: tuple[float, ...] | None = None,
         is_final: bool = False,
     ) -> AverageModels:
+        """Begin an averaging of a group; all have the same weight unless others are given."""
+        weight_of = dict(zip(group, weights or (1.0 / len(group),) * len(group), strict=True))
         exchange_id, self._next_exchange = self._next_exchange, self._next_exchange + EXCHANGE_IDS
         members = tuple(sorted((*group, *joining)))
+        steps = tuple(self._groups.steps(member) for member in members)
         self._averagings[exchange_id] = _Averaging(
-            members=members, joining=joining, pending=set(members), is_final=is_final
+            members=members, joining=joining, pending=set(members), steps=steps, is_final=is_final
         )
         self._exchange_of |= dict.fromkeys(members, exchange_id)
         leader = self._roster.leader
@@ -437,7 +467,8 @@ class ModelAveraging:
             exchange_id=exchange_id,
             members=members,
             joining=joining,
-            weights=tuple(0.0 if member in joining else 1.0 / len(group) for member in members),
+            weights=tuple(weight_of.get(member, 0.0) for member in members),
+            steps=steps,
             includes_buffers=is_final,
             leader=leader,
             reason=reason,

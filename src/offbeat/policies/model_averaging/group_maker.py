@@ -23,8 +23,19 @@ class GroupMaker(Protocol):
     def waiting_since_s(self) -> float | None:
         """When the first of them was ready; None if there is none."""
 
+    def observe_step(self, worker: int, *, samples: int, step_s: float) -> None:
+        """Note an optimizer step of a worker.
+
+        Args:
+            samples: of its batch; 0 where that is not known.
+            step_s: how long it took, data and computing, in seconds.
+        """
+
     def add(self, worker: int, now_s: float) -> None:
         """Add a worker that is ready."""
+
+    def end_averaging(self, worker: int, *, has_mean: bool) -> None:
+        """Note the end of an averaging of one of these groups, for a worker."""
 
     def discard(self, worker: int) -> None:
         """Remove a worker, if it is there."""
@@ -48,6 +59,12 @@ class GroupMaker(Protocol):
         Called where all expected workers are ready: none of them may wait for another one.
         """
 
+    def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
+        """Return the weights of the models of the group removed last: not negative, sum 1."""
+
+    def steps(self, worker: int) -> int:
+        """Return how many optimizer steps a worker makes until it is ready for its next averaging."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain data."""
 
@@ -56,7 +73,10 @@ class GroupMaker(Protocol):
 
 
 class ReadyWorkers:
-    """The workers that are ready, in the order in which they were: a part of every `GroupMaker`."""
+    """The workers that are ready, in the order in which they were: a part of every `GroupMaker`.
+
+    Each worker is ready after each of its steps, and all models of a group have the same weight.
+    """
 
     def __init__(self) -> None:
         self._ready_s: dict[int, float] = {}
@@ -75,6 +95,9 @@ class ReadyWorkers:
         """See `GroupMaker.waiting_since_s`."""
         return next(iter(self._ready_s.values()), None)
 
+    def observe_step(self, worker: int, *, samples: int, step_s: float) -> None:
+        """See `GroupMaker.observe_step`."""
+
     def add(self, worker: int, now_s: float) -> None:
         """See `GroupMaker.add`."""
         self._ready_s[worker] = now_s
@@ -82,10 +105,21 @@ class ReadyWorkers:
             self._arrivals[worker] = self._next_arrival
             self._next_arrival += 1
 
+    def end_averaging(self, worker: int, *, has_mean: bool) -> None:
+        """See `GroupMaker.end_averaging`."""
+
     def discard(self, worker: int) -> None:
         """See `GroupMaker.discard`."""
         self._ready_s.pop(worker, None)
         self._arrivals.pop(worker, None)
+
+    def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
+        """See `GroupMaker.weights`."""
+        return (1.0 / len(group),) * len(group)
+
+    def steps(self, worker: int) -> int:
+        """See `GroupMaker.steps`."""
+        return 1
 
     def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
         """Remove workers, and return them, ascending."""
