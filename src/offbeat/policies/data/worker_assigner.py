@@ -33,6 +33,7 @@ class SoloBlockAssigner(BlockAssigner):
         super().__init__()
         self._members: set[int] = set()
         self._waiting: set[int] = set()  # workers with nothing to compute whose epoch is not over
+        self._asked: set[int] = set()  # those of them that have asked since the last assignment
         self._steps = 0  # with samples; for the scheduler, each is a round of its own
         self._recent: list[tuple[int, Block, int]] = []  # clock, block used at it, positions of its epoch
 
@@ -64,6 +65,7 @@ class SoloBlockAssigner(BlockAssigner):
         """
         if self._begin_epoch(event):
             self._waiting.add(event.worker)
+            self._asked.add(event.worker)
 
     def on_step(self, worker: int, clock: int, blocks: tuple[int, ...]) -> None:
         """Count the blocks of a step as used, which a worker has finished at a clock.
@@ -118,8 +120,10 @@ class SoloBlockAssigner(BlockAssigner):
         """Return the actions to send now, ascending by worker."""
         assigned = {worker: (blocks, over) for worker, blocks, over in self._scheduler.assign()}
         self._waiting -= {worker for worker, (blocks, over) in assigned.items() if blocks or over}
-        awaited = {worker for worker in self._waiting if self._scheduler.started_count(worker)}
+        asked = self._asked & self._waiting
+        awaited = {worker for worker in asked if self._scheduler.started_count(worker)}
         self._waiting -= awaited
+        self._asked.clear()
         actions: list[Action] = [
             self._assignment(worker, *assigned.get(worker, ((), False)), is_awaited=worker in awaited)
             for worker in sorted({*assigned, *awaited, *self._reset_workers})

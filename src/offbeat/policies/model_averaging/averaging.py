@@ -380,7 +380,7 @@ class ModelAveraging:
     def _name_state_sender(self) -> list[Action]:
         """Name a worker that waits anyway as the one that sends the state; else the next group sends it."""
         if self._next_exchange == 0:  # the start
-            senders = {0}
+            senders = frozenset({0})
         elif self._roster.without_state and not self._roster.training:
             senders = self._roster.finished - self._exchange_of.keys()
         else:

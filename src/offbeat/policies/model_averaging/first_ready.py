@@ -58,9 +58,7 @@ class FirstReadyGroups(ReadyWorkers):
         super().discard(worker)
         self._held_part = None
 
-    def pop_group(
-        self, expected: frozenset[int], now_s: float, can_meet: CanMeet
-    ) -> tuple[int, ...] | None:
+    def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`; None where workers have to wait."""
         if self._has_new_arguments(expected, can_meet):
             self._connected_from = self._part_of = self._held_part = None

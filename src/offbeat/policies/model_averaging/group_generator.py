@@ -68,9 +68,7 @@ class GroupGenerator(ReadyWorkers):
         self._requests.pop(worker, None)
         self._leave_groups(worker)
 
-    def pop_group(
-        self, expected: frozenset[int], now_s: float, can_meet: CanMeet
-    ) -> tuple[int, ...] | None:
+    def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`; a worker for which there is no other one is a group of its own."""
         if self._has_new_arguments(expected, can_meet):
             for worker in self._numbers_of.keys() - expected:
@@ -115,7 +113,7 @@ class GroupGenerator(ReadyWorkers):
         return chosen
 
     def _add_groups(self, groups: Iterable[list[int]]) -> None:
-        """Number groups, in the order of their decision."""
+        """Give groups their numbers, in the order of their decision."""
         for members in groups:
             number, self._next_number = self._next_number, self._next_number + 1
             self._decided[number] = sorted(members)

@@ -40,9 +40,7 @@ class GroupMaker(Protocol):
     def discard(self, worker: int) -> None:
         """Remove a worker, if it is there."""
 
-    def pop_group(
-        self, expected: frozenset[int], now_s: float, can_meet: CanMeet
-    ) -> tuple[int, ...] | None:
+    def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """Remove the next group of workers that are ready and return it, ascending; None if there is none.
 
         A call with the same objects as the one before is fast: it looks only at workers that were added since
@@ -129,7 +127,7 @@ class ReadyWorkers:
         return group
 
     def _has_new_arguments(self, expected: frozenset[int], can_meet: CanMeet) -> bool:
-        """Whether `pop_group` has other arguments than in the last call, so that all workers are looked at."""
+        """Whether `pop_group` has other arguments than in its last call, so that it looks at all workers."""
         before, self._arguments = self._arguments, (expected, can_meet)
         return before is None or before[0] is not expected or before[1] is not can_meet
 
@@ -138,9 +136,9 @@ class ReadyWorkers:
         ready = [worker for worker in workers if worker in self._ready_s]
         return sorted(ready, key=self._arrivals.__getitem__) if len(ready) > 1 else ready
 
-    def _restore_ready(self, entries: Iterable[Iterable[Any]]) -> None:
+    def _restore_ready(self, entries: Iterable[tuple[int, float]]) -> None:
         """Restore the workers that are ready, from the entries of `_ready_s`."""
-        self._ready_s = {worker: ready_s for worker, ready_s in entries}
+        self._ready_s = dict(entries)
         self._arrivals = {worker: number for number, worker in enumerate(self._ready_s)}
         self._next_arrival = len(self._arrivals)
         self._arguments = None

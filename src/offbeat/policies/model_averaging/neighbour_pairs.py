@@ -41,6 +41,7 @@ class NeighbourPairs(ReadyWorkers):
         # Derived from the calls, and not part of the state:
         self._ring: list[int] = []
         self._place_of: dict[int, int] = {}
+        self._neighbours_of: dict[int, list[int]] = {}  # by worker, as far as they were needed
         self._new: list[int] = []  # workers for which no partner has been looked for yet
 
     def add(self, worker: int, now_s: float) -> None:
@@ -48,13 +49,12 @@ class NeighbourPairs(ReadyWorkers):
         super().add(worker, now_s)
         self._new.append(worker)
 
-    def pop_group(
-        self, expected: frozenset[int], now_s: float, can_meet: CanMeet
-    ) -> tuple[int, ...] | None:
+    def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`: a pair, or a worker alone if no other one is expected."""
         if self._has_new_arguments(expected, can_meet):
             self._ring = sorted(expected)
             self._place_of = {worker: place for place, worker in enumerate(self._ring)}
+            self._neighbours_of = {}
             self._new = list(self._ready_s)
         ring = self._ring
         if len(ring) == 1:
@@ -62,7 +62,7 @@ class NeighbourPairs(ReadyWorkers):
         for worker in self._in_order(self._active_workers()):
             neighbours = [
                 other
-                for other in neighbours_of(ring, self._place_of[worker], self._topology)
+                for other in self._neighbours(worker)
                 if other in self._ready_s and can_meet((worker,), other)
             ]
             if neighbours:
@@ -79,8 +79,14 @@ class NeighbourPairs(ReadyWorkers):
             place = self._place_of.get(worker)
             if place is None or worker not in self._ready_s:
                 continue
-            found.update([worker] if place % 2 else neighbours_of(self._ring, place, self._topology))
+            found.update([worker] if place % 2 else self._neighbours(worker))
         return found
+
+    def _neighbours(self, worker: int) -> list[int]:
+        if worker not in self._neighbours_of:
+            place = self._place_of[worker]
+            self._neighbours_of[worker] = neighbours_of(self._ring, place, self._topology)
+        return self._neighbours_of[worker]
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: alone, as it has no neighbour that it can meet."""

@@ -23,6 +23,7 @@ from offbeat.policies import Policy
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.model_averaging.worker import AveragingWorker, SimulatedAveraging
 from offbeat.simulator.training.cluster import SimulatedCluster
+from offbeat.simulator.training.replicas import QuadraticProblem, TrainingProblem
 from offbeat.simulator.training.setting import SimulationSetting
 from offbeat.simulator.training.worker import SimulatedWorker
 
@@ -39,18 +40,23 @@ class SimulatedModelCluster(SimulatedCluster):
         setting: parameters of the run, with samples.
         policies: builds the coordinator's policies; called again for each restarted coordinator.
         overlap: workers train on while their models are averaged.
+        problem: the training problem, whose states are `MomentumState`s.
 
     Attributes:
         averagings: all averagings, in order.
     """
 
     def __init__(
-        self, setting: SimulationSetting, policies: Callable[[], Sequence[Policy]], *, overlap: bool
+        self,
+        setting: SimulationSetting,
+        policies: Callable[[], Sequence[Policy]],
+        *,
+        overlap: bool,
+        problem: TrainingProblem | None = None,
     ) -> None:
         super().__init__(setting, policies, one_by_one=True)
         self.overlap = overlap
-        chance = np.random.default_rng(setting.seed)
-        self._solution = chance.normal(size=4)
+        self.problem = problem or QuadraticProblem(setting.seed)
         self.averagings: list[AverageModels] = []
         self._averaging_of: dict[int, int] = {}  # by member, until it has reported the end
         self._blocks: dict[int, Block] = {}
@@ -63,11 +69,6 @@ class SimulatedModelCluster(SimulatedCluster):
 
     def _make(self, worker: int, stopwatch: ComputeTimeSource, is_new: bool) -> SimulatedWorker:
         return AveragingWorker(self, worker, stopwatch, is_new=is_new)
-
-    def gradient(self, parameters: Any, worker: int, number: int) -> Any:
-        """Return the gradient of a worker's batch: that of a quadratic, with noise."""
-        noise = np.random.default_rng([self.setting.seed, worker, number]).normal(size=4)
-        return parameters - self._solution + 0.1 * noise
 
     def enter_averaging(self, worker: AveragingWorker, averaging: AverageModels) -> None:
         """Enter a worker into an averaging."""
@@ -99,9 +100,7 @@ class SimulatedModelCluster(SimulatedCluster):
             for block_id in event.blocks:
                 block = self._blocks[block_id]
                 uses = [
-                    (block.epoch, position)
-                    for start, stop in block.ranges
-                    for position in range(start, stop)
+                    (block.epoch, position) for start, stop in block.ranges for position in range(start, stop)
                 ]
                 if not self._uses.isdisjoint(uses):
                     again = min(self._uses.intersection(uses))
@@ -115,10 +114,14 @@ class SimulatedModelCluster(SimulatedCluster):
             self._averaging_of |= dict.fromkeys(action.members, action.exchange_id)
 
     def _check_action(self, action: Action) -> None:
-        super()._check_action(action)
-        if isinstance(action, AverageModels):
-            self._check_averaging(action)
-            self.averagings.append(action)
+        match action:
+            case AssignBlocks():
+                pass
+            case AverageModels():
+                self._check_averaging(action)
+                self.averagings.append(action)
+            case _:
+                super()._check_action(action)
         self._note_action(action)
 
     def _check_averaging(self, averaging: AverageModels) -> None:

@@ -7,25 +7,24 @@ It uses the same `ModelAveragingProtocol` as the runtime. Nothing here decides w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
-
-import numpy as np
 
 from offbeat.events import (
     AbortJob,
     Action,
+    AssignBlocks,
     AverageModels,
     CancelAveraging,
     JobComplete,
     PeerList,
-    Ready,
     RejectPeer,
 )
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.training.exchange import BlockableExchange
 from offbeat.simulator.training.interface import Simulation
+from offbeat.simulator.training.replicas import MomentumState
 from offbeat.simulator.training.sample_loop import SimulatedLoop
 from offbeat.simulator.training.worker import (
     COMPUTING,
@@ -40,19 +39,6 @@ from offbeat.simulator.training.worker import (
 )
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """A worker's own state.
-
-    Attributes:
-        parameters: float64, shape (parameters,).
-        momentum: of the same shape; each worker keeps its own.
-    """
-
-    parameters: Any
-    momentum: Any
-
-
 class ModelSimulation(Simulation, Protocol):
     """A simulated run, as far as a worker that owns its model needs it.
 
@@ -62,9 +48,6 @@ class ModelSimulation(Simulation, Protocol):
 
     overlap: bool
 
-    def gradient(self, parameters: Any, worker: int, number: int) -> Any:
-        """Return the gradient of a worker's `number`-th batch."""
-
     def enter_averaging(self, worker: AveragingWorker, averaging: AverageModels) -> None:
         """Enter a worker into an averaging."""
 
@@ -73,7 +56,7 @@ class AveragingWorker(SimulatedWorker):
     """One worker with a model of its own.
 
     Attributes:
-        model: its state, None before it has received one.
+        model: its state, None before it has received one; the velocity stays its own.
         snapshot: with overlap, its parameters at the end of the last step that ended in no averaging; None
             before the first.
     """
@@ -94,8 +77,7 @@ class AveragingWorker(SimulatedWorker):
         # With overlap, what the averaging under way has yielded, until the end of the step:
         self._mean: Any = None
         self._has_given_up = False
-        zeros = np.zeros(4)
-        self.model = None if is_new or worker else ModelState(zeros, zeros)
+        self.model: MomentumState | None = None if is_new or worker else cluster.problem.initial_state()
 
     @property
     def has_difference(self) -> bool:
@@ -120,6 +102,9 @@ class AveragingWorker(SimulatedWorker):
 
     def _apply_action(self, action: Action) -> None:
         match action:
+            case AssignBlocks():  # the first case, as most actions are these
+                if self.activity != LEAVING:
+                    self.answer(action)
             case PeerList():
                 self.has_started = True
             case JobComplete():
@@ -211,7 +196,7 @@ class AveragingWorker(SimulatedWorker):
         assert self.model is not None
         is_unchanged = self.snapshot is None or self.model.parameters is self.snapshot
         changed = mean if is_unchanged else self.model.parameters + (mean - self.snapshot)
-        self.model = replace(self.model, parameters=changed)
+        self.model = MomentumState(changed, self.model.velocity)
 
     @property
     def sample_loop(self) -> SimulatedLoop:
@@ -238,31 +223,22 @@ class AveragingWorker(SimulatedWorker):
         """Make the step with its own model, report it, and wait for an averaging, or train on."""
         cluster, loop = self.cluster, self.sample_loop
         assert self.model is not None
-        gradient = cluster.gradient(self.model.parameters, self.worker, self.gradients_computed)
-        momentum = 0.9 * self.model.momentum + gradient
-        self.model = ModelState(self.model.parameters - 0.02 * momentum, momentum)
+        gradient = cluster.problem.gradient(self.model, self.worker, self.gradients_computed - 1)
+        model = self.model = cluster.problem.step(self.model, gradient)
         self._end_overlapped()
         self.averaging_protocol.count_step()
         if cluster.overlap and self.averaging_protocol.is_ready:
-            self.snapshot = self.model.parameters
+            self.snapshot = model.parameters
         self.steps_taken += 1
         cluster.progress_s = self.active_s = cluster.engine.now_s
         samples = sum(block.samples for block in loop.blocks)
-        self.last_ready = Ready(
-            now_s=cluster.arrival_s(self.worker),
-            worker=self.worker,
-            generation=0,
-            epoch=loop.epoch,
-            step=self.steps_taken - 1,
-            round=self.round,
-            compute_s=self._compute_s,
-            samples=samples,
-            blocks=loop.contribute(),
-        )
+        compute_s, epoch, blocks = self._compute_s, loop.epoch, loop.contribute()
         self._compute_s = 0.0
         loop.end_round()
         self.activity = WAITING
-        cluster.send_event(self.worker, self.last_ready)
+        cluster.send_ready(
+            self.worker, 0, epoch, self.steps_taken - 1, self.round, compute_s, samples, blocks
+        )
         if not cluster.overlap and self.averaging_protocol.is_ready:
             return
         if self.is_leaving:
@@ -299,7 +275,7 @@ class SimulatedAveraging(BlockableExchange):
         super().__init__(cluster, averaging.members, averaging.exchange_id)
         self.averaging = averaging
         self.mean: Any = None
-        self.donor_model: ModelState | None = None
+        self.donor_model: MomentumState | None = None
         self.epoch = 0
 
     def check_member(self, worker: SimulatedWorker) -> None:
@@ -311,7 +287,9 @@ class SimulatedAveraging(BlockableExchange):
                 "difference"
             )
         is_joining = worker.worker in self.averaging.joining
-        if worker.averaging_protocol.averaging != self.averaging or (worker.model is None) != is_joining:
+        averaging = worker.averaging_protocol.averaging
+        is_another = averaging is not self.averaging and averaging != self.averaging
+        if is_another or (worker.model is None) != is_joining:
             self._cluster.fail_invariant(
                 f"worker {worker.worker} enters averaging {self.exchange_id}, which it is not to be in so"
             )

@@ -167,7 +167,7 @@ class SimulatedCluster:
         self.vectorized_group = VectorizedGroup(self, self.open_exchange)
         self.received_early: frozenset[int] = frozenset()
         is_plain = setting.rounds_per_step == 1 and not setting.apply_s and setting.samples is None
-        self._may_vectorize = not one_by_one and is_plain
+        self._may_vectorize = not one_by_one and is_plain and not setting.network.lines
         self._workers: dict[int, SimulatedWorker] = {}
         self.hung_at_s: dict[int, float] = {}
         self.progress_s = self.membership_changed_s = 0.0
@@ -314,24 +314,32 @@ class SimulatedCluster:
 
     def arrival_s(self, worker: int) -> float:
         """Return when an event that a worker sends now arrives, on the coordinator's clock."""
-        uplink_s = self._workers[worker].uplink_s
-        return max(uplink_s, self.engine.now_s + self.network.latency_s) - self.clock_lag_s
+        simulated = self._workers[worker]
+        return max(simulated.uplink_s, self.engine.now_s + simulated.latency_s) - self.clock_lag_s
 
     def send_event(self, worker: int, event: Event) -> None:
         """Send an event of a worker to the coordinator."""
         simulated = self._workers[worker]
-        at_s = max(simulated.uplink_s, self.engine.now_s + self.network.latency_s)
+        at_s = max(simulated.uplink_s, self.engine.now_s + simulated.latency_s)
         simulated.uplink_s = at_s
         if self._may_resend and self.is_exactly_once:
             simulated.sent_events.append(event)
         self.schedule_arrival(worker, event, at_s)
 
     def send_ready(
-        self, worker: int, generation: int, epoch: int, step: int, round: int, compute_s: float
+        self,
+        worker: int,
+        generation: int,
+        epoch: int,
+        step: int,
+        round: int,
+        compute_s: float,
+        samples: int = 0,
+        blocks: tuple[int, ...] = (),
     ) -> None:
         """Send a Ready: the same as `send_event`, but faster."""
         simulated = self._workers[worker]
-        at_s = self.engine.now_s + self.network.latency_s
+        at_s = self.engine.now_s + simulated.latency_s
         if at_s < simulated.uplink_s:
             at_s = simulated.uplink_s
         simulated.uplink_s = at_s
@@ -347,8 +355,8 @@ class SimulatedCluster:
                 "step": step,
                 "round": round,
                 "compute_s": compute_s,
-                "samples": 0,
-                "blocks": (),
+                "samples": samples,
+                "blocks": blocks,
             },
         )
         simulated.last_ready = ready
@@ -387,7 +395,9 @@ class SimulatedCluster:
             self.handle_event(event)
         if type(event) is Left and self.is_exactly_once:
             self.coordinator.sync()
-            self.engine.schedule(self.engine.now_s + self.network.latency_s, self._end_worker, worker)
+            self.engine.schedule(
+                self.engine.now_s + self._workers[worker].latency_s, self._end_worker, worker
+            )
 
     def _end_worker(self, worker: int) -> None:
         self._workers[worker].end()
@@ -420,9 +430,7 @@ class SimulatedCluster:
         joined = self.coordinator.joined
         if action.named_recipients is not None:
             return sorted(worker for worker in action.named_recipients if worker in joined)
-        return [
-            worker for worker in sorted(joined) if action.is_for(Recipient(f"worker-{worker}", worker))
-        ]
+        return [worker for worker in sorted(joined) if action.is_for(Recipient(f"worker-{worker}", worker))]
 
     def _check_action(self, action: Action) -> None:
         """Note what an action changes in the job, and check what must hold then."""
@@ -451,7 +459,7 @@ class SimulatedCluster:
 
     def _schedule_delivery(self, worker: int, number: int, actions: tuple[Action, ...]) -> None:
         simulated = self._workers[worker]
-        simulated.downlink_s = max(simulated.downlink_s, self.engine.now_s + self.network.latency_s)
+        simulated.downlink_s = max(simulated.downlink_s, self.engine.now_s + simulated.latency_s)
         self.engine.schedule(
             simulated.downlink_s, self._deliver, (simulated, self.coordinator.incarnation, number, actions)
         )
@@ -580,7 +588,7 @@ class SimulatedCluster:
 
     def send_state(self, donor: int, joiner: int, place: int, transfer: StateTransfer) -> None:
         """Send a donor's state to the joiner at index `place`; transfers are sequential."""
-        transfer_s = self.network.transfer_s(3 * self.setting.size_bytes)
+        transfer_s = self.network.transfer_s(3 * self.setting.size_bytes, donor, joiner)
         self.engine.schedule(
             self.engine.now_s + (place + 1) * transfer_s,
             self._deliver_state,
@@ -596,7 +604,8 @@ class SimulatedCluster:
         if donor.is_hung:
             free_s = max(free_s, self._hung_until_s[donor.worker])
         if free_s > self.engine.now_s:
-            self.engine.schedule(free_s + self.network.latency_s, self._deliver_state, message)
+            again_s = free_s + self.network.message_s(donor.worker, joiner)
+            self.engine.schedule(again_s, self._deliver_state, message)
             return
         self._workers[joiner].on_state(transfer)
 
