@@ -402,9 +402,12 @@ class ModelAveraging:
 
     def _update_expected(self) -> frozenset[int]:
         """Return the workers that are ready or will be: the same object until they change."""
+        resting = self._resting
+        if not (resting or self._roster.without_state or self._reachability.silent_workers):
+            return self._roster.training
         receiving = self._roster.without_state & self._exchange_of.keys()
         ready = self._groups.ready  # with overlap, a worker may be ready and rest
-        absent = {worker for worker in self._resting if worker not in ready}
+        absent = {worker for worker in resting if worker not in ready}
         absent |= self._reachability.silent_workers
         parts = (self._roster.training, receiving, absent)
         if parts != self._expected_parts:

@@ -102,25 +102,29 @@ class AveragingWorker(SimulatedWorker):
 
     def _apply_action(self, action: Action) -> None:
         match action:
-            case AssignBlocks():  # the first case, as most actions are these
-                if self.activity != LEAVING:
-                    self.answer(action)
+            case AssignBlocks() | AverageModels() | CancelAveraging():  # first, as most actions are these
+                if self.activity != LEAVING:  # it takes part in nothing any more
+                    self._apply_to_protocol(action)
             case PeerList():
                 self.has_started = True
             case JobComplete():
                 self._send_left()
             case AbortJob() | RejectPeer():
                 self.end()
-            case _ if self.activity != LEAVING:  # it takes part in nothing any more
+            case _:
                 self.answer(action)
-                if isinstance(action, AverageModels):
-                    self._open_sessions_with(action.members)
-                    if self._is_overlapped(action):
-                        self.cluster.enter_averaging(self, action)
-                    elif self.activity != COMPUTING and self.activity != REQUESTING:
-                        self._take_part(action)
-                elif isinstance(action, CancelAveraging) and self.averaging_protocol.is_cancelled:
-                    self._give_up()
+
+    def _apply_to_protocol(self, action: Action) -> None:
+        """See `SimulatedWorker`."""
+        self.answer(action)
+        if isinstance(action, AverageModels):
+            self._open_sessions_with(action.members)
+            if self._is_overlapped(action):
+                self.cluster.enter_averaging(self, action)
+            elif self.activity != COMPUTING and self.activity != REQUESTING:
+                self._take_part(action)
+        elif isinstance(action, CancelAveraging) and self.averaging_protocol.is_cancelled:
+            self._give_up()
 
     def _is_overlapped(self, averaging: AverageModels) -> bool:
         """Whether this worker trains on: it waits where it sends or receives a state, and at the end."""

@@ -43,6 +43,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar, NoReturn, assert_never, cast
 
 from offbeat.errors import OffbeatError
@@ -190,6 +191,7 @@ class SimulatedCluster:
         self.is_exactly_once = setting.samples is not None or (self.is_lockstep and has_restart)
         self._may_vectorize &= not self.is_exactly_once
         self._may_resend = has_restart
+        self._is_cut_short = False
 
     # Running -------------------------------------------------------------------------------------------
 
@@ -209,7 +211,13 @@ class SimulatedCluster:
         self.vectorized_group.dissolve()
         if self._alive:
             engine.run(engine.now_s)  # calls of dissolved members that are due at this very time
-        self._check_end()
+        if not self._is_cut_short:
+            self._check_end()
+
+    def cut_short(self) -> None:
+        """End the run after the current call, in the middle of the job; its end is not checked."""
+        self._is_cut_short = True
+        self.engine.stop()
 
     def _check_end(self) -> None:
         """Check the invariants that hold at the end of a run."""
@@ -413,13 +421,14 @@ class SimulatedCluster:
         common = []
         for action in actions:
             self._check_action(action)
-            if isinstance(action, ToAllWorkers):
+            kind = type(action)
+            if _is_common(kind):
                 common.append(action)
                 self.coordinator.keep_last(action)
-            elif not isinstance(action, _NOT_SIMULATED):
+            elif kind not in _NOT_SIMULATED:
                 for worker in self._recipients(action):
                     self._send(worker, (action,))
-            if isinstance(action, RejectPeer):
+            if type(action) is RejectPeer:
                 self.coordinator.joined.discard(int(action.peer.removeprefix("worker-")))
         if common:
             for worker in sorted(self.coordinator.joined):
@@ -764,7 +773,7 @@ class SimulatedCluster:
     def _restart_coordinator(self, _: Any) -> None:
         """Replay the log and reconnect all live workers, which resend what may have been lost."""
         coordinator = self.coordinator
-        coordinator.restart(self.engine.now_s, lambda action: isinstance(action, ToAllWorkers))
+        coordinator.restart(self.engine.now_s, lambda action: _is_common(type(action)))
         for worker in sorted(self._workers):
             simulated = self._workers[worker]
             if not simulated.is_alive:
@@ -811,6 +820,12 @@ class SimulatedCluster:
         sent = self.coordinator.sent[simulated.worker]
         for number in range(simulated.received_messages, len(sent)):
             self._schedule_delivery(simulated.worker, number, sent[number])
+
+
+@cache
+def _is_common(kind: type[Action]) -> bool:
+    """Whether all workers receive the actions of a type; asking an abstract class each time is slow."""
+    return issubclass(kind, ToAllWorkers)
 
 
 def _node(peer: int | None) -> int:

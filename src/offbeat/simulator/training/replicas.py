@@ -77,8 +77,8 @@ class MomentumState:
     velocity: Any
 
 
-class _MomentumProblem(ABC):
-    """What problems have in common that are trained by SGD with momentum 0.9.
+class MomentumProblem(ABC):
+    """A problem that is trained by SGD with momentum 0.9; subclasses have the gradient.
 
     Args:
         initial: the parameters before the first step, float64, shape (parameters,).
@@ -119,7 +119,7 @@ class _MomentumProblem(ABC):
         )
 
 
-class QuadraticProblem(_MomentumProblem):
+class QuadraticProblem(MomentumProblem):
     """The distance to a point, with noise in the gradients: the cheapest problem with a solution.
 
     Args:
@@ -140,7 +140,7 @@ class QuadraticProblem(_MomentumProblem):
         return state.parameters - self._noise[(worker * 397 + iteration) % 1021]
 
 
-class LeastSquaresProblem(_MomentumProblem):
+class LeastSquaresProblem(MomentumProblem):
     """Linear least squares in float64 with momentum; all workers draw batches from the same samples.
 
     Args:
