@@ -260,8 +260,13 @@ def _build(strategy: Strategy, setting: MethodSetting, problem: DigitsProblem, s
         seed=seed,
     )
     if owns_models:
-        overlap = getattr(strategy, "overlap", False)
-        return SimulatedModelCluster(simulated, policies, overlap=overlap, problem=problem)
+        return SimulatedModelCluster(
+            simulated,
+            policies,
+            overlap=getattr(strategy, "overlap", False),
+            has_epoch_means=getattr(strategy, "global_every", None) == "epoch",
+            problem=problem,
+        )
     return SimulatedCluster(simulated, policies, problem=problem, one_by_one=True)
 
 

@@ -80,15 +80,21 @@ class FirstReadyGroups(ReadyWorkers):
                 self._held_part, self._new = first, []
                 return None
             self.timeouts += 1
-        return self._take(chosen)
+        return self._form(chosen)
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: with others that it can meet, whatever their number."""
-        return self._take(self._choose(self._size, {}, can_meet))
+        return self._form(self._choose(self._size, {}, can_meet))
 
-    def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
-        group = super()._take(workers)
-        self._held_since_s = self._part_of = self._held_part = None
+    def take(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """See `GroupMaker.take`."""
+        self._held_part = None
+        return super().take(workers)
+
+    def _form(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """Remove workers, note them as the last group, and return them, ascending."""
+        group = self.take(workers)
+        self._held_since_s = self._part_of = None
         self._formed += 1
         if self._window > 1:
             self._recent.append(group)

@@ -85,7 +85,7 @@ class GroupGenerator(ReadyWorkers):
             members = self._decided[number]
             if all(one in self._ready_s and self._numbers_of[one][0] == number for one in members):
                 self._end_group(number)
-                group = self._take(self._meeting(members, can_meet))
+                group = self.take(self._meeting(members, can_meet))
                 for worker in members:
                     self._look_at(worker)
                 return group
@@ -95,7 +95,7 @@ class GroupGenerator(ReadyWorkers):
         """See `GroupMaker.pop_first`: alone."""
         worker = next(worker for worker in self._ready_s if can_meet((), worker))
         self._leave_groups(worker)
-        return self._take([worker])
+        return self.take([worker])
 
     def _look_at(self, worker: int) -> None:
         """Note that a worker may ask for a decision now, or be the last one that its next group waits for."""

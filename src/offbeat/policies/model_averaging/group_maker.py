@@ -23,8 +23,8 @@ class GroupMaker(Protocol):
     def waiting_since_s(self) -> float | None:
         """When the first of them was ready; None if there is none."""
 
-    def observe_step(self, worker: int, *, samples: int, step_s: float) -> None:
-        """Note an optimizer step of a worker.
+    def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
+        """Note an optimizer step that a worker has ended.
 
         Args:
             samples: of its batch; 0 where that is not known.
@@ -39,6 +39,9 @@ class GroupMaker(Protocol):
 
     def discard(self, worker: int) -> None:
         """Remove a worker, if it is there."""
+
+    def take(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """Remove these workers, which are ready, for a group that is formed elsewhere; ascending."""
 
     def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """Remove the next group of workers that are ready and return it, ascending; None if there is none.
@@ -93,7 +96,7 @@ class ReadyWorkers:
         """See `GroupMaker.waiting_since_s`."""
         return next(iter(self._ready_s.values()), None)
 
-    def observe_step(self, worker: int, *, samples: int, step_s: float) -> None:
+    def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
         """See `GroupMaker.observe_step`."""
 
     def add(self, worker: int, now_s: float) -> None:
@@ -119,8 +122,8 @@ class ReadyWorkers:
         """See `GroupMaker.steps`."""
         return 1
 
-    def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
-        """Remove workers, and return them, ascending."""
+    def take(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """See `GroupMaker.take`."""
         group = tuple(sorted(workers))
         for worker in group:
             del self._ready_s[worker], self._arrivals[worker]

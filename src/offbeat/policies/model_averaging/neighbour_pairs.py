@@ -58,7 +58,7 @@ class NeighbourPairs(ReadyWorkers):
             self._new = list(self._ready_s)
         ring = self._ring
         if len(ring) == 1:
-            return self._take(ring) if ring[0] in self._ready_s else None
+            return self.take(ring) if ring[0] in self._ready_s else None
         for worker in self._in_order(self._active_workers()):
             neighbours = [
                 other
@@ -68,7 +68,7 @@ class NeighbourPairs(ReadyWorkers):
             if neighbours:
                 choice = random.Random(f"{self._seed} {self._pairs}")
                 self._pairs += 1
-                return self._take([worker, choice.choice(neighbours)])
+                return self.take([worker, choice.choice(neighbours)])
         self._new.clear()
         return None
 
@@ -90,7 +90,7 @@ class NeighbourPairs(ReadyWorkers):
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: alone, as it has no neighbour that it can meet."""
-        return self._take([next(worker for worker in self._ready_s if can_meet((), worker))])
+        return self.take([next(worker for worker in self._ready_s if can_meet((), worker))])
 
     def state_dict(self) -> dict[str, Any]:
         """See `GroupMaker.state_dict`."""

@@ -40,6 +40,7 @@ class SimulatedModelCluster(SimulatedCluster):
         setting: parameters of the run, with samples.
         policies: builds the coordinator's policies; called again for each restarted coordinator.
         overlap: workers train on while their models are averaged.
+        has_epoch_means: all models are averaged at the end of each epoch.
         problem: the training problem, whose states are `MomentumState`s.
 
     Attributes:
@@ -52,10 +53,11 @@ class SimulatedModelCluster(SimulatedCluster):
         policies: Callable[[], Sequence[Policy]],
         *,
         overlap: bool,
+        has_epoch_means: bool,
         problem: TrainingProblem | None = None,
     ) -> None:
         super().__init__(setting, policies, one_by_one=True)
-        self.overlap = overlap
+        self.overlap, self.has_epoch_means = overlap, has_epoch_means
         self.problem = problem or QuadraticProblem(setting.seed)
         self.averagings: list[AverageModels] = []
         self._averaging_of: dict[int, int] = {}  # by member, until it has reported the end
