@@ -48,7 +48,7 @@ class RecordsTheTimes(SimulatedModelCluster):
 
     def close_exchange(self, exchange_id):
         exchange = self.exchanges[exchange_id]
-        if len(exchange.members) == 2 and not exchange.averaging.includes_buffers:
+        if len(exchange.members) == 2:
             self.took_s.append((exchange.members, self.engine.now_s - exchange.begin_s))
         super().close_exchange(exchange_id)
 
@@ -62,7 +62,10 @@ def run_pairs(network):
         size_bytes=SIZE_BYTES,
     )
     cluster = RecordsTheTimes(
-        setting, lambda: [Assembly(4, accepts_late_joiners=True), PairAveraging(4)], overlap=False
+        setting,
+        lambda: [Assembly(4, accepts_late_joiners=True), PairAveraging(4)],
+        overlap=False,
+        has_epoch_means=False,
     )
     cluster.run()
     assert cluster.is_job_complete
