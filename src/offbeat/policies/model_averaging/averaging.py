@@ -63,6 +63,7 @@ from offbeat.events import (
     Left,
     Lost,
     ModelsAveraged,
+    OuterStep,
     PeerReachable,
     PeerUnreachable,
     Ready,
@@ -481,8 +482,15 @@ class ModelAveraging:
         expected = self._update_expected()
         while group := self._next_group(expected, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
-            weights = self._groups.weights(group)
-            actions.append(self._begin_averaging(group, self._joining(group), reason, weights=weights))
+            actions.append(
+                self._begin_averaging(
+                    group,
+                    self._joining(group),
+                    reason,
+                    weights=self._groups.weights(group),
+                    outer_step=self._groups.outer_step(group),
+                )
+            )
         return actions
 
     def _update_expected(self) -> frozenset[int]:
@@ -552,10 +560,13 @@ class ModelAveraging:
         reason: str,
         *,
         weights: tuple[float, ...] | None = None,
+        outer_step: OuterStep | None = None,
         is_common: bool = False,
     ) -> AverageModels:
         """Begin an averaging of a group; all have the same weight unless others are given."""
         weight_of = dict(zip(group, weights or (1.0 / len(group),) * len(group), strict=True))
+        for worker in joining if self._next_exchange else ():
+            self._groups.add_newcomer(worker)
         exchange_id, self._next_exchange = self._next_exchange, self._next_exchange + EXCHANGE_IDS
         members = tuple(sorted((*group, *joining)))
         steps = tuple(self._groups.steps(member) for member in members)
@@ -574,6 +585,7 @@ class ModelAveraging:
             weights=tuple(weight_of.get(member, 0.0) for member in members),
             steps=steps,
             includes_buffers=is_common,
+            outer_step=outer_step,
             leader=leader,
             reason=reason,
         )
