@@ -419,6 +419,11 @@ class ModelAveraging:
         """Workers that wait for samples."""
         return frozenset() if self._assigner is None else self._assigner.waiting_workers
 
+    @property
+    def _receiving(self) -> Set[int]:
+        """Workers that receive the state now, and train then."""
+        return self._roster.without_state & self._exchange_of.keys()
+
     # Decisions -------------------------------------------------------------------------------------------
 
     def _proceed(self, now_s: float) -> list[Action]:
@@ -461,7 +466,8 @@ class ModelAveraging:
         if any(averaging.is_common for averaging in self._averagings.values()):
             return []  # its members wait again if it fails
         silent = self._reachability.silent_workers
-        due = [one for one in self._epoch_means.due(self._roster.training - silent) if one not in silent]
+        awaited = (self._roster.training | self._receiving) - silent
+        due = [worker for worker in self._epoch_means.due(awaited) if worker not in silent]
         if not self._exchange_of.keys().isdisjoint(due):
             return []
         actions: list[Action] = []
@@ -499,7 +505,7 @@ class ModelAveraging:
         waiting = self._epoch_means.waiting.keys()
         if not (resting or silent or waiting or self._roster.without_state):
             return self._roster.training
-        receiving = self._roster.without_state & self._exchange_of.keys()
+        receiving = self._receiving
         ready = self._groups.ready  # with overlap, a worker may be ready and rest
         away = {worker for worker in resting if worker not in ready} | silent | waiting
         parts = (self._roster.training, receiving, away)

@@ -19,6 +19,7 @@ from offbeat.events import (
     ModelsAveraged,
     Ready,
 )
+from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies import Policy
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.model_averaging.worker import AveragingWorker, SimulatedAveraging
@@ -41,6 +42,8 @@ class SimulatedModelCluster(SimulatedCluster):
         policies: builds the coordinator's policies; called again for each restarted coordinator.
         overlap: workers train on while their models are averaged.
         has_epoch_means: all models are averaged at the end of each epoch.
+        fragments: see `ModelSimulation`.
+        outer_optimizer: see `ModelSimulation`.
         problem: the training problem, whose states are `MomentumState`s.
 
     Attributes:
@@ -54,10 +57,14 @@ class SimulatedModelCluster(SimulatedCluster):
         *,
         overlap: bool,
         has_epoch_means: bool,
+        fragments: int = 1,
+        outer_optimizer: OuterOptimizer | None = None,
         problem: TrainingProblem | None = None,
     ) -> None:
         super().__init__(setting, policies, one_by_one=True)
         self.overlap, self.has_epoch_means = overlap, has_epoch_means
+        self.fragments = fragments
+        self.outer_optimizer = outer_optimizer or OuterOptimizer()
         self.problem = problem or QuadraticProblem(setting.seed)
         self.averagings: list[AverageModels] = []
         self._averaging_of: dict[int, int] = {}  # by member, until it has reported the end
