@@ -24,6 +24,7 @@ from benchmarks.workers import print_progress
 from offbeat.cli.result import Result
 from offbeat.data.sets import load_data_set
 from offbeat.events import Block
+from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies import Policy
 from offbeat.policies.model_averaging.averaging import ModelAveraging
 from offbeat.policies.stragglers.injection import parse_slow_rule
@@ -37,7 +38,7 @@ from offbeat.simulator.training.cluster import SimulatedCluster
 from offbeat.simulator.training.replicas import MomentumProblem, MomentumState
 from offbeat.simulator.training.sample_loop import SampleSetting
 from offbeat.simulator.training.setting import SimulationSetting
-from offbeat.strategies import parse_strategy
+from offbeat.strategies import DiLoCo, parse_strategy
 from offbeat.strategies.staleness import ServerStrategy
 from offbeat.wire.replay import build_policy
 
@@ -107,8 +108,11 @@ def run(options: MethodsOptions, *, command: str) -> Result:
             raise ValueError(f"unknown setting {name!r}: expected one of {', '.join(SETTINGS)}")
     strategies = [_BSP, *(one for one in options.strategy or STRATEGIES if one != _BSP)]
     for text in strategies:
-        if isinstance(parse_strategy(text), ServerStrategy):
+        strategy = parse_strategy(text)
+        if isinstance(strategy, ServerStrategy):
             raise ValueError(f"expected a strategy without parameter servers, got {text!r}")
+        if isinstance(strategy, DiLoCo) and strategy.mixing:
+            raise ValueError(f"expected no mixing, which is not simulated, got {text!r}")
     rows = []
     seeds = range(options.seed, options.seed + options.seeds)
     for name, text in product(names, strategies):
@@ -267,8 +271,19 @@ def _build(strategy: Strategy, setting: MethodSetting, problem: DigitsProblem, s
             overlap=getattr(strategy, "overlap", False),
             has_epoch_means=getattr(strategy, "global_every", None) == "epoch",
             problem=problem,
+            **_outer_arguments(strategy),
         )
     return SimulatedCluster(simulated, policies, problem=problem, one_by_one=True)
+
+
+def _outer_arguments(strategy: Strategy) -> dict[str, Any]:
+    """Return the simulation's arguments that only DiLoCo has."""
+    if not isinstance(strategy, DiLoCo):
+        return {}
+    optimizer = OuterOptimizer(
+        rate=strategy.outer_rate, momentum=strategy.outer_momentum, momentum_every=strategy.momentum_every
+    )
+    return {"fragments": strategy.fragments, "outer_optimizer": optimizer}
 
 
 def _mean_parameters(cluster: SimulatedCluster) -> Any:

@@ -64,7 +64,9 @@ def test_the_gradient_is_the_derivative_of_the_loss():
     assert gradient @ direction == pytest.approx((ahead - behind) / (2 * step), rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["bsp", "partial", "preduce", "adpsgd", "prague"])
+@pytest.mark.parametrize(
+    "strategy", ["bsp", "partial", "preduce", "adpsgd", "prague", "localsgd:every=4", "diloco:every=4"]
+)
 def test_every_method_reaches_the_loss(strategy):
     setting = SETTINGS["4w_none"]
     time_s = time_to_loss(strategy, setting, rate=0.2, seed=0, loss=1.0)
@@ -88,7 +90,11 @@ def test_training_that_diverges_does_not_arrive():
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [(["--setting", "9w"], "unknown setting '9w'"), (["--strategy", "ssp"], "without parameter servers")],
+    [
+        (["--setting", "9w"], "unknown setting '9w'"),
+        (["--strategy", "ssp"], "without parameter servers"),
+        (["--strategy", "diloco:mixing=0.5"], "expected no mixing"),
+    ],
 )
 def test_what_cannot_be_compared_is_refused_with_one_line(arguments, expected, capsys):
     assert main(["methods", *arguments]) != 0
