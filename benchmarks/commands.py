@@ -269,6 +269,26 @@ class SimulatorOptions:
     seed: Annotated[int, typer.Option(min=0, help="Seed of the simulation.")] = 0
 
 
+@_benchmark("methods", minutes=8)
+@dataclass(frozen=True, kw_only=True)
+class MethodsOptions:
+    """Time to a training loss of each strategy, relative to bsp, in eight settings; simulated."""
+
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="By default partial, preduce, preduce:overlap=false, adpsgd and prague; bsp is always "
+            "there; repeatable."
+        ),
+    ] = None
+    setting: Annotated[
+        list[str] | None, typer.Option(help="A setting by its name, by default all; repeatable.")
+    ] = None
+    loss: Annotated[float, typer.Option(min=0.0, help="Training loss to reach.")] = 0.1
+    seeds: Annotated[int, typer.Option(min=1, help="Runs with each learning rate.")] = 3
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first run.")] = 0
+
+
 @_benchmark("straggler", minutes=29)
 @dataclass(frozen=True, kw_only=True)
 class StragglerOptions:

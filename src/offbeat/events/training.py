@@ -688,7 +688,8 @@ class AverageModels(ToMembers):
     @property
     def group(self) -> tuple[int, ...]:
         """The members that have a model, ascending."""
-        return tuple(member for member in self.members if member not in self.joining)
+        joining = frozenset(self.joining)
+        return tuple(member for member in self.members if member not in joining)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,8 @@ class SoloBlockAssigner(BlockAssigner):
         super().__init__()
         self._members: set[int] = set()
         self._waiting: set[int] = set()  # workers with nothing to compute whose epoch is not over
+        self._is_settled = False  # nothing has changed since the last assignment
+        self._asked: set[int] = set()  # those of them that have asked since the last assignment
         self._steps = 0  # with samples; for the scheduler, each is a round of its own
         self._recent: list[tuple[int, Block, int]] = []  # clock, block used at it, positions of its epoch
 
@@ -53,6 +55,7 @@ class SoloBlockAssigner(BlockAssigner):
 
     def on_joined(self, worker: int) -> None:
         """Add a worker."""
+        self._is_settled = False
         self._members.add(worker)
         self._scheduler.set_members(self._members)
 
@@ -62,8 +65,10 @@ class SoloBlockAssigner(BlockAssigner):
         Raises:
             ProtocolError: an impossible epoch, size or block.
         """
+        self._is_settled = False
         if self._begin_epoch(event):
             self._waiting.add(event.worker)
+            self._asked.add(event.worker)
 
     def on_step(self, worker: int, clock: int, blocks: tuple[int, ...]) -> None:
         """Count the blocks of a step as used, which a worker has finished at a clock.
@@ -73,6 +78,7 @@ class SoloBlockAssigner(BlockAssigner):
         """
         if not blocks:
             return
+        self._is_settled = False
         if not self._scheduler.contribute(worker, self._steps, blocks):
             raise ProtocolError(
                 f"expected blocks that the worker has, got {list(blocks)}, "
@@ -108,6 +114,7 @@ class SoloBlockAssigner(BlockAssigner):
             self._scheduler.remove_worker(worker)
 
     def _forget(self, worker: int) -> None:
+        self._is_settled = False
         self._members.discard(worker)
         self._waiting.discard(worker)
         self._reset_workers.discard(worker)
@@ -116,10 +123,15 @@ class SoloBlockAssigner(BlockAssigner):
 
     def pop_actions(self) -> list[Action]:
         """Return the actions to send now, ascending by worker."""
+        if self._is_settled and not self._checkpoint_queries:
+            return []
+        self._is_settled = True
         assigned = {worker: (blocks, over) for worker, blocks, over in self._scheduler.assign()}
         self._waiting -= {worker for worker, (blocks, over) in assigned.items() if blocks or over}
-        awaited = {worker for worker in self._waiting if self._scheduler.started_count(worker)}
+        asked = self._asked & self._waiting
+        awaited = {worker for worker in asked if self._scheduler.started_count(worker)}
         self._waiting -= awaited
+        self._asked.clear()
         actions: list[Action] = [
             self._assignment(worker, *assigned.get(worker, ((), False)), is_awaited=worker in awaited)
             for worker in sorted({*assigned, *awaited, *self._reset_workers})
@@ -167,3 +179,4 @@ class SoloBlockAssigner(BlockAssigner):
             for block in blocks_from_plain(plain).values()
         ]
         self._reset_workers, self._checkpoint_queries = set(), {}
+        self._is_settled, self._asked = False, set(self._waiting)

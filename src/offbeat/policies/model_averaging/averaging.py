@@ -43,7 +43,7 @@ Nothing here moves a model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -159,6 +159,8 @@ class ModelAveraging:
         self._last_common: int | None = None  # the last averaging after which all have the same model
         self._equal: set[int] = set()  # its members that have, and have made no step since
         self._is_over = False
+        self._expected: frozenset[int] = frozenset()  # see `_update_expected`; derived from the rest
+        self._expected_parts: tuple[Set[int], ...] = ()
 
     def handle(self, event: Event) -> list[Action]:
         """Return AverageModels, CancelAveragings, AssignBlocks, a JobComplete, an AbortJob, or nothing.
@@ -296,7 +298,7 @@ class ModelAveraging:
             elif len(averaging.members) > 1:
                 self._equal.discard(event.worker)
             self._steps_left[event.worker] = averaging.steps[averaging.members.index(event.worker)]
-            self._roster.without_state.discard(event.worker)
+            self._roster.on_state_received(event.worker)
         else:
             self._forget_common(event.exchange_id)
             if averaging.is_common and event.worker in self._roster.training:
@@ -313,7 +315,7 @@ class ModelAveraging:
     def _handle_epoch_ended(self, event: EpochEnded) -> None:
         self._roster.require(event, event.worker)
         if event.is_complete:
-            self._groups.take(self._groups.ready.intersection([event.worker]))
+            self._groups.take(self._groups.ready & {event.worker})
         self._epoch_means.end_epoch(event.worker, event.epoch, event.now_s, is_complete=event.is_complete)
 
     def _handle_query(self, event: SamplesRequested | CheckpointQuery) -> None:
@@ -419,7 +421,7 @@ class ModelAveraging:
         return frozenset() if self._assigner is None else self._assigner.waiting_workers
 
     @property
-    def _receiving(self) -> set[int]:
+    def _receiving(self) -> Set[int]:
         """Workers that receive the state now, and train then."""
         return self._roster.without_state & self._exchange_of.keys()
 
@@ -447,7 +449,7 @@ class ModelAveraging:
     def _name_state_sender(self) -> list[Action]:
         """Name a worker that waits anyway as the one that sends the state; else the next group sends it."""
         if self._next_exchange == 0:  # the start
-            senders = {0}
+            senders = frozenset({0})
         elif self._roster.without_state and not self._roster.training:
             senders = self._roster.finished - self._exchange_of.keys()
         else:
@@ -460,6 +462,8 @@ class ModelAveraging:
 
     def _begin_epoch_means(self) -> list[Action]:
         """Average the models of all workers that have used up the epoch, once all have."""
+        if not self._epoch_means.waiting:
+            return []
         if any(averaging.is_common for averaging in self._averagings.values()):
             return []  # its members wait again if it fails
         silent = self._reachability.silent_workers
@@ -482,10 +486,8 @@ class ModelAveraging:
 
     def _form_groups(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        resting = self._resting - self._groups.ready  # with overlap, a worker may be ready and rest
-        away = self._reachability.silent_workers | resting | self._epoch_means.waiting.keys()
-        training = (self._roster.training | self._receiving) - away
-        while group := self._next_group(training, now_s):
+        expected = self._update_expected()
+        while group := self._next_group(expected, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
             actions.append(
                 self._begin_averaging(
@@ -498,18 +500,34 @@ class ModelAveraging:
             )
         return actions
 
-    def _next_group(self, training: set[int], now_s: float) -> tuple[int, ...] | None:
-        if self._is_global_mean_due(training):
-            if not training <= self._groups.ready:
+    def _update_expected(self) -> frozenset[int]:
+        """Return the workers that are ready or will be: the same object until they change."""
+        resting, silent = self._resting, self._reachability.silent_workers
+        waiting = self._epoch_means.waiting.keys()
+        if not (resting or silent or waiting or self._roster.without_state):
+            return self._roster.training
+        receiving = self._receiving
+        ready = self._groups.ready  # with overlap, a worker may be ready and rest
+        away = {worker for worker in resting if worker not in ready} | silent | waiting
+        parts = (self._roster.training, receiving, away)
+        if parts != self._expected_parts:
+            self._expected_parts = parts
+            self._expected = (self._roster.training | receiving) - away
+        return self._expected
+
+    def _next_group(self, expected: frozenset[int], now_s: float) -> tuple[int, ...] | None:
+        if self._is_global_mean_due(expected):
+            if not expected <= self._groups.ready:
                 return None
             self._steps_since_mean = 0
-            return self._groups.take(training)
-        group = self._groups.pop_group(training, now_s, self._can_meet)
-        if group is None and training and training <= self._groups.ready:
-            return self._groups.pop_first(self._can_meet)  # no other worker comes: some cannot meet
+            return self._groups.take(expected)
+        can_meet = self._can_meet if self._reachability else _can_always_meet
+        group = self._groups.pop_group(expected, now_s, can_meet)
+        if group is None and expected and expected <= self._groups.ready:
+            return self._groups.pop_first(can_meet)  # no other worker comes: some cannot meet
         return group
 
-    def _is_global_mean_due(self, training: set[int]) -> bool:
+    def _is_global_mean_due(self, training: frozenset[int]) -> bool:
         """Whether the next group is of all workers; it is put off where some cannot meet."""
         if not isinstance(self._global_every, int) or not training:
             return False
@@ -520,9 +538,9 @@ class ModelAveraging:
 
     def _complete(self) -> list[Action]:
         """Average all models once all loops have ended; then complete the job."""
-        present = self._roster.present
         if self._roster.training or self._exchange_of or self._roster.without_state:
             return []
+        present = self._roster.present
         if present <= self._equal or len(present) == 1:
             self._is_over = True
             return [JobComplete(reason="all workers have finished")]
@@ -533,6 +551,8 @@ class ModelAveraging:
 
     def _joining(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """Workers without the state that can receive it from this group now."""
+        if not self._roster.without_state:
+            return ()
         waiting = self._roster.without_state - self._exchange_of.keys()
         excluded = self._reachability.outside_exclusions(group, waiting)
         return tuple(sorted(waiting - excluded.keys()))
@@ -583,6 +603,11 @@ class ModelAveraging:
             return []
         averaging.is_cancelled = True
         return [CancelAveraging(exchange_id=exchange_id, members=averaging.members, reason=reason)]
+
+
+def _can_always_meet(group: tuple[int, ...], worker: int) -> bool:
+    """Return that a worker can exchange with others, where no outage is reported."""
+    return True
 
 
 def check_seconds(name: str, value_s: float) -> None:

@@ -5,6 +5,7 @@ A component of policies. It knows workers, epochs and times only.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 
@@ -37,7 +38,7 @@ class EpochMeans:
         """Note that a worker has made a step in an epoch."""
         self._left[worker] = max(epoch - 1, self._left.get(worker, epoch - 1))
 
-    def due(self, training: set[int]) -> list[int]:
+    def due(self, training: Set[int]) -> list[int]:
         """Return the workers that wait for the mean of the earliest epoch, ascending; none if others come.
 
         Args:

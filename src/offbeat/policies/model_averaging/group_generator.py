@@ -6,6 +6,7 @@ A component of policies. It knows workers and times only.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any, Final, Literal, TypeAlias
 
 from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
@@ -47,12 +48,19 @@ class GroupGenerator(ReadyWorkers):
         self._decided: dict[int, list[int]] = {}  # members by number, ascending
         self._next_number = 0
         self._decisions = 0
+        # Derived from the decided groups and the calls, and not part of the state:
+        self._numbers_of: dict[int, list[int]] = {}  # by worker, its decided groups, ascending
+        self._free: set[int] = set()  # expected workers in no decided group
+        self._asking: set[int] = set()  # workers that may be ready and in no decided group
+        self._changed: set[int] = set()  # decided groups that may begin now
 
     def add(self, worker: int, now_s: float) -> None:
         """See `GroupMaker.add`; a new worker counts as one that has never been late."""
         super().add(worker, now_s)
-        before = self._requests.get(worker, max(self._requests.values(), default=0))
-        self._requests[worker] = before + 1
+        if worker not in self._requests:
+            self._requests[worker] = max(self._requests.values(), default=0)
+        self._requests[worker] += 1
+        self._look_at(worker)
 
     def discard(self, worker: int) -> None:
         """See `GroupMaker.discard`."""
@@ -60,17 +68,27 @@ class GroupGenerator(ReadyWorkers):
         self._requests.pop(worker, None)
         self._leave_groups(worker)
 
-    def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
+    def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`; a worker for which there is no other one is a group of its own."""
-        for worker in {one for members in self._decided.values() for one in members} - expected:
-            self._leave_groups(worker)
-        for worker in self._ready_s:
-            if worker in expected and self._next_of(worker) is None:
+        if self._has_new_arguments(expected, can_meet):
+            for worker in self._numbers_of.keys() - expected:
+                self._leave_groups(worker)
+            self._free = set(expected - self._numbers_of.keys())
+            self._asking = set(self._ready_s)
+            self._changed = set(self._decided)
+        for worker in self._in_order(self._asking):
+            if worker in expected and worker not in self._numbers_of:
                 self._decide(worker, expected)
-        for number, members in self._decided.items():
-            if all(one in self._ready_s and self._next_of(one) == number for one in members):
-                del self._decided[number]
-                return self.take(self._meeting(members, can_meet))
+        self._asking.clear()
+        for number in sorted(self._changed):
+            self._changed.discard(number)
+            members = self._decided[number]
+            if all(one in self._ready_s and self._numbers_of[one][0] == number for one in members):
+                self._end_group(number)
+                group = self.take(self._meeting(members, can_meet))
+                for worker in members:
+                    self._look_at(worker)
+                return group
         return None
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
@@ -79,28 +97,59 @@ class GroupGenerator(ReadyWorkers):
         self._leave_groups(worker)
         return self.take([worker])
 
-    def _next_of(self, worker: int) -> int | None:
-        """Return the number of the next group of a worker; None if none is decided."""
-        return next((number for number, members in self._decided.items() if worker in members), None)
+    def _look_at(self, worker: int) -> None:
+        """Note that a worker may ask for a decision now, or be the last one that its next group waits for."""
+        if worker in self._numbers_of:
+            self._changed.add(self._numbers_of[worker][0])
+        elif worker in self._ready_s:
+            self._asking.add(worker)
 
     def _meeting(self, members: list[int], can_meet: CanMeet) -> list[int]:
         """Return those that can meet the first one to be ready, and each other; the others stay ready."""
         chosen: list[int] = []
-        for worker in [one for one in self._ready_s if one in members]:
+        for worker in self._in_order(members):
             if can_meet(tuple(chosen), worker):
                 chosen.append(worker)
         return chosen
 
+    def _add_groups(self, groups: Iterable[list[int]]) -> None:
+        """Give groups their numbers, in the order of their decision."""
+        for members in groups:
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._decided[number] = sorted(members)
+            for worker in members:
+                self._numbers_of.setdefault(worker, []).append(number)
+            self._free.difference_update(members)
+            self._changed.add(number)
+
+    def _end_group(self, number: int) -> None:
+        """Remove a group."""
+        for worker in self._decided.pop(number):
+            self._remove_number(worker, number)
+        self._changed.discard(number)
+
+    def _remove_number(self, worker: int, number: int) -> None:
+        """Note that a worker is not in a group any more."""
+        numbers = self._numbers_of[worker]
+        numbers.remove(number)
+        if not numbers:
+            del self._numbers_of[worker]
+            if self._arguments is not None and worker in self._arguments[0]:
+                self._free.add(worker)
+
     def _leave_groups(self, worker: int) -> None:
-        for number, members in [*self._decided.items()]:
-            if worker in members:
-                members.remove(worker)
-                if not members:
-                    del self._decided[number]
+        for number in self._numbers_of.get(worker, [])[:]:
+            members = self._decided[number]
+            if len(members) == 1:
+                self._end_group(number)
+                continue
+            members.remove(worker)
+            self._remove_number(worker, number)
+            self._changed.add(number)
 
     # Deciding --------------------------------------------------------------------------------------------
 
-    def _decide(self, worker: int, expected: set[int]) -> None:
+    def _decide(self, worker: int, expected: frozenset[int]) -> None:
         chance = random.Random(f"{self._seed} {self._decisions}")
         self._decisions += 1
         if self._mode == "static":
@@ -109,13 +158,10 @@ class GroupGenerator(ReadyWorkers):
             others = sorted(expected - {worker})
             groups = [[worker, *chance.sample(others, min(self._size - 1, len(others)))]]
         else:
-            free = [one for one in sorted(expected) if self._next_of(one) is None]
-            free = [one for one in free if self._keeps_up(one, worker)]
+            free = [one for one in sorted(self._free) if self._keeps_up(one, worker)]
             chance.shuffle(free)
             groups = _cut(free, self._size)
-        for members in groups:
-            self._decided[self._next_number] = sorted(members)
-            self._next_number += 1
+        self._add_groups(groups)
 
     def _keeps_up(self, worker: int, asking: int) -> bool:
         behind = self._requests[asking] - self._requests.get(worker, self._requests[asking])
@@ -137,9 +183,14 @@ class GroupGenerator(ReadyWorkers):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `GroupMaker.load_state_dict`."""
-        self._ready_s, self._requests = dict(state["ready_s"]), dict(state["requests"])
+        self._restore_ready(state["ready_s"])
+        self._requests = dict(state["requests"])
         self._decided = {number: list(members) for number, members in state["decided"]}
         self._next_number, self._decisions = state["next_number"], state["decisions"]
+        self._numbers_of = {}
+        for number, members in self._decided.items():
+            for worker in members:
+                self._numbers_of.setdefault(worker, []).append(number)
 
 
 def _cut(workers: list[int], size: int) -> list[list[int]]:

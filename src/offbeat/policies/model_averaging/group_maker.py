@@ -5,7 +5,7 @@ Components of policies. They know workers and times only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, Protocol
 
 from offbeat.events import OuterStep
@@ -18,8 +18,8 @@ class GroupMaker(Protocol):
     """Forms groups of workers that are ready."""
 
     @property
-    def ready(self) -> set[int]:
-        """The workers that are ready and in no group."""
+    def ready(self) -> Set[int]:
+        """The workers that are ready and in no group: a view that changes with them."""
 
     @property
     def waiting_since_s(self) -> float | None:
@@ -45,12 +45,15 @@ class GroupMaker(Protocol):
     def take(self, workers: Iterable[int]) -> tuple[int, ...]:
         """Remove these workers, which are ready, for a group that is formed elsewhere; ascending."""
 
-    def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
+    def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """Remove the next group of workers that are ready and return it, ascending; None if there is none.
+
+        A call with the same objects as the one before is fast: it looks only at workers that were added since
+        then, however many others there are.
 
         Args:
             expected: the workers that are ready or will be.
-            can_meet: whether a worker can exchange with others.
+            can_meet: whether a worker can exchange with others; the same object has the same answers.
         """
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
@@ -89,11 +92,15 @@ class ReadyWorkers:
 
     def __init__(self) -> None:
         self._ready_s: dict[int, float] = {}
+        # Derived from the calls, and not part of the state:
+        self._arrivals: dict[int, int] = {}  # by worker that is ready, an ascending number
+        self._next_arrival = 0
+        self._arguments: tuple[frozenset[int], CanMeet] | None = None  # of the last pop_group
 
     @property
-    def ready(self) -> set[int]:
+    def ready(self) -> Set[int]:
         """See `GroupMaker.ready`."""
-        return set(self._ready_s)
+        return self._ready_s.keys()
 
     @property
     def waiting_since_s(self) -> float | None:
@@ -106,6 +113,9 @@ class ReadyWorkers:
     def add(self, worker: int, now_s: float) -> None:
         """See `GroupMaker.add`."""
         self._ready_s[worker] = now_s
+        if worker not in self._arrivals:
+            self._arrivals[worker] = self._next_arrival
+            self._next_arrival += 1
 
     def end_averaging(self, worker: int, *, has_mean: bool) -> None:
         """See `GroupMaker.end_averaging`."""
@@ -113,6 +123,7 @@ class ReadyWorkers:
     def discard(self, worker: int) -> None:
         """See `GroupMaker.discard`."""
         self._ready_s.pop(worker, None)
+        self._arrivals.pop(worker, None)
 
     def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
         """See `GroupMaker.weights`."""
@@ -133,5 +144,22 @@ class ReadyWorkers:
         """See `GroupMaker.take`."""
         group = tuple(sorted(workers))
         for worker in group:
-            del self._ready_s[worker]
+            del self._ready_s[worker], self._arrivals[worker]
         return group
+
+    def _has_new_arguments(self, expected: frozenset[int], can_meet: CanMeet) -> bool:
+        """Whether `pop_group` has other arguments than in its last call, so that it looks at all workers."""
+        before, self._arguments = self._arguments, (expected, can_meet)
+        return before is None or before[0] is not expected or before[1] is not can_meet
+
+    def _in_order(self, workers: Iterable[int]) -> list[int]:
+        """Return those of the workers that are ready, in the order in which they were."""
+        ready = [worker for worker in workers if worker in self._ready_s]
+        return sorted(ready, key=self._arrivals.__getitem__) if len(ready) > 1 else ready
+
+    def _restore_ready(self, entries: Iterable[tuple[int, float]]) -> None:
+        """Restore the workers that are ready, from the entries of `_ready_s`."""
+        self._ready_s = dict(entries)
+        self._arrivals = {worker: number for number, worker in enumerate(self._ready_s)}
+        self._next_arrival = len(self._arrivals)
+        self._arguments = None

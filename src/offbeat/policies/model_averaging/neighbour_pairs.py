@@ -38,27 +38,55 @@ class NeighbourPairs(ReadyWorkers):
         super().__init__()
         self._topology, self._seed = topology, seed
         self._pairs = 0
+        # Derived from the calls, and not part of the state:
+        self._ring: list[int] = []
+        self._place_of: dict[int, int] = {}
+        self._neighbours_of: dict[int, list[int]] = {}  # by worker, as far as they were needed
+        self._new: list[int] = []  # workers for which no partner has been looked for yet
 
-    def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
+    def add(self, worker: int, now_s: float) -> None:
+        """See `GroupMaker.add`."""
+        super().add(worker, now_s)
+        self._new.append(worker)
+
+    def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`: a pair, or a worker alone if no other one is expected."""
-        ring = sorted(expected)
+        if self._has_new_arguments(expected, can_meet):
+            self._ring = sorted(expected)
+            self._place_of = {worker: place for place, worker in enumerate(self._ring)}
+            self._neighbours_of = {}
+            self._new = list(self._ready_s)
+        ring = self._ring
         if len(ring) == 1:
             return self.take(ring) if ring[0] in self._ready_s else None
-        place_of = {worker: place for place, worker in enumerate(ring)}
-        for worker in self._ready_s:
-            place = place_of.get(worker)
-            if place is None or not place % 2:
-                continue
+        for worker in self._in_order(self._active_workers()):
             neighbours = [
                 other
-                for other in neighbours_of(ring, place, self._topology)
+                for other in self._neighbours(worker)
                 if other in self._ready_s and can_meet((worker,), other)
             ]
             if neighbours:
                 choice = random.Random(f"{self._seed} {self._pairs}")
                 self._pairs += 1
                 return self.take([worker, choice.choice(neighbours)])
+        self._new.clear()
         return None
+
+    def _active_workers(self) -> set[int]:
+        """Return the active workers that may have a partner now: new ones, and neighbours of new ones."""
+        found: set[int] = set()
+        for worker in self._new:
+            place = self._place_of.get(worker)
+            if place is None or worker not in self._ready_s:
+                continue
+            found.update([worker] if place % 2 else self._neighbours(worker))
+        return found
+
+    def _neighbours(self, worker: int) -> list[int]:
+        if worker not in self._neighbours_of:
+            place = self._place_of[worker]
+            self._neighbours_of[worker] = neighbours_of(self._ring, place, self._topology)
+        return self._neighbours_of[worker]
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: alone, as it has no neighbour that it can meet."""
@@ -70,7 +98,8 @@ class NeighbourPairs(ReadyWorkers):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `GroupMaker.load_state_dict`."""
-        self._ready_s, self._pairs = dict(state["ready_s"]), state["pairs"]
+        self._restore_ready(state["ready_s"])
+        self._pairs = state["pairs"]
 
 
 def neighbours_of(ring: list[int], place: int, topology: Topology) -> list[int]:

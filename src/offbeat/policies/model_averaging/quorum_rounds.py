@@ -88,7 +88,7 @@ class QuorumRounds(ReadyWorkers):
         self._outer_steps.pop(worker, None)
         self._entered.pop(worker, None)
 
-    def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
+    def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`: all that are ready, once the round closes."""
         ready = [(worker, ready_s) for worker, ready_s in self._ready_s.items() if worker in expected]
         if not ready or (len(ready) < len(expected) and not self._has_quorum(ready, len(expected), now_s)):
@@ -183,7 +183,8 @@ class QuorumRounds(ReadyWorkers):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `GroupMaker.load_state_dict`."""
-        self._ready_s, self._began_s = dict(state["ready_s"]), state["began_s"]
+        self._restore_ready(state["ready_s"])
+        self._began_s = state["began_s"]
         self._step_s = {worker: deque(times_s, maxlen=_STEPS_KEPT) for worker, times_s in state["step_s"]}
         self._fastest_s = state["fastest_s"]
         self._samples, self._contributed = dict(state["samples"]), dict(state["contributed"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -25,6 +24,7 @@ from offbeat.policies import Policy
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.model_averaging.worker import AveragingWorker, SimulatedAveraging
 from offbeat.simulator.training.cluster import SimulatedCluster
+from offbeat.simulator.training.replicas import QuadraticProblem, TrainingProblem
 from offbeat.simulator.training.setting import SimulationSetting
 from offbeat.simulator.training.worker import SimulatedWorker
 
@@ -44,6 +44,7 @@ class SimulatedModelCluster(SimulatedCluster):
         has_epoch_means: all models are averaged at the end of each epoch.
         fragments: see `ModelSimulation`.
         outer_optimizer: see `ModelSimulation`.
+        problem: the training problem, whose states are `MomentumState`s.
 
     Attributes:
         averagings: all averagings, in order.
@@ -58,17 +59,17 @@ class SimulatedModelCluster(SimulatedCluster):
         has_epoch_means: bool,
         fragments: int = 1,
         outer_optimizer: OuterOptimizer | None = None,
+        problem: TrainingProblem | None = None,
     ) -> None:
         super().__init__(setting, policies, one_by_one=True)
         self.overlap, self.has_epoch_means = overlap, has_epoch_means
         self.fragments = fragments
         self.outer_optimizer = outer_optimizer or OuterOptimizer()
-        chance = np.random.default_rng(setting.seed)
-        self._solution = chance.normal(size=4)
+        self.problem = problem or QuadraticProblem(setting.seed)
         self.averagings: list[AverageModels] = []
         self._averaging_of: dict[int, int] = {}  # by member, until it has reported the end
         self._blocks: dict[int, Block] = {}
-        self._uses: Counter[tuple[int, int]] = Counter()
+        self._uses: set[tuple[int, int]] = set()  # epoch and position of each sample that was used
 
     @property
     def step(self) -> int:
@@ -77,11 +78,6 @@ class SimulatedModelCluster(SimulatedCluster):
 
     def _make(self, worker: int, stopwatch: ComputeTimeSource, is_new: bool) -> SimulatedWorker:
         return AveragingWorker(self, worker, stopwatch, is_new=is_new)
-
-    def gradient(self, parameters: Any, worker: int, number: int) -> Any:
-        """Return the gradient of a worker's batch: that of a quadratic, with noise."""
-        noise = np.random.default_rng([self.setting.seed, worker, number]).normal(size=4)
-        return parameters - self._solution + 0.1 * noise
 
     def enter_averaging(self, worker: AveragingWorker, averaging: AverageModels) -> None:
         """Enter a worker into an averaging."""
@@ -112,11 +108,13 @@ class SimulatedModelCluster(SimulatedCluster):
         if isinstance(event, Ready):
             for block_id in event.blocks:
                 block = self._blocks[block_id]
-                for start, stop in block.ranges:
-                    self._uses.update((block.epoch, position) for position in range(start, stop))
-            twice = [use for use, count in self._uses.items() if count > 1]
-            if twice:
-                self.fail_invariant(f"worker {event.worker} uses a sample again: {min(twice)}")
+                uses = [
+                    (block.epoch, position) for start, stop in block.ranges for position in range(start, stop)
+                ]
+                if not self._uses.isdisjoint(uses):
+                    again = min(self._uses.intersection(uses))
+                    self.fail_invariant(f"worker {event.worker} uses a sample again: {again}")
+                self._uses.update(uses)
 
     def _note_action(self, action: Action) -> None:
         if isinstance(action, AssignBlocks):
@@ -125,10 +123,14 @@ class SimulatedModelCluster(SimulatedCluster):
             self._averaging_of |= dict.fromkeys(action.members, action.exchange_id)
 
     def _check_action(self, action: Action) -> None:
-        super()._check_action(action)
-        if isinstance(action, AverageModels):
-            self._check_averaging(action)
-            self.averagings.append(action)
+        match action:
+            case AssignBlocks():
+                pass
+            case AverageModels():
+                self._check_averaging(action)
+                self.averagings.append(action)
+            case _:
+                super()._check_action(action)
         self._note_action(action)
 
     def _check_averaging(self, averaging: AverageModels) -> None:

@@ -7,7 +7,7 @@ It uses the same `ModelAveragingProtocol` as the runtime. Nothing here decides w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -15,13 +15,13 @@ import numpy as np
 from offbeat.events import (
     AbortJob,
     Action,
+    AssignBlocks,
     AverageModels,
     CancelAveraging,
     EpochEnded,
     JobComplete,
     OuterStep,
     PeerList,
-    Ready,
     RejectPeer,
 )
 from offbeat.numerics.outer_optimizer import OuterOptimizer
@@ -29,6 +29,7 @@ from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.training.exchange import BlockableExchange
 from offbeat.simulator.training.interface import Simulation
+from offbeat.simulator.training.replicas import MomentumState
 from offbeat.simulator.training.sample_loop import SimulatedLoop
 from offbeat.simulator.training.worker import (
     COMPUTING,
@@ -43,19 +44,6 @@ from offbeat.simulator.training.worker import (
 )
 
 _EPOCH_ENDED: Final = "waiting for the mean after an epoch"
-
-
-@dataclass(frozen=True)
-class ModelState:
-    """A worker's own state.
-
-    Attributes:
-        parameters: float64, shape (parameters,).
-        momentum: of the same shape; each worker keeps its own.
-    """
-
-    parameters: Any
-    momentum: Any
 
 
 class ModelSimulation(Simulation, Protocol):
@@ -73,9 +61,6 @@ class ModelSimulation(Simulation, Protocol):
     fragments: int
     outer_optimizer: OuterOptimizer
 
-    def gradient(self, parameters: Any, worker: int, number: int) -> Any:
-        """Return the gradient of a worker's `number`-th batch."""
-
     def enter_averaging(self, worker: AveragingWorker, averaging: AverageModels) -> None:
         """Enter a worker into an averaging."""
 
@@ -84,7 +69,7 @@ class AveragingWorker(SimulatedWorker):
     """One worker with a model of its own.
 
     Attributes:
-        model: its state, None before it has received one.
+        model: its state, None before it has received one; the velocity stays its own.
         snapshot: with overlap, its parameters at the end of the last step that ended in no averaging; None
             before the first.
     """
@@ -111,8 +96,7 @@ class AveragingWorker(SimulatedWorker):
         self._ended: SimulatedAveraging | None = None
         self._has_given_up = False
         self.outer_state: list[Any] = []  # anchor and buffers of the outer optimizer
-        zeros = np.zeros(4)
-        self.model = None if is_new or worker else ModelState(zeros, zeros)
+        self.model: MomentumState | None = None if is_new or worker else cluster.problem.initial_state()
         if self.model is not None:
             self._begin_outer_state()
 
@@ -139,27 +123,35 @@ class AveragingWorker(SimulatedWorker):
 
     def _apply_action(self, action: Action) -> None:
         match action:
+            case AssignBlocks() | AverageModels() | CancelAveraging():  # first, as most actions are these
+                if self.activity != LEAVING:  # it takes part in nothing any more
+                    self._apply_to_protocol(action)
             case PeerList():
                 self.has_started = True
             case JobComplete():
                 self._send_left()
             case AbortJob() | RejectPeer():
                 self.end()
-            case _ if self.activity != LEAVING:  # it takes part in nothing any more
+            case _:
                 self.answer(action)
-                if isinstance(action, AverageModels):
-                    self._open_sessions_with(action.members)
-                    if self._is_overlapped(action):
-                        self.cluster.enter_averaging(self, action)
-                    elif self.activity != COMPUTING and self.activity != REQUESTING:
-                        self._take_part(action)
-                elif isinstance(action, CancelAveraging) and self.averaging_protocol.is_cancelled:
-                    self._give_up()
+
+    def _apply_to_protocol(self, action: Action) -> None:
+        """See `SimulatedWorker`."""
+        self.answer(action)
+        if isinstance(action, AverageModels):
+            self._open_sessions_with(action.members)
+            if self._is_overlapped(action):
+                self.cluster.enter_averaging(self, action)
+            elif self.activity != COMPUTING and self.activity != REQUESTING:
+                self._take_part(action)
+        elif isinstance(action, CancelAveraging) and self.averaging_protocol.is_cancelled:
+            self._give_up()
 
     def _is_overlapped(self, averaging: AverageModels) -> bool:
         """Whether this worker trains on: it waits where it sends or receives a state, and at the end."""
-        waits = averaging.joining and self.worker in (*averaging.joining, averaging.group[0])
-        return self.cluster.overlap and not waits and not averaging.includes_buffers
+        if not self.cluster.overlap or averaging.includes_buffers:
+            return False
+        return not averaging.joining or self.worker not in (*averaging.joining, averaging.group[0])
 
     def _take_part(self, averaging: AverageModels) -> None:
         """Take part in an averaging, unless it is cancelled already, and wait for its end."""
@@ -222,32 +214,33 @@ class AveragingWorker(SimulatedWorker):
         if self._trains_on:
             self._ended = averaging
             return
-        if self.model is None:
+        has_joined = self.model is None
+        if has_joined:
             self.model = averaging.donor_model
             self.sample_loop.enter_epoch(averaging.epoch)
-            self.model = replace(self.model, parameters=averaging.mean)
-            self._begin_outer_state()
         self._add_difference(averaging)
+        if has_joined:
+            self._begin_outer_state()
         self._end_averaging(has_mean=True)
 
     def _begin_outer_state(self) -> None:
         assert self.model is not None
-        buffers = [np.zeros(4) for _ in range(self.cluster.outer_optimizer.buffers)]
-        self.outer_state = [self.model.parameters.copy(), *buffers]
+        parameters = self.model.parameters
+        buffers = [np.zeros_like(parameters) for _ in range(self.cluster.outer_optimizer.buffers)]
+        self.outer_state = [parameters.copy(), *buffers]
 
     def _add_difference(self, averaging: SimulatedAveraging) -> None:
         """Add what an averaging has yielded, less the snapshot that is in it, to the model."""
         assert self.model is not None
-        new, before, part = averaging.mean, self.snapshot, slice(None)
+        parameters, new, before, part = self.model.parameters, averaging.mean, self.snapshot, slice(None)
         step = averaging.averaging.outer_step
         if step is not None and self.worker in averaging.averaging.group:
-            part = fragment_of(step, self.cluster.fragments)
+            part = fragment_of(step, self.cluster.fragments, len(parameters))
             new, before = self._step_anchor(averaging, step, part)
-        parameters = self.model.parameters
         is_unchanged = before is None or parameters is before
         changed = parameters.copy()
         changed[part] = new[part] if is_unchanged else parameters[part] + (new[part] - before[part])
-        self.model = replace(self.model, parameters=changed)
+        self.model = MomentumState(changed, self.model.velocity)
 
     def _step_anchor(self, averaging: SimulatedAveraging, step: OuterStep, part: slice) -> tuple[Any, Any]:
         """Step the part of the anchor; return the anchor, and what the model moves from."""
@@ -306,9 +299,8 @@ class AveragingWorker(SimulatedWorker):
         """Make the step with its own model, report it, and wait for an averaging, or train on."""
         cluster, loop = self.cluster, self.sample_loop
         assert self.model is not None
-        gradient = cluster.gradient(self.model.parameters, self.worker, self.gradients_computed)
-        momentum = 0.9 * self.model.momentum + gradient
-        self.model = ModelState(self.model.parameters - 0.02 * momentum, momentum)
+        gradient = cluster.problem.gradient(self.model, self.worker, self.gradients_computed - 1)
+        self.model = cluster.problem.step(self.model, gradient)
         self._end_overlapped()
         self.averaging_protocol.count_step()
         self.steps_taken += 1
@@ -316,22 +308,13 @@ class AveragingWorker(SimulatedWorker):
             self._take_snapshot()
         cluster.progress_s = self.active_s = cluster.engine.now_s
         samples = sum(block.samples for block in loop.blocks)
-        self.last_ready = Ready(
-            now_s=cluster.arrival_s(self.worker),
-            worker=self.worker,
-            generation=0,
-            epoch=loop.epoch,
-            step=self.steps_taken - 1,
-            round=self.round,
-            compute_s=self._compute_s,
-            samples=samples,
-            blocks=loop.contribute(),
-        )
+        compute_s, epoch, blocks = self._compute_s, loop.epoch, loop.contribute()
         self._compute_s = 0.0
-        epoch = loop.epoch
         loop.end_round()
         self.activity = WAITING
-        cluster.send_event(self.worker, self.last_ready)
+        cluster.send_ready(
+            self.worker, 0, epoch, self.steps_taken - 1, self.round, compute_s, samples, blocks
+        )
         if cluster.has_epoch_means and loop.epoch != epoch:
             self._send_epoch_ended(epoch, is_complete=False)
         if not cluster.overlap and self.averaging_protocol.is_ready:
@@ -371,7 +354,7 @@ class SimulatedAveraging(BlockableExchange):
         super().__init__(cluster, averaging.members, averaging.exchange_id)
         self.averaging = averaging
         self.mean: Any = None
-        self.donor_model: ModelState | None = None
+        self.donor_model: MomentumState | None = None
         self.epoch = 0
         self.donor_outer_state: list[Any] = []
         self._anchor: Any = None  # the part of it that a member has stepped
@@ -394,7 +377,9 @@ class SimulatedAveraging(BlockableExchange):
                 "difference"
             )
         is_joining = worker.worker in self.averaging.joining
-        if worker.averaging_protocol.averaging != self.averaging or (worker.model is None) != is_joining:
+        averaging = worker.averaging_protocol.averaging
+        is_another = averaging is not self.averaging and averaging != self.averaging
+        if is_another or (worker.model is None) != is_joining:
             self._cluster.fail_invariant(
                 f"worker {worker.worker} enters averaging {self.exchange_id}, which it is not to be in so"
             )
@@ -420,6 +405,6 @@ def _own_models(workers: Sequence[SimulatedWorker]) -> list[AveragingWorker]:
     return [worker for worker in workers if isinstance(worker, AveragingWorker)]
 
 
-def fragment_of(step: OuterStep, fragments: int) -> slice:
-    """Return the part of the four parameters that is stepped."""
-    return slice(4 * step.fragment // fragments, 4 * (step.fragment + 1) // fragments)
+def fragment_of(step: OuterStep, fragments: int, parameters: int) -> slice:
+    """Return the part of the parameters that is stepped."""
+    return slice(parameters * step.fragment // fragments, parameters * (step.fragment + 1) // fragments)

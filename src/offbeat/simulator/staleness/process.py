@@ -27,6 +27,7 @@ from offbeat.events import (
 )
 from offbeat.policies.staleness.caches import CacheDirectory, PsOptions, push_time
 from offbeat.policies.staleness.clock_protocol import ClockProtocol
+from offbeat.simulator.core.faults import SERVERS
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.staleness.servers import PulledRow, PushedStep, SimulatedPush, SimulatedServers
 from offbeat.simulator.staleness.thread_cache import ThreadCache
@@ -111,7 +112,7 @@ class PsWorkerProcess:
         first = cluster.servers.join(self.process)
         if not is_new or not cluster.ps_options.is_versioned:
             self.directory.start_at(first, push_time(-1))
-            takes_s = cluster.network.transfer_s(cluster.setting.size_bytes)
+            takes_s = cluster.network.transfer_s(cluster.setting.size_bytes, self.process, SERVERS)
             cluster.engine.schedule(cluster.engine.now_s + takes_s, self._begun, first)
             return
         self.directory.start_at(first + 1)

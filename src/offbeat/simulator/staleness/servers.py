@@ -178,7 +178,8 @@ class SimulatedServers:
                     self._version_of(pieces, version), [piece for _, piece in sorted(pieces.items())]
                 )
                 free_s = self._lines.reachable_s(process, SERVERS)
-                takes_s = self._cluster.network.transfer_s(self._cluster.setting.size_bytes)
+                size_bytes = self._cluster.setting.size_bytes
+                takes_s = self._cluster.network.transfer_s(size_bytes, process, SERVERS)
                 self._cluster.engine.schedule(free_s + takes_s, on_row, row)
 
         for server in self._servers:
@@ -195,7 +196,7 @@ class SimulatedServers:
 
     def _arrival_s(self, server: _Server, process: int, size_bytes: int) -> float:
         cluster = self._cluster
-        takes_s = cluster.network.transfer_s(size_bytes) * (
+        takes_s = cluster.network.transfer_s(size_bytes, process, SERVERS) * (
             1 + cluster.network.spread * cluster.chance.random()
         )
         at_s = max(
@@ -246,4 +247,5 @@ class SimulatedServers:
         push.acks += 1
         if push.acks == len(self._servers):
             free_s = self._lines.reachable_s(push.process, SERVERS)
-            self._cluster.engine.schedule(free_s + self._cluster.network.latency_s, push.on_applied, push)
+            latency_s = self._cluster.network.message_s(push.process, SERVERS)
+            self._cluster.engine.schedule(free_s + latency_s, push.on_applied, push)

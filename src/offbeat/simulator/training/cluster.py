@@ -43,6 +43,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar, NoReturn, assert_never, cast
 
 from offbeat.errors import OffbeatError
@@ -135,7 +136,7 @@ class SimulatedCluster:
         received_early: workers whose last Ready the coordinator has already received, during `dissolve`.
         membership_changed_s: when the last Halt or Group was sent.
         is_exactly_once: events and actions are recorded and delivered exactly once and in order, across
-            restarts of the coordinator.
+            restarts of the coordinator. (They are numbered where it restarts; else nothing is resent.)
 
     Size: it stands for all transports and injects all faults. Each message and each fault reads and changes
     the connections, the hangs and the vectorized group together, and subclasses replace single
@@ -167,7 +168,7 @@ class SimulatedCluster:
         self.vectorized_group = VectorizedGroup(self, self.open_exchange)
         self.received_early: frozenset[int] = frozenset()
         is_plain = setting.rounds_per_step == 1 and not setting.apply_s and setting.samples is None
-        self._may_vectorize = not one_by_one and is_plain
+        self._may_vectorize = not one_by_one and is_plain and not setting.network.lines
         self._workers: dict[int, SimulatedWorker] = {}
         self.hung_at_s: dict[int, float] = {}
         self.progress_s = self.membership_changed_s = 0.0
@@ -189,6 +190,8 @@ class SimulatedCluster:
         self.is_lockstep = any(isinstance(policy, Lockstep) for policy in self.coordinator.policies)
         self.is_exactly_once = setting.samples is not None or (self.is_lockstep and has_restart)
         self._may_vectorize &= not self.is_exactly_once
+        self._may_resend = has_restart
+        self._is_cut_short = False
 
     # Running -------------------------------------------------------------------------------------------
 
@@ -208,7 +211,13 @@ class SimulatedCluster:
         self.vectorized_group.dissolve()
         if self._alive:
             engine.run(engine.now_s)  # calls of dissolved members that are due at this very time
-        self._check_end()
+        if not self._is_cut_short:
+            self._check_end()
+
+    def cut_short(self) -> None:
+        """End the run after the current call, in the middle of the job; its end is not checked."""
+        self._is_cut_short = True
+        self.engine.stop()
 
     def _check_end(self) -> None:
         """Check the invariants that hold at the end of a run."""
@@ -313,24 +322,32 @@ class SimulatedCluster:
 
     def arrival_s(self, worker: int) -> float:
         """Return when an event that a worker sends now arrives, on the coordinator's clock."""
-        uplink_s = self._workers[worker].uplink_s
-        return max(uplink_s, self.engine.now_s + self.network.latency_s) - self.clock_lag_s
+        simulated = self._workers[worker]
+        return max(simulated.uplink_s, self.engine.now_s + simulated.latency_s) - self.clock_lag_s
 
     def send_event(self, worker: int, event: Event) -> None:
         """Send an event of a worker to the coordinator."""
         simulated = self._workers[worker]
-        at_s = max(simulated.uplink_s, self.engine.now_s + self.network.latency_s)
+        at_s = max(simulated.uplink_s, self.engine.now_s + simulated.latency_s)
         simulated.uplink_s = at_s
-        if self.is_exactly_once:
+        if self._may_resend and self.is_exactly_once:
             simulated.sent_events.append(event)
         self.schedule_arrival(worker, event, at_s)
 
     def send_ready(
-        self, worker: int, generation: int, epoch: int, step: int, round: int, compute_s: float
+        self,
+        worker: int,
+        generation: int,
+        epoch: int,
+        step: int,
+        round: int,
+        compute_s: float,
+        samples: int = 0,
+        blocks: tuple[int, ...] = (),
     ) -> None:
         """Send a Ready: the same as `send_event`, but faster."""
         simulated = self._workers[worker]
-        at_s = self.engine.now_s + self.network.latency_s
+        at_s = self.engine.now_s + simulated.latency_s
         if at_s < simulated.uplink_s:
             at_s = simulated.uplink_s
         simulated.uplink_s = at_s
@@ -346,12 +363,12 @@ class SimulatedCluster:
                 "step": step,
                 "round": round,
                 "compute_s": compute_s,
-                "samples": 0,
-                "blocks": (),
+                "samples": samples,
+                "blocks": blocks,
             },
         )
         simulated.last_ready = ready
-        if self.is_exactly_once:
+        if self._may_resend and self.is_exactly_once:
             simulated.sent_events.append(ready)
         if worker not in self.received_early:
             self.schedule_arrival(worker, ready, at_s)
@@ -365,7 +382,7 @@ class SimulatedCluster:
         coordinator = self.coordinator
         if incarnation != coordinator.incarnation or coordinator.is_down:
             return
-        if self.is_exactly_once:
+        if self._may_resend and self.is_exactly_once:
             sent, recorded = self._workers[worker].sent_events, coordinator.recorded[worker]
             if recorded == len(sent) or event is not sent[recorded]:
                 return  # a duplicate, or out of order
@@ -386,7 +403,9 @@ class SimulatedCluster:
             self.handle_event(event)
         if type(event) is Left and self.is_exactly_once:
             self.coordinator.sync()
-            self.engine.schedule(self.engine.now_s + self.network.latency_s, self._end_worker, worker)
+            self.engine.schedule(
+                self.engine.now_s + self._workers[worker].latency_s, self._end_worker, worker
+            )
 
     def _end_worker(self, worker: int) -> None:
         self._workers[worker].end()
@@ -402,17 +421,25 @@ class SimulatedCluster:
         common = []
         for action in actions:
             self._check_action(action)
-            if isinstance(action, ToAllWorkers):
+            kind = type(action)
+            if _is_common(kind):
                 common.append(action)
                 self.coordinator.keep_last(action)
-            elif not isinstance(action, _NOT_SIMULATED):
-                for worker in sorted(self.coordinator.joined):
-                    if action.is_for(Recipient(f"worker-{worker}", worker)):
-                        self._send(worker, (action,))
-            if isinstance(action, RejectPeer):
+            elif kind not in _NOT_SIMULATED:
+                for worker in self._recipients(action):
+                    self._send(worker, (action,))
+            if type(action) is RejectPeer:
                 self.coordinator.joined.discard(int(action.peer.removeprefix("worker-")))
-        for worker in sorted(self.coordinator.joined):
-            self._send(worker, tuple(common))
+        if common:
+            for worker in sorted(self.coordinator.joined):
+                self._send(worker, tuple(common))
+
+    def _recipients(self, action: Action) -> list[int]:
+        """Return the workers that receive an action, ascending."""
+        joined = self.coordinator.joined
+        if action.named_recipients is not None:
+            return sorted(worker for worker in action.named_recipients if worker in joined)
+        return [worker for worker in sorted(joined) if action.is_for(Recipient(f"worker-{worker}", worker))]
 
     def _check_action(self, action: Action) -> None:
         """Note what an action changes in the job, and check what must hold then."""
@@ -434,14 +461,14 @@ class SimulatedCluster:
 
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
         number = 0
-        if self.is_exactly_once:
+        if self._may_resend and self.is_exactly_once:
             number = len(self.coordinator.sent[worker])
             self.coordinator.sent[worker].append(actions)
         self._schedule_delivery(worker, number, actions)
 
     def _schedule_delivery(self, worker: int, number: int, actions: tuple[Action, ...]) -> None:
         simulated = self._workers[worker]
-        simulated.downlink_s = max(simulated.downlink_s, self.engine.now_s + self.network.latency_s)
+        simulated.downlink_s = max(simulated.downlink_s, self.engine.now_s + simulated.latency_s)
         self.engine.schedule(
             simulated.downlink_s, self._deliver, (simulated, self.coordinator.incarnation, number, actions)
         )
@@ -453,7 +480,7 @@ class SimulatedCluster:
         self.vectorized_group.dissolve()
         if incarnation != self.coordinator.incarnation or not worker.is_alive:
             return
-        if self.is_exactly_once:
+        if self._may_resend and self.is_exactly_once:
             if number != worker.received_messages:
                 return  # a duplicate, or out of order
             worker.received_messages += 1
@@ -570,7 +597,7 @@ class SimulatedCluster:
 
     def send_state(self, donor: int, joiner: int, place: int, transfer: StateTransfer) -> None:
         """Send a donor's state to the joiner at index `place`; transfers are sequential."""
-        transfer_s = self.network.transfer_s(3 * self.setting.size_bytes)
+        transfer_s = self.network.transfer_s(3 * self.setting.size_bytes, donor, joiner)
         self.engine.schedule(
             self.engine.now_s + (place + 1) * transfer_s,
             self._deliver_state,
@@ -586,7 +613,8 @@ class SimulatedCluster:
         if donor.is_hung:
             free_s = max(free_s, self._hung_until_s[donor.worker])
         if free_s > self.engine.now_s:
-            self.engine.schedule(free_s + self.network.latency_s, self._deliver_state, message)
+            again_s = free_s + self.network.message_s(donor.worker, joiner)
+            self.engine.schedule(again_s, self._deliver_state, message)
             return
         self._workers[joiner].on_state(transfer)
 
@@ -745,7 +773,7 @@ class SimulatedCluster:
     def _restart_coordinator(self, _: Any) -> None:
         """Replay the log and reconnect all live workers, which resend what may have been lost."""
         coordinator = self.coordinator
-        coordinator.restart(self.engine.now_s, lambda action: isinstance(action, ToAllWorkers))
+        coordinator.restart(self.engine.now_s, lambda action: _is_common(type(action)))
         for worker in sorted(self._workers):
             simulated = self._workers[worker]
             if not simulated.is_alive:
@@ -792,6 +820,12 @@ class SimulatedCluster:
         sent = self.coordinator.sent[simulated.worker]
         for number in range(simulated.received_messages, len(sent)):
             self._schedule_delivery(simulated.worker, number, sent[number])
+
+
+@cache
+def _is_common(kind: type[Action]) -> bool:
+    """Whether all workers receive the actions of a type; asking an abstract class each time is slow."""
+    return issubclass(kind, ToAllWorkers)
 
 
 def _node(peer: int | None) -> int:

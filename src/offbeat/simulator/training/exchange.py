@@ -115,7 +115,8 @@ class BlockableExchange(ABC):
         """Draw the end time of each member, in an exchange that begins now."""
         cluster, count = self._cluster, len(self._workers)
         self.begin_s = now_s = cluster.engine.now_s
-        whole_s = cluster.network.all_reduce_s(cluster.setting.size_bytes, count)
+        members = [worker.worker for worker in self._workers]
+        whole_s = cluster.network.all_reduce_s(cluster.setting.size_bytes, members)
         spread_s = cluster.network.spread * whole_s
         ends = min(count, _ENDS_MAX)
         self.first_member = int(cluster.chance.random() * count)

@@ -69,7 +69,15 @@ class Simulation(Protocol):
         """Send an event of a worker to the coordinator."""
 
     def send_ready(
-        self, worker: int, generation: int, epoch: int, step: int, round: int, compute_s: float
+        self,
+        worker: int,
+        generation: int,
+        epoch: int,
+        step: int,
+        round: int,
+        compute_s: float,
+        samples: int = 0,
+        blocks: tuple[int, ...] = (),
     ) -> None:
         """Send a Ready of a worker to the coordinator."""
 

@@ -5,6 +5,7 @@ Nothing here knows of groups or time.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -69,12 +70,77 @@ class HistoryProblem:
 
 
 @dataclass(frozen=True)
-class _Momentum:
+class MomentumState:
+    """Parameters and velocity of SGD with momentum: float64, shape (parameters,) each."""
+
     parameters: Any
     velocity: Any
 
 
-class LeastSquaresProblem:
+class MomentumProblem(ABC):
+    """A problem that is trained by SGD with momentum 0.9; subclasses have the gradient.
+
+    Args:
+        initial: the parameters before the first step, float64, shape (parameters,).
+        lr: the learning rate.
+    """
+
+    def __init__(self, initial: Any, lr: float) -> None:
+        self._initial, self._lr = initial, lr
+
+    def initial_state(self) -> MomentumState:
+        """See `TrainingProblem.initial_state`."""
+        return MomentumState(self._initial, np.zeros_like(self._initial))
+
+    @abstractmethod
+    def gradient(
+        self, state: MomentumState, worker: int, iteration: int, blocks: tuple[Block, ...] = ()
+    ) -> Any:
+        """See `TrainingProblem.gradient`."""
+
+    def gradients(self, state: MomentumState, workers: Sequence[int], iterations: Iterable[int]) -> list[Any]:
+        """See `TrainingProblem.gradients`."""
+        return [self.gradient(state, *pair) for pair in zip(workers, iterations, strict=True)]
+
+    def mean(self, gradients: Sequence[Any], weights: Sequence[float], exchange_id: int) -> Any:
+        """See `TrainingProblem.mean`."""
+        total = sum(weights) or 1.0
+        return np.sum([g * (w / total) for g, w in zip(gradients, weights, strict=True)], axis=0)
+
+    def step(self, state: MomentumState, mean: Any) -> MomentumState:
+        """See `TrainingProblem.step`."""
+        velocity = 0.9 * state.velocity + mean
+        return MomentumState(state.parameters - self._lr * velocity, velocity)
+
+    def states_equal(self, one: MomentumState, other: MomentumState) -> bool:
+        """See `TrainingProblem.states_equal`."""
+        return bool(
+            np.array_equal(one.parameters, other.parameters) and np.array_equal(one.velocity, other.velocity)
+        )
+
+
+class QuadraticProblem(MomentumProblem):
+    """The distance to a point, with noise in the gradients: the cheapest problem with a solution.
+
+    Args:
+        seed: seed of the point and the noise.
+        lr: learning rate.
+    """
+
+    def __init__(self, seed: int, lr: float = 0.02) -> None:
+        super().__init__(np.zeros(4), lr)
+        chance = np.random.default_rng(seed)
+        self.solution = chance.normal(size=4)
+        self._noise = 0.1 * chance.normal(size=(1021, 4)) + self.solution
+
+    def gradient(
+        self, state: MomentumState, worker: int, iteration: int, blocks: tuple[Block, ...] = ()
+    ) -> Any:
+        """See `TrainingProblem.gradient`."""
+        return state.parameters - self._noise[(worker * 397 + iteration) % 1021]
+
+
+class LeastSquaresProblem(MomentumProblem):
     """Linear least squares in float64 with momentum; all workers draw batches from the same samples.
 
     Args:
@@ -84,42 +150,20 @@ class LeastSquaresProblem:
     """
 
     def __init__(self, seed: int, parameters: int = 8, lr: float = 0.02) -> None:
+        super().__init__(np.zeros(parameters), lr)
         chance = np.random.default_rng(seed)
         self._x = chance.normal(size=(256, parameters))
         self.solution = chance.normal(size=parameters)
         self._y = self._x @ self.solution
-        self._seed, self._lr = seed, lr
+        self._seed = seed
 
-    def initial_state(self) -> _Momentum:
-        """See `TrainingProblem.initial_state`."""
-        zeros = np.zeros_like(self.solution)
-        return _Momentum(zeros, zeros)
-
-    def gradient(self, state: _Momentum, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> Any:
+    def gradient(
+        self, state: MomentumState, worker: int, iteration: int, blocks: tuple[Block, ...] = ()
+    ) -> Any:
         """See `TrainingProblem.gradient`."""
         batch = np.random.default_rng([self._seed, worker, iteration]).integers(0, 256, 16)
         x = self._x[batch]
         return x.T @ (x @ state.parameters - self._y[batch]) / 16
-
-    def gradients(self, state: _Momentum, workers: Sequence[int], iterations: Iterable[int]) -> list[Any]:
-        """See `TrainingProblem.gradients`."""
-        return [self.gradient(state, *pair) for pair in zip(workers, iterations, strict=True)]
-
-    def mean(self, gradients: Sequence[Any], weights: Sequence[float], exchange_id: int) -> Any:
-        """See `TrainingProblem.mean`."""
-        total = sum(weights) or 1.0
-        return np.sum([g * (w / total) for g, w in zip(gradients, weights, strict=True)], axis=0)
-
-    def step(self, state: _Momentum, mean: Any) -> _Momentum:
-        """See `TrainingProblem.step`."""
-        velocity = 0.9 * state.velocity + mean
-        return _Momentum(state.parameters - self._lr * velocity, velocity)
-
-    def states_equal(self, one: _Momentum, other: _Momentum) -> bool:
-        """See `TrainingProblem.states_equal`."""
-        return bool(
-            np.array_equal(one.parameters, other.parameters) and np.array_equal(one.velocity, other.velocity)
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,6 +31,7 @@ from offbeat.events import (
 from offbeat.policies import WorkerProtocol
 from offbeat.policies.membership.group_membership import ExchangeDecision
 from offbeat.policies.membership.group_protocol import GroupProtocol
+from offbeat.simulator.core.network_outages import COORDINATOR
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.training.interface import Simulation, StateTransfer
 from offbeat.simulator.training.sample_loop import LoopActivity, SimulatedLoop
@@ -98,6 +99,7 @@ class SimulatedWorker:
         received_messages: messages received from the coordinator.
         session_groups: the members of all groups in which it has exchanged anything.
         place: where its process runs.
+        latency_s: of messages between it and the coordinator.
 
     Size: it is one state machine. Each message and each end of a computation reads and changes the activity,
     the exchange, the gradients and the connection together, and a vectorized group restores all of them.
@@ -124,6 +126,7 @@ class SimulatedWorker:
         self.steps_outside = 0
         self.steps_taken = 0
         self.active_s = cluster.engine.now_s
+        self.latency_s = cluster.network.message_s(worker, COORDINATOR)
         self.uplink_s = self.downlink_s = 0.0  # when the last message to and from the coordinator arrives
         self.last_ready: Ready | None = None
         self.last_halted: Halted | None = None
@@ -306,7 +309,7 @@ class SimulatedWorker:
             and membership.step + 1 < cluster.setting.steps_max
             and self.weight == 1.0
             and not self.is_leaving
-            and self.uplink_s <= cluster.engine.now_s + cluster.network.latency_s
+            and self.uplink_s <= cluster.engine.now_s + self.latency_s
         )
 
     def fast_forward(
@@ -337,7 +340,7 @@ class SimulatedWorker:
         self.steps_taken += rounds
         self.gradients_computed += rounds
         self.active_s = self._busy_until_s = done_s
-        self.uplink_s = done_s + self.cluster.network.latency_s
+        self.uplink_s = done_s + self.latency_s
         self.last_ready = ready
 
     # The loop ------------------------------------------------------------------------------------------
