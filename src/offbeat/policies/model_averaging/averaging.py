@@ -68,6 +68,7 @@ from offbeat.policies.membership.reachability import Reachability
 from offbeat.policies.membership.roster import Roster
 from offbeat.policies.model_averaging.group_maker import GroupMaker
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS
+from offbeat.policies.model_averaging.weights import equal_weights
 
 # For the assigner, which counts steps by clocks: here a state that is saved holds all steps reported before.
 _REPORTED: Final = -1
@@ -102,6 +103,7 @@ class ModelAveraging:
         shards: "dynamic" assigns samples as they are needed; with "equal" none are assigned.
         overlap: workers train on while their models are averaged.
         timeout_s: how long other workers wait for a worker that trains, in seconds.
+        keeps_own_share: see `AverageModels`; not of the last averaging, which gives all the same model.
 
     Raises:
         ValueError: an argument is out of range.
@@ -115,6 +117,7 @@ class ModelAveraging:
         shards: Literal["dynamic", "equal"],
         overlap: bool,
         timeout_s: float,
+        keeps_own_share: bool = False,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
@@ -122,6 +125,7 @@ class ModelAveraging:
             raise ValueError(f"expected shards dynamic or equal, got {shards!r}")
         check_seconds("timeout_s", timeout_s)
         self._groups, self._overlap, self._timeout_s = groups, overlap, timeout_s
+        self._keeps_own_share = keeps_own_share
         self._roster = Roster(world)
         self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
         self._reachability = Reachability()
@@ -129,6 +133,7 @@ class ModelAveraging:
         self._exchange_of: dict[int, int] = {}  # by member, the averaging that it is in
         self._next_exchange = 0
         self._active_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
+        self._step_began_s: dict[int, float] = {}  # by worker, when it began the step under way
         self._first_finished_s: float | None = None  # when a worker first had finished
         self._has_final_model = False  # all workers that are here have the same model
         self._is_over = False
@@ -147,8 +152,7 @@ class ModelAveraging:
         actions: list[Action] = []
         match event:
             case Joined():
-                if self._roster.add(event) and self._assigner is not None:
-                    self._assigner.on_joined(event.worker)
+                self._handle_joined(event)
             case Ready():
                 self._handle_ready(event)
             case ModelsAveraged():
@@ -181,6 +185,7 @@ class ModelAveraging:
             "exchange_of": [list(entry) for entry in self._exchange_of.items()],
             "next_exchange": self._next_exchange,
             "active_s": [list(entry) for entry in self._active_s.items()],
+            "step_began_s": [list(entry) for entry in self._step_began_s.items()],
             "first_finished_s": self._first_finished_s,
             "has_final_model": self._has_final_model,
             "is_over": self._is_over,
@@ -206,10 +211,18 @@ class ModelAveraging:
         }
         self._exchange_of = dict(state["exchange_of"])
         self._next_exchange = state["next_exchange"]
-        self._active_s, self._first_finished_s = dict(state["active_s"]), state["first_finished_s"]
+        self._active_s, self._step_began_s = dict(state["active_s"]), dict(state["step_began_s"])
+        self._first_finished_s = state["first_finished_s"]
         self._has_final_model, self._is_over = state["has_final_model"], state["is_over"]
 
     # Events ----------------------------------------------------------------------------------------------
+
+    def _handle_joined(self, event: Joined) -> None:
+        if not self._roster.add(event):
+            return
+        self._groups.on_joined(event.worker, event.host)
+        if self._assigner is not None:
+            self._assigner.on_joined(event.worker)
 
     def _handle_ready(self, event: Ready) -> None:
         self._roster.require(event, event.worker)
@@ -221,7 +234,9 @@ class ModelAveraging:
         if self._assigner is not None:
             self._assigner.on_step(event.worker, _REPORTED, event.blocks)
             self._assigner.on_version(_LATEST)
-        self._active_s[event.worker] = event.now_s
+        began_s = self._step_began_s.get(event.worker, event.now_s)
+        self._groups.on_step(event.worker, event.now_s - began_s)
+        self._active_s[event.worker] = self._step_began_s[event.worker] = event.now_s
         if not is_busy:
             self._groups.add(event.worker, event.now_s)
 
@@ -237,6 +252,8 @@ class ModelAveraging:
         if event.has_mean:
             self._roster.without_state.discard(event.worker)
             self._active_s[event.worker] = event.now_s
+            if not self._overlap or event.worker not in self._step_began_s:  # else it has trained meanwhile
+                self._step_began_s[event.worker] = event.now_s
         if not averaging.pending:
             del self._averagings[event.exchange_id]
             self._has_final_model = averaging.is_final and not averaging.has_failed
@@ -267,6 +284,7 @@ class ModelAveraging:
             return []
         self._groups.discard(worker)
         self._active_s.pop(worker, None)
+        self._step_began_s.pop(worker, None)
         self._reachability.forget(worker)
         if self._assigner is not None:
             self._assigner.on_gone(worker)
@@ -416,14 +434,20 @@ class ModelAveraging:
             members=members, joining=joining, pending=set(members), is_final=is_final
         )
         self._exchange_of |= dict.fromkeys(members, exchange_id)
+        if is_final:
+            weights = equal_weights(len(group))
+        else:
+            weights = self._groups.begin_group(tuple(group), joining)
+        weight_of = dict(zip(group, weights, strict=True))
         leader = self._roster.leader
         assert leader is not None
         return AverageModels(
             exchange_id=exchange_id,
             members=members,
             joining=joining,
-            weights=tuple(0.0 if member in joining else 1.0 / len(group) for member in members),
+            weights=tuple(weight_of.get(member, 0.0) for member in members),
             includes_buffers=is_final,
+            keeps_own_share=self._keeps_own_share and not is_final,
             leader=leader,
             reason=reason,
         )

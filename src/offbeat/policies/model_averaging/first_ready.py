@@ -5,10 +5,17 @@ A component of policies. It knows workers and times only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Any
+from itertools import pairwise
+from statistics import median
+from typing import Any, Final
 
 from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
+from offbeat.policies.model_averaging.weights import GroupWeights, ema_weights, equal_weights
+
+_STEPS_MEASURED: Final = 5
+_WINDOW_TURNS: Final = 1.5  # in a window, times that the slowest worker is in a group
 
 
 class FirstReadyGroups(ReadyWorkers):
@@ -17,37 +24,75 @@ class FirstReadyGroups(ReadyWorkers):
     See `GroupMaker`.
 
     Workers of equal pace tend to meet each other again and again, and models of workers that never meet, not
-    even through others, drift apart. Therefore each window of `window` consecutive groups connects all
-    workers that train: a group that would leave them unconnected takes the first ready worker from each
-    unconnected part, and waits for one if there is none, but for no longer than `hold_timeout_s`.
+    even through others, drift apart. Therefore each window of consecutive groups connects all workers that
+    train: a group that would leave them unconnected takes the first ready worker from each unconnected part,
+    and waits for one if there is none, but for no longer than `hold_timeout_s`. By default a window has
+    max(2 (N-1) / (P-1), 1.5 (N-1) f / P) groups, rounded up, of N workers that are expected and groups of P: the
+    first is twice the least that connects them; in the second the slowest worker is ready 1.5 times, if the
+    others take its time of a step for f steps. `f` is the median time of the slowest worker's last few steps
+    by that of the fastest one.
+
+    With dynamic weights a model counts by its clock, the steps that are in it: those that its worker has made
+    since its last averaging, and those of the member of that averaging that had most. A member that has not
+    received the mean then counts as the others, until the next averaging.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
     (P-Reduce), section 4. Deviation: the rule for windows is rebuilt from the paper's idea.
 
     Args:
         size: workers in a group, at least 2.
-        window: consecutive groups that connect all workers, at least 1; 0 for no such rule.
+        window: consecutive groups that connect all workers, at least 1; 0 for no such rule, None for the
+            default.
         hold_timeout_s: how long a group waits for a worker of an unconnected part, in seconds.
+        weights: "constant", or "dynamic" as `ema_weights`.
 
     Attributes:
         timeouts: groups that left workers unconnected after that wait.
     """
 
-    def __init__(self, size: int, window: int, hold_timeout_s: float) -> None:
+    def __init__(
+        self, size: int, window: int | None, hold_timeout_s: float, weights: GroupWeights = "constant"
+    ) -> None:
         super().__init__()
-        self._size, self._window, self._hold_s = size, window, hold_timeout_s
-        self._recent: list[tuple[int, ...]] = []  # the last groups, at most window - 1
+        self._size, self._fixed_window, self._hold_s = size, window, hold_timeout_s
+        self._weights = weights
+        self._clocks: dict[int, int] = {}
+        self._steps_s: dict[int, list[float]] = {}  # by worker, how long its last steps took
+        self._recent: list[tuple[int, ...]] = []  # the last groups, one less than in the largest window so far
+        self._window_max = 1
         self._held_since_s: float | None = None
         self.timeouts = 0
+
+    def on_step(self, worker: int, step_s: float) -> None:
+        """See `GroupMaker.on_step`."""
+        self._clocks[worker] = self._clocks.get(worker, 0) + 1
+        if step_s > 0:
+            self._steps_s[worker] = [*self._steps_s.get(worker, []), step_s][-_STEPS_MEASURED:]
+
+    def discard(self, worker: int) -> None:
+        """See `GroupMaker.discard`."""
+        super().discard(worker)
+        self._clocks.pop(worker, None)
+        self._steps_s.pop(worker, None)
+
+    def begin_group(self, group: tuple[int, ...], joining: tuple[int, ...]) -> tuple[float, ...]:
+        """See `GroupMaker.begin_group`."""
+        clocks = [self._clocks.get(worker, 0) for worker in group]
+        self._clocks |= dict.fromkeys((*group, *joining), max(clocks))
+        return ema_weights(clocks) if self._weights == "dynamic" else equal_weights(len(group))
 
     def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`; None where workers have to wait."""
         size = min(self._size, len(expected))
-        parts = self._unconnected_parts(expected)
-        chosen = self._choose(size, parts, can_meet)
-        if len(chosen) < size or size == 0:
+        if size == 0 or len(self._ready_s) < size:
             return None
-        if len(parts) > 1 and any(part.issuperset(chosen) for part in parts):
+        window = self._window(expected)
+        self._window_max = max(self._window_max, window)
+        parts = self._unconnected_parts(expected, window)
+        chosen = self._choose(size, parts, can_meet)
+        if len(chosen) < size:
+            return None
+        if sum(not part.isdisjoint(chosen) for part in parts) < min(size, len(parts)):
             if self._held_since_s is None:
                 self._held_since_s = now_s
             if now_s - self._held_since_s <= self._hold_s:
@@ -62,8 +107,8 @@ class FirstReadyGroups(ReadyWorkers):
     def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
         group = super()._take(workers)
         self._held_since_s = None
-        if self._window > 1:
-            self._recent = [*self._recent, group][1 - self._window :]
+        if self._window_max > 1:
+            self._recent = [*self._recent, group][1 - self._window_max :]
         return group
 
     def _choose(self, size: int, parts: list[set[int]], can_meet: CanMeet) -> list[int]:
@@ -83,31 +128,52 @@ class FirstReadyGroups(ReadyWorkers):
         add(self._ready_s)
         return chosen
 
-    def _unconnected_parts(self, expected: set[int]) -> list[set[int]]:
-        """Return the expected workers, in parts that the last groups have connected.
+    def _window(self, expected: set[int]) -> int:
+        if self._fixed_window is not None:
+            return self._fixed_window
+        others = len(expected) - 1
+        medians_s = [median(self._steps_s[worker]) for worker in expected & self._steps_s.keys()]
+        slowdown = max(medians_s) / min(medians_s) if medians_s else 1.0
+        least = math.ceil(others / (self._size - 1))
+        return max(2 * least, math.ceil(_WINDOW_TURNS * others * slowdown / self._size))
 
-        Empty while there are fewer groups than a window minus the next one.
+    def _unconnected_parts(self, expected: set[int], window: int) -> list[set[int]]:
+        """Return the expected workers, in parts that the groups of a window but its last have connected.
+
+        Empty while there are fewer groups than that.
         """
-        if not self._window or len(self._recent) < self._window - 1:
+        if not window or len(self._recent) < window - 1:
             return []
-        parts = [{worker} for worker in sorted(expected)]
-        for group in self._recent:
-            joined = [part for part in parts if part.intersection(group)]
-            if len(joined) > 1:
-                parts = [part for part in parts if part not in joined] + [set[int]().union(*joined)]
-        return parts
+        part_of = {worker: {worker} for worker in sorted(expected)}
+        parts = len(part_of)
+        for group in reversed(self._recent[len(self._recent) - window + 1 :]):
+            members = [worker for worker in group if worker in part_of]
+            for one, other in pairwise(members):
+                smaller, larger = sorted((part_of[one], part_of[other]), key=len)
+                if smaller is not larger:
+                    larger |= smaller
+                    part_of |= dict.fromkeys(smaller, larger)
+                    parts -= 1
+            if parts == 1:
+                break
+        return [*{id(part): part for part in part_of.values()}.values()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain data."""
+        """See `GroupMaker.state_dict`."""
         return {
             "ready_s": [list(entry) for entry in self._ready_s.items()],
+            "clocks": [list(entry) for entry in self._clocks.items()],
+            "steps_s": [[worker, list(steps_s)] for worker, steps_s in self._steps_s.items()],
             "recent": [list(group) for group in self._recent],
+            "window_max": self._window_max,
             "held_since_s": self._held_since_s,
             "timeouts": self.timeouts,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict` of an object with the same arguments."""
-        self._ready_s = dict(state["ready_s"])
+        """See `GroupMaker.load_state_dict`."""
+        self._ready_s, self._clocks = dict(state["ready_s"]), dict(state["clocks"])
+        self._steps_s = {worker: list(steps_s) for worker, steps_s in state["steps_s"]}
         self._recent = [tuple(group) for group in state["recent"]]
+        self._window_max = state["window_max"]
         self._held_since_s, self.timeouts = state["held_since_s"], state["timeouts"]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from offbeat.events import AverageModels, ModelsAveraged
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.policies.model_averaging.weights import mean_share
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
@@ -108,15 +109,16 @@ class BackgroundAveraging:
         return self._end(timeout_s)
 
     def _end(self, timeout_s: float) -> ModelsAveraged:
-        pending, has_mean = self._pending, True
+        pending, begun, has_mean = self._pending, self._begun, True
         assert pending is not None
+        assert begun is not None
         try:
             for one in pending:
                 one.wait(timeout_s)
         except AveragingCancelledError:
             has_mean = False
         if pending and has_mean:
-            self._parameters.add_difference()
+            self._parameters.add_difference(mean_share(begun, self._client.worker))
         with self._client.lock:
             self._begun = self._pending = None
             return self._protocol.finish(has_mean=has_mean)

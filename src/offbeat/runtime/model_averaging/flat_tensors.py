@@ -145,18 +145,24 @@ class FlatTensors:
         return partial(self._accelerator.call_after, [self._copied_out[number]])
 
     @torch.no_grad()
-    def unpack(self) -> None:
-        """Copy `outputs` into the tensors; on an accelerator the current stream does so later."""
+    def unpack(self, share: float = 1.0) -> None:
+        """Copy `outputs` into the tensors; on an accelerator the current stream does so later.
+
+        With another `share` than 1, add so much of `outputs` less the tensors, which are numbers with a fraction.
+        """
         for tensor, part in self._parts(self._bring_back(self.outputs)):
-            tensor.copy_(part)
+            if share == 1.0:
+                tensor.copy_(part)
+            else:
+                tensor.add_(part - tensor, alpha=share)
 
     @torch.no_grad()
-    def add_difference(self) -> None:
-        """Add `outputs` less `snapshots` to the tensors; overwrites `outputs`, see `unpack`."""
+    def add_difference(self, share: float = 1.0) -> None:
+        """Add `share` of `outputs` less `snapshots` to the tensors; overwrites `outputs`, see `unpack`."""
         for output, snapshot in zip(self.outputs, self.snapshots, strict=True):
             output.sub_(snapshot)
         for tensor, part in self._parts(self._bring_back(self.outputs)):
-            tensor.add_(part)
+            tensor.add_(part, alpha=share)
 
     def _bring_back(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return vectors of the host where the tensors lie."""

@@ -4,10 +4,11 @@ Theory of operation. The optimizer steps the worker's own model, with the gradie
 the step the worker reports `Ready`. With `overlap` it trains on, as `BackgroundAveraging` says.
 Without it, and in averagings in which it sends or receives a state or that follow the end of its loop, the
 worker waits for an `AverageModels`, which its `ModelAveragingProtocol` keeps. It packs its parameters, times
-its weight, into vectors; the members sum these by a ring, and the sum becomes each member's parameters. Then
-it reports `ModelsAveraged`. Until the sum is complete the parameters are unchanged, so that an averaging that
-is cancelled has no effect. Optimizer state stays with its worker; buffers are averaged at the end only. The
-worker waits for the exchange, and for no copy between the host and an accelerator (see `FlatTensors`).
+its weight, into vectors; the members sum these by a ring, and the sum becomes each member's parameters, or
+these take their share of it (`mean_share`). Then it reports `ModelsAveraged`. Until the sum is complete the
+parameters are unchanged, so that an averaging that is cancelled has no effect. Optimizer state stays with its
+worker; buffers are averaged at the end only. The worker waits for the exchange, and for no copy between the
+host and an accelerator (see `FlatTensors`).
 
 Members without a state receive it from the first other member, which waits anyway. A new worker begins so,
 and at the start all workers but the first.
@@ -29,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import WorkerError
 from offbeat.events import Action, AverageModels, CancelAveraging, Ready
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS, ModelAveragingProtocol
+from offbeat.policies.model_averaging.weights import mean_share
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.control.client import CoordinatorClient
@@ -374,7 +376,7 @@ class ModelAveragingSynchronizer:
         for one_pending in pending:
             one_pending.wait(self._timeout_s)
         for one in flats:
-            one.unpack()
+            one.unpack(mean_share(averaging, self._loop.worker))
         self._exchange = None
 
     def _copy_state(self, averaging: AverageModels, workers: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from offbeat.events import (
     RejectPeer,
 )
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.policies.model_averaging.weights import mean_share
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.training.exchange import BlockableExchange
 from offbeat.simulator.training.interface import Simulation
@@ -201,15 +202,23 @@ class AveragingWorker(SimulatedWorker):
             return
         if self.model is None:
             self.model = averaging.donor_model
+            assert self.model is not None
+            self.snapshot = self.model.parameters
             self.sample_loop.enter_epoch(averaging.epoch)
         self._add_difference(averaging.mean)
         self._end_averaging(has_mean=True)
 
     def _add_difference(self, mean: Any) -> None:
-        """Add the mean less the snapshot that is in it to the model."""
+        """Add the worker's share of the mean less the snapshot that is in it to the model."""
         assert self.model is not None
-        is_unchanged = self.snapshot is None or self.model.parameters is self.snapshot
-        changed = mean if is_unchanged else self.model.parameters + (mean - self.snapshot)
+        averaging = self.averaging_protocol.averaging
+        assert averaging is not None
+        share = mean_share(averaging, self.worker)
+        is_unchanged = self.model.parameters is self.snapshot
+        if is_unchanged and share == 1:
+            changed = mean
+        else:
+            changed = self.model.parameters + share * (mean - self.snapshot)
         self.model = replace(self.model, parameters=changed)
 
     @property
