@@ -306,6 +306,7 @@ EXAMPLES = [
         members=(0, 2, 5),
         joining=(5,),
         weights=(0.5, 0.5, 0.0),
+        steps=(16, 3, 16),
         includes_buffers=False,
         leader=0,
         reason="r",

@@ -172,6 +172,7 @@ class ModelTraining:
             members=members,
             joining=(),
             weights=weights,
+            steps=(1,) * len(members),
             includes_buffers=self._random.random() < 0.4,
             leader=members[0],
             reason="",

@@ -43,8 +43,9 @@ class Joined:
 class Ready:
     """A worker has computed its gradients of a round and has not begun to wait for other workers.
 
-    Where workers own their models, it has made its step with them, and waits for an `AverageModels`; its
-    blocks count as used from here on, and `round` counts averagings.
+    Where workers own their models, it has made its step with them; after as many steps as its last
+    `AverageModels` says it waits for the next one. Its blocks count as used from here on, and `round` counts
+    averagings.
 
     A worker that is in no group sends it too, with the step and round in which it last took part.
 
@@ -635,6 +636,7 @@ class AverageModels(ToMembers):
         joining: the members without a state: the first of the other members copies its state to them when it
             has the mean.
         weights: one per member, not negative, sum 1; 0 for those that are joining.
+        steps: one per member, at least 1: its optimizer steps until it is ready for its next averaging.
         includes_buffers: buffers are averaged too, so that the members' models are equal afterwards.
         leader: the worker that evaluates, prints and saves for all.
         keeps_own_share: of P models, a member keeps 1/P of its own, and takes the rest from the others by their
@@ -645,6 +647,7 @@ class AverageModels(ToMembers):
     members: tuple[int, ...]
     joining: tuple[int, ...]
     weights: tuple[float, ...]
+    steps: tuple[int, ...]
     includes_buffers: bool
     leader: int
     reason: str

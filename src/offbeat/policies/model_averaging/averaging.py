@@ -3,8 +3,9 @@
 Theory of operation
 -------------------
 
-Each worker trains its own model. It reports every optimizer step (`Ready`); an `AverageModels` names a group
-and its weights. When the worker has the mean, or has given up, it reports `ModelsAveraged`. Without `overlap`
+Each worker trains its own model. It reports every optimizer step (`Ready`). After some of them, usually each,
+it is *ready* for an averaging: `AverageModels.steps` says after how many. An `AverageModels` names a group
+of workers that are ready, and its weights. When the worker has the mean, or has given up, it reports `ModelsAveraged`. Without `overlap`
 it waits in between. With it, it trains on: its Ready publishes a *snapshot* of its model, of which the mean
 is made, and at the end of a later step it adds the mean less its snapshot to its model, and then reports. The
 policy owns four parts and decides only what passes between them: `Roster` (the workers of the job), a
@@ -68,7 +69,6 @@ from offbeat.policies.membership.reachability import Reachability
 from offbeat.policies.membership.roster import Roster
 from offbeat.policies.model_averaging.group_maker import GroupMaker
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS
-from offbeat.policies.model_averaging.weights import equal_weights
 
 # For the assigner, which counts steps by clocks: here a state that is saved holds all steps reported before.
 _REPORTED: Final = -1
@@ -81,6 +81,7 @@ class _Averaging:
 
     Attributes:
         pending: members that have not reported its end.
+        steps: one per member, see `AverageModels`.
         is_final: it is the one after the end of all loops.
         is_cancelled: its members have been asked to give up.
         has_failed: a member has not received the mean.
@@ -89,6 +90,7 @@ class _Averaging:
     members: tuple[int, ...]
     joining: tuple[int, ...]
     pending: set[int]
+    steps: tuple[int, ...]
     is_final: bool
     is_cancelled: bool = False
     has_failed: bool = False
@@ -103,7 +105,7 @@ class ModelAveraging:
         shards: "dynamic" assigns samples as they are needed; with "equal" none are assigned.
         overlap: workers train on while their models are averaged.
         timeout_s: how long other workers wait for a worker that trains, in seconds.
-        keeps_own_share: see `AverageModels`; not of the last averaging, which gives all the same model.
+        keeps_own_share: see `AverageModels`; not in the last averaging, after which all models are equal.
 
     Raises:
         ValueError: an argument is out of range.
@@ -132,8 +134,9 @@ class ModelAveraging:
         self._averagings: dict[int, _Averaging] = {}  # under way, by their first exchange id
         self._exchange_of: dict[int, int] = {}  # by member, the averaging that it is in
         self._next_exchange = 0
+        self._steps_left: dict[int, int] = {}  # by worker, steps until it is ready; 1 where none is noted
+        self._began_s: dict[int, float] = {}  # by worker, when its step under way began
         self._active_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
-        self._step_began_s: dict[int, float] = {}  # by worker, when it began the step under way
         self._first_finished_s: float | None = None  # when a worker first had finished
         self._has_final_model = False  # all workers that are here have the same model
         self._is_over = False
@@ -184,8 +187,9 @@ class ModelAveraging:
             ],
             "exchange_of": [list(entry) for entry in self._exchange_of.items()],
             "next_exchange": self._next_exchange,
+            "steps_left": [list(entry) for entry in self._steps_left.items()],
+            "began_s": [list(entry) for entry in self._began_s.items()],
             "active_s": [list(entry) for entry in self._active_s.items()],
-            "step_began_s": [list(entry) for entry in self._step_began_s.items()],
             "first_finished_s": self._first_finished_s,
             "has_final_model": self._has_final_model,
             "is_over": self._is_over,
@@ -205,14 +209,15 @@ class ModelAveraging:
                     "members": tuple(entry["members"]),
                     "joining": tuple(entry["joining"]),
                     "pending": set(entry["pending"]),
+                    "steps": tuple(entry["steps"]),
                 }
             )
             for exchange_id, entry in state["averagings"]
         }
         self._exchange_of = dict(state["exchange_of"])
         self._next_exchange = state["next_exchange"]
-        self._active_s, self._step_began_s = dict(state["active_s"]), dict(state["step_began_s"])
-        self._first_finished_s = state["first_finished_s"]
+        self._steps_left, self._began_s = dict(state["steps_left"]), dict(state["began_s"])
+        self._active_s, self._first_finished_s = dict(state["active_s"]), state["first_finished_s"]
         self._has_final_model, self._is_over = state["has_final_model"], state["is_over"]
 
     # Events ----------------------------------------------------------------------------------------------
@@ -234,10 +239,19 @@ class ModelAveraging:
         if self._assigner is not None:
             self._assigner.on_step(event.worker, _REPORTED, event.blocks)
             self._assigner.on_version(_LATEST)
-        began_s = self._step_began_s.get(event.worker, event.now_s)
-        self._groups.on_step(event.worker, event.now_s - began_s)
-        self._active_s[event.worker] = self._step_began_s[event.worker] = event.now_s
+        if (began_s := self._began_s.get(event.worker)) is not None:
+            step_s = max(0.0, event.now_s - began_s)
+            self._groups.observe_step(event.worker, samples=event.samples, step_s=step_s)
+        self._began_s[event.worker] = self._active_s[event.worker] = event.now_s
         if not is_busy:
+            self._count_step(event)
+
+    def _count_step(self, event: Ready) -> None:
+        """Count a step of a worker in no averaging, after which it may be ready."""
+        left = self._steps_left.pop(event.worker, 1) - 1
+        if left:
+            self._steps_left[event.worker] = left
+        else:
             self._groups.add(event.worker, event.now_s)
 
     def _handle_averaged(self, event: ModelsAveraged) -> None:
@@ -249,11 +263,13 @@ class ModelAveraging:
         del self._exchange_of[event.worker]
         averaging.pending.discard(event.worker)
         averaging.has_failed |= not event.has_mean
+        self._groups.end_averaging(event.worker, has_mean=event.has_mean)
+        if not self._overlap:
+            self._began_s[event.worker] = event.now_s
         if event.has_mean:
+            self._steps_left[event.worker] = averaging.steps[averaging.members.index(event.worker)]
             self._roster.without_state.discard(event.worker)
             self._active_s[event.worker] = event.now_s
-            if not self._overlap or event.worker not in self._step_began_s:  # else it has trained meanwhile
-                self._step_began_s[event.worker] = event.now_s
         if not averaging.pending:
             del self._averagings[event.exchange_id]
             self._has_final_model = averaging.is_final and not averaging.has_failed
@@ -283,8 +299,8 @@ class ModelAveraging:
         if not self._roster.remove(worker):
             return []
         self._groups.discard(worker)
-        self._active_s.pop(worker, None)
-        self._step_began_s.pop(worker, None)
+        for by_worker in (self._steps_left, self._began_s, self._active_s):
+            by_worker.pop(worker, None)
         self._reachability.forget(worker)
         if self._assigner is not None:
             self._assigner.on_gone(worker)
@@ -389,7 +405,8 @@ class ModelAveraging:
         training = (self._roster.training | receiving) - self._reachability.silent_workers - resting
         while group := self._next_group(training, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
-            actions.append(self._begin_averaging(group, self._joining(group), reason))
+            weights = self._groups.weights(group)
+            actions.append(self._begin_averaging(group, self._joining(group), reason, weights=weights))
         return actions
 
     def _next_group(self, training: set[int], now_s: float) -> tuple[int, ...] | None:
@@ -426,19 +443,18 @@ class ModelAveraging:
         joining: tuple[int, ...],
         reason: str,
         *,
+        weights: tuple[float, ...] | None = None,
         is_final: bool = False,
     ) -> AverageModels:
+        """Begin an averaging of a group; all have the same weight unless others are given."""
+        weight_of = dict(zip(group, weights or (1.0 / len(group),) * len(group), strict=True))
         exchange_id, self._next_exchange = self._next_exchange, self._next_exchange + EXCHANGE_IDS
         members = tuple(sorted((*group, *joining)))
+        steps = tuple(self._groups.steps(member) for member in members)
         self._averagings[exchange_id] = _Averaging(
-            members=members, joining=joining, pending=set(members), is_final=is_final
+            members=members, joining=joining, pending=set(members), steps=steps, is_final=is_final
         )
         self._exchange_of |= dict.fromkeys(members, exchange_id)
-        if is_final:
-            weights = equal_weights(len(group))
-        else:
-            weights = self._groups.begin_group(tuple(group), joining)
-        weight_of = dict(zip(group, weights, strict=True))
         leader = self._roster.leader
         assert leader is not None
         return AverageModels(
@@ -446,6 +462,7 @@ class ModelAveraging:
             members=members,
             joining=joining,
             weights=tuple(weight_of.get(member, 0.0) for member in members),
+            steps=steps,
             includes_buffers=is_final,
             keeps_own_share=self._keeps_own_share and not is_final,
             leader=leader,

@@ -33,8 +33,7 @@ class FirstReadyGroups(ReadyWorkers):
     by that of the fastest one.
 
     With dynamic weights a model counts by its clock, the steps that are in it: those that its worker has made
-    since its last averaging, and those of the member of that averaging that had most. A member that has not
-    received the mean then counts as the others, until the next averaging.
+    since its last averaging, and as many as were in the newest model of that averaging.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
     (P-Reduce), section 4. Deviation: the rule for windows is rebuilt from the paper's idea.
@@ -57,28 +56,36 @@ class FirstReadyGroups(ReadyWorkers):
         self._size, self._fixed_window, self._hold_s = size, window, hold_timeout_s
         self._weights = weights
         self._clocks: dict[int, int] = {}
+        self._lags: dict[int, int] = {}  # by member of an averaging, what its clock lacked to the highest
         self._steps_s: dict[int, list[float]] = {}  # by worker, how long its last steps took
         self._recent: list[tuple[int, ...]] = []  # the last groups, one less than in the largest window so far
         self._window_max = 1
         self._held_since_s: float | None = None
         self.timeouts = 0
 
-    def on_step(self, worker: int, step_s: float) -> None:
-        """See `GroupMaker.on_step`."""
+    def observe_step(self, worker: int, *, samples: int, step_s: float) -> None:
+        """See `GroupMaker.observe_step`."""
         self._clocks[worker] = self._clocks.get(worker, 0) + 1
-        if step_s > 0:
-            self._steps_s[worker] = [*self._steps_s.get(worker, []), step_s][-_STEPS_MEASURED:]
+        self._steps_s[worker] = [*self._steps_s.get(worker, []), step_s][-_STEPS_MEASURED:]
+
+    def end_averaging(self, worker: int, *, has_mean: bool) -> None:
+        """See `GroupMaker.end_averaging`; a new worker has the newest model."""
+        if worker not in self._clocks:
+            self._clocks[worker] = max(self._clocks.values(), default=0)
+        lag = self._lags.pop(worker, 0)
+        if has_mean:
+            self._clocks[worker] += lag
 
     def discard(self, worker: int) -> None:
         """See `GroupMaker.discard`."""
         super().discard(worker)
-        self._clocks.pop(worker, None)
-        self._steps_s.pop(worker, None)
+        for by_worker in (self._clocks, self._lags, self._steps_s):
+            by_worker.pop(worker, None)
 
-    def begin_group(self, group: tuple[int, ...], joining: tuple[int, ...]) -> tuple[float, ...]:
-        """See `GroupMaker.begin_group`."""
+    def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
+        """See `GroupMaker.weights`."""
         clocks = [self._clocks.get(worker, 0) for worker in group]
-        self._clocks |= dict.fromkeys((*group, *joining), max(clocks))
+        self._lags |= {worker: max(clocks) - clock for worker, clock in zip(group, clocks, strict=True)}
         return ema_weights(clocks) if self._weights == "dynamic" else equal_weights(len(group))
 
     def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
@@ -133,7 +140,8 @@ class FirstReadyGroups(ReadyWorkers):
             return self._fixed_window
         others = len(expected) - 1
         medians_s = [median(self._steps_s[worker]) for worker in expected & self._steps_s.keys()]
-        slowdown = max(medians_s) / min(medians_s) if medians_s else 1.0
+        fastest_s = min(medians_s, default=0.0)
+        slowdown = max(medians_s) / fastest_s if fastest_s else 1.0
         least = math.ceil(others / (self._size - 1))
         return max(2 * least, math.ceil(_WINDOW_TURNS * others * slowdown / self._size))
 
@@ -163,6 +171,7 @@ class FirstReadyGroups(ReadyWorkers):
         return {
             "ready_s": [list(entry) for entry in self._ready_s.items()],
             "clocks": [list(entry) for entry in self._clocks.items()],
+            "lags": [list(entry) for entry in self._lags.items()],
             "steps_s": [[worker, list(steps_s)] for worker, steps_s in self._steps_s.items()],
             "recent": [list(group) for group in self._recent],
             "window_max": self._window_max,
@@ -172,7 +181,8 @@ class FirstReadyGroups(ReadyWorkers):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `GroupMaker.load_state_dict`."""
-        self._ready_s, self._clocks = dict(state["ready_s"]), dict(state["clocks"])
+        self._ready_s = dict(state["ready_s"])
+        self._clocks, self._lags = dict(state["clocks"]), dict(state["lags"])
         self._steps_s = {worker: list(steps_s) for worker, steps_s in state["steps_s"]}
         self._recent = [tuple(group) for group in state["recent"]]
         self._window_max = state["window_max"]

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from offbeat.policies.model_averaging.weights import equal_weights
-
 CanMeet = Callable[[tuple[int, ...], int], bool]
 """(members, worker) -> whether the worker can exchange with all of the members."""
 
@@ -28,14 +26,22 @@ class GroupMaker(Protocol):
     def on_joined(self, worker: int, host: str) -> None:
         """Note where a worker runs; `host` is empty if that is not known."""
 
-    def on_step(self, worker: int, step_s: float) -> None:
-        """Note that a worker has ended a step, and how long it trained for it, in seconds."""
+    def observe_step(self, worker: int, *, samples: int, step_s: float) -> None:
+        """Note an optimizer step of a worker.
+
+        Args:
+            samples: of its batch; 0 where that is not known.
+            step_s: how long it took, data and computing, in seconds.
+        """
 
     def add(self, worker: int, now_s: float) -> None:
         """Add a worker that is ready."""
 
+    def end_averaging(self, worker: int, *, has_mean: bool) -> None:
+        """Note the end of an averaging of one of these groups, for a worker."""
+
     def discard(self, worker: int) -> None:
-        """Forget a worker, which has finished or is gone."""
+        """Remove a worker, if it is there."""
 
     def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """Remove the next group of workers that are ready and return it, ascending; None if there is none.
@@ -51,13 +57,11 @@ class GroupMaker(Protocol):
         Called where all expected workers are ready: none of them may wait for another one.
         """
 
-    def begin_group(self, group: tuple[int, ...], joining: tuple[int, ...]) -> tuple[float, ...]:
-        """Note that a group averages its models; return the weights of its models, whose sum is 1.
+    def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
+        """Return the weights of the models of the group removed last: not negative, sum 1."""
 
-        Args:
-            group: the members that have a model.
-            joining: the members that receive one from the group.
-        """
+    def steps(self, worker: int) -> int:
+        """Return how many optimizer steps a worker makes until it is ready for its next averaging."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain data."""
@@ -67,7 +71,10 @@ class GroupMaker(Protocol):
 
 
 class ReadyWorkers:
-    """The workers that are ready, in the order in which they were: a part of every `GroupMaker`."""
+    """The workers that are ready, in the order in which they were: a part of every `GroupMaker`.
+
+    Each worker is ready after each of its steps, and all models of a group have the same weight.
+    """
 
     def __init__(self) -> None:
         self._ready_s: dict[int, float] = {}
@@ -83,22 +90,29 @@ class ReadyWorkers:
         return next(iter(self._ready_s.values()), None)
 
     def on_joined(self, worker: int, host: str) -> None:
-        """See `GroupMaker.on_joined`; where a worker runs does not matter."""
+        """See `GroupMaker.on_joined`."""
 
-    def on_step(self, worker: int, step_s: float) -> None:
-        """See `GroupMaker.on_step`; the paces of workers do not matter."""
+    def observe_step(self, worker: int, *, samples: int, step_s: float) -> None:
+        """See `GroupMaker.observe_step`."""
 
     def add(self, worker: int, now_s: float) -> None:
         """See `GroupMaker.add`."""
         self._ready_s[worker] = now_s
 
+    def end_averaging(self, worker: int, *, has_mean: bool) -> None:
+        """See `GroupMaker.end_averaging`."""
+
     def discard(self, worker: int) -> None:
         """See `GroupMaker.discard`."""
         self._ready_s.pop(worker, None)
 
-    def begin_group(self, group: tuple[int, ...], joining: tuple[int, ...]) -> tuple[float, ...]:
-        """See `GroupMaker.begin_group`: equal weights."""
-        return equal_weights(len(group))
+    def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
+        """See `GroupMaker.weights`."""
+        return (1.0 / len(group),) * len(group)
+
+    def steps(self, worker: int) -> int:
+        """See `GroupMaker.steps`."""
+        return 1
 
     def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
         """Remove workers, and return them, ascending."""

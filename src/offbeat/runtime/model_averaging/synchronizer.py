@@ -1,8 +1,8 @@
-"""The synchronizer of workers that own their models: after each step a worker averages its model with others.
+"""The synchronizer of workers that own their models: a worker averages its model with others between steps.
 
 Theory of operation. The optimizer steps the worker's own model, with the gradients of its own batch. After
-the step the worker reports `Ready`. With `overlap` it trains on, as `BackgroundAveraging` says.
-Without it, and in averagings in which it sends or receives a state or that follow the end of its loop, the
+each step the worker reports `Ready`. After as many steps as its last averaging said it is ready for the next
+one. With `overlap` it trains on, as `BackgroundAveraging` says. Without it, and in averagings in which it sends or receives a state or that follow the end of its loop, the
 worker waits for an `AverageModels`, which its `ModelAveragingProtocol` keeps. It packs its parameters, times
 its weight, into vectors; the members sum these by a ring, and the sum becomes each member's parameters, or
 these take their share of it (`mean_share`). Then it reports `ModelsAveraged`. Until the sum is complete the
@@ -294,6 +294,8 @@ class ModelAveragingSynchronizer:
             timer.switch("communicate")
             if (ended := self._background.end_step()) is not None:
                 self._loop.send_event(ended)
+        else:
+            self._protocol.count_step()
         self._loop.send_event(
             Ready(
                 now_s=0.0,
@@ -309,7 +311,7 @@ class ModelAveragingSynchronizer:
             )
         )
         timer.switch("wait")
-        if self._background is None or self._has_to_wait():
+        if self._has_to_wait():
             self._average("the workers of its group")
         timer.switch("other")
         self._is_preempted = client.preempt is not None
@@ -317,9 +319,10 @@ class ModelAveragingSynchronizer:
     # An averaging ----------------------------------------------------------------------------------------
 
     def _has_to_wait(self) -> bool:
-        """Whether this worker is in an averaging that is none for the background."""
+        """Whether this worker is ready or in an averaging, and none that is for the background."""
         averaging = self._protocol.averaging
-        assert self._background is not None
+        if self._background is None:
+            return averaging is not None or self._protocol.is_ready
         return averaging is not None and not self._background.serves(averaging)
 
     def _average(self, what: str) -> bool:

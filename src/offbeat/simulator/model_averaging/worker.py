@@ -249,8 +249,10 @@ class AveragingWorker(SimulatedWorker):
         gradient = cluster.gradient(self.model.parameters, self.worker, self.gradients_computed)
         momentum = 0.9 * self.model.momentum + gradient
         self.model = ModelState(self.model.parameters - 0.02 * momentum, momentum)
-        if cluster.overlap:
-            self._end_overlapped()
+        self._end_overlapped()
+        self.averaging_protocol.count_step()
+        if cluster.overlap and self.averaging_protocol.is_ready:
+            self.snapshot = self.model.parameters
         self.steps_taken += 1
         cluster.progress_s = self.active_s = cluster.engine.now_s
         samples = sum(block.samples for block in loop.blocks)
@@ -269,7 +271,7 @@ class AveragingWorker(SimulatedWorker):
         loop.end_round()
         self.activity = WAITING
         cluster.send_event(self.worker, self.last_ready)
-        if not cluster.overlap:
+        if not cluster.overlap and self.averaging_protocol.is_ready:
             return
         if self.is_leaving:
             self._send_left()
@@ -279,16 +281,13 @@ class AveragingWorker(SimulatedWorker):
             self._compute()
 
     def _end_overlapped(self) -> None:
-        """At the end of a step, add what the averaging under way has yielded; else renew the snapshot."""
+        """At the end of a step, add what the averaging under way has yielded."""
         if self._mean is not None:
             self._add_difference(self._mean)
             self._report_end(has_mean=True)
         elif self._has_given_up:
             self._report_end(has_mean=False)
         self._mean, self._has_given_up = None, False
-        if self.averaging_protocol.averaging is None:
-            assert self.model is not None
-            self.snapshot = self.model.parameters
 
 
 class SimulatedAveraging(BlockableExchange):
