@@ -94,6 +94,7 @@ class AveragingWorker(SimulatedWorker):
         self.snapshot: Any = None
         # With overlap, what the averaging under way has yielded, until the end of the step:
         self._mean: Any = None
+        self._share = 1.0
         self._has_given_up = False
         zeros = np.zeros(4)
         self.model = None if is_new or worker else ModelState(zeros, zeros)
@@ -197,6 +198,7 @@ class AveragingWorker(SimulatedWorker):
         if self.exchange is not averaging:
             return
         self.exchange = None
+        self._share = mean_share(averaging.averaging, self.worker)
         if self._trains_on:
             self._mean = averaging.mean
             return
@@ -211,14 +213,11 @@ class AveragingWorker(SimulatedWorker):
     def _add_difference(self, mean: Any) -> None:
         """Add the worker's share of the mean less the snapshot that is in it to the model."""
         assert self.model is not None
-        averaging = self.averaging_protocol.averaging
-        assert averaging is not None
-        share = mean_share(averaging, self.worker)
         is_unchanged = self.model.parameters is self.snapshot
-        if is_unchanged and share == 1:
+        if is_unchanged and self._share == 1:
             changed = mean
         else:
-            changed = self.model.parameters + share * (mean - self.snapshot)
+            changed = self.model.parameters + self._share * (mean - self.snapshot)
         self.model = replace(self.model, parameters=changed)
 
     @property
