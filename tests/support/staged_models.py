@@ -167,15 +167,17 @@ class ModelTraining:
         if self._exchange_id > 4 and self._random.random() < 0.9:
             other, weight = self._random.choice(OTHERS), self._random.choice([0.5, 0.25, 1 / 3])
             members, weights = zip(*sorted([(WORKER, weight), (other, 1 - weight)]), strict=True)
+        is_final = self._random.random() < 0.4
         return AverageModels(
             exchange_id=self._exchange_id,
             members=members,
             joining=(),
             weights=weights,
             steps=(1,) * len(members),
-            includes_buffers=self._random.random() < 0.4,
+            includes_buffers=is_final,
             leader=members[0],
             reason="",
+            keeps_own_share=not is_final and self._random.random() < 0.5,
         )
 
     # The session -------------------------------------------------------------------------------------------

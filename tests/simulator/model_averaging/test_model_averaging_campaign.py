@@ -1,16 +1,23 @@
 """Simulated jobs that average models, and policies, broken on purpose, that the campaign finds."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.prague import PragueAveraging
+from offbeat.policies.stragglers.injection import parse_slow_rule
 from offbeat.simulator.core.faults import WorkerArrival, WorkerDeath, WorkerHang
+from offbeat.simulator.core.times import JitteredTimes
 from offbeat.simulator.model_averaging.campaign import draw_case, run_case
 from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
 from offbeat.simulator.model_averaging.worker import AveragingWorker
 from offbeat.simulator.training.cluster import ViolationError
+from offbeat.simulator.training.sample_loop import SampleSetting
+from offbeat.simulator.training.setting import SimulationSetting
 
 SEEDS = range(150)
 
@@ -31,6 +38,15 @@ def test_the_seeds_hold_the_faults_that_matter():
         for overlap in (False, True):
             cases = [draw_case(seed) for seed in SEEDS]
             assert sum(one.policy is policy and one.arguments["overlap"] is overlap for one in cases) > 15
+
+
+def test_the_seeds_hold_weights_shares_and_hosts():
+    cases = [draw_case(seed) for seed in SEEDS]
+    mixed = [one for one in cases if one.policy is PartialReduce and one.arguments["weights"] == "dynamic"]
+    assert sum(one.arguments["apply"] == "own_share" for one in mixed) > 5
+    divided = [one for one in cases if one.policy is PragueAveraging and one.setting.hosts > 1]
+    assert {one.arguments["mode"] for one in divided} == {"smart", "static", "random"}
+    assert len(divided) > 10
 
 
 def build_with(kind):
@@ -66,6 +82,12 @@ class EndsEarly(PartialReduce):
         return super()._complete()
 
 
+class KeepsItsShareAtTheEnd(PartialReduce):
+    def _begin_averaging(self, group, joining, reason, **options):
+        averaging = super()._begin_averaging(group, joining, reason, **options)
+        return replace(averaging, keeps_own_share=True)
+
+
 class ForgetsSamples(PartialReduce):
     def _remove(self, worker):
         assigner, self._assigner = self._assigner, None
@@ -83,6 +105,7 @@ class ForgetsSamples(PartialReduce):
         (WaitsForResting, "no worker has finished a step|the job does not end"),
         (ForgetsBusy, "has members that are in another one"),
         (EndsEarly, "ended with different models"),
+        (KeepsItsShareAtTheEnd, "is the last one, and leaves its members with different models"),
         (ForgetsSamples, "no worker has finished a step|the job does not end|samples were used"),
     ],
 )
@@ -137,3 +160,71 @@ def test_the_campaign_finds_an_averaging_before_the_last_difference_is_added():
 
     with pytest.raises(ViolationError, match="before it has added the last difference"):
         run_all()
+
+
+# Weights and shares ---------------------------------------------------------------------------------------
+
+
+def own_share_of(averaging, worker, contributions):
+    """As the paper's program says it: 1/P of the own model, and the rest of the others by their weights."""
+    weights = dict(zip(averaging.members, averaging.weights, strict=True))
+    others = sum(weights[one] * model for one, model in contributions.items() if one != worker)
+    part = 1 / len(contributions)
+    return part * contributions[worker] + (1 - part) * others / (1 - weights[worker])
+
+
+class ChecksItsModel(AveragingWorker):
+    """Compares what it adds to its model with the definition, from the contributions of all members."""
+
+    def _add_difference(self, mean):
+        averaging, before, snapshot = self.averaging_protocol.averaging, self.model.parameters, self.snapshot
+        super()._add_difference(mean)
+        if averaging.keeps_own_share and len(averaging.group) > 1 and not averaging.joining:
+            contributions = self.cluster.contributions[averaging.exchange_id]
+            expected = before + own_share_of(averaging, self.worker, contributions) - snapshot
+            np.testing.assert_allclose(self.model.parameters, expected, rtol=1e-10, atol=1e-12)
+            self.cluster.checked += len({*averaging.weights}) > 1
+
+
+class ClusterThatChecks(cluster_of(ChecksItsModel)):
+    """Notes what the members of an averaging contribute; `checked` counts models of unequal weights."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.contributions, self.checked = {}, 0
+
+    def enter_averaging(self, worker, averaging):
+        if worker.model is not None:
+            noted = self.contributions.setdefault(averaging.exchange_id, {})
+            noted[worker.worker] = worker.contribution
+        super().enter_averaging(worker, averaging)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_members_that_keep_their_own_share_end_with_the_models_of_the_definition(overlap):
+    samples = SampleSetting(epoch_samples=600, batch_size=2, epochs=1, batches_per_round=1)
+    slow = (parse_slow_rule("1:3"),)
+    setting = SimulationSetting(world=5, samples=samples, slow=slow, times=JitteredTimes())
+    arguments = {"size": 3, "weights": "dynamic", "apply": "own_share", "overlap": overlap}
+    policies = [Assembly(5), PartialReduce(5, **arguments)]
+    cluster = ClusterThatChecks(setting, lambda: policies, overlap=overlap)
+    cluster.run()
+    assert cluster.is_job_complete
+    assert cluster.checked > 30
+
+
+def test_with_all_workers_in_a_group_and_constant_weights_models_stay_equal():
+    """It is averaging of models in step: after each round all have the mean of what one step each gives."""
+    samples = SampleSetting(epoch_samples=240, batch_size=2, epochs=1, batches_per_round=1)
+    setting = SimulationSetting(world=4, samples=samples, times=JitteredTimes())
+    cluster = SimulatedModelCluster(setting, lambda: [Assembly(4), PartialReduce(4, size=4)], overlap=False)
+    cluster.run()
+    model, momenta, gradients = np.zeros(4), [np.zeros(4)] * 4, cluster.gradient
+    for number in range(1, 31):
+        momenta = [
+            0.9 * momentum + gradients(model, worker, number) for worker, momentum in enumerate(momenta)
+        ]
+        model = np.mean([model - 0.02 * momentum for momentum in momenta], axis=0)
+    assert [one.members for one in cluster.averagings[1:]] == [(0, 1, 2, 3)] * 31
+    for worker in range(4):
+        np.testing.assert_allclose(cluster._workers[worker].model.parameters, model, rtol=1e-10)
