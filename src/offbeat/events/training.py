@@ -639,8 +639,8 @@ class AverageModels(ToMembers):
         steps: one per member, at least 1: its optimizer steps until it is ready for its next averaging.
         includes_buffers: buffers are averaged too, so that the members' models are equal afterwards.
         leader: the worker that evaluates, prints and saves for all.
-        keeps_own_share: of P models, a member keeps 1/P of its own, and takes the rest from the others by their
-            weights, so that the members' models differ afterwards.
+        keeps_own_share: of P models, a member keeps 1/P of its own, and takes the rest from the others by
+            their weights, so that the members' models differ afterwards.
     """
 
     exchange_id: int

@@ -81,7 +81,7 @@ class PReduce(_AveragesModels):
 
     Args:
         P: workers in a group, at least 2; by default 3, or 2 with fewer than 4 workers.
-        weights: "constant" makes a group's mean of equal parts, which preserves the sum of all models. "dynamic"
+        weights: "constant" makes the mean of equal parts, which preserves the sum of all models. "dynamic"
             weighs models by how many steps they are behind the newest one of the group, which does not.
         apply: "common" gives the mean to all members. With "own_share" each keeps 1/P of its own model, and
             takes the rest from the others by their weights; with constant weights this is the same.
@@ -149,8 +149,8 @@ class Prague(_AveragesModels):
 
     Args:
         mode: how groups are decided: "smart" divides all workers that are in no group, "random" draws one
-            group, "static" takes shifted blocks of the workers' ids. Where several hosts have several workers,
-            "smart" and "static" divide by host, in turn between hosts and within.
+            group, "static" takes shifted blocks of the workers' ids. Where several hosts have several
+            workers each, "smart" and "static" divide by host, in turn between hosts and within.
         size: workers in a group, about, at least 2.
         lag: under "smart", a worker that asks leaves out those that were ready `lag` times less often: a fast
             worker chooses no slow one, and a slow one may choose fast ones. None for no such filter.

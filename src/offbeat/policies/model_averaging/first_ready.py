@@ -26,17 +26,19 @@ class FirstReadyGroups(ReadyWorkers):
     Workers of equal pace tend to meet each other again and again, and models of workers that never meet, not
     even through others, drift apart. Therefore each window of consecutive groups connects all workers that
     train: a group that would leave them unconnected takes the first ready worker from each unconnected part,
-    and waits for one if there is none, but for no longer than `hold_timeout_s`. By default a window has
-    max(2 (N-1) / (P-1), 1.5 (N-1) f / P) groups, rounded up, of N workers that are expected and groups of P: the
-    first is twice the least that connects them; in the second the slowest worker is ready 1.5 times, if the
-    others take its time of a step for f steps. `f` is the median time of the slowest worker's last few steps
-    by that of the fastest one.
+    and waits for one if there is none, but for no longer than `hold_timeout_s`.
+
+    By default the window of N workers in groups of P has max(2 (N-1) / (P-1), 1.5 (N-1) f / P) groups, each
+    rounded up: twice the least that connects all, or as many as the others form in 1.5 steps of the slowest
+    worker. f is the ratio of paces: the median time of the last few steps, of the slowest worker to the
+    fastest one.
 
     With dynamic weights a model counts by its clock, the steps that are in it: those that its worker has made
     since its last averaging, and as many as were in the newest model of that averaging.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
-    (P-Reduce), section 4. Deviation: the rule for windows is rebuilt from the paper's idea.
+    (P-Reduce), section 4. Deviations: the rule for windows is rebuilt from the paper's idea, and its default
+    follows the paces.
 
     Args:
         size: workers in a group, at least 2.
@@ -58,8 +60,8 @@ class FirstReadyGroups(ReadyWorkers):
         self._clocks: dict[int, int] = {}
         self._lags: dict[int, int] = {}  # by member of an averaging, what its clock lacked to the highest
         self._steps_s: dict[int, list[float]] = {}  # by worker, how long its last steps took
-        self._recent: list[tuple[int, ...]] = []  # the last groups, one less than in the largest window so far
-        self._window_max = 1
+        self._recent: list[tuple[int, ...]] = []  # the last groups, fewer than `_window_max`
+        self._window_max = 1  # the largest window so far
         self._held_since_s: float | None = None
         self.timeouts = 0
 

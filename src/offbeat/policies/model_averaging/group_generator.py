@@ -30,8 +30,8 @@ class GroupGenerator(ReadyWorkers):
     - `static`: all workers are divided into blocks of the ring of their ids, which is shifted each time.
 
     Where several hosts have several workers each, `smart` and `static` divide by host, in turn between hosts
-    and within: one worker of each host, its head, form a group (*inter*), and the others of each host groups of
-    their own; then all workers of each host form groups (*intra*). So only heads send across the network.
+    and within: one worker of each host, its head, form a group (*inter*), and the others of each host groups
+    of their own; then all workers of each host form groups (*intra*). So only heads send across the network.
     Under `smart` heads are drawn; under `static` they are the first workers of all hosts and, two divisions
     later, the last ones, and the workers of a host form a single group.
 

@@ -17,9 +17,9 @@ from offbeat.policies.model_averaging.weights import (
 class PartialReduce(ModelAveraging):
     """Lets the first P workers that are ready average their models, again and again.
 
-    With P equal to the number of workers and constant weights, 1/P, this is synchronous averaging of models.
-    With constant weights each averaging preserves the sum of the models. With dynamic weights, by which a model
-    that lacks recent steps counts less, or more where several have as many steps, it does not.
+    With constant weights, 1/P, each averaging preserves the sum of the models; with P equal to the number of
+    workers this is synchronous averaging of models. With dynamic weights, by which a model counts according
+    to how many steps it is behind the newest one, the sum is not preserved.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
     (P-Reduce, constant and dynamic). Deviations: workers may train on meanwhile; workers join, leave and are

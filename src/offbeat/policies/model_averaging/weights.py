@@ -23,9 +23,9 @@ def ema_weights(clocks: Sequence[int], alpha: float = 0.9) -> tuple[float, ...]:
     """Return weights by age: an exponential moving average over the models of a group.
 
     The age of a model is 1 for the highest clock, and one more for each step less. Age a has the mass
-    (1 - alpha) alpha^(a-1) / (1 - alpha^T), where T is the highest age. The mass of ages that no model has goes
-    to age 1; models of equal age share its mass equally. So the mass of an age is not less than that of a
-    higher one, though the weight of a model may be, and equal clocks have equal weights.
+    (1 - alpha) alpha^(a-1) / (1 - alpha^T), where T is the highest age. The mass of ages that no model has
+    goes to age 1; models of equal age share its mass equally. So the mass of an age is not less than that of
+    a higher one, though the weight of a single model may be, and equal clocks have equal weights.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
     (dynamic partial reduce); missing ages and `alpha` as in the authors' program.
@@ -57,8 +57,8 @@ def mean_share(averaging: AverageModels, worker: int) -> float:
 
         x_i / P + (P-1)/P * sum over j != i of w_j / (1 - w_i) x_j
 
-    for weights w, which is x_i + s (mean - x_i) with s = (P-1) / (P (1 - w_i)). Where all others together have
-    a weight of less than 0.001, their part is less than that, since the rounding errors of the mean grow by s.
+    for weights w, which is x_i + s (mean - x_i) with s = (P-1) / (P (1 - w_i)). Where all others together
+    have a weight of less than 0.001, s is limited, since it multiplies the rounding errors of the mean.
 
     A member that joins takes the share of the one that sends it a state.
 

@@ -148,7 +148,7 @@ class FlatTensors:
     def unpack(self, share: float = 1.0) -> None:
         """Copy `outputs` into the tensors; on an accelerator the current stream does so later.
 
-        With another `share` than 1, add so much of `outputs` less the tensors, which are numbers with a fraction.
+        With another `share` than 1, add so much of `outputs` less the tensors, which have a fraction.
         """
         for tensor, part in self._parts(self._bring_back(self.outputs)):
             if share == 1.0:

@@ -48,8 +48,8 @@ class ModelFaultCase:
 
     def __str__(self) -> str:
         faults = " ".join(format_fault(fault) for fault in self.setting.faults) or "no faults"
-        hosts = self.setting.hosts
-        return f"{self.setting.world} workers on {hosts} hosts, {self.policy.__name__} {self.arguments}, {faults}"
+        workers = f"{self.setting.world} workers on {self.setting.hosts} hosts"
+        return f"{workers}, {self.policy.__name__} {self.arguments}, {faults}"
 
 
 def draw_case(seed: int) -> ModelFaultCase:
