@@ -86,7 +86,7 @@ class PReduce(_AveragesModels):
         apply: "common" gives the mean to all members. With "own_share" each keeps 1/P of its own model, and
             takes the rest from the others by their weights; with constant weights this is the same.
         window: consecutive groups that connect all workers, so that no models drift apart; 0 for no such
-            rule. By default twice the least possible window, and more where a worker is slow.
+            rule. By default four times the least possible window, and more where a worker is very slow.
         shards: "dynamic" assigns samples as they are needed, each once an epoch; "equal" splits them in
             advance, so that fast workers finish early.
         overlap: train on while the model is averaged: the mean of the group's models as they were at the end

@@ -460,7 +460,7 @@ def test_after_the_start_every_window_connects_all_workers(pace_s, size, window)
     """A given window is so many times the least possible one."""
     workers = range(len(pace_s))
     least = math.ceil((len(pace_s) - 1) / (size - 1))
-    formed = groups_of(dict(enumerate(pace_s)), size, window and window * least, rounds=150)
+    formed = groups_of(dict(enumerate(pace_s)), size, window and window * least, rounds=300)
     start = 3 * formed[-1][1]
     for end in range(start, len(formed) + 1):
         in_window = [group for group, _ in formed[end - formed[end - 1][1] : end]]
@@ -485,20 +485,20 @@ def groups_without_the_last_worker(steps_s, size=3):
 
 
 def test_by_default_the_window_has_room_for_a_step_of_the_slowest_worker():
-    """4 workers, groups of 3: twice the least window is 4, and 1.5 (N-1) f / P is 1.5 f; the last is held."""
-    assert groups_without_the_last_worker([[1.0], [1.0], [1.0], [1.0]]) == 3
-    assert groups_without_the_last_worker([[1.0], [1.0], [1.0], [2.0]]) == 3
+    """4 workers, groups of 3: 4 times the least window is 8, and 1.5 (N-1) f / P is 1.5 f; the last is held."""
+    assert groups_without_the_last_worker([[1.0], [1.0], [1.0], [1.0]]) == 7
     assert groups_without_the_last_worker([[1.0], [1.0], [1.0], [5.0]]) == 7
-    assert groups_without_the_last_worker([[1.0], [1.1], [0.5], [5.0]]) == 14
-    assert groups_without_the_last_worker([[1.0], [1.0], [1.0], []]) == 3  # its pace is not known
+    assert groups_without_the_last_worker([[1.0], [1.0], [1.0], [6.0]]) == 8
+    assert groups_without_the_last_worker([[1.0], [1.1], [0.5], [6.0]]) == 17
+    assert groups_without_the_last_worker([[1.0], [1.0], [1.0], []]) == 7  # its pace is not known
 
 
 def test_a_single_slow_step_does_not_make_a_worker_slow():
     healthy = [1.0, 1.0, 1.0, 1.0]
-    assert groups_without_the_last_worker([healthy, healthy, healthy, [1.0, 9.0, 9.0, 1.0, 1.0]]) == 3
-    assert groups_without_the_last_worker([healthy, healthy, healthy, [1.0, 5.0, 5.0, 5.0, 1.0]]) == 7
+    assert groups_without_the_last_worker([healthy, healthy, healthy, [1.0, 9.0, 9.0, 1.0, 1.0]]) == 7
+    assert groups_without_the_last_worker([healthy, healthy, healthy, [1.0, 9.0, 9.0, 9.0, 1.0]]) == 13
     was_slow = [9.0] * 5 + [1.0] * 3
-    assert groups_without_the_last_worker([healthy, healthy, healthy, was_slow]) == 3
+    assert groups_without_the_last_worker([healthy, healthy, healthy, was_slow]) == 7
 
 
 def test_a_group_takes_the_first_of_each_unconnected_part():

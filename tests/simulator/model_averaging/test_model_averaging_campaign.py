@@ -228,3 +228,16 @@ def test_with_all_workers_in_a_group_and_constant_weights_models_stay_equal():
     assert [one.members for one in cluster.averagings[1:]] == [(0, 1, 2, 3)] * 31
     for worker in range(4):
         np.testing.assert_allclose(cluster._workers[worker].model.parameters, model, rtol=1e-10)
+
+
+def test_workers_that_join_from_two_hosts_average_in_turn_between_them_and_within():
+    """Workers 0 and 2 are on one host, 1 and 3 on the other."""
+    samples = SampleSetting(epoch_samples=160, batch_size=2, epochs=1, batches_per_round=1)
+    setting = SimulationSetting(world=4, hosts=2, samples=samples, times=JitteredTimes())
+    policies = [Assembly(4), PragueAveraging(4, mode="static")]
+    cluster = SimulatedModelCluster(setting, lambda: policies, overlap=False)
+    cluster.run()
+    groups = [one.members for one in cluster.averagings[1:10]]
+    assert {*groups[:3]} == {(0, 1), (2,), (3,)}
+    assert {*groups[3:5]} == {(0, 2), (1, 3)}
+    assert {*groups[5:8]} == {(2, 3), (0,), (1,)}

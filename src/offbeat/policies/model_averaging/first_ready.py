@@ -15,7 +15,8 @@ from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
 from offbeat.policies.model_averaging.weights import GroupWeights, ema_weights, equal_weights
 
 _STEPS_MEASURED: Final = 5
-_WINDOW_TURNS: Final = 1.5  # in a window, times that the slowest worker is in a group
+_LEAST_WINDOWS: Final = 4  # with 2, groups of workers of one pace, or with single slow steps, wait more often
+_WINDOW_TURNS: Final = 1.5  # steps of the slowest worker in a window
 
 
 class FirstReadyGroups(ReadyWorkers):
@@ -26,10 +27,11 @@ class FirstReadyGroups(ReadyWorkers):
     Workers of equal pace tend to meet each other again and again, and models of workers that never meet, not
     even through others, drift apart. Therefore each window of consecutive groups connects all workers that
     train: a group that would leave them unconnected takes the first ready worker from each unconnected part,
-    and waits for one if there is none, but for no longer than `hold_timeout_s`.
+    and waits for one if there is none, but for no longer than `hold_timeout_s`. At the start, after a worker
+    has come, or when the window shrinks, several groups may pass before all are connected.
 
-    By default the window of N workers in groups of P has max(2 (N-1) / (P-1), 1.5 (N-1) f / P) groups, each
-    rounded up: twice the least that connects all, or as many as the others form in 1.5 steps of the slowest
+    By default the window of N workers in groups of P has max(4 ceil((N-1) / (P-1)), ceil(1.5 (N-1) f / P))
+    groups: four times the least that connects all, or as many as the others form in 1.5 steps of the slowest
     worker. f is the ratio of paces: the median time of the last few steps, of the slowest worker to the
     fastest one.
 
@@ -145,7 +147,7 @@ class FirstReadyGroups(ReadyWorkers):
         fastest_s = min(medians_s, default=0.0)
         slowdown = max(medians_s) / fastest_s if fastest_s else 1.0
         least = math.ceil(others / (self._size - 1))
-        return max(2 * least, math.ceil(_WINDOW_TURNS * others * slowdown / self._size))
+        return max(_LEAST_WINDOWS * least, math.ceil(_WINDOW_TURNS * others * slowdown / self._size))
 
     def _unconnected_parts(self, expected: set[int], window: int) -> list[set[int]]:
         """Return the expected workers, in parts that the groups of a window but its last have connected.
