@@ -76,13 +76,6 @@ def test_the_static_schedule_connects_all_workers():
     assert len(parts) == 1
 
 
-def test_at_the_start_no_worker_is_behind():
-    """All are ready once: the filter leaves none of them out, whoever asks first."""
-    groups = GroupGenerator("smart", 3, 1)
-    make_all_ready(groups, range(12))
-    assert sorted(map(len, pop_all(groups, range(12)))) == [3, 3, 3, 3]
-
-
 # Hosts ----------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +276,12 @@ def test_with_the_slowdown_filter_a_slow_worker_does_not_hold_up_the_others():
     assert steps_of_the_median_worker(4, slow=True) > 0.98 * healthy
     assert steps_of_the_median_worker(None, slow=True) < 0.9 * healthy
     assert steps_of_the_median_worker(None, slow=True, mode="random") < 0.7 * healthy
+
+
+def test_workers_that_are_equally_fast_are_not_filtered():
+    """Whichever was ready first: the first step makes none of them one that lags."""
+    filtered = steps_of_the_median_worker(2, slow=False)
+    assert filtered == steps_of_the_median_worker(None, slow=False)
 
 
 def test_arguments_out_of_range_are_refused():
