@@ -70,6 +70,7 @@ from offbeat.events.training import (
     ContributionQuery,
     ContributionReport,
     EndEpoch,
+    EpochEnded,
     Evaluated,
     ExchangeUnderWay,
     Failed,
@@ -134,6 +135,7 @@ __all__ = [
     "ContributionQuery",
     "ContributionReport",
     "EndEpoch",
+    "EpochEnded",
     "EvaluatePart",
     "Evaluated",
     "Event",
@@ -221,6 +223,7 @@ Event: TypeAlias = (
     | StepsTimed
     | Halted
     | Evaluated
+    | EpochEnded
     | Preempted
     | SnapshotTaken
     | PartEvaluated

@@ -300,6 +300,22 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EpochEnded:
+    """A worker that owns its model has left an epoch.
+
+    Attributes:
+        epoch: this one.
+        is_complete: it has used the epoch up, and waits for the mean of all models; else its loop has left
+            the epoch early, and it waits for nothing.
+    """
+
+    now_s: float
+    worker: int
+    epoch: int
+    is_complete: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preempted:
     """A signal announces that a worker's process will soon be terminated.
 
@@ -637,7 +653,8 @@ class AverageModels(ToMembers):
             has the mean.
         weights: one per member, not negative, sum 1; 0 for those that are joining.
         steps: one per member, at least 1: its optimizer steps until it is ready for its next averaging.
-        includes_buffers: buffers are averaged too, so that the members' models are equal afterwards.
+        includes_buffers: buffers are averaged too, so that the members' models are equal afterwards: at the
+            end of an epoch, and of the job. The members wait for it.
         leader: the worker that evaluates, prints and saves for all.
         keeps_own_share: of P models, a member keeps 1/P of its own, and takes the rest from the others by
             their weights, so that the members' models differ afterwards.

@@ -206,8 +206,9 @@ def test_members_that_keep_their_own_share_end_with_the_models_of_the_definition
     slow = (parse_slow_rule("1:3"),)
     setting = SimulationSetting(world=5, samples=samples, slow=slow, times=JitteredTimes())
     arguments = {"size": 3, "weights": "dynamic", "apply": "own_share", "overlap": overlap}
+    arguments["global_every"] = None
     policies = [Assembly(5), PartialReduce(5, **arguments)]
-    cluster = ClusterThatChecks(setting, lambda: policies, overlap=overlap)
+    cluster = ClusterThatChecks(setting, lambda: policies, overlap=overlap, has_epoch_means=False)
     cluster.run()
     assert cluster.is_job_complete
     assert cluster.checked > 30
@@ -217,7 +218,8 @@ def test_with_all_workers_in_a_group_and_constant_weights_models_stay_equal():
     """It is averaging of models in step: after each round all have the mean of what one step each gives."""
     samples = SampleSetting(epoch_samples=240, batch_size=2, epochs=1, batches_per_round=1)
     setting = SimulationSetting(world=4, samples=samples, times=JitteredTimes())
-    cluster = SimulatedModelCluster(setting, lambda: [Assembly(4), PartialReduce(4, size=4)], overlap=False)
+    policies = [Assembly(4), PartialReduce(4, size=4, global_every=None)]
+    cluster = SimulatedModelCluster(setting, lambda: policies, overlap=False, has_epoch_means=False)
     cluster.run()
     model, momenta, gradients = np.zeros(4), [np.zeros(4)] * 4, cluster.gradient
     for number in range(1, 31):
@@ -234,8 +236,8 @@ def test_workers_that_join_from_two_hosts_average_in_turn_between_them_and_withi
     """Workers 0 and 2 are on one host, 1 and 3 on the other."""
     samples = SampleSetting(epoch_samples=160, batch_size=2, epochs=1, batches_per_round=1)
     setting = SimulationSetting(world=4, hosts=2, samples=samples, times=JitteredTimes())
-    policies = [Assembly(4), PragueAveraging(4, mode="static")]
-    cluster = SimulatedModelCluster(setting, lambda: policies, overlap=False)
+    policies = [Assembly(4), PragueAveraging(4, mode="static", global_every=None)]
+    cluster = SimulatedModelCluster(setting, lambda: policies, overlap=False, has_epoch_means=False)
     cluster.run()
     groups = [one.members for one in cluster.averagings[1:10]]
     assert {*groups[:3]} == {(0, 1), (2,), (3,)}

@@ -67,18 +67,20 @@ class FirstReadyGroups(ReadyWorkers):
         self._held_since_s: float | None = None
         self.timeouts = 0
 
-    def observe_step(self, worker: int, *, samples: int, step_s: float) -> None:
+    def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
         """See `GroupMaker.observe_step`."""
         self._clocks[worker] = self._clocks.get(worker, 0) + 1
         self._steps_s[worker] = [*self._steps_s.get(worker, []), step_s][-_STEPS_MEASURED:]
 
     def end_averaging(self, worker: int, *, has_mean: bool) -> None:
-        """See `GroupMaker.end_averaging`; a new worker has the newest model."""
-        if worker not in self._clocks:
+        """See `GroupMaker.end_averaging`; a mean that is of none of these groups counts as the newest model."""
+        lag = self._lags.pop(worker, None)
+        if not has_mean:
+            return
+        if lag is None:
             self._clocks[worker] = max(self._clocks.values(), default=0)
-        lag = self._lags.pop(worker, 0)
-        if has_mean:
-            self._clocks[worker] += lag
+        else:
+            self._clocks[worker] = self._clocks.get(worker, 0) + lag
 
     def discard(self, worker: int) -> None:
         """See `GroupMaker.discard`."""
@@ -109,14 +111,15 @@ class FirstReadyGroups(ReadyWorkers):
             if now_s - self._held_since_s <= self._hold_s:
                 return None
             self.timeouts += 1
-        return self._take(chosen)
+        return self._form(chosen)
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: with others that it can meet, whatever their number."""
-        return self._take(self._choose(self._size, [], can_meet))
+        return self._form(self._choose(self._size, [], can_meet))
 
-    def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
-        group = super()._take(workers)
+    def _form(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """Remove workers, note them as the last group, and return them, ascending."""
+        group = self.take(workers)
         self._held_since_s = None
         if self._window_max > 1:
             self._recent = [*self._recent, group][1 - self._window_max :]

@@ -26,8 +26,8 @@ class GroupMaker(Protocol):
     def on_joined(self, worker: int, host: str) -> None:
         """Note where a worker runs; `host` is empty if that is not known."""
 
-    def observe_step(self, worker: int, *, samples: int, step_s: float) -> None:
-        """Note an optimizer step of a worker.
+    def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
+        """Note an optimizer step that a worker has ended.
 
         Args:
             samples: of its batch; 0 where that is not known.
@@ -42,6 +42,9 @@ class GroupMaker(Protocol):
 
     def discard(self, worker: int) -> None:
         """Remove a worker, if it is there."""
+
+    def take(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """Remove these workers, which are ready, for a group that is formed elsewhere; ascending."""
 
     def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """Remove the next group of workers that are ready and return it, ascending; None if there is none.
@@ -92,7 +95,7 @@ class ReadyWorkers:
     def on_joined(self, worker: int, host: str) -> None:
         """See `GroupMaker.on_joined`."""
 
-    def observe_step(self, worker: int, *, samples: int, step_s: float) -> None:
+    def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
         """See `GroupMaker.observe_step`."""
 
     def add(self, worker: int, now_s: float) -> None:
@@ -114,8 +117,8 @@ class ReadyWorkers:
         """See `GroupMaker.steps`."""
         return 1
 
-    def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
-        """Remove workers, and return them, ascending."""
+    def take(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """See `GroupMaker.take`."""
         group = tuple(sorted(workers))
         for worker in group:
             del self._ready_s[worker]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from offbeat.policies.model_averaging.averaging import ModelAveraging, check_seconds
+from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging, check_seconds
 from offbeat.policies.model_averaging.first_ready import FirstReadyGroups
 from offbeat.policies.model_averaging.weights import (
     GROUP_WEIGHTS,
@@ -34,7 +34,7 @@ class PartialReduce(ModelAveraging):
         apply: "common" gives the mean to all members; with "own_share" each keeps 1/P of its own model, see
             `mean_share`. With constant weights these are the same.
         window, hold_timeout_s: see `FirstReadyGroups`.
-        shards, overlap, timeout_s: see `ModelAveraging`.
+        shards, overlap, global_every, timeout_s: see `ModelAveraging`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -51,6 +51,7 @@ class PartialReduce(ModelAveraging):
         hold_timeout_s: float = 60.0,
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
+        global_every: GlobalEvery = "epoch",
         timeout_s: float = 600.0,
     ) -> None:
         if size is not None and size < 2:
@@ -68,6 +69,7 @@ class PartialReduce(ModelAveraging):
             FirstReadyGroups(size, window, hold_timeout_s, weights),
             shards=shards,
             overlap=overlap,
+            global_every=global_every,
             timeout_s=timeout_s,
             keeps_own_share=apply == "own_share",
         )

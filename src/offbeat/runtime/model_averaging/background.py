@@ -1,10 +1,11 @@
 """An averaging of models that goes on while its worker trains.
 
 Theory of operation. At the end of a step after which it is ready for an averaging, and in none, a worker
-takes a *snapshot* of its parameters, and then reports `Ready`. When an `AverageModels` arrives, the links' thread begins to exchange the snapshot:
-the loop computes the next step meanwhile, and a slow worker keeps no other waiting. At the end of the step in
-which the exchange has ended, the mean less the snapshot is added to the parameters, and `ModelsAveraged` is
-reported. Until then this worker is in no other averaging, and its snapshot does not change.
+takes a *snapshot* of its parameters, and then reports `Ready`. When an `AverageModels` arrives, the links'
+thread begins to exchange the snapshot: the loop computes the next step meanwhile, and a slow worker keeps no
+other waiting. At the end of the step in which the exchange has ended, the mean less the snapshot is added to
+the parameters, and `ModelsAveraged` is reported. Until then this worker is in no other averaging, and its
+snapshot does not change.
 
 Threads. The loop calls `end_step` and `wait`, the links' thread `begin_if_due`. The lock of the client guards
 what they share. Nothing here decides which workers average.

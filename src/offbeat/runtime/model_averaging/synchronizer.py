@@ -2,12 +2,13 @@
 
 Theory of operation. The optimizer steps the worker's own model, with the gradients of its own batch. After
 each step the worker reports `Ready`. After as many steps as its last averaging said it is ready for the next
-one. With `overlap` it trains on, as `BackgroundAveraging` says. Without it, and in averagings in which it sends or receives a state or that follow the end of its loop, the
-worker waits for an `AverageModels`, which its `ModelAveragingProtocol` keeps. It packs its parameters, times
-its weight, into vectors; the members sum these by a ring, and the sum becomes each member's parameters, or
-these take their share of it (`mean_share`). Then it reports `ModelsAveraged`. Until the sum is complete the
-parameters are unchanged, so that an averaging that is cancelled has no effect. Optimizer state stays with its
-worker; buffers are averaged at the end only. The worker waits for the exchange, and for no copy between the
+one. With `overlap` it trains on, as `BackgroundAveraging` says. Without it, and in averagings in which it
+sends or receives a state or that follow the end of its loop, the worker waits for an `AverageModels`, which
+its `ModelAveragingProtocol` keeps. It packs its parameters, times its weight, into vectors; the members sum
+these by a ring, and the sum becomes each member's parameters, or these take their share of it
+(`mean_share`). Then it reports `ModelsAveraged`. Until the sum is complete the parameters are unchanged, so
+that an averaging that is cancelled has no effect. Optimizer state stays with its worker; buffers are averaged
+at the end of an epoch and of the job only. The worker waits for the exchange, and for no copy between the
 host and an accelerator (see `FlatTensors`).
 
 Members without a state receive it from the first other member, which waits anyway. A new worker begins so,
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import WorkerError
-from offbeat.events import Action, AverageModels, CancelAveraging, Ready
+from offbeat.events import Action, AverageModels, CancelAveraging, EpochEnded, Ready
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS, ModelAveragingProtocol
 from offbeat.policies.model_averaging.weights import mean_share
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
@@ -58,6 +59,7 @@ class ModelAveragingSynchronizer:
         loop: the worker's session.
         trained: the model and its optimizers.
         overlap: the worker trains on while its model is averaged; see `BackgroundAveraging`.
+        has_epoch_means: all models are averaged at the end of each epoch.
         timeout_s: how long a worker may keep others waiting, in seconds.
         assigns_samples: samples are assigned as they are needed.
     """
@@ -68,11 +70,13 @@ class ModelAveragingSynchronizer:
         trained: TrainingState,
         *,
         overlap: bool,
+        has_epoch_means: bool,
         timeout_s: float,
         assigns_samples: bool,
     ) -> None:
         self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
         self._overlap, self._assigns_samples = overlap, assigns_samples
+        self._has_epoch_means = has_epoch_means
         self._forms = ParameterFormCheck(trained.model)
         self._client: CoordinatorClient | None = None
         self._protocol = ModelAveragingProtocol(loop.worker)  # until the client has one
@@ -197,7 +201,24 @@ class ModelAveragingSynchronizer:
         """See `Synchronizer.complete_state`."""
 
     def on_epoch_left_early(self) -> None:
-        """See `Synchronizer.on_epoch_left_early`."""
+        """See `Synchronizer.on_epoch_left_early`: no mean of all models follows."""
+        if self._has_epoch_means and self._client is not None:
+            self._send_epoch_ended(is_complete=False)
+
+    def end_epoch(self) -> None:
+        """See `Synchronizer.end_epoch`: takes part in the averaging of all models."""
+        client = self._client
+        if not self._has_epoch_means or client is None:
+            return
+        self._send_epoch_ended(is_complete=True)
+        has_mean = False
+        while not has_mean and not client.is_job_complete:
+            has_mean = self._take_part("all workers to use up the epoch")
+
+    def _send_epoch_ended(self, *, is_complete: bool) -> None:
+        self._loop.send_event(
+            EpochEnded(now_s=0.0, worker=self._loop.worker, epoch=self._loop.epoch, is_complete=is_complete)
+        )
 
     def flush(self) -> None:
         """See `Synchronizer.flush`."""
@@ -207,20 +228,27 @@ class ModelAveragingSynchronizer:
 
         The coordinator rejects a worker that keeps the others waiting, so this wait has no limit of its own.
         """
+        while self._client is not None and not self._client.is_job_complete:
+            self._take_part("all workers to finish")
+
+    def _take_part(self, what: str) -> bool:
+        """Wait for an averaging or the end of the job, and take part; return whether all have the same model.
+
+        The coordinator rejects a worker that keeps the others waiting, so this wait has no limit of its own.
+
+        Args:
+            what: what is waited for, for the error message.
+        """
         client = self._client
-        while client is not None and not client.is_job_complete:
-            client.wait_for(
-                lambda: self._protocol.averaging is not None or client.is_job_complete,
-                None,
-                "all workers to finish",
-            )
-            averaging = self._protocol.averaging
-            if averaging is None:
-                continue
-            if self._background is not None and self._background.serves(averaging):
-                self._loop.send_event(self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S))
-            else:
-                self._average("the last averaging")
+        assert client is not None
+        client.wait_for(lambda: self._protocol.averaging is not None or client.is_job_complete, None, what)
+        averaging = self._protocol.averaging
+        if averaging is None:
+            return False
+        if self._background is not None and self._background.serves(averaging):
+            self._loop.send_event(self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S))
+            return False
+        return self._average(what) and averaging.includes_buffers
 
     def receive_final_state(self) -> None:
         """See `Synchronizer.receive_final_state`: `finish` has received it."""
