@@ -73,7 +73,7 @@ class FirstReadyGroups(ReadyWorkers):
         self._steps_s[worker] = [*self._steps_s.get(worker, []), step_s][-_STEPS_MEASURED:]
 
     def end_averaging(self, worker: int, *, has_mean: bool) -> None:
-        """See `GroupMaker.end_averaging`; a mean of all models counts as the newest, as a new worker's does."""
+        """See `GroupMaker.end_averaging`; after a mean of all, or at first, a worker has the newest model."""
         lag = self._lags.pop(worker, None)
         if not has_mean:
             return
