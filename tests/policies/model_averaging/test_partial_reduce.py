@@ -405,15 +405,19 @@ def test_dynamic_weights_do_not_keep_the_sum_of_the_models_and_constant_ones_do(
     assert sum_after("dynamic") != pytest.approx(4.0)
 
 
-def test_members_keep_their_own_share_but_not_in_the_last_averaging():
+def test_members_keep_their_own_share_but_not_with_new_workers_or_in_the_last_averaging():
     job = dynamic_job(2, apply="own_share")
-    job.ready(0)
-    job.ready(1)
-    job.end_all()
+    for newcomer in (None, 7):
+        if newcomer is not None:
+            job.join(newcomer, 2)
+        job.ready(0)
+        job.ready(1)
+        job.end_all()
+    job.finished(7)
     job.finished(0)
     job.finished(1)
-    assert [one.keeps_own_share for one in job.averagings] == [True, False]
-    assert job.averagings[-1].weights == (0.5, 0.5)
+    assert [one.keeps_own_share for one in job.averagings] == [True, False, False]
+    assert job.averagings[-1].weights == (1 / 3,) * 3
     assert not Job(2).averagings[0].keeps_own_share
 
 

@@ -27,7 +27,7 @@ class Alone(SimulatedLinks):
         return None
 
 
-def average_alone(device, own, share=1.0):
+def average_alone(device, own):
     """Replaces the tensors by their mean with nothing, with weight 0.5; returns what was contributed."""
     links = Alone(device)
     flat = FlatTensors(lambda: own, links)
@@ -35,7 +35,7 @@ def average_alone(device, own, share=1.0):
     for pending in flat.all_reduce(SimulatedExchange(links), exchange_id=1, first_index=0):
         pending.wait(10.0)
     contributed = [one.clone() for one in flat.contributions]
-    flat.unpack(share)
+    flat.unpack()
     return contributed
 
 
@@ -53,19 +53,6 @@ def test_tensors_of_a_device_are_averaged_as_those_of_the_cpu(seed):
     assert all(map(torch.equal, own, expected))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_tensors_may_take_a_share_of_the_mean(seed):
-    """With a share of 3, thrice the way from 1 to 0.5."""
-    device, expected = LateDevice(seed), tensors()[:2]
-    own = [device.adopt(one) for one in tensors()[:2]]
-    with device:
-        average_alone(device, own, 3.0)
-        device.synchronize()
-    average_alone(Host(), expected, 3.0)
-    assert [one.tolist() for one in own] == [[-0.5, -1.0], [[-1.5, -2.0]]]
-    assert all(map(torch.equal, own, expected))
-
-
 def add_difference(device, own, share):
     """Averages a snapshot with nothing, with weight 0.25, while the tensors change."""
     links = Alone(device)
@@ -75,7 +62,7 @@ def add_difference(device, own, share):
         one.add_(8)
     for pending in flat.all_reduce_snapshot(SimulatedExchange(links), exchange_id=1, weight=0.25):
         pending.wait(10.0)
-    flat.add_difference(share)
+    flat.add_difference(flat.snapshots, share=share)
 
 
 @pytest.mark.parametrize("seed", range(5))

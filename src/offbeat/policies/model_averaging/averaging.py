@@ -63,6 +63,7 @@ from offbeat.events import (
     Left,
     Lost,
     ModelsAveraged,
+    OuterStep,
     PeerReachable,
     PeerUnreachable,
     Ready,
@@ -113,7 +114,8 @@ class ModelAveraging:
         overlap: workers train on while their models are averaged.
         global_every: when all workers average: "epoch", a number of steps, or None for only at the end.
         timeout_s: how long other workers wait for a worker that trains, in seconds.
-        keeps_own_share: see `AverageModels`; not in the last averaging, after which all models are equal.
+        keeps_own_share: see `AverageModels`; not where all models are to be equal afterwards, and not where a
+            member sends its model to new workers.
 
     Raises:
         ValueError: an argument is out of range.
@@ -489,8 +491,15 @@ class ModelAveraging:
         training = (self._roster.training | receiving) - away
         while group := self._next_group(training, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
-            weights = self._groups.weights(group)
-            actions.append(self._begin_averaging(group, self._joining(group), reason, weights=weights))
+            actions.append(
+                self._begin_averaging(
+                    group,
+                    self._joining(group),
+                    reason,
+                    weights=self._groups.weights(group),
+                    outer_step=self._groups.outer_step(group),
+                )
+            )
         return actions
 
     def _next_group(self, training: set[int], now_s: float) -> tuple[int, ...] | None:
@@ -542,10 +551,13 @@ class ModelAveraging:
         reason: str,
         *,
         weights: tuple[float, ...] | None = None,
+        outer_step: OuterStep | None = None,
         is_common: bool = False,
     ) -> AverageModels:
         """Begin an averaging of a group; all have the same weight unless others are given."""
         weight_of = dict(zip(group, weights or (1.0 / len(group),) * len(group), strict=True))
+        for worker in joining if self._next_exchange else ():
+            self._groups.add_newcomer(worker)
         exchange_id, self._next_exchange = self._next_exchange, self._next_exchange + EXCHANGE_IDS
         members = tuple(sorted((*group, *joining)))
         steps = tuple(self._groups.steps(member) for member in members)
@@ -564,7 +576,8 @@ class ModelAveraging:
             weights=tuple(weight_of.get(member, 0.0) for member in members),
             steps=steps,
             includes_buffers=is_common,
-            keeps_own_share=self._keeps_own_share and not is_common,
+            keeps_own_share=self._keeps_own_share and not is_common and not joining,
+            outer_step=outer_step,
             leader=leader,
             reason=reason,
         )

@@ -60,13 +60,10 @@ def mean_share(averaging: AverageModels, worker: int) -> float:
     for weights w, which is x_i + s (mean - x_i) with s = (P-1) / (P (1 - w_i)). Where all others together
     have a weight of less than 0.001, s is limited, since it multiplies the rounding errors of the mean.
 
-    A member that joins takes the share of the one that sends it a state.
-
     Source: the authors' program of partial reduce, see `ema_weights`.
     """
     if not averaging.keeps_own_share:
         return 1.0
-    count = len(averaging.group)
-    counted = averaging.group[0] if worker in averaging.joining else worker
-    others = 1 - averaging.weights[averaging.members.index(counted)]
+    count = len(averaging.members)
+    others = 1 - averaging.weights[averaging.members.index(worker)]
     return (count - 1) / (count * max(others, _OTHERS_LEAST))

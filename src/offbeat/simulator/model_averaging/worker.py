@@ -213,8 +213,6 @@ class AveragingWorker(SimulatedWorker):
             return
         if self.model is None:
             self.model = averaging.donor_model
-            assert self.model is not None
-            self.snapshot = self.model.parameters
             self.sample_loop.enter_epoch(averaging.epoch)
         self._add_difference(averaging.mean)
         self._end_averaging(has_mean=True)
@@ -222,7 +220,7 @@ class AveragingWorker(SimulatedWorker):
     def _add_difference(self, mean: Any) -> None:
         """Add the worker's share of the mean less the snapshot that is in it to the model."""
         assert self.model is not None
-        is_unchanged = self.model.parameters is self.snapshot
+        is_unchanged = self.snapshot is None or self.model.parameters is self.snapshot
         if is_unchanged and self._share == 1:
             changed = mean
         else:
