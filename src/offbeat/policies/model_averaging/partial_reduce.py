@@ -32,8 +32,8 @@ class PartialReduce(ModelAveraging):
         size: P, at least 2; None for 3, or 2 with fewer than 4 workers.
         weights: "constant" or "dynamic"; see `FirstReadyGroups`.
         apply: "common" gives the mean to all members; with "own_share" each keeps 1/P of its own model, see
-            `mean_share`, except in groups that send a model to new workers. With constant weights these are the
-            same.
+            `mean_share`, except in groups that send a model to new workers. With constant weights these are
+            the same.
         window, hold_timeout_s: see `FirstReadyGroups`.
         shards, overlap, global_every, timeout_s: see `ModelAveraging`.
 
