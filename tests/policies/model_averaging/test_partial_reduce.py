@@ -833,6 +833,15 @@ def test_the_first_worker_that_trains_after_an_epochs_mean_waits_for_the_others_
     assert members(job.ready(2)) == [(0, 1, 2)]
 
 
+def test_the_mean_of_an_epoch_awaits_workers_that_receive_the_state_meanwhile():
+    job = EpochJob(3)
+    job.averaged(0)
+    job.ready(0)
+    job.averagings.clear()
+    job.end_epoch(0)
+    assert not job.averagings
+
+
 def test_the_mean_of_an_epoch_is_repeated_without_a_member_that_is_lost():
     job = EpochJob(3, size=2).begin()
     for worker in range(3):

@@ -152,7 +152,7 @@ class Synchronizer(ModelAveragingSynchronizer):
         self._events.append(event)
         self._client.is_job_complete = True
 
-    def _average(self, what):
+    def _average_models(self, averaging, group):
         raise AssertionError("the links' thread is about to begin this averaging")
 
 

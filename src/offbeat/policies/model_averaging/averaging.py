@@ -427,6 +427,11 @@ class ModelAveraging:
         """Workers that wait for samples."""
         return frozenset() if self._assigner is None else self._assigner.waiting_workers
 
+    @property
+    def _receiving(self) -> set[int]:
+        """Workers that receive the state now, and train then."""
+        return self._roster.without_state & self._exchange_of.keys()
+
     # Decisions -------------------------------------------------------------------------------------------
 
     def _proceed(self, now_s: float) -> list[Action]:
@@ -467,7 +472,8 @@ class ModelAveraging:
         if any(averaging.is_common for averaging in self._averagings.values()):
             return []  # its members wait again if it fails
         silent = self._reachability.silent_workers
-        due = [one for one in self._epoch_means.due(self._roster.training - silent) if one not in silent]
+        awaited = (self._roster.training | self._receiving) - silent
+        due = [worker for worker in self._epoch_means.due(awaited) if worker not in silent]
         if not self._exchange_of.keys().isdisjoint(due):
             return []
         actions: list[Action] = []
@@ -485,10 +491,9 @@ class ModelAveraging:
 
     def _form_groups(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        receiving = self._roster.without_state & self._exchange_of.keys()
         resting = self._resting - self._groups.ready  # with overlap, a worker may be ready and rest
         away = self._reachability.silent_workers | resting | self._epoch_means.waiting.keys()
-        training = (self._roster.training | receiving) - away
+        training = (self._roster.training | self._receiving) - away
         while group := self._next_group(training, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
             actions.append(
