@@ -198,6 +198,7 @@ class ModelTraining:
             outer_step=outer_step,
             leader=members[0],
             reason="",
+            keeps_own_share=not includes_buffers and outer_step is None and self._random.random() < 0.5,
         )
 
     # The session -------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ class Joined:
         addresses: where the worker's links listen, best first.
         model_signature: one line per parameter or buffer (name, dtype, shape), in the model's order.
         strategy: the strategy as text; all workers must run the same.
+        host: the same for the workers of one host, and of no others; empty if it is not known.
     """
 
     now_s: float
@@ -35,6 +36,7 @@ class Joined:
     addresses: tuple[str, ...]
     model_signature: tuple[str, ...]
     strategy: str
+    host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -673,6 +675,8 @@ class AverageModels(ToMembers):
             end of an epoch, and of the job. The members wait for it.
         outer_step: what follows the mean; None if it becomes each member's model.
         leader: the worker that evaluates, prints and saves for all.
+        keeps_own_share: of P models, a member keeps 1/P of its own, and takes the rest from the others by
+            their weights, so that the members' models differ afterwards; no member is joining.
     """
 
     exchange_id: int
@@ -684,6 +688,7 @@ class AverageModels(ToMembers):
     outer_step: OuterStep | None
     leader: int
     reason: str
+    keeps_own_share: bool = False
 
     @property
     def group(self) -> tuple[int, ...]:

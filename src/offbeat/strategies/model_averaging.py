@@ -14,6 +14,7 @@ from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.prague import PragueAveraging
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.policies.model_averaging.weights import GroupWeights, MeanApplication
 from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
 from offbeat.runtime.training.interface import TrainingLoop
@@ -85,12 +86,16 @@ class PReduce(_AveragesModels):
     not averaged. A worker that is lost leaves its group; the others go on.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
-    (constant partial reduce). Deviations: those of `PartialReduce`.
+    (constant and dynamic partial reduce). Deviations: those of `PartialReduce`.
 
     Args:
         P: workers in a group, at least 2; by default 3, or 2 with fewer than 4 workers.
+        weights: "constant" makes the mean of equal parts, which preserves the sum of all models. "dynamic"
+            weighs models by how many steps they are behind the newest one of the group, which does not.
+        apply: "common" gives the mean to all members. With "own_share" each keeps 1/P of its own model, and
+            takes the rest from the others by their weights; with constant weights this is the same.
         window: consecutive groups that connect all workers, so that no models drift apart; 0 for no such
-            rule, by default four times the least possible window.
+            rule. By default four times the least possible window, and more where a worker is very slow.
         shards: "dynamic" assigns samples as they are needed, each once an epoch; "equal" splits them in
             advance, so that fast workers finish early.
         overlap: train on while the model is averaged: the mean of the group's models as they were at the end
@@ -108,6 +113,8 @@ class PReduce(_AveragesModels):
     _policy: ClassVar[type[ModelAveraging]] = PartialReduce
 
     P: int | None = None
+    weights: GroupWeights = "constant"
+    apply: MeanApplication = "common"
     window: int | None = None
 
     def _policy_arguments(self) -> dict[str, Any]:
@@ -154,7 +161,8 @@ class Prague(_AveragesModels):
 
     Args:
         mode: how groups are decided: "smart" divides all workers that are in no group, "random" draws one
-            group, "static" takes shifted blocks of the workers' ids.
+            group, "static" takes shifted blocks of the workers' ids. Where several hosts have several
+            workers each, "smart" and "static" divide by host, in turn between hosts and within.
         size: workers in a group, about, at least 2.
         lag: under "smart", a worker that asks leaves out those that were ready `lag` times less often: a fast
             worker chooses no slow one, and a slow one may choose fast ones. None for no such filter.

@@ -4,6 +4,7 @@ import heapq
 import random
 from statistics import median
 
+import numpy as np
 import pytest
 
 from offbeat.policies.model_averaging.group_generator import GROUP_MODES, GroupGenerator
@@ -73,6 +74,93 @@ def test_the_static_schedule_connects_all_workers():
             joined = [part for part in parts if part & {*group}]
             parts = [part for part in parts if part not in joined] + [set().union(*joined)]
     assert len(parts) == 1
+
+
+# Hosts ----------------------------------------------------------------------------------------------------
+
+
+def generator_on(hosts, mode, size=3):
+    """Of workers 0, 1, ... on hosts of so many, which are in turn as far as there is room."""
+    groups, host_of = GroupGenerator(mode, size, None), {}
+    places = [host for at in range(max(hosts)) for host, count in enumerate(hosts) if at < count]
+    for worker, host in enumerate(places):
+        host_of[worker] = host
+        groups.on_joined(worker, f"host-{host}")
+    return groups, host_of
+
+
+def divisions(groups, workers, count):
+    """The groups of so many divisions of workers that are all ready each time."""
+    divided = []
+    for now_s in range(count):
+        make_all_ready(groups, range(workers), now_s)
+        divided.append(pop_all(groups, range(workers)))
+    return divided
+
+
+def workers_by_host(host_of):
+    return [
+        [worker for worker, host in host_of.items() if host == one] for one in sorted({*host_of.values()})
+    ]
+
+
+HOSTS = [(2, 2), (2, 2, 2), (3, 3), (4, 4), (8, 8), (2, 2, 2, 2), (4, 4, 4), (2, 3), (5, 1, 2)]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_the_static_schedule_has_a_period_of_four_divisions_between_hosts_and_within(hosts):
+    groups, host_of = generator_on(hosts, "static")
+    workers = workers_by_host(host_of)
+    first, inside, last, inside_again, *again = divisions(groups, sum(hosts), 8)
+    assert {*inside} == {*inside_again} == {tuple(one) for one in workers}
+    for division, at in ((first, 0), (last, -1)):
+        heads = [one[at] for one in workers]
+        others = [tuple(one for one in host if one not in heads) for host in workers]
+        assert {*division} == {tuple(sorted(heads)), *(one for one in others if one)}
+    assert [{*one} for one in again] == [{*one} for one in (first, inside, last, inside_again)]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_the_static_schedule_mixes_all_models_within_its_period(hosts):
+    """The groups of a division are disjoint and hold all; the product of a period's matrices is primitive."""
+    count = sum(hosts)
+    product = np.eye(count)
+    for division in divisions(generator_on(hosts, "static")[0], count, 4):
+        assert sorted(worker for group in division for worker in group) == [*range(count)]
+        for group in division:
+            product[list(group)] = product[list(group)].mean(0)
+    assert (np.linalg.matrix_power(product, count) > 0).all()
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_smart_divisions_are_in_turn_between_hosts_and_within(hosts):
+    groups, host_of = generator_on(hosts, "smart", size=2)
+    heads_drawn = set()
+    for number, division in enumerate(divisions(groups, sum(hosts), 40)):
+        assert sorted(worker for group in division for worker in group) == [*host_of]
+        across = [group for group in division if len({host_of[worker] for worker in group}) > 1]
+        assert len(across) == (number + 1) % 2
+        for group in across:
+            assert sorted(host_of[worker] for worker in group) == [*range(len(hosts))]
+            heads_drawn |= {*group}
+        assert all(len(group) <= 3 for group in division if group not in across)
+    assert heads_drawn == {*host_of}
+
+
+def test_workers_of_a_single_host_that_are_free_do_not_use_up_a_division_between_hosts():
+    groups, host_of = generator_on((3, 3), "smart")
+    assert {host_of[worker] for worker in (0, 2, 4)} == {0}
+    groups.load_state_dict(groups.state_dict() | {"decided": [[90, [0, 2, 4]]], "next_number": 91})
+    make_all_ready(groups, (1, 3, 5))
+    assert pop_all(groups, range(6)) == [(1, 3, 5)]  # all on the other host
+    assert groups.state_dict()["host_divisions"] == 0
+
+
+@pytest.mark.parametrize("mode", ["smart", "static"])
+@pytest.mark.parametrize("hosts", [(6,), (1, 1, 1, 1, 1, 1), (5, 1)])
+def test_without_several_workers_on_several_hosts_hosts_do_not_matter(mode, hosts):
+    groups, _ = generator_on(hosts, mode)
+    assert divisions(groups, 6, 6) == divisions(GroupGenerator(mode, 3, None), 6, 6)
 
 
 # Order ----------------------------------------------------------------------------------------------------
@@ -149,6 +237,8 @@ def test_workers_that_cannot_meet_take_turns(mode, workers, size):
 
 def test_a_saved_state_goes_on_alike():
     chance, groups = random.Random(1), GroupGenerator("smart", 3, 4, seed=2)
+    for worker in range(9):
+        groups.on_joined(worker, f"host-{worker % 3}")
     for now_s in range(200):
         again = GroupGenerator("smart", 3, 4, seed=2)
         again.load_state_dict(groups.state_dict())
@@ -186,6 +276,12 @@ def test_with_the_slowdown_filter_a_slow_worker_does_not_hold_up_the_others():
     assert steps_of_the_median_worker(4, slow=True) > 0.98 * healthy
     assert steps_of_the_median_worker(None, slow=True) < 0.9 * healthy
     assert steps_of_the_median_worker(None, slow=True, mode="random") < 0.7 * healthy
+
+
+def test_workers_that_are_equally_fast_are_not_filtered():
+    """Whichever was ready first: the first step makes none of them one that lags."""
+    filtered = steps_of_the_median_worker(2, slow=False)
+    assert filtered == steps_of_the_median_worker(None, slow=False)
 
 
 def test_arguments_out_of_range_are_refused():

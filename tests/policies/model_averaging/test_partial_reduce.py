@@ -31,6 +31,7 @@ from offbeat.events import (
 from offbeat.policies.model_averaging.first_ready import FirstReadyGroups
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.policies.model_averaging.weights import ema_weights
 
 
 def accept_any(group, worker):
@@ -314,38 +315,211 @@ def test_an_averaging_ends_once_and_for_its_members(event):
         Job(3).begin().emit(event)
 
 
+# Weights --------------------------------------------------------------------------------------------------
+
+
+def dynamic_job(world, **options):
+    return Job(world, size=2, window=0, weights="dynamic", **options).begin()
+
+
+def last_weights(job):
+    return job.averagings[-1].members, job.averagings[-1].weights
+
+
+def test_with_dynamic_weights_a_model_counts_by_its_steps_and_has_those_of_the_newest_afterwards():
+    job = dynamic_job(3)
+    for _ in range(2):
+        job.ready(0)
+        job.ready(1)
+        assert last_weights(job) == ((0, 1), (0.5, 0.5))
+        job.end_all()
+    job.ready(2)
+    job.ready(0)
+    assert last_weights(job) == ((0, 2), ema_weights([3, 1]))
+    job.end_all()
+    job.ready(2)
+    job.ready(1)
+    assert last_weights(job) == ((1, 2), ema_weights([3, 4]))
+
+
+def test_a_member_that_has_not_received_the_mean_counts_by_its_own_steps():
+    job = dynamic_job(3)
+    for _ in range(4):
+        job.ready(0)
+        job.ready(1)
+        job.end_all()
+    job.ready(2)
+    job.ready(0)
+    job.averaged(0)
+    job.averaged(2, has_mean=False)
+    job.ready(2)
+    job.ready(1)
+    assert last_weights(job) == ((1, 2), ema_weights([5, 2]))
+
+
+def test_steps_that_a_worker_makes_while_its_model_is_averaged_count():
+    job = Job(3, size=2, window=0, weights="dynamic", overlap=True).begin()
+    for worker in range(3):
+        job.ready(worker)  # the first one begins a worker's count
+    for _ in range(4):
+        job.ready(1)
+    job.end_all()
+    job.ready(1)
+    assert last_weights(job) == ((1, 2), ema_weights([5, 0]))
+
+
+def test_a_newcomer_counts_as_the_newest():
+    job = dynamic_job(2)
+    for _ in range(3):
+        job.ready(0)
+        job.ready(1)
+        job.end_all()
+    job.join(5, 2)
+    job.ready(0)
+    job.ready(1)
+    job.end_all()
+    job.ready(5)
+    job.ready(0)
+    assert last_weights(job) == ((0, 5), (0.5, 0.5))
+
+
+def test_after_a_mean_of_all_models_they_count_alike():
+    groups = FirstReadyGroups(2, 0, 10.0, "dynamic")
+    for worker in (0, 0, 0, 1):
+        groups.observe_step(worker, 0.0, samples=1, step_s=1.0)
+    assert groups.weights((0, 1)) == ema_weights([3, 1])
+    for worker in (0, 1):
+        groups.end_averaging(worker, has_mean=False)
+    for worker in (0, 1):
+        groups.end_averaging(worker, has_mean=True)  # of one that was none of these groups
+    assert groups.weights((0, 1)) == (0.5, 0.5)
+
+
+def test_dynamic_weights_do_not_keep_the_sum_of_the_models_and_constant_ones_do():
+    def sum_after(weights):
+        job = Job(2, size=2, weights=weights, overlap=True).begin()
+        job.ready(0)
+        job.ready(0)
+        job.ready(0)
+        job.ready(1)
+        (averaging,) = job.averagings
+        return 2 * sum(w * x for w, x in zip(averaging.weights, (1.0, 3.0), strict=True))
+
+    assert sum_after("constant") == 4.0
+    assert sum_after("dynamic") != pytest.approx(4.0)
+
+
+def test_members_keep_their_own_share_but_not_with_new_workers_or_in_the_last_averaging():
+    job = dynamic_job(2, apply="own_share")
+    for newcomer in (None, 7):
+        if newcomer is not None:
+            job.join(newcomer, 2)
+        job.ready(0)
+        job.ready(1)
+        job.end_all()
+    job.finished(7)
+    job.finished(0)
+    job.finished(1)
+    assert [one.keeps_own_share for one in job.averagings] == [True, False, False]
+    assert job.averagings[-1].weights == (1 / 3,) * 3
+    assert not Job(2).averagings[0].keeps_own_share
+
+
+def test_unknown_weights_and_applications_are_refused():
+    with pytest.raises(ValueError, match="expected weights of constant or dynamic, got 'ema'"):
+        PartialReduce(4, weights="ema")
+    with pytest.raises(ValueError, match="expected apply of common or own_share, got 'own'"):
+        PartialReduce(4, apply="own")
+
+
 # Windows: no part of the workers stays among itself ---------------------------------------------------------
 
 
-def isolated_pairs(window, rounds=200):
-    """Two fast and two slow workers, groups of two; returns the share of windows that connect all."""
-    groups = FirstReadyGroups(2, window, 1e9)
-    next_s = {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0}
-    pace_s = {0: 1.0, 1: 1.0, 2: 3.1, 3: 3.1}
-    formed = []
+def groups_of(pace_s, size, window, rounds=200):
+    """Workers of constant paces that wait for their groups; returns the groups, each with the window then."""
+    groups = FirstReadyGroups(size, window, 1e9)
+    next_s, formed = dict(pace_s), []
     while len(formed) < rounds:
         worker = min(next_s.keys() - groups.ready, key=lambda one: (next_s[one], one))
         now_s = next_s[worker]
+        groups.observe_step(worker, now_s, samples=1, step_s=pace_s[worker])
         groups.add(worker, now_s)
-        while (group := groups.pop_group({0, 1, 2, 3}, now_s, accept_any)) is not None:
-            formed.append(group)
+        while (group := groups.pop_group(set(pace_s), now_s, accept_any)) is not None:
+            formed.append((group, groups.state_dict()["window_max"]))
             for member in group:
                 next_s[member] = now_s + pace_s[member]
-    connected = [is_connected(formed[at : at + 6]) for at in range(len(formed) - 6)]
-    return sum(connected) / len(connected)
+    return formed
 
 
-def is_connected(groups):
-    parts = [{worker} for worker in range(4)]
+def is_connected(groups, workers):
+    parts = [{worker} for worker in workers]
     for group in groups:
         joined = [part for part in parts if part & set(group)]
         parts = [part for part in parts if part not in joined] + [set().union(*joined)]
     return len(parts) == 1
 
 
+def isolated_pairs(window):
+    """Two fast and two slow workers, groups of two; returns the share of windows that connect all."""
+    formed = [group for group, _ in groups_of({0: 1.0, 1: 1.0, 2: 3.1, 3: 3.1}, 2, window)]
+    connected = [is_connected(formed[at : at + 6], range(4)) for at in range(len(formed) - 6)]
+    return sum(connected) / len(connected)
+
+
 def test_workers_of_equal_pace_meet_others_within_a_window():
     assert isolated_pairs(0) < 0.2
     assert isolated_pairs(6) == 1.0
+
+
+@settings(deadline=None)
+@given(
+    pace_s=st.lists(st.sampled_from([1.0, 1.1, 1.9, 3.0, 5.0, 7.3]), min_size=2, max_size=8),
+    size=st.integers(2, 4),
+    window=st.sampled_from([None, 1, 2, 3]),
+)
+def test_after_the_start_every_window_connects_all_workers(pace_s, size, window):
+    """A given window is so many times the least possible one."""
+    workers = range(len(pace_s))
+    least = math.ceil((len(pace_s) - 1) / (size - 1))
+    formed = groups_of(dict(enumerate(pace_s)), size, window and window * least, rounds=300)
+    start = 3 * formed[-1][1]
+    for end in range(start, len(formed) + 1):
+        in_window = [group for group, _ in formed[end - formed[end - 1][1] : end]]
+        assert is_connected(in_window, workers)
+
+
+def groups_without_the_last_worker(steps_s, size=3):
+    """How many groups the others form before one waits for the last one, by the last steps of each."""
+    groups = FirstReadyGroups(size, None, 1e9)
+    for worker, times_s in enumerate(steps_s):
+        for step_s in times_s:
+            groups.observe_step(worker, 0.0, samples=1, step_s=step_s)
+    expected, count = {*range(len(steps_s))}, 0
+    while True:
+        for worker in sorted(expected - groups.ready)[:-1]:
+            groups.add(worker, 0.0)
+        while groups.pop_group(expected, 0.0, accept_any):
+            count += 1
+            assert count < 1000
+        if expected - groups.ready == {len(steps_s) - 1}:
+            return count
+
+
+def test_by_default_the_window_has_room_for_a_step_of_the_slowest_worker():
+    """4 workers, groups of 3: 4 times the least window is 8, 1.5 (N-1) f / P is 1.5 f; the last is held."""
+    assert groups_without_the_last_worker([[1.0], [1.0], [1.0], [1.0]]) == 7
+    assert groups_without_the_last_worker([[1.0], [1.0], [1.0], [5.0]]) == 7
+    assert groups_without_the_last_worker([[1.0], [1.0], [1.0], [6.0]]) == 8
+    assert groups_without_the_last_worker([[1.0], [1.1], [0.5], [6.0]]) == 17
+    assert groups_without_the_last_worker([[1.0], [1.0], [1.0], []]) == 7  # its pace is not known
+
+
+def test_a_single_slow_step_does_not_make_a_worker_slow():
+    healthy = [1.0, 1.0, 1.0, 1.0]
+    assert groups_without_the_last_worker([healthy, healthy, healthy, [1.0, 9.0, 9.0, 1.0, 1.0]]) == 7
+    assert groups_without_the_last_worker([healthy, healthy, healthy, [1.0, 9.0, 9.0, 9.0, 1.0]]) == 13
+    was_slow = [9.0] * 5 + [1.0] * 3
+    assert groups_without_the_last_worker([healthy, healthy, healthy, was_slow]) == 7
 
 
 def test_a_group_takes_the_first_of_each_unconnected_part():

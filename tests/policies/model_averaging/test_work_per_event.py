@@ -85,7 +85,13 @@ def work_per_event(make_policy, world, *, rounds, slow=()):
             if worker in in_averaging:
                 exchange_id = in_averaging.pop(worker)
                 events.append(
-                    ModelsAveraged(now_s=float(turn), worker=worker, exchange_id=exchange_id, has_mean=True)
+                    ModelsAveraged(
+                        now_s=float(turn),
+                        worker=worker,
+                        exchange_id=exchange_id,
+                        model_steps=steps[worker],
+                        has_mean=True,
+                    )
                 )
             events.append(
                 Ready(

@@ -1,6 +1,7 @@
 """Averaging in the background: what the loop's thread and the links' thread do at the same time."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -48,10 +49,10 @@ class Exchange:
 
 
 class Parameters:
-    """Counts what is done with the parameters; a snapshot takes as long as a test says."""
+    """Notes what is done with the parameters; a snapshot takes as long as a test says."""
 
     def __init__(self):
-        self.begun, self.added, self.snapshots = [], 0, 0
+        self.begun, self.added, self.snapshots = [], [], 0
         self.while_taking = lambda: None
 
     def take_snapshot(self):
@@ -65,7 +66,7 @@ class Parameters:
         return [exchange]
 
     def add_difference(self, before, fragment, share):
-        self.added += 1
+        self.added.append(share)
 
 
 class Worker:
@@ -100,7 +101,18 @@ def test_an_averaging_that_ends_within_a_step_is_added_at_the_end_of_the_step():
     worker.exchange.ended_s = 1.0
     worker.exchange.is_told.set()
     assert worker.background.end_step(3) == averaged(model_steps=1)
-    assert (worker.parameters.added, worker.parameters.snapshots) == (1, 2)
+    assert (worker.parameters.added, worker.parameters.snapshots) == ([1.0], 2)
+
+
+def test_a_member_that_keeps_its_own_share_adds_so_much_of_the_difference():
+    """With a weight of 1/4, of two: half of the other's model less its own, which is 2/3 of the mean's."""
+    worker = Worker()
+    worker.background.end_step(1)
+    worker.receive(replace(AVERAGING, weights=(0.25, 0.75), keeps_own_share=True))
+    worker.exchange.ended_s = 1.0
+    worker.exchange.is_told.set()
+    worker.background.end_step(2)
+    assert worker.parameters.added == pytest.approx([2 / 3])
 
 
 def test_an_exchange_whose_end_is_seen_before_it_is_told_is_waited_for():

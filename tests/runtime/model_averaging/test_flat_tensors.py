@@ -53,7 +53,7 @@ def test_tensors_of_a_device_are_averaged_as_those_of_the_cpu(seed):
     assert all(map(torch.equal, own, expected))
 
 
-def add_difference(device, own):
+def add_difference(device, own, share):
     """Averages a snapshot with nothing, with weight 0.25, while the tensors change."""
     links = Alone(device)
     flat = FlatTensors(lambda: own, links)
@@ -62,16 +62,19 @@ def add_difference(device, own):
         one.add_(8)
     for pending in flat.all_reduce_snapshot(SimulatedExchange(links), exchange_id=1, weight=0.25):
         pending.wait(10.0)
-    flat.add_difference(flat.snapshots)
+    flat.add_difference(flat.snapshots, share=share)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_mean_less_the_snapshot_is_added_to_what_the_tensors_are_by_then(seed):
+@pytest.mark.parametrize("share", [1.0, 2.0])
+def test_the_mean_less_the_snapshot_is_added_to_what_the_tensors_are_by_then(share, seed):
+    """That is -0.75 times the snapshot."""
     device, expected = LateDevice(seed), tensors()[:2]
     own = [device.adopt(one) for one in tensors()[:2]]
     with device:
-        add_difference(device, own)
+        add_difference(device, own, share)
         device.synchronize()
-    add_difference(Host(), expected)
-    assert [one.tolist() for one in own] == [[8 + 0.25, 8 + 0.5], [[8 + 0.75, 8 + 1.0]]]
+    add_difference(Host(), expected, share)
+    part = 1 - 0.75 * share
+    assert [one.tolist() for one in own] == [[8 + part, 8 + 2 * part], [[8 + 3 * part, 8 + 4 * part]]]
     assert all(map(torch.equal, own, expected))

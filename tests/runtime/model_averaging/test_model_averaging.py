@@ -164,6 +164,8 @@ def test_local_steps_with_an_outer_optimizer_equal_those_in_one_process(fragment
     [
         PReduce(P=2),
         PReduce(P=2, overlap=False),
+        PReduce(weights="dynamic", apply="own_share"),
+        PReduce(weights="dynamic", apply="own_share", overlap=False),
         ADPSGD(),
         ADPSGD(topology="complete", overlap=False),
         Prague(size=2),
@@ -250,10 +252,21 @@ def fixed_samples():
 
 @pytest.mark.parametrize(
     "strategy",
-    [PReduce(P=2), PReduce(P=3), PReduce(P=2, overlap=False), ADPSGD(topology="complete"), Prague()],
+    [
+        PReduce(P=2),
+        PReduce(P=3),
+        PReduce(P=2, overlap=False),
+        PReduce(P=2, weights="dynamic", apply="own_share"),
+        PReduce(P=2, weights="dynamic", apply="own_share", overlap=False),
+        ADPSGD(topology="complete"),
+        Prague(),
+    ],
 )
 def test_whatever_the_groups_each_gradient_counts_once_in_the_mean_of_all_models(strategy):
-    """An averaging keeps the sum of the models; a difference that is lost or added twice would not."""
+    """An averaging keeps the sum of the models; a difference that is lost or added twice would not.
+
+    Two members that keep their own share each end with half of both models, whatever the weights.
+    """
     expected = (-0.01 * 4 * fixed_samples().sum(0) / 4).tolist()  # rate, epochs, workers
     for weights in values(run(train_with_fixed_gradients, 4, strategy)):
         assert weights == pytest.approx(expected, rel=1e-9)
@@ -311,6 +324,8 @@ def test_a_newcomer_takes_part_and_ends_with_the_same_model(tmp_path, strategy):
         running.add(newcomer, strategy, log)
         results = values(running.ends())
     assert any(2 in one.joining for one in entries_of(log, AverageModels))
+    (host,) = {one.host for one in entries_of(log, Joined)}
+    assert host  # all run here
     equal_models(results)
     used = sorted(number for _, samples, _ in results for batch in samples for number in batch)
     assert used == sorted([*range(SAMPLES)] * 6)
@@ -330,6 +345,9 @@ def test_the_leaders_checkpoint_continues_with_the_samples_that_are_left():
 
 def test_the_command_line_names_the_size_of_a_group():
     assert parse_strategy("preduce:P=3") == PReduce(P=3)
+    assert parse_strategy("preduce:weights=dynamic,apply=own_share") == PReduce(
+        weights="dynamic", apply="own_share"
+    )
     assert parse_strategy("adpsgd:topology=complete,overlap=false") == ADPSGD(
         topology="complete", overlap=False
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from offbeat.policies.membership.assembly import Assembly
@@ -10,11 +11,15 @@ from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.prague import PragueAveraging
 from offbeat.policies.model_averaging.quorum_rounds import QuorumRounds
+from offbeat.policies.stragglers.injection import parse_slow_rule
 from offbeat.simulator.core.faults import WorkerArrival, WorkerDeath, WorkerHang
+from offbeat.simulator.core.times import JitteredTimes
 from offbeat.simulator.model_averaging.campaign import draw_case, run_case
 from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
 from offbeat.simulator.model_averaging.worker import AveragingWorker
 from offbeat.simulator.training.cluster import ViolationError
+from offbeat.simulator.training.sample_loop import SampleSetting
+from offbeat.simulator.training.setting import SimulationSetting
 
 SEEDS = range(150)
 
@@ -35,6 +40,15 @@ def test_the_seeds_hold_the_faults_that_matter():
         for overlap in (False, True):
             cases = [draw_case(seed) for seed in SEEDS]
             assert sum(one.policy is policy and one.arguments["overlap"] is overlap for one in cases) > 10
+
+
+def test_the_seeds_hold_weights_shares_and_hosts():
+    cases = [draw_case(seed) for seed in SEEDS]
+    mixed = [one for one in cases if one.policy is PartialReduce and one.arguments["weights"] == "dynamic"]
+    assert sum(one.arguments["apply"] == "own_share" for one in mixed) > 5
+    divided = [one for one in cases if one.policy is PragueAveraging and one.setting.hosts > 1]
+    assert {one.arguments["mode"] for one in divided} == {"smart", "static", "random"}
+    assert len(divided) > 10
 
 
 def build_with(kind):
@@ -70,6 +84,12 @@ class EndsEarly(PartialReduce):
         return super()._complete()
 
 
+class KeepsItsShareAtTheEnd(PartialReduce):
+    def _begin_averaging(self, group, joining, reason, **options):
+        averaging = super()._begin_averaging(group, joining, reason, **options)
+        return replace(averaging, keeps_own_share=True)
+
+
 class ForgetsSamples(PartialReduce):
     def _remove(self, worker):
         assigner, self._assigner = self._assigner, None
@@ -87,6 +107,7 @@ class ForgetsSamples(PartialReduce):
         (WaitsForResting, "no worker has finished a step|the job does not end"),
         (ForgetsBusy, "has members that are in another one"),
         (EndsEarly, "ended with different models"),
+        (KeepsItsShareAtTheEnd, "leaves its members with different models, and was to make them equal"),
         (ForgetsSamples, "no worker has finished a step|the job does not end|samples were used"),
     ],
 )
@@ -168,3 +189,87 @@ def test_the_campaign_finds_an_averaging_before_the_last_difference_is_added():
 
     with pytest.raises(ViolationError, match="before it has added the last difference"):
         run_all()
+
+
+# Weights and shares ---------------------------------------------------------------------------------------
+
+
+def own_share_of(averaging, worker, contributions):
+    """As the paper's program says it: 1/P of the own model, and the rest of the others by their weights."""
+    weights = dict(zip(averaging.members, averaging.weights, strict=True))
+    others = sum(weights[one] * model for one, model in contributions.items() if one != worker)
+    part = 1 / len(contributions)
+    return part * contributions[worker] + (1 - part) * others / (1 - weights[worker])
+
+
+class ChecksItsModel(AveragingWorker):
+    """Compares what it adds to its model with the definition, from the contributions of all members."""
+
+    def _add_difference(self, exchange):
+        averaging, before, snapshot = exchange.averaging, self.model.parameters, self.snapshot
+        super()._add_difference(exchange)
+        if averaging.keeps_own_share and len(averaging.group) > 1:
+            contributions = self.cluster.contributions[averaging.exchange_id]
+            expected = before + own_share_of(averaging, self.worker, contributions) - snapshot
+            np.testing.assert_allclose(self.model.parameters, expected, rtol=1e-10, atol=1e-12)
+            self.cluster.checked += len({*averaging.weights}) > 1
+
+
+class ClusterThatChecks(cluster_of(ChecksItsModel)):
+    """Notes what the members of an averaging contribute; `checked` counts models of unequal weights."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.contributions, self.checked = {}, 0
+
+    def enter_averaging(self, worker, averaging):
+        if worker.model is not None:
+            noted = self.contributions.setdefault(averaging.exchange_id, {})
+            noted[worker.worker] = worker.contribution
+        super().enter_averaging(worker, averaging)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_members_that_keep_their_own_share_end_with_the_models_of_the_definition(overlap):
+    samples = SampleSetting(epoch_samples=600, batch_size=2, epochs=1, batches_per_round=1)
+    slow = (parse_slow_rule("1:3"),)
+    setting = SimulationSetting(world=5, samples=samples, slow=slow, times=JitteredTimes())
+    arguments = {"size": 3, "weights": "dynamic", "apply": "own_share", "overlap": overlap}
+    arguments["global_every"] = None
+    policies = [Assembly(5), PartialReduce(5, **arguments)]
+    cluster = ClusterThatChecks(setting, lambda: policies, overlap=overlap, has_epoch_means=False)
+    cluster.run()
+    assert cluster.is_job_complete
+    assert cluster.checked > 30
+
+
+def test_with_all_workers_in_a_group_and_constant_weights_models_stay_equal():
+    """It is averaging of models in step: after each round all have the mean of what one step each gives."""
+    samples = SampleSetting(epoch_samples=240, batch_size=2, epochs=1, batches_per_round=1)
+    setting = SimulationSetting(world=4, samples=samples, times=JitteredTimes())
+    policies = [Assembly(4), PartialReduce(4, size=4, global_every=None)]
+    cluster = SimulatedModelCluster(setting, lambda: policies, overlap=False, has_epoch_means=False)
+    cluster.run()
+    problem = cluster.problem
+    states = [problem.initial_state()] * 4
+    for number in range(30):
+        gradients = [problem.gradient(state, worker, number) for worker, state in enumerate(states)]
+        states = [problem.step(state, own) for state, own in zip(states, gradients, strict=True)]
+        model = np.mean([state.parameters for state in states], axis=0)
+        states = [replace(state, parameters=model) for state in states]
+    assert [one.members for one in cluster.averagings[1:]] == [(0, 1, 2, 3)] * 31
+    for worker in range(4):
+        np.testing.assert_allclose(cluster._workers[worker].model.parameters, model, rtol=1e-10)
+
+
+def test_workers_that_join_from_two_hosts_average_in_turn_between_them_and_within():
+    """Workers 0 and 2 are on one host, 1 and 3 on the other."""
+    samples = SampleSetting(epoch_samples=160, batch_size=2, epochs=1, batches_per_round=1)
+    setting = SimulationSetting(world=4, hosts=2, samples=samples, times=JitteredTimes())
+    policies = [Assembly(4), PragueAveraging(4, mode="static", global_every=None)]
+    cluster = SimulatedModelCluster(setting, lambda: policies, overlap=False, has_epoch_means=False)
+    cluster.run()
+    groups = [one.members for one in cluster.averagings[1:10]]
+    assert {*groups[:3]} == {(0, 1), (2,), (3,)}
+    assert {*groups[3:5]} == {(0, 2), (1, 3)}
+    assert {*groups[5:8]} == {(2, 3), (0,), (1,)}

@@ -116,6 +116,8 @@ class ModelAveraging:
         overlap: workers train on while their models are averaged.
         global_every: when all workers average: "epoch", a number of steps, or None for only at the end.
         timeout_s: how long other workers wait for a worker that trains, in seconds.
+        keeps_own_share: see `AverageModels`; not where all models are to be equal afterwards, and not where a
+            member sends its model to new workers.
 
     Raises:
         ValueError: an argument is out of range.
@@ -130,6 +132,7 @@ class ModelAveraging:
         overlap: bool,
         global_every: GlobalEvery,
         timeout_s: float,
+        keeps_own_share: bool = False,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
@@ -144,6 +147,7 @@ class ModelAveraging:
         check_seconds("timeout_s", timeout_s)
         self._global_every = global_every
         self._groups, self._overlap, self._timeout_s = groups, overlap, timeout_s
+        self._keeps_own_share = keeps_own_share
         self._roster = Roster(world)
         self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
         self._reachability = Reachability()
@@ -176,8 +180,7 @@ class ModelAveraging:
         actions: list[Action] = []
         match event:
             case Joined():
-                if self._roster.add(event) and self._assigner is not None:
-                    self._assigner.on_joined(event.worker)
+                self._handle_joined(event)
             case Ready():
                 self._handle_ready(event)
             case ModelsAveraged():
@@ -251,6 +254,13 @@ class ModelAveraging:
         self._is_over = state["is_over"]
 
     # Events ----------------------------------------------------------------------------------------------
+
+    def _handle_joined(self, event: Joined) -> None:
+        if not self._roster.add(event):
+            return
+        self._groups.on_joined(event.worker, event.host)
+        if self._assigner is not None:
+            self._assigner.on_joined(event.worker)
 
     def _handle_ready(self, event: Ready) -> None:
         self._roster.require(event, event.worker)
@@ -487,6 +497,13 @@ class ModelAveraging:
     def _form_groups(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
         expected = self._update_expected()
+        if self._is_global_mean_due(expected):
+            if not expected <= self._groups.ready:
+                return []
+            self._steps_since_mean = 0
+            everyone = self._groups.take(expected)
+            reason = f"all models were averaged {self._global_every} steps ago"
+            return [self._begin_averaging(everyone, self._joining(everyone), reason)]
         while group := self._next_group(expected, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
             actions.append(
@@ -516,11 +533,6 @@ class ModelAveraging:
         return self._expected
 
     def _next_group(self, expected: frozenset[int], now_s: float) -> tuple[int, ...] | None:
-        if self._is_global_mean_due(expected):
-            if not expected <= self._groups.ready:
-                return None
-            self._steps_since_mean = 0
-            return self._groups.take(expected)
         can_meet = self._can_meet if self._reachability else _can_always_meet
         group = self._groups.pop_group(expected, now_s, can_meet)
         if group is None and expected and expected <= self._groups.ready:
@@ -570,7 +582,7 @@ class ModelAveraging:
         outer_step: OuterStep | None = None,
         is_common: bool = False,
     ) -> AverageModels:
-        """Begin an averaging of a group; all have the same weight unless others are given."""
+        """Begin an averaging; all have the same weight, and keep nothing of their own, without `weights`."""
         weight_of = dict(zip(group, weights or (1.0 / len(group),) * len(group), strict=True))
         for worker in joining if self._next_exchange else ():
             self._groups.add_newcomer(worker)
@@ -592,6 +604,7 @@ class ModelAveraging:
             weights=tuple(weight_of.get(member, 0.0) for member in members),
             steps=steps,
             includes_buffers=is_common,
+            keeps_own_share=self._keeps_own_share and weights is not None and not joining,
             outer_step=outer_step,
             leader=leader,
             reason=reason,

@@ -29,10 +29,16 @@ class GroupGenerator(ReadyWorkers):
       only if they have been ready at most `lag` - 1 times less often than the worker that asks.
     - `static`: all workers are divided into blocks of the ring of their ids, which is shifted each time.
 
+    Where several hosts have several workers each, `smart` and `static` divide by host, in turn between hosts
+    and within: one worker of each host, its head, form a group (*inter*), and the others of each host groups
+    of their own; then all workers of each host form groups (*intra*). So only heads send across the network.
+    Under `smart` heads are drawn; under `static` they are the first workers of all hosts and, two divisions
+    later, the last ones, and the workers of a host form a single group.
+
     Source: Luo et al. 2020, "Prague: high-performance heterogeneity-aware asynchronous decentralized
     training". Deviations: workers that wait for samples, are lost or cannot reach the others are left out of
     groups that are decided already; the static schedule is not a function that each worker computes by
-    itself; groups do not depend on which workers share a host.
+    itself, and its groups are rebuilt from the paper's idea.
 
     Args:
         mode: how groups are decided.
@@ -44,21 +50,27 @@ class GroupGenerator(ReadyWorkers):
     def __init__(self, mode: GroupMode, size: int, lag: int | None, seed: int = 0) -> None:
         super().__init__()
         self._mode, self._size, self._lag, self._seed = mode, size, lag, seed
+        self._host_of: dict[int, str] = {}
         self._requests: dict[int, int] = {}  # by worker, how often it was ready
         self._decided: dict[int, list[int]] = {}  # members by number, ascending
         self._next_number = 0
         self._decisions = 0
+        self._host_divisions = 0  # of `_decisions`, those by host
         # Derived from the decided groups and the calls, and not part of the state:
         self._numbers_of: dict[int, list[int]] = {}  # by worker, its decided groups, ascending
         self._free: set[int] = set()  # expected workers in no decided group
         self._asking: set[int] = set()  # workers that may be ready and in no decided group
         self._changed: set[int] = set()  # decided groups that may begin now
 
+    def on_joined(self, worker: int, host: str) -> None:
+        """See `GroupMaker.on_joined`."""
+        self._host_of[worker] = host
+
     def add(self, worker: int, now_s: float) -> None:
-        """See `GroupMaker.add`; a new worker counts as one that has never been late."""
+        """See `GroupMaker.add`; a new worker counts as the one that was ready most often."""
         super().add(worker, now_s)
         if worker not in self._requests:
-            self._requests[worker] = max(self._requests.values(), default=0)
+            self._requests[worker] = max(self._requests.values(), default=1) - 1
         self._requests[worker] += 1
         self._look_at(worker)
 
@@ -66,6 +78,7 @@ class GroupGenerator(ReadyWorkers):
         """See `GroupMaker.discard`."""
         super().discard(worker)
         self._requests.pop(worker, None)
+        self._host_of.pop(worker, None)
         self._leave_groups(worker)
 
     def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
@@ -153,15 +166,49 @@ class GroupGenerator(ReadyWorkers):
         chance = random.Random(f"{self._seed} {self._decisions}")
         self._decisions += 1
         if self._mode == "static":
-            groups = self._shifted_blocks(sorted(expected))
+            groups = self._scheduled(sorted(expected))
         elif self._mode == "random":
             others = sorted(expected - {worker})
             groups = [[worker, *chance.sample(others, min(self._size - 1, len(others)))]]
         else:
             free = [one for one in sorted(self._free) if self._keeps_up(one, worker)]
             chance.shuffle(free)
-            groups = _cut(free, self._size)
+            groups = self._divide(free, expected)
         self._add_groups(groups)
+
+    def _scheduled(self, workers: list[int]) -> list[list[int]]:
+        """Return the groups of a division of the static schedule, whose period is 4 with several hosts."""
+        if not self._divides_by_host(workers):
+            return self._shifted_blocks(workers)
+        hosts, phase = self._by_host(workers), self._host_divisions % 4
+        self._host_divisions += 1
+        if phase % 2:
+            return hosts
+        return _split_heads(hosts, at=0 if phase == 0 else -1)
+
+    def _divide(self, free: list[int], expected: frozenset[int]) -> list[list[int]]:
+        """Return the groups of a global division of shuffled workers."""
+        if not self._divides_by_host(expected):
+            return _cut(free, self._size)
+        groups = self._by_host(free)
+        heads: list[int] = []
+        if len(groups) > 1:
+            if not self._host_divisions % 2:
+                heads, *groups = _split_heads(groups, at=0)
+            self._host_divisions += 1
+        parts = [part for group in groups for part in _cut(group, self._size)]
+        return [heads, *parts] if heads else parts
+
+    def _by_host(self, workers: Iterable[int]) -> list[list[int]]:
+        """Return the workers of each host, each in the order that was given."""
+        hosts: dict[str, list[int]] = {}
+        for worker in workers:
+            hosts.setdefault(self._host_of.get(worker, ""), []).append(worker)
+        return [*hosts.values()]
+
+    def _divides_by_host(self, expected: Iterable[int]) -> bool:
+        """Whether several hosts have several of these workers."""
+        return sum(len(workers) > 1 for workers in self._by_host(expected)) > 1
 
     def _keeps_up(self, worker: int, asking: int) -> bool:
         behind = self._requests[asking] - self._requests.get(worker, self._requests[asking])
@@ -175,10 +222,12 @@ class GroupGenerator(ReadyWorkers):
         """See `GroupMaker.state_dict`."""
         return {
             "ready_s": [list(entry) for entry in self._ready_s.items()],
+            "host_of": [list(entry) for entry in self._host_of.items()],
             "requests": [list(entry) for entry in self._requests.items()],
             "decided": [[number, list(members)] for number, members in self._decided.items()],
             "next_number": self._next_number,
             "decisions": self._decisions,
+            "host_divisions": self._host_divisions,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,11 +235,19 @@ class GroupGenerator(ReadyWorkers):
         self._restore_ready(state["ready_s"])
         self._requests = dict(state["requests"])
         self._decided = {number: list(members) for number, members in state["decided"]}
+        self._host_of = dict(state["host_of"])
         self._next_number, self._decisions = state["next_number"], state["decisions"]
+        self._host_divisions = state["host_divisions"]
         self._numbers_of = {}
         for number, members in self._decided.items():
             for worker in members:
                 self._numbers_of.setdefault(worker, []).append(number)
+
+
+def _split_heads(hosts: list[list[int]], *, at: int) -> list[list[int]]:
+    """Return the group of one worker of each host, by its place there, and the others of each host."""
+    heads = [host.pop(at) for host in hosts]
+    return [heads, *(host for host in hosts if host)]
 
 
 def _cut(workers: list[int], size: int) -> list[list[int]]:

@@ -25,6 +25,9 @@ class GroupMaker(Protocol):
     def waiting_since_s(self) -> float | None:
         """When the first of them was ready; None if there is none."""
 
+    def on_joined(self, worker: int, host: str) -> None:
+        """Note where a worker runs; `host` is empty if that is not known."""
+
     def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
         """Note an optimizer step that a worker has ended.
 
@@ -106,6 +109,9 @@ class ReadyWorkers:
     def waiting_since_s(self) -> float | None:
         """See `GroupMaker.waiting_since_s`."""
         return next(iter(self._ready_s.values()), None)
+
+    def on_joined(self, worker: int, host: str) -> None:
+        """See `GroupMaker.on_joined`."""
 
     def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
         """See `GroupMaker.observe_step`."""

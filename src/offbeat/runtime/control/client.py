@@ -80,6 +80,7 @@ from offbeat.runtime.control.peers import WorkerPeers
 from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import SignalSafeCondition
+from offbeat.runtime.transport.addresses import this_host_id
 from offbeat.runtime.transport.endpoint import Endpoint
 
 _log = logging.getLogger("offbeat")
@@ -199,6 +200,7 @@ class CoordinatorClient:
                 addresses=self.endpoint.addresses,
                 model_signature=model,
                 strategy=strategy,
+                host=this_host_id(),
             )
         )
         timeout_s = self._start_s + _ANSWER_MARGIN_S

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from offbeat.events import AverageModels, ModelsAveraged
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.policies.model_averaging.weights import mean_share
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
@@ -171,9 +172,10 @@ class BackgroundAveraging:
     def _apply(self, averaging: AverageModels) -> None:
         """Change the parameters by what the exchange has yielded."""
         parameters, fragment, before = self._parameters, self._fragment_of(averaging), None
+        share = self._share * mean_share(averaging, self._client.worker)
         if self._outer is not None and averaging.outer_step is not None:
             before = self._outer.step(averaging.outer_step, parameters.outputs)
-        if before is None and self._share == 1.0 and not self._overlap:
+        if before is None and share == 1.0 and not self._overlap:
             parameters.replace(fragment)
         else:
-            parameters.add_difference(before or parameters.snapshots, fragment, self._share)
+            parameters.add_difference(before or parameters.snapshots, fragment, share)

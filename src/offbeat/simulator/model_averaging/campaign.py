@@ -17,6 +17,7 @@ from offbeat.policies.model_averaging.neighbour_pairs import TOPOLOGIES
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.prague import PragueAveraging
+from offbeat.policies.model_averaging.weights import GROUP_WEIGHTS, MEAN_APPLICATIONS
 from offbeat.simulator.core.faults import format_fault
 from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
 from offbeat.simulator.training import campaign as gradient_campaign
@@ -49,7 +50,8 @@ class ModelFaultCase:
 
     def __str__(self) -> str:
         faults = " ".join(format_fault(fault) for fault in self.setting.faults) or "no faults"
-        return f"{self.setting.world} workers, {self.policy.__name__} {self.arguments}, {faults}"
+        workers = f"{self.setting.world} workers on {self.setting.hosts} hosts"
+        return f"{workers}, {self.policy.__name__} {self.arguments}, {faults}"
 
 
 def draw_case(seed: int) -> ModelFaultCase:
@@ -68,6 +70,7 @@ def draw_case(seed: int) -> ModelFaultCase:
         policy=policy,
         setting=replace(
             setting,
+            hosts=chance.choice([1, 1, 2, 3]),
             samples=samples,
             steps=None,
             rounds_per_step=1,
@@ -90,6 +93,8 @@ def _draw_policy(chance: random.Random, seed: int) -> tuple[type[ModelAveraging]
     if policy is PartialReduce:
         return policy, {
             "size": chance.choice([None, 2, 3, 4]),
+            "weights": chance.choice(GROUP_WEIGHTS),
+            "apply": chance.choice(MEAN_APPLICATIONS),
             "window": chance.choice([None, 0, 3, 10]),
             "hold_timeout_s": chance.choice([0.5, 5.0]),
         }

@@ -146,6 +146,10 @@ class SimulatedModelCluster(SimulatedCluster):
         own = [weights[member] for member in members if member not in averaging.joining]
         if not own or abs(sum(own) - 1) > 1e-9 or any(weights[member] for member in averaging.joining):
             self.fail_invariant(f"{named} has the weights {averaging.weights}, joining {averaging.joining}")
+        if averaging.keeps_own_share and (averaging.includes_buffers or averaging.joining):
+            self.fail_invariant(
+                f"{named} leaves its members with different models, and was to make them equal"
+            )
 
     def _check_stop(self, stop: AbortJob) -> None:
         for worker in sorted(self.coordinator.joined):

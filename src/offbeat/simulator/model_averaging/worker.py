@@ -26,6 +26,7 @@ from offbeat.events import (
 )
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from offbeat.policies.model_averaging.weights import mean_share
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.training.exchange import BlockableExchange
 from offbeat.simulator.training.interface import Simulation
@@ -230,16 +231,17 @@ class AveragingWorker(SimulatedWorker):
         self.outer_state = [parameters.copy(), *buffers]
 
     def _add_difference(self, averaging: SimulatedAveraging) -> None:
-        """Add what an averaging has yielded, less the snapshot that is in it, to the model."""
+        """Add the worker's share of what an averaging has yielded, less the snapshot in it, to the model."""
         assert self.model is not None
         parameters, new, before, part = self.model.parameters, averaging.mean, self.snapshot, slice(None)
         step = averaging.averaging.outer_step
         if step is not None and self.worker in averaging.averaging.group:
             part = fragment_of(step, self.cluster.fragments, len(parameters))
             new, before = self._step_anchor(averaging, step, part)
-        is_unchanged = before is None or parameters is before
+        share = mean_share(averaging.averaging, self.worker)
+        is_replaced = before is None or (parameters is before and share == 1)
         changed = parameters.copy()
-        changed[part] = new[part] if is_unchanged else parameters[part] + (new[part] - before[part])
+        changed[part] = new[part] if is_replaced else parameters[part] + share * (new[part] - before[part])
         self.model = MomentumState(changed, self.model.velocity)
 
     def _step_anchor(self, averaging: SimulatedAveraging, step: OuterStep, part: slice) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ class SimulationSetting:
 
     Attributes:
         world: workers at the start.
+        hosts: hosts on which the workers run, in turn by their ids; the network is the same between them.
         steps: steps after which each worker leaves; None for no limit.
         until_s: the virtual time at which the run ends at the latest.
         counts_group_steps: a loop ends after `steps` steps of the group, as one that reads `session.step`
@@ -45,6 +46,7 @@ class SimulationSetting:
     """
 
     world: int = 4
+    hosts: int = 1
     steps: int | None = None
     until_s: float = math.inf
     counts_group_steps: bool = False
@@ -64,7 +66,7 @@ class SimulationSetting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("world", "steps_per_epoch", "rounds_per_step"):
+        for name in ("world", "hosts", "steps_per_epoch", "rounds_per_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
         if self.steps is not None and self.steps < 1:

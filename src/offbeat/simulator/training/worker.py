@@ -182,6 +182,7 @@ class SimulatedWorker:
                 addresses=(),
                 model_signature=(),
                 strategy="",
+                host=f"host-{self.worker % cluster.setting.hosts}",
             ),
         )
 
