@@ -93,6 +93,7 @@ from offbeat.events.training import (
     RejectPeer,
     ResolveLateBlock,
     SamplesRequested,
+    SkipRound,
     StepFinished,
     StepPermit,
     StepsTimed,
@@ -185,6 +186,7 @@ __all__ = [
     "ServerTransfer",
     "ServerTransferDone",
     "ServerUnreachable",
+    "SkipRound",
     "SnapshotTaken",
     "StatesMerged",
     "StepFinished",
@@ -266,6 +268,7 @@ Action: TypeAlias = (
     | ContributionQuery
     | AssignLateBlock
     | ResolveLateBlock
+    | SkipRound
     | AverageModels
     | CancelAveraging
     | Preempt

@@ -77,6 +77,12 @@ class RoundMonitor:
         self._probe_after = _PROBE_FIRST
         return event.worker not in self._group.member_set or self._count_ready(before, event)
 
+    @property
+    def last_round(self) -> tuple[int, int] | None:
+        """The last round for which a member is Ready, and how many are; None once all members are."""
+        entry = self._open_rounds.get(self._round)
+        return None if entry is None else (self._round, entry[1])
+
     def _count_ready(self, before: int, event: Ready) -> bool:
         """Count a member as Ready for all rounds after `before`; close a round with all members Ready."""
         round_, members = event.round, self._group.members
