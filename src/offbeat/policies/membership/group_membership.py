@@ -69,6 +69,7 @@ class GroupMembership:
         self.may_skip = False
         self.skip: SkipRound | None = None
         self._is_skipping = False  # the exchange under way is that of a skipped round
+        self._has_abandoned_skip = False  # a skipped round was abandoned, and no group has come since
         self._is_contributing = False  # the loop has gradients for a round, or has not stepped since
         self._contributed_generation = -1  # the last group in which the loop has begun an exchange
         # The last rounds finished, without a gap: the members, and the contribution of each.
@@ -204,24 +205,25 @@ class GroupMembership:
         return True
 
     def finish_skipped_round(self, contributions: Sequence[tuple[int, int]] | None) -> bool:
-        """Count a skipped round and its step as finished; return False, and count nothing, if it was abandoned.
+        """Count a skipped round and its step as finished; return False, counting nothing, if it was abandoned.
 
         Args:
             contributions: see `finish_round`; None if the exchange has failed.
         """
         self._is_skipping = False
         if contributions is None or not self.finish_round(contributions):
-            self._has_begun = False
+            self._has_begun, self._has_abandoned_skip = False, self._is_aborted
             return False
         self.finish_step()
         return True
 
     def begin_contribution(self) -> bool:
-        """Let no further round be skipped until the next step; return False while one is under way.
+        """Let no further round be skipped until the next step; return False while the worker has to wait.
 
-        To be called before the gradients for the next round are announced, or the state is read.
+        It waits for the end of a skipped round; if that was abandoned, for the next Group, as other members
+        may have finished it. To be called before gradients are announced, or the state is read.
         """
-        if self._is_skipping:
+        if self._is_skipping or self._has_abandoned_skip:
             return False
         self._is_contributing = True
         return True
@@ -307,5 +309,5 @@ class GroupMembership:
         self.group = group
         if not (self._needs_state or self._ends_step_outside):
             self._followed_generation = group.generation
-        self._is_aborted = False
+        self._is_aborted = self._has_abandoned_skip = False
         self.exchange_id = group.exchange_id

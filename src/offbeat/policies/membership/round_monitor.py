@@ -151,7 +151,7 @@ class RoundMonitor:
         if now_s - self._group_sent_s > self._join_s:
             late += [member for member in sorted(group.joining) if member in statuses]
         if self._open_rounds:
-            round_ = min(self._open_rounds)
+            round_ = max(self._open_rounds)
             since_s, count, _ = self._open_rounds[round_]
             patience_s = self._timeout_s if slow_s is None else max(self._patience_s, slow_s / 2)
             if count and now_s - since_s > patience_s:

@@ -145,7 +145,7 @@ class RoundQuorum:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
-        self._compute_s = {worker: compute_s for worker, compute_s in state["compute_s"]}
+        self._compute_s = dict(state["compute_s"])
         self._asked = set(state["asked"])
         generation, round_ = state["asked_in"]
         self._asked_in = generation, round_

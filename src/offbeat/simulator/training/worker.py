@@ -46,7 +46,7 @@ WAITING, RECEIVING_STATE, JOINING, FINISHED, ENDED = (
     "ended",
 )
 REQUESTING, LEAVING = "requesting samples", "leaving"
-CATCHING_UP = "waiting for the mean of a skipped round"
+CATCHING_UP = "waiting for the end of a skipped round"
 _SAVES_EVERY = 13  # steps, where samples are assigned
 
 
@@ -492,9 +492,9 @@ class SimulatedWorker:
     def _skip_if_due(self) -> None:
         """Enter the exchange of a round that is skipped, while the loop does something else."""
         membership = self.membership
-        if self._due_skip is not None and membership.skip is self._due_skip:
-            if membership.begin_skipped_round():
-                self.cluster.exchange(self.worker)
+        is_due = self._due_skip is not None and membership.skip is self._due_skip
+        if is_due and membership.begin_skipped_round():
+            self.cluster.exchange(self.worker)
 
     def _end_skipped_round(self, exchange: Exchange | None) -> None:
         """Keep the mean of a skipped round for the loop; it has failed if there is no exchange."""
@@ -507,7 +507,7 @@ class SimulatedWorker:
             self._skip_if_due()
 
     def _may_contribute(self, resume: Callable[[], None]) -> bool:
-        """Let no further round be skipped; where one is under way, return False, and `resume` after it."""
+        """Let no further round be skipped; where the loop has to wait, return False, and `resume` later."""
         if self.membership.begin_contribution():
             return True
         self.activity, self._resume_loop = CATCHING_UP, resume
@@ -649,6 +649,8 @@ class SimulatedWorker:
             self._compute()
         elif self.activity in (WAITING, RECEIVING_STATE, JOINING):
             self._continue()
+        elif self.activity == CATCHING_UP:
+            self._resume_loop()
 
     def _donate_state(self) -> None:
         """Send the state to the joiners, once for each group."""
