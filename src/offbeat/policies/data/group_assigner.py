@@ -128,7 +128,7 @@ class GroupBlockAssigner(BlockAssigner):
             if has_nothing:
                 self._waiting[worker] = event.round
             self._note_rounds_done(worker, event.round)
-        elif self._late_blocks is not None:
+        elif self._late_blocks is not None and worker not in self._unreported:
             self._late_blocks.on_idle(worker)
             self._progress_due.add(worker)
 
