@@ -205,7 +205,7 @@ class GroupMembership:
         return True
 
     def finish_skipped_round(self, contributions: Sequence[tuple[int, int]] | None) -> bool:
-        """Count a skipped round and its step as finished; return False, counting nothing, if it was abandoned.
+        """Count a skipped round and its step as finished; return False, without that, if it was abandoned.
 
         Args:
             contributions: see `finish_round`; None if the exchange has failed.

@@ -66,6 +66,8 @@ class GradientAverager:
         rounds_since_step: rounds since the last optimizer step.
         is_outside: this worker was in no group in the last round.
         is_preempted: see `Averager.is_preempted`; outside every group, whether this worker knows of a signal.
+
+    Size: hooks, passes and rounds change the same state; a pass may fail, or a round begin again, anywhere.
     """
 
     def __init__(

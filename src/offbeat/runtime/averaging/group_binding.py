@@ -65,7 +65,6 @@ from offbeat.runtime.collectives.interface import Exchange, TensorMemory
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.data.late_gradients import LateGradients
 from offbeat.runtime.devices.interface import Device
-from offbeat.runtime.processes.waiting import SignalSafeCondition
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 from offbeat.runtime.training.state_copy import StateCopier
 
@@ -273,11 +272,6 @@ class GroupBinding:
     # Skipped rounds ------------------------------------------------------------------------------------
 
     @property
-    def lock(self) -> SignalSafeCondition:
-        """See `CoordinatorClient.lock`."""
-        return self._client.lock
-
-    @property
     def has_failed(self) -> bool:
         """Whether the job has failed."""
         return self._client.failure is not None
@@ -313,14 +307,19 @@ class GroupBinding:
                 self._client.lock.wait(left_s)
         return None
 
-    def finish_skipped_round(self, contributions: Sequence[tuple[int, int]] | None) -> bool:
-        """Count a skipped round; return False if it was abandoned; see `GroupMembership`."""
+    def finish_skipped_round(
+        self, contributions: Sequence[tuple[int, int]] | None, keep: Callable[[], object]
+    ) -> None:
+        """Count a skipped round, unless it was abandoned.
+
+        Args:
+            contributions: see `GroupMembership.finish_skipped_round`.
+            keep: called if the round counts, before `begin_contribution` returns in the loop.
+        """
         with self._client.lock:
-            has_finished = self._membership.finish_skipped_round(
-                contributions if self._is_current() else None
-            )
+            if self._membership.finish_skipped_round(contributions if self._is_current() else None):
+                keep()
             self._client.lock.notify_all()
-        return has_finished
 
     def stop_skipping(self) -> None:
         """Let `wait_for_skipped_round` return None."""

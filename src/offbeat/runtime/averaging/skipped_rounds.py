@@ -25,6 +25,7 @@ This module never decides which rounds are skipped.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from offbeat.runtime.averaging.buckets import ModelBuffers
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError, GroupHandle
 from offbeat.runtime.averaging.interface import AveragerContext
 from offbeat.runtime.averaging.trailer import RoundSums
+from offbeat.runtime.training.hooks import do_nothing
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 from offbeat.runtime.training.partial_step import PartialOptimizer
 from offbeat.runtime.training.trained import TrainingState
@@ -200,18 +202,15 @@ class SkippedRounds:
         buckets = self._free.pop() if self._free else self._make_buckets()
         buckets.bind(group)
         buckets.discard_gradients()
-        sums = None
         try:
             sums = self._exchange(buckets)
-        except GroupChangedError:
-            pass
-        except WorkerError:
-            if not self._binding.has_failed:
+        except WorkerError as error:
+            if not (isinstance(error, GroupChangedError) or self._binding.has_failed):
                 raise
-        with self._binding.lock:
-            if self._binding.finish_skipped_round(None if sums is None else sums.contributions):
-                assert sums is not None
-                self._missed.append(_MissedRound(buckets, sums, group.position))
+            self._binding.finish_skipped_round(None, keep=do_nothing)
+            return
+        missed = _MissedRound(buckets, sums, group.position)
+        self._binding.finish_skipped_round(sums.contributions, keep=partial(self._missed.append, missed))
 
     def _exchange(self, buckets: BucketSet) -> RoundSums:
         buckets.fill_trailer(
