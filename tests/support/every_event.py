@@ -24,6 +24,7 @@ from offbeat.events import (
     ContributionQuery,
     ContributionReport,
     EndEpoch,
+    EpochEnded,
     Evaluated,
     EvaluatePart,
     Event,
@@ -196,6 +197,7 @@ EXAMPLES = [
             for step in range(2)
         ),
     ),
+    EpochEnded(now_s=2.0, worker=1, epoch=3, is_complete=True),
     Preempted(now_s=2.0, worker=1, step=9, signal="SIGTERM"),
     Evaluated(now_s=2.0, worker=0, epoch=1, metrics={"loss": -0.5, "accuracy_percent": 91.5}),
     SnapshotTaken(
@@ -308,6 +310,7 @@ EXAMPLES = [
         members=(0, 2, 5),
         joining=(5,),
         weights=(0.5, 0.5, 0.0),
+        steps=(16, 3, 16),
         includes_buffers=False,
         leader=0,
         reason="r",

@@ -131,7 +131,7 @@ class ModelTraining:
         trained = TrainingState(self._model, [self._optimizer])
         self._overlap = overlap
         self._synchronizer = _Synchronizer(
-            self, trained, overlap=overlap, timeout_s=10.0, assigns_samples=False
+            self, trained, overlap=overlap, has_epoch_means=False, timeout_s=10.0, assigns_samples=False
         )
         self._synchronizer._join(self, device)
         self._synchronizer.attach()
@@ -172,6 +172,7 @@ class ModelTraining:
             members=members,
             joining=(),
             weights=weights,
+            steps=(1,) * len(members),
             includes_buffers=self._random.random() < 0.4,
             leader=members[0],
             reason="",

@@ -70,6 +70,7 @@ from offbeat.events.training import (
     ContributionQuery,
     ContributionReport,
     EndEpoch,
+    EpochEnded,
     Evaluated,
     ExchangeUnderWay,
     Failed,
@@ -135,6 +136,7 @@ __all__ = [
     "ContributionQuery",
     "ContributionReport",
     "EndEpoch",
+    "EpochEnded",
     "EvaluatePart",
     "Evaluated",
     "Event",
@@ -223,6 +225,7 @@ Event: TypeAlias = (
     | StepsTimed
     | Halted
     | Evaluated
+    | EpochEnded
     | Preempted
     | SnapshotTaken
     | PartEvaluated

@@ -41,8 +41,9 @@ class Joined:
 class Ready:
     """A worker has computed its gradients of a round and has not begun to wait for other workers.
 
-    Where workers own their models, it has made its step with them, and waits for an `AverageModels`; its
-    blocks count as used from here on, and `round` counts averagings.
+    Where workers own their models, it has made its step with them; after as many steps as its last
+    `AverageModels` says it waits for the next one. Its blocks count as used from here on, and `round` counts
+    averagings.
 
     A worker that is in no group sends it too, with the step and round in which it last took part.
 
@@ -294,6 +295,22 @@ class Evaluated:
     worker: int
     epoch: int
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEnded:
+    """A worker that owns its model has left an epoch.
+
+    Attributes:
+        epoch: this one.
+        is_complete: it has used the epoch up, and waits for the mean of all models; else its loop has left
+            the epoch early, and it waits for nothing.
+    """
+
+    now_s: float
+    worker: int
+    epoch: int
+    is_complete: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -654,7 +671,9 @@ class AverageModels(ToMembers):
         joining: the members without a state: the first of the other members copies its state to them when it
             has the mean.
         weights: one per member, not negative, sum 1; 0 for those that are joining.
-        includes_buffers: buffers are averaged too, so that the members' models are equal afterwards.
+        steps: one per member, at least 1: its optimizer steps until it is ready for its next averaging.
+        includes_buffers: buffers are averaged too, so that the members' models are equal afterwards: at the
+            end of an epoch, and of the job. The members wait for it.
         leader: the worker that evaluates, prints and saves for all.
     """
 
@@ -662,6 +681,7 @@ class AverageModels(ToMembers):
     members: tuple[int, ...]
     joining: tuple[int, ...]
     weights: tuple[float, ...]
+    steps: tuple[int, ...]
     includes_buffers: bool
     leader: int
     reason: str

@@ -2,7 +2,7 @@
 
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
-from offbeat.strategies.model_averaging import ADPSGD, Prague, PReduce
+from offbeat.strategies.model_averaging import ADPSGD, LocalSGD, Prague, PReduce
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.registry import STRATEGIES, parse_strategy
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
@@ -17,6 +17,7 @@ __all__ = [
     "AllReduce",
     "Downpour",
     "Hybrid",
+    "LocalSGD",
     "PReduce",
     "PartialAllReduce",
     "Prague",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from offbeat.policies.model_averaging.averaging import ModelAveraging
+from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
 from offbeat.policies.model_averaging.group_generator import GroupMode
+from offbeat.policies.model_averaging.local_steps import LocalSteps
 from offbeat.policies.model_averaging.neighbour_pairs import Topology
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
@@ -30,6 +31,7 @@ class _AveragesModels:
 
     shards: Literal["dynamic", "equal"] = "dynamic"
     overlap: bool = True
+    global_every: GlobalEvery = "epoch"
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -56,6 +58,7 @@ class _AveragesModels:
             loop,
             trained,
             overlap=self.overlap,
+            has_epoch_means=self.global_every == "epoch",
             timeout_s=self.timeout_s,
             assigns_samples=self.shards == "dynamic",
         )
@@ -70,10 +73,10 @@ class PReduce(_AveragesModels):
 
     A worker steps its own model with the gradients of its own batch, so a learning rate is that of one
     worker. No worker waits for a slow one: it is averaged when it is ready, and takes fewer steps. Models
-    differ while workers train. When all have finished, all models and their buffers are averaged, so that
-    every worker ends with the same. Until then the model of the worker where `session.is_leader` is true
-    stands for all of them in validation and checkpoints. Optimizer state is not averaged. A worker that is
-    lost leaves its group; the others go on.
+    differ while workers train. When all have used up an epoch, and when all have finished, all models and
+    their buffers are averaged, so that every worker has the same. At any other time the model of the worker
+    where `session.is_leader` is true stands for all of them in validation and checkpoints. Optimizer state is
+    not averaged. A worker that is lost leaves its group; the others go on.
 
     Source: Miao et al. 2021, "Heterogeneity-aware distributed machine learning training via partial reduce"
     (constant partial reduce). Deviations: those of `PartialReduce`.
@@ -86,6 +89,9 @@ class PReduce(_AveragesModels):
             advance, so that fast workers finish early.
         overlap: train on while the model is averaged: the mean of the group's models as they were at the end
             of a step, less this worker's, is added to its model at the end of a later step.
+        global_every: when all models are averaged: "epoch" for the end of each epoch of `session.batches`,
+            where workers wait for each other, buffers included; a number for each time that workers have made
+            as many steps on average; None for the end of the training only.
         timeout_s: how long a live worker may keep others waiting before it is rejected, in seconds.
 
     Raises:
@@ -117,7 +123,7 @@ class ADPSGD(_AveragesModels):
         topology: "ring", "exponential" or "complete": which workers may form a pair. All are bipartite:
             every second worker, in the order of their ids, asks one of the others that has ended a step.
         seed: of the choice among several.
-        shards, overlap, timeout_s: see `PReduce`.
+        shards, overlap, global_every, timeout_s: see `PReduce`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -147,7 +153,7 @@ class Prague(_AveragesModels):
         lag: under "smart", a worker that asks leaves out those that were ready `lag` times less often: a fast
             worker chooses no slow one, and a slow one may choose fast ones. None for no such filter.
         seed: of the draws.
-        shards, overlap, timeout_s: see `PReduce`.
+        shards, overlap, global_every, timeout_s: see `PReduce`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -160,3 +166,39 @@ class Prague(_AveragesModels):
     size: int = 3
     lag: int | None = 4
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(_AveragesModels):
+    """Local SGD: workers make several steps each, and then all average their models.
+
+    The fastest worker makes `every` steps between two averagings, and a slower one as many as it can in the
+    same time, so that no worker waits for another. Models are weighted by the samples that they have learnt
+    from. An averaging begins without those that are late; they take part in the next one. Less is sent than
+    under `PReduce`: each averaging sends as much as a step of `AllReduce`.
+
+    All else is as under `PReduce`: models, learning rates, what validation and checkpoints see, the end, and
+    lost workers.
+
+    Source: Stich 2019, "Local SGD converges fast and communicates little"; for steps by pace, and averagings
+    without those that are late, see `QuorumRounds`.
+
+    Args:
+        every: optimizer steps of the fastest worker between two averagings, at least 1.
+        least: workers with which an averaging may begin, though others are late; by default more than half.
+        grace_s: how long it is put off for the others, in seconds; by default a quarter of the time since the
+            last one.
+        by_pace: slower workers make fewer steps; else all make `every`.
+        shards, overlap, global_every, timeout_s: see `PReduce`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    name: ClassVar[str] = "localsgd"
+    _policy: ClassVar[type[ModelAveraging]] = LocalSteps
+
+    every: int = 16
+    least: int | None = None
+    grace_s: float | None = None
+    by_pace: bool = True

@@ -13,6 +13,7 @@ from offbeat.events import (
     AssignBlocks,
     AverageModels,
     CancelAveraging,
+    EpochEnded,
     Finished,
     JobComplete,
     Joined,
@@ -616,3 +617,99 @@ def test_with_any_events_groups_are_disjoint_and_the_job_ends(seed, world, size,
         )
     ids = [one.exchange_id for one in job.averagings]
     assert ids == sorted(set(ids))
+
+
+# The mean of all models after an epoch ----------------------------------------------------------------------
+
+
+class EpochJob(Job):
+    def end_epoch(self, worker, epoch=0, *, is_complete=True):
+        return self.emit(EpochEnded(now_s=self.now_s, worker=worker, epoch=epoch, is_complete=is_complete))
+
+
+def test_workers_that_have_used_up_an_epoch_average_once_all_have():
+    job = EpochJob(3, size=2).begin()
+    job.ready(0)
+    job.end_epoch(0)
+    job.end_epoch(1)
+    assert not job.averagings
+    assert members(job.ready(2)) == [(2,)]
+    job.end_all()
+    assert members(job.end_epoch(2)) == [(0, 1, 2)]
+    assert job.averagings[-1].includes_buffers
+
+
+def test_nobody_waits_for_the_mean_of_an_epoch_with_a_worker_that_has_left_it_early():
+    job = EpochJob(3, size=2).begin()
+    job.end_epoch(0)
+    job.end_epoch(1, is_complete=False)
+    assert not job.averagings
+    assert members(job.ready(2, epoch=1)) == [(0,)]
+
+
+def test_the_first_worker_that_trains_after_an_epochs_mean_waits_for_the_others_as_ever():
+    job = EpochJob(3, size=3).begin()
+    for worker in range(3):
+        job.end_epoch(worker)
+    job.averaged(0)
+    assert members(job.ready(0)) == []
+    job.averaged(1)
+    job.averaged(2)
+    job.ready(1)
+    assert members(job.ready(2)) == [(0, 1, 2)]
+
+
+def test_the_mean_of_an_epoch_is_repeated_without_a_member_that_is_lost():
+    job = EpochJob(3, size=2).begin()
+    for worker in range(3):
+        job.end_epoch(worker)
+    job.lost(2)
+    job.averaged(0, has_mean=False)
+    assert members(job.averaged(1, has_mean=False)) == [(0, 1)]
+    assert job.averagings[-1].includes_buffers
+
+
+def test_models_that_are_equal_already_are_not_averaged_at_the_end():
+    job = EpochJob(2).begin()
+    for worker in (0, 1):
+        job.end_epoch(worker)
+    job.end_all()
+    job.finished(0)
+    (complete,) = job.finished(1)
+    assert isinstance(complete, JobComplete)
+
+
+def test_a_step_after_the_mean_of_an_epoch_makes_models_differ_even_if_others_have_yet_to_report_it():
+    job = EpochJob(2, overlap=True).begin()
+    for worker in (0, 1):
+        job.end_epoch(worker)
+    job.averaged(0)
+    job.ready(0)
+    job.averaged(1)
+    job.finished(0)
+    assert members(job.finished(1)) == [(0, 1)]
+
+
+def test_a_worker_that_others_await_at_the_end_of_an_epoch_is_rejected_after_the_deadline():
+    job = EpochJob(2, timeout_s=10.0).begin()
+    job.end_epoch(0)
+    job.now_s = 10.5
+    rejected, averaging = job.emit(Tick(now_s=job.now_s))
+    assert isinstance(rejected, RejectPeer)
+    assert rejected.peer == "worker-1"
+    assert averaging.members == (0,)
+
+
+def test_after_a_number_of_steps_a_group_holds_all_workers():
+    job = Job(4, size=2, window=0, global_every=2).begin()
+    for training in ((0, 1, 2, 3), (0, 1, 2, 3), (0, 1), (0, 1, 2, 3)):
+        for worker in training:
+            job.ready(worker)
+        job.end_all()
+    assert members(job.averagings) == [(0, 1), (2, 3), (0, 1), (0, 1, 2, 3), (0, 1), (2, 3)]
+
+
+def test_a_policy_refuses_means_of_all_models_at_other_times():
+    for wrong in ("step", 0, -1, 2.5):
+        with pytest.raises(ValueError, match="expected global_every to be epoch, at least 1 step, or None"):
+            PartialReduce(2, global_every=wrong)

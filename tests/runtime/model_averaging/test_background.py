@@ -15,6 +15,7 @@ AVERAGING = AverageModels(
     members=(0, 1),
     joining=(),
     weights=(0.5, 0.5),
+    steps=(1, 1),
     includes_buffers=False,
     leader=0,
     reason="",

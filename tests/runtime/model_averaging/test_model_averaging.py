@@ -16,7 +16,7 @@ from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.strategies import ADPSGD, Prague, PReduce, parse_strategy
+from offbeat.strategies import ADPSGD, LocalSGD, Prague, PReduce, parse_strategy
 from support.jobs import job
 from support.processes import run, values
 from support.run_logs import entries_of, wait_until
@@ -101,6 +101,8 @@ def test_with_all_workers_in_a_group_training_equals_one_process_with_all_batche
         ADPSGD(topology="complete", overlap=False),
         Prague(size=2),
         Prague(overlap=False),
+        LocalSGD(every=4),
+        LocalSGD(every=4, overlap=False, by_pace=False, global_every=None),
     ],
 )
 def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model(strategy):
@@ -109,6 +111,54 @@ def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model(
     assert final["1.num_batches_tracked"] > 0
     used = sorted(number for _, samples, _ in results for batch in samples for number in batch)
     assert used == sorted([*range(SAMPLES)] * 2)
+
+
+def train_epochs(rank, emit, strategy, leaves_early):
+    """The states at the ends of epochs; a worker may leave the first epoch early."""
+    model = network(rank, normalizes=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    states = []
+    with offbeat.join(model, optimizer, strategy) as session:
+        for epoch in session.epochs(3):
+            for _, inputs, labels in session.batches(data(), BATCH):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                if epoch == 0 and rank == leaves_early:
+                    break
+            states.append({name: tensor.tolist() for name, tensor in model.state_dict().items()})
+    return states
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        PReduce(P=2),
+        ADPSGD(overlap=False),
+        Prague(shards="equal"),
+        LocalSGD(every=3),
+        LocalSGD(every=100, overlap=False),
+    ],
+)
+def test_after_an_epoch_all_models_and_their_buffers_are_equal(strategy):
+    results = values(run(train_epochs, 3, strategy, None))
+    for states in zip(*results, strict=True):
+        assert states[0] == states[1] == states[2]
+    assert results[0][0] != results[0][1] != results[0][2]
+
+
+def test_between_the_ends_of_epochs_models_differ_where_only_the_last_averaging_is_of_all():
+    results = values(run(train_epochs, 3, LocalSGD(every=100, global_every=None), None))
+    for first, second, third in zip(*results, strict=True):
+        assert first != second != third
+
+
+@pytest.mark.parametrize("shards", ["dynamic", "equal"])
+def test_a_worker_that_leaves_an_epoch_early_keeps_nobody_waiting(shards):
+    results = values(run(train_epochs, 3, PReduce(P=2, shards=shards), 1))
+    assert [len(states) for states in results] == [3, 3, 3]
+    for states in [*zip(*results, strict=True)][1:]:
+        assert states[0] == states[1] == states[2]
 
 
 def train_with_fixed_gradients(rank, emit, strategy):

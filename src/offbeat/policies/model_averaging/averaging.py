@@ -3,13 +3,14 @@
 Theory of operation
 -------------------
 
-Each worker trains its own model. It reports every optimizer step (`Ready`); an `AverageModels` names a group
-and its weights. When the worker has the mean, or has given up, it reports `ModelsAveraged`. Without `overlap`
-it waits in between. With it, it trains on: its Ready publishes a *snapshot* of its model, of which the mean
-is made, and at the end of a later step it adds the mean less its snapshot to its model, and then reports. The
-policy owns four parts and decides only what passes between them: `Roster` (the workers of the job), a
-`GroupMaker` (who is ready, and the groups), `SoloBlockAssigner` (the samples, with shards="dynamic"),
-`Reachability` (outages between workers).
+Each worker trains its own model. It reports every optimizer step (`Ready`). After some of them, usually each,
+it is *ready* for an averaging: `AverageModels.steps` says after how many. An `AverageModels` names a group of
+workers that are ready, and its weights. When the worker has the mean, or has given up, it reports
+`ModelsAveraged`. Without `overlap` it waits in between. With it, it trains on: its Ready publishes a
+*snapshot* of its model, of which the mean is made, and at the end of a later step it adds the mean less its
+snapshot to its model, and then reports. The policy owns four parts and decides only what passes between them:
+`Roster` (the workers of the job), a `GroupMaker` (who is ready, and the groups), `SoloBlockAssigner` (the
+samples, with shards="dynamic"), `Reachability` (outages between workers).
 
 A worker is in at most one averaging, from its AverageModels to its ModelsAveraged. Exchange ids ascend, so
 that each member's do. With overlap this is what keeps models from diverging: a worker that is averaged again
@@ -22,14 +23,19 @@ the group has begun.
 whose other members send it to them (`AverageModels.joining`): all of them in the first averaging, a newcomer
 in the next one.
 
+*Global means.* With `global_every` "epoch", a worker that has used up an epoch waits until all have, and all
+average, buffers included: so validation and checkpoints see one model. With a number, a group holds all
+workers each time that they have made as many steps on average, which is Gossip-PGA (Chen et al. 2021,
+"Accelerating gossip SGD with periodic global averaging").
+
 *The end.* When the loops of all workers have ended, all average once more, buffers included, so that all have
-the same model; then the job is complete. A lost member repeats that averaging.
+the same model, unless they have it already; then the job is complete. A lost member repeats that averaging.
 
 *Failures.* A member that is lost, or that another member or the coordinator cannot reach, ends its averaging:
 `CancelAveraging`. A member that has the mean by then keeps it; another keeps its own model: both are valid.
 Workers that cannot reach each other are in no group together. A worker that keeps others waiting for longer
 than the deadline, though the coordinator receives messages from it, is rejected: others that are ready, or
-that have finished.
+that have finished, or used up the epoch.
 
 Nothing here moves a model.
 """
@@ -39,7 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
@@ -48,6 +54,7 @@ from offbeat.events import (
     AverageModels,
     CancelAveraging,
     CheckpointQuery,
+    EpochEnded,
     Event,
     Failed,
     Finished,
@@ -66,10 +73,13 @@ from offbeat.events import (
 from offbeat.policies.data.worker_assigner import SoloBlockAssigner
 from offbeat.policies.membership.reachability import Reachability
 from offbeat.policies.membership.roster import Roster
+from offbeat.policies.model_averaging.epoch_means import EpochMeans
 from offbeat.policies.model_averaging.group_maker import GroupMaker
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS
 
 # For the assigner, which counts steps by clocks: here a state that is saved holds all steps reported before.
+GlobalEvery: TypeAlias = Literal["epoch"] | int | None
+
 _REPORTED: Final = -1
 _LATEST: Final = 2**62
 
@@ -80,17 +90,17 @@ class _Averaging:
 
     Attributes:
         pending: members that have not reported its end.
-        is_final: it is the one after the end of all loops.
+        steps: one per member, see `AverageModels`.
+        is_common: it leaves its members with the same model, buffers included: after an epoch, or at the end.
         is_cancelled: its members have been asked to give up.
-        has_failed: a member has not received the mean.
     """
 
     members: tuple[int, ...]
     joining: tuple[int, ...]
     pending: set[int]
-    is_final: bool
+    steps: tuple[int, ...]
+    is_common: bool
     is_cancelled: bool = False
-    has_failed: bool = False
 
 
 class ModelAveraging:
@@ -101,6 +111,7 @@ class ModelAveraging:
         groups: forms the groups.
         shards: "dynamic" assigns samples as they are needed; with "equal" none are assigned.
         overlap: workers train on while their models are averaged.
+        global_every: when all workers average: "epoch", a number of steps, or None for only at the end.
         timeout_s: how long other workers wait for a worker that trains, in seconds.
 
     Raises:
@@ -114,13 +125,21 @@ class ModelAveraging:
         *,
         shards: Literal["dynamic", "equal"],
         overlap: bool,
+        global_every: GlobalEvery,
         timeout_s: float,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if shards not in ("dynamic", "equal"):
             raise ValueError(f"expected shards dynamic or equal, got {shards!r}")
+        if global_every != "epoch" and not (
+            global_every is None or (isinstance(global_every, int) and global_every >= 1)
+        ):
+            raise ValueError(
+                f"expected global_every to be epoch, at least 1 step, or None, got {global_every!r}"
+            )
         check_seconds("timeout_s", timeout_s)
+        self._global_every = global_every
         self._groups, self._overlap, self._timeout_s = groups, overlap, timeout_s
         self._roster = Roster(world)
         self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
@@ -128,9 +147,14 @@ class ModelAveraging:
         self._averagings: dict[int, _Averaging] = {}  # under way, by their first exchange id
         self._exchange_of: dict[int, int] = {}  # by member, the averaging that it is in
         self._next_exchange = 0
+        self._steps_left: dict[int, int] = {}  # by worker, steps until it is ready; 1 where none is noted
+        self._began_s: dict[int, float] = {}  # by worker, when its step under way began
         self._active_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
         self._first_finished_s: float | None = None  # when a worker first had finished
-        self._has_final_model = False  # all workers that are here have the same model
+        self._epoch_means = EpochMeans()
+        self._steps_since_mean = 0  # of all workers, since all have averaged
+        self._last_common: int | None = None  # the last averaging after which all have the same model
+        self._equal: set[int] = set()  # its members that have, and have made no step since
         self._is_over = False
 
     def handle(self, event: Event) -> list[Action]:
@@ -153,6 +177,8 @@ class ModelAveraging:
                 self._handle_ready(event)
             case ModelsAveraged():
                 self._handle_averaged(event)
+            case EpochEnded():
+                self._handle_epoch_ended(event)
             case SamplesRequested() | CheckpointQuery():
                 self._handle_query(event)
             case Finished():
@@ -180,9 +206,14 @@ class ModelAveraging:
             ],
             "exchange_of": [list(entry) for entry in self._exchange_of.items()],
             "next_exchange": self._next_exchange,
+            "steps_left": [list(entry) for entry in self._steps_left.items()],
+            "began_s": [list(entry) for entry in self._began_s.items()],
             "active_s": [list(entry) for entry in self._active_s.items()],
             "first_finished_s": self._first_finished_s,
-            "has_final_model": self._has_final_model,
+            "epoch_means": self._epoch_means.state_dict(),
+            "steps_since_mean": self._steps_since_mean,
+            "last_common": self._last_common,
+            "equal": sorted(self._equal),
             "is_over": self._is_over,
         }
 
@@ -200,14 +231,19 @@ class ModelAveraging:
                     "members": tuple(entry["members"]),
                     "joining": tuple(entry["joining"]),
                     "pending": set(entry["pending"]),
+                    "steps": tuple(entry["steps"]),
                 }
             )
             for exchange_id, entry in state["averagings"]
         }
         self._exchange_of = dict(state["exchange_of"])
         self._next_exchange = state["next_exchange"]
+        self._steps_left, self._began_s = dict(state["steps_left"]), dict(state["began_s"])
         self._active_s, self._first_finished_s = dict(state["active_s"]), state["first_finished_s"]
-        self._has_final_model, self._is_over = state["has_final_model"], state["is_over"]
+        self._epoch_means.load_state_dict(state["epoch_means"])
+        self._steps_since_mean = state["steps_since_mean"]
+        self._last_common, self._equal = state["last_common"], set(state["equal"])
+        self._is_over = state["is_over"]
 
     # Events ----------------------------------------------------------------------------------------------
 
@@ -221,8 +257,22 @@ class ModelAveraging:
         if self._assigner is not None:
             self._assigner.on_step(event.worker, _REPORTED, event.blocks)
             self._assigner.on_version(_LATEST)
-        self._active_s[event.worker] = event.now_s
+        if (began_s := self._began_s.get(event.worker)) is not None:
+            step_s = max(0.0, event.now_s - began_s)
+            self._groups.observe_step(event.worker, event.now_s, samples=event.samples, step_s=step_s)
+        self._began_s[event.worker] = self._active_s[event.worker] = event.now_s
+        self._epoch_means.observe_step(event.worker, event.epoch)
+        self._equal.discard(event.worker)
+        self._steps_since_mean += 1
         if not is_busy:
+            self._count_step(event)
+
+    def _count_step(self, event: Ready) -> None:
+        """Count a step of a worker in no averaging, after which it may be ready."""
+        left = self._steps_left.pop(event.worker, 1) - 1
+        if left:
+            self._steps_left[event.worker] = left
+        else:
             self._groups.add(event.worker, event.now_s)
 
     def _handle_averaged(self, event: ModelsAveraged) -> None:
@@ -233,13 +283,35 @@ class ModelAveraging:
             )
         del self._exchange_of[event.worker]
         averaging.pending.discard(event.worker)
-        averaging.has_failed |= not event.has_mean
+        self._groups.end_averaging(event.worker, has_mean=event.has_mean)
+        if not self._overlap:
+            self._began_s[event.worker] = event.now_s
         if event.has_mean:
+            if event.exchange_id == self._last_common:
+                self._equal.add(event.worker)
+            elif len(averaging.members) > 1:
+                self._equal.discard(event.worker)
+            self._steps_left[event.worker] = averaging.steps[averaging.members.index(event.worker)]
             self._roster.without_state.discard(event.worker)
             self._active_s[event.worker] = event.now_s
+        else:
+            self._forget_common(event.exchange_id)
+            if averaging.is_common and event.worker in self._roster.training:
+                self._epoch_means.wait_again(event.worker, event.now_s)
         if not averaging.pending:
             del self._averagings[event.exchange_id]
-            self._has_final_model = averaging.is_final and not averaging.has_failed
+
+    def _forget_common(self, exchange_id: int) -> None:
+        """Note that a member of an averaging has not received the mean."""
+        if exchange_id == self._last_common:
+            self._last_common = None
+            self._equal.clear()
+
+    def _handle_epoch_ended(self, event: EpochEnded) -> None:
+        self._roster.require(event, event.worker)
+        if event.is_complete:
+            self._groups.take(self._groups.ready.intersection([event.worker]))
+        self._epoch_means.end_epoch(event.worker, event.epoch, event.now_s, is_complete=event.is_complete)
 
     def _handle_query(self, event: SamplesRequested | CheckpointQuery) -> None:
         self._roster.require(event, event.worker)
@@ -256,6 +328,7 @@ class ModelAveraging:
         self._roster.require(event, event.worker)
         self._roster.finish(event.worker)
         self._groups.discard(event.worker)
+        self._epoch_means.forget(event.worker)
         if self._first_finished_s is None:
             self._first_finished_s = event.now_s
         if self._assigner is not None:
@@ -266,8 +339,11 @@ class ModelAveraging:
         if not self._roster.remove(worker):
             return []
         self._groups.discard(worker)
-        self._active_s.pop(worker, None)
+        for by_worker in (self._steps_left, self._began_s, self._active_s):
+            by_worker.pop(worker, None)
         self._reachability.forget(worker)
+        self._epoch_means.forget(worker)
+        self._equal.discard(worker)
         if self._assigner is not None:
             self._assigner.on_gone(worker)
         exchange_id = self._exchange_of.pop(worker, None)
@@ -275,7 +351,7 @@ class ModelAveraging:
             return []
         averaging = self._averagings[exchange_id]
         averaging.pending.discard(worker)
-        averaging.has_failed = True
+        self._forget_common(exchange_id)
         if not averaging.pending:
             del self._averagings[exchange_id]
             return []
@@ -308,12 +384,17 @@ class ModelAveraging:
     def _late_workers(self, now_s: float) -> list[int]:
         """Return the workers that have ended no step for longer than the deadline, while others waited.
 
-        Others wait where they are ready for a group, or have finished.
+        Others wait where they are ready for a group, have used up the epoch, or have finished.
         """
-        since_s = [one for one in (self._groups.waiting_since_s, self._first_finished_s) if one is not None]
+        began_s = (
+            self._groups.waiting_since_s,
+            self._epoch_means.waiting_since_s,
+            self._first_finished_s,
+        )
+        since_s = [one for one in began_s if one is not None]
         if not since_s:
             return []
-        waiting = self._resting | self._reachability.silent_workers
+        waiting = self._resting | self._reachability.silent_workers | self._epoch_means.waiting.keys()
         if not self._overlap:
             waiting = waiting | self._groups.ready | self._exchange_of.keys()
         return [
@@ -348,7 +429,13 @@ class ModelAveraging:
             self._is_over = True
             reason = "no worker that has the initial state is left: start the job again"
             return [*actions, AbortJob(worker=None, step=None, reason=reason)]
-        return [*actions, *self._name_state_sender(), *self._form_groups(now_s), *self._complete()]
+        return [
+            *actions,
+            *self._name_state_sender(),
+            *self._begin_epoch_means(),
+            *self._form_groups(now_s),
+            *self._complete(),
+        ]
 
     def _name_state_sender(self) -> list[Action]:
         """Name a worker that waits anyway as the one that sends the state; else the next group sends it."""
@@ -364,34 +451,71 @@ class ModelAveraging:
                 return [self._begin_averaging((worker,), joining, f"worker {worker} has the state")]
         return []
 
+    def _begin_epoch_means(self) -> list[Action]:
+        """Average the models of all workers that have used up the epoch, once all have."""
+        if any(averaging.is_common for averaging in self._averagings.values()):
+            return []  # its members wait again if it fails
+        silent = self._reachability.silent_workers
+        due = [one for one in self._epoch_means.due(self._roster.training - silent) if one not in silent]
+        if not self._exchange_of.keys().isdisjoint(due):
+            return []
+        actions: list[Action] = []
+        while due:
+            group: tuple[int, ...] = ()
+            for worker in due:
+                if self._can_meet(group, worker):
+                    group = (*group, worker)
+            due = [worker for worker in due if worker not in group]
+            for worker in group:
+                self._epoch_means.release(worker)
+            reason = f"workers {', '.join(map(str, group))} have used up the epoch"
+            actions.append(self._begin_averaging(group, self._joining(group), reason, is_common=True))
+        return actions
+
     def _form_groups(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
         receiving = self._roster.without_state & self._exchange_of.keys()
         resting = self._resting - self._groups.ready  # with overlap, a worker may be ready and rest
-        training = (self._roster.training | receiving) - self._reachability.silent_workers - resting
+        away = self._reachability.silent_workers | resting | self._epoch_means.waiting.keys()
+        training = (self._roster.training | receiving) - away
         while group := self._next_group(training, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
-            actions.append(self._begin_averaging(group, self._joining(group), reason))
+            weights = self._groups.weights(group)
+            actions.append(self._begin_averaging(group, self._joining(group), reason, weights=weights))
         return actions
 
     def _next_group(self, training: set[int], now_s: float) -> tuple[int, ...] | None:
+        if self._is_global_mean_due(training):
+            if not training <= self._groups.ready:
+                return None
+            self._steps_since_mean = 0
+            return self._groups.take(training)
         group = self._groups.pop_group(training, now_s, self._can_meet)
         if group is None and training and training <= self._groups.ready:
             return self._groups.pop_first(self._can_meet)  # no other worker comes: some cannot meet
         return group
+
+    def _is_global_mean_due(self, training: set[int]) -> bool:
+        """Whether the next group is of all workers; it is put off where some cannot meet."""
+        if not isinstance(self._global_every, int) or not training:
+            return False
+        if self._steps_since_mean < self._global_every * len(training):
+            return False
+        first, *others = sorted(training)
+        return not self._reachability.outside_exclusions([first, *others], training)
 
     def _complete(self) -> list[Action]:
         """Average all models once all loops have ended; then complete the job."""
         present = self._roster.present
         if self._roster.training or self._exchange_of or self._roster.without_state:
             return []
-        if self._has_final_model or len(present) == 1:
+        if present <= self._equal or len(present) == 1:
             self._is_over = True
             return [JobComplete(reason="all workers have finished")]
         reachable = sorted(present - self._reachability.exclusions(present, ()).keys())
         if len(reachable) < len(present):
             return []  # until the others are reachable again, or lost
-        return [self._begin_averaging(reachable, (), "all workers have finished", is_final=True)]
+        return [self._begin_averaging(reachable, (), "all workers have finished", is_common=True)]
 
     def _joining(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """Workers without the state that can receive it from this group now."""
@@ -408,22 +532,29 @@ class ModelAveraging:
         joining: tuple[int, ...],
         reason: str,
         *,
-        is_final: bool = False,
+        weights: tuple[float, ...] | None = None,
+        is_common: bool = False,
     ) -> AverageModels:
+        """Begin an averaging of a group; all have the same weight unless others are given."""
+        weight_of = dict(zip(group, weights or (1.0 / len(group),) * len(group), strict=True))
         exchange_id, self._next_exchange = self._next_exchange, self._next_exchange + EXCHANGE_IDS
         members = tuple(sorted((*group, *joining)))
+        steps = tuple(self._groups.steps(member) for member in members)
         self._averagings[exchange_id] = _Averaging(
-            members=members, joining=joining, pending=set(members), is_final=is_final
+            members=members, joining=joining, pending=set(members), steps=steps, is_common=is_common
         )
         self._exchange_of |= dict.fromkeys(members, exchange_id)
+        if is_common:
+            self._last_common, self._equal = exchange_id, set()
         leader = self._roster.leader
         assert leader is not None
         return AverageModels(
             exchange_id=exchange_id,
             members=members,
             joining=joining,
-            weights=tuple(0.0 if member in joining else 1.0 / len(group) for member in members),
-            includes_buffers=is_final,
+            weights=tuple(weight_of.get(member, 0.0) for member in members),
+            steps=steps,
+            includes_buffers=is_common,
             leader=leader,
             reason=reason,
         )

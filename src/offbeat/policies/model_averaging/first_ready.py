@@ -53,14 +53,15 @@ class FirstReadyGroups(ReadyWorkers):
             if now_s - self._held_since_s <= self._hold_s:
                 return None
             self.timeouts += 1
-        return self._take(chosen)
+        return self._form(chosen)
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: with others that it can meet, whatever their number."""
-        return self._take(self._choose(self._size, [], can_meet))
+        return self._form(self._choose(self._size, [], can_meet))
 
-    def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
-        group = super()._take(workers)
+    def _form(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """Remove workers, note them as the last group, and return them, ascending."""
+        group = self.take(workers)
         self._held_since_s = None
         if self._window > 1:
             self._recent = [*self._recent, group][1 - self._window :]

@@ -70,14 +70,14 @@ class GroupGenerator(ReadyWorkers):
         for number, members in self._decided.items():
             if all(one in self._ready_s and self._next_of(one) == number for one in members):
                 del self._decided[number]
-                return self._take(self._meeting(members, can_meet))
+                return self.take(self._meeting(members, can_meet))
         return None
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: alone."""
         worker = next(worker for worker in self._ready_s if can_meet((), worker))
         self._leave_groups(worker)
-        return self._take([worker])
+        return self.take([worker])
 
     def _next_of(self, worker: int) -> int | None:
         """Return the number of the next group of a worker; None if none is decided."""

@@ -23,11 +23,25 @@ class GroupMaker(Protocol):
     def waiting_since_s(self) -> float | None:
         """When the first of them was ready; None if there is none."""
 
+    def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
+        """Note an optimizer step that a worker has ended.
+
+        Args:
+            samples: of its batch; 0 where that is not known.
+            step_s: how long it took, data and computing, in seconds.
+        """
+
     def add(self, worker: int, now_s: float) -> None:
         """Add a worker that is ready."""
 
+    def end_averaging(self, worker: int, *, has_mean: bool) -> None:
+        """Note the end of an averaging of one of these groups, for a worker."""
+
     def discard(self, worker: int) -> None:
         """Remove a worker, if it is there."""
+
+    def take(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """Remove these workers, which are ready, for a group that is formed elsewhere; ascending."""
 
     def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """Remove the next group of workers that are ready and return it, ascending; None if there is none.
@@ -43,6 +57,12 @@ class GroupMaker(Protocol):
         Called where all expected workers are ready: none of them may wait for another one.
         """
 
+    def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
+        """Return the weights of the models of the group removed last: not negative, sum 1."""
+
+    def steps(self, worker: int) -> int:
+        """Return how many optimizer steps a worker makes until it is ready for its next averaging."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain data."""
 
@@ -51,7 +71,10 @@ class GroupMaker(Protocol):
 
 
 class ReadyWorkers:
-    """The workers that are ready, in the order in which they were: a part of every `GroupMaker`."""
+    """The workers that are ready, in the order in which they were: a part of every `GroupMaker`.
+
+    Each worker is ready after each of its steps, and all models of a group have the same weight.
+    """
 
     def __init__(self) -> None:
         self._ready_s: dict[int, float] = {}
@@ -66,16 +89,30 @@ class ReadyWorkers:
         """See `GroupMaker.waiting_since_s`."""
         return next(iter(self._ready_s.values()), None)
 
+    def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
+        """See `GroupMaker.observe_step`."""
+
     def add(self, worker: int, now_s: float) -> None:
         """See `GroupMaker.add`."""
         self._ready_s[worker] = now_s
+
+    def end_averaging(self, worker: int, *, has_mean: bool) -> None:
+        """See `GroupMaker.end_averaging`."""
 
     def discard(self, worker: int) -> None:
         """See `GroupMaker.discard`."""
         self._ready_s.pop(worker, None)
 
-    def _take(self, workers: Iterable[int]) -> tuple[int, ...]:
-        """Remove workers, and return them, ascending."""
+    def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
+        """See `GroupMaker.weights`."""
+        return (1.0 / len(group),) * len(group)
+
+    def steps(self, worker: int) -> int:
+        """See `GroupMaker.steps`."""
+        return 1
+
+    def take(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """See `GroupMaker.take`."""
         group = tuple(sorted(workers))
         for worker in group:
             del self._ready_s[worker]

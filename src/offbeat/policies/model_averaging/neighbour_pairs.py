@@ -43,7 +43,7 @@ class NeighbourPairs(ReadyWorkers):
         """See `GroupMaker.pop_group`: a pair, or a worker alone if no other one is expected."""
         ring = sorted(expected)
         if len(ring) == 1:
-            return self._take(ring) if ring[0] in self._ready_s else None
+            return self.take(ring) if ring[0] in self._ready_s else None
         place_of = {worker: place for place, worker in enumerate(ring)}
         for worker in self._ready_s:
             place = place_of.get(worker)
@@ -57,12 +57,12 @@ class NeighbourPairs(ReadyWorkers):
             if neighbours:
                 choice = random.Random(f"{self._seed} {self._pairs}")
                 self._pairs += 1
-                return self._take([worker, choice.choice(neighbours)])
+                return self.take([worker, choice.choice(neighbours)])
         return None
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: alone, as it has no neighbour that it can meet."""
-        return self._take([next(worker for worker in self._ready_s if can_meet((), worker))])
+        return self.take([next(worker for worker in self._ready_s if can_meet((), worker))])
 
     def state_dict(self) -> dict[str, Any]:
         """See `GroupMaker.state_dict`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from offbeat.policies.model_averaging.averaging import ModelAveraging
+from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
 from offbeat.policies.model_averaging.neighbour_pairs import NeighbourPairs, Topology
 
 
@@ -18,7 +18,7 @@ class PairAveraging(ModelAveraging):
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
         topology, seed: see `NeighbourPairs`.
-        shards, overlap, timeout_s: see `ModelAveraging`.
+        shards, overlap, global_every, timeout_s: see `ModelAveraging`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -32,7 +32,10 @@ class PairAveraging(ModelAveraging):
         seed: int = 0,
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
+        global_every: GlobalEvery = "epoch",
         timeout_s: float = 600.0,
     ) -> None:
         groups = NeighbourPairs(topology, seed)
-        super().__init__(world, groups, shards=shards, overlap=overlap, timeout_s=timeout_s)
+        super().__init__(
+            world, groups, shards=shards, overlap=overlap, global_every=global_every, timeout_s=timeout_s
+        )

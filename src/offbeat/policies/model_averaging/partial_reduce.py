@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from offbeat.policies.model_averaging.averaging import ModelAveraging, check_seconds
+from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging, check_seconds
 from offbeat.policies.model_averaging.first_ready import FirstReadyGroups
 
 
@@ -26,7 +26,7 @@ class PartialReduce(ModelAveraging):
         size: P, at least 2; None for 3, or 2 with fewer than 4 workers.
         window: see `FirstReadyGroups`; None for four times the least that connects all workers.
         hold_timeout_s: see `FirstReadyGroups`.
-        shards, overlap, timeout_s: see `ModelAveraging`.
+        shards, overlap, global_every, timeout_s: see `ModelAveraging`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -41,6 +41,7 @@ class PartialReduce(ModelAveraging):
         hold_timeout_s: float = 60.0,
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
+        global_every: GlobalEvery = "epoch",
         timeout_s: float = 600.0,
     ) -> None:
         if size is not None and size < 2:
@@ -51,4 +52,6 @@ class PartialReduce(ModelAveraging):
         size = (3 if world >= 4 else 2) if size is None else size
         least = math.ceil((world - 1) / (size - 1))
         groups = FirstReadyGroups(size, 4 * least if window is None else window, hold_timeout_s)
-        super().__init__(world, groups, shards=shards, overlap=overlap, timeout_s=timeout_s)
+        super().__init__(
+            world, groups, shards=shards, overlap=overlap, global_every=global_every, timeout_s=timeout_s
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from offbeat.policies.model_averaging.averaging import ModelAveraging
+from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
 from offbeat.policies.model_averaging.group_generator import GROUP_MODES, GroupGenerator, GroupMode
 
 
@@ -18,7 +18,7 @@ class PragueAveraging(ModelAveraging):
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
         mode, size, lag, seed: see `GroupGenerator`.
-        shards, overlap, timeout_s: see `ModelAveraging`.
+        shards, overlap, global_every, timeout_s: see `ModelAveraging`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -34,6 +34,7 @@ class PragueAveraging(ModelAveraging):
         seed: int = 0,
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
+        global_every: GlobalEvery = "epoch",
         timeout_s: float = 600.0,
     ) -> None:
         if mode not in GROUP_MODES:
@@ -43,4 +44,6 @@ class PragueAveraging(ModelAveraging):
         if lag is not None and lag < 1:
             raise ValueError(f"expected a lag of at least 1, got {lag}")
         groups = GroupGenerator(mode, size, lag, seed)
-        super().__init__(world, groups, shards=shards, overlap=overlap, timeout_s=timeout_s)
+        super().__init__(
+            world, groups, shards=shards, overlap=overlap, global_every=global_every, timeout_s=timeout_s
+        )

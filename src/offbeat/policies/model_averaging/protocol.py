@@ -24,6 +24,7 @@ class ModelAveragingProtocol:
         averaging: what the worker has to do now; None while it trains.
         is_cancelled: `averaging` cannot be finished.
         last: the last AverageModels received, None before the first.
+        steps_left: optimizer steps until the worker is ready for the next averaging.
     """
 
     def __init__(self, worker: int) -> None:
@@ -31,7 +32,13 @@ class ModelAveragingProtocol:
         self.averaging: AverageModels | None = None
         self.is_cancelled = False
         self.last: AverageModels | None = None
+        self.steps_left = 1
         self._worker, self._round = worker, 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the worker is ready for an averaging, and in none."""
+        return self.averaging is None and not self.steps_left
 
     @property
     def round(self) -> int:
@@ -58,13 +65,21 @@ class ModelAveragingProtocol:
                 raise unexpected_action(self, action)
         return []
 
+    def count_step(self) -> None:
+        """Count an optimizer step: those before an averaging or during it do not count."""
+        if self.averaging is None:
+            self.steps_left = max(0, self.steps_left - 1)
+
     def finish(self, *, has_mean: bool) -> ModelsAveraged:
         """End the averaging; return the event that reports it.
 
         Args:
             has_mean: the worker's model is the mean, or the state that it has received.
         """
-        assert self.averaging is not None
-        exchange_id, self.averaging, self.is_cancelled = self.averaging.exchange_id, None, False
+        averaging, self.averaging, self.is_cancelled = self.averaging, None, False
+        assert averaging is not None
+        self.steps_left = averaging.steps[averaging.members.index(self._worker)] if has_mean else 1
         self._round += 1
-        return ModelsAveraged(now_s=0.0, worker=self._worker, exchange_id=exchange_id, has_mean=has_mean)
+        return ModelsAveraged(
+            now_s=0.0, worker=self._worker, exchange_id=averaging.exchange_id, has_mean=has_mean
+        )

@@ -403,6 +403,9 @@ class GroupSynchronizer:
         if self.binding is not None:
             self.binding.late_gradients.drop_all()
 
+    def end_epoch(self) -> None:
+        """See `Synchronizer.end_epoch`."""
+
     def announce_gradients(self, compute_s: float) -> tuple[int, int]:
         """Announce this worker's gradients to the coordinator; see `AveragerContext`."""
         blocks: tuple[int, ...] = ()

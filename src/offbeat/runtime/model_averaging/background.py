@@ -1,10 +1,11 @@
 """An averaging of models that goes on while its worker trains.
 
-Theory of operation. At the end of a step a worker in no averaging takes a *snapshot* of its parameters,
-and then reports `Ready`. When an `AverageModels` arrives, the links' thread begins to exchange the snapshot:
-the loop computes the next step meanwhile, and a slow worker keeps no other waiting. At the end of the step in
-which the exchange has ended, the mean less the snapshot is added to the parameters, and `ModelsAveraged` is
-reported. Until then this worker is in no other averaging, and its snapshot does not change.
+Theory of operation. At the end of a step after which it is ready for an averaging, and in none, a worker
+takes a *snapshot* of its parameters, and then reports `Ready`. When an `AverageModels` arrives, the links'
+thread begins to exchange the snapshot: the loop computes the next step meanwhile, and a slow worker keeps no
+other waiting. At the end of the step in which the exchange has ended, the mean less the snapshot is added to
+the parameters, and `ModelsAveraged` is reported. Until then this worker is in no other averaging, and its
+snapshot does not change.
 
 Threads. The loop calls `end_step` and `wait`, the links' thread `begin_if_due`. The lock of the client guards
 what they share. Nothing here decides which workers average.
@@ -80,7 +81,7 @@ class BackgroundAveraging:
             self._client.lock.notify_all()
 
     def end_step(self) -> ModelsAveraged | None:
-        """End a step: add what an averaging has yielded, and renew the snapshot unless one is under way.
+        """End a step: add what an averaging has yielded; take a snapshot if the worker is ready for another.
 
         Returns:
             The event that reports the end of an averaging, None if none has ended.
@@ -92,7 +93,8 @@ class BackgroundAveraging:
         if self._pending is not None and all(one.ended_s is not None for one in self._pending):
             ended = self._end(COORDINATOR_MARGIN_S)  # so that what ends them may return
         with self._client.lock:
-            self._is_taking_snapshot = self._protocol.averaging is None
+            self._protocol.count_step()
+            self._is_taking_snapshot = self._protocol.is_ready
         if self._is_taking_snapshot:
             self._parameters.take_snapshot()
             self._is_taking_snapshot = False

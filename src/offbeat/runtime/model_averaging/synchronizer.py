@@ -1,13 +1,14 @@
-"""The synchronizer of workers that own their models: after each step a worker averages its model with others.
+"""The synchronizer of workers that own their models: a worker averages its model with others between steps.
 
 Theory of operation. The optimizer steps the worker's own model, with the gradients of its own batch. After
-the step the worker reports `Ready`. With `overlap` it trains on, as `BackgroundAveraging` says.
-Without it, and in averagings in which it sends or receives a state or that follow the end of its loop, the
-worker waits for an `AverageModels`, which its `ModelAveragingProtocol` keeps. It packs its parameters, times
-its weight, into vectors; the members sum these by a ring, and the sum becomes each member's parameters. Then
-it reports `ModelsAveraged`. Until the sum is complete the parameters are unchanged, so that an averaging that
-is cancelled has no effect. Optimizer state stays with its worker; buffers are averaged at the end only. The
-worker waits for the exchange, and for no copy between the host and an accelerator (see `FlatTensors`).
+each step the worker reports `Ready`. After as many steps as its last averaging said it is ready for the next
+one. With `overlap` it trains on, as `BackgroundAveraging` says. Without it, and in averagings in which it
+sends or receives a state or that follow the end of its loop, the worker waits for an `AverageModels`, which
+its `ModelAveragingProtocol` keeps. It packs its parameters, times its weight, into vectors; the members sum
+these by a ring, and the sum becomes each member's parameters. Then it reports `ModelsAveraged`. Until the sum
+is complete the parameters are unchanged, so that an averaging that is cancelled has no effect. Optimizer
+state stays with its worker; buffers are averaged at the end of an epoch and of the job only. The worker waits
+for the exchange, and for no copy between the host and an accelerator (see `FlatTensors`).
 
 Members without a state receive it from the first other member, which waits anyway. A new worker begins so,
 and at the start all workers but the first.
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import WorkerError
-from offbeat.events import Action, AverageModels, CancelAveraging, Ready
+from offbeat.events import Action, AverageModels, CancelAveraging, EpochEnded, Ready
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS, ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
@@ -56,6 +57,7 @@ class ModelAveragingSynchronizer:
         loop: the worker's session.
         trained: the model and its optimizers.
         overlap: the worker trains on while its model is averaged; see `BackgroundAveraging`.
+        has_epoch_means: all models are averaged at the end of each epoch.
         timeout_s: how long a worker may keep others waiting, in seconds.
         assigns_samples: samples are assigned as they are needed.
     """
@@ -66,11 +68,13 @@ class ModelAveragingSynchronizer:
         trained: TrainingState,
         *,
         overlap: bool,
+        has_epoch_means: bool,
         timeout_s: float,
         assigns_samples: bool,
     ) -> None:
         self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
         self._overlap, self._assigns_samples = overlap, assigns_samples
+        self._has_epoch_means = has_epoch_means
         self._forms = ParameterFormCheck(trained.model)
         self._client: CoordinatorClient | None = None
         self._protocol = ModelAveragingProtocol(loop.worker)  # until the client has one
@@ -195,7 +199,24 @@ class ModelAveragingSynchronizer:
         """See `Synchronizer.complete_state`."""
 
     def on_epoch_left_early(self) -> None:
-        """See `Synchronizer.on_epoch_left_early`."""
+        """See `Synchronizer.on_epoch_left_early`: no mean of all models follows."""
+        if self._has_epoch_means and self._client is not None:
+            self._send_epoch_ended(is_complete=False)
+
+    def end_epoch(self) -> None:
+        """See `Synchronizer.end_epoch`: takes part in the averaging of all models."""
+        client = self._client
+        if not self._has_epoch_means or client is None:
+            return
+        self._send_epoch_ended(is_complete=True)
+        has_mean = False
+        while not has_mean and not client.is_job_complete:
+            has_mean = self._take_part("all workers to use up the epoch")
+
+    def _send_epoch_ended(self, *, is_complete: bool) -> None:
+        self._loop.send_event(
+            EpochEnded(now_s=0.0, worker=self._loop.worker, epoch=self._loop.epoch, is_complete=is_complete)
+        )
 
     def flush(self) -> None:
         """See `Synchronizer.flush`."""
@@ -205,20 +226,27 @@ class ModelAveragingSynchronizer:
 
         The coordinator rejects a worker that keeps the others waiting, so this wait has no limit of its own.
         """
+        while self._client is not None and not self._client.is_job_complete:
+            self._take_part("all workers to finish")
+
+    def _take_part(self, what: str) -> bool:
+        """Wait for an averaging or the end of the job, and take part; return whether all have the same model.
+
+        The coordinator rejects a worker that keeps the others waiting, so this wait has no limit of its own.
+
+        Args:
+            what: what is waited for, for the error message.
+        """
         client = self._client
-        while client is not None and not client.is_job_complete:
-            client.wait_for(
-                lambda: self._protocol.averaging is not None or client.is_job_complete,
-                None,
-                "all workers to finish",
-            )
-            averaging = self._protocol.averaging
-            if averaging is None:
-                continue
-            if self._background is not None and self._background.serves(averaging):
-                self._loop.send_event(self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S))
-            else:
-                self._average("the last averaging")
+        assert client is not None
+        client.wait_for(lambda: self._protocol.averaging is not None or client.is_job_complete, None, what)
+        averaging = self._protocol.averaging
+        if averaging is None:
+            return False
+        if self._background is not None and self._background.serves(averaging):
+            self._loop.send_event(self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S))
+            return False
+        return self._average(what) and averaging.includes_buffers
 
     def receive_final_state(self) -> None:
         """See `Synchronizer.receive_final_state`: `finish` has received it."""
@@ -292,6 +320,8 @@ class ModelAveragingSynchronizer:
             timer.switch("communicate")
             if (ended := self._background.end_step()) is not None:
                 self._loop.send_event(ended)
+        else:
+            self._protocol.count_step()
         self._loop.send_event(
             Ready(
                 now_s=0.0,
@@ -307,7 +337,7 @@ class ModelAveragingSynchronizer:
             )
         )
         timer.switch("wait")
-        if self._background is None or self._has_to_wait():
+        if self._has_to_wait():
             self._average("the workers of its group")
         timer.switch("other")
         self._is_preempted = client.preempt is not None
@@ -315,9 +345,10 @@ class ModelAveragingSynchronizer:
     # An averaging ----------------------------------------------------------------------------------------
 
     def _has_to_wait(self) -> bool:
-        """Whether this worker is in an averaging that is none for the background."""
+        """Whether this worker is ready or in an averaging, and none that is for the background."""
         averaging = self._protocol.averaging
-        assert self._background is not None
+        if self._background is None:
+            return averaging is not None or self._protocol.is_ready
         return averaging is not None and not self._background.serves(averaging)
 
     def _average(self, what: str) -> bool:

@@ -162,8 +162,12 @@ class ServerSynchronizer:
 
     def on_epoch_left_early(self) -> None:
         """See `Synchronizer.on_epoch_left_early`: a step that has begun is restarted; its clock may pass."""
-        self._is_open = False
-        self._gradient.drop()
+        if self.assigns_samples:
+            self._is_open = False
+            self._gradient.drop()
+
+    def end_epoch(self) -> None:
+        """See `Synchronizer.end_epoch`."""
 
     def abandon(self, error: Exception) -> None:
         """See `Synchronizer.abandon`; all waiting checks for the job's failure by itself."""

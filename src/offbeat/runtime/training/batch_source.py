@@ -124,6 +124,7 @@ class BatchSource:
                 if not self._pairing.is_batch_used:
                     self.samples = before
             self._job.raise_if_failed()
+            self._synchronizer.end_epoch()
             position.is_used_up = True
         finally:
             self._is_iterating = False
@@ -179,11 +180,14 @@ class BatchSource:
 
     def _drop_rest_of_epoch(self) -> None:
         """Drop the rest of the epoch, which the loop has left early."""
-        if self._synchronizer.assigns_samples and self._job.coordinator is not None:
-            self._has_left_epoch_early = True
-            with self._job.coordinator.lock:
-                self._job.coordinator.protocol.block_queue.discard()
-                self._synchronizer.on_epoch_left_early()
+        coordinator = self._job.coordinator
+        if coordinator is None:
+            return
+        with coordinator.lock:
+            if self._synchronizer.assigns_samples:
+                self._has_left_epoch_early = True
+                coordinator.protocol.block_queue.discard()
+            self._synchronizer.on_epoch_left_early()
 
     # What becomes of a batch ----------------------------------------------------------------------------
 

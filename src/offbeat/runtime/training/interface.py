@@ -246,6 +246,13 @@ class Synchronizer(Protocol):
     def on_epoch_left_early(self) -> None:
         """Drop work for the rest of the epoch, which the loop has left early."""
 
+    def end_epoch(self) -> None:
+        """Complete an epoch whose batches this worker has used up.
+
+        Raises:
+            WorkerError: the job failed.
+        """
+
     def flush(self) -> None:
         """Complete this worker's outstanding work at the end of the loop, which needs no other worker.
 

@@ -11,6 +11,7 @@ from offbeat.policies import Policy
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.model_averaging.averaging import ModelAveraging
 from offbeat.policies.model_averaging.group_generator import GROUP_MODES
+from offbeat.policies.model_averaging.local_steps import LocalSteps
 from offbeat.policies.model_averaging.neighbour_pairs import TOPOLOGIES
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
@@ -73,13 +74,18 @@ def draw_case(seed: int) -> ModelFaultCase:
             until_s=_UNTIL_S,
             stuck_after_s=_STUCK_S,
         ),
-        arguments=arguments | {"timeout_s": 100.0, "overlap": chance.random() < 0.5},
+        arguments=arguments
+        | {
+            "timeout_s": 100.0,
+            "overlap": chance.random() < 0.5,
+            "global_every": chance.choice(["epoch", "epoch", 3, None]),
+        },
     )
 
 
 def _draw_policy(chance: random.Random, seed: int) -> tuple[type[ModelAveraging], dict[str, Any]]:
     """Draw a policy and the arguments that only it has."""
-    policy: type[ModelAveraging] = chance.choice([PartialReduce, PairAveraging, PragueAveraging])
+    policy: type[ModelAveraging] = chance.choice([PartialReduce, PairAveraging, PragueAveraging, LocalSteps])
     if policy is PartialReduce:
         return policy, {
             "size": chance.choice([None, 2, 3, 4]),
@@ -88,6 +94,13 @@ def _draw_policy(chance: random.Random, seed: int) -> tuple[type[ModelAveraging]
         }
     if policy is PairAveraging:
         return policy, {"topology": chance.choice(TOPOLOGIES), "seed": seed}
+    if policy is LocalSteps:
+        return policy, {
+            "every": chance.choice([1, 2, 5, 16]),
+            "least": chance.choice([None, 1, 2, 100]),
+            "grace_s": chance.choice([None, 0.0, 2.0]),
+            "by_pace": chance.random() < 0.7,
+        }
     return policy, {
         "mode": chance.choice(GROUP_MODES),
         "size": chance.choice([2, 3, 4]),
@@ -112,8 +125,12 @@ def run_case(
         ViolationError: an invariant was violated; the text names the seed and the case.
     """
     case = draw_case(seed)
-    overlap = case.arguments["overlap"]
-    cluster = make_cluster(case.setting, lambda: build(case), overlap=overlap)
+    cluster = make_cluster(
+        case.setting,
+        lambda: build(case),
+        overlap=case.arguments["overlap"],
+        has_epoch_means=case.arguments["global_every"] == "epoch",
+    )
     try:
         cluster.run()
     except ViolationError as error:

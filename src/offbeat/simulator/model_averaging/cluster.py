@@ -40,16 +40,22 @@ class SimulatedModelCluster(SimulatedCluster):
         setting: parameters of the run, with samples.
         policies: builds the coordinator's policies; called again for each restarted coordinator.
         overlap: workers train on while their models are averaged.
+        has_epoch_means: all models are averaged at the end of each epoch.
 
     Attributes:
         averagings: all averagings, in order.
     """
 
     def __init__(
-        self, setting: SimulationSetting, policies: Callable[[], Sequence[Policy]], *, overlap: bool
+        self,
+        setting: SimulationSetting,
+        policies: Callable[[], Sequence[Policy]],
+        *,
+        overlap: bool,
+        has_epoch_means: bool,
     ) -> None:
         super().__init__(setting, policies, one_by_one=True)
-        self.overlap = overlap
+        self.overlap, self.has_epoch_means = overlap, has_epoch_means
         chance = np.random.default_rng(setting.seed)
         self._solution = chance.normal(size=4)
         self.averagings: list[AverageModels] = []

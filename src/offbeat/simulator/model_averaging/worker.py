@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from offbeat.events import (
     Action,
     AverageModels,
     CancelAveraging,
+    EpochEnded,
     JobComplete,
     PeerList,
     Ready,
@@ -39,6 +40,8 @@ from offbeat.simulator.training.worker import (
     SimulatedWorker,
 )
 
+_EPOCH_ENDED: Final = "waiting for the mean after an epoch"
+
 
 @dataclass(frozen=True)
 class ModelState:
@@ -58,9 +61,11 @@ class ModelSimulation(Simulation, Protocol):
 
     Attributes:
         overlap: workers train on while their models are averaged.
+        has_epoch_means: all models are averaged at the end of each epoch.
     """
 
     overlap: bool
+    has_epoch_means: bool
 
     def gradient(self, parameters: Any, worker: int, number: int) -> Any:
         """Return the gradient of a worker's `number`-th batch."""
@@ -87,7 +92,11 @@ class AveragingWorker(SimulatedWorker):
         self.protocol = self.averaging_protocol = ModelAveragingProtocol(worker)
         assert cluster.setting.samples is not None
         self.loop = SimulatedLoop(
-            cluster.setting.samples, self.protocol.block_queue, self, self._send_request
+            cluster.setting.samples,
+            self.protocol.block_queue,
+            self,
+            self._send_request,
+            has_epoch_ends=cluster.has_epoch_means,
         )
         self._activity_before = JOINING  # before the averaging under way
         self.snapshot: Any = None
@@ -219,6 +228,8 @@ class AveragingWorker(SimulatedWorker):
         return self.loop
 
     def _end_averaging(self, *, has_mean: bool) -> None:
+        averaging = self.averaging_protocol.averaging
+        is_common = averaging is not None and averaging.includes_buffers
         self._report_end(has_mean=has_mean)
         if self.model is None:
             self.activity = JOINING
@@ -226,8 +237,24 @@ class AveragingWorker(SimulatedWorker):
             self.activity = FINISHED
         elif self.is_leaving:
             self._send_left()
+        elif _EPOCH_ENDED in (self.activity, self._activity_before) and not (has_mean and is_common):
+            self.activity = _EPOCH_ENDED
         else:
             self._compute()
+
+    def _wait_for_epoch_mean(self, epoch: int) -> None:
+        """See `SimulatedWorker`."""
+        self.activity = _EPOCH_ENDED
+        self._end_overlapped()
+        self._send_epoch_ended(epoch, is_complete=True)
+        if self.averaging_protocol.averaging is not None and self.exchange is None:
+            self._take_part(self.averaging_protocol.averaging)
+
+    def _send_epoch_ended(self, epoch: int, *, is_complete: bool) -> None:
+        now_s = self.cluster.arrival_s(self.worker)
+        self.cluster.send_event(
+            self.worker, EpochEnded(now_s=now_s, worker=self.worker, epoch=epoch, is_complete=is_complete)
+        )
 
     def _report_end(self, *, has_mean: bool) -> None:
         event = self.averaging_protocol.finish(has_mean=has_mean)
@@ -240,8 +267,10 @@ class AveragingWorker(SimulatedWorker):
         gradient = cluster.gradient(self.model.parameters, self.worker, self.gradients_computed)
         momentum = 0.9 * self.model.momentum + gradient
         self.model = ModelState(self.model.parameters - 0.02 * momentum, momentum)
-        if cluster.overlap:
-            self._end_overlapped()
+        self._end_overlapped()
+        self.averaging_protocol.count_step()
+        if cluster.overlap and self.averaging_protocol.is_ready:
+            self.snapshot = self.model.parameters
         self.steps_taken += 1
         cluster.progress_s = self.active_s = cluster.engine.now_s
         samples = sum(block.samples for block in loop.blocks)
@@ -257,10 +286,13 @@ class AveragingWorker(SimulatedWorker):
             blocks=loop.contribute(),
         )
         self._compute_s = 0.0
+        epoch = loop.epoch
         loop.end_round()
         self.activity = WAITING
         cluster.send_event(self.worker, self.last_ready)
-        if not cluster.overlap:
+        if cluster.has_epoch_means and loop.epoch != epoch:
+            self._send_epoch_ended(epoch, is_complete=False)
+        if not cluster.overlap and self.averaging_protocol.is_ready:
             return
         if self.is_leaving:
             self._send_left()
@@ -270,16 +302,13 @@ class AveragingWorker(SimulatedWorker):
             self._compute()
 
     def _end_overlapped(self) -> None:
-        """At the end of a step, add what the averaging under way has yielded; else renew the snapshot."""
+        """At the end of a step, add what the averaging under way has yielded."""
         if self._mean is not None:
             self._add_difference(self._mean)
             self._report_end(has_mean=True)
         elif self._has_given_up:
             self._report_end(has_mean=False)
         self._mean, self._has_given_up = None, False
-        if self.averaging_protocol.averaging is None:
-            assert self.model is not None
-            self.snapshot = self.model.parameters
 
 
 class SimulatedAveraging(BlockableExchange):

@@ -49,6 +49,7 @@ class LoopActivity(Enum):
 
     BATCH = auto()  # gradients of an assigned block, or of samples that count for nothing
     ROUND = auto()  # the exchange of the accumulated gradients: the epoch is over
+    EPOCH_END = auto()  # the mean of all models, where workers own theirs: the epoch is used up
     WAIT = auto()  # nothing, until a message arrives
     OVER = auto()  # nothing, the loop has ended
 
@@ -77,6 +78,7 @@ class SimulatedLoop:
         block_queue: the assigned blocks; see `WorkerProtocol`.
         worker: the worker; its `GroupMembership` where there are groups.
         send_request: sends a request to the coordinator, at once.
+        has_epoch_ends: an epoch's end is an activity.
 
     Attributes:
         epoch: the worker's, from 0.
@@ -90,11 +92,13 @@ class SimulatedLoop:
         block_queue: BlockQueue,
         worker: SampleConsumer,
         send_request: Callable[[SamplesRequested], None],
+        *,
+        has_epoch_ends: bool = False,
     ) -> None:
         self.samples, self.block_queue = samples, block_queue
         self.epoch = self.epochs_ended = 0
         self.blocks: tuple[Block, ...] = ()
-        self._worker, self._send = worker, send_request
+        self._worker, self._send, self._has_epoch_ends = worker, send_request, has_epoch_ends
         self._batches = 0  # in the round under way
         self._rounds = 0  # in this epoch
         self._blocks_per_round = 0
@@ -123,6 +127,8 @@ class SimulatedLoop:
                 if self._batches:
                     return LoopActivity.ROUND
                 self._leave()
+                if self._has_epoch_ends:
+                    return LoopActivity.EPOCH_END
             elif is_member and not len(queue) and not queue.is_awaited:
                 self._ask()
                 return LoopActivity.WAIT

@@ -370,6 +370,9 @@ class SimulatedWorker:
             if following is LoopActivity.ROUND:
                 self._send_ready()
                 return
+            if following is LoopActivity.EPOCH_END:
+                self._wait_for_epoch_mean(self.loop.epoch - 1)
+                return
         self.activity = COMPUTING
         step = self.membership.step + self.steps_outside
         epoch, step_in_epoch = divmod(step, cluster.setting.epoch_steps)
@@ -579,6 +582,10 @@ class SimulatedWorker:
             self.worker,
             CheckpointQuery(now_s=cluster.arrival_s(self.worker), worker=self.worker, round=round_),
         )
+
+    def _wait_for_epoch_mean(self, epoch: int) -> None:
+        """Report that an epoch is used up, where a mean of all models follows."""
+        raise NotImplementedError
 
     def _finish(self, epoch: int) -> None:
         cluster = self.cluster

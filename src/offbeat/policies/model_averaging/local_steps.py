@@ -1,0 +1,48 @@
+"""Local steps: workers train for several steps, and then all average their models."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
+from offbeat.policies.model_averaging.quorum_rounds import QuorumRounds
+
+
+class LocalSteps(ModelAveraging):
+    """Lets all workers average their models each time that they have made several steps.
+
+    Source: see `QuorumRounds`.
+
+    Args:
+        world: number of workers at the start; their ids are 0 to `world` - 1.
+        every, least, grace_s, by_pace: see `QuorumRounds`.
+        shards, overlap, global_every, timeout_s: see `ModelAveraging`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        *,
+        every: int,
+        least: int | None = None,
+        grace_s: float | None = None,
+        by_pace: bool = True,
+        shards: Literal["dynamic", "equal"] = "dynamic",
+        overlap: bool = False,
+        global_every: GlobalEvery = "epoch",
+        timeout_s: float = 600.0,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"expected rounds of at least 1 step, got {every}")
+        if least is not None and least < 1:
+            raise ValueError(f"expected a quorum of at least 1 worker, got {least}")
+        if grace_s is not None and not 0 <= grace_s < math.inf:
+            raise ValueError(f"expected a finite time of grace of at least 0 s, got {grace_s}")
+        groups = QuorumRounds(every, least, grace_s, by_pace=by_pace)
+        super().__init__(
+            world, groups, shards=shards, overlap=overlap, global_every=global_every, timeout_s=timeout_s
+        )

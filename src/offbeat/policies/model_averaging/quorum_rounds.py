@@ -1,0 +1,133 @@
+"""Rounds of all workers after several steps each; a round closes without those that are late.
+
+A component of policies. It knows workers and times only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import Any, Final
+
+from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
+
+_STEPS_KEPT: Final = 9
+_FIRST_STEPS: Final = 5
+_GRACE_SHARE: Final = 0.25
+
+
+class QuorumRounds(ReadyWorkers):
+    """Rounds in which all workers average that are ready when the round closes; see `GroupMaker`.
+
+    A worker is ready after `every` steps. With `by_pace` only the fastest one makes that many, and all others
+    as many as they can in the same time, so that all are ready together; a worker whose pace is not known yet
+    makes 5 at most. A model's weight is the number of samples that it has learnt from since its last round.
+
+    A round closes when all workers are ready or, where `least` are, after a time of grace. A worker that
+    comes later takes part in the next round, with all that it has learnt.
+
+    Source: Douillard et al. 2026, "Decoupled DiLoCo", for quorum and grace; Liu et al. 2024, "Asynchronous
+    local-SGD training for language modeling", for steps by pace (dynamic local updates). Deviations: models
+    are weighted by their samples only; the default grace is a share of the round.
+
+    Args:
+        every: steps of the fastest worker in a round, at least 1.
+        least: workers with which a round may close; None for more than half of all.
+        grace_s: how long a round stays open from when as many are ready, in seconds; None for a quarter of
+            the time that it has taken until then.
+        by_pace: slower workers make fewer steps.
+    """
+
+    def __init__(self, every: int, least: int | None, grace_s: float | None, *, by_pace: bool) -> None:
+        super().__init__()
+        self._every, self._least, self._grace_s, self._by_pace = every, least, grace_s, by_pace
+        self._began_s: float | None = None  # when the round under way began
+        self._step_s: dict[int, deque[float]] = {}  # by worker, the times of its last steps
+        self._fastest_s: float | None = None  # the shortest median when the last round closed
+        self._samples: dict[int, int] = {}  # by worker, in no round yet
+        self._contributed: dict[int, int] = {}  # of these, by worker, those in the round that it is in
+
+    def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
+        """See `GroupMaker.observe_step`; a batch of unknown size counts as one sample."""
+        if self._began_s is None:
+            self._began_s = now_s - step_s
+        self._step_s.setdefault(worker, deque(maxlen=_STEPS_KEPT)).append(step_s)
+        self._samples[worker] = self._samples.get(worker, 0) + max(1, samples)
+
+    def end_averaging(self, worker: int, *, has_mean: bool) -> None:
+        """See `GroupMaker.end_averaging`."""
+        contributed = self._contributed.pop(worker, 0)
+        if has_mean:
+            self._samples[worker] = self._samples.get(worker, 0) - contributed
+
+    def discard(self, worker: int) -> None:
+        """See `GroupMaker.discard`."""
+        super().discard(worker)
+        for by_worker in (self._step_s, self._samples, self._contributed):
+            by_worker.pop(worker, None)
+
+    def pop_group(self, expected: set[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
+        """See `GroupMaker.pop_group`: all that are ready, once the round closes."""
+        ready = [(worker, ready_s) for worker, ready_s in self._ready_s.items() if worker in expected]
+        if not ready or (len(ready) < len(expected) and not self._has_quorum(ready, len(expected), now_s)):
+            return None
+        self._began_s = now_s
+        return self.take(self._meeting((worker for worker, _ in ready), can_meet))
+
+    def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
+        """See `GroupMaker.pop_first`: with all others that it can meet."""
+        return self.take(self._meeting(self._ready_s, can_meet))
+
+    def _has_quorum(self, ready: list[tuple[int, float]], expected: int, now_s: float) -> bool:
+        """Whether the round may close without those that are expected and not ready."""
+        least = min(expected // 2 + 1 if self._least is None else self._least, expected)
+        if len(ready) < least:
+            return False
+        since_s = ready[least - 1][1]
+        began_s = since_s if self._began_s is None else self._began_s
+        grace_s = _GRACE_SHARE * (since_s - began_s) if self._grace_s is None else self._grace_s
+        return now_s > since_s + grace_s
+
+    def _meeting(self, workers: Iterable[int], can_meet: CanMeet) -> list[int]:
+        chosen: list[int] = []
+        for worker in workers:
+            if can_meet(tuple(chosen), worker):
+                chosen.append(worker)
+        return chosen
+
+    def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
+        """See `GroupMaker.weights`: by samples."""
+        samples = {worker: self._samples.get(worker, 0) for worker in group}
+        self._contributed |= samples
+        times_s = [median(times_s) for times_s in self._step_s.values()]
+        self._fastest_s = min(times_s, default=None)
+        total = sum(samples.values())
+        return tuple(samples[worker] / total if total else 1.0 / len(group) for worker in group)
+
+    def steps(self, worker: int) -> int:
+        """See `GroupMaker.steps`."""
+        if not self._by_pace:
+            return self._every
+        times_s = self._step_s.get(worker)
+        if times_s is None or not self._fastest_s:
+            return min(_FIRST_STEPS, self._every)
+        return max(1, round(self._every * self._fastest_s / max(self._fastest_s, median(times_s))))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `GroupMaker.state_dict`."""
+        return {
+            "ready_s": [list(entry) for entry in self._ready_s.items()],
+            "began_s": self._began_s,
+            "step_s": [[worker, list(times_s)] for worker, times_s in self._step_s.items()],
+            "fastest_s": self._fastest_s,
+            "samples": [list(entry) for entry in self._samples.items()],
+            "contributed": [list(entry) for entry in self._contributed.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `GroupMaker.load_state_dict`."""
+        self._ready_s, self._began_s = dict(state["ready_s"]), state["began_s"]
+        self._step_s = {worker: deque(times_s, maxlen=_STEPS_KEPT) for worker, times_s in state["step_s"]}
+        self._fastest_s = state["fastest_s"]
+        self._samples, self._contributed = dict(state["samples"]), dict(state["contributed"])

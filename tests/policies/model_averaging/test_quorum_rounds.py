@@ -1,0 +1,121 @@
+"""Promises of rounds of several steps: quorum, grace, steps by pace, and weights by samples."""
+
+import pytest
+
+from offbeat.policies.model_averaging.local_steps import LocalSteps
+from offbeat.policies.model_averaging.quorum_rounds import QuorumRounds
+
+
+def accept_any(group, worker):
+    return True
+
+
+def rounds(every=10, least=None, grace_s=None, by_pace=True):
+    return QuorumRounds(every, least, grace_s, by_pace=by_pace)
+
+
+def all_ready(made, ready_s):
+    """Workers that are ready at these times, of which the first has made a step since 0 s."""
+    worker, first_s = next(iter(ready_s.items()))
+    made.observe_step(worker, first_s, samples=1, step_s=first_s)
+    for worker, now_s in ready_s.items():
+        made.add(worker, now_s)
+    return made
+
+
+def test_a_round_closes_when_all_workers_are_ready():
+    made = all_ready(rounds(), {0: 4.0, 1: 4.0})
+    assert made.pop_group({0, 1, 2}, 4.0, accept_any) is None
+    made.add(2, 4.5)
+    assert made.pop_group({0, 1, 2}, 4.5, accept_any) == (0, 1, 2)
+
+
+def test_with_a_quorum_a_round_closes_after_a_quarter_of_its_time():
+    made = all_ready(rounds(), {0: 4.0, 1: 8.0})
+    assert made.pop_group({0, 1, 2}, 10.0, accept_any) is None
+    assert made.pop_group({0, 1, 2}, 10.1, accept_any) == (0, 1)
+
+
+def test_the_time_of_grace_begins_when_the_quorum_is_there():
+    made = all_ready(rounds(least=3, grace_s=1.0), {0: 1.0, 1: 2.0})
+    assert made.pop_group({0, 1, 2, 3}, 100.0, accept_any) is None
+    made.add(2, 100.0)
+    assert made.pop_group({0, 1, 2, 3}, 101.0, accept_any) is None
+    assert made.pop_group({0, 1, 2, 3}, 101.1, accept_any) == (0, 1, 2)
+
+
+def test_a_quorum_of_more_workers_than_there_are_is_all_of_them():
+    made = all_ready(rounds(least=9, grace_s=0.0), {0: 1.0})
+    assert made.pop_group({0, 1}, 50.0, accept_any) is None
+    made.add(1, 50.0)
+    assert made.pop_group({0, 1}, 50.0, accept_any) == (0, 1)
+
+
+def test_workers_that_cannot_meet_are_in_different_rounds():
+    made = all_ready(rounds(), {0: 1.0, 1: 1.0, 2: 1.0})
+
+    def can_meet(group, worker):
+        return not {0, 2} <= {*group, worker}
+
+    assert made.pop_group({0, 1, 2}, 1.0, can_meet) == (0, 1)
+    assert made.pop_first(can_meet) == (2,)
+
+
+def test_a_slow_worker_makes_as_many_steps_as_it_can_in_the_time_of_the_fastest():
+    made = rounds(every=100)
+    for worker, step_s in {0: 1.0, 1: 2.0, 2: 5.0, 3: 1000.0}.items():
+        for number in range(5):
+            made.observe_step(worker, number * step_s, samples=1, step_s=step_s)
+    made.weights((0, 1, 2, 3))
+    assert [made.steps(worker) for worker in range(4)] == [100, 50, 20, 1]
+
+
+def test_a_pause_between_two_steps_does_not_count_for_a_workers_pace():
+    made = rounds(every=100)
+    for worker in (0, 1):
+        for step_s in (1.0, 1.0, 1.0, 50.0 if worker else 1.0, 1.0):
+            made.observe_step(worker, 0.0, samples=1, step_s=step_s)
+    made.weights((0, 1))
+    assert made.steps(1) == 100
+
+
+def test_a_worker_of_unknown_pace_begins_with_a_few_steps():
+    assert rounds(every=100).steps(0) == 5
+    assert rounds(every=3).steps(0) == 3
+    assert rounds(every=100, by_pace=False).steps(0) == 100
+
+
+def test_models_are_weighted_by_the_samples_since_their_last_round():
+    made = rounds()
+    for worker, samples in {0: 30, 1: 10}.items():
+        made.observe_step(worker, 1.0, samples=samples, step_s=1.0)
+    assert made.weights((0, 1)) == (0.75, 0.25)
+    made.observe_step(0, 2.0, samples=5, step_s=1.0)  # while it is averaged
+    made.end_averaging(0, has_mean=True)
+    made.end_averaging(1, has_mean=False)
+    made.observe_step(1, 3.0, samples=5, step_s=1.0)
+    assert made.weights((0, 1)) == (0.25, 0.75)
+
+
+def test_a_state_continues_as_the_original_does():
+    made = all_ready(rounds(), {0: 4.0, 1: 8.0})
+    made.weights((0, 1))
+    copy = rounds()
+    copy.load_state_dict(made.state_dict())
+    assert copy.state_dict() == made.state_dict()
+    assert copy.pop_group({0, 1, 2}, 10.1, accept_any) == (0, 1)
+    assert copy.steps(0) == made.steps(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every": 0}, "expected rounds of at least 1 step"),
+        ({"every": 1, "least": 0}, "expected a quorum of at least 1 worker"),
+        ({"every": 1, "grace_s": -1.0}, "expected a finite time of grace"),
+        ({"every": 1, "grace_s": float("inf")}, "expected a finite time of grace"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LocalSteps(2, **arguments)
