@@ -40,7 +40,7 @@ class RoundQuorum:
     gradients would be too old then: the others wait for it instead. They wait, too, while the group changes
     or a member has finished.
 
-    Source: Decoupled DiLoCo (arXiv 2604.21428), whose rounds close with a quorum after a grace window.
+    Source: Douillard et al. 2026, "Decoupled DiLoCo": a quorum, and a grace window after it.
     Deviations: its rounds are of local steps; here each step's gradients are averaged, and late ones join.
 
     Args:
