@@ -694,3 +694,29 @@ def test_a_checkpoint_during_a_late_member_s_absence_is_current_and_holds_nothin
     }
     assert len(consumed) == 5 * BATCH  # three blocks in round 0, two in round 1
     assert not consumed & positions
+
+
+def test_a_checkpoint_waits_no_longer_for_a_late_member_that_asks_for_samples_in_a_later_round():
+    """It has contributed to no round that its request comes after."""
+    job = Job(2)
+    job.round(0, (0, 1))
+    job.ready(0, 1)
+    job.assigner.on_checkpoint_query(CheckpointQuery(now_s=0.0, worker=0, round=2))
+    assert not [action for action in job.assigner.pop_actions() if isinstance(action, ConsumedSamples)]
+    job.assigner.on_samples_requested(
+        SamplesRequested(
+            now_s=0.0,
+            worker=1,
+            epoch=0,
+            samples=SAMPLES,
+            batch_size=BATCH,
+            is_last=False,
+            abandons_previous=False,
+            blocks_max=0,
+            started_blocks=(),
+            round=2,
+            consumed_ranges=(),
+        )
+    )
+    (answer,) = [action for action in job.assigner.pop_actions() if isinstance(action, ConsumedSamples)]
+    assert answer.is_current

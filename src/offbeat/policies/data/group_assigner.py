@@ -479,9 +479,7 @@ class GroupBlockAssigner(BlockAssigner):
                 self._leaving
                 or self._lost
                 or self._unreported
-                or any(
-                    self._last_contributed.get(member, (-1, -1))[0] < round_ - 1 for member in self._members
-                )
+                or any(self._rounds_reported(member) < round_ for member in self._members)
             ):
                 continue
             del self._checkpoint_queries[worker]
@@ -490,6 +488,11 @@ class GroupBlockAssigner(BlockAssigner):
         if answers:
             self._complete_rounds()
         return answers
+
+    def _rounds_reported(self, worker: int) -> int:
+        """Return the number of rounds of which it is known what a worker contributed, if anything."""
+        last_contributed, _ = self._last_contributed.get(worker, (-1, -1))
+        return max(last_contributed + 1, self._rounds_done.get(worker, -1))
 
     def _assign_into(self, assigned: dict[int, tuple[tuple[Block, ...], bool]]) -> None:
         for worker, blocks, over in self._scheduler.assign():
