@@ -37,16 +37,15 @@ def plain(rank, emit, before_step=None, epochs=4):
     with offbeat.join(model, optimizer, QUORUM) as session:
         for _ in session.epochs(epochs):
             for x, y in session.batches(dataset, BATCH):
-                before = session.step
                 if before_step is not None:
                     before_step(session)
+                    states.setdefault(session.step, digest(model, optimizer))
                 optimizer.zero_grad()
                 compute(0.01)
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 scheduler.step()
-                if session.step > before:
-                    states[session.step] = digest(model, optimizer)
+                states[session.step] = digest(model, optimizer)
     return states, digest(model, optimizer)
 
 
@@ -83,6 +82,26 @@ def test_the_others_continue_when_a_worker_is_killed_while_rounds_are_skipped(vi
         ended = running.ends()
     assert [one.rank for one in ended if one.exitcode == -signal.SIGKILL] == [victim]
     agree(values([one for one in ended if one.rank != victim]))
+
+
+def reads_its_state(rank, emit):
+    """Worker 2 does something else before every other pass, and then looks at its model."""
+    places = itertools.count()
+
+    def before_step(session):
+        if rank == 2 and next(places) % 2:
+            compute(0.1)
+            session.refresh()
+
+    return plain(rank, emit, before_step)
+
+
+def test_a_worker_that_reads_its_state_after_rounds_that_it_has_skipped_has_that_of_its_step(tmp_path):
+    log = tmp_path / "log.jsonl"
+    results = values(run(reads_its_state, WORLD, env={"OFFBEAT_RUN_LOG": str(log)}))
+    agree(results)
+    rounds = rounds_of(log, 2)
+    assert any(after - before > 1 for before, after in itertools.pairwise(rounds))
 
 
 class Counter(nn.Module):
