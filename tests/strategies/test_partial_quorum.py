@@ -39,14 +39,19 @@ def plain(rank, emit, before_step=None, epochs=4):
             for x, y in session.batches(dataset, BATCH):
                 if before_step is not None:
                     before_step(session)
-                    states.setdefault(session.step, digest(model, optimizer))
+                    states[steps_of(optimizer)] = digest(model, optimizer)
                 optimizer.zero_grad()
                 compute(0.01)
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 scheduler.step()
-                states[session.step] = digest(model, optimizer)
+                states[steps_of(optimizer)] = digest(model, optimizer)
     return states, digest(model, optimizer)
+
+
+def steps_of(optimizer):
+    """The steps in the state: `session.step` may be ahead of it, as a round may be skipped at any time."""
+    return max((int(row["step"]) for row in optimizer.state.values()), default=0)
 
 
 def rounds_of(log, worker):
