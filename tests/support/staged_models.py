@@ -128,6 +128,7 @@ class ModelTraining:
         self.endpoint, self.lock = _Links(seed, device), threading.Condition()
         self.protocol = ModelAveragingProtocol(WORKER)
         self._exchange_id = 0
+        self.is_job_complete = False
         trained = TrainingState(self._model, [self._optimizer])
         self._overlap = overlap
         self._synchronizer = _Synchronizer(
@@ -158,8 +159,13 @@ class ModelTraining:
 
     def wait_for(self, is_over, timeout_s, what):
         if not is_over():
-            self.protocol.handle(self._next_averaging())
+            self._receive(self._next_averaging())
         assert is_over()
+
+    def _receive(self, averaging):
+        self.protocol.handle(averaging)
+        with self.endpoint.in_io_thread():
+            self.on_action(averaging)
 
     def _next_averaging(self):
         self._exchange_id += 4
@@ -174,6 +180,7 @@ class ModelTraining:
             weights=weights,
             steps=(1,) * len(members),
             includes_buffers=self._random.random() < 0.4,
+            outer_step=None,
             leader=members[0],
             reason="",
         )
@@ -190,10 +197,7 @@ class ModelTraining:
         if isinstance(event, Ready):
             self.reported.append(event)
             if self._overlap and self.protocol.averaging is None and self._random.random() < 0.8:
-                averaging = self._next_averaging()
-                self.protocol.handle(averaging)
-                with self.endpoint.in_io_thread():
-                    self.on_action(averaging)
+                self._receive(self._next_averaging())
         else:
             self.cancelled += not event.has_mean
 

@@ -662,6 +662,22 @@ class SkipRound(ToWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OuterStep:
+    """The outer optimizer's step that follows an averaging, on each member, of one part of the parameters.
+
+    Attributes:
+        fragment: of which part, from 0; the strategy says how many there are.
+        number: steps of this part before this one.
+        behind: members that have missed a step of this part: they contribute nothing, and the first of the
+            others sends them the outer optimizer's state before this step.
+    """
+
+    fragment: int
+    number: int
+    behind: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AverageModels(ToMembers):
     """Workers that own their models average them once, each between two of its steps or while it trains.
 
@@ -670,10 +686,11 @@ class AverageModels(ToMembers):
         members: worker ids, ascending.
         joining: the members without a state: the first of the other members copies its state to them when it
             has the mean.
-        weights: one per member, not negative, sum 1; 0 for those that are joining.
+        weights: one per member, not negative, sum 1; 0 for those that are joining, or behind.
         steps: one per member, at least 1: its optimizer steps until it is ready for its next averaging.
         includes_buffers: buffers are averaged too, so that the members' models are equal afterwards: at the
             end of an epoch, and of the job. The members wait for it.
+        outer_step: what follows the mean; None if it becomes each member's model.
         leader: the worker that evaluates, prints and saves for all.
     """
 
@@ -683,6 +700,7 @@ class AverageModels(ToMembers):
     weights: tuple[float, ...]
     steps: tuple[int, ...]
     includes_buffers: bool
+    outer_step: OuterStep | None
     leader: int
     reason: str
 

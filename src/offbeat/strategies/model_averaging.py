@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
 from offbeat.policies.model_averaging.group_generator import GroupMode
 from offbeat.policies.model_averaging.local_steps import LocalSteps
@@ -61,7 +62,12 @@ class _AveragesModels:
             has_epoch_means=self.global_every == "epoch",
             timeout_s=self.timeout_s,
             assigns_samples=self.shards == "dynamic",
+            **self._synchronizer_arguments(),
         )
+
+    def _synchronizer_arguments(self) -> dict[str, Any]:
+        """Arguments of the synchronizer that only some of these strategies have."""
+        return {}
 
     def _policy_arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -202,3 +208,69 @@ class LocalSGD(_AveragesModels):
     least: int | None = None
     grace_s: float | None = None
     by_pace: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(LocalSGD):
+    """DiLoCo: local steps, after which an outer optimizer steps the common model with Nesterov momentum.
+
+    As under `LocalSGD`, workers make several steps each and then average. An outer optimizer takes the common
+    model before these steps less the mean for its gradient, and steps that common model. This allows for many
+    more steps in between. With `fragments` a part of the model at a time is averaged, so that less is sent at
+    once. At the end of an epoch and of the training workers get the mean of their models, as under `PReduce`.
+
+    The outer optimizer's momentum is not saved in checkpoints: after a resume it begins at zero.
+
+    Source: Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models";
+    Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (fragments, overlap, mixing); for
+    delayed momentum see `OuterOptimizer`, for steps by pace and quorum `QuorumRounds`. Deviations: with
+    `overlap` a mean is added as soon as it is there, with all that its worker has learnt meanwhile, not after
+    a fixed number of steps; fragments are equal parts of all parameters in their order, not layers.
+
+    Args:
+        every: optimizer steps of the fastest worker between two averagings of the same parameters.
+        fragments: parts of the model, each averaged and stepped by itself, from 1 to `every`.
+        outer_rate, outer_momentum, momentum_every: see `OuterOptimizer`.
+        mixing: the share of its own model that a worker keeps where it takes the common one, from 0 up to
+            below 1.
+        least, grace_s, by_pace: see `LocalSGD`.
+        shards, overlap, global_every, timeout_s: see `PReduce`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    every: int = 64
+    fragments: int = 1
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+    momentum_every: int = 1
+    mixing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.fragments < 1:
+            raise ValueError(f"expected at least 1 fragment, got {self.fragments}")
+        if not 0 <= self.mixing < 1:
+            raise ValueError(f"expected mixing from 0 up to below 1, got {self.mixing}")
+        self._outer_optimizer()
+        super().__post_init__()
+
+    def _outer_optimizer(self) -> OuterOptimizer:
+        return OuterOptimizer(
+            rate=self.outer_rate, momentum=self.outer_momentum, momentum_every=self.momentum_every
+        )
+
+    def _synchronizer_arguments(self) -> dict[str, Any]:
+        return {
+            "outer_optimizer": self._outer_optimizer(),
+            "fragments": self.fragments,
+            "mixing": self.mixing,
+        }
+
+    def _policy_arguments(self) -> dict[str, Any]:
+        arguments = super()._policy_arguments()
+        for name in ("outer_rate", "outer_momentum", "momentum_every", "mixing"):
+            del arguments[name]
+        return arguments

@@ -10,7 +10,7 @@ import msgspec
 from offbeat.runtime.training.interface import Strategy
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
-from offbeat.strategies.model_averaging import ADPSGD, LocalSGD, Prague, PReduce
+from offbeat.strategies.model_averaging import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 from offbeat.wire.known import prime_msgspec_types
@@ -24,6 +24,7 @@ _KINDS = (
     ADPSGD,
     Prague,
     LocalSGD,
+    DiLoCo,
     ServerBSP,
     SSP,
     DTSSP,

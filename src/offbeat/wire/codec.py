@@ -111,8 +111,6 @@ def _constrained(hint: Any) -> Any:
         return _Count
     if hint is float:
         return _Amount
-    if hint == int | None:
-        return _Count | None
     if hint == float | None:
         return float | _NotFinite | None
     if hint == dict[str, float]:
@@ -121,6 +119,9 @@ def _constrained(hint: Any) -> Any:
         return tuple[tuple(map(_constrained, get_args(hint)))]  # type: ignore[misc]
     if get_origin(hint) is tuple:
         return tuple[_constrained(get_args(hint)[0]), ...]  # type: ignore[misc]
+    if type(None) in get_args(hint):
+        (part,) = (one for one in get_args(hint) if one is not type(None))
+        return _constrained(part) | None
     if is_dataclass(hint):
         return msgspec.defstruct(cast(type, hint).__name__, _columns(cast(type, hint)), **_STRUCT_OPTIONS)
     assert hint is str, f"events and actions hold no {hint}"
@@ -142,7 +143,10 @@ def _is_same_in_struct(hint: Any) -> bool:
     """Whether a field has the same value in the struct: it holds no dataclass and no number such as "nan"."""
     if get_origin(hint) is tuple:
         return all(_is_same_in_struct(inner) for inner in get_args(hint) if inner is not Ellipsis)
-    return not is_dataclass(hint) and hint not in (float | None, dict[str, float])
+    return not any(map(is_dataclass, (hint, *get_args(hint)))) and hint not in (
+        float | None,
+        dict[str, float],
+    )
 
 
 _EVENTS: Final = {kind.__name__: kind for kind in get_args(Event)}

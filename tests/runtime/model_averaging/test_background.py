@@ -8,6 +8,7 @@ from offbeat.events import AverageModels, ModelsAveraged
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.runtime.model_averaging.background import BackgroundAveraging
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
+from offbeat.runtime.training.timing import PartTimer
 
 DEADLINE_S = 20.0
 AVERAGING = AverageModels(
@@ -17,6 +18,7 @@ AVERAGING = AverageModels(
     weights=(0.5, 0.5),
     steps=(1, 1),
     includes_buffers=False,
+    outer_step=None,
     leader=0,
     reason="",
 )
@@ -56,11 +58,13 @@ class Parameters:
         self.snapshots += 1
         self.while_taking()
 
-    def all_reduce_snapshot(self, exchange, *, exchange_id, weight):
+    snapshots = ()
+
+    def all_reduce_snapshot(self, exchange, *, exchange_id, weight, fragment):
         self.begun.append((exchange_id, weight))
         return [exchange]
 
-    def add_difference(self):
+    def add_difference(self, before, fragment, share):
         self.added += 1
 
 
@@ -130,6 +134,7 @@ class Synchronizer(ModelAveragingSynchronizer):
         self._client, self._protocol, self._background = worker.client, worker.protocol, worker.background
         self._timeout_s, self._events = DEADLINE_S, events
         self._loop = self
+        self.timer = PartTimer(lambda: 0.0)
 
     def send_event(self, event):
         self._events.append(event)

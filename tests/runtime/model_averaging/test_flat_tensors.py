@@ -62,7 +62,7 @@ def add_difference(device, own):
         one.add_(8)
     for pending in flat.all_reduce_snapshot(SimulatedExchange(links), exchange_id=1, weight=0.25):
         pending.wait(10.0)
-    flat.add_difference()
+    flat.add_difference(flat.snapshots)
 
 
 @pytest.mark.parametrize("seed", range(5))

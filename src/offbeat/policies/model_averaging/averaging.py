@@ -63,6 +63,7 @@ from offbeat.events import (
     Left,
     Lost,
     ModelsAveraged,
+    OuterStep,
     PeerReachable,
     PeerUnreachable,
     Ready,
@@ -480,8 +481,15 @@ class ModelAveraging:
         training = (self._roster.training | receiving) - away
         while group := self._next_group(training, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
-            weights = self._groups.weights(group)
-            actions.append(self._begin_averaging(group, self._joining(group), reason, weights=weights))
+            actions.append(
+                self._begin_averaging(
+                    group,
+                    self._joining(group),
+                    reason,
+                    weights=self._groups.weights(group),
+                    outer_step=self._groups.outer_step(group),
+                )
+            )
         return actions
 
     def _next_group(self, training: set[int], now_s: float) -> tuple[int, ...] | None:
@@ -533,10 +541,13 @@ class ModelAveraging:
         reason: str,
         *,
         weights: tuple[float, ...] | None = None,
+        outer_step: OuterStep | None = None,
         is_common: bool = False,
     ) -> AverageModels:
         """Begin an averaging of a group; all have the same weight unless others are given."""
         weight_of = dict(zip(group, weights or (1.0 / len(group),) * len(group), strict=True))
+        for worker in joining if self._next_exchange else ():
+            self._groups.add_newcomer(worker)
         exchange_id, self._next_exchange = self._next_exchange, self._next_exchange + EXCHANGE_IDS
         members = tuple(sorted((*group, *joining)))
         steps = tuple(self._groups.steps(member) for member in members)
@@ -555,6 +566,7 @@ class ModelAveraging:
             weights=tuple(weight_of.get(member, 0.0) for member in members),
             steps=steps,
             includes_buffers=is_common,
+            outer_step=outer_step,
             leader=leader,
             reason=reason,
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from offbeat.events import OuterStep
+
 CanMeet = Callable[[tuple[int, ...], int], bool]
 """(members, worker) -> whether the worker can exchange with all of the members."""
 
@@ -60,6 +62,15 @@ class GroupMaker(Protocol):
     def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
         """Return the weights of the models of the group removed last: not negative, sum 1."""
 
+    def outer_step(self, group: tuple[int, ...]) -> OuterStep | None:
+        """Return the outer optimizer's step that follows the mean of the group removed last, or None.
+
+        Called once for each group, after `weights`.
+        """
+
+    def add_newcomer(self, worker: int) -> None:
+        """Note that a worker joins with the state of another one, not with that of the start."""
+
     def steps(self, worker: int) -> int:
         """Return how many optimizer steps a worker makes until it is ready for its next averaging."""
 
@@ -106,6 +117,13 @@ class ReadyWorkers:
     def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
         """See `GroupMaker.weights`."""
         return (1.0 / len(group),) * len(group)
+
+    def outer_step(self, group: tuple[int, ...]) -> OuterStep | None:
+        """See `GroupMaker.outer_step`."""
+        return None
+
+    def add_newcomer(self, worker: int) -> None:
+        """See `GroupMaker.add_newcomer`."""
 
     def steps(self, worker: int) -> int:
         """See `GroupMaker.steps`."""

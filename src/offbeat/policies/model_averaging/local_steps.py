@@ -16,7 +16,7 @@ class LocalSteps(ModelAveraging):
 
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
-        every, least, grace_s, by_pace: see `QuorumRounds`.
+        every, least, grace_s, by_pace, fragments: see `QuorumRounds`.
         shards, overlap, global_every, timeout_s: see `ModelAveraging`.
 
     Raises:
@@ -31,6 +31,7 @@ class LocalSteps(ModelAveraging):
         least: int | None = None,
         grace_s: float | None = None,
         by_pace: bool = True,
+        fragments: int = 0,
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
         global_every: GlobalEvery = "epoch",
@@ -42,7 +43,9 @@ class LocalSteps(ModelAveraging):
             raise ValueError(f"expected a quorum of at least 1 worker, got {least}")
         if grace_s is not None and not 0 <= grace_s < math.inf:
             raise ValueError(f"expected a finite time of grace of at least 0 s, got {grace_s}")
-        groups = QuorumRounds(every, least, grace_s, by_pace=by_pace)
+        if not 0 <= fragments <= every:
+            raise ValueError(f"expected from 0 to {every} fragments, one step each at least, got {fragments}")
+        groups = QuorumRounds(every, least, grace_s, by_pace=by_pace, fragments=fragments)
         super().__init__(
             world, groups, shards=shards, overlap=overlap, global_every=global_every, timeout_s=timeout_s
         )

@@ -20,7 +20,8 @@ from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
-from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
+from offbeat.runtime.model_averaging.flat_tensors import WHOLE, FlatTensors, Fragment
+from offbeat.runtime.model_averaging.outer_state import OuterState
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 
 
@@ -32,6 +33,9 @@ class BackgroundAveraging:
         client: of the coordinator.
         protocol: the worker's, which keeps the averaging that it is in.
         open_exchange: opens an exchange over some workers; it fails at once if the averaging is cancelled.
+        overlap: the worker trains on meanwhile; else it calls `wait`, and the mean replaces its model.
+        outer: the outer optimizer that follows, None without one.
+        share: of the difference between mean and snapshot, what is added.
     """
 
     def __init__(
@@ -40,9 +44,14 @@ class BackgroundAveraging:
         client: CoordinatorClient,
         protocol: ModelAveragingProtocol,
         open_exchange: Callable[[Sequence[int]], Exchange],
+        *,
+        overlap: bool = True,
+        outer: OuterState | None = None,
+        share: float = 1.0,
     ) -> None:
         self._parameters, self._client, self._protocol = parameters, client, protocol
-        self._open_exchange = open_exchange
+        self._open_exchange, self._overlap = open_exchange, overlap
+        self._outer, self._share = outer, share
         self._is_taking_snapshot = False
         self._begun: AverageModels | None = None  # the averaging whose exchange has begun, or is about to
         self._pending: list[PendingExchange] | None = None  # its exchanges
@@ -68,17 +77,29 @@ class BackgroundAveraging:
             ):
                 return
             self._begun = averaging
-        pending: list[PendingExchange] = []
-        group, worker = averaging.group, self._client.worker
-        if len(group) > 1:
-            pending = self._parameters.all_reduce_snapshot(
-                self._open_exchange(group),
-                exchange_id=averaging.exchange_id,
-                weight=averaging.weights[averaging.members.index(worker)],
-            )
+        pending = self._begin(averaging)
         with self._client.lock:
             self._pending = pending
             self._client.lock.notify_all()
+
+    def _begin(self, averaging: AverageModels) -> list[PendingExchange]:
+        group, worker = averaging.group, self._client.worker
+        if len(group) == 1 and averaging.outer_step is None:
+            return []
+        exchange = self._open_exchange(group)
+        pending = self._parameters.all_reduce_snapshot(
+            exchange,
+            exchange_id=averaging.exchange_id,
+            weight=averaging.weights[averaging.members.index(worker)],
+            fragment=self._fragment_of(averaging),
+        )
+        if self._outer is not None and averaging.outer_step is not None:
+            pending += self._outer.send_to_members_behind(exchange, averaging, worker, len(pending))
+        return pending
+
+    def _fragment_of(self, averaging: AverageModels) -> Fragment:
+        step = averaging.outer_step
+        return WHOLE if self._outer is None or step is None else self._outer.fragment_of(step)
 
     def end_step(self) -> ModelsAveraged | None:
         """End a step: add what an averaging has yielded; take a snapshot if the worker is ready for another.
@@ -110,15 +131,26 @@ class BackgroundAveraging:
         return self._end(timeout_s)
 
     def _end(self, timeout_s: float) -> ModelsAveraged:
-        pending, has_mean = self._pending, True
+        pending, averaging, has_mean = self._pending, self._begun, True
         assert pending is not None
+        assert averaging is not None
         try:
             for one in pending:
                 one.wait(timeout_s)
         except AveragingCancelledError:
             has_mean = False
         if pending and has_mean:
-            self._parameters.add_difference()
+            self._apply(averaging)
         with self._client.lock:
             self._begun = self._pending = None
             return self._protocol.finish(has_mean=has_mean)
+
+    def _apply(self, averaging: AverageModels) -> None:
+        """Change the parameters by what the exchange has yielded."""
+        parameters, fragment, before = self._parameters, self._fragment_of(averaging), None
+        if self._outer is not None and averaging.outer_step is not None:
+            before = self._outer.step(averaging.outer_step, parameters.outputs)
+        if before is None and self._share == 1.0 and not self._overlap:
+            parameters.replace(fragment)
+        else:
+            parameters.add_difference(before or parameters.snapshots, fragment, self._share)

@@ -8,14 +8,16 @@ after that, so the next exchange, which receives into the same memory, cannot be
 ended. The host waits for no copy.
 
 Where the tensors change during an exchange, a *snapshot* of them is exchanged, kept until the end. The sums
-less the snapshot are then added to the tensors as they are by then. This module decides nothing.
+less the snapshot are then added to the tensors as they are by then. One of several *fragments*, equal parts
+of each vector, may be exchanged alone. This module decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
@@ -23,6 +25,36 @@ from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.devices.interface import Accelerator, CallWhenReady
 from offbeat.runtime.devices.memory import DeviceMemory
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """One of several equal parts of each vector.
+
+    Attributes:
+        number: from 0.
+        count: of all parts, at least 1.
+    """
+
+    number: int
+    count: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this part of a vector, in place."""
+        start, stop = self._limits(flat)
+        return flat[start:stop]
+
+    def outside(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what lies before this part of a vector and what lies behind it, in place."""
+        start, stop = self._limits(flat)
+        return flat[:start], flat[stop:]
+
+    def _limits(self, flat: torch.Tensor) -> tuple[int, int]:
+        length = len(flat)
+        return length * self.number // self.count, length * (self.number + 1) // self.count
+
+
+WHOLE: Final = Fragment(0, 1)
 
 
 class FlatTensors:
@@ -73,8 +105,16 @@ class FlatTensors:
     def take_snapshot(self) -> None:
         """Fill `snapshots` with the tensors, which are numbers with a fraction; see `pack`."""
         if not self.snapshots:
-            self.snapshots = [self._memory.zeros(flat.numel(), flat.dtype) for flat in self.outputs]
-        self._copy_to_host(self.snapshots, 1.0, is_first=True)
+            self.snapshots = self.zeros()
+        self.copy_into(self.snapshots)
+
+    def copy_into(self, flats: Sequence[torch.Tensor]) -> None:
+        """Fill vectors of the same shapes and dtypes with the tensors; see `take_snapshot`."""
+        self._copy_to_host(flats, 1.0, is_first=True)
+
+    def zeros(self) -> list[torch.Tensor]:
+        """Return new vectors of the same shapes and dtypes."""
+        return [self._memory.zeros(flat.numel(), flat.dtype) for flat in self.outputs]
 
     def _replace_read_memory(self) -> None:
         for flats in (self.contributions, self.outputs):
@@ -118,22 +158,23 @@ class FlatTensors:
         ]
 
     def all_reduce_snapshot(
-        self, exchange: Exchange, *, exchange_id: int, weight: float
+        self, exchange: Exchange, *, exchange_id: int, weight: float, fragment: Fragment = WHOLE
     ) -> list[PendingExchange]:
         """Start to sum the snapshots times the members' weights into `outputs`; thread-safe.
 
         Args:
             exchange, exchange_id: see `Exchange.all_reduce`.
             weight: this member's.
+            fragment: of all vectors, what is summed.
         """
         self._replace_read_memory()
         return [
             exchange.all_reduce(
-                self.contributions[number],
-                self.outputs[number],
+                fragment.of(self.contributions[number]),
+                fragment.of(self.outputs[number]),
                 exchange_id=exchange_id,
                 index=number,
-                external=[ExternalElements(0, snapshot, weight)],
+                external=[ExternalElements(0, fragment.of(snapshot), weight)],
                 after=self._when_copied(number),
             )
             for number, snapshot in enumerate(self.snapshots)
@@ -151,12 +192,32 @@ class FlatTensors:
             tensor.copy_(part)
 
     @torch.no_grad()
-    def add_difference(self) -> None:
-        """Add `outputs` less `snapshots` to the tensors; overwrites `outputs`, see `unpack`."""
-        for output, snapshot in zip(self.outputs, self.snapshots, strict=True):
-            output.sub_(snapshot)
+    def add_difference(
+        self, before: Sequence[torch.Tensor], fragment: Fragment = WHOLE, share: float = 1.0
+    ) -> None:
+        """Add `outputs` less what was there before to the tensors; overwrites `outputs`, see `unpack`.
+
+        Args:
+            before: the snapshots, or other vectors of the same shapes and dtypes.
+            fragment: of all vectors, what is added.
+            share: of the difference, what is added.
+        """
+        for output, flat in zip(self.outputs, before, strict=True):
+            difference = fragment.of(output).sub_(fragment.of(flat))
+            if share != 1.0:
+                difference.mul_(share)
+            for other in fragment.outside(output):
+                other.zero_()
         for tensor, part in self._parts(self._bring_back(self.outputs)):
             tensor.add_(part)
+
+    @torch.no_grad()
+    def replace(self, fragment: Fragment) -> None:
+        """Copy a fragment of `outputs` into the tensors, which are otherwise as in `snapshots`."""
+        for output, snapshot in zip(self.outputs, self.snapshots, strict=True):
+            for other, kept in zip(fragment.outside(output), fragment.outside(snapshot), strict=True):
+                other.copy_(kept)
+        self.unpack()
 
     def _bring_back(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return vectors of the host where the tensors lie."""

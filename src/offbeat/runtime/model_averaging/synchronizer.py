@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import WorkerError
 from offbeat.events import Action, AverageModels, CancelAveraging, EpochEnded, Ready
+from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS, ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
@@ -41,6 +42,7 @@ from offbeat.runtime.devices.opening import open_device
 from offbeat.runtime.model_averaging.background import BackgroundAveraging
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
+from offbeat.runtime.model_averaging.outer_state import OuterState
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S, TrainingLoop
@@ -60,6 +62,9 @@ class ModelAveragingSynchronizer:
         has_epoch_means: all models are averaged at the end of each epoch.
         timeout_s: how long a worker may keep others waiting, in seconds.
         assigns_samples: samples are assigned as they are needed.
+        outer_optimizer: steps from the mean of the models; None if that becomes the model.
+        fragments: parts of the parameters that the outer optimizer steps by themselves.
+        mixing: the share of its own model that a worker keeps, from 0 up to below 1.
     """
 
     def __init__(
@@ -71,10 +76,15 @@ class ModelAveragingSynchronizer:
         has_epoch_means: bool,
         timeout_s: float,
         assigns_samples: bool,
+        outer_optimizer: OuterOptimizer | None = None,
+        fragments: int = 1,
+        mixing: float = 0.0,
     ) -> None:
         self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
         self._overlap, self._assigns_samples = overlap, assigns_samples
         self._has_epoch_means = has_epoch_means
+        self._outer_optimizer, self._fragments, self._mixing = outer_optimizer, fragments, mixing
+        self._outer: OuterState | None = None
         self._forms = ParameterFormCheck(trained.model)
         self._client: CoordinatorClient | None = None
         self._protocol = ModelAveragingProtocol(loop.worker)  # until the client has one
@@ -172,10 +182,17 @@ class ModelAveragingSynchronizer:
         client.on_action = self._on_action
         while not self._average("the state of the other workers"):
             pass
-        if self._overlap:
-            self._background = BackgroundAveraging(
-                self._parameters, client, self._protocol, self._open_exchange
-            )
+        if self._outer_optimizer is not None:
+            self._outer = OuterState(self._outer_optimizer, self._fragments, self._parameters, self._memory)
+        self._background = BackgroundAveraging(
+            self._parameters,
+            client,
+            self._protocol,
+            self._open_exchange,
+            overlap=self._overlap,
+            outer=self._outer,
+            share=1.0 - self._mixing,
+        )
 
     def attach(self) -> None:
         """See `Synchronizer.attach`."""
@@ -211,7 +228,7 @@ class ModelAveragingSynchronizer:
         self._send_epoch_ended(is_complete=True)
         has_mean = False
         while not has_mean and not client.is_job_complete:
-            has_mean = self._take_part("all workers to use up the epoch")
+            has_mean = self._take_part("all workers to use up the epoch", None)
 
     def _send_epoch_ended(self, *, is_complete: bool) -> None:
         self._loop.send_event(
@@ -227,23 +244,25 @@ class ModelAveragingSynchronizer:
         The coordinator rejects a worker that keeps the others waiting, so this wait has no limit of its own.
         """
         while self._client is not None and not self._client.is_job_complete:
-            self._take_part("all workers to finish")
+            self._take_part("all workers to finish", None)
 
-    def _take_part(self, what: str) -> bool:
+    def _take_part(self, what: str, timeout_s: float | None) -> bool:
         """Wait for an averaging or the end of the job, and take part; return whether all have the same model.
-
-        The coordinator rejects a worker that keeps the others waiting, so this wait has no limit of its own.
 
         Args:
             what: what is waited for, for the error message.
+            timeout_s: how long, in seconds; None where the coordinator rejects workers that are late.
         """
         client = self._client
         assert client is not None
-        client.wait_for(lambda: self._protocol.averaging is not None or client.is_job_complete, None, what)
+        client.wait_for(
+            lambda: self._protocol.averaging is not None or client.is_job_complete, timeout_s, what
+        )
         averaging = self._protocol.averaging
         if averaging is None:
             return False
         if self._background is not None and self._background.serves(averaging):
+            self._loop.timer.switch("communicate")
             self._loop.send_event(self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S))
             return False
         return self._average(what) and averaging.includes_buffers
@@ -289,6 +308,8 @@ class ModelAveragingSynchronizer:
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """See `Synchronizer.before_step`."""
         self._restore_gradients()
+        if self._outer is not None:
+            self._outer.begin()
         if has_closure:
             self._has_closure = True
         else:
@@ -316,12 +337,10 @@ class ModelAveragingSynchronizer:
         if self._assigns_samples:
             with client.lock:
                 blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
-        if self._background is not None:
-            timer.switch("communicate")
-            if (ended := self._background.end_step()) is not None:
-                self._loop.send_event(ended)
-        else:
-            self._protocol.count_step()
+        assert self._background is not None
+        timer.switch("communicate")
+        if (ended := self._background.end_step()) is not None:
+            self._loop.send_event(ended)
         self._loop.send_event(
             Ready(
                 now_s=0.0,
@@ -338,18 +357,19 @@ class ModelAveragingSynchronizer:
         )
         timer.switch("wait")
         if self._has_to_wait():
-            self._average("the workers of its group")
+            self._take_part("the workers of its group", self._timeout_s + COORDINATOR_MARGIN_S)
         timer.switch("other")
         self._is_preempted = client.preempt is not None
 
     # An averaging ----------------------------------------------------------------------------------------
 
     def _has_to_wait(self) -> bool:
-        """Whether this worker is ready or in an averaging, and none that is for the background."""
+        """Whether this worker goes on only after an averaging."""
         averaging = self._protocol.averaging
-        if self._background is None:
-            return averaging is not None or self._protocol.is_ready
-        return averaging is not None and not self._background.serves(averaging)
+        if averaging is None:
+            return not self._overlap and self._protocol.is_ready
+        assert self._background is not None
+        return not (self._overlap and self._background.serves(averaging))
 
     def _average(self, what: str) -> bool:
         """Wait for an averaging, take part in it and report its end; return whether it was not cancelled.

@@ -1,0 +1,115 @@
+"""The outer optimizer of a worker that makes local steps: the anchor and the momentum, on the host.
+
+Theory of operation. The *anchor* is the model from which all workers make their steps; every worker keeps it,
+and the outer optimizer's buffers, and steps them by itself from the models' mean. Since the mean is the same
+on all members of an averaging, bit for bit, so are their anchors. A worker then moves its model by what its
+snapshot differs from the new anchor, and trains on.
+
+A member that is *behind* has missed such a step. It receives anchor and buffers from the first member that
+has not, in the same averaging, to which it contributes nothing. It moves its model by what its own anchor
+differs from the new one, so that all that it has learnt since then is kept, for the next averaging.
+
+Nothing here decides who is behind, and nothing is sent but by the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offbeat.events import AverageModels, OuterStep
+from offbeat.numerics.outer_optimizer import OuterOptimizer
+from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
+from offbeat.runtime.model_averaging.flat_tensors import FlatTensors, Fragment
+
+
+class OuterState:
+    """Anchor and buffers of a worker's parameters.
+
+    Args:
+        optimizer: the same on all workers.
+        fragments: parts of the parameters, each stepped by itself.
+        parameters: the worker's.
+        memory: allocates vectors that exchanges send from.
+    """
+
+    def __init__(
+        self, optimizer: OuterOptimizer, fragments: int, parameters: FlatTensors, memory: TensorMemory
+    ) -> None:
+        self._optimizer, self._fragments = optimizer, fragments
+        self._parameters, self._memory = parameters, memory
+        self._state: list[list[torch.Tensor]] = []  # for each vector of the parameters, anchor and buffers
+        self._received: list[torch.Tensor] | None = None  # while this worker is behind
+
+    def fragment_of(self, step: OuterStep) -> Fragment:
+        """Return the part of the parameters that is stepped."""
+        return Fragment(step.fragment, self._fragments)
+
+    def begin(self) -> None:
+        """Take the parameters as they are for the anchor, unless that is done."""
+        if not self._state:
+            anchors = self._parameters.zeros()
+            buffers = [self._parameters.zeros() for _ in range(self._optimizer.buffers)]
+            self._parameters.copy_into(anchors)
+            self._state = [list(flats) for flats in zip(anchors, *buffers, strict=True)]
+
+    def send_to_members_behind(
+        self, exchange: Exchange, averaging: AverageModels, worker: int, first_index: int
+    ) -> list[PendingExchange]:
+        """Start to copy the state from the first member that is not behind to all others, if any is.
+
+        Args:
+            exchange: over `averaging.group`.
+            worker: this one, of the group.
+            first_index: of the first vector in the exchange; the others follow.
+        """
+        step = averaging.outer_step
+        assert step is not None
+        self._received = None
+        if not step.behind:
+            return []
+        fragment = self.fragment_of(step)
+        parts = [fragment.of(flat) for flats in self._state for flat in flats]
+        if worker in step.behind:
+            parts = self._received = [self._memory.zeros(len(part), part.dtype) for part in parts]
+        root = next(place for place, member in enumerate(averaging.group) if member not in step.behind)
+        return [
+            exchange.broadcast(part, root=root, exchange_id=averaging.exchange_id, index=first_index + number)
+            for number, part in enumerate(parts)
+            if len(part)
+        ]
+
+    @torch.no_grad()
+    def step(self, step: OuterStep, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Step the anchor; replace the models' mean in `outputs` by it.
+
+        Args:
+            outputs: what the exchange has yielded, one for each vector of the parameters.
+
+        Returns:
+            Anchors from before, if this worker is behind: its model moves by what they differ from `outputs`.
+        """
+        fragment, before = self.fragment_of(step), None
+        self._replace_read_memory()
+        if self._received is not None:
+            before = [anchor.clone() for anchor, *_ in self._state]
+            received = iter(self._received)
+            for flats in self._state:
+                for flat in flats:
+                    fragment.of(flat).copy_(next(received))
+            self._received = None
+        for flats, output in zip(self._state, outputs, strict=True):
+            anchor, *buffers = (fragment.of(flat) for flat in flats)
+            new = self._optimizer.step(anchor, fragment.of(output), tuple(buffers), step.number)
+            for flat, values in zip((anchor, *buffers), new, strict=True):
+                flat.copy_(values)
+            fragment.of(output).copy_(anchor)
+        return before
+
+    def _replace_read_memory(self) -> None:
+        """Replace memory that another worker may still read, because an exchange was abandoned."""
+        for flats in self._state:
+            for index, flat in enumerate(flats):
+                if self._memory.may_be_read(flat):
+                    flats[index] = self._memory.zeros(flat.numel(), flat.dtype).copy_(flat)
