@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from offbeat.policies import Policy
 from offbeat.policies.membership.assembly import Assembly
-from offbeat.policies.membership.group_membership import GroupMembership
 from offbeat.policies.membership.lockstep import Lockstep
 from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.policies.stragglers.injection import SlowRule
 from offbeat.simulator.core.network import NetworkCosts
-from offbeat.simulator.core.times import BurstyTimes, ComputeTimes, JitteredTimes
+from offbeat.simulator.core.times import BurstyTimes, ComputeTimes, ComputeTimeSource, JitteredTimes
 from offbeat.simulator.training import campaign
 from offbeat.simulator.training.cluster import SimulatedCluster, ViolationError
 from offbeat.simulator.training.replicas import LeastSquaresProblem
@@ -90,61 +91,64 @@ def test_all_replicas_end_alike_though_each_worker_has_skipped_rounds():
     assert all(cluster.problem.states_equal(worker.state, first) for worker in workers)
 
 
-def run_quorums() -> None:
-    """Run the campaign's cases that have a quorum; those and no others depend on what skips rounds."""
-    for seed in SEEDS:
-        if "quorum" in campaign.draw_case(seed).arguments:
-            campaign.run_case(seed)
+def run_quorums(kind: type[SimulatedWorker] = SimulatedWorker, seeds: Iterable[int] = SEEDS) -> None:
+    """Run the campaign's cases with a quorum of all but three, whose workers are of this kind."""
+
+    class Cluster(SimulatedCluster):
+        def _make(self, worker: int, stopwatch: ComputeTimeSource, is_new: bool) -> SimulatedWorker:
+            return kind(self, worker, stopwatch, is_new=is_new)
+
+    for seed in seeds:
+        drawn = campaign.draw_case(seed)
+        quorum = {"size": "n-3", "grace_s": 0.02}
+        case = replace(drawn, arguments={**drawn.arguments, "quorum": quorum})
+        cluster = Cluster(case.setting, case.build_policies, problem=LeastSquaresProblem(seed))
+        cluster.run()
+        campaign.check_run(case, cluster)
 
 
 def test_many_of_the_campaign_s_cases_have_a_quorum():
-    assert sum("quorum" in campaign.draw_case(seed).arguments for seed in SEEDS) > len(SEEDS) / 4
+    cases = [campaign.draw_case(seed) for seed in range(200)]
+    assert 60 < sum("quorum" in case.arguments for case in cases) < 100
+
+
+def test_no_fault_breaks_the_invariants_with_a_quorum():
     run_quorums()
 
 
-def test_a_worker_that_applies_missed_rounds_out_of_order_is_found(monkeypatch):
+def test_a_worker_that_applies_missed_rounds_out_of_order_is_found():
     """Its state is another one than that of the others."""
-    catch_up = SimulatedWorker._catch_up
 
-    def reversed_order(worker: SimulatedWorker) -> None:
-        worker._missed.reverse()
-        catch_up(worker)
+    class Disordered(SimulatedWorker):
+        def _catch_up(self) -> None:
+            self._missed.reverse()
+            super()._catch_up()
 
-    monkeypatch.setattr(SimulatedWorker, "_catch_up", reversed_order)
     with pytest.raises(ViolationError, match="have different states"):
-        run_quorums()
+        run_quorums(Disordered)
 
 
-def test_a_worker_that_adds_to_a_round_that_it_skips_is_found(monkeypatch):
-    """Blocks are then in two rounds."""
-    monkeypatch.setattr(SimulatedWorker, "exchanged_weight", property(lambda worker: worker.weight))
-    monkeypatch.setattr(
-        SimulatedWorker, "exchanged_blocks", property(lambda worker: worker.contributed_blocks)
-    )
+def test_a_worker_that_contributes_to_a_round_that_it_skips_is_found():
+    """Blocks are then in several rounds."""
+
+    class Insistent(SimulatedWorker):
+        @property
+        def exchanged_weight(self) -> float:
+            return self.weight
+
     with pytest.raises(ViolationError, match=r"[2-9] times"):
-        run_quorums()
+        run_quorums(Insistent)
 
 
-def test_a_worker_that_contributes_to_the_round_whose_skip_was_abandoned_is_found(monkeypatch):
+def test_a_worker_that_contributes_to_the_round_whose_skip_was_abandoned_is_found():
     """Others may have finished it, without these blocks."""
 
-    def begin_at_once(membership: GroupMembership) -> bool:
-        membership._has_abandoned_skip = False
-        return begin_contribution(membership)
+    class Hasty(SimulatedWorker):
+        def _may_contribute(self, resume: Callable[[], None]) -> bool:
+            self.membership._has_abandoned_skip = False
+            return super()._may_contribute(resume)
 
-    begin_contribution = GroupMembership.begin_contribution
-
-    def with_quorum(case: campaign.FaultCase) -> list[Policy]:
-        quorum = {"size": "n-3", "grace_s": 0.02}
-        arguments = {**case.arguments, "quorum": quorum}
-        world = case.setting.world
-        return [Assembly(world, accepts_late_joiners=True), PartialGroups(world, **arguments)]
-
-    def run_them_all() -> None:
-        for seed in range(1190, 1201):
-            campaign.run_case(seed, with_quorum)
-
-    run_them_all()
-    monkeypatch.setattr(GroupMembership, "begin_contribution", begin_at_once)
+    seeds = range(1190, 1201)
+    run_quorums(seeds=seeds)
     with pytest.raises(ViolationError):
-        run_them_all()
+        run_quorums(Hasty, seeds)
