@@ -669,8 +669,9 @@ def test_a_checkpoint_during_a_late_member_s_absence_is_current_and_holds_nothin
     held = {block.id for block in job.has[2]}
     job.assigner.on_checkpoint_query(CheckpointQuery(now_s=0.0, worker=0, round=2))
     assert not [action for action in job.assigner.pop_actions() if isinstance(action, ConsumedSamples)]
-    job.ready(0, 2)
-    job.ready(1, 2)
+    for round_ in (2, 3):
+        job.ready(0, round_)
+        job.ready(1, round_)
     ids = tuple(block.id for block in job.has[2][:1])
     positions = set(range(*job.has[2][0].ranges[0]))
     job.assigner.on_ready(
@@ -679,8 +680,8 @@ def test_a_checkpoint_during_a_late_member_s_absence_is_current_and_holds_nothin
             worker=2,
             generation=0,
             epoch=0,
-            step=3,
-            round=3,
+            step=4,
+            round=4,
             compute_s=0.1,
             samples=0,
             blocks=ids,

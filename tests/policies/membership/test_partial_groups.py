@@ -888,7 +888,10 @@ def test_a_member_that_skips_rounds_is_late_only_once_others_have_to_wait_for_it
 
 
 def test_nobody_skips_while_a_change_is_under_way_and_who_is_late_is_asked_again_in_the_new_group():
-    job = job_with_quorum(4)
+    job = Job(4, quorum={"size": "n-2", "grace_s": 0.1})
+    for worker in range(4):
+        job.ready(worker, 0)
+    assert job.ready(1, 1) == []
     assert only(job.lose(0), Halt).abandon
     assert job.ready(2, 1) == []
     actions = [action for worker in (1, 2, 3) for action in job.answer(worker, 1, step=1, begun=worker != 3)]
