@@ -25,6 +25,7 @@ This module never decides which rounds are skipped.
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
 from typing import NamedTuple
 
@@ -122,6 +123,7 @@ class SkippedRounds:
         self._free: list[BucketSet] = []
         self._steps_allowed = 0  # in a row
         self._has_warned = False
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the stand-in."""
@@ -129,9 +131,10 @@ class SkippedRounds:
         self._thread = self._binding.start_thread("offbeat skipped rounds", self._run)
 
     def stop(self) -> None:
-        """End the stand-in."""
-        self._binding.stop_skipping()
-        self._thread.join(_JOIN_TIMEOUT_S)
+        """End the stand-in, if it was started."""
+        if self._thread is not None:
+            self._binding.stop_skipping()
+            self._thread.join(_JOIN_TIMEOUT_S)
 
     # In the loop -----------------------------------------------------------------------------------------
 
