@@ -22,10 +22,11 @@ class RoundMonitor:
     """Finds members that others wait for, members in different steps, and silences that call for a probe.
 
     A round is open from the first Ready of a member until all members are Ready for it. A member is late when
-    it is not Ready for the last round while another one has waited for longer than the patience, a joining one
-    when it is not Ready `join_timeout_s` after its Group. A member that has reported within the patience that it is still in
-    an exchange is not late. While all members are Ready and the exchange hangs, no event comes
-    at all: then a probe is due, after twice the usual time, and after twice as long again each time.
+    it is not Ready for the last round while another one has waited for longer than the patience. A joining
+    one is late when it is not Ready `join_timeout_s` after its Group. A member that has reported within the
+    patience that it is still in an exchange is not late. While all members are Ready and the exchange hangs,
+    no event comes at all: then a probe is due, after twice the usual time, and after twice as long again each
+    time.
 
     Args:
         workers: the workers, of which it sets `round`.
