@@ -384,6 +384,58 @@ class AccuracyOptions:
     download: Download = False
 
 
+@_benchmark("race", minutes=400, needs="root, MNIST; the network for peers")
+@dataclass(frozen=True, kw_only=True)
+class RaceOptions:
+    """Time to lockstep's accuracy of strategies and of other libraries, by slowness and by line."""
+
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="By default preduce, adpsgd, prague and partial, beside bsp; repeatable."),
+    ] = None
+    peers: Annotated[bool, typer.Option(help="Whether other libraries take part.")] = True
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Any of ddp, post_local_sgd, decent_ring, decent_one_peer, torchft_localsgd, "
+            "torchft_diloco, hivemind; by default all; repeatable."
+        ),
+    ] = None
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(min=2, help="Number of workers, by default 4 and 8; repeatable."),
+    ] = None
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Any of none, one5x, one2x (the last worker), p05 (each step 5 times as long with "
+            "probability 0.05); by default all; repeatable."
+        ),
+    ] = None
+    line: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rate of each host's line in Mbit/s, or 'free'; by default free and 1000; repeatable."
+        ),
+    ] = None
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, starting at 0.")] = 3
+    data: Data = "mnist"
+    data_dir: DataDir = None
+    model: Model = "mlp"
+    samples: Annotated[int, typer.Option(min=1, help="Training samples of an epoch, from the set.")] = 12_800
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of the lockstep run.")] = 4
+    batch_size: BatchSize = 32
+    lr: Annotated[float, typer.Option(help="Learning rate of SGD with momentum 0.9.")] = 0.01
+    every: Annotated[
+        int, typer.Option(min=1, help="Steps between two averagings of peers that take local steps.")
+    ] = 16
+    step_ms: Annotated[
+        float,
+        typer.Option(min=1.0, help="Length of a step, in ms; more than all workers' compute time together."),
+    ] = 25.0
+    download: Download = False
+
+
 @_benchmark("ps", minutes=3, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class PsOptions:

@@ -1,10 +1,10 @@
 """Draws the papers' figures from results with rows: `python benchmarks/plot.py FOLDER`.
 
-For each of straggler.json, straggler_real.json, detect.json, accuracy.json, staleness.json, hybrid.json,
-hybrid_sweep.json, validate.json, validate_loaders.json, validate_repeated.json and validate_gpu.json that
-exists in the folder it writes a PNG of the same name, with the paper's values where it gives them. The
-predictions of hybrid_sweep.json are drawn together with the measurements of hybrid_sweep_timed.json. Needs
-matplotlib, which is in the extra `dev`.
+For each of straggler.json, straggler_real.json, detect.json, accuracy.json, race.json, staleness.json,
+hybrid.json, hybrid_sweep.json, validate.json, validate_loaders.json, validate_repeated.json and
+validate_gpu.json that exists in the folder it writes a PNG of the same name, with the paper's values where it
+gives them. The predictions of hybrid_sweep.json are drawn together with the measurements of
+hybrid_sweep_timed.json. Needs matplotlib, which is in the extra `dev`.
 """
 
 from __future__ import annotations
@@ -123,6 +123,34 @@ def accuracy(result: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("test accuracy in %")
     axes.set_title("One worker of 4 takes 5 times as long, one line per seed")
     axes.legend(frameon=False, loc="lower right")
+    _save(path)
+
+
+def race(result: dict[str, Any], path: Path) -> None:
+    """Draw accuracy and consensus distance over time, one column per case, one line per method and seed."""
+    curves: dict[tuple[Any, ...], dict[tuple[str, int], list[dict[str, Any]]]] = {}
+    for row in result["rows"]:
+        if "time_s" in row:
+            case = (row["workers"], row["slow"], row["line_mbit"])
+            curves.setdefault(case, {}).setdefault((row["method"], row["seed"]), []).append(row)
+    methods = list(dict.fromkeys(method for runs in curves.values() for method, _ in runs))
+    colors = dict(zip(methods, plt.get_cmap("tab20").colors * len(methods), strict=False))
+    _, all_axes = plt.subplots(2, len(curves), figsize=(5 * len(curves), 7), sharex="col", squeeze=False)
+    for (accuracies, distances), ((workers, slow, line), runs) in zip(
+        all_axes.T, curves.items(), strict=True
+    ):
+        for (method, seed), rows in runs.items():
+            style = {"color": colors[method], "linewidth": 1, "label": method if seed == 0 else None}
+            times_s = [row["time_s"] for row in rows]
+            accuracies.plot(times_s, [100 * row["accuracy"] for row in rows], **style)
+            distances.plot(times_s, [row["distance"] for row in rows], **style)
+        accuracies.set_title(
+            f"{workers} workers, {slow}, {'free lines' if line is None else f'{line} Mbit/s'}"
+        )
+        distances.set_xlabel("seconds of training")
+    all_axes[0][0].set_ylabel("test accuracy of the mean model in %")
+    all_axes[1][0].set_ylabel("consensus distance")
+    all_axes[0][-1].legend(frameon=False, fontsize=8, loc="lower right")
     _save(path)
 
 
@@ -282,6 +310,7 @@ FIGURES = {
     "straggler_real": straggler,
     "detect": detect,
     "accuracy": accuracy,
+    "race": race,
     "staleness": staleness,
     "hybrid": hybrid,
     "hybrid_sweep": hybrid_sweep,

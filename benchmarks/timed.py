@@ -387,8 +387,9 @@ class Stretch:
 
     The forward pass lasts at least a third of it, and both passes together all of it. So workers that share
     cores behave as if each had its own machine, as long as all of them together compute within that time;
-    `late_steps` counts the steps where they did not. Create it before `offbeat.join`, whose hooks must see
-    the wait as computing.
+    `late_steps` counts the steps where they did not. The backward pass waits before it computes, so that
+    gradients are ready at its end: nothing that sends them has more time for that than on a slower machine.
+    Create it before `offbeat.join`, whose hooks must see the wait as computing.
 
     Args:
         model: whose steps are stretched.
@@ -396,15 +397,18 @@ class Stretch:
         sleep: waits for a number of seconds.
 
     Attributes:
+        factor: how many times as long the next step takes, where no session injects slowness.
         steps: finished backward passes.
-        late_steps: steps that took more than 1.1 times `step_s`.
+        late_steps: steps that took more than 1.1 times as long as they should.
     """
 
     def __init__(self, model: nn.Module, step_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
         if not (math.isfinite(step_s) and step_s > 0):
             raise ValueError(f"a step must be stretched to more than 0 s, got {step_s}")
         self._step_s, self._sleep = step_s, sleep
-        self._began_s = 0.0
+        self._began_s = self._gradients_began_s = 0.0
+        self._backward_s = math.inf  # the least time that a backward pass has computed
+        self.factor = 1.0
         self.steps = self.late_steps = 0
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end_forward)
@@ -420,11 +424,14 @@ class Stretch:
     def _begin_backward(self, _: Tensor) -> None:
         # Callbacks run in the order in which they were queued: this one before those of a later join.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._wait_until(self.factor * self._step_s - (self._backward_s if self.steps else 0.0))
+        self._gradients_began_s = time.perf_counter()
 
     def _end(self) -> None:
-        self._wait_until(self._step_s)
+        self._backward_s = min(self._backward_s, time.perf_counter() - self._gradients_began_s)
+        self._wait_until(self.factor * self._step_s)
         self.steps += 1
-        self.late_steps += time.perf_counter() - self._began_s > 1.1 * self._step_s
+        self.late_steps += time.perf_counter() - self._began_s > 1.1 * self.factor * self._step_s
 
     def _wait_until(self, offset_s: float) -> None:
         left_s = self._began_s + offset_s - time.perf_counter()

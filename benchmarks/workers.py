@@ -32,6 +32,7 @@ def run_workers(
     prefix: Sequence[Sequence[str]] | None = None,
     master_addr: str = "127.0.0.1",
     timeout_s: float = 1800.0,
+    interpreter: Path | None = None,
 ) -> Any:
     """Run `module SETTINGS` in every worker; return the result of rank 0.
 
@@ -43,6 +44,7 @@ def run_workers(
         prefix: see `launch`.
         master_addr: see `launch`.
         timeout_s: the workers are killed after this time, in seconds.
+        interpreter: of another environment that can import the module; None for this process's.
 
     Raises:
         OffbeatError: a worker failed, which the message names, or rank 0 gave no result.
@@ -50,7 +52,10 @@ def run_workers(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         variables = {_RESULT_PATH: str(path), "TORCH_CPP_LOG_LEVEL": "ERROR", **(env or {})}
-        command = child.module_command(module, json.dumps(dict(settings)))
+        text = json.dumps(dict(settings))
+        command = child.module_command(module, text)
+        if interpreter is not None:
+            command = [str(interpreter), "-m", module, text]
         with launch(
             command,
             workers,

@@ -112,6 +112,14 @@ def test_workers_that_average_models_end_with_one_though_one_of_them_is_slow():
     assert found[0] > 80
 
 
+def test_workers_that_make_local_steps_learn():
+    printed = run("local_steps.py", "--epochs", "3", workers=3, slow="2:10")
+
+    assert re.findall(r"^epoch (\d): test accuracy", printed, re.MULTILINE) == ["0", "1", "2"]
+    assert accuracies_percent(printed)[-1] > 80
+    assert len(re.findall(r"worker \d: \d+ steps", printed)) == 3
+
+
 @pytest.mark.parametrize("strategy", ["dtssp:s_min=1,s=2", "downpour:n_push=2"])
 def test_workers_of_a_parameter_server_end_with_one_model(strategy):
     found = accuracies_percent(run("bounded_staleness.py", "--strategy", strategy))

@@ -292,7 +292,8 @@ def test_a_paced_step_computes_the_same_gradients_and_waits_at_its_turn_and_end(
     for model in (plain, stretched):
         F.cross_entropy(model(inputs), labels).backward()
     assert torch.equal(plain.first.weight.grad, stretched.first.weight.grad)
-    assert [round(wait_s / 100) for wait_s in waited] == [10, 30]  # a third of it, and all of it
+    # A third of it, and all of it, before gradients are computed; what is then left of it passes at the end.
+    assert [round(wait_s / 100) for wait_s in waited] == [10, 30, 30]
     assert (stretch.steps, stretch.late_steps) == (1, 0)
 
 

@@ -41,6 +41,21 @@ RESULTS = {
             for time_s in (1.0, 2.0)
         ],
     },
+    "race": {
+        "kind": "real",
+        "figures": {},
+        "rows": [
+            {"method": method, "workers": 4, "slow": slow, "line_mbit": line, "seed": seed} | part
+            for slow, line in (("none", None), ("one5x", 1000))
+            for method in ("bsp", "adpsgd", "peer_ddp")
+            for seed in (0, 1)
+            for part in (
+                {"time_ratio": 0.3, "run_s": 2.0},
+                {"time_s": 0.0, "accuracy": 0.1, "distance": 0.0},
+                {"time_s": 2.0, "accuracy": 0.9, "distance": 0.5},
+            )
+        ],
+    },
     "staleness": {
         "kind": "timed",
         "figures": {},

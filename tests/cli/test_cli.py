@@ -12,6 +12,7 @@ import pytest
 
 import offbeat
 from offbeat.cli.main import main
+from support.averaging_log import averaging_log
 from support.full_disks import needs_disk, small_disk
 from support.lockstep_log import lockstep_group, log_of
 
@@ -151,6 +152,13 @@ def test_replay_of_an_unchanged_log_is_identical(capsys):
 
     assert main(["replay", "."]) == 0
     assert capsys.readouterr().out == "identical: 3 events, 1 actions\n"
+
+
+def test_replay_counts_the_averagings_of_models_and_those_that_moved_their_mean(capsys):
+    averaging_log("log.jsonl")
+
+    assert main(["replay", "log.jsonl"]) == 0
+    assert "\naveragings of models: 1, of which 1 moved the mean of all models" in capsys.readouterr().out
 
 
 def test_replay_reports_the_first_difference(capsys):

@@ -36,6 +36,7 @@ def test_labels_of_different_spellings_differ():
         (("1:5",), "worker 1 takes 5x as long"),
         (("1:2.5@0.0-0.5",), "worker 1 takes 2.5x as long from 0% to 50% of every epoch"),
         (("1:5@burst=20/100",), "worker 1 takes 5x as long in 20 of every 100 steps"),
+        (("1:5@p=0.05",), "worker 1 takes 5x as long in each step with probability 0.05"),
         (("random:3", "0:2"), "a worker drawn every epoch takes 3x as long; worker 0 takes 2x as long"),
     ],
 )

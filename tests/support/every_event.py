@@ -213,7 +213,7 @@ EXAMPLES = [
         decision_rule="decision='lag'",
     ),
     RolledBack(now_s=2.0, worker=0, epoch=3),
-    ModelsAveraged(now_s=2.0, worker=0, exchange_id=16, has_mean=True),
+    ModelsAveraged(now_s=2.0, worker=0, exchange_id=16, model_steps=3, has_mean=True),
     PartEvaluated(
         now_s=2.0, worker=0, epoch=3, digest="ab", part=4, means={"loss": -0.5}, counts={"right": 7.0}
     ),

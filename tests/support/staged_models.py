@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from offbeat.events import AverageModels, Ready
+from offbeat.events import AverageModels, OuterStep, Ready
+from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
@@ -104,6 +105,7 @@ class ModelTraining:
         seed: of the steps, and of what happens to the averagings.
         device: a `LateDevice`, or the host.
         overlap: the worker trains on while its model is averaged.
+        fragments: parts that an outer optimizer steps by themselves; 0 without one.
         has_closure: the optimizer computes the gradients.
 
     Attributes:
@@ -113,8 +115,9 @@ class ModelTraining:
 
     worker, is_newcomer, epoch, samples, batch = WORKER, False, 0, 0, 0
     failure = preempt = None
+    is_job_complete = False
 
-    def __init__(self, seed, device, *, overlap=False, has_closure=False):
+    def __init__(self, seed, device, *, overlap=False, fragments=0, has_closure=False):
         self._random, self._has_closure = random.Random(f"models {seed}"), has_closure
         torch.manual_seed(seed)
         self._model = Model()
@@ -130,9 +133,16 @@ class ModelTraining:
         self._exchange_id = 0
         self.is_job_complete = False
         trained = TrainingState(self._model, [self._optimizer])
-        self._overlap = overlap
+        self._overlap, self._fragments = overlap, fragments
         self._synchronizer = _Synchronizer(
-            self, trained, overlap=overlap, has_epoch_means=False, timeout_s=10.0, assigns_samples=False
+            self,
+            trained,
+            overlap=overlap,
+            has_epoch_means=False,
+            timeout_s=10.0,
+            assigns_samples=False,
+            outer_optimizer=OuterOptimizer() if fragments else None,
+            fragments=max(1, fragments),
         )
         self._synchronizer._join(self, device)
         self._synchronizer.attach()
@@ -173,14 +183,19 @@ class ModelTraining:
         if self._exchange_id > 4 and self._random.random() < 0.9:
             other, weight = self._random.choice(OTHERS), self._random.choice([0.5, 0.25, 1 / 3])
             members, weights = zip(*sorted([(WORKER, weight), (other, 1 - weight)]), strict=True)
+        includes_buffers, outer_step = self._random.random() < 0.4, None
+        if self._fragments and not includes_buffers and self._exchange_id > 4:
+            behind = self._random.choice([(), tuple(one for one in members if one != WORKER)])
+            fragment = self._random.randrange(self._fragments)
+            outer_step = OuterStep(fragment=fragment, number=self._exchange_id // 4, behind=behind)
         return AverageModels(
             exchange_id=self._exchange_id,
             members=members,
             joining=(),
             weights=weights,
             steps=(1,) * len(members),
-            includes_buffers=self._random.random() < 0.4,
-            outer_step=None,
+            includes_buffers=includes_buffers,
+            outer_step=outer_step,
             leader=members[0],
             reason="",
         )

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from offbeat.cli import timesheet
 from offbeat.cli.timesheet import TimeSheet
-from offbeat.policies.stragglers.injection import Burst, SlowRule, parse_slow_rule
+from offbeat.policies.stragglers.injection import Burst, Chance, SlowRule, parse_slow_rule
 
 FIRST_EPOCH: Final = 1  # epoch 0 is a warm-up: connections, memory and caches are set up in it
 _RATIO_MIN: Final = 1.05  # smaller ratios count as noise
@@ -209,6 +209,8 @@ def _rule_in_words(rule: SlowRule) -> str:
         return text
     if isinstance(rule.applies_in, Burst):
         return f"{text} in {rule.applies_in.slow_steps} of every {rule.applies_in.period_steps} steps"
+    if isinstance(rule.applies_in, Chance):
+        return f"{text} in each step with probability {rule.applies_in.probability:g}"
     return f"{text} from {rule.applies_in.start:.0%} to {rule.applies_in.end:.0%} of every epoch"
 
 

@@ -354,6 +354,7 @@ def replay(
     """
     from offbeat.events import Action
     from offbeat.wire import replay
+    from offbeat.wire.averagings import count_averagings
 
     logs = simulation.read_logs(run)
     for path, log in logs.items():
@@ -364,6 +365,12 @@ def replay(
     entries = [entry for log in logs.values() for entry in log.entries]
     actions = sum(isinstance(entry, Action) for entry in entries)
     print(f"identical: {len(entries) - actions} events, {actions} actions")
+    averagings = count_averagings(entries)
+    if averagings.total:
+        print(
+            f"averagings of models: {averagings.total}, of which {averagings.incomplete} moved the mean of "
+            "all models, because some members received theirs and others did not"
+        )
     before = next(iter(logs.values())).events_before
     if before:
         print(f"the log starts after {before} earlier events, and was replayed from the state at that time")

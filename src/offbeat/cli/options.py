@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SLOW_HELP = (
     "WORKER:FACTOR: slow down the computation of worker WORKER by FACTOR. 'random' as FACTOR draws one every "
     "epoch; @0.0-0.5 after it limits the slowness to a part of every epoch, @burst=20/100 to the first 20 of "
-    "every 100 steps."
+    "every 100 steps, @p=0.05 to steps drawn with probability 0.05."
 )
 _STRATEGY_FORM = "as name or name:key=value,key=value."
 _REPEAT_HELP = "Repeat every sample N times in its batch, to emulate an N times costlier model"

@@ -334,6 +334,7 @@ class ModelsAveraged:
 
     Attributes:
         exchange_id: of the averaging.
+        model_steps: the steps that its model had made when it was taken for the averaging.
         has_mean: its model is the mean, or for a joining member the state that it has received; otherwise the
             averaging was cancelled, and its model is unchanged.
     """
@@ -341,6 +342,7 @@ class ModelsAveraged:
     now_s: float
     worker: int
     exchange_id: int
+    model_steps: int
     has_mean: bool
 
 

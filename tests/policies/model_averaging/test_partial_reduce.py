@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -80,7 +81,8 @@ class Job:
         return self.emit(Ready(now_s=self.now_s, worker=worker, blocks=(), **fields | values))
 
     def averaged(self, worker, *, has_mean=True):
-        return self.emit(self.workers[worker].finish(has_mean=has_mean))
+        ended = self.workers[worker].finish(model_steps=1, has_mean=has_mean)
+        return self.emit(replace(ended, now_s=self.now_s))
 
     def end_all(self):
         """All members of all averagings have the mean."""
@@ -304,7 +306,9 @@ def test_with_overlap_a_worker_that_has_finished_is_in_no_group_though_it_was_re
     assert members(job.ready(2)) == [(1, 2)]
 
 
-@pytest.mark.parametrize("event", [ModelsAveraged(now_s=0, worker=1, exchange_id=77, has_mean=True)])
+@pytest.mark.parametrize(
+    "event", [ModelsAveraged(now_s=0, worker=1, exchange_id=77, model_steps=0, has_mean=True)]
+)
 def test_an_averaging_ends_once_and_for_its_members(event):
     with pytest.raises(ProtocolError, match="worker 1 is in, got 77"):
         Job(3).begin().emit(event)
@@ -457,6 +461,31 @@ def test_at_the_end_a_worker_that_ends_no_step_is_rejected_after_the_deadline(ov
     rejected, *_ = job.emit(Tick(now_s=31.5))
     assert rejected.peer == "worker-2"
     assert "others have waited for it for more than 30 s" in rejected.reason
+
+
+def test_a_worker_that_was_lost_after_its_end_keeps_nobody_waiting():
+    job = Job(3, size=2, timeout_s=30.0).begin()
+    job.finished(0)
+    job.emit(Lost(now_s=2.0, worker=0, cause=""))
+    job.now_s = 60.0
+    job.ready(1)
+    job.ready(2)
+    job.end_all()
+    assert job.emit(Tick(now_s=95.0)) == []
+
+
+def test_a_worker_whose_averaging_was_cancelled_has_the_whole_deadline_for_its_next_step():
+    job = Job(3, size=2, timeout_s=30.0).begin()
+    job.finished(0)
+    job.now_s = 1.0
+    job.ready(1)
+    job.ready(2)
+    job.now_s = 40.0
+    job.emit(Lost(now_s=40.0, worker=2, cause=""))
+    job.averaged(1, has_mean=False)
+    assert job.emit(Tick(now_s=70.0)) == []
+    (rejected, *_) = job.emit(Tick(now_s=70.5))
+    assert rejected.peer == "worker-1"
 
 
 def test_a_worker_that_leaves_is_not_waited_for():
@@ -627,6 +656,17 @@ class EpochJob(Job):
         return self.emit(EpochEnded(now_s=self.now_s, worker=worker, epoch=epoch, is_complete=is_complete))
 
 
+def test_the_mean_of_the_first_epoch_waits_for_workers_that_are_receiving_the_state():
+    job = EpochJob(3, size=2)
+    job.averaged(0)
+    job.ready(0)
+    assert job.end_epoch(0) == []
+    for worker in (1, 2):
+        job.averaged(worker)
+    job.end_epoch(1)
+    assert members(job.end_epoch(2)) == [(0, 1, 2)]
+
+
 def test_workers_that_have_used_up_an_epoch_average_once_all_have():
     job = EpochJob(3, size=2).begin()
     job.ready(0)
@@ -657,6 +697,15 @@ def test_the_first_worker_that_trains_after_an_epochs_mean_waits_for_the_others_
     job.averaged(2)
     job.ready(1)
     assert members(job.ready(2)) == [(0, 1, 2)]
+
+
+def test_the_mean_of_an_epoch_awaits_workers_that_receive_the_state_meanwhile():
+    job = EpochJob(3)
+    job.averaged(0)
+    job.ready(0)
+    job.averagings.clear()
+    job.end_epoch(0)
+    assert not job.averagings
 
 
 def test_the_mean_of_an_epoch_is_repeated_without_a_member_that_is_lost():

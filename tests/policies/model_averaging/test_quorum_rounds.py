@@ -10,8 +10,8 @@ def accept_any(group, worker):
     return True
 
 
-def rounds(every=10, least=None, grace_s=None, by_pace=True):
-    return QuorumRounds(every, least, grace_s, by_pace=by_pace)
+def rounds(every=10, least=None, grace_s=None, by_pace=True, fragments=0):
+    return QuorumRounds(every, least, grace_s, by_pace=by_pace, fragments=fragments)
 
 
 def all_ready(made, ready_s):
@@ -97,10 +97,82 @@ def test_models_are_weighted_by_the_samples_since_their_last_round():
     assert made.weights((0, 1)) == (0.25, 0.75)
 
 
+# The outer optimizer ---------------------------------------------------------------------------------------
+
+
+def outer_round(made, group, *, failed=()):
+    """A round of these workers: its weights and its outer step."""
+    for worker in group:
+        made.observe_step(worker, 1.0, samples=10, step_s=1.0)
+    weights, step = made.weights(group), made.outer_step(group)
+    for worker in group:
+        made.end_averaging(worker, has_mean=worker not in failed)
+    return weights, step
+
+
+def test_each_round_is_of_the_next_part_of_the_parameters():
+    made = rounds(fragments=2)
+    steps = [outer_round(made, (0, 1))[1] for _ in range(4)]
+    assert [(step.fragment, step.number) for step in steps] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [step.behind for step in steps] == [()] * 4
+    assert rounds(every=10, fragments=2, by_pace=False).steps(0) == 5
+
+
+def test_a_worker_that_has_missed_a_step_of_a_part_contributes_in_the_round_after():
+    made = rounds(fragments=1)
+    made.observe_step(2, 1.0, samples=10, step_s=1.0)
+    outer_round(made, (0, 1))
+    weights, step = outer_round(made, (0, 1, 2))
+    assert (weights, step.behind) == ((0.5, 0.5, 0.0), (2,))
+    weights, step = outer_round(made, (0, 1, 2))
+    assert (weights, step.behind) == ((0.2, 0.2, 0.6), ())  # 30 samples since it last contributed
+
+
+def test_a_worker_is_behind_only_in_the_part_of_which_it_has_missed_a_step():
+    made = rounds(fragments=2)
+    outer_round(made, (0, 1))
+    assert outer_round(made, (0, 1, 2))[1].behind == ()
+    assert outer_round(made, (0, 1, 2))[1].behind == (2,)
+
+
+def test_a_member_whose_averaging_has_failed_is_behind_one_for_which_it_has_not():
+    made = rounds(fragments=1)
+    outer_round(made, (0, 1), failed=(1,))
+    assert outer_round(made, (0, 1))[1].behind == (1,)
+    outer_round(made, (0, 1), failed=(0, 1))
+    assert outer_round(made, (0, 1))[1].behind == ()
+
+
+def test_a_newcomer_is_behind_in_all_parts():
+    made = rounds(fragments=2)
+    made.add_newcomer(5)
+    assert [outer_round(made, (0, 5))[1].behind for _ in range(4)] == [(5,), (5,), (), ()]
+
+
+def test_a_round_holds_a_worker_that_is_not_behind():
+    made = rounds(least=1, grace_s=0.0, fragments=1)
+    outer_round(made, (0, 1))
+    made.add(2, 5.0)
+    assert made.pop_group({0, 1, 2}, 6.0, accept_any) is None
+    made.add(1, 7.0)
+    assert made.pop_group({0, 1, 2}, 7.0, accept_any) == (1, 2)
+
+
+def test_where_no_worker_is_left_that_has_made_the_last_step_the_next_newest_goes_on():
+    made = rounds(fragments=1)
+    outer_round(made, (0, 1))
+    made.discard(0)
+    made.discard(1)
+    made.add(2, 5.0)
+    assert made.pop_group({2}, 5.0, accept_any) == (2,)
+    assert outer_round(made, (2,))[1].behind == ()
+
+
 def test_a_state_continues_as_the_original_does():
-    made = all_ready(rounds(), {0: 4.0, 1: 8.0})
+    made = all_ready(rounds(fragments=2), {0: 4.0, 1: 8.0})
     made.weights((0, 1))
-    copy = rounds()
+    made.outer_step((0, 1))
+    copy = rounds(fragments=2)
     copy.load_state_dict(made.state_dict())
     assert copy.state_dict() == made.state_dict()
     assert copy.pop_group({0, 1, 2}, 10.1, accept_any) == (0, 1)
@@ -114,6 +186,7 @@ def test_a_state_continues_as_the_original_does():
         ({"every": 1, "least": 0}, "expected a quorum of at least 1 worker"),
         ({"every": 1, "grace_s": -1.0}, "expected a finite time of grace"),
         ({"every": 1, "grace_s": float("inf")}, "expected a finite time of grace"),
+        ({"every": 4, "fragments": 5}, "expected from 0 to 4 fragments"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from offbeat.policies.stragglers.injection import (
     Burst,
+    Chance,
     EpochPart,
     InjectedSlowness,
     SlowRule,
@@ -54,6 +55,8 @@ def victims(rules: InjectedSlowness, epoch: int, workers: int = 4) -> list[int]:
             "random:3@burst=1/1",
             SlowRule(worker=None, factor=3.0, applies_in=Burst(slow_steps=1, period_steps=1)),
         ),
+        ("1:5@p=0.05", SlowRule(worker=1, factor=5.0, applies_in=Chance(probability=0.05))),
+        ("random:3@p=1", SlowRule(worker=None, factor=3.0, applies_in=Chance(probability=1.0))),
     ],
 )
 def test_every_form_is_read(text, rule):
@@ -88,6 +91,10 @@ def test_every_form_is_read(text, rule):
         ("1:5@burst=0/100", "expected a burst of 1 to 100 slow steps in a period of 100, got 0"),
         ("1:5@burst=101/100", "got 101"),
         ("1:5@burst=0/0", "expected a burst"),
+        ("1:5@p=0", "expected the probability of a slow step, above 0 and at most 1, got 0"),
+        ("1:5@p=1.1", "above 0 and at most 1, got 1.1"),
+        ("1:5@p=", "is not understood"),
+        ("1:5@p=0.05@0-1", "is not understood"),
         ("1" * 5000 + ":5", "is not understood"),
     ],
 )
@@ -202,6 +209,32 @@ def test_victims_depend_on_the_seed_and_on_the_rules_place():
 
     assert drawn(slowness("random:3", seed=1)) != drawn(slowness("random:3", seed=2))
     assert drawn(slowness("random:3")) != drawn(slowness("0:1", "random:3"))
+
+
+def test_slow_steps_are_drawn_with_their_probability_and_for_each_rule_by_itself():
+    rules = slowness(*(f"{worker}:5@p=0.05" for worker in range(4)))
+    drawn = [set(slow_steps(rules, worker, steps_per_epoch=4000)) for worker in range(4)]
+    # Each about 200 of 4,000: 60 is more than 4 standard deviations (13.8) away.
+    assert all(140 < len(steps) < 260 for steps in drawn)
+    assert all(rules.factor(0, 0, step, 4000, step) == 5.0 for step in drawn[0])
+    # Two workers share about 10 steps (standard deviation 3.2).
+    assert all(len(drawn[a] & drawn[b]) < 24 for a in range(4) for b in range(a))
+
+
+def test_slow_steps_depend_on_the_seed_and_on_the_rules_place():
+    def drawn(rules: InjectedSlowness) -> list[int]:
+        return slow_steps(rules, 0, steps_per_epoch=200)
+
+    assert drawn(slowness("0:5@p=0.2")) == drawn(slowness("0:5@p=0.2"))
+    assert drawn(slowness("0:5@p=0.2")) != drawn(slowness("0:5@p=0.2", seed=1))
+    assert drawn(slowness("0:5@p=0.2")) != drawn(slowness("1:2", "0:5@p=0.2"))
+
+
+def test_a_probability_of_one_slows_each_step_of_the_drawn_worker():
+    rules = slowness("random:3@p=1")
+    slow = victims(rules, 0)
+    assert len(slow) == 1
+    assert slow_steps(rules, slow[0]) == list(range(10))
 
 
 def test_victims_are_the_same_in_a_process_with_other_hashes():

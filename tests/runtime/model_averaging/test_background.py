@@ -85,28 +85,32 @@ class Worker:
         self.background.begin_if_due()
 
 
+def averaged(model_steps):
+    return ModelsAveraged(now_s=0.0, worker=0, exchange_id=8, model_steps=model_steps, has_mean=True)
+
+
 def test_an_averaging_that_ends_within_a_step_is_added_at_the_end_of_the_step():
     worker = Worker()
-    worker.background.end_step()
+    worker.background.end_step(1)
     worker.receive(AVERAGING)
     worker.background.begin_if_due()
     assert worker.parameters.begun == [(8, 0.5)]
-    assert worker.background.end_step() is None
+    assert worker.background.end_step(2) is None
     assert worker.parameters.snapshots == 1  # that which is being averaged
     worker.exchange.ended_s = 1.0
     worker.exchange.is_told.set()
-    assert worker.background.end_step() == ModelsAveraged(now_s=0.0, worker=0, exchange_id=8, has_mean=True)
+    assert worker.background.end_step(3) == averaged(model_steps=1)
     assert (worker.parameters.added, worker.parameters.snapshots) == (1, 2)
 
 
 def test_an_exchange_whose_end_is_seen_before_it_is_told_is_waited_for():
     worker = Worker()
-    worker.background.end_step()
+    worker.background.end_step(1)
     worker.receive(AVERAGING)
     worker.exchange.ended_s = 1.0
     telling = threading.Timer(0.05, worker.exchange.is_told.set)
     telling.start()
-    assert worker.background.end_step() is not None
+    assert worker.background.end_step(1) is not None
     telling.join()
 
 
@@ -123,12 +127,14 @@ def test_an_averaging_that_arrives_while_the_snapshot_is_taken_begins_once_when_
     worker.parameters.while_taking = (
         arrive if arrives_in == "another thread" else lambda: worker.receive(AVERAGING)
     )
-    worker.background.end_step()
+    worker.background.end_step(1)
     assert worker.parameters.begun == [(8, 0.5)]
 
 
 class Synchronizer(ModelAveragingSynchronizer):
     """That of a worker whose loop has ended."""
+
+    worker = 0
 
     def __init__(self, worker, events):
         self._client, self._protocol, self._background = worker.client, worker.protocol, worker.background
@@ -140,14 +146,49 @@ class Synchronizer(ModelAveragingSynchronizer):
         self._events.append(event)
         self._client.is_job_complete = True
 
-    def _average(self, what):
+    def _average_models(self, averaging, group):
         raise AssertionError("the links' thread is about to begin this averaging")
+
+
+class ArrivesWhenItIsLookedFor(ModelAveragingProtocol):
+    """An averaging arrives as soon as the loop's thread has seen none and lets the links' thread act."""
+
+    client = None
+    _averaging = None
+
+    @property
+    def averaging(self):
+        seen, client = self._averaging, self.client
+        if client is not None:
+            self.client = None
+            receiving = threading.Thread(target=self._receive, args=[client])
+            receiving.start()
+            receiving.join(0.1)
+        return seen
+
+    @averaging.setter
+    def averaging(self, averaging):
+        self._averaging = averaging
+
+    def _receive(self, client):
+        with client.lock:
+            self.handle(AVERAGING)
+
+
+def test_without_overlap_a_worker_waits_though_the_averaging_arrives_while_it_looks_for_one():
+    worker = Worker()
+    worker.protocol = ArrivesWhenItIsLookedFor(0)
+    worker.protocol.count_step()
+    synchronizer = Synchronizer(worker, [])
+    synchronizer._overlap = False
+    worker.protocol.client = worker.client
+    assert synchronizer._has_to_wait()
 
 
 def test_an_averaging_that_arrives_when_the_loop_has_ended_is_begun_by_the_links_alone():
     """Between the two steps of the links' thread, the loop's thread sees the averaging already."""
     worker, events = Worker(), []
-    worker.background.end_step()
+    worker.background.end_step(1)
     with worker.client.lock:
         worker.protocol.handle(AVERAGING)
     finishing = threading.Thread(target=Synchronizer(worker, events).finish)
@@ -156,5 +197,5 @@ def test_an_averaging_that_arrives_when_the_loop_has_ended_is_begun_by_the_links
     worker.exchange.is_told.set()
     worker.background.begin_if_due()
     finishing.join(DEADLINE_S)
-    assert events == [ModelsAveraged(now_s=0.0, worker=0, exchange_id=8, has_mean=True)]
+    assert events == [averaged(model_steps=1)]
     assert worker.parameters.begun == [(8, 0.5)]

@@ -16,7 +16,7 @@ from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.transport.endpoint import Endpoint
-from offbeat.strategies import ADPSGD, LocalSGD, Prague, PReduce, parse_strategy
+from offbeat.strategies import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce, parse_strategy
 from support.jobs import job
 from support.processes import run, values
 from support.run_logs import entries_of, wait_until
@@ -92,6 +92,73 @@ def test_with_all_workers_in_a_group_training_equals_one_process_with_all_batche
         torch.testing.assert_close(torch.tensor(state[name]), tensor, rtol=1e-4, atol=1e-6)
 
 
+def train_in_double_precision(rank, emit, strategy):
+    model = network(0, normalizes=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with offbeat.join(model, optimizer, strategy) as session:
+        for _ in session.epochs(3):
+            for _, inputs, labels in session.batches(data(), BATCH):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs.double()), labels).backward()
+                optimizer.step()
+    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+def diloco_in_one_process(workers, every, fragments):
+    """DiLoCo of equally fast workers, with torch's Nesterov momentum; returns the mean of the models."""
+    models = [network(0, normalizes=False).double() for _ in range(workers)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
+    vector = nn.utils.parameters_to_vector
+    length = len(vector(models[0].parameters()))
+    parts = [slice(length * one // fragments, length * (one + 1) // fragments) for one in range(fragments)]
+    anchors = [nn.Parameter(vector(models[0].parameters()).detach()[part].clone()) for part in parts]
+    outer = [torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True) for anchor in anchors]
+    _, inputs, labels = data().tensors
+    steps = 0
+    for epoch in range(3):
+        shards = EqualShards(
+            samples=SAMPLES,
+            workers=workers,
+            batch_size=BATCH,
+            seed=0,
+            epoch=epoch,
+            shuffle=True,
+            drop_last=False,
+        )
+        for batches in zip(*(shards.batches(worker) for worker in range(workers)), strict=True):
+            for model, optimizer, batch in zip(models, optimizers, batches, strict=True):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs[batch].double()), labels[batch]).backward()
+                optimizer.step()
+            steps += 1
+            if steps % (every // fragments):
+                continue
+            number = (steps // (every // fragments) - 1) % fragments
+            flats = [vector(model.parameters()).detach() for model in models]
+            anchor, part = anchors[number], parts[number]
+            anchor.grad = anchor.detach() - sum(flat[part] for flat in flats) / workers
+            outer[number].step()
+            for model, flat in zip(models, flats, strict=True):
+                flat[part] = anchor.detach()
+                nn.utils.vector_to_parameters(flat, model.parameters())
+    flat = sum(vector(model.parameters()).detach() for model in models) / workers
+    nn.utils.vector_to_parameters(flat, models[0].parameters())
+    return models[0].state_dict()
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_local_steps_with_an_outer_optimizer_equal_those_in_one_process(fragments):
+    strategy = DiLoCo(
+        every=4, fragments=fragments, by_pace=False, overlap=False, shards="equal", least=2, global_every=None
+    )
+    results = values(run(train_in_double_precision, 2, strategy))
+    assert results[0] == results[1]
+    for name, tensor in diloco_in_one_process(2, 4, fragments).items():
+        torch.testing.assert_close(
+            torch.tensor(results[0][name], dtype=torch.float64), tensor, rtol=0, atol=1e-12
+        )
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -103,6 +170,8 @@ def test_with_all_workers_in_a_group_training_equals_one_process_with_all_batche
         Prague(overlap=False),
         LocalSGD(every=4),
         LocalSGD(every=4, overlap=False, by_pace=False, global_every=None),
+        DiLoCo(every=4),
+        DiLoCo(every=4, fragments=2, mixing=0.25, overlap=False),
     ],
 )
 def test_workers_in_changing_groups_use_each_sample_once_and_end_with_one_model(strategy):

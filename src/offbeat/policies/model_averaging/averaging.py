@@ -107,6 +107,8 @@ class _Averaging:
 class ModelAveraging:
     """Lets groups of workers average their models, again and again.
 
+    Size: most of it decides for one event each; what has a state of its own is in parts that it owns.
+
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
         groups: forms the groups.
@@ -151,7 +153,7 @@ class ModelAveraging:
         self._steps_left: dict[int, int] = {}  # by worker, steps until it is ready; 1 where none is noted
         self._began_s: dict[int, float] = {}  # by worker, when its step under way began
         self._active_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
-        self._first_finished_s: float | None = None  # when a worker first had finished
+        self._finished_s: dict[int, float] = {}  # by worker, when its loop had ended
         self._epoch_means = EpochMeans()
         self._steps_since_mean = 0  # of all workers, since all have averaged
         self._last_common: int | None = None  # the last averaging after which all have the same model
@@ -210,7 +212,7 @@ class ModelAveraging:
             "steps_left": [list(entry) for entry in self._steps_left.items()],
             "began_s": [list(entry) for entry in self._began_s.items()],
             "active_s": [list(entry) for entry in self._active_s.items()],
-            "first_finished_s": self._first_finished_s,
+            "finished_s": [list(entry) for entry in self._finished_s.items()],
             "epoch_means": self._epoch_means.state_dict(),
             "steps_since_mean": self._steps_since_mean,
             "last_common": self._last_common,
@@ -240,7 +242,7 @@ class ModelAveraging:
         self._exchange_of = dict(state["exchange_of"])
         self._next_exchange = state["next_exchange"]
         self._steps_left, self._began_s = dict(state["steps_left"]), dict(state["began_s"])
-        self._active_s, self._first_finished_s = dict(state["active_s"]), state["first_finished_s"]
+        self._active_s, self._finished_s = dict(state["active_s"]), dict(state["finished_s"])
         self._epoch_means.load_state_dict(state["epoch_means"])
         self._steps_since_mean = state["steps_since_mean"]
         self._last_common, self._equal = state["last_common"], set(state["equal"])
@@ -287,6 +289,7 @@ class ModelAveraging:
         self._groups.end_averaging(event.worker, has_mean=event.has_mean)
         if not self._overlap:
             self._began_s[event.worker] = event.now_s
+        self._active_s[event.worker] = event.now_s
         if event.has_mean:
             if event.exchange_id == self._last_common:
                 self._equal.add(event.worker)
@@ -294,7 +297,6 @@ class ModelAveraging:
                 self._equal.discard(event.worker)
             self._steps_left[event.worker] = averaging.steps[averaging.members.index(event.worker)]
             self._roster.without_state.discard(event.worker)
-            self._active_s[event.worker] = event.now_s
         else:
             self._forget_common(event.exchange_id)
             if averaging.is_common and event.worker in self._roster.training:
@@ -330,8 +332,7 @@ class ModelAveraging:
         self._roster.finish(event.worker)
         self._groups.discard(event.worker)
         self._epoch_means.forget(event.worker)
-        if self._first_finished_s is None:
-            self._first_finished_s = event.now_s
+        self._finished_s[event.worker] = event.now_s
         if self._assigner is not None:
             self._assigner.on_finished(event.worker)
 
@@ -340,7 +341,7 @@ class ModelAveraging:
         if not self._roster.remove(worker):
             return []
         self._groups.discard(worker)
-        for by_worker in (self._steps_left, self._began_s, self._active_s):
+        for by_worker in (self._steps_left, self._began_s, self._active_s, self._finished_s):
             by_worker.pop(worker, None)
         self._reachability.forget(worker)
         self._epoch_means.forget(worker)
@@ -390,7 +391,7 @@ class ModelAveraging:
         began_s = (
             self._groups.waiting_since_s,
             self._epoch_means.waiting_since_s,
-            self._first_finished_s,
+            min(self._finished_s.values(), default=None),
         )
         since_s = [one for one in began_s if one is not None]
         if not since_s:
@@ -416,6 +417,11 @@ class ModelAveraging:
     def _resting(self) -> frozenset[int]:
         """Workers that wait for samples."""
         return frozenset() if self._assigner is None else self._assigner.waiting_workers
+
+    @property
+    def _receiving(self) -> set[int]:
+        """Workers that receive the state now, and train then."""
+        return self._roster.without_state & self._exchange_of.keys()
 
     # Decisions -------------------------------------------------------------------------------------------
 
@@ -457,7 +463,8 @@ class ModelAveraging:
         if any(averaging.is_common for averaging in self._averagings.values()):
             return []  # its members wait again if it fails
         silent = self._reachability.silent_workers
-        due = [one for one in self._epoch_means.due(self._roster.training - silent) if one not in silent]
+        awaited = (self._roster.training | self._receiving) - silent
+        due = [worker for worker in self._epoch_means.due(awaited) if worker not in silent]
         if not self._exchange_of.keys().isdisjoint(due):
             return []
         actions: list[Action] = []
@@ -475,10 +482,9 @@ class ModelAveraging:
 
     def _form_groups(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        receiving = self._roster.without_state & self._exchange_of.keys()
         resting = self._resting - self._groups.ready  # with overlap, a worker may be ready and rest
         away = self._reachability.silent_workers | resting | self._epoch_means.waiting.keys()
-        training = (self._roster.training | receiving) - away
+        training = (self._roster.training | self._receiving) - away
         while group := self._next_group(training, now_s):
             reason = f"workers {', '.join(map(str, group))} are ready"
             actions.append(

@@ -70,10 +70,11 @@ class ModelAveragingProtocol:
         if self.averaging is None:
             self.steps_left = max(0, self.steps_left - 1)
 
-    def finish(self, *, has_mean: bool) -> ModelsAveraged:
+    def finish(self, *, model_steps: int, has_mean: bool) -> ModelsAveraged:
         """End the averaging; return the event that reports it.
 
         Args:
+            model_steps: see `ModelsAveraged`.
             has_mean: the worker's model is the mean, or the state that it has received.
         """
         averaging, self.averaging, self.is_cancelled = self.averaging, None, False
@@ -81,5 +82,9 @@ class ModelAveragingProtocol:
         self.steps_left = averaging.steps[averaging.members.index(self._worker)] if has_mean else 1
         self._round += 1
         return ModelsAveraged(
-            now_s=0.0, worker=self._worker, exchange_id=averaging.exchange_id, has_mean=has_mean
+            now_s=0.0,
+            worker=self._worker,
+            exchange_id=averaging.exchange_id,
+            model_steps=model_steps,
+            has_mean=has_mean,
         )

@@ -1,8 +1,8 @@
 """Injected slowness: one-line rules that name a worker, its factor of slowness, and when it applies.
 
-Every process uses its own copy and all copies agree: random draws come from the seed, the epoch and the
-rule's index in the list, never from shared or global state. This module never sleeps; the session sleeps
-(factor - 1) times the compute time that it measured.
+Every process uses its own copy and all copies agree: random draws come from the seed, the rule's index in
+the list, and the epoch or the worker's step, never from shared or global state. This module never sleeps;
+the session sleeps (factor - 1) times the compute time that it measured.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 RULE_SYNTAX = (
-    "WORKER:FACTOR or random:FACTOR, and after it @START-END (parts of an epoch), @burst=SLOW/PERIOD (steps) "
-    "or nothing"
+    "WORKER:FACTOR or random:FACTOR, and after it @START-END (parts of an epoch), @burst=SLOW/PERIOD "
+    "(steps), @p=PROBABILITY (of each step) or nothing"
 )
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _RULE = re.compile(
     rf"(?P<worker>random|[0-9]+):(?P<factor>{_NUMBER})"
-    rf"(?:@(?:(?P<start>{_NUMBER})-(?P<end>{_NUMBER})|burst=(?P<slow>[0-9]+)/(?P<period>[0-9]+)))?"
+    rf"(?:@(?:(?P<start>{_NUMBER})-(?P<end>{_NUMBER})|burst=(?P<slow>[0-9]+)/(?P<period>[0-9]+)"
+    rf"|p=(?P<probability>{_NUMBER})))?"
 )
 _TEXT_LENGTH_MAX = 100
 
@@ -56,6 +57,19 @@ class Burst:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chance:
+    """Each step with the same probability, above 0 and at most 1; drawn for each rule and step."""
+
+    probability: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.probability <= 1.0:
+            raise ValueError(
+                f"expected the probability of a slow step, above 0 and at most 1, got {self.probability:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlowRule:
     """One worker takes `factor` times as long, always or at times.
 
@@ -67,7 +81,7 @@ class SlowRule:
 
     worker: int | None
     factor: float
-    applies_in: EpochPart | Burst | None = None
+    applies_in: EpochPart | Burst | Chance | None = None
 
     def __post_init__(self) -> None:
         if self.worker is not None and self.worker < 0:
@@ -77,7 +91,7 @@ class SlowRule:
 
 
 def parse_slow_rule(text: str) -> SlowRule:
-    """Read one rule: `1:5`, `random:3`, `1:5@0.0-0.5`, `random:3@0.5-1`, `1:5@burst=20/100`.
+    """Read one rule: `1:5`, `random:3`, `1:5@0.0-0.5`, `random:3@0.5-1`, `1:5@burst=20/100`, `1:5@p=0.05`.
 
     Raises:
         ValueError: text that is no rule; the message names the text, the expected form and the error.
@@ -88,12 +102,14 @@ def parse_slow_rule(text: str) -> SlowRule:
         raise ValueError(
             f"slowness {quoted} is not understood: expected {RULE_SYNTAX}, e.g. 1:5, random:3@0.0-0.5"
         )
-    when: EpochPart | Burst | None = None
+    when: EpochPart | Burst | Chance | None = None
     try:
         if match["start"] is not None:
             when = EpochPart(start=float(match["start"]), end=float(match["end"]))
         elif match["slow"] is not None:
             when = Burst(slow_steps=int(match["slow"]), period_steps=int(match["period"]))
+        elif match["probability"] is not None:
+            when = Chance(probability=float(match["probability"]))
         worker = None if match["worker"] == "random" else int(match["worker"])
         return SlowRule(worker=worker, factor=float(match["factor"]), applies_in=when)
     except ValueError as error:
@@ -109,7 +125,7 @@ class InjectedSlowness:
     Args:
         rules: any number, none of them naming a worker outside 0 to `workers` - 1.
         workers: number of workers, at least 1; a random rule draws among them.
-        seed: two jobs with the same seed draw the same workers.
+        seed: two jobs with the same seed draw the same workers and steps.
 
     Raises:
         ValueError: a bad count, or a rule about a worker that does not exist.
@@ -146,17 +162,21 @@ class InjectedSlowness:
         product = 1.0
         for index, rule in enumerate(self._rules):
             # The time is checked first, so that a missing steps_per_epoch raises on every worker.
-            if _applies(rule.applies_in, step_in_epoch, steps_per_epoch, step) and worker == (
+            if not _applies(rule.applies_in, step_in_epoch, steps_per_epoch, step) or worker != (
                 _drawn_worker(self._seed, epoch, index, self._workers) if rule.worker is None else rule.worker
+            ):
+                continue
+            if not isinstance(rule.applies_in, Chance) or (
+                random.Random(f"slowness {self._seed} {index} {step}").random() < rule.applies_in.probability
             ):
                 product *= rule.factor
         return product
 
 
 def _applies(
-    when: EpochPart | Burst | None, step_in_epoch: int, steps_per_epoch: int | None, step: int
+    when: EpochPart | Burst | Chance | None, step_in_epoch: int, steps_per_epoch: int | None, step: int
 ) -> bool:
-    if when is None:
+    if when is None or isinstance(when, Chance):  # its steps are drawn afterwards, for the rule's worker only
         return True
     if isinstance(when, Burst):
         return step % when.period_steps < when.slow_steps

@@ -36,6 +36,9 @@ class BackgroundAveraging:
         overlap: the worker trains on meanwhile; else it calls `wait`, and the mean replaces its model.
         outer: the outer optimizer that follows, None without one.
         share: of the difference between mean and snapshot, what is added.
+
+    Attributes:
+        snapshot_steps: the steps that the model had made when the last snapshot of it was taken.
     """
 
     def __init__(
@@ -53,27 +56,31 @@ class BackgroundAveraging:
         self._open_exchange, self._overlap = open_exchange, overlap
         self._outer, self._share = outer, share
         self._is_taking_snapshot = False
+        self.snapshot_steps = 0
         self._begun: AverageModels | None = None  # the averaging whose exchange has begun, or is about to
         self._pending: list[PendingExchange] | None = None  # its exchanges
 
-    def serves(self, averaging: AverageModels) -> bool:
-        """Whether an averaging is one for the background.
+    def trains_on(self, averaging: AverageModels) -> bool:
+        """Whether the worker trains on during an averaging.
 
-        It is not at the end, nor on workers that send or receive a state: they wait.
+        It does not without overlap, at the end, nor if it sends or receives a state.
         """
-        group = averaging.group
-        is_waiting = bool(averaging.joining) and self._client.worker in (*averaging.joining, group[0])
-        return not averaging.includes_buffers and not is_waiting
+        is_sender = bool(averaging.joining) and self._client.worker == averaging.group[0]
+        return self._overlap and self.is_of_snapshots(averaging) and not is_sender
+
+    def is_of_snapshots(self, averaging: AverageModels) -> bool:
+        """Whether snapshots are averaged, this worker's among them; else the models as they are."""
+        return not averaging.includes_buffers and self._client.worker in averaging.group
 
     def begin_if_due(self) -> None:
-        """Begin to exchange the snapshot if an averaging for the background has arrived."""
+        """Begin to exchange the snapshot if an averaging of snapshots has arrived."""
         with self._client.lock:
             averaging = self._protocol.averaging
             if (
                 averaging is None
                 or self._begun is not None
                 or self._is_taking_snapshot
-                or not self.serves(averaging)
+                or not self.is_of_snapshots(averaging)
             ):
                 return
             self._begun = averaging
@@ -101,8 +108,11 @@ class BackgroundAveraging:
         step = averaging.outer_step
         return WHOLE if self._outer is None or step is None else self._outer.fragment_of(step)
 
-    def end_step(self) -> ModelsAveraged | None:
+    def end_step(self, steps: int) -> ModelsAveraged | None:
         """End a step: add what an averaging has yielded; take a snapshot if the worker is ready for another.
+
+        Args:
+            steps: that the worker has made.
 
         Returns:
             The event that reports the end of an averaging, None if none has ended.
@@ -111,26 +121,39 @@ class BackgroundAveraging:
             WorkerError: the job failed.
         """
         ended = None
-        if self._pending is not None and all(one.ended_s is not None for one in self._pending):
-            ended = self._end(COORDINATOR_MARGIN_S)  # so that what ends them may return
+        if self._has_mean_to_add():
+            has_mean = self.wait(COORDINATOR_MARGIN_S)  # so that what ends the exchanges may return
+            with self._client.lock:
+                ended = self._protocol.finish(model_steps=self.snapshot_steps, has_mean=has_mean)
         with self._client.lock:
             self._protocol.count_step()
             self._is_taking_snapshot = self._protocol.is_ready
         if self._is_taking_snapshot:
             self._parameters.take_snapshot()
+            self.snapshot_steps = steps
             self._is_taking_snapshot = False
             self.begin_if_due()
         return ended
 
-    def wait(self, timeout_s: float) -> ModelsAveraged:
-        """Wait for the end of the averaging that the worker is in, which is one for the background.
+    def _has_mean_to_add(self) -> bool:
+        """Whether an averaging during which the worker trains on has ended."""
+        pending, averaging = self._pending, self._begun
+        if pending is None or averaging is None or not self.trains_on(averaging):
+            return False
+        return all(one.ended_s is not None for one in pending)
 
-        Its exchange has begun, or the links' thread is about to begin it. See `end_step`.
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the mean of the averaging of snapshots that the worker is in, and apply it.
+
+        Its exchange has begun, or the links' thread is about to begin it.
+
+        Returns:
+            Whether there is a mean: the averaging was not cancelled.
+
+        Raises:
+            WorkerError: the job failed.
         """
         self._client.wait_for(lambda: self._pending is not None, timeout_s, "an averaging to begin")
-        return self._end(timeout_s)
-
-    def _end(self, timeout_s: float) -> ModelsAveraged:
         pending, averaging, has_mean = self._pending, self._begun, True
         assert pending is not None
         assert averaging is not None
@@ -143,7 +166,7 @@ class BackgroundAveraging:
             self._apply(averaging)
         with self._client.lock:
             self._begun = self._pending = None
-            return self._protocol.finish(has_mean=has_mean)
+        return has_mean
 
     def _apply(self, averaging: AverageModels) -> None:
         """Change the parameters by what the exchange has yielded."""

@@ -55,6 +55,8 @@ from offbeat.runtime.training.trained import TrainingState
 class ModelAveragingSynchronizer:
     """A worker that owns its model and averages it with others; see `Synchronizer`.
 
+    Size: half of it is the interface, in one line each; an averaging itself is in parts that it owns.
+
     Args:
         loop: the worker's session.
         trained: the model and its optimizers.
@@ -179,9 +181,6 @@ class ModelAveragingSynchronizer:
         self._memory = TensorMemory(client.endpoint, device)
         parameters = [one for one in self._trained.model.parameters() if one.requires_grad]
         self._parameters = FlatTensors(lambda: parameters, self._memory)
-        client.on_action = self._on_action
-        while not self._average("the state of the other workers"):
-            pass
         if self._outer_optimizer is not None:
             self._outer = OuterState(self._outer_optimizer, self._fragments, self._parameters, self._memory)
         self._background = BackgroundAveraging(
@@ -193,6 +192,10 @@ class ModelAveragingSynchronizer:
             outer=self._outer,
             share=1.0 - self._mixing,
         )
+        client.on_action = self._on_action
+        self._background.begin_if_due()  # an averaging that has arrived before
+        while self._average("the state of the other workers", self._timeout_s + COORDINATOR_MARGIN_S) is None:
+            pass
 
     def attach(self) -> None:
         """See `Synchronizer.attach`."""
@@ -228,7 +231,8 @@ class ModelAveragingSynchronizer:
         self._send_epoch_ended(is_complete=True)
         has_mean = False
         while not has_mean and not client.is_job_complete:
-            has_mean = self._take_part("all workers to use up the epoch", None)
+            ended = self._average("all workers to use up the epoch", None)
+            has_mean = ended is not None and ended.includes_buffers
 
     def _send_epoch_ended(self, *, is_complete: bool) -> None:
         self._loop.send_event(
@@ -244,28 +248,7 @@ class ModelAveragingSynchronizer:
         The coordinator rejects a worker that keeps the others waiting, so this wait has no limit of its own.
         """
         while self._client is not None and not self._client.is_job_complete:
-            self._take_part("all workers to finish", None)
-
-    def _take_part(self, what: str, timeout_s: float | None) -> bool:
-        """Wait for an averaging or the end of the job, and take part; return whether all have the same model.
-
-        Args:
-            what: what is waited for, for the error message.
-            timeout_s: how long, in seconds; None where the coordinator rejects workers that are late.
-        """
-        client = self._client
-        assert client is not None
-        client.wait_for(
-            lambda: self._protocol.averaging is not None or client.is_job_complete, timeout_s, what
-        )
-        averaging = self._protocol.averaging
-        if averaging is None:
-            return False
-        if self._background is not None and self._background.serves(averaging):
-            self._loop.timer.switch("communicate")
-            self._loop.send_event(self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S))
-            return False
-        return self._average(what) and averaging.includes_buffers
+            self._average("all workers to finish", None)
 
     def receive_final_state(self) -> None:
         """See `Synchronizer.receive_final_state`: `finish` has received it."""
@@ -339,7 +322,7 @@ class ModelAveragingSynchronizer:
                 blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
         assert self._background is not None
         timer.switch("communicate")
-        if (ended := self._background.end_step()) is not None:
+        if (ended := self._background.end_step(self._steps)) is not None:
             self._loop.send_event(ended)
         self._loop.send_event(
             Ready(
@@ -357,7 +340,7 @@ class ModelAveragingSynchronizer:
         )
         timer.switch("wait")
         if self._has_to_wait():
-            self._take_part("the workers of its group", self._timeout_s + COORDINATOR_MARGIN_S)
+            self._average("the workers of its group", None)
         timer.switch("other")
         self._is_preempted = client.preempt is not None
 
@@ -365,37 +348,48 @@ class ModelAveragingSynchronizer:
 
     def _has_to_wait(self) -> bool:
         """Whether this worker goes on only after an averaging."""
-        averaging = self._protocol.averaging
-        if averaging is None:
-            return not self._overlap and self._protocol.is_ready
+        assert self._client is not None
         assert self._background is not None
-        return not (self._overlap and self._background.serves(averaging))
+        with self._client.lock:  # an averaging may arrive between the two looks
+            averaging, is_ready = self._protocol.averaging, self._protocol.is_ready
+        if averaging is None:
+            return not self._overlap and is_ready
+        return not self._background.trains_on(averaging)
 
-    def _average(self, what: str) -> bool:
-        """Wait for an averaging, take part in it and report its end; return whether it was not cancelled.
+    def _average(self, what: str, timeout_s: float | None) -> AverageModels | None:
+        """Wait for an averaging or the end of the job, take part in it and report its end.
 
         Args:
             what: what is waited for, for the error message.
+            timeout_s: how long, in seconds; None where the coordinator rejects workers that are late.
+
+        Returns:
+            The averaging, None if it was cancelled or the job is complete.
 
         Raises:
             WorkerError: the job failed, or no averaging began within the deadline.
         """
         client = self._client
         assert client is not None
-        timeout_s = self._timeout_s + COORDINATOR_MARGIN_S
-        client.wait_for(lambda: self._protocol.averaging is not None, timeout_s, what)
+        client.wait_for(
+            lambda: self._protocol.averaging is not None or client.is_job_complete, timeout_s, what
+        )
         averaging = self._protocol.averaging
-        assert averaging is not None
+        if averaging is None:
+            return None
         self._loop.timer.switch("communicate")
         has_mean = True
         try:
             self._carry_out(averaging)
         except AveragingCancelledError:
             has_mean = False
+        assert self._background is not None
+        is_of_snapshots = self._background.is_of_snapshots(averaging)
+        model_steps = self._background.snapshot_steps if is_of_snapshots else self._steps
         with client.lock:
-            event = self._protocol.finish(has_mean=has_mean)
+            event = self._protocol.finish(model_steps=model_steps, has_mean=has_mean)
         self._loop.send_event(event)
-        return has_mean
+        return averaging if has_mean else None
 
     def _carry_out(self, averaging: AverageModels) -> None:
         worker, joining = self._loop.worker, averaging.joining
@@ -403,7 +397,13 @@ class ModelAveragingSynchronizer:
         if worker in joining:
             self._copy_state(averaging, [group[0], *joining])
             return
-        if len(group) > 1:
+        assert self._background is not None
+        if self._background.is_of_snapshots(averaging):
+            if not self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S):
+                raise AveragingCancelledError
+        elif len(group) > 1:
+            if self._outer is not None:
+                self._outer.begin()  # it may have made no step of the epoch
             self._average_models(averaging, group)
         if joining and worker == group[0]:
             with suppress(AveragingCancelledError):  # they receive it from the next group

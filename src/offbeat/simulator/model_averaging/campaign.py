@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies import Policy
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.model_averaging.averaging import ModelAveraging
@@ -96,10 +97,11 @@ def _draw_policy(chance: random.Random, seed: int) -> tuple[type[ModelAveraging]
         return policy, {"topology": chance.choice(TOPOLOGIES), "seed": seed}
     if policy is LocalSteps:
         return policy, {
-            "every": chance.choice([1, 2, 5, 16]),
+            "every": chance.choice([4, 5, 16]),
             "least": chance.choice([None, 1, 2, 100]),
             "grace_s": chance.choice([None, 0.0, 2.0]),
             "by_pace": chance.random() < 0.7,
+            "fragments": chance.choice([0, 1, 1, 4]),
         }
     return policy, {
         "mode": chance.choice(GROUP_MODES),
@@ -130,6 +132,8 @@ def run_case(
         lambda: build(case),
         overlap=case.arguments["overlap"],
         has_epoch_means=case.arguments["global_every"] == "epoch",
+        fragments=max(1, case.arguments.get("fragments", 0)),
+        outer_optimizer=OuterOptimizer(momentum_every=1 + seed % 3),
     )
     try:
         cluster.run()

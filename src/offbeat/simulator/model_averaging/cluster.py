@@ -20,6 +20,7 @@ from offbeat.events import (
     ModelsAveraged,
     Ready,
 )
+from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies import Policy
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.model_averaging.worker import AveragingWorker, SimulatedAveraging
@@ -41,6 +42,8 @@ class SimulatedModelCluster(SimulatedCluster):
         policies: builds the coordinator's policies; called again for each restarted coordinator.
         overlap: workers train on while their models are averaged.
         has_epoch_means: all models are averaged at the end of each epoch.
+        fragments: see `ModelSimulation`.
+        outer_optimizer: see `ModelSimulation`.
 
     Attributes:
         averagings: all averagings, in order.
@@ -53,9 +56,13 @@ class SimulatedModelCluster(SimulatedCluster):
         *,
         overlap: bool,
         has_epoch_means: bool,
+        fragments: int = 1,
+        outer_optimizer: OuterOptimizer | None = None,
     ) -> None:
         super().__init__(setting, policies, one_by_one=True)
         self.overlap, self.has_epoch_means = overlap, has_epoch_means
+        self.fragments = fragments
+        self.outer_optimizer = outer_optimizer or OuterOptimizer()
         chance = np.random.default_rng(setting.seed)
         self._solution = chance.normal(size=4)
         self.averagings: list[AverageModels] = []

@@ -19,10 +19,12 @@ from offbeat.events import (
     CancelAveraging,
     EpochEnded,
     JobComplete,
+    OuterStep,
     PeerList,
     Ready,
     RejectPeer,
 )
+from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.training.exchange import BlockableExchange
@@ -62,10 +64,14 @@ class ModelSimulation(Simulation, Protocol):
     Attributes:
         overlap: workers train on while their models are averaged.
         has_epoch_means: all models are averaged at the end of each epoch.
+        fragments: parts of the parameters that the outer optimizer steps by themselves.
+        outer_optimizer: of workers that make local steps.
     """
 
     overlap: bool
     has_epoch_means: bool
+    fragments: int
+    outer_optimizer: OuterOptimizer
 
     def gradient(self, parameters: Any, worker: int, number: int) -> Any:
         """Return the gradient of a worker's `number`-th batch."""
@@ -100,16 +106,20 @@ class AveragingWorker(SimulatedWorker):
         )
         self._activity_before = JOINING  # before the averaging under way
         self.snapshot: Any = None
-        # With overlap, what the averaging under way has yielded, until the end of the step:
-        self._mean: Any = None
+        self._snapshot_steps = 0  # made before the snapshot or, where it waits, before the averaging
+        # With overlap, the averaging that has ended, until its mean is added at the end of the step:
+        self._ended: SimulatedAveraging | None = None
         self._has_given_up = False
+        self.outer_state: list[Any] = []  # anchor and buffers of the outer optimizer
         zeros = np.zeros(4)
         self.model = None if is_new or worker else ModelState(zeros, zeros)
+        if self.model is not None:
+            self._begin_outer_state()
 
     @property
     def has_difference(self) -> bool:
         """Whether it has yet to add what an averaging has yielded."""
-        return self._mean is not None
+        return self._ended is not None
 
     @property
     def contribution(self) -> Any:
@@ -156,7 +166,7 @@ class AveragingWorker(SimulatedWorker):
         self._activity_before = self.activity
         self.activity = EXCHANGING
         if self.model is not None:
-            self.snapshot = self.model.parameters
+            self._take_snapshot()
         if self.averaging_protocol.is_cancelled:
             self._end_averaging(has_mean=False)
         else:
@@ -166,7 +176,7 @@ class AveragingWorker(SimulatedWorker):
         """See `SimulatedWorker`: what an averaging yields is added at once from now on."""
         super()._finish(epoch)
         averaging = self.averaging_protocol.averaging
-        if self._mean is not None or self._has_given_up:
+        if self._ended is not None or self._has_given_up:
             self._end_overlapped()
         elif averaging is not None and self.exchange is None:
             self._take_part(averaging)
@@ -175,13 +185,17 @@ class AveragingWorker(SimulatedWorker):
         """See `SimulatedWorker`: the averaging under way ends without this worker."""
         if self.exchange is not None:
             self.exchange.block(self)
-        self.exchange = self._mean = None
+        self.exchange = self._ended = None
         super()._send_left()
 
     def _open_sessions_with(self, members: tuple[int, ...]) -> None:
         if members not in self.session_groups:
             self.session_groups.add(members)
             self.cluster.on_new_sessions()
+
+    def _take_snapshot(self) -> None:
+        assert self.model is not None
+        self.snapshot, self._snapshot_steps = self.model.parameters, self.steps_taken
 
     def _give_up(self) -> None:
         if self.exchange is None:
@@ -206,20 +220,48 @@ class AveragingWorker(SimulatedWorker):
             return
         self.exchange = None
         if self._trains_on:
-            self._mean = averaging.mean
+            self._ended = averaging
             return
         if self.model is None:
             self.model = averaging.donor_model
             self.sample_loop.enter_epoch(averaging.epoch)
-        self._add_difference(averaging.mean)
+            self.model = replace(self.model, parameters=averaging.mean)
+            self._begin_outer_state()
+        self._add_difference(averaging)
         self._end_averaging(has_mean=True)
 
-    def _add_difference(self, mean: Any) -> None:
-        """Add the mean less the snapshot that is in it to the model."""
+    def _begin_outer_state(self) -> None:
         assert self.model is not None
-        is_unchanged = self.snapshot is None or self.model.parameters is self.snapshot
-        changed = mean if is_unchanged else self.model.parameters + (mean - self.snapshot)
+        buffers = [np.zeros(4) for _ in range(self.cluster.outer_optimizer.buffers)]
+        self.outer_state = [self.model.parameters.copy(), *buffers]
+
+    def _add_difference(self, averaging: SimulatedAveraging) -> None:
+        """Add what an averaging has yielded, less the snapshot that is in it, to the model."""
+        assert self.model is not None
+        new, before, part = averaging.mean, self.snapshot, slice(None)
+        step = averaging.averaging.outer_step
+        if step is not None and self.worker in averaging.averaging.group:
+            part = fragment_of(step, self.cluster.fragments)
+            new, before = self._step_anchor(averaging, step, part)
+        parameters = self.model.parameters
+        is_unchanged = before is None or parameters is before
+        changed = parameters.copy()
+        changed[part] = new[part] if is_unchanged else parameters[part] + (new[part] - before[part])
         self.model = replace(self.model, parameters=changed)
+
+    def _step_anchor(self, averaging: SimulatedAveraging, step: OuterStep, part: slice) -> tuple[Any, Any]:
+        """Step the part of the anchor; return the anchor, and what the model moves from."""
+        before = self.snapshot
+        if self.worker in step.behind:
+            before = self.outer_state[0].copy()
+            for flat, received in zip(self.outer_state, averaging.donor_outer_state, strict=True):
+                flat[part] = received[part]
+        anchor, *buffers = (flat[part] for flat in self.outer_state)
+        stepped = self.cluster.outer_optimizer.step(anchor, averaging.mean[part], tuple(buffers), step.number)
+        for flat, values in zip(self.outer_state, stepped, strict=True):
+            flat[part] = values
+        averaging.check_anchor(self, self.outer_state[0][part])
+        return self.outer_state[0], before
 
     @property
     def sample_loop(self) -> SimulatedLoop:
@@ -257,7 +299,7 @@ class AveragingWorker(SimulatedWorker):
         )
 
     def _report_end(self, *, has_mean: bool) -> None:
-        event = self.averaging_protocol.finish(has_mean=has_mean)
+        event = self.averaging_protocol.finish(model_steps=self._snapshot_steps, has_mean=has_mean)
         self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
 
     def _send_ready(self) -> None:
@@ -269,9 +311,9 @@ class AveragingWorker(SimulatedWorker):
         self.model = ModelState(self.model.parameters - 0.02 * momentum, momentum)
         self._end_overlapped()
         self.averaging_protocol.count_step()
-        if cluster.overlap and self.averaging_protocol.is_ready:
-            self.snapshot = self.model.parameters
         self.steps_taken += 1
+        if cluster.overlap and self.averaging_protocol.is_ready:
+            self._take_snapshot()
         cluster.progress_s = self.active_s = cluster.engine.now_s
         samples = sum(block.samples for block in loop.blocks)
         self.last_ready = Ready(
@@ -303,12 +345,12 @@ class AveragingWorker(SimulatedWorker):
 
     def _end_overlapped(self) -> None:
         """At the end of a step, add what the averaging under way has yielded."""
-        if self._mean is not None:
-            self._add_difference(self._mean)
+        if self._ended is not None:
+            self._add_difference(self._ended)
             self._report_end(has_mean=True)
         elif self._has_given_up:
             self._report_end(has_mean=False)
-        self._mean, self._has_given_up = None, False
+        self._ended, self._has_given_up = None, False
 
 
 class SimulatedAveraging(BlockableExchange):
@@ -322,6 +364,7 @@ class SimulatedAveraging(BlockableExchange):
         mean: the parameters of every member; None before all have arrived.
         donor_model: the state that joining members receive.
         epoch: of the worker that sends it.
+        donor_outer_state: anchor and buffers before the outer step, for members that are behind.
     """
 
     def __init__(self, cluster: Simulation, averaging: AverageModels) -> None:
@@ -330,6 +373,17 @@ class SimulatedAveraging(BlockableExchange):
         self.mean: Any = None
         self.donor_model: ModelState | None = None
         self.epoch = 0
+        self.donor_outer_state: list[Any] = []
+        self._anchor: Any = None  # the part of it that a member has stepped
+
+    def check_anchor(self, worker: SimulatedWorker, anchor: Any) -> None:
+        """Check that the outer step of a member yields the same anchor as that of all others."""
+        if self._anchor is None:
+            self._anchor = anchor.copy()
+        if not np.array_equal(anchor, self._anchor):
+            self._cluster.fail_invariant(
+                f"worker {worker.worker} has another anchor than others after averaging {self.exchange_id}"
+            )
 
     def check_member(self, worker: SimulatedWorker) -> None:
         """See `BlockableExchange.check_member`."""
@@ -350,6 +404,9 @@ class SimulatedAveraging(BlockableExchange):
         weights = dict(zip(self.averaging.members, self.averaging.weights, strict=True))
         group = [worker for worker in _own_models(self._workers) if worker.model is not None]
         self.mean = sum(weights[worker.worker] * worker.contribution for worker in group)
+        if (step := self.averaging.outer_step) is not None:
+            donor = next(worker for worker in group if worker.worker not in step.behind)
+            self.donor_outer_state = [flat.copy() for flat in donor.outer_state]
         self.donor_model, self.epoch = group[0].model, group[0].sample_loop.epoch
         self.draw_ends()
 
@@ -361,3 +418,8 @@ class SimulatedAveraging(BlockableExchange):
 
 def _own_models(workers: Sequence[SimulatedWorker]) -> list[AveragingWorker]:
     return [worker for worker in workers if isinstance(worker, AveragingWorker)]
+
+
+def fragment_of(step: OuterStep, fragments: int) -> slice:
+    """Return the part of the four parameters that is stepped."""
+    return slice(4 * step.fragment // fragments, 4 * (step.fragment + 1) // fragments)

@@ -1,0 +1,154 @@
+"""Models of workers that average them, computed again from the run log and the workers' own updates.
+
+Each averaging is a matrix: its row of a member that has received the mean holds the members' weights, all
+other rows are those of the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from offbeat.events import AssignBlocks, AverageModels, Block, ModelsAveraged, Ready
+
+
+def mixing_matrix(
+    members: Sequence[int], weights: Sequence[float], receivers: Iterable[int], workers: int
+) -> Any:
+    """The matrix of an averaging, shape (workers, workers).
+
+    Args:
+        receivers: members that have received the mean.
+    """
+    matrix = np.eye(workers)
+    for receiver in receivers:
+        matrix[receiver] = 0.0
+        matrix[receiver, list(members)] = weights
+    return matrix
+
+
+def matrices_of(entries: Sequence[Any], workers: int) -> list[Any]:
+    """The matrices of all averagings of workers that all have a model, in the order of the log.
+
+    Averagings with common members are in the order in which these were in them.
+    """
+    receivers: dict[int, list[int]] = {}
+    for entry in entries:
+        if isinstance(entry, ModelsAveraged) and entry.has_mean:
+            receivers.setdefault(entry.exchange_id, []).append(entry.worker)
+    return [
+        mixing_matrix(entry.members, entry.weights, receivers.get(entry.exchange_id, ()), workers)
+        for entry in entries
+        if isinstance(entry, AverageModels) and not entry.joining
+    ]
+
+
+class ModelReplay:
+    """Replays the models of all workers, each worker's events in its own order.
+
+    A worker's model changes by its own update where it reports a step (`Ready`). Where it reports the end of
+    an averaging with the mean, the mean less its contribution is added: that is its model after
+    `ModelsAveraged.model_steps` steps or, where all models are averaged, its model as it is.
+
+    Args:
+        entries: of the run log.
+        starts: by worker, the model that it had when it began to train, where that is not what it received.
+        updates: by worker, what it added to its model in each step.
+        steps_of_lost: by exchange and worker, the steps that its model had made; for workers that were lost
+            before they reported them.
+
+    Attributes:
+        models: by worker, its model at the end.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Any],
+        starts: Mapping[int, Any],
+        updates: Mapping[int, Sequence[Any]],
+        steps_of_lost: Mapping[tuple[int, int], int],
+    ) -> None:
+        self._starts, self._updates = starts, updates
+        self.models: dict[int, Any] = {0: starts[0]}
+        self._averagings = {one.exchange_id: one for one in entries if isinstance(one, AverageModels)}
+        self._events: dict[int, list[Any]] = {}
+        for entry in entries:
+            if isinstance(entry, Ready | ModelsAveraged):
+                self._events.setdefault(entry.worker, []).append(entry)
+        self._snapshots: dict[tuple[int, int], Any] = {(0, 0): starts[0]}  # worker, steps
+        self._after: dict[tuple[int, int], Any] = {}  # exchange, worker
+        self._contributions: dict[tuple[int, int], Any] = {}  # exchange, worker
+        self._steps_of = dict(steps_of_lost) | {
+            (event.exchange_id, event.worker): event.model_steps
+            for events in self._events.values()
+            for event in events
+            if isinstance(event, ModelsAveraged)
+        }
+        while any(self._advance(worker) for worker in self._events):
+            pass
+        left = {worker: events[0] for worker, events in self._events.items() if events}
+        assert not left, f"these ends of averagings need contributions that the log does not hold: {left}"
+
+    def _advance(self, worker: int) -> bool:
+        """Replay what can be replayed of a worker's events; return whether anything was."""
+        events, has_advanced = self._events[worker], False
+        while events and self._replay(worker, events[0]):
+            events.pop(0)
+            has_advanced = True
+        return has_advanced
+
+    def _replay(self, worker: int, event: Ready | ModelsAveraged) -> bool:
+        if isinstance(event, Ready):
+            self.models[worker] = self.models[worker] + self._updates[worker][event.step]
+            self._snapshots[worker, event.step + 1] = self.models[worker]
+            return True
+        averaging = self._averagings[event.exchange_id]
+        self._note_contribution(worker, averaging)
+        if not event.has_mean:
+            return True
+        if worker in averaging.joining:
+            received = self._after.get((averaging.exchange_id, averaging.group[0]))
+            if received is None:
+                return False
+            self.models[worker] = self._starts.get(worker, received)
+            return True
+        if any(self._contribution(other, averaging) is None for other in averaging.group):
+            return False
+        weights = dict(zip(averaging.members, averaging.weights, strict=True))
+        mean = sum(weights[other] * self._contribution(other, averaging) for other in averaging.group)
+        if len(averaging.group) > 1:
+            self.models[worker] = self.models[worker] + (mean - self._contribution(worker, averaging))
+        self._after[averaging.exchange_id, worker] = self.models[worker]
+        return True
+
+    def _note_contribution(self, worker: int, averaging: AverageModels) -> None:
+        if worker in averaging.group and (averaging.includes_buffers or len(averaging.group) == 1):
+            self._contributions.setdefault((averaging.exchange_id, worker), self.models[worker])
+
+    def _contribution(self, worker: int, averaging: AverageModels) -> Any:
+        key = averaging.exchange_id, worker
+        if key in self._contributions:
+            return self._contributions[key]
+        if averaging.includes_buffers and self._events.get(worker):
+            return None  # it has not come that far
+        if averaging.includes_buffers:
+            return self.models[worker]  # it was lost in this averaging
+        return self._snapshots.get((worker, self._steps_of.get(key, -1)))
+
+
+def uses_of(entries: Sequence[Any]) -> dict[int, list[tuple[int, int]]]:
+    """By worker, the epoch and position of each sample of the steps that it has reported."""
+    blocks: dict[int, Block] = {}
+    uses: dict[int, list[tuple[int, int]]] = {}
+    for entry in entries:
+        if isinstance(entry, AssignBlocks):
+            blocks |= {block.id: block for block in entry.blocks}
+        elif isinstance(entry, Ready):
+            for block_id in entry.blocks:
+                block = blocks[block_id]
+                uses.setdefault(entry.worker, []).extend(
+                    (block.epoch, position) for start, stop in block.ranges for position in range(start, stop)
+                )
+    return uses
