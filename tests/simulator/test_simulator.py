@@ -275,7 +275,8 @@ def test_a_vectorized_group_acts_as_its_members_would(seeds):
             problem = LeastSquaresProblem(seed) if case.has_gradients else HistoryProblem()
             cluster = run(setting, case.build_policies, problem=problem, one_by_one=one_by_one)
             runs.append(outcome_of(cluster))
-            calls[one_by_one] += cluster.engine.calls_made
+            if "quorum" not in case.arguments:  # with one, a member is sent an action in most rounds
+                calls[one_by_one] += cluster.engine.calls_made
         assert runs[0] == runs[1], f"seed {seed}: {case}"
     assert calls[False] < 0.7 * calls[True]
 

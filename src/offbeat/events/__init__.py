@@ -95,6 +95,7 @@ from offbeat.events.training import (
     RejectPeer,
     ResolveLateBlock,
     SamplesRequested,
+    SkipRound,
     StepFinished,
     StepPermit,
     StepsTimed,
@@ -189,6 +190,7 @@ __all__ = [
     "ServerTransfer",
     "ServerTransferDone",
     "ServerUnreachable",
+    "SkipRound",
     "SnapshotTaken",
     "StatesMerged",
     "StepFinished",
@@ -271,6 +273,7 @@ Action: TypeAlias = (
     | ContributionQuery
     | AssignLateBlock
     | ResolveLateBlock
+    | SkipRound
     | AverageModels
     | CancelAveraging
     | Preempt

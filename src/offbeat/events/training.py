@@ -645,6 +645,27 @@ class ResolveLateBlock(ToWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SkipRound(ToWorker):
+    """A round has its quorum and closes without this worker, unless it contributes to it in time.
+
+    The worker takes part in the exchange with weight 0 while its loop computes on, and its gradients join the
+    round after the last one that it skips.
+
+    Attributes:
+        worker: the only recipient.
+        generation: of the group that the round is of.
+        round: that round.
+        grace_s: time from the receipt on in which the worker may still contribute, in seconds.
+    """
+
+    worker: int
+    generation: int
+    round: int
+    grace_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class OuterStep:
     """The outer optimizer's step that follows an averaging, on each member, of one part of the parameters.
 

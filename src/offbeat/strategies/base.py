@@ -9,6 +9,7 @@ from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import AveragerContext
+from offbeat.runtime.averaging.skipped_rounds import SkippedRounds
 from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
 from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.runtime.training.interface import TrainingLoop
@@ -53,6 +54,7 @@ class GroupAveraging:
 
     always_needs_coordinator: ClassVar[bool] = False
     survives_worker_loss: ClassVar[bool]
+    quorum: int | str | None = None
 
     shards: Literal["dynamic", "equal"]
     bucket_bytes: int
@@ -70,6 +72,16 @@ class GroupAveraging:
         """See `Strategy.make_synchronizer`."""
 
         def averaging(binding: GroupBinding | None, context: AveragerContext) -> GradientAverager:
+            skipped = None
+            if self.quorum is not None and binding is not None:
+                skipped = SkippedRounds(
+                    trained,
+                    binding,
+                    context,
+                    workers=loop.world,
+                    bucket_bytes=self.bucket_bytes,
+                    timeout_s=self.timeout_s,
+                )
             return GradientAverager(
                 trained.model,
                 binding,
@@ -77,6 +89,7 @@ class GroupAveraging:
                 workers=loop.world,
                 bucket_bytes=self.bucket_bytes,
                 timeout_s=self.timeout_s,
+                skipped=skipped,
             )
 
         return GroupSynchronizer(

@@ -75,7 +75,16 @@ class PartialAllReduce(_PartialAveraging):
         staleness: for late="join", the largest age in steps of the parameters that a late gradient was
             computed with, up to and including the step that applies it; older gradients are discarded. The
             default admits a worker that is five times as slow: five steps of computing, one for each of the
-            two transfers, and one more.
+            two transfers, and one more. It bounds the gradients that a quorum makes late, too.
+        quorum: how many members close a round: a number, or "n-1", "n-2", … for all but one, two, … members.
+            Members that are not ready then, nor within `grace`, stay members: the round's mean lacks their
+            gradients, which are added to a later round, weighted by samples. None waits for all members.
+            It covers steps that are slow now and then, and the steps until a straggler is excluded. Gradients
+            are sent once the backward pass has ended, not during it. It needs shards="dynamic", a model on
+            the CPU, and one optimizer of torch.optim; and it has no effect if the program changes gradients
+            between backward() and step(), as clipping does.
+        grace: for a quorum, how long the late members have to become ready, in seconds; None for a quarter
+            of the median of the members' last compute times.
 
     Raises:
         ValueError: an argument is out of range.
@@ -93,6 +102,8 @@ class PartialAllReduce(_PartialAveraging):
     timeout_s: float = 600.0
     late: Literal["drop", "join"] = "drop"
     staleness: int = 8
+    quorum: int | str | None = None
+    grace: float | None = None
 
     def __post_init__(self) -> None:
         if self.late not in ("drop", "join"):
@@ -104,11 +115,21 @@ class PartialAllReduce(_PartialAveraging):
                 "late=join needs shards=dynamic: with equal shards it is not known which samples an excluded "
                 "worker has used"
             )
+        if self.grace is not None and self.quorum is None:
+            raise ValueError("grace is for a quorum, and none is given: pass quorum=n-1, for instance")
+        if self.quorum is not None and self.shards != "dynamic":
+            raise ValueError(
+                "a quorum needs shards=dynamic: with equal shards the samples of late workers are left over"
+            )
         super().__post_init__()
 
     def _group_arguments(self) -> dict[str, Any]:
         late_arguments = {"staleness_steps_max": self.staleness} if self.late == "join" else {}
-        return {**super()._group_arguments(), "monitor": self.monitor, **late_arguments}
+        arguments = {**super()._group_arguments(), "monitor": self.monitor, **late_arguments}
+        if self.quorum is None:
+            return arguments
+        quorum = {"size": self.quorum, "grace_s": self.grace, "staleness_steps_max": self.staleness}
+        return {**arguments, "quorum": quorum}
 
     def _classifier_arguments(self) -> dict[str, Any]:
         return {"k": self.k, "n_profile": self.n_profile, "limit": self.limit, "gate": self.gate}

@@ -658,3 +658,66 @@ def test_the_order_of_messages_does_not_change_which_samples_are_used():
                     job.ready(worker, round_)
         uses.append(used)
     assert uses[0] == uses[1] == Counter(range(SAMPLES))
+
+
+def test_a_checkpoint_during_a_late_member_s_absence_is_current_and_holds_nothing_of_it():
+    """Its next Ready says that it lacks in the checkpoint, and that it has finished later rounds."""
+    job = Job(3)
+    job.round(0, (0, 1, 2))
+    job.ready(0, 1)
+    job.ready(1, 1)
+    held = {block.id for block in job.has[2]}
+    job.assigner.on_checkpoint_query(CheckpointQuery(now_s=0.0, worker=0, round=2))
+    assert not [action for action in job.assigner.pop_actions() if isinstance(action, ConsumedSamples)]
+    for round_ in (2, 3):
+        job.ready(0, round_)
+        job.ready(1, round_)
+    ids = tuple(block.id for block in job.has[2][:1])
+    positions = set(range(*job.has[2][0].ranges[0]))
+    job.assigner.on_ready(
+        Ready(
+            now_s=0.0,
+            worker=2,
+            generation=0,
+            epoch=0,
+            step=4,
+            round=4,
+            compute_s=0.1,
+            samples=0,
+            blocks=ids,
+        )
+    )
+    (answer,) = [action for action in job.assigner.pop_actions() if isinstance(action, ConsumedSamples)]
+    assert set(ids) <= held
+    assert answer.is_current
+    consumed = {
+        position for _, ranges in answer.consumed for start, stop in ranges for position in range(start, stop)
+    }
+    assert len(consumed) == 5 * BATCH  # three blocks in round 0, two in round 1
+    assert not consumed & positions
+
+
+def test_a_checkpoint_waits_no_longer_for_a_late_member_that_asks_for_samples_in_a_later_round():
+    """It has contributed to no round that its request comes after."""
+    job = Job(2)
+    job.round(0, (0, 1))
+    job.ready(0, 1)
+    job.assigner.on_checkpoint_query(CheckpointQuery(now_s=0.0, worker=0, round=2))
+    assert not [action for action in job.assigner.pop_actions() if isinstance(action, ConsumedSamples)]
+    job.assigner.on_samples_requested(
+        SamplesRequested(
+            now_s=0.0,
+            worker=1,
+            epoch=0,
+            samples=SAMPLES,
+            batch_size=BATCH,
+            is_last=False,
+            abandons_previous=False,
+            blocks_max=0,
+            started_blocks=(),
+            round=2,
+            consumed_ranges=(),
+        )
+    )
+    (answer,) = [action for action in job.assigner.pop_actions() if isinstance(action, ConsumedSamples)]
+    assert answer.is_current

@@ -9,6 +9,7 @@ import pytest
 from offbeat.events import (
     AssignBlocks,
     AssignLateBlock,
+    ContributionReport,
     LateGradientArrived,
     Ready,
     ResolveLateBlock,
@@ -243,3 +244,22 @@ def test_a_restored_assigner_continues_identically():
     other.assigner.load_state_dict(json.loads(json.dumps(one.assigner.state_dict())))
     assert one.arrives(0, 0) == other.arrives(0, 0)
     assert one.use_up() == other.use_up()
+
+
+def test_a_worker_outside_gets_a_late_block_only_once_it_is_known_what_it_has_contributed():
+    """It may still have blocks: it skipped round 1, which nobody has said yet, and was then excluded."""
+    job = Job()
+    own = {worker: blocks_of(job.pending_actions, worker)[0].id for worker in (0, 1)}
+    job.ready(0, 0, (own[0],))
+    job.ready(1, 0, (own[1],))
+    job.ready(0, 1, ())
+    job.assigner.repeat_round((0,), 2, 2)
+    job.assigner.pop_actions()
+    assert not of(AssignLateBlock, job.requests(1, round=2))
+    job.assigner.on_contribution_report(
+        ContributionReport(now_s=0.0, worker=0, lost_worker=1, first_round=0, end_round=2, contributions=())
+    )
+    assert [deal.worker for deal in of(AssignBlocks, job.assigner.pop_actions()) if deal.replaces_queue] == [
+        1
+    ]
+    assert only(AssignLateBlock, job.requests(1, round=2)).worker == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offbeat.events import Group, Halt
+from offbeat.events import Group, Halt, SkipRound
 from offbeat.policies.membership.group_membership import ExchangeDecision, GroupMembership
 
 
@@ -235,3 +235,109 @@ def test_an_old_halt_is_not_answered():
     assert membership.on_halt(halt(2)) is None
     membership.on_group(group(3, 0, (0, 1)))
     assert membership.on_halt(halt(3)) is None
+
+
+def skip(round_: int, generation: int = 0) -> SkipRound:
+    return SkipRound(worker=0, generation=generation, round=round_, grace_s=0.0, reason="")
+
+
+def member_that_may_skip() -> GroupMembership:
+    """A member after one step of its loop."""
+    membership = member()
+    assert membership.begin_contribution()
+    take_a_step(membership)
+    membership.may_skip = True
+    return membership
+
+
+def test_a_skipped_round_and_its_step_count_without_the_loop():
+    membership = member_that_may_skip()
+    membership.on_skip_round(skip(1))
+    assert membership.begin_skipped_round()
+    assert membership.is_skipping
+    assert membership.finish_skipped_round(((0, 0), (1, 0), (1, 0)))
+    assert (membership.step, membership.round, membership.is_skipping) == (2, 2, False)
+    assert not membership.begin_skipped_round()  # each SkipRound is carried out once
+
+
+def test_the_loop_waits_for_the_end_of_a_skipped_round_and_then_no_other_begins_until_its_step():
+    membership = member_that_may_skip()
+    membership.on_skip_round(skip(1))
+    assert membership.begin_skipped_round()
+    assert not membership.begin_contribution()
+    assert membership.finish_skipped_round(())
+    assert membership.begin_contribution()
+    membership.on_skip_round(skip(2))
+    assert not membership.begin_skipped_round()
+    take_a_step(membership)
+    assert not membership.begin_skipped_round()  # it is the next round's turn
+    membership.on_skip_round(skip(3))
+    assert membership.begin_skipped_round()
+
+
+def test_a_skip_of_a_round_that_is_still_to_come_is_kept():
+    """It may arrive before the loop has applied the mean of the round before."""
+    membership = member_that_may_skip()
+    assert membership.begin_contribution()
+    membership.on_skip_round(skip(2))
+    assert membership.begin_exchange() is ExchangeDecision.EXCHANGE
+    assert membership.finish_round()
+    assert not membership.begin_skipped_round()
+    membership.finish_step()
+    assert membership.begin_skipped_round()
+
+
+def test_nothing_is_skipped_that_the_loop_could_not_apply():
+    membership = member_that_may_skip()
+    membership.may_skip = False
+    membership.on_skip_round(skip(1))
+    assert not membership.begin_skipped_round()
+    membership.may_skip = True
+    assert membership.begin_skipped_round()
+
+
+def test_nothing_is_skipped_during_a_halt_nor_in_a_group_that_the_loop_has_not_exchanged_in():
+    membership = member_that_may_skip()
+    membership.on_skip_round(skip(1))
+    assert membership.on_halt(halt(1))
+    assert not membership.begin_skipped_round()
+    membership.on_group(group(1, 1, (0, 1)))
+    membership.on_skip_round(skip(1, generation=1))
+    assert not membership.begin_skipped_round()
+    assert membership.begin_contribution()
+    take_a_step(membership)
+    membership.on_skip_round(skip(2, generation=1))
+    assert membership.begin_skipped_round()
+
+
+def test_a_halt_lets_a_skipped_round_finish_and_knows_of_it():
+    membership = member_that_may_skip()
+    membership.on_skip_round(skip(1))
+    assert membership.begin_skipped_round()
+    answer = membership.on_halt(halt(1))
+    assert answer is not None
+    assert (answer.step, answer.has_begun_exchange, answer.has_state) == (1, True, True)
+    assert membership.finish_skipped_round(())
+    assert membership.step == 2
+
+
+def test_after_an_abandoned_skip_the_loop_contributes_only_in_the_next_group():
+    """Another member may have finished the round, in which this one has weight 0."""
+    membership = member_that_may_skip()
+    membership.on_skip_round(skip(1))
+    assert membership.begin_skipped_round()
+    assert membership.on_halt(halt(1, abandon=True))
+    assert not membership.finish_skipped_round(None)
+    assert (membership.step, membership.round) == (1, 1)
+    assert not membership.begin_contribution()
+    membership.on_group(group(1, 1, (0, 1, 2)))
+    assert membership.begin_contribution()
+
+
+def test_what_arrives_of_a_skipped_round_after_it_was_abandoned_does_not_count():
+    membership = member_that_may_skip()
+    membership.on_skip_round(skip(1))
+    assert membership.begin_skipped_round()
+    assert membership.on_halt(halt(1, abandon=True))
+    assert not membership.finish_skipped_round(((1, 0), (1, 0), (1, 0)))
+    assert (membership.step, membership.round) == (1, 1)

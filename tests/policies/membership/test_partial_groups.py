@@ -27,6 +27,7 @@ from offbeat.events import (
     Ready,
     RejectPeer,
     SamplesRequested,
+    SkipRound,
     Tick,
 )
 from offbeat.policies import dispatch_event
@@ -841,3 +842,68 @@ def test_a_member_with_a_slow_line_is_left_out_and_tried_again_later():
     (halt,) = job.ready(2, 2, generation=group.generation)
     assert isinstance(halt, Halt)
     assert "tried again" in halt.reason
+
+
+def job_with_quorum(world: int = 3, **arguments: Any) -> Job:
+    """All have been ready for round 0, and all but the last for round 1, which lets the last one skip it."""
+    job = Job(world, quorum={"size": "n-1", "grace_s": 0.1}, **arguments)
+    for worker in range(world):
+        assert job.ready(worker, 0) == []
+    for worker in range(world - 2):
+        assert job.ready(worker, 1) == []
+    skip = only(job.ready(world - 2, 1), SkipRound)
+    assert (skip.worker, skip.generation, skip.round, skip.grace_s) == (world - 1, 0, 1, 0.1)
+    return job
+
+
+def test_rounds_close_without_a_late_member_which_stays_in_the_group():
+    job = job_with_quorum()
+    for round_ in range(2, 5):
+        assert job.ready(0, round_) == []
+        assert only(job.ready(1, round_), SkipRound).grace_s == 0.0
+    assert job.ready(2, 5) == []
+    assert only(job.ready(0, 5), SkipRound).worker == 1
+    assert job.ready(1, 5) == []
+
+
+def test_without_a_quorum_a_round_waits_for_all_members():
+    job = Job(3)
+    for worker in range(3):
+        job.ready(worker, 0)
+    assert job.ready(0, 1) + job.ready(1, 1) == []
+
+
+def test_a_member_that_skips_rounds_is_late_only_once_others_have_to_wait_for_it():
+    job = job_with_quorum(detector={"n_profile": 1})
+    for round_ in range(2, 8):
+        job.now_s += 0.6  # together more than the patience
+        job.ready(0, round_)
+        job.ready(1, round_)
+        assert job.tick(job.now_s + 0.1) == []
+    job.now_s += 0.6
+    assert job.ready(0, 8) == []
+    assert job.ready(1, 8) == []  # its gradients would be too old
+    assert job.tick(job.now_s + 0.9) == []
+    assert only(job.tick(job.now_s + 0.2), Halt).abandon
+
+
+def test_nobody_skips_while_a_change_is_under_way_and_who_is_late_is_asked_again_in_the_new_group():
+    job = Job(4, quorum={"size": "n-2", "grace_s": 0.1})
+    for worker in range(4):
+        job.ready(worker, 0)
+    assert job.ready(1, 1) == []
+    assert only(job.lose(0), Halt).abandon
+    assert job.ready(2, 1) == []
+    actions = [action for worker in (1, 2, 3) for action in job.answer(worker, 1, step=1, begun=worker != 3)]
+    group, skip = actions
+    assert isinstance(group, Group)
+    assert isinstance(skip, SkipRound)
+    assert group.members == (1, 2, 3)
+    assert (skip.worker, skip.generation, skip.round) == (3, 1, 1)
+
+
+def test_a_restored_policy_asks_a_late_member_once():
+    job = job_with_quorum()
+    again = PartialGroups(3, quorum={"size": "n-1", "grace_s": 0.1})
+    again.load_state_dict(json.loads(json.dumps(job.policy.state_dict())))
+    assert again.handle(Tick(now_s=job.now_s)) == []

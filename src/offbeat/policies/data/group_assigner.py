@@ -60,7 +60,8 @@ class _Unreported:
 class GroupBlockAssigner(BlockAssigner):
     """Assigns samples so that each is used once, while rounds are repeated and workers leave.
 
-    A round is completed once every member is known to have finished it, because then no member can repeat it.
+    A round is completed once every member is known to have finished it, because then no member can repeat it,
+    and no member has asked for a checkpoint without it.
     A worker outside a new group keeps its blocks until it has acknowledged that group, because its
     contribution to its last step may be reported late; then the rest of its blocks goes to other workers.
 
@@ -127,7 +128,7 @@ class GroupBlockAssigner(BlockAssigner):
             if has_nothing:
                 self._waiting[worker] = event.round
             self._note_rounds_done(worker, event.round)
-        elif self._late_blocks is not None:
+        elif self._late_blocks is not None and worker not in self._unreported:
             self._late_blocks.on_idle(worker)
             self._progress_due.add(worker)
 
@@ -420,6 +421,7 @@ class GroupBlockAssigner(BlockAssigner):
             last = min(self._rounds_done[worker] for worker in self._members)
             if last == _ALL_ROUNDS:
                 last = self._latest_round + 1
+            last = min([last, *self._checkpoint_rounds()])
             for round_ in self._scheduler.rounds.numbers():
                 if round_ < last:
                     self._scheduler.complete_round(round_)
@@ -427,6 +429,14 @@ class GroupBlockAssigner(BlockAssigner):
                 return
             self._next_round = last
             self._behind = {worker for worker in self._members if self._rounds_done[worker] <= last}
+
+    def _checkpoint_rounds(self) -> list[int]:
+        """Return the first rounds that are not in the checkpoints that members ask for."""
+        return [
+            round_
+            for worker, round_ in self._checkpoint_queries.items()
+            if worker in self._members and round_ >= self._next_round
+        ]
 
     # Actions ---------------------------------------------------------------------------------------------
 
@@ -469,15 +479,20 @@ class GroupBlockAssigner(BlockAssigner):
                 self._leaving
                 or self._lost
                 or self._unreported
-                or any(
-                    self._last_contributed.get(member, (-1, -1))[0] < round_ - 1 for member in self._members
-                )
+                or any(self._rounds_reported(member) < round_ for member in self._members)
             ):
                 continue
             del self._checkpoint_queries[worker]
             used = self._scheduler.used_ranges(round_) if is_current else {}
             answers.append(self._consumed_samples(worker, round_, used, is_current=is_current))
+        if answers:
+            self._complete_rounds()
         return answers
+
+    def _rounds_reported(self, worker: int) -> int:
+        """Return the number of rounds of which it is known what a worker contributed, if anything."""
+        last_contributed, _ = self._last_contributed.get(worker, (-1, -1))
+        return max(last_contributed + 1, self._rounds_done.get(worker, -1))
 
     def _assign_into(self, assigned: dict[int, tuple[tuple[Block, ...], bool]]) -> None:
         for worker, blocks, over in self._scheduler.assign():

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from offbeat.events import ContributionQuery, ContributionReport, Group, Halt, Halted
+from offbeat.events import ContributionQuery, ContributionReport, Group, Halt, Halted, SkipRound
 
 # Rounds whose contributions are kept. A worker cut off from the coordinator is assigned no further blocks, so
 # the few that it has left go into the next few rounds.
@@ -38,9 +38,17 @@ class GroupMembership:
     Where all members that hold the state have finished, a worker that receives it ends its step outside: no
     other one takes that step, and its gradients are those of other parameters. Its next step counts.
 
+    Skipped rounds: where a `SkipRound` is received before the worker's loop has gradients for that round, the
+    worker takes part in it without its loop, with weight 0 (`begin_skipped_round`). The round and its step
+    count as finished once the mean is here: the state follows from it, and the loop applies it when its
+    gradients are there. `begin_contribution` ends this: from then on the loop contributes. A group in which
+    the loop has contributed to no round yet is not entered without it.
+
     Attributes:
         step: optimizer steps finished.
         round: exchanges finished.
+        may_skip: the loop can apply the means of rounds that it did not take part in.
+        skip: the last SkipRound received, until it is carried out.
         exchange_id: the first unused exchange id.
         group: the group in force, None before the first.
     """
@@ -58,6 +66,12 @@ class GroupMembership:
         self._ends_step_outside = False
         self._followed_generation = 0
         self._is_inside = False  # this worker is in the group in force
+        self.may_skip = False
+        self.skip: SkipRound | None = None
+        self._is_skipping = False  # the exchange under way is that of a skipped round
+        self._has_abandoned_skip = False  # a skipped round was abandoned, and no group has come since
+        self._is_contributing = False  # the loop has gradients for a round, or has not stepped since
+        self._contributed_generation = -1  # the last group in which the loop has begun an exchange
         # The last rounds finished, without a gap: the members, and the contribution of each.
         self._contributions: deque[tuple[tuple[int, ...], Sequence[tuple[int, int]]]]
         self._contributions = deque(maxlen=_ROUNDS_KEPT)
@@ -85,6 +99,20 @@ class GroupMembership:
     def is_change_pending(self) -> bool:
         """Whether a Halt or a Group for another group has been received."""
         return self._halt is not None or bool(self._queued_groups)
+
+    @property
+    def is_skip_due(self) -> bool:
+        """Whether `skip` is for the next round, and the loop neither contributes nor has to be waited for."""
+        skip = self.skip
+        if skip is None or not self.may_skip or self._is_contributing or self._is_skipping:
+            return False
+        is_current = (skip.generation, skip.round) == (self.generation, self.round) and self.is_member
+        return is_current and self._contributed_generation == skip.generation
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether the exchange under way is that of a skipped round."""
+        return self._is_skipping
 
     @property
     def change_reason(self) -> str:
@@ -161,7 +189,44 @@ class GroupMembership:
         if self._is_aborted:  # the next Group has not come
             return ExchangeDecision.WAIT
         self._has_begun = True
+        if self._is_contributing:
+            self._contributed_generation = self.group.generation
         return ExchangeDecision.EXCHANGE
+
+    def on_skip_round(self, skip: SkipRound) -> None:
+        """Keep a SkipRound until it is carried out."""
+        self.skip = skip
+
+    def begin_skipped_round(self) -> bool:
+        """Begin the exchange of a round that is skipped, after its grace; return whether it may begin."""
+        if not self.is_skip_due or self.begin_exchange() is not ExchangeDecision.EXCHANGE:
+            return False
+        self.skip, self._is_skipping = None, True
+        return True
+
+    def finish_skipped_round(self, contributions: Sequence[tuple[int, int]] | None) -> bool:
+        """Count a skipped round and its step as finished; return False, without that, if it was abandoned.
+
+        Args:
+            contributions: see `finish_round`; None if the exchange has failed.
+        """
+        self._is_skipping = False
+        if contributions is None or not self.finish_round(contributions):
+            self._has_begun, self._has_abandoned_skip = False, self._is_aborted
+            return False
+        self.finish_step()
+        return True
+
+    def begin_contribution(self) -> bool:
+        """Let no further round be skipped until the next step; return False while the worker has to wait.
+
+        It waits for the end of a skipped round; if that was abandoned, for the next Group, as other members
+        may have finished it. To be called before gradients are announced, or the state is read.
+        """
+        if self._is_skipping or self._has_abandoned_skip:
+            return False
+        self._is_contributing = True
+        return True
 
     def on_state_received(self, *, round: int) -> None:
         """Adopt the state received from the donor, which is that before step `group.step`."""
@@ -211,6 +276,7 @@ class GroupMembership:
 
     def finish_step(self) -> None:
         """Count an optimizer step, if this worker is a member."""
+        self._is_contributing = False
         if self.is_member:
             self.step += 1
             self._has_begun = False
@@ -243,5 +309,5 @@ class GroupMembership:
         self.group = group
         if not (self._needs_state or self._ends_step_outside):
             self._followed_generation = group.generation
-        self._is_aborted = False
+        self._is_aborted = self._has_abandoned_skip = False
         self.exchange_id = group.exchange_id

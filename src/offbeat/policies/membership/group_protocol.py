@@ -12,6 +12,7 @@ from offbeat.events import (
     Group,
     Halt,
     ResolveLateBlock,
+    SkipRound,
 )
 from offbeat.policies import unexpected_action
 from offbeat.policies.data.block_queue import BlockQueue
@@ -51,6 +52,8 @@ class GroupProtocol:
                 return [] if answer is None else [answer]
             case Group():
                 self.membership.on_group(action)
+            case SkipRound():
+                self.membership.on_skip_round(action)
             case AssignBlocks():
                 self.block_queue.on_assigned(action)
             case AssignRoundBatch():

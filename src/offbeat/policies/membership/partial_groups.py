@@ -8,7 +8,8 @@ This module moves no tensor. The worker's side of the protocol is
 **Theory of operation.** Every event updates what is known of its worker, and then the group is reviewed:
 
 - `WorkerTable` and `CurrentGroup` hold the facts: which workers live, respond, have finished and are members;
-- `RoundMonitor` finds members that are late and decides when to probe, `OutageMonitor` excludes workers that
+- `RoundMonitor` finds members that are late and decides when to probe, `RoundQuorum` lets late members skip
+  a round, `OutageMonitor` excludes workers that
   cannot reach the members, `StragglerMonitor` classifies by compute time;
 - `GroupChanger` compares the group with the workers that should be in it, sends a Halt if they differ, and
   the Group when the answers are here;
@@ -59,6 +60,7 @@ from offbeat.policies.membership.current_group import CurrentGroup
 from offbeat.policies.membership.group_changer import GroupChanger
 from offbeat.policies.membership.outage_monitor import OutageMonitor
 from offbeat.policies.membership.round_monitor import RoundMonitor
+from offbeat.policies.membership.round_quorum import RoundQuorum
 from offbeat.policies.membership.worker_table import WorkerStatus, WorkerTable
 from offbeat.policies.stragglers.classifier import ClassChange
 from offbeat.policies.stragglers.monitor import MonitoringMode, StragglerMonitor
@@ -85,6 +87,7 @@ class PartialGroups:
         timeout_s: time for which the group waits while no threshold is known, in seconds.
         staleness_steps_max: highest age of the parameters with which a worker outside the group computes a
             gradient that counts, in steps, at least 1; None discards such gradients.
+        quorum: arguments of `RoundQuorum`; None lets every round wait for all members.
 
     Raises:
         ValueError: an argument out of range.
@@ -101,6 +104,7 @@ class PartialGroups:
         join_timeout_s: float = 60.0,
         timeout_s: float = 600.0,
         staleness_steps_max: int | None = None,
+        quorum: dict[str, Any] | None = None,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
@@ -126,6 +130,7 @@ class PartialGroups:
             join_timeout_s=join_timeout_s,
             timeout_s=timeout_s,
         )
+        self._quorum = None if quorum is None else RoundQuorum(self._workers, self._group, **quorum)
         self._changer = GroupChanger(
             self._workers,
             self._group,
@@ -139,7 +144,7 @@ class PartialGroups:
         self._is_over = False  # all workers have been dismissed, or the job was stopped
 
     def handle(self, event: Event) -> list[Action]:
-        """Return a Halt, a Group, an AbortJob or nothing; after the end, a RejectPeer for each Joined.
+        """Return a Halt, a Group, SkipRounds, an AbortJob or nothing; after the end, RejectPeer for a Joined.
 
         Raises:
             ProtocolError: an event that no worker of a running job can cause; nothing changes.
@@ -149,7 +154,13 @@ class PartialGroups:
         actions = self._dispatch(event)
         if actions and any(isinstance(action, AbortJob | JobComplete) for action in actions):
             self._is_over = True
-        if self._assigner.is_active and not self._is_over:
+        if self._is_over:
+            return actions
+        if self._quorum is not None and not self._changer.is_pending:
+            last_round = self._rounds.last_round
+            if last_round is not None:
+                actions += self._quorum.late_members(*last_round)
+        if self._assigner.is_active:
             actions += self._assigner.pop_actions()
         return actions
 
@@ -204,7 +215,7 @@ class PartialGroups:
         self._epochs_ended, self._is_over = state["epochs_ended"], state["is_over"]
 
     def _parts(self) -> dict[str, Any]:
-        return {
+        parts = {
             "workers": self._workers,
             "group": self._group,
             "stragglers": self._stragglers,
@@ -213,6 +224,7 @@ class PartialGroups:
             "rounds": self._rounds,
             "changer": self._changer,
         }
+        return parts if self._quorum is None else {**parts, "quorum": self._quorum}
 
     # Steps -----------------------------------------------------------------------------------------------
 
@@ -267,6 +279,8 @@ class PartialGroups:
         if event.round <= status.round:  # sent again, to a restarted coordinator
             return True
         status.is_new = False
+        if self._quorum is not None:
+            self._quorum.on_ready(event)
         self._assigner.on_ready(event)
         self._group.on_step_begun(event.step)
         changes, has_window_changed = self._stragglers.observe_member(event)
@@ -355,6 +369,8 @@ class PartialGroups:
                 return []
             raise ProtocolError(f"expected a worker that has joined, got {_description(event)}")
         self._workers.remove(worker)
+        if self._quorum is not None:
+            self._quorum.remove(worker)
         self._outages.forget(worker)
         self._assigner.on_gone(worker, has_reported_all=not isinstance(event, Lost))
         self._changer.is_settled = False

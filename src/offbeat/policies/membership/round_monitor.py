@@ -22,10 +22,11 @@ class RoundMonitor:
     """Finds members that others wait for, members in different steps, and silences that call for a probe.
 
     A round is open from the first Ready of a member until all members are Ready for it. A member is late when
-    it is not Ready while another one has waited for longer than the patience, a joining one when it is not
-    Ready `join_timeout_s` after its Group. A member that has reported within the patience that it is still in
-    an exchange is not late. While all members are Ready and the exchange hangs, no event comes
-    at all: then a probe is due, after twice the usual time, and after twice as long again each time.
+    it is not Ready for the last round while another one has waited for longer than the patience. A joining
+    one is late when it is not Ready `join_timeout_s` after its Group. A member that has reported within the
+    patience that it is still in an exchange is not late. While all members are Ready and the exchange hangs,
+    no event comes at all: then a probe is due, after twice the usual time, and after twice as long again each
+    time.
 
     Args:
         workers: the workers, of which it sets `round`.
@@ -76,6 +77,12 @@ class RoundMonitor:
         self._ready_s = self._last_received_s = event.now_s
         self._probe_after = _PROBE_FIRST
         return event.worker not in self._group.member_set or self._count_ready(before, event)
+
+    @property
+    def last_round(self) -> tuple[int, int] | None:
+        """The last round for which a member is Ready, and how many are; None once all members are."""
+        entry = self._open_rounds.get(self._round)
+        return None if entry is None else (self._round, entry[1])
 
     def _count_ready(self, before: int, event: Ready) -> bool:
         """Count a member as Ready for all rounds after `before`; close a round with all members Ready."""
@@ -145,7 +152,7 @@ class RoundMonitor:
         if now_s - self._group_sent_s > self._join_s:
             late += [member for member in sorted(group.joining) if member in statuses]
         if self._open_rounds:
-            round_ = min(self._open_rounds)
+            round_ = max(self._open_rounds)
             since_s, count, _ = self._open_rounds[round_]
             patience_s = self._timeout_s if slow_s is None else max(self._patience_s, slow_s / 2)
             if count and now_s - since_s > patience_s:

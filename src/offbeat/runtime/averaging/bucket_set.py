@@ -32,6 +32,7 @@ class BucketSet:
         hyperparameters: returns this worker's.
         workers: the number of members at the job's start.
         bucket_bytes: the largest size of a bucket of several parameters, in bytes.
+        prepares_next: these buckets take part in the round after one that is over, too.
 
     Attributes:
         group: for the round under way, None before it is bound.
@@ -49,7 +50,9 @@ class BucketSet:
         *,
         workers: int,
         bucket_bytes: int,
+        prepares_next: bool = True,
     ) -> None:
+        self._prepares_next = prepares_next
         self._parameters, self._binding, self._hyperparameters = parameters, binding, hyperparameters
         self._workers, self._bucket_bytes = workers, bucket_bytes
         self.group: GroupHandle | None = None
@@ -309,7 +312,7 @@ class BucketSet:
         self._expect_all()
         for bucket in self._buckets:
             bucket.end_round()
-        if self.group is not None and self._binding is not None and self._binding.is_stable:
+        if self._prepares_next and self.group is not None and self._binding and self._binding.is_stable:
             for index, bucket in enumerate(self._buckets):
                 bucket.prepare(
                     self.group.exchange, exchange_id=self._binding.membership.exchange_id, index=index

@@ -8,8 +8,7 @@ never touches the optimizer.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,9 +17,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.runtime.averaging.averaged_gradients import AveragedGradients
 from offbeat.runtime.averaging.bucket_set import BucketSet
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError
 from offbeat.runtime.averaging.interface import AveragerContext
+from offbeat.runtime.averaging.skipped_rounds import SkippedRounds
 from offbeat.runtime.averaging.trailer import RoundSums
 from offbeat.runtime.training.backward import (
     BackwardPass,
@@ -29,7 +30,7 @@ from offbeat.runtime.training.backward import (
     on_output_gradient,
 )
 from offbeat.runtime.training.checks import ParameterFormCheck
-from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook, SessionHook, do_nothing
+from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook, SessionHook
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 from offbeat.runtime.training.pass_timer import PassTimer
 from offbeat.runtime.training.saved_gradients import SavedGradients
@@ -58,11 +59,15 @@ class GradientAverager:
         workers: the number of members at the job's start.
         bucket_bytes: the largest size of a bucket of several parameters, in bytes.
         timeout_s: the longest duration of an exchange, in seconds.
+        skipped: takes part in rounds that this worker is too late for; None where it may not be late. With
+            it, no bucket is sent before the backward pass has ended: a round has all gradients or none.
 
     Attributes:
         rounds_since_step: rounds since the last optimizer step.
         is_outside: this worker was in no group in the last round.
         is_preempted: see `Averager.is_preempted`; outside every group, whether this worker knows of a signal.
+
+    Size: hooks, passes and rounds change the same state; a pass may fail, or a round begin again, anywhere.
     """
 
     def __init__(
@@ -74,8 +79,10 @@ class GradientAverager:
         workers: int,
         bucket_bytes: int,
         timeout_s: float,
+        skipped: SkippedRounds | None = None,
     ) -> None:
         self._model = model
+        self._skipped = skipped
         self._binding = binding
         self._context = context
         self._timeout_s = timeout_s
@@ -88,6 +95,7 @@ class GradientAverager:
             context.hyperparameters,
             workers=workers,
             bucket_bytes=bucket_bytes,
+            prepares_next=skipped is None,
         )
         if binding is not None:
             binding.late_gradients.set_tensors(self._parameters, self._buckets.buffers.tensors)
@@ -99,10 +107,7 @@ class GradientAverager:
         self._unsent_weight = 0.0
         self._passes = PassTimer(context.timer, context.device, context.on_computed)
         self._round_end_s = context.timer.switch("other")
-        # The means of the last round, by identity and version: other gradients were set by hand.
-        self._averaged: list[tuple[Callable[[], torch.Tensor | None], int]] = [
-            (do_nothing, 0) for _ in self._parameters
-        ]
+        self._averaged = AveragedGradients(self._parameters)
         self._batch_weight = 1.0
         self._contributed_blocks = (0, 0)  # blocks behind the round's gradients: own, other workers' for it
         self._saved_gradients = SavedGradients()
@@ -123,9 +128,13 @@ class GradientAverager:
         self._hook_handles.append(self._model.register_forward_hook(SessionForwardHook(self._after_forward)))
         self._hook_handles.append(HookFreeScripting(self._model))
         self._observers = GradientObservers(self._model, self._parameters)
+        if self._skipped is not None:
+            self._skipped.start()
 
     def detach(self) -> None:
         """Remove all hooks from the model."""
+        if self._skipped is not None:
+            self._skipped.stop()
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles.clear()
@@ -195,7 +204,9 @@ class GradientAverager:
         if self._leaves_gradients or parameter.grad is None:  # a hook may have removed it
             return
         self._saved_gradients.put_back([parameter])
-        if self._skips_exchange or self._binding is None or not self._bind_group(wait=False):
+        if self._skips_exchange or self._binding is None or self._skipped is not None:
+            return
+        if not self._bind_group(wait=False):
             return
         # An excluded worker packs nothing, so packing does not count as computing: times stay comparable.
         self._context.timer.switch("communicate")
@@ -231,7 +242,7 @@ class GradientAverager:
         self._forget_failed_pass()
         self._forms.check()
         self._written = self._context.writes.pop()
-        if not self._unsent_weight and self._has_manual_gradients():
+        if not self._unsent_weight and self._averaged.has_others:
             self._unsent_weight = self._batch_weight
         began_s = self._context.timer.switch("communicate")
         compute_s = self._passes.compute_s
@@ -240,6 +251,7 @@ class GradientAverager:
         if self._binding is None:
             self._context.announce_gradients(compute_s)
         else:
+            self._catch_up()
             self._accept_late_gradients()
             sums = self._exchange_until_success(offset_s, compute_s)
             self.is_outside = sums is None
@@ -262,6 +274,20 @@ class GradientAverager:
             self.exchange()
         if self.is_outside:
             self.drop_gradients()
+        if self._skipped is not None:
+            self._skipped.allow(self._obstacle_to_skipping(has_closure))
+
+    def _obstacle_to_skipping(self, has_closure: bool) -> str:
+        """Return why the step that begins is more than the optimizer's step with the means of one round."""
+        if self.is_outside:
+            return ""
+        if has_closure or self.rounds_since_step != 1:
+            return "a step has several backward passes; use session.no_sync() to accumulate gradients"
+        if self._written:
+            return f"the program changes {self._written[0]} between two steps"
+        if not self._averaged.are_those_of_last_round:
+            return "the program changes gradients between backward() and step(), as clipping does"
+        return ""
 
     def after_step(self) -> None:
         """See `Averager.after_step`."""
@@ -274,10 +300,16 @@ class GradientAverager:
         return False
 
     def apply_deferred_step(self) -> None:
-        """See `Averager.apply_deferred_step`: nothing is deferred."""
+        """See `Averager.apply_deferred_step`: the steps of skipped rounds are."""
+        self._catch_up()
 
     def flush(self) -> None:
-        """See `Averager.flush`: nothing is deferred."""
+        """See `Averager.flush`: the steps of skipped rounds are left."""
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        if self._skipped is not None:
+            self.is_preempted |= self._skipped.catch_up()
 
     def drop_gradients(self) -> None:
         """Discard this worker's gradients."""
@@ -327,14 +359,6 @@ class GradientAverager:
         self._buckets.discard_gradients()
         self._contributed_blocks = (0, 0)
 
-    def _has_manual_gradients(self) -> bool:
-        return any(
-            gradient is not None and (averaged() is not gradient or version != gradient._version)
-            for gradient, (averaged, version) in zip(
-                (parameter.grad for parameter in self._parameters), self._averaged, strict=True
-            )
-        )
-
     def _exchange_buckets(self, offset_s: float, compute_s: float | None) -> RoundSums:
         """Launch the remaining buckets, wait for all of them and return the trailer's sums."""
         self._buckets.fill_trailer(
@@ -360,17 +384,10 @@ class GradientAverager:
         self.is_preempted |= sums.preempted > 0
         if group.position:
             self._context.apply_hyperparameters(sums.hyperparameters)
-        self._buckets.unpack(sums, self._set_gradient)
+        self._averaged.begin_round()
+        self._buckets.unpack(sums, self._averaged.set_mean)
         if not sums.weight:  # no member had a sample
             self._saved_gradients.put_back()
-
-    def _set_gradient(self, entry: int, mean: torch.Tensor) -> None:
-        parameter = self._parameters[entry]
-        if parameter.stride() == mean.stride() and parameter.dtype == mean.dtype:
-            parameter.grad = mean
-        else:
-            parameter.grad = torch.empty_like(parameter).copy_(mean)
-        self._averaged[entry] = (weakref.ref(parameter.grad), parameter.grad._version)
 
     def _end_round(self, offset_s: float, offsets_s: Sequence[float]) -> None:
         timer = self._context.timer
@@ -382,6 +399,8 @@ class GradientAverager:
         self._clear_late_gradients()
         self.rounds_since_step += 1
         self._buckets.end_round()
+        if self._skipped is not None:
+            self._skipped.keep_buffers()
         self._round += 1
 
     @property

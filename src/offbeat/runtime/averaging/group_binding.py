@@ -32,6 +32,8 @@ Failures:
 - A `Halt` with `abandon` ends the handle's exchange and the transfer with a `GroupChangedError`, and
   `finish_round` returns False: the caller repeats the round with the same gradients in the next group, and a
   joining worker waits for that group.
+- A round that the loop is too late for is skipped in another thread (`SkippedRounds`), with the handle that
+  the loop has opened: `wait_for_skipped_round` begins it, `finish_skipped_round` counts it.
 - If the job has failed, or the group was abandoned, before a new exchange was registered here, the exchange
   fails immediately.
 """
@@ -39,6 +41,7 @@ Failures:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -54,6 +57,7 @@ from offbeat.events import (
     Group,
     Halt,
     ResolveLateBlock,
+    SkipRound,
 )
 from offbeat.policies.membership.group_membership import ExchangeDecision, GroupMembership
 from offbeat.policies.membership.group_protocol import GroupProtocol
@@ -61,6 +65,7 @@ from offbeat.runtime.collectives.interface import Exchange, TensorMemory
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.data.late_gradients import LateGradients
 from offbeat.runtime.devices.interface import Device
+from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 from offbeat.runtime.training.state_copy import StateCopier
 
 
@@ -135,6 +140,8 @@ class GroupBinding:
         self._handle: GroupHandle | None = None
         self._handle_generation = -1
         self._exchange_id = 0  # the first unused one of this handle
+        self._skip_due_s = 0.0  # end of the grace of the last SkipRound
+        self._stops_skipping = False
         self._transfer: Exchange | None = None
         self._transfer_thread: threading.Thread | None = None
         self.memory, self.exchange_device = TensorMemory(client.endpoint, device), torch.device("cpu")
@@ -262,6 +269,64 @@ class GroupBinding:
         with self._client.lock:
             return self._is_current() and self._membership.finish_round(contributions)
 
+    # Skipped rounds ------------------------------------------------------------------------------------
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the job has failed."""
+        return self._client.failure is not None
+
+    def allow_skipping(self, is_allowed: bool) -> None:
+        """Allow rounds to be skipped after this step, or not; see `GroupMembership.may_skip`."""
+        with self._client.lock:
+            self._membership.may_skip = is_allowed
+
+    def begin_contribution(self) -> None:
+        """Let no round be skipped until the next step, and wait for the end of one that is under way.
+
+        Raises:
+            WorkerError: the job failed, or that round did not end within the deadline.
+        """
+        what = "the end of the round that it skips"
+        self._client.wait_for(
+            self._membership.begin_contribution, self._timeout_s + COORDINATOR_MARGIN_S, what
+        )
+
+    def wait_for_skipped_round(self) -> GroupHandle | None:
+        """Wait until a round is to be skipped, begin it, and return its handle; None at the end of the job.
+
+        It waits without a limit, as no other thread waits for it.
+        """
+        with self._client.lock:
+            while not (self._stops_skipping or self.has_failed):
+                left_s = self._skip_due_s - time.monotonic() if self._membership.is_skip_due else None
+                if left_s is not None and left_s <= 0:
+                    if self._is_current() and self._membership.begin_skipped_round():
+                        return self._handle
+                    left_s = None  # until the group has changed
+                self._client.lock.wait(left_s)
+        return None
+
+    def finish_skipped_round(
+        self, contributions: Sequence[tuple[int, int]] | None, keep: Callable[[], object]
+    ) -> None:
+        """Count a skipped round, unless it was abandoned.
+
+        Args:
+            contributions: see `GroupMembership.finish_skipped_round`.
+            keep: called if the round counts, before `begin_contribution` returns in the loop.
+        """
+        with self._client.lock:
+            if self._membership.finish_skipped_round(contributions if self._is_current() else None):
+                keep()
+            self._client.lock.notify_all()
+
+    def stop_skipping(self) -> None:
+        """Let `wait_for_skipped_round` return None."""
+        with self._client.lock:
+            self._stops_skipping = True
+            self._client.lock.notify_all()
+
     def finish_step(self) -> None:
         """Count an optimizer step, and open the exchange of a new group that is in force from here on.
 
@@ -270,6 +335,8 @@ class GroupBinding:
         """
         with self._client.lock:
             self._membership.finish_step()
+            if self._membership.is_skip_due:
+                self._client.lock.notify_all()
         self.late_gradients.finish_step()
         with self._client.lock:
             group = self._membership.group
@@ -418,6 +485,9 @@ class GroupBinding:
         match action:
             case Halt() if self._membership.is_aborted:
                 self.abandon(_regrouped_error())
+            case SkipRound():
+                with self._client.lock:
+                    self._skip_due_s = time.monotonic() + action.grace_s
             case AssignLateBlock() | ResolveLateBlock():
                 self.late_gradients.on_action(action)
             case AssignBlocks() if action.replaces_queue or not self._membership.is_member:

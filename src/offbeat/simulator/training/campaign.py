@@ -135,6 +135,13 @@ def draw_case(seed: int) -> FaultCase:
         "staleness_steps_max": options.choice([None, None, 1, 4]),
     }
     setting = replace(setting, counts_group_steps=setting.steps is not None and options.random() < 0.5)
+    counts_rounds = setting.samples is not None and setting.samples.rounds is not None
+    if options.random() < 0.25 and not counts_rounds:  # such a loop ends a step later in a late worker
+        arguments["quorum"] = {
+            "size": options.choice(["n-1", "n-2", "n-3", 1, 2]),
+            "grace_s": options.choice([None, None, 0.0, 0.02]),
+            "staleness_steps_max": options.choice([2, 3, 8]),
+        }
     return FaultCase(setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25)
 
 

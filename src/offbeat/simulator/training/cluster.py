@@ -514,7 +514,7 @@ class SimulatedCluster:
         workers = self._workers.values()
         for simulated in workers:
             if simulated.state is not None:
-                uses = self.problem.sample_uses(simulated.state)
+                uses = self.problem.sample_uses(simulated.latest_state)
                 self._check(repeated_use(simulated.worker, uses))
         members = self.groups[-1][1].members if self.groups else ()
         if self.is_job_complete:
@@ -528,7 +528,8 @@ class SimulatedCluster:
             final = [simulated for simulated in final if simulated.is_alive and not simulated.is_hung]
         if self.stopped is not None or not final or samples.break_after_rounds is not None:
             return
-        uses = self.problem.sample_uses(max(final, key=lambda simulated: simulated.membership.round).state)
+        furthest = max(final, key=lambda simulated: simulated.membership.round)
+        uses = self.problem.sample_uses(furthest.latest_state)
         for policy in self.coordinator.policies:
             state = policy.state_dict()
             if "assigner" in state:

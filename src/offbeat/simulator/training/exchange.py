@@ -198,17 +198,17 @@ class SimulatedExchange(BlockableExchange):
         """See `BlockableExchange.combine`: all members have equal states, and average their gradients."""
         cluster, workers = self._cluster, self._workers
         problem, weight_of = cluster.problem, dict(zip(self.group.members, self.group.weights, strict=True))
-        state = workers[0].state
+        state = workers[0].latest_state
         for worker in workers:
-            if worker.state is not state and not problem.states_equal(worker.state, state):
+            if worker.state is not state and not problem.states_equal(worker.latest_state, state):
                 cluster.fail_invariant(
                     f"workers {workers[0].worker} and {worker.worker} have different states before step "
                     f"{self.step}"
                 )
-        weights = [weight_of[worker.worker] * worker.weight for worker in workers]
+        weights = [weight_of[worker.worker] * worker.exchanged_weight for worker in workers]
         self.average(workers, [worker.gradient for worker in workers], weights)
         if workers[0].loop is not None:
-            self.contributions = [(worker.contributed_blocks, 0) for worker in workers]
+            self.contributions = [(worker.exchanged_blocks, 0) for worker in workers]
 
     def deliver(self, worker: SimulatedWorker) -> None:
         """See `BlockableExchange.deliver`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 from offbeat.events import (
@@ -27,6 +28,7 @@ from offbeat.events import (
     Ready,
     RejectPeer,
     SamplesRequested,
+    SkipRound,
 )
 from offbeat.policies import WorkerProtocol
 from offbeat.policies.membership.group_membership import ExchangeDecision
@@ -45,6 +47,7 @@ WAITING, RECEIVING_STATE, JOINING, FINISHED, ENDED = (
     "ended",
 )
 REQUESTING, LEAVING = "requesting samples", "leaving"
+CATCHING_UP = "waiting for the end of a skipped round"
 _SAVES_EVERY = 13  # steps, where samples are assigned
 
 
@@ -145,6 +148,10 @@ class SimulatedWorker:
         self.sent_events: list[Event] = []
         self.received_messages = 0
         self._means: list[Any] = []  # of the rounds of the step under way
+        self._missed: list[Any] = []  # means of skipped rounds, a step each, that the loop has not applied
+        self._due_skip: SkipRound | None = None  # the last one whose grace has passed
+        self._resume_loop: Callable[[], None] = self._send_ready  # once no skipped round is under way
+        self.membership.may_skip = cluster.setting.rounds_per_step == 1
         self.gradients_computed = 0
         self._compute_s = 0.0
         self._busy_until_s = 0.0
@@ -221,6 +228,10 @@ class SimulatedWorker:
                 self._on_halt(action)
             case Group():
                 self._on_group()
+                self._skip_if_due()
+            case SkipRound():
+                now_s = self.cluster.engine.now_s
+                self.cluster.engine.schedule(now_s + action.grace_s, self._end_grace, action)
 
     def answer(self, action: Action) -> list[Event]:
         """Pass an action to the worker's protocol; send and return its answers."""
@@ -253,6 +264,9 @@ class SimulatedWorker:
             return
         cluster = self.cluster
         self.exchange = None
+        if self.membership.is_skipping:
+            self._end_skipped_round(exchange)
+            return
         if not self.membership.finish_round(exchange.contributions):
             cluster.fail_invariant(f"worker {self.worker} continues an exchange that it had abandoned")
         self._means.append(exchange.mean)
@@ -307,6 +321,7 @@ class SimulatedWorker:
             self.exchange is exchange
             and membership.group is self._donated_to
             and not membership.is_change_pending
+            and not membership.is_skipping
             and membership.step + 1 < cluster.setting.steps_max
             and self.weight == 1.0
             and not self.is_leaving
@@ -392,9 +407,12 @@ class SimulatedWorker:
     def _send_ready(self) -> None:
         cluster, membership, loop = self.cluster, self.membership, self.loop
         self.active_s = cluster.engine.now_s
+        if not self._may_contribute(self._send_ready):
+            return
         self.weight = 1.0
         if loop is None:
             self.gradient = cluster.problem.gradient(self.state, self.worker, self.gradients_computed - 1)
+            self._catch_up()
             epoch = (membership.step + self.steps_outside) // cluster.setting.epoch_steps
             cluster.send_ready(
                 self.worker, membership.generation, epoch, membership.step, membership.round, self._compute_s
@@ -403,6 +421,7 @@ class SimulatedWorker:
             self.gradient = cluster.problem.gradient(
                 self.state, self.worker, self.gradients_computed - 1, loop.blocks
             )
+            self._catch_up()
             samples = sum(block.samples for block in loop.blocks)
             self.weight = samples / loop.samples.batch_size
             blocks = loop.contribute()
@@ -449,6 +468,62 @@ class SimulatedWorker:
             membership.finish_step()
             self.steps_outside = 0 if membership.is_member else self.steps_outside + 1
             self._count_step()
+
+    # Skipped rounds ------------------------------------------------------------------------------------
+
+    @property
+    def exchanged_weight(self) -> float:
+        """The weight of its gradients in the exchange under way."""
+        return 0.0 if self.membership.is_skipping else self.weight
+
+    @property
+    def exchanged_blocks(self) -> int:
+        """The assigned blocks behind its gradients in the exchange under way."""
+        return 0 if self.membership.is_skipping else self.contributed_blocks
+
+    @property
+    def latest_state(self) -> Any:
+        """Its state after the steps of the rounds that it has skipped."""
+        state = self.state
+        for mean in self._missed:
+            state = self.cluster.problem.step(state, mean)
+        return state
+
+    def _end_grace(self, skip: SkipRound) -> None:
+        if self.is_hung:
+            self._queue.append((False, self._end_grace, skip))
+        else:
+            self._due_skip = skip
+            self._skip_if_due()
+
+    def _skip_if_due(self) -> None:
+        """Enter the exchange of a round that is skipped, while the loop does something else."""
+        membership = self.membership
+        is_due = self._due_skip is not None and membership.skip is self._due_skip
+        if is_due and membership.begin_skipped_round():
+            self.cluster.exchange(self.worker)
+
+    def _end_skipped_round(self, exchange: Exchange | None) -> None:
+        """Keep the mean of a skipped round for the loop; it has failed if there is no exchange."""
+        contributions = None if exchange is None else exchange.contributions
+        if self.membership.finish_skipped_round(contributions) and exchange is not None:
+            self._missed.append(exchange.mean)
+        if self.activity == CATCHING_UP:
+            self._resume_loop()
+        else:
+            self._skip_if_due()
+
+    def _may_contribute(self, resume: Callable[[], None]) -> bool:
+        """Let no further round be skipped; where the loop has to wait, return False, and `resume` later."""
+        if self.membership.begin_contribution():
+            return True
+        self.activity, self._resume_loop = CATCHING_UP, resume
+        return False
+
+    def _catch_up(self) -> None:
+        """Apply the steps of the rounds that were skipped."""
+        self.state = self.latest_state
+        self._missed.clear()
 
     def _open_sessions(self) -> None:
         """Open sessions with all members of the group."""
@@ -501,6 +576,7 @@ class SimulatedWorker:
             self._finish((membership.step + steps_outside - 1) // cluster.setting.epoch_steps)
         else:
             self._compute()
+            self._skip_if_due()
 
     def _save_state(self) -> None:
         """Save its state, and continue without waiting for the samples that it contains."""
@@ -517,6 +593,9 @@ class SimulatedWorker:
 
     def _finish(self, epoch: int) -> None:
         cluster = self.cluster
+        if not self._may_contribute(partial(self._finish, epoch)):
+            return
+        self._catch_up()
         self.membership.end_step_outside()
         self.activity = FINISHED
         self.last_finished = Finished(
@@ -537,6 +616,7 @@ class SimulatedWorker:
                 self.activity = RECEIVING_STATE
                 return
             self.state = received.state
+            self._missed.clear()
             membership.on_state_received(round=received.round)
         self._send_left()
 
@@ -564,7 +644,10 @@ class SimulatedWorker:
     # Changes -------------------------------------------------------------------------------------------
 
     def _on_halt(self, halt: Halt) -> None:
-        if halt.abandon and self.exchange is not None:
+        if halt.abandon and self.membership.is_skipping:
+            self.exchange = None
+            self._end_skipped_round(None)
+        elif halt.abandon and self.exchange is not None:
             if self.membership.finish_round():
                 self.cluster.fail_invariant(f"worker {self.worker} counts an exchange that it has abandoned")
             self.exchange = None
@@ -577,12 +660,14 @@ class SimulatedWorker:
             self._compute()
         elif self.activity in (WAITING, RECEIVING_STATE, JOINING):
             self._continue()
+        elif self.activity == CATCHING_UP:
+            self._resume_loop()
 
     def _donate_state(self) -> None:
         """Send the state to the joiners, once for each group."""
         membership = self.membership
         group = membership.group
-        if group is None or group is self._donated_to:
+        if group is None or group is self._donated_to or self._missed or membership.is_skipping:
             return
         self._donated_to = group
         for place, joiner in enumerate(membership.state_recipients):
